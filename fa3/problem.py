@@ -1,0 +1,85 @@
+"""What is asked: the compile key (`AttentionSpec`) and a spec with run-time sizes (`Problem`)."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+NO_BOUND = -1
+"""A window bound that is not there, in FlashAttention's convention."""
+
+
+class Window(NamedTuple):
+    """How many keys a query sees to either side of its diagonal; `NO_BOUND` for all of them."""
+
+    left: int = NO_BOUND
+    right: int = NO_BOUND
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Everything that changes generated code except tiling. The spec is the compile key.
+
+    Fields:
+        dtype: element type of q, k, v and out, "bfloat16" or "float16".
+        head_dim: columns of q and k.
+        head_dim_v: columns of v and out.
+        qhead_per_kvhead: query heads that share one key/value head (1 is MHA).
+        mask: a mask of `fa3.masks`; its compile-time half.
+        write_lse: whether the kernel writes the log-sum-exp.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    qhead_per_kvhead: int
+    mask: Hashable
+    write_lse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A spec and the sizes of one call. `window` is the run-time half of `spec.mask`."""
+
+    spec: AttentionSpec
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_kv: int
+    window: Window = Window()
+
+    @property
+    def num_heads_q(self) -> int:
+        return self.num_heads_kv * self.spec.qhead_per_kvhead
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head that the mask lets through."""
+        offset = self.seqlen_k - self.seqlen_q
+        left, right = self.window
+
+        def keys_up_to(bound: int) -> int:
+            """Sum over rows i of clamp(i + offset + bound + 1, 0, seqlen_k)."""
+            first = offset + bound + 1
+            # Rows below `low` see none, rows from `high` on see all; in between one more each.
+            low = min(max(0, 1 - first), self.seqlen_q)
+            high = min(max(low, self.seqlen_k - first), self.seqlen_q)
+            ramp = (high - low) * (2 * first + low + high - 1) // 2
+            return ramp + (self.seqlen_q - high) * self.seqlen_k
+
+        upper = self.seqlen_q * self.seqlen_k if right == NO_BOUND else keys_up_to(right)
+        lower = 0 if left == NO_BOUND else keys_up_to(-left - 1)
+        return upper - lower
+
+    @property
+    def flops(self) -> int:
+        """Useful floating-point operations: QK^T and PV on the visible pairs."""
+        per_pair = 2 * (self.spec.head_dim + self.spec.head_dim_v)
+        return self.batch * self.num_heads_q * self.visible_pairs * per_pair
+
+    @property
+    def bytes(self) -> int:
+        """Fewest bytes through device memory: q, k, v read once, out and LSE written once."""
+        rows_q = self.batch * self.seqlen_q * self.num_heads_q
+        rows_k = self.batch * self.seqlen_k * self.num_heads_kv
+        width = self.spec.head_dim + self.spec.head_dim_v
+        return 2 * width * (rows_q + rows_k) + 4 * rows_q * self.spec.write_lse

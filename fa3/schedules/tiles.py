@@ -1,0 +1,96 @@
+"""Tiles, the order that numbers them, and what a schedule is.
+
+Everything here is plain arithmetic on the fields, so the same code runs on Python ints (planner,
+executor, tests) and on Int32 values inside a kernel: host and device cannot drift.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import cutlass
+
+
+class Tile(NamedTuple):
+    """One unit of work: some query rows of one query head of one sequence.
+
+    A unit belongs to a cluster. With c CTAs along M, `m_block` counts groups of c query tiles,
+    and the CTA of rank r in the cluster takes query tile `m_block * c + r`.
+    """
+
+    m_block: int
+    head: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """Numbers all tiles: heads in sections, and in a section the last query rows first.
+
+    A section is `heads_per_section` consecutive (batch, head) pairs whose K and V fit in L2
+    together. Inside it the row block is the slow index and runs down, so with a causal mask the
+    longest tiles come first (LPT), and neighbours in the order share K and V.
+    """
+
+    num_m_blocks: int
+    num_heads: int
+    batch: int
+    heads_per_section: int
+
+    @property
+    def num_tiles(self):
+        return self.num_m_blocks * self.num_heads * self.batch
+
+    def m_blocks(self) -> Iterator[int]:
+        """The m_block of every tile in order; what `tile` gives, without its arithmetic."""
+        flat_heads = self.num_heads * self.batch
+        for first_head in range(0, flat_heads, self.heads_per_section):
+            heads = min(self.heads_per_section, flat_heads - first_head)
+            for m_block in reversed(range(self.num_m_blocks)):
+                yield from itertools.repeat(m_block, heads)
+
+    def tile(self, index) -> Tile:
+        """The tile with this number, 0 <= index < num_tiles."""
+        section = index // (self.heads_per_section * self.num_m_blocks)
+        first_head = section * self.heads_per_section
+        heads = cutlass.min(self.heads_per_section, self.num_heads * self.batch - first_head)
+        within = index - first_head * self.num_m_blocks
+        rank = within // heads
+        flat_head = first_head + within - rank * heads
+        batch = flat_head // self.num_heads
+        return Tile(self.num_m_blocks - 1 - rank, flat_head - batch * self.num_heads, batch)
+
+
+class Schedule(Protocol):
+    """Which tiles a cluster works on, and in which order.
+
+    Host half: how many clusters to launch, and the table that the device half reads, if any.
+    Device half: `first`, `next`, `is_valid`, `tile`; a cursor says where a cluster stands. The
+    producer and every consumer of a CTA walk the same tiles. The kernel calls `next` before it
+    works on a tile: a schedule can fetch ahead.
+    """
+
+    order: TileOrder
+    num_clusters: int
+    table: object | None
+
+    @classmethod
+    def on_device(cls, order: TileOrder, num_clusters, table) -> "Schedule": ...
+
+    def first(self, cluster): ...
+
+    def next(self, cursor): ...
+
+    def is_valid(self, cursor): ...
+
+    def tile(self, cursor) -> Tile: ...
+
+
+def walk(schedule: Schedule, cluster: int) -> Iterator[Tile]:
+    """Yield the tiles of one cluster in the order in which the kernel works on them."""
+    cursor = schedule.first(cluster)
+    while schedule.is_valid(cursor):
+        following = schedule.next(cursor)
+        yield schedule.tile(cursor)
+        cursor = following
