@@ -1,0 +1,198 @@
+"""What a compiled kernel is made of, read from its cubin without a CUDA toolkit.
+
+Registers, stack and threads stand in the ELF's `.nv.info` sections. Instructions come from
+`nvdisasm`, which the `nvidia-cuda-nvdisasm` package carries.
+"""
+
+import importlib.metadata
+import math
+import re
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+
+NVDISASM_PACKAGE = "nvidia-cuda-nvdisasm"
+
+# Attributes of .nv.info, as `cuobjdump --dump-elf` names them.
+EIATTR_REQNTID = 0x10
+EIATTR_FRAME_SIZE = 0x11
+EIATTR_REGCOUNT = 0x2F
+EIFMT_SIZED = 0x04
+"""Format of an attribute whose 16-bit value is the length of a payload that follows."""
+
+SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
+OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+WAIT_WGMMA = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
+
+
+@dataclass(frozen=True)
+class CubinReport:
+    """Resources and instructions of the one kernel in a cubin.
+
+    Fields:
+        registers: registers a thread has at launch; setmaxnreg moves them between warpgroups.
+        stack_bytes: local memory of a thread. A kernel that spills has some.
+        threads: threads of a CTA.
+        instructions: the SASS in program order, predicate and operands included.
+    """
+
+    registers: int
+    stack_bytes: int
+    threads: int
+    instructions: tuple[str, ...] = field(repr=False)
+
+    @cached_property
+    def opcodes(self) -> Counter[str]:
+        """How often each opcode occurs, modifiers included."""
+        return Counter(opcode(text) for text in self.instructions)
+
+    def count(self, prefix: str) -> int:
+        """Instructions whose opcode starts with `prefix`."""
+        return sum(n for name, n in self.opcodes.items() if name.startswith(prefix))
+
+    @property
+    def wgmma(self) -> int:
+        """Warpgroup matrix multiplications with 16-bit operands."""
+        return self.count("HGMMA")
+
+    @property
+    def wgmma_waits(self) -> int:
+        """Waits for WGMMA groups. As many as WGMMAs means that the compiler serialised them."""
+        return self.count("WARPGROUP.DEPBAR")
+
+    @property
+    def multicast_loads(self) -> int:
+        """TMA loads into the shared memory of several CTAs of a cluster."""
+        return sum(
+            n
+            for name, n in self.opcodes.items()
+            if name.startswith("UTMALDG") and "MULTICAST" in name
+        )
+
+    @property
+    def tma_loads(self) -> int:
+        """TMA loads into a CTA's own shared memory."""
+        return self.count("UTMALDG") - self.multicast_loads
+
+    @property
+    def tma_stores(self) -> int:
+        """TMA stores."""
+        return self.count("UTMASTG")
+
+    @property
+    def setmaxnreg(self) -> int:
+        """Moves of registers between warpgroups, in either direction."""
+        return self.count("USETMAXREG")
+
+    @property
+    def exponentials(self) -> int:
+        """Base-2 exponentials on the special function unit."""
+        return self.count("MUFU.EX2")
+
+    @property
+    def spill_instructions(self) -> int:
+        """Loads and stores of local memory."""
+        return self.count("STL") + self.count("LDL")
+
+    def under_wgmma(self) -> Iterator[Counter[str]]:
+        """Yield the opcodes of each stretch of code that runs while one WGMMA group is in flight.
+
+        A stretch begins where the code waits for all groups but the youngest. It ends at the last
+        wait for that one before the next WGMMA: an earlier one stands in a branch that few take.
+        """
+        begin = end = None
+        for i, text in enumerate(self.instructions):
+            if wait := WAIT_WGMMA.search(text):
+                if wait[1] == "0":
+                    end = i
+                else:
+                    begin, end = i, None
+            elif "HGMMA" in text:
+                if begin is not None and end is not None:
+                    yield Counter(opcode(t) for t in self.instructions[begin:end])
+                begin = None
+
+
+def inspect(cubin: bytes) -> CubinReport:
+    """Read the resources and the instructions of the one kernel in a cubin.
+
+    Raises:
+        ValueError: the bytes are no cubin, or one with several kernels.
+        ModuleNotFoundError: the package with nvdisasm is not installed.
+    """
+    sections = elf_sections(cubin)
+    resources = dict(attributes(sections[".nv.info"]))
+    kernels = [name for name in sections if name.startswith(".text.")]
+    if len(kernels) != 1:
+        raise ValueError(f"expected a cubin with one kernel, got {len(kernels)}")
+    launch = dict(attributes(sections[".nv.info." + kernels[0].removeprefix(".text.")]))
+    # The payload of a per-function attribute is (symbol, value); there is one function.
+    return CubinReport(
+        registers=struct.unpack("<II", resources[EIATTR_REGCOUNT])[1],
+        stack_bytes=struct.unpack("<II", resources[EIATTR_FRAME_SIZE])[1],
+        threads=math.prod(struct.unpack("<III", launch[EIATTR_REQNTID])),
+        instructions=tuple(INSTRUCTION.findall(disassemble(cubin))),
+    )
+
+
+def opcode(instruction: str) -> str:
+    """The opcode of a SASS instruction, without its predicate."""
+    return OPCODE.match(instruction)[1]
+
+
+def elf_sections(elf: bytes) -> dict[str, bytes]:
+    """The sections of a 64-bit ELF file by name."""
+    if elf[:5] != b"\x7fELF\x02":
+        raise ValueError("not a 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    entry_bytes, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [SECTION_HEADER.unpack_from(elf, table + i * entry_bytes) for i in range(count)]
+    names = headers[names_index][4]
+    sections = {}
+    for name, kind, _, _, offset, size, *_ in headers:
+        end = elf.index(b"\0", names + name)
+        occupies_file = kind != 8  # SHT_NOBITS
+        sections[elf[names + name : end].decode()] = elf[offset : offset + size * occupies_file]
+    return sections
+
+
+def attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the (attribute, payload) pairs of a `.nv.info` section that have a payload."""
+    offset = 0
+    while offset + 4 <= len(info):
+        form, attribute, value = struct.unpack_from("<BBH", info, offset)
+        offset += 4
+        if form == EIFMT_SIZED:
+            yield attribute, info[offset : offset + value]
+            offset += value
+
+
+@cache
+def nvdisasm() -> Path:
+    """Where the disassembler is installed."""
+    try:
+        files = importlib.metadata.files(NVDISASM_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "nvdisasm":
+            return Path(file.locate())
+    raise ModuleNotFoundError(
+        f"reading SASS needs nvdisasm: pip install {NVDISASM_PACKAGE} (part of the dev extra)"
+    )
+
+
+def disassemble(cubin: bytes) -> str:
+    """The cubin as nvdisasm prints it, code only."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [nvdisasm(), "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout

@@ -1,0 +1,1 @@
+"""Kernels: one file holds one kernel class and its frozen Config."""

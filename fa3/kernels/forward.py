@@ -1,0 +1,612 @@
+"""Forward attention for Hopper: O = softmax(scale Q K^T + mask) V, and the rows' log-sum-exp.
+
+A CTA computes one tile of query rows of one head after another. For each tile it streams the
+key blocks that the mask touches, from the last to the first, and keeps a running softmax, so
+the scores never leave registers. Each consumer warpgroup owns 64 of the tile's rows.
+
+Roles per CTA
+    warpgroup 0    producer   one warp issues all TMA loads; 24-32 registers a thread
+    warpgroup 1..  consumers  64 query rows each: S = Q K^T, softmax, O += P V, epilogue
+
+Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
+    pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
+    pipeline_k  one block of K         kv_stages  released after its Q K^T
+    pipeline_v  one block of V         kv_stages  released after its P V
+    K and V blocks are multicast over the cluster's CTAs, which walk the same blocks.
+
+Timeline of one consumer warpgroup in the main loop (block n is the one before n - 1)
+    tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |  (the other warpgroup's turn)
+    this group     |     waits      | softmax of S: row max, P[n-1], row sum | 16-bit P | ...
+    A ring of named barriers hands the tensor cores from one warpgroup to the next, so that one
+    group's softmax runs under another's WGMMA (ping-pong), and within a group the softmax of
+    block n - 1 runs under the P V of block n.
+
+Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from fa3.masks import Sequence
+from fa3.primitives import wgmma
+from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.softmax import OnlineSoftmax
+from fa3.primitives.tma import TmaTensor
+from fa3.primitives.turns import Turns
+from fa3.problem import AttentionSpec, Window
+from fa3.schedules import Tile, TileOrder
+
+WARPGROUP = 128
+ROWS = 64
+"""Query rows of one consumer warpgroup: the M of one WGMMA."""
+
+SMEM_CAPACITY = 232_448
+"""Shared memory a CTA may use on sm_90."""
+
+ELEMENT_TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+"""Consumer warpgroups -> registers a thread of (producer, consumer) after setmaxnreg."""
+
+OTHER_REGISTERS = 24
+"""Registers that a consumer thread needs beside its fragments of S, P and O."""
+
+FIRST_TURN_BARRIER = 1
+FIRST_EPILOGUE_BARRIER = 5
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiling of the forward kernel.
+
+    Fields:
+        tile_m: query rows of a CTA's tile, 64 for each consumer warpgroup.
+        tile_n: keys of a block.
+        q_stages: Q tiles in shared memory; two let the next tile's Q arrive early.
+        kv_stages: blocks of K, and of V, in shared memory.
+        cluster_m: CTAs along M that share K and V by multicast (1 or 2).
+        own_o: whether O has shared memory of its own; otherwise it is staged where Q was, and
+            the next Q waits until O has been stored.
+    """
+
+    tile_m: int
+    tile_n: int
+    q_stages: int = 1
+    kv_stages: int = 2
+    cluster_m: int = 1
+    own_o: bool = True
+
+    @property
+    def consumers(self) -> int:
+        return self.tile_m // ROWS
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (1 + self.consumers)
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
+        q = self.q_stages * self.tile_m * spec.head_dim
+        kv = self.kv_stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
+        o = self.tile_m * spec.head_dim_v if self.own_o else 0
+        return 2 * (q + kv + o) + 1024
+
+    def validate(self, spec: AttentionSpec) -> None:
+        """Raise ValueError if the kernel cannot run this config for this spec."""
+        if self.consumers not in REGISTERS or self.tile_m % ROWS:
+            raise ValueError(f"tile_m must be 128 or 192, got {self.tile_m}")
+        if not (16 <= self.tile_n <= 256 and self.tile_n % 16 == 0):
+            raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
+        if self.cluster_m not in (1, 2):
+            raise ValueError(f"cluster_m must be 1 or 2, got {self.cluster_m}")
+        if not self.own_o and spec.head_dim != spec.head_dim_v:
+            raise ValueError("own_o=False stages O in Q's place and needs head_dim == head_dim_v")
+        if self.smem_bytes(spec) > SMEM_CAPACITY:
+            raise ValueError(
+                f"{self} needs {self.smem_bytes(spec)} bytes of shared memory for {spec}, "
+                f"a CTA has {SMEM_CAPACITY}"
+            )
+        fragments = self.tile_n // 2 + self.tile_n // 4 + spec.head_dim_v // 2
+        _, registers = REGISTERS[self.consumers]
+        if fragments > registers - OTHER_REGISTERS:
+            raise ValueError(
+                f"tile_n={self.tile_n} with head_dim_v={spec.head_dim_v} takes {fragments} "
+                f"registers a thread for S, P and O, of {registers} with tile_m={self.tile_m}"
+            )
+
+
+class Operands(NamedTuple):
+    """The global tensors, (seqlen, head_dim, heads, batch), and the LSE (batch, heads, seqlen)."""
+
+    q: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+    o: TmaTensor
+    lse: cute.Tensor | None
+
+
+class SmemLayouts(NamedTuple):
+    """Swizzled layouts: Q and O by slabs of one warpgroup's 64 rows, K and V by stages."""
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    o: cute.ComposedLayout
+
+
+class SmemTensors(NamedTuple):
+    """The buffers in shared memory, laid out by `SmemLayouts`."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+
+
+class Pipelines(NamedTuple):
+    """The barriers between the producer and the consumers."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+
+
+class Fragments(NamedTuple):
+    """What one thread of a consumer holds: shared-memory descriptors and registers."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    vt: cute.Tensor
+    acc_O: cute.Tensor
+    p: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a consumer needs for any key block of one tile."""
+
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    regs: Fragments
+    q: cute.Tensor
+    pipelines: Pipelines
+    softmax: OnlineSoftmax
+    coords: ScoreCoords
+    sequence: Sequence
+    turns: Turns
+
+    def issue_qk(self, k_state) -> cute.Tensor:
+        """Start S = Q K^T into a fresh accumulator: an old one would stay alive as its input."""
+        acc_S = cute.make_rmem_tensor(self.regs.p.layout, Float32)
+        k = self.regs.k[None, None, None, k_state.index]
+        wgmma.issue(self.mma_qk.op, acc_S, self.q, k, accumulate=False)
+        return acc_S
+
+    def issue_pv(self, v_state):
+        """Start O += P V."""
+        p, vt = as_operand_a(self.regs.p), self.regs.vt[None, None, None, v_state.index]
+        wgmma.issue(self.mma_pv.op, self.regs.acc_O, p, vt, accumulate=True)
+
+
+class Forward:
+    """The forward kernel of one (spec, config, schedule type)."""
+
+    def __init__(self, spec: AttentionSpec, config: Config, schedule_type: type):
+        config.validate(spec)
+        self.spec = spec
+        self.config = config
+        self.schedule_type = schedule_type
+        self.dtype = ELEMENT_TYPES[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        heads_per_section: Int32,
+        num_clusters: Int32,
+        tile_table: cute.Tensor | None,
+        stream,
+    ):
+        """Launch on tensors (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen_q)."""
+        config = self.config
+        sequence = Sequence(mQ.shape[1], mK.shape[1], Window(window_left, window_right))
+        mQ, mK, mV, mO = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+            for t in (mQ, mK, mV, mO)
+        )
+        layouts = self.smem_layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_kv = load if config.cluster_m == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        operands = Operands(
+            TmaTensor.of(load, mQ, layouts.q),
+            TmaTensor.of(load_kv, mK, layouts.k, config.cluster_m),
+            TmaTensor.of(load_kv, mV, layouts.v, config.cluster_m),
+            TmaTensor.of(store, mO, layouts.o),
+            mLSE,
+        )
+        order = TileOrder(
+            cute.ceil_div(mQ.shape[0], config.tile_m * config.cluster_m),
+            mQ.shape[2],
+            mQ.shape[3],
+            heads_per_section,
+        )
+        schedule = self.schedule_type.on_device(order, num_clusters, tile_table)
+        self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
+        self.kernel(operands, softmax_scale * math.log2(math.e), sequence, schedule).launch(
+            grid=(config.cluster_m * num_clusters, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster_m, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
+        )
+
+    def smem_layouts(self) -> SmemLayouts:
+        config, spec = self.config, self.spec
+        shape_qk = (ROWS, config.tile_n, spec.head_dim)
+        shape_kv = (ROWS, config.tile_n, spec.head_dim_v)
+        row_major = LayoutEnum.ROW_MAJOR
+        slabs = config.consumers * config.q_stages
+        return SmemLayouts(
+            sm90.make_smem_layout_a(row_major, shape_qk, self.dtype, slabs),
+            sm90.make_smem_layout_b(row_major, shape_qk, self.dtype, config.kv_stages),
+            sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages),
+            sm90.make_smem_layout_a(row_major, shape_kv, self.dtype, config.consumers),
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands, scale_log2: Float32, sequence: Sequence, schedule):
+        config = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for tma in (operands.q, operands.k, operands.v, operands.o):
+                cpasync.prefetch_descriptor(tma.atom)
+        smem, pipelines = self.setup_shared_memory()
+        cluster, _, _ = cute.arch.cluster_idx()
+        producer_registers, consumer_registers = REGISTERS[config.consumers]
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp_idx == 0:
+                self.load(operands, smem, pipelines, sequence, schedule, cluster)
+        else:
+            cute.arch.setmaxregister_increase(consumer_registers)
+            self.mma(operands, smem, pipelines, scale_log2, sequence, schedule, cluster)
+
+    @cute.jit
+    def setup_shared_memory(self):
+        """Lay out shared memory, initialise the barriers and meet the rest of the cluster."""
+        config = self.config
+        layouts = self.smem_layouts()
+
+        @cute.struct
+        class Storage:
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.q_stages]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
+            o: cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(layouts.o) if config.own_o else 0],
+                1024,
+            ]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        o = storage.o if config.own_o else storage.q
+        smem = SmemTensors(
+            *(
+                field.get_tensor(layout.outer, swizzle=layout.inner)
+                for field, layout in zip((storage.q, storage.k, storage.v, o), layouts, strict=True)
+            )
+        )
+        warps = 4 * config.consumers
+
+        def tma_pipeline(barriers, stages: int, layout, copies: int, peers: int):
+            stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
+            return pipeline.PipelineTmaAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, warps * peers),
+                tx_count=copies * stage_bytes,
+                cta_layout_vmnk=cute.make_layout((1, peers, 1, 1)),
+                mcast_mode_mn=(0, 1),
+                defer_sync=True,
+            )
+
+        pipelines = Pipelines(
+            tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, config.consumers, 1),
+            tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster_m),
+            tma_pipeline(storage.barriers_v, config.kv_stages, layouts.v, 1, config.cluster_m),
+        )
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(config.cluster_m > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        return smem, pipelines
+
+    def pipeline_states(self, user: pipeline.PipelineUserType):
+        """Where a producer or consumer of Q, K and V starts."""
+        stages = (self.config.q_stages, self.config.kv_stages, self.config.kv_stages)
+        return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
+
+    def cluster_rank(self):
+        """This CTA's place among those that share K and V."""
+        if self.config.cluster_m == 1:
+            return 0
+        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def key_blocks(self, tile, sequence: Sequence):
+        """Blocks of all rows of the cluster, since its CTAs receive the same ones."""
+        rows = self.config.tile_m * self.config.cluster_m
+        return self.spec.mask.key_blocks(tile.m_block * rows, rows, self.config.tile_n, sequence)
+
+    # ------------------------------------------------------------------------------ producer
+
+    @cute.jit
+    def load(
+        self,
+        operands: Operands,
+        smem: SmemTensors,
+        pipelines: Pipelines,
+        sequence,
+        schedule,
+        cluster,
+    ):
+        """Stream Q, K and V of every tile into shared memory, in the consumers' order."""
+        config = self.config
+        rank = self.cluster_rank()
+        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        cursor = schedule.first(cluster)
+        while schedule.is_valid(cursor):
+            tile, following = schedule.tile(cursor), schedule.next(cursor)
+            blocks = self.key_blocks(tile, sequence)
+            load_k = self.block_loader(operands.k, smem.k, pipelines.k, tile, rank)
+            load_v = self.block_loader(operands.v, smem.v, pipelines.v, tile, rank)
+
+            n_block = blocks.end - 1
+            k_state = load_k(n_block, k_state)
+            q_state = self.load_q(operands.q, smem.q, pipelines.q, q_state, tile, rank)
+            while n_block > blocks.begin:
+                k_state = load_k(n_block - 1, k_state)
+                v_state = load_v(n_block, v_state)
+                n_block -= 1
+            v_state = load_v(n_block, v_state)
+            cursor = following
+        if cutlass.const_expr(config.cluster_m > 1):
+            # Stay until the peer has released what this CTA sent: it signals barriers in here.
+            pipelines.k.producer_tail(k_state)
+            pipelines.v.producer_tail(v_state)
+
+    @cute.jit
+    def load_q(self, tma_q, sQ, pipeline_q, state, tile, rank):
+        """Load the slabs of a tile's Q into one stage."""
+        config = self.config
+        to_smem, from_gmem = tma_q.tiles_of_head(sQ, tile.head, tile.batch)
+        slab = (tile.m_block * config.cluster_m + rank) * config.consumers
+        pipeline_q.producer_acquire(state)
+        for i in cutlass.range_constexpr(config.consumers):
+            cute.copy(
+                tma_q.atom,
+                from_gmem[None, slab + i],
+                to_smem[None, state.index * config.consumers + i],
+                tma_bar_ptr=pipeline_q.producer_get_barrier(state),
+            )
+        state.advance()
+        return state
+
+    def block_loader(self, tma, smem: cute.Tensor, pipe, tile: Tile, rank):
+        """A function (n_block, state) -> state that loads a block of K or V of a tile's head."""
+        config = self.config
+        head_kv = tile.head // self.spec.qhead_per_kvhead
+        to_smem, from_gmem = tma.tiles_of_head(smem, head_kv, tile.batch, rank, config.cluster_m)
+        multicast = {}
+        if config.cluster_m > 1:
+            multicast["mcast_mask"] = cutlass.Int16((1 << config.cluster_m) - 1)
+
+        def load_block(n_block, state):
+            pipe.producer_acquire(state)
+            cute.copy(
+                tma.atom,
+                from_gmem[None, n_block],
+                to_smem[None, state.index],
+                tma_bar_ptr=pipe.producer_get_barrier(state),
+                **multicast,
+            )
+            state.advance()
+            return state
+
+        return load_block
+
+    # ------------------------------------------------------------------------------ consumer
+
+    def tiled_mmas(self):
+        """S = Q K^T with both operands in shared memory; O += P V with P in registers."""
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        types, shape_v = (self.dtype, self.dtype), (ROWS, self.spec.head_dim_v)
+        qk = sm90.make_trivial_tiled_mma(
+            *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.config.tile_n)
+        )
+        pv = sm90.make_trivial_tiled_mma(
+            *types, k_major, mn_major, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
+        )
+        return qk, pv
+
+    @cute.jit
+    def mma(
+        self,
+        operands: Operands,
+        smem: SmemTensors,
+        pipelines: Pipelines,
+        scale_log2: Float32,
+        sequence: Sequence,
+        schedule,
+        cluster,
+    ):
+        """Work on this warpgroup's 64 rows of every tile."""
+        config = self.config
+        thread_idx, _, _ = cute.arch.thread_idx()
+        thread = thread_idx % WARPGROUP
+        group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP) - 1
+        rank = self.cluster_rank()
+        mma_qk, mma_pv = self.tiled_mmas()
+        regs = self.fragments(mma_qk, mma_pv, smem)
+        turns = Turns(FIRST_TURN_BARRIER, config.consumers, group)
+        turns.start()
+        q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        cursor = schedule.first(cluster)
+        while schedule.is_valid(cursor):
+            tile, following = schedule.tile(cursor), schedule.next(cursor)
+            blocks = self.key_blocks(tile, sequence)
+            slab = (tile.m_block * config.cluster_m + rank) * config.consumers + group
+            coords = ScoreCoords.of(mma_qk, thread, (ROWS, config.tile_n), slab * ROWS)
+            softmax = OnlineSoftmax.create(2, scale_log2)
+            pipelines.q.consumer_wait(q_state)
+            q = regs.q[None, None, None, q_state.index * config.consumers + group]
+            block = Block(mma_qk, mma_pv, regs, q, pipelines, softmax, coords, sequence, turns)
+
+            n_block = blocks.end - 1
+            k_state = self.attend_first(block, n_block, k_state)
+            while n_block > cutlass.max(blocks.full_end, blocks.begin):
+                n_block -= 1
+                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
+            while n_block > blocks.full_begin:
+                n_block -= 1
+                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=False)
+            if cutlass.const_expr(self.spec.mask.left):
+                while n_block > blocks.begin:
+                    n_block -= 1
+                    k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
+            if cutlass.const_expr(config.own_o):
+                pipelines.q.consumer_release(q_state)
+            v_state = self.attend_last(block, v_state)
+            lse = softmax.finish(as_rows_and_columns(regs.acc_O))
+            if cutlass.const_expr(self.spec.write_lse):
+                self.store_lse(operands.lse, lse, coords, sequence, tile)
+            self.store_o(operands.o, smem.o, regs.acc_O, mma_pv, thread, group, slab, tile)
+            if cutlass.const_expr(not config.own_o):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                pipelines.q.consumer_release(q_state)
+            q_state.advance()
+            cursor = following
+        turns.finish()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def fragments(self, mma_qk, mma_pv, smem: SmemTensors) -> Fragments:
+        """Register accumulators, and the operand descriptors of the shared-memory buffers."""
+        config, spec = self.config, self.spec
+        vt_layout = cute.make_ordered_layout(
+            (spec.head_dim_v, config.tile_n, config.kv_stages), order=(1, 0, 2)
+        )
+        sVt = cute.composition(smem.v, vt_layout)
+        shape_S = mma_qk.partition_shape_C((ROWS, config.tile_n))
+        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, spec.head_dim_v)), Float32)
+        return Fragments(
+            mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(smem.q)),
+            mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(smem.k)),
+            mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(sVt)),
+            acc_O,
+            cute.make_rmem_tensor(shape_S, self.dtype),
+        )
+
+    @cute.jit
+    def attend_first(self, block: Block, n_block, k_state):
+        """S = Q K^T and softmax of a tile's first block, which is always masked."""
+        block.pipelines.k.consumer_wait(k_state)
+        acc_S = block.issue_qk(k_state)
+        warpgroup.wait_group(0)
+        block.pipelines.k.consumer_release(k_state)
+        k_state.advance()
+        scores = as_rows_and_columns(acc_S)
+        self.spec.mask.apply(scores, block.coords, n_block, block.sequence)
+        block.softmax.start(scores)
+        block.softmax.exponentiate(scores, masked=True)
+        convert(acc_S, block.regs.p)
+        block.regs.acc_O.fill(0.0)
+        return k_state
+
+    @cute.jit
+    def attend(self, block: Block, n_block, k_state, v_state, masked: cutlass.Constexpr):
+        """S = Q K[n_block]^T beside O += P V[n_block + 1], then the softmax of S."""
+        pipelines, regs = block.pipelines, block.regs
+        pipelines.k.consumer_wait(k_state)
+        block.turns.wait()
+        acc_S = block.issue_qk(k_state)
+        pipelines.v.consumer_wait(v_state)
+        block.issue_pv(v_state)
+        block.turns.pass_on()
+        warpgroup.wait_group(1)
+        pipelines.k.consumer_release(k_state)
+        scores = as_rows_and_columns(acc_S)
+        if cutlass.const_expr(masked):
+            self.spec.mask.apply(scores, block.coords, n_block, block.sequence)
+        acc_O = as_rows_and_columns(regs.acc_O)
+        block.softmax.follow(scores, acc_O, acc_ready=lambda: warpgroup.wait_group(0))
+        block.softmax.exponentiate(scores, masked)
+        # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
+        # P V above the exponentials, which are meant to run under it.
+        pipelines.v.consumer_wait(v_state)
+        warpgroup.wait_group(0)
+        pipelines.v.consumer_release(v_state)
+        convert(acc_S, regs.p)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def attend_last(self, block: Block, v_state):
+        """O += P V of the tile's last block."""
+        block.pipelines.v.consumer_wait(v_state)
+        block.issue_pv(v_state)
+        warpgroup.wait_group(0)
+        block.pipelines.v.consumer_release(v_state)
+        v_state.advance()
+        return v_state
+
+    # ------------------------------------------------------------------------------ epilogue
+
+    @cute.jit
+    def store_lse(self, mLSE, lse: cute.Tensor, coords: ScoreCoords, sequence: Sequence, tile):
+        """Write the log-sum-exp of this thread's rows; one thread of a quad does it."""
+        if coords.column == 0:
+            for r in cutlass.range_constexpr(cute.size(lse)):
+                row = coords.row + coords.row_steps[r]
+                if row < sequence.seqlen_q:
+                    mLSE[tile.batch, tile.head, row] = lse[r]
+
+    @cute.jit
+    def store_o(self, tma_o: TmaTensor, sO, acc_O, mma_pv, thread, group, slab, tile):
+        """Write this group's 64 rows of O through shared memory; TMA clips what is outside."""
+        barrier = pipeline.NamedBarrier(FIRST_EPILOGUE_BARRIER + group, WARPGROUP)
+        is_storing_warp = cute.arch.make_warp_uniform(thread // 32) == 0
+        if is_storing_warp:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        barrier.arrive_and_wait()
+        rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
+        convert(acc_O, rO)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, mma_pv).get_slice(thread)
+        cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, group]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barrier.arrive_and_wait()
+        if is_storing_warp:
+            from_smem, to_gmem = tma_o.tiles_of_head(sO, tile.head, tile.batch)
+            cute.copy(tma_o.atom, from_smem[None, group], to_gmem[None, slab])
+            cute.arch.cp_async_bulk_commit_group()

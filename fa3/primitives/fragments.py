@@ -1,0 +1,44 @@
+"""Views of WGMMA register fragments. None of them moves data."""
+
+import cutlass
+import cutlass.cute as cute
+
+
+def as_rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
+    """View an accumulator ((2, 2, N/8), 1, 1) as (2 rows, N/4 columns) of this thread."""
+    (two, rows, chunks), m, n = acc.layout.shape
+    (s_two, s_rows, s_chunks), s_m, s_n = acc.layout.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            ((rows, m), (two, chunks, n)), stride=((s_rows, s_m), (s_two, s_chunks, s_n))
+        ),
+    )
+
+
+def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
+    """View a 16-bit accumulator ((2, 2, N/8), m, n) as the A operand ((2, 2, 2), m, (N/16, n))."""
+    layout = cute.logical_divide(acc.layout, ((None, None, 2), None, None))
+    (two, rows, (pair, chunks)), m, n = layout.shape
+    (s_two, s_rows, (s_pair, s_chunks)), s_m, s_n = layout.stride
+    return cute.make_tensor(
+        acc.iterator,
+        cute.make_layout(
+            ((two, rows, pair), m, (chunks, n)),
+            stride=((s_two, s_rows, s_pair), s_m, (s_chunks, s_n)),
+        ),
+    )
+
+
+@cute.jit
+def convert(source: cute.Tensor, target: cute.Tensor):
+    """Convert registers of equal layout to the target's 16-bit type.
+
+    By eights: a fragment at once, whose size is no power of two, is converted one by one and
+    packed afterwards, in three times the instructions.
+    """
+    source, target = (
+        cute.logical_divide(cute.flatten(t), cute.make_layout(8)) for t in (source, target)
+    )
+    for i in cutlass.range_constexpr(cute.size(source, mode=[1])):
+        target[None, i].store(source[None, i].load().to(target.element_type))

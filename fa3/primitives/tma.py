@@ -1,0 +1,36 @@
+"""Tensor memory accelerator: descriptors of global tensors, and a head's tiles for a copy."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+
+class TmaTensor(NamedTuple):
+    """A TMA descriptor of a tensor (seqlen, head_dim, heads, batch), and its coordinates."""
+
+    atom: cute.CopyAtom
+    coords: cute.Tensor
+
+    @classmethod
+    def of(cls, op, tensor: cute.Tensor, smem_layout, num_multicast: int = 1) -> "TmaTensor":
+        """The descriptor for copies of one stage of a shared-memory layout (rows, head_dim)."""
+        stage = cute.slice_(smem_layout, (None, None, 0))
+        tile = tuple(cute.size(stage.outer, mode=[i]) for i in range(2))
+        info = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
+        return cls(info[0], info[1])
+
+    def tiles_of_head(self, smem: cute.Tensor, head, batch, rank=0, num_multicast: int = 1):
+        """Both sides of a copy of one head: shared memory by stage, global memory by tile.
+
+        With multicast, the part that the CTA of this rank issues.
+        """
+        tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
+        gmem = cute.local_tile(self.coords[None, None, head, batch], tile, (None, 0))
+        return cpasync.tma_partition(
+            self.atom,
+            rank,
+            cute.make_layout(num_multicast),
+            cute.group_modes(smem, 0, 2),
+            cute.group_modes(gmem, 0, 2),
+        )

@@ -1,0 +1,47 @@
+"""A ring of named barriers that lets warpgroups issue WGMMA one after another (ping-pong)."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turn goes from group to group around the ring, starting with group 0.
+
+    Every group has one barrier: its own threads wait there, its predecessor's arrive. All groups
+    must take the same number of turns.
+    """
+
+    first_barrier: int
+    groups: int
+    group: Int32
+
+    @cute.jit
+    def start(self):
+        """Give group 0 the first turn. Every group calls this once."""
+        if self.group == self.groups - 1:
+            self.pass_on()
+
+    @cute.jit
+    def wait(self):
+        """Wait for this group's turn."""
+        self.barrier(self.group).arrive_and_wait()
+
+    @cute.jit
+    def pass_on(self):
+        """Give the turn to the next group."""
+        last = self.group == self.groups - 1
+        self.barrier(0 if last else self.group + 1).arrive()
+
+    @cute.jit
+    def finish(self):
+        """Take the turn that is left over, so that no barrier stays half full."""
+        if self.group == 0:
+            self.wait()
+
+    def barrier(self, group) -> pipeline.NamedBarrier:
+        return pipeline.NamedBarrier(self.first_barrier + group, 2 * WARPGROUP)

@@ -1,0 +1,19 @@
+"""Issuing warpgroup matrix multiplications (WGMMA)."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+
+@cute.jit
+def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate: cutlass.Constexpr):
+    """Start acc = a b^T (+ acc) over all k blocks as one commit group; the caller waits for it.
+
+    The MMA atom is made here: setting a field of one made outside a dynamic loop escapes it.
+    """
+    mma = cute.make_tiled_mma(op)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
