@@ -1,0 +1,335 @@
+"""The torch functions: validate, plan, run. CPU tensors go to the executor, CUDA tensors to Hopper.
+
+What follows from a call's shapes, strides, types and options (is it valid, how will it run, which
+compiled kernel) is worked out once and remembered, so that a repeated call costs a look-up, the
+allocation of its outputs and the launch.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fa3.compiler import load_kernel
+from fa3.executor import execute
+from fa3.masks import Band
+from fa3.planner import H200, HEAD_DIMS, Gpu, Plan, plan_forward
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NOT_GIVEN = (None, None, None, None)
+
+ALIGNMENT = 16
+"""Bytes to which TMA wants storage and strides aligned."""
+
+
+class Operand(NamedTuple):
+    """All of a tensor that validation and planning look at; hashable, and cheap to make."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """What a call's description leads to.
+
+    Fields:
+        plan: how it runs; None if there is nothing to compute.
+        kernel: the compiled kernel on a GPU, None on the CPU.
+        plan_arguments: the kernel's arguments after the scale.
+    """
+
+    plan: Plan | None
+    kernel: Callable | None
+    plan_arguments: tuple
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax(softmax_scale * q k^T + mask) v.
+
+    Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
+    may share one key/value head (GQA, MQA): query head h uses key/value head
+    h // (heads_q / heads_kv). Runs on the current stream of the tensors' GPU; CPU tensors run
+    through `fa3.executor`.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim 64, 128 or 256.
+            Any strides that are multiples of 16 bytes with a contiguous last dimension.
+        k: (batch, seqlen_k, heads_kv, head_dim), like q.
+        v: (batch, seqlen_k, heads_kv, head_dim), like q.
+        softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
+        causal: hide the keys after a query's own position.
+        window_size: (left, right) keys that a query sees beside its own position; -1 for all.
+            causal sets right to 0.
+        deterministic: accepted for compatibility; the forward pass always is.
+        sm_margin: SMs to leave to other kernels.
+        return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
+            for the same.
+        out: (batch, seqlen_q, heads_q, head_dim) tensor that receives the output, like q.
+        plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
+        qv, q_descale, k_descale, v_descale, attention_chunk, softcap, num_splits, pack_gqa: in
+            the signature for compatibility; anything but their default is not supported.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim), of q's dtype; with return_lse also the
+        log-sum-exp of the scaled scores, (batch, heads_q, seqlen_q), float32, natural logarithm.
+        A query that sees no key gives 0 and -inf.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has a wrong value, shape, layout or device.
+        NotImplementedError: the combination is not supported.
+
+    Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
+        (arXiv 2407.08608).
+    """
+    unsupported = (qv, q_descale, k_descale, v_descale)
+    if unsupported != NOT_GIVEN or attention_chunk or softcap or num_splits > 1 or pack_gqa:
+        reject_unsupported(
+            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            attention_chunk=attention_chunk, softcap=softcap,
+            num_splits=num_splits > 1, pack_gqa=pack_gqa,
+        )  # fmt: skip
+    return_lse = return_lse or return_attn_probs
+    if type(window_size) is not tuple:
+        window_size = as_pair(window_size)
+    call = prepare(
+        describe("q", q), describe("k", k), describe("v", v),
+        causal, window_size, return_lse, sm_margin, plan,
+    )  # fmt: skip
+    scale = check_scale(softmax_scale, q.shape[-1])
+    if out is None:
+        out = q.new_empty(call.out_shape)
+    else:
+        check_out(out, call.out_shape, q)
+    lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
+    if call.kernel is not None:
+        call.kernel(q, k, v, out, lse, scale, *call.plan_arguments)
+    elif call.plan is not None:
+        computed, computed_lse = execute(call.plan, q, k, v, scale)
+        out.copy_(computed)
+        if lse is not None:
+            lse.copy_(computed_lse)
+    else:
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-math.inf)
+    return (out, lse) if return_lse else out
+
+
+def describe(name: str, tensor: torch.Tensor) -> Operand:
+    """Check what may change from call to call, and describe the rest."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
+        )
+    if tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{name} starts {tensor.data_ptr() % ALIGNMENT} bytes after a multiple of "
+            f"{ALIGNMENT}; its storage must be {ALIGNMENT}-byte aligned"
+        )
+    return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(window_size, Sequence):
+        raise TypeError(f"window_size must be two integers (left, right), got {window_size!r}")
+    return tuple(window_size)
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not isinstance(softmax_scale, int | float):
+        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+    return softmax_scale
+
+
+def check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    operand = describe("out", out)
+    if tuple(operand.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(operand.shape)}")
+    if operand.dtype != q.dtype or operand.device != q.device:
+        raise ValueError(
+            f"out must be {q.dtype} on {q.device} like q, got {out.dtype} on {out.device}"
+        )
+    check_layout("out", operand)
+    if any(size > 1 and stride == 0 for size, stride in zip(shape, operand.stride, strict=True)):
+        raise ValueError(f"out must not overlap itself, got strides {operand.stride}")
+
+
+def reject_unsupported(**arguments) -> None:
+    """Raise for arguments of FlashAttention's signature that do nothing here."""
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise NotImplementedError(f"{name} is not supported yet; leave it at its default")
+
+
+@functools.lru_cache(maxsize=4096)
+def prepare(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    causal: bool,
+    window_size: tuple[int, int],
+    write_lse: bool,
+    sm_margin: int,
+    given_plan: Plan | None,
+) -> PreparedCall:
+    """Validate a call, plan it and load its kernel."""
+    check_operands(q, k, v)
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_kv, _ = k.shape
+    window = tighten(check_window(window_size, causal), seqlen_q, seqlen_k)
+    out_shape, lse_shape = tuple(q.shape), (batch, heads_q, seqlen_q)
+    if 0 in (batch, seqlen_q, seqlen_k, heads_q):
+        return PreparedCall(None, None, (), out_shape, lse_shape)
+    spec = AttentionSpec(
+        DTYPES[q.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), write_lse
+    )
+    problem = Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
+    gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
+    plan = given_plan or plan_forward(problem, reserve_sms(gpu, sm_margin))
+    if plan.problem != problem:
+        raise ValueError(f"plan was made for {plan.problem}, the tensors give {problem}")
+    if q.device.type == "cpu":
+        return PreparedCall(plan, None, (), out_shape, lse_shape)
+    return PreparedCall(
+        plan,
+        load_kernel(spec, plan.config, type(plan.schedule)),
+        (*plan.kernel_arguments, upload(plan.schedule.table, q.device)),
+        out_shape,
+        lse_shape,
+    )
+
+
+def upload(table: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
+    return None if table is None else torch.from_numpy(table).to(device)
+
+
+def check_operands(q: Operand, k: Operand, v: Operand) -> None:
+    """Raise if q, k and v do not describe one attention problem."""
+    operands = {"q": q, "k": k, "v": v}
+    for name, operand in operands.items():
+        if len(operand.shape) != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), "
+                f"got shape {tuple(operand.shape)}"
+            )
+        if operand.dtype not in DTYPES:
+            raise TypeError(f"{name} must be bfloat16 or float16, got {operand.dtype}")
+        if operand.dtype != q.dtype:
+            raise TypeError(f"{name} must be {q.dtype} like q, got {operand.dtype}")
+        if operand.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} like q, got {operand.device}")
+        if operand.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} must be a CPU or CUDA tensor, got {operand.device}")
+        check_layout(name, operand)
+    batch, _, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_kv, _ = k.shape
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"q has head_dim {head_dim}, supported are {HEAD_DIMS}")
+    for name, operand in (("k", k), ("v", v)):
+        expected = (batch, seqlen_k, heads_kv, head_dim)
+        if tuple(operand.shape) != expected:
+            raise ValueError(
+                f"{name} must have shape {expected} to go with q and k, got {tuple(operand.shape)}"
+            )
+    if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
+        raise ValueError(
+            f"q must have a multiple of k's heads, got {heads_q} query heads "
+            f"and {heads_kv} key/value heads"
+        )
+
+
+def check_layout(name: str, operand: Operand) -> None:
+    """Raise unless TMA can walk the tensor where it lies."""
+    *outer, last = operand.stride
+    if last != 1 and operand.shape[-1] != 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {last}")
+    unit = ALIGNMENT // operand.dtype.itemsize
+    for dim, (size, stride) in enumerate(zip(operand.shape, outer, strict=False)):
+        if size > 1 and stride % unit:
+            raise ValueError(
+                f"{name} must have strides that are multiples of {unit} elements "
+                f"({ALIGNMENT} bytes), got stride {stride} in dimension {dim}"
+            )
+
+
+def check_window(window_size: tuple[int, int], causal: bool) -> Window:
+    """The window with causal folded in."""
+    if not all(isinstance(n, int) for n in window_size):
+        raise TypeError(f"window_size must be two integers (left, right), got {window_size!r}")
+    if len(window_size) != 2 or any(n < NO_BOUND for n in window_size):
+        raise ValueError(
+            f"window_size must be two integers (left, right), each -1 or more, got {window_size}"
+        )
+    left, right = window_size
+    if not causal:
+        return Window(left, right)
+    if right > 0:
+        raise ValueError(f"causal=True needs window_size[1] to be -1 or 0, got {right}")
+    return Window(left, 0)
+
+
+def tighten(window: Window, seqlen_q: int, seqlen_k: int) -> Window:
+    """The window without bounds that hide nothing at these lengths."""
+    left, right = window
+    return Window(
+        NO_BOUND if left >= seqlen_k - 1 else left,
+        NO_BOUND if right >= seqlen_q - 1 else right,
+    )
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """What the planner needs to know of a device; raises unless it is a Hopper GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != (9, 0):
+        raise ValueError(
+            f"q is on {properties.name} (compute capability {properties.major}."
+            f"{properties.minor}); the kernels need a Hopper GPU (9.0)"
+        )
+    return Gpu(properties.name, properties.multi_processor_count, H200.l2_bytes)
+
+
+def reserve_sms(gpu: Gpu, sm_margin: int) -> Gpu:
+    """The GPU without the SMs that the caller keeps for other work."""
+    if not 0 <= sm_margin < gpu.num_sms:
+        raise ValueError(f"sm_margin must be from 0 to {gpu.num_sms - 1}, got {sm_margin}")
+    return replace(gpu, num_sms=gpu.num_sms - sm_margin)
