@@ -1,0 +1,26 @@
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint bench
+
+demo: $(READY)
+	$(BIN)/python -m fa3 demo
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.bench_forward
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@

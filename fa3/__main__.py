@@ -1,0 +1,141 @@
+"""The command line: `python -m fa3 info | plan | demo`."""
+
+import argparse
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import torch
+
+import fa3
+from fa3.compiler import cache_dir
+from fa3.drawing import draw_tile_order
+from fa3.masks import Band
+from fa3.planner import HEAD_DIMS, plan_forward
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.timeline import Timeline, describe
+
+SCHEDULES = {"list": TileList, "static": StaticPersistent, "single": SingleTile}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+LLAMA_PREFILL = "1,4096,4096,32,8,128"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command."""
+    options = parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except (ModuleNotFoundError, ValueError) as error:
+        sys.exit(f"fa3: {error}")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m fa3", description="Hopper attention in CuTe DSL")
+    commands = top.add_subparsers(required=True, metavar="command")
+
+    info = commands.add_parser("info", help="show GPU, versions and the kernel cache")
+    info.set_defaults(command=show_info)
+
+    plan = commands.add_parser("plan", help="show how a problem would run")
+    plan.add_argument(
+        "--shape",
+        metavar="B,SQ,SK,HQ,HKV,D",
+        default=LLAMA_PREFILL,
+        help="batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)",
+    )
+    plan.add_argument("--causal", action="store_true", help="hide keys after a query's position")
+    plan.add_argument(
+        "--window",
+        nargs=2,
+        type=int,
+        metavar=("L", "R"),
+        default=(NO_BOUND, NO_BOUND),
+        help="keys to either side of a query's position, -1 for all",
+    )
+    plan.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    plan.add_argument("--schedule", choices=SCHEDULES, help="tile schedule; planned if not given")
+    plan.add_argument("--png", type=Path, metavar="FILE", help="draw the tile order")
+    plan.set_defaults(command=show_plan)
+
+    demo = commands.add_parser(
+        "demo", help="run attention on a Hopper GPU, or all that works without one"
+    )
+    demo.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        default=Path("tile_order.png"),
+        help="default: %(default)s",
+    )
+    demo.set_defaults(command=run_demo)
+    return top
+
+
+def show_info(options: argparse.Namespace) -> None:
+    gpu = "none"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        capability = f"{properties.major}.{properties.minor}"
+        gpu = f"{properties.name}, {properties.multi_processor_count} SMs, capability {capability}"
+        if capability != "9.0":
+            gpu += "; the kernels need 9.0"
+    kernels = [path.stat().st_size for path in cache_dir().glob("*.o")]
+    for name, value in (
+        ("fa3", fa3.__version__),
+        ("GPU", gpu),
+        ("driver", driver_version()),
+        ("torch", torch.__version__),
+        ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
+        ("cache", f"{cache_dir()}, {len(kernels)} kernels, {sum(kernels) / 1e6:.1f} MB"),
+    ):
+        print(f"{name:9} {value}")
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version, as the kernel module tells it."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "none"
+
+
+def show_plan(options: argparse.Namespace) -> None:
+    plan = plan_forward(problem_of(options), schedule_type=SCHEDULES.get(options.schedule))
+    timeline = Timeline.of(plan)
+    print(describe(plan, timeline))
+    if options.png:
+        draw_tile_order(plan, timeline, options.png)
+        print(f"Picture  {options.png}")
+
+
+def problem_of(options: argparse.Namespace) -> Problem:
+    """The problem that the options describe."""
+    sizes = options.shape.split(",")
+    if len(sizes) != 6 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"--shape needs six positive integers, got {options.shape!r}")
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, sizes)
+    if heads_q % heads_kv:
+        raise ValueError(f"{heads_q} query heads do not divide among {heads_kv} key/value heads")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
+    left, right = options.window
+    if min(left, right) < NO_BOUND:
+        raise ValueError(f"--window needs integers from -1, got {left} {right}")
+    if options.causal and right > 0:
+        raise ValueError(f"--causal needs a right window of -1 or 0, got {right}")
+    window = Window(left, 0 if options.causal else right)
+    spec = AttentionSpec(
+        DTYPES[options.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), False
+    )
+    return Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    from fa3.demo import demo
+
+    demo(options.png)
+
+
+if __name__ == "__main__":
+    main()
