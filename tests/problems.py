@@ -1,0 +1,64 @@
+"""Problems and tensors that tests draw."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from hypothesis import strategies as st
+from reference import NO_WINDOW
+
+from fa3.masks import Band
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def windows(largest: int = 300) -> st.SearchStrategy[Window]:
+    """Draw windows: none, causal, and all combinations of bounds."""
+    bound = st.just(NO_BOUND) | st.integers(0, largest)
+    return st.just(Window()) | st.just(Window(right=0)) | st.builds(Window, bound, bound)
+
+
+def make_problem(
+    batch: int = 1,
+    seqlen_q: int = 128,
+    seqlen_k: int = 128,
+    num_heads_kv: int = 1,
+    qhead_per_kvhead: int = 1,
+    head_dim: int = 64,
+    window: Window = NO_WINDOW,
+    dtype: str = "bfloat16",
+) -> Problem:
+    """Build a problem whose mask fits its window."""
+    spec = AttentionSpec(
+        dtype, head_dim, head_dim, qhead_per_kvhead, Band.of(window), write_lse=True
+    )
+    return Problem(spec, batch, seqlen_q, seqlen_k, num_heads_kv, window)
+
+
+def make_operands(
+    problem: Problem, seed: int = 0, device="cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw contiguous q, k and v of a problem from the normal distribution."""
+    generator = torch.Generator(device).manual_seed(seed)
+    spec, batch = problem.spec, problem.batch
+    shapes = (
+        (batch, problem.seqlen_q, problem.num_heads_q, spec.head_dim),
+        (batch, problem.seqlen_k, problem.num_heads_kv, spec.head_dim),
+        (batch, problem.seqlen_k, problem.num_heads_kv, spec.head_dim_v),
+    )
+    return tuple(
+        torch.randn(shape, generator=generator, device=device).to(DTYPES[spec.dtype])
+        for shape in shapes
+    )
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Make torch fill what it allocates with NaN, so that a value never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

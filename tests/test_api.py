@@ -1,0 +1,272 @@
+"""`flash_attn_func` on CPU tensors: results, and the errors that a caller can fix."""
+
+import math
+
+import pytest
+import torch
+from problems import make_operands, make_problem
+from reference import check_attention
+
+import fa3
+from fa3.planner import plan_forward
+from fa3.problem import Window
+from fa3.schedules import SingleTile
+
+
+def operands(seqlen_q=70, seqlen_k=90, heads_kv=2, group=2, head_dim=64, batch=2, **kwargs):
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, group, head_dim, **kwargs)
+    return make_operands(problem)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_defaults(dtype, head_dim):
+    q, k, v = operands(head_dim=head_dim, dtype=dtype)
+    out = fa3.flash_attn_func(q, k, v)
+    assert isinstance(out, torch.Tensor) and out.is_contiguous()
+    check_attention(out, None, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "window"),
+    [
+        ({"causal": True}, Window(right=0)),
+        ({"window_size": (10, 3)}, Window(10, 3)),
+        ({"window_size": [10, -1]}, Window(left=10)),
+        ({"window_size": (10, -1), "causal": True}, Window(10, 0)),
+        ({"window_size": (10, 0), "causal": True}, Window(10, 0)),
+        ({"window_size": (0, 0)}, Window(0, 0)),
+        ({"window_size": (1 << 40, 1 << 40)}, Window()),
+        ({"window_size": (1 << 40, 0)}, Window(right=0)),
+    ],
+)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 90), (90, 70), (1, 70)])
+def test_masks(arguments, window, seqlen_q, seqlen_k):
+    q, k, v = operands(seqlen_q, seqlen_k)
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True, **arguments)
+    check_attention(out, lse, q, k, v, window=window)
+
+
+def test_softmax_scale():
+    q, k, v = operands()
+    out, lse = fa3.flash_attn_func(q, k, v, 0.7, return_lse=True)
+    check_attention(out, lse, q, k, v, softmax_scale=0.7)
+
+
+def test_lse_has_flash_attentions_other_name_too():
+    q, k, v = operands()
+    _, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
+    _, same = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    assert lse.dtype == torch.float32 and lse.shape == (2, 4, 70)
+    assert torch.equal(lse, same)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_kv": 0}], ids=str
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty_tensors(sizes, causal, poisoned_memory):
+    q, k, v = operands(**sizes)
+    out, lse = fa3.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    assert out.shape == q.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_out_is_written_in_place():
+    q, k, v = operands()
+    wide = torch.full((2, 70, 4, 128), torch.nan, dtype=q.dtype)
+    out = wide[..., 64:]
+    returned = fa3.flash_attn_func(q, k, v, out=out)
+    assert returned is out
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v))
+    assert wide[..., :64].isnan().all()
+
+
+def test_out_of_an_empty_problem_is_zeroed():
+    q, k, v = operands(seqlen_k=0)
+    out = torch.full_like(q, torch.nan)
+    assert (fa3.flash_attn_func(q, k, v, out=out) == 0).all()
+
+
+def test_a_given_plan_is_followed():
+    problem = make_problem(2, 70, 90, 2, 2)
+    q, k, v = make_operands(problem)
+    plan = plan_forward(problem, schedule_type=SingleTile)
+    out, lse = fa3.flash_attn_func(q, k, v, plan=plan, return_lse=True)
+    check_attention(out, lse, q, k, v)
+
+
+def test_a_plan_of_another_problem_is_refused():
+    q, k, v = operands()
+    with pytest.raises(ValueError, match="plan"):
+        fa3.flash_attn_func(q, k, v, plan=plan_forward(make_problem()), return_lse=True)
+
+
+def test_size_one_dimensions_may_have_any_stride():
+    q, k, v = (tensor[:1, :, :1] for tensor in operands())
+    q, k, v = (tensor.as_strided(tensor.shape, (3, tensor.stride(1), 5, 1)) for tensor in (q, k, v))
+    check_attention(fa3.flash_attn_func(q, k, v), None, q, k, v)
+
+
+def test_views():
+    packed = torch.randn(2, 80, 3, 4, 64).to(torch.float16)
+    q, k, v = packed.unbind(2)
+    check_attention(fa3.flash_attn_func(q, k, v, causal=True), None, q, k, v, None, Window(right=0))
+    heads_first = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (q, k, v))
+    assert torch.equal(fa3.flash_attn_func(*heads_first), fa3.flash_attn_func(q, k, v))
+    shared = [tensor[:1].expand(2, -1, -1, -1) for tensor in (k, v)]
+    check_attention(fa3.flash_attn_func(q, *shared), None, q, *shared)
+
+
+def test_gradients_may_be_on_if_they_are_not_asked_for():
+    q, k, v = operands()
+    q.requires_grad_()
+    with torch.no_grad():
+        out = fa3.flash_attn_func(q, k, v)
+    assert not out.requires_grad
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """Return a copy that starts `elements` after an aligned address."""
+    memory = tensor.new_empty(tensor.numel() + elements)
+    return memory[elements:].view(tensor.shape).copy_(tensor)
+
+
+def widened(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return a view into rows that are `columns` longer."""
+    return torch.nn.functional.pad(tensor, (0, columns))[..., : tensor.shape[3]]
+
+
+BAD_OPERANDS = {
+    "rank": ("q", lambda q, k, v: (q[0], k, v), ValueError, ["4 dim", "(70, 4, 64)"]),
+    "rank of v": ("v", lambda q, k, v: (q, k, v[None]), ValueError, ["4 dim"]),
+    "not a tensor": ("k", lambda q, k, v: (q, k.tolist(), v), TypeError, ["Tensor", "list"]),
+    "float32": (
+        "q",
+        lambda q, k, v: (q.float(), k.float(), v.float()),
+        TypeError,
+        ["bfloat16", "float16", "float32"],
+    ),
+    "mixed dtypes": ("k", lambda q, k, v: (q, k.half(), v), TypeError, ["float16", "bfloat16"]),
+    "mixed devices": (
+        "v",
+        lambda q, k, v: (q, k, v.to("meta")),
+        ValueError,
+        ["cpu", "meta"],
+    ),
+    "other device": (
+        "q",
+        lambda q, k, v: (q.to("meta"), k.to("meta"), v.to("meta")),
+        ValueError,
+        ["CPU or CUDA", "meta"],
+    ),
+    "heads": ("q", lambda q, k, v: (q[:, :, :3], k, v), ValueError, ["multiple", "3", "2"]),
+    "no key heads": (
+        "q",
+        lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+        ValueError,
+        ["multiple", "4", "0"],
+    ),
+    "heads of v": ("v", lambda q, k, v: (q, k, v[:, :, :1]), ValueError, ["shape", "(2, 90, 1"]),
+    "head_dim": (
+        "q",
+        lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]),
+        ValueError,
+        ["32", "64", "128", "256"],
+    ),
+    "head_dim of k": ("k", lambda q, k, v: (q, k[..., :32], v), ValueError, ["64", "32"]),
+    "batch": ("k", lambda q, k, v: (q, k[:1], v), ValueError, ["(2, 90", "(1, 90"]),
+    "length of v": ("v", lambda q, k, v: (q, k, v[:, :80]), ValueError, ["90", "80"]),
+    "last dimension": (
+        "q",
+        lambda q, k, v: (q.transpose(1, 3).contiguous().transpose(1, 3), k, v),
+        ValueError,
+        ["contiguous", "last", "stride 280"],
+    ),
+    "alignment": ("k", lambda q, k, v: (q, shifted(k, 4), v), ValueError, ["16", "8 bytes"]),
+    "strides": ("v", lambda q, k, v: (q, k, widened(v, 4)), ValueError, ["multiples of 8", "68"]),
+    "gradient": (
+        "q",
+        lambda q, k, v: (q.requires_grad_(), k, v),
+        ValueError,
+        ["grad", "no backward"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPERANDS)
+def test_bad_operands(case):
+    argument, change, error, fragments = BAD_OPERANDS[case]
+    with pytest.raises(error) as caught:
+        fa3.flash_attn_func(*change(*operands()))
+    message = str(caught.value)
+    assert message.startswith(f"{argument} ")
+    assert all(fragment in message for fragment in fragments), message
+
+
+BAD_ARGUMENTS = [
+    ("softmax_scale", 0.0, ValueError),
+    ("softmax_scale", -1.0, ValueError),
+    ("softmax_scale", math.inf, ValueError),
+    ("softmax_scale", math.nan, ValueError),
+    ("softmax_scale", "1", TypeError),
+    ("window_size", (-2, 0), ValueError),
+    ("window_size", (1, 2, 3), ValueError),
+    ("window_size", (1.5, 0), TypeError),
+    ("window_size", 5, (TypeError, ValueError)),
+    ("window_size", None, (TypeError, ValueError)),
+    ("sm_margin", -1, ValueError),
+    ("sm_margin", 132, ValueError),
+    ("softcap", 30.0, NotImplementedError),
+    ("num_splits", 2, NotImplementedError),
+    ("attention_chunk", 64, NotImplementedError),
+    ("pack_gqa", True, NotImplementedError),
+    ("qv", torch.zeros(2, 70, 4, 64), NotImplementedError),
+    ("q_descale", torch.ones(2, 2), NotImplementedError),
+    ("k_descale", torch.ones(2, 2), NotImplementedError),
+    ("v_descale", torch.zeros(1), NotImplementedError),
+]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    BAD_ARGUMENTS,
+    ids=lambda value: "tensor" if isinstance(value, torch.Tensor) else None,
+)
+def test_bad_arguments(argument, value, error):
+    with pytest.raises(error, match=argument):
+        fa3.flash_attn_func(*operands(), **{argument: value})
+
+
+def test_causal_with_keys_to_the_right_is_refused():
+    with pytest.raises(ValueError, match="window_size"):
+        fa3.flash_attn_func(*operands(), causal=True, window_size=(-1, 5))
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda out: out[:, :-1], "shape"),
+        (lambda out: out.half(), "float16"),
+        (lambda out: out.to("meta"), "meta"),
+        (lambda out: shifted(out, 2), "aligned"),
+        (lambda out: widened(out, 4), "multiples of 8"),
+        (lambda out: out.transpose(1, 3).contiguous().transpose(1, 3), "last"),
+        (lambda out: out[:1].expand(2, -1, -1, -1), "overlap"),
+    ],
+)
+def test_bad_out(change, fragment):
+    q, k, v = operands()
+    with pytest.raises((TypeError, ValueError), match=r"^out ") as caught:
+        fa3.flash_attn_func(q, k, v, out=change(torch.empty_like(q)))
+    assert fragment in str(caught.value)
+
+
+def test_a_repeated_call_checks_what_may_have_changed():
+    q, k, v = operands()
+    fa3.flash_attn_func(q, k, v)
+    with pytest.raises(ValueError, match="aligned"):
+        fa3.flash_attn_func(q, shifted(k, 4), v)

@@ -1,0 +1,74 @@
+"""What the command line prints and draws, and the timeline behind it."""
+
+import pytest
+
+from fa3.__main__ import LLAMA_PREFILL, main, parser, problem_of
+from fa3.masks import Sequence
+from fa3.planner import H200, choose_config, plan_forward
+from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.timeline import Timeline
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def problem(*arguments: str):
+    return problem_of(parser().parse_args(["plan", *arguments]))
+
+
+@pytest.mark.parametrize("schedule_type", [TileList, StaticPersistent, SingleTile])
+@pytest.mark.parametrize("arguments", [("--causal",), (), ("--window", "300", "20")])
+def test_timeline_has_every_tile_once_and_no_overlap(arguments, schedule_type):
+    plan = plan_forward(problem(*arguments), schedule_type=schedule_type)
+    timeline = Timeline.of(plan)
+    assert len({span.tile for span in timeline.spans}) == plan.schedule.order.num_tiles
+    assert len(timeline.spans) == plan.schedule.order.num_tiles
+    assert timeline.num_lanes == plan.gpu.num_sms // plan.config.cluster_m
+    free_at = [0] * timeline.num_lanes
+    for span in sorted(timeline.spans, key=lambda span: span.start):
+        assert span.start == free_at[span.lane]
+        free_at[span.lane] += span.blocks
+    assert tuple(free_at) == timeline.work
+
+
+def test_timeline_counts_the_mask_s_blocks():
+    asked = problem("--shape", "2,1000,3000,6,2,64", "--causal")
+    plan = plan_forward(asked)
+    config = choose_config(asked, H200)
+    sequence = Sequence(asked.seqlen_q, asked.seqlen_k, asked.window)
+    ranges = [
+        asked.spec.mask.key_blocks(row, config.tile_m, config.tile_n, sequence)
+        for row in range(0, asked.seqlen_q, config.tile_m)
+    ]
+    timeline = Timeline.of(plan)
+    assert timeline.blocks == 12 * sum(r.end - r.begin for r in ranges)
+    assert timeline.full_blocks == 12 * sum(r.full_end - r.full_begin for r in ranges)
+
+
+def test_plan_is_printed_and_drawn(tmp_path, capsys):
+    png = tmp_path / "order.png"
+    main(["plan", "--shape", LLAMA_PREFILL, "--causal", "--png", str(png)])
+    printed = capsys.readouterr().out
+    assert "32 query heads on 8 key/value heads" in printed
+    assert "16,896 key blocks" in printed
+    assert png.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_info_names_the_versions(capsys):
+    main(["info"])
+    printed = capsys.readouterr().out
+    assert {line.split()[0] for line in printed.splitlines()} >= {"fa3", "GPU", "torch", "cache"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "1,2,3"), "six positive integers"),
+        (("--shape", "1,64,64,3,2,64"), "do not divide"),
+        (("--shape", "1,64,64,2,2,80"), "head_dim"),
+        (("--window", "-2", "0"), "--window"),
+        (("--window", "5", "7", "--causal"), "--causal"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(["plan", *arguments])

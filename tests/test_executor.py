@@ -1,0 +1,202 @@
+"""The plan, walked on the CPU, against dense attention in float64."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import make_operands, make_problem, windows
+from reference import check_attention
+
+from fa3.executor import execute, steps
+from fa3.kernels.forward import Config
+from fa3.planner import Gpu, plan_forward
+from fa3.problem import Problem, Window
+from fa3.schedules import SingleTile, StaticPersistent, TileList
+
+SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
+SMALL_TILES = Config(128, 32)
+CONFIGS = (None, SMALL_TILES, Config(192, 48), Config(128, 16, cluster_m=2))
+SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
+
+
+@st.composite
+def problems(draw, dtypes=("bfloat16", "float16")):
+    return make_problem(
+        batch=draw(st.integers(0, 2)),
+        seqlen_q=draw(st.integers(0, 300)),
+        seqlen_k=draw(st.integers(0, 300)),
+        num_heads_kv=draw(st.integers(1, 2)),
+        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3])),
+        head_dim=draw(st.sampled_from([64, 128])),
+        window=draw(windows(largest=320)),
+        dtype=draw(st.sampled_from(dtypes)),
+    )
+
+
+def plans(problem: Problem):
+    return st.builds(
+        lambda config, schedule_type: plan_forward(problem, SMALL_GPU, config, schedule_type),
+        st.sampled_from(CONFIGS if problem.spec.head_dim == 64 else CONFIGS[:2]),
+        st.sampled_from(SCHEDULE_TYPES),
+    )
+
+
+def run(problem: Problem, plan=None, softmax_scale: float = 0.125, seed: int = 0):
+    """Execute a problem on drawn operands, and check the result."""
+    q, k, v = make_operands(problem, seed)
+    plan = plan or plan_forward(problem, SMALL_GPU, SMALL_TILES)
+    out, lse = execute(plan, q, k, v, softmax_scale)
+    assert out.is_contiguous() and lse.is_contiguous()
+    check_attention(out, lse, q, k, v, softmax_scale, problem.window, lse_tolerance=1e-5)
+    return out, lse
+
+
+@settings(max_examples=80)
+@given(st.data(), problems(), st.integers(0, 1000))
+def test_matches_dense_attention(data, problem, seed):
+    run(problem, data.draw(plans(problem)), seed=seed)
+
+
+@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(100, 30), Window(left=10)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 257), (257, 1), (129, 65)])
+def test_odd_lengths(seqlen_q, seqlen_k, window, poisoned_memory):
+    run(make_problem(2, seqlen_q, seqlen_k, 2, 2, window=window))
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"num_heads_kv": 0}])
+def test_nothing_to_compute(sizes):
+    out, _ = run(make_problem(**sizes))
+    assert out.numel() == 0
+
+
+@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(left=3)])
+def test_without_keys_all_is_zero(window, poisoned_memory):
+    out, lse = run(make_problem(batch=2, seqlen_q=5, seqlen_k=0, window=window))
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_rows_without_keys_are_zero(poisoned_memory):
+    out, lse = run(make_problem(seqlen_q=200, seqlen_k=60, window=Window(right=0)))
+    assert (out[:, :140] == 0).all() and (lse[:, :, :140] == -math.inf).all()
+    assert (out[:, 140:] != 0).any(dim=-1).all() and lse[:, :, 140:].isfinite().all()
+
+
+@pytest.mark.parametrize("qhead_per_kvhead", [1, 2, 5, 8])
+def test_query_heads_share_key_heads(qhead_per_kvhead):
+    run(make_problem(1, 130, 100, 2, qhead_per_kvhead, window=Window(right=0)))
+
+
+@pytest.mark.parametrize("softmax_scale", [1e-4, 0.125, 3.0])
+def test_softmax_scale(softmax_scale):
+    run(make_problem(seqlen_q=140, seqlen_k=140), softmax_scale=softmax_scale)
+
+
+def test_values_may_be_wider_than_keys():
+    problem = make_problem(seqlen_q=70, seqlen_k=90)
+    problem = replace(problem, spec=replace(problem.spec, head_dim_v=128))
+    out, _ = run(problem)
+    assert out.shape == (1, 70, 1, 128)
+
+
+def test_probabilities_are_rounded_before_they_meet_the_values():
+    """Two keys with scores 0 and -x: the output is P(x) / (1 + P(x)), its numerator rounded."""
+    problem = make_problem(seqlen_q=128, seqlen_k=2)
+    q, k, v = (torch.zeros_like(tensor) for tensor in make_operands(problem))
+    q[0, :, 0, 0] = torch.linspace(4.0, 0.25, 128)
+    k[0, 1, 0, 0] = -1.0
+    v[0, 1] = 1.0
+    out, _ = execute(plan_forward(problem), q, k, v, 1.0)
+    p = torch.exp(-q[0, :, 0, 0].float())
+    rounded = (p.bfloat16().float() / (1 + p)).bfloat16()
+    assert torch.equal(out[0, :, 0, 0], rounded)
+    assert not torch.equal((p / (1 + p)).bfloat16(), rounded)
+
+
+def test_large_scores_do_not_overflow():
+    problem = make_problem(seqlen_q=130, seqlen_k=200)
+    q, k, v = make_operands(problem)
+    q, k = q * 60, k * 60
+    out, lse = execute(plan_forward(problem, config=SMALL_TILES), q, k, v, 1.0)
+    assert out.isfinite().all() and lse.isfinite().all()
+    check_attention(out, None, q, k, v, 1.0)
+
+
+VIEWS = {
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "sequence first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "every other row": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+    "columns of a wider row": lambda t: torch.cat([t, t, t], dim=3)[..., t.shape[3] :][
+        ..., : t.shape[3]
+    ],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_do_not_matter(view):
+    problem = make_problem(2, 150, 170, 2, 2, window=Window(right=0))
+    operands = make_operands(problem)
+    views = [VIEWS[view](tensor) for tensor in operands]
+    assert not any(tensor.is_contiguous() for tensor in views)
+    plan = plan_forward(problem)
+    for expected, result in zip(
+        execute(plan, *operands, 0.125), execute(plan, *views, 0.125), strict=True
+    ):
+        assert torch.equal(expected, result)
+
+
+@settings(max_examples=15)
+@given(problems(dtypes=("bfloat16",)), st.integers(1, 12), st.integers(1, 4))
+def test_the_order_of_tiles_does_not_change_a_bit(problem, num_sms, heads_in_l2):
+    operands = make_operands(problem)
+    key_head_bytes = 4 * problem.spec.head_dim * max(1, problem.seqlen_k)
+    gpu = Gpu("small", num_sms, heads_in_l2 * key_head_bytes)
+    results = [
+        execute(plan_forward(problem, gpu, SMALL_TILES, schedule_type), *operands, 0.125)
+        for schedule_type in SCHEDULE_TYPES
+    ]
+    for single_tile, *others in zip(*results, strict=True):
+        assert all(torch.equal(single_tile, other) for other in others)
+
+
+def test_a_cluster_of_two_gives_the_bits_of_one():
+    """Rows above the diagonal blocks of their own CTA walk blocks that hide them altogether."""
+    problem = make_problem(1, 500, 450, 2, window=Window(right=0))
+    operands = make_operands(problem)
+    one, two = (
+        execute(plan_forward(problem, config=config), *operands, 0.125)
+        for config in (SMALL_TILES, replace(SMALL_TILES, cluster_m=2))
+    )
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)
+
+
+@given(st.data(), problems())
+def test_steps_visit_every_row_once(data, problem):
+    plan = data.draw(plans(problem))
+    visits = Counter(
+        (step.tile.batch, step.tile.head, row) for step in steps(plan) for row in step.rows
+    )
+    assert len(visits) == problem.batch * problem.num_heads_q * problem.seqlen_q
+    assert set(visits.values()) <= {1}
+
+
+def test_steps_go_round_by_round():
+    problem = make_problem(seqlen_q=9 * 128)
+    gpu = Gpu("small", num_sms=4, l2_bytes=1 << 20)
+    plan = plan_forward(problem, gpu, SMALL_TILES, StaticPersistent)
+    assert [step.cluster for step in steps(plan)] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert [step.rows.start // 128 for step in steps(plan)] == [8, 7, 6, 5, 1, 2, 3, 4, 0]
+
+
+def test_ctas_of_a_cluster_share_their_key_blocks():
+    problem = make_problem(seqlen_q=300, seqlen_k=300, window=Window(right=0))
+    plan = plan_forward(problem, config=replace(SMALL_TILES, cluster_m=2))
+    visits = [(step.rank, step.rows, step.blocks.end) for step in steps(plan)]
+    assert visits == [
+        *((0, range(256, 300), 10), (1, range(300, 300), 10)),
+        *((0, range(128), 8), (1, range(128, 256), 8)),
+    ]

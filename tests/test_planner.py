@@ -1,0 +1,140 @@
+"""Plans: legal for the kernel, covering the problem, and within the GPU."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import make_problem, windows
+
+from fa3.kernels.forward import SMEM_CAPACITY, Config
+from fa3.planner import H200, HEAD_DIMS, TILINGS, Gpu, plan_forward
+from fa3.problem import Window
+from fa3.schedules import SingleTile, StaticPersistent, TileList, walk
+
+SCHEDULE_TYPES = (None, SingleTile, StaticPersistent, TileList)
+TILES = Config(128, 64)
+CLUSTER_OF_2 = Config(128, 64, cluster_m=2)
+
+
+@st.composite
+def problems(draw):
+    return make_problem(
+        batch=draw(st.integers(0, 5)),
+        seqlen_q=draw(st.integers(0, 2000)),
+        seqlen_k=draw(st.integers(0, 2000)),
+        num_heads_kv=draw(st.integers(0, 5)),
+        qhead_per_kvhead=draw(st.sampled_from([1, 2, 4, 8])),
+        head_dim=draw(st.sampled_from(HEAD_DIMS)),
+        window=draw(windows(largest=2000)),
+    )
+
+
+@given(
+    problems(),
+    st.sampled_from([None, CLUSTER_OF_2]),
+    st.sampled_from(SCHEDULE_TYPES),
+    st.sampled_from([H200, Gpu("small", num_sms=5, l2_bytes=1 << 20), Gpu("tiny", 2, 1)]),
+)
+def test_a_plan_covers_every_row_of_every_head_once(problem, config, schedule_type, gpu):
+    if config is not None:
+        problem = replace(problem, spec=replace(problem.spec, head_dim=64, head_dim_v=64))
+    plan = plan_forward(problem, gpu, config, schedule_type)
+    rows = plan.config.tile_m * plan.config.cluster_m
+    covered = sum(
+        min(rows, problem.seqlen_q - tile.m_block * rows)
+        for cluster in range(plan.schedule.num_clusters)
+        for tile in walk(plan.schedule, cluster)
+    )
+    assert covered == problem.batch * problem.num_heads_q * problem.seqlen_q
+
+
+@given(problems(), st.sampled_from(SCHEDULE_TYPES))
+def test_no_cluster_is_launched_for_nothing(problem, schedule_type):
+    plan = plan_forward(problem, schedule_type=schedule_type)
+    assert all(any(walk(plan.schedule, cluster)) for cluster in range(plan.schedule.num_clusters))
+
+
+@given(problems(), st.integers(1, 132))
+def test_persistent_ctas_all_fit_on_the_gpu(problem, num_sms):
+    assert plan_forward(problem, replace(H200, num_sms=num_sms)).grid <= num_sms
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(64, 64), Window(left=64)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_there_is_a_legal_config_for_every_spec(head_dim, window, dtype):
+    problem = make_problem(head_dim=head_dim, window=window, dtype=dtype)
+    config = plan_forward(problem).config
+    config.validate(problem.spec)
+    assert config in [tiling.config for tiling in TILINGS]
+    assert config.smem_bytes(problem.spec) <= SMEM_CAPACITY
+
+
+def test_clusters_count_as_one_each_and_ctas_in_the_grid():
+    problem = make_problem(batch=4, seqlen_q=4096, num_heads_kv=16)
+    plan = plan_forward(problem, config=CLUSTER_OF_2)
+    assert (plan.schedule.num_clusters, plan.grid) == (66, 132)
+    single = plan_forward(problem, config=CLUSTER_OF_2, schedule_type=SingleTile)
+    assert (single.schedule.num_clusters, single.grid) == (4 * 16 * 16, 4 * 16 * 32)
+
+
+def test_given_config_and_schedule_are_kept():
+    plan = plan_forward(make_problem(), config=TILES, schedule_type=SingleTile)
+    assert plan.config is TILES
+    assert type(plan.schedule) is SingleTile
+
+
+def test_keys_and_values_of_a_section_fit_in_the_budget():
+    problem = make_problem(batch=4, seqlen_k=8192, num_heads_kv=8, qhead_per_kvhead=4, head_dim=128)
+    heads = plan_forward(problem).schedule.order.heads_per_section
+    bytes_per_key_head = 2 * 8192 * (128 + 128)
+    assert heads % 4 == 0
+    assert heads // 4 * bytes_per_key_head <= H200.l2_bytes
+    assert (heads // 4 + 1) * bytes_per_key_head > H200.l2_bytes
+
+
+def test_one_head_too_long_for_the_budget_is_a_section():
+    problem = make_problem(batch=2, seqlen_k=1 << 20, num_heads_kv=4, qhead_per_kvhead=2)
+    assert plan_forward(problem).schedule.order.heads_per_section == 2
+
+
+def test_kernel_arguments_are_the_window_and_the_schedule():
+    problem = make_problem(batch=2, seqlen_q=256, num_heads_kv=3, window=Window(5, 7))
+    assert plan_forward(problem, config=TILES).kernel_arguments == (5, 7, 6, 12)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (Config(64, 64), "tile_m"),
+        (Config(256, 64), "tile_m"),
+        (Config(160, 64), "tile_m"),
+        (Config(128, 0), "tile_n"),
+        (Config(128, 72), "tile_n"),
+        (Config(128, 272), "tile_n"),
+        (Config(128, 64, cluster_m=4), "cluster_m"),
+        (Config(192, 256, q_stages=2, kv_stages=4), "shared memory"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused(config, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        plan_forward(make_problem(), config=config)
+
+
+def test_o_can_only_take_qs_place_if_it_has_its_size():
+    problem = make_problem()
+    problem = replace(problem, spec=replace(problem.spec, head_dim_v=128))
+    with pytest.raises(ValueError, match="own_o"):
+        plan_forward(problem, config=replace(TILES, own_o=False))
+    assert plan_forward(problem, config=TILES).config.own_o
+
+
+def test_tiles_of_equal_length_need_no_list():
+    assert type(plan_forward(make_problem()).schedule) is StaticPersistent
+    assert type(plan_forward(make_problem(window=Window(right=0))).schedule) is TileList
+
+
+def test_plans_are_values():
+    assert plan_forward(make_problem()) == plan_forward(make_problem())
+    assert hash(plan_forward(make_problem())) == hash(plan_forward(make_problem()))
