@@ -1,0 +1,1 @@
+"""Speed and energy of attention on Hopper: ours beside its peers."""
