@@ -62,11 +62,8 @@ class Ours:
         package = importlib.import_module("fa3")
         self.attend = package.flash_attn_func
         self.version = package.__version__
-        self.head_dims = importlib.import_module("fa3.planner").HEAD_DIMS
 
     def supports(self, cell: Cell) -> str | None:
-        if cell.head_dim not in self.head_dims or cell.head_dim != cell.head_dim_v:
-            return f"head dimensions ({cell.head_dim}, {cell.head_dim_v})"
         return None
 
     def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:

@@ -11,12 +11,11 @@ import fa3
 from fa3.compiler import cache_dir
 from fa3.drawing import draw_tile_order
 from fa3.masks import Band
-from fa3.planner import HEAD_DIMS, plan_forward
+from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM, plan_forward
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
-from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.schedules import SCHEDULES
 from fa3.timeline import Timeline, describe
 
-SCHEDULES = {"list": TileList, "static": StaticPersistent, "single": SingleTile}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 LLAMA_PREFILL = "1,4096,4096,32,8,128"
 
@@ -101,7 +100,7 @@ def driver_version() -> str:
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    plan = plan_forward(problem_of(options), schedule_type=SCHEDULES.get(options.schedule))
+    plan = plan_forward(problem_of(options), schedule=options.schedule)
     timeline = Timeline.of(plan)
     print(describe(plan, timeline))
     if options.png:
@@ -117,8 +116,10 @@ def problem_of(options: argparse.Namespace) -> Problem:
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, sizes)
     if heads_q % heads_kv:
         raise ValueError(f"{heads_q} query heads do not divide among {heads_kv} key/value heads")
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim must be one of {HEAD_DIMS}, got {head_dim}")
+    if head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {head_dim}"
+        )
     left, right = options.window
     if min(left, right) < NO_BOUND:
         raise ValueError(f"--window needs integers from -1, got {left} {right}")

@@ -17,7 +17,15 @@ import torch
 from fa3.compiler import load_kernel
 from fa3.executor import execute
 from fa3.masks import Band
-from fa3.planner import H200, HEAD_DIMS, Gpu, Plan, plan_forward
+from fa3.planner import (
+    H200,
+    HEAD_DIM_UNIT,
+    MAX_HEAD_DIM,
+    Gpu,
+    Plan,
+    ScheduleChoice,
+    plan_forward,
+)
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -74,6 +82,7 @@ def flash_attn_func(
     *,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
+    schedule: ScheduleChoice = None,
     plan: Plan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(softmax_scale * q k^T + mask) v.
@@ -84,10 +93,10 @@ def flash_attn_func(
     through `fa3.executor`.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim 64, 128 or 256.
-            Any strides that are multiples of 16 bytes with a contiguous last dimension.
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
+            up to 256. Any strides that are multiples of 16 bytes with a contiguous last dimension.
         k: (batch, seqlen_k, heads_kv, head_dim), like q.
-        v: (batch, seqlen_k, heads_kv, head_dim), like q.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
         window_size: (left, right) keys that a query sees beside its own position; -1 for all.
@@ -96,13 +105,16 @@ def flash_attn_func(
         sm_margin: SMs to leave to other kernels.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
-        out: (batch, seqlen_q, heads_q, head_dim) tensor that receives the output, like q.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
+        schedule: the order of the tiles: "single", "static", "list", or a function from the list
+            of `fa3.Tile` to their order; chosen by the planner if not given. It never changes
+            the output.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         qv, q_descale, k_descale, v_descale, attention_chunk, softcap, num_splits, pack_gqa: in
             the signature for compatibility; anything but their default is not supported.
 
     Returns:
-        out, (batch, seqlen_q, heads_q, head_dim), of q's dtype; with return_lse also the
+        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
         log-sum-exp of the scaled scores, (batch, heads_q, seqlen_q), float32, natural logarithm.
         A query that sees no key gives 0 and -inf.
 
@@ -124,9 +136,11 @@ def flash_attn_func(
     return_lse = return_lse or return_attn_probs
     if type(window_size) is not tuple:
         window_size = as_pair(window_size)
+    if schedule is not None and not isinstance(schedule, str) and not callable(schedule):
+        raise TypeError(f"schedule must be a name, a class or a function, got {schedule!r}")
     call = prepare(
         describe("q", q), describe("k", k), describe("v", v),
-        causal, window_size, return_lse, sm_margin, plan,
+        causal, window_size, return_lse, sm_margin, schedule, plan,
     )  # fmt: skip
     scale = check_scale(softmax_scale, q.shape[-1])
     if out is None:
@@ -209,6 +223,7 @@ def prepare(
     window_size: tuple[int, int],
     write_lse: bool,
     sm_margin: int,
+    schedule: ScheduleChoice,
     given_plan: Plan | None,
 ) -> PreparedCall:
     """Validate a call, plan it and load its kernel."""
@@ -216,15 +231,18 @@ def prepare(
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, _ = k.shape
     window = tighten(check_window(window_size, causal), seqlen_q, seqlen_k)
-    out_shape, lse_shape = tuple(q.shape), (batch, heads_q, seqlen_q)
+    head_dim_v = v.shape[-1]
+    out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
     if 0 in (batch, seqlen_q, seqlen_k, heads_q):
         return PreparedCall(None, None, (), out_shape, lse_shape)
     spec = AttentionSpec(
-        DTYPES[q.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), write_lse
+        DTYPES[q.dtype], head_dim, head_dim_v, heads_q // heads_kv, Band.of(window), write_lse
     )
     problem = Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
     gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
-    plan = given_plan or plan_forward(problem, reserve_sms(gpu, sm_margin))
+    if given_plan is not None and schedule is not None:
+        raise ValueError("schedule must be None when plan is given: a plan has a schedule")
+    plan = given_plan or plan_forward(problem, reserve_sms(gpu, sm_margin), schedule=schedule)
     if plan.problem != problem:
         raise ValueError(f"plan was made for {plan.problem}, the tensors give {problem}")
     if q.device.type == "cpu":
@@ -262,10 +280,15 @@ def check_operands(q: Operand, k: Operand, v: Operand) -> None:
         check_layout(name, operand)
     batch, _, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, _ = k.shape
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q has head_dim {head_dim}, supported are {HEAD_DIMS}")
-    for name, operand in (("k", k), ("v", v)):
-        expected = (batch, seqlen_k, heads_kv, head_dim)
+    head_dim_v = v.shape[-1]
+    for name, size in (("q", head_dim), ("v", head_dim_v)):
+        if size % HEAD_DIM_UNIT or not 0 < size <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} has head_dim {size}, supported are multiples of {HEAD_DIM_UNIT} "
+                f"up to {MAX_HEAD_DIM}"
+            )
+    for name, operand, size in (("k", k, head_dim), ("v", v, head_dim_v)):
+        expected = (batch, seqlen_k, heads_kv, size)
         if tuple(operand.shape) != expected:
             raise ValueError(
                 f"{name} must have shape {expected} to go with q and k, got {tuple(operand.shape)}"

@@ -19,6 +19,12 @@ def windows(largest: int = 300) -> st.SearchStrategy[Window]:
     return st.just(Window()) | st.just(Window(right=0)) | st.builds(Window, bound, bound)
 
 
+def head_dims(largest: int = 256) -> st.SearchStrategy[int]:
+    """Draw sizes of a head: half of them powers of two, half any that is supported."""
+    powers = [size for size in (32, 64, 128, 256) if size <= largest]
+    return st.sampled_from(powers) | st.integers(1, largest // 8).map(lambda n: 8 * n)
+
+
 def make_problem(
     batch: int = 1,
     seqlen_q: int = 128,
@@ -28,10 +34,12 @@ def make_problem(
     head_dim: int = 64,
     window: Window = NO_WINDOW,
     dtype: str = "bfloat16",
+    head_dim_v: int | None = None,
 ) -> Problem:
-    """Build a problem whose mask fits its window."""
+    """Build a problem whose mask fits its window; v is as wide as q unless told."""
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
     spec = AttentionSpec(
-        dtype, head_dim, head_dim, qhead_per_kvhead, Band.of(window), write_lse=True
+        dtype, head_dim, head_dim_v, qhead_per_kvhead, Band.of(window), write_lse=True
     )
     return Problem(spec, batch, seqlen_q, seqlen_k, num_heads_kv, window)
 

@@ -19,12 +19,25 @@ def operands(seqlen_q=70, seqlen_k=90, heads_kv=2, group=2, head_dim=64, batch=2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 96, 128, 192, 256])
 def test_defaults(dtype, head_dim):
     q, k, v = operands(head_dim=head_dim, dtype=dtype)
     out = fa3.flash_attn_func(q, k, v)
     assert isinstance(out, torch.Tensor) and out.is_contiguous()
     check_attention(out, None, q, k, v)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 256), (96, 80), (256, 8)])
+def test_v_may_have_its_own_head_dim(head_dim, head_dim_v):
+    q, k, v = operands(head_dim=head_dim, head_dim_v=head_dim_v)
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert out.shape == (2, 70, 4, head_dim_v) and out.is_contiguous()
+    check_attention(out, lse, q, k, v, window=Window(right=0))
+    given = torch.full_like(out, torch.nan)
+    assert fa3.flash_attn_func(q, k, v, causal=True, out=given) is given
+    assert torch.equal(given, out)
+    with pytest.raises(ValueError, match=r"^out must have shape"):
+        fa3.flash_attn_func(q, k, v, out=torch.empty_like(q))
 
 
 @pytest.mark.parametrize(
@@ -72,6 +85,12 @@ def test_empty_tensors(sizes, causal, poisoned_memory):
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
+def test_out_of_an_empty_problem_has_the_head_dim_of_v():
+    q, k, v = operands(seqlen_k=0, head_dim_v=96)
+    out = fa3.flash_attn_func(q, k, v)
+    assert out.shape == (2, 70, 4, 96) and (out == 0).all()
+
+
 def test_out_is_written_in_place():
     q, k, v = operands()
     wide = torch.full((2, 70, 4, 128), torch.nan, dtype=q.dtype)
@@ -91,7 +110,7 @@ def test_out_of_an_empty_problem_is_zeroed():
 def test_a_given_plan_is_followed():
     problem = make_problem(2, 70, 90, 2, 2)
     q, k, v = make_operands(problem)
-    plan = plan_forward(problem, schedule_type=SingleTile)
+    plan = plan_forward(problem, schedule=SingleTile)
     out, lse = fa3.flash_attn_func(q, k, v, plan=plan, return_lse=True)
     check_attention(out, lse, q, k, v)
 
@@ -173,9 +192,15 @@ BAD_OPERANDS = {
     "heads of v": ("v", lambda q, k, v: (q, k, v[:, :, :1]), ValueError, ["shape", "(2, 90, 1"]),
     "head_dim": (
         "q",
-        lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]),
+        lambda q, k, v: (q[..., :60], k[..., :60], v),
         ValueError,
-        ["32", "64", "128", "256"],
+        ["head_dim 60", "multiples of 8", "256"],
+    ),
+    "head_dim of v": (
+        "v",
+        lambda q, k, v: (q, k, v[..., :60]),
+        ValueError,
+        ["head_dim 60", "multiples of 8", "256"],
     ),
     "head_dim of k": ("k", lambda q, k, v: (q, k[..., :32], v), ValueError, ["64", "32"]),
     "batch": ("k", lambda q, k, v: (q, k[:1], v), ValueError, ["(2, 90", "(1, 90"]),
@@ -205,6 +230,17 @@ def test_bad_operands(case):
     message = str(caught.value)
     assert message.startswith(f"{argument} ")
     assert all(fragment in message for fragment in fragments), message
+
+
+@pytest.mark.parametrize("head_dim", [0, 4, 12, 100, 250, 264, 512])
+@pytest.mark.parametrize("argument", ["q", "v"])
+def test_bad_head_dims(argument, head_dim):
+    """The tensors are slices, so that nothing but the size is wrong."""
+    q, k, v = operands(head_dim=512)
+    sizes = {"q": 64, "v": 64, argument: head_dim}
+    q, k, v = q[..., : sizes["q"]], k[..., : sizes["q"]], v[..., : sizes["v"]]
+    with pytest.raises(ValueError, match=f"^{argument} has head_dim {head_dim}, .* 8 up to 256"):
+        fa3.flash_attn_func(q, k, v)
 
 
 BAD_ARGUMENTS = [
@@ -270,3 +306,38 @@ def test_a_repeated_call_checks_what_may_have_changed():
     fa3.flash_attn_func(q, k, v)
     with pytest.raises(ValueError, match="aligned"):
         fa3.flash_attn_func(q, shifted(k, 4), v)
+
+
+# --------------------------------------------------------------------------------- schedules
+
+
+def backwards(tiles):
+    return tiles[::-1]
+
+
+@pytest.mark.parametrize("schedule", ["single", "static", "list", SingleTile, backwards])
+def test_the_schedule_never_changes_the_output(schedule):
+    q, k, v = operands()
+    out = fa3.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, causal=True, schedule=schedule), out)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "complaint"),
+    [
+        ("fastest", ValueError, "schedule must be one of .*'fastest'"),
+        (3, TypeError, "schedule must be .*3"),
+        (lambda tiles: tiles[1:], ValueError, "schedule leaves out Tile"),
+        (lambda tiles: tiles + tiles[:1], ValueError, "schedule gives Tile.* twice"),
+    ],
+)
+def test_bad_schedules(schedule, error, complaint):
+    with pytest.raises(error, match=complaint):
+        fa3.flash_attn_func(*operands(), causal=True, schedule=schedule)
+
+
+def test_a_plan_has_its_own_schedule():
+    q, k, v = operands()
+    plan = fa3.plan_forward(make_problem(2, 70, 90, 2, 2, 64))
+    with pytest.raises(ValueError, match="schedule must be None"):
+        fa3.flash_attn_func(q, k, v, return_lse=True, plan=plan, schedule="list")

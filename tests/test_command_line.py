@@ -18,7 +18,7 @@ def problem(*arguments: str):
 @pytest.mark.parametrize("schedule_type", [TileList, StaticPersistent, SingleTile])
 @pytest.mark.parametrize("arguments", [("--causal",), (), ("--window", "300", "20")])
 def test_timeline_has_every_tile_once_and_no_overlap(arguments, schedule_type):
-    plan = plan_forward(problem(*arguments), schedule_type=schedule_type)
+    plan = plan_forward(problem(*arguments), schedule=schedule_type)
     timeline = Timeline.of(plan)
     assert len({span.tile for span in timeline.spans}) == plan.schedule.order.num_tiles
     assert len(timeline.spans) == plan.schedule.order.num_tiles
@@ -53,6 +53,12 @@ def test_plan_is_printed_and_drawn(tmp_path, capsys):
     assert png.read_bytes().startswith(PNG_SIGNATURE)
 
 
+@pytest.mark.parametrize("head_dim", [8, 80, 256])
+def test_any_head_dim_is_planned(head_dim, capsys):
+    main(["plan", "--shape", f"1,64,64,2,2,{head_dim}"])
+    assert f"head_dim {head_dim}," in capsys.readouterr().out
+
+
 def test_info_names_the_versions(capsys):
     main(["info"])
     printed = capsys.readouterr().out
@@ -64,7 +70,8 @@ def test_info_names_the_versions(capsys):
     [
         (("--shape", "1,2,3"), "six positive integers"),
         (("--shape", "1,64,64,3,2,64"), "do not divide"),
-        (("--shape", "1,64,64,2,2,80"), "head_dim"),
+        (("--shape", "1,64,64,2,2,100"), "head_dim must be a multiple of 8 up to 256, got 100"),
+        (("--shape", "1,64,64,2,2,264"), "head_dim must be a multiple of 8 up to 256, got 264"),
         (("--window", "-2", "0"), "--window"),
         (("--window", "5", "7", "--causal"), "--causal"),
     ],

@@ -1,4 +1,4 @@
-"""Every kernel that the planner can choose, compiled for sm_90a and read back as machine code.
+"""Every config that the planner can choose, compiled for sm_90a and read back as machine code.
 
 No GPU is needed. The properties here are those that cost speed without changing a result:
 registers that spill, WGMMAs that the compiler serialised, a softmax that does not run under P V.
@@ -13,17 +13,23 @@ import pytest
 from fa3.compiler import compile_kernel
 from fa3.cubin import CubinReport, inspect
 from fa3.kernels import forward
-from fa3.kernels.forward import ROWS, SMEM_CAPACITY, WARPGROUP, Config
+from fa3.kernels.forward import ROWS, SMEM_CAPACITY, WARPGROUP, Config, padded
 from fa3.masks import Band
-from fa3.planner import TILINGS, Tiling
-from fa3.problem import AttentionSpec
+from fa3.planner import H200, TILINGS, Tiling, choose_config
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 
 WGMMA_K = 16
 """Depth of one WGMMA with 16-bit operands."""
 
-TMA_COLUMNS = 64
-"""Columns of one TMA box: 128 bytes, the swizzle's width."""
+WIDEST_BOX = 64
+"""Columns of one TMA box, the swizzle's width: 128 bytes, or half of it if that divides better."""
+
+LONG = 1 << 14
+"""Queries and keys for which a spec's config is chosen."""
+
+PADDED_HEAD_DIMS = ((32, 32), (40, 40), (96, 96), (192, 192), (192, 128), (64, 256))
+"""Sizes (of q and k, of v) beside those of the planner's table."""
 
 MASKS = {
     "full": Band(),
@@ -33,25 +39,43 @@ MASKS = {
 }
 
 
-def spec_of(head_dim: int, mask: str, dtype="bfloat16", heads=4, lse=True) -> AttentionSpec:
-    return AttentionSpec(dtype, head_dim, head_dim, heads, MASKS[mask], lse)
+def spec_of(
+    head_dim: int, mask: str, dtype="bfloat16", heads=4, lse=True, head_dim_v: int | None = None
+) -> AttentionSpec:
+    return AttentionSpec(dtype, head_dim, head_dim_v or head_dim, heads, MASKS[mask], lse)
+
+
+def spec_for(tiling: Tiling) -> AttentionSpec:
+    """A spec for which the planner takes this row of its table.
+
+    Where another row of the same sizes stages O in Q's place, a row with a buffer for O is for
+    heads of v that are larger or smaller than those of q.
+    """
+    shared = any(tiling[:3] == other[:3] and not other.config.own_o for other in TILINGS)
+    head_dim = 64 if shared and tiling.config.own_o else tiling.head_dim
+    mask = "causal" if tiling.masked else "full"
+    return spec_of(head_dim, mask, head_dim_v=tiling.head_dim_v)
 
 
 def cases():
     """Yield (spec, config, schedule type) of everything that is compiled here."""
     seen = set()
     for tiling in TILINGS:
-        spec = spec_of(tiling.head_dim, "causal" if tiling.masked else "full")
+        spec = spec_for(tiling)
         schedule_type = TileList if tiling.masked else StaticPersistent
         for cluster_m in (1, 2):
             config = replace(tiling.config, cluster_m=cluster_m)
             if (spec, config) not in seen:
                 seen.add((spec, config))
                 yield spec, config, schedule_type
-    for tiling in TILINGS[-2:]:
-        spec = spec_of(tiling.head_dim, "causal")
-        yield spec, tiling.config, StaticPersistent
-        yield spec, tiling.config, SingleTile
+    for head_dim, head_dim_v in PADDED_HEAD_DIMS:
+        for mask, schedule_type in (("full", StaticPersistent), ("causal", TileList)):
+            spec = spec_of(head_dim, mask, head_dim_v=head_dim_v)
+            if (spec, config_of(spec)) not in seen:
+                yield spec, config_of(spec), schedule_type
+    spec = spec_of(256, "causal")
+    yield spec, config_of(spec), StaticPersistent
+    yield spec, config_of(spec), SingleTile
     for head_dim in (64, 128, 256):
         spec = spec_of(head_dim, "window", heads=1)
         yield spec, config_of(spec), TileList
@@ -65,16 +89,16 @@ def cases():
 
 
 def config_of(spec: AttentionSpec) -> Config:
-    """The table's config for the longest sequences."""
-    masked = spec.mask.left or spec.mask.right
-    return [t for t in TILINGS if (t.head_dim, t.masked) == (spec.head_dim, masked)][-1].config
+    """The planner's config for long sequences."""
+    return choose_config(Problem(spec, 1, LONG, LONG, 4, Window()), H200)
 
 
 def name_of(case) -> str:
     spec, config, schedule_type = case
     (mask,) = (name for name, mask in MASKS.items() if mask == spec.mask)
     tile = f"{config.tile_m}x{config.tile_n}"
-    parts = [f"d{spec.head_dim}", tile, mask, spec.dtype, schedule_type.__name__]
+    size = f"d{spec.head_dim}" + f"v{spec.head_dim_v}" * (spec.head_dim_v != spec.head_dim)
+    parts = [size, tile, mask, spec.dtype, schedule_type.__name__]
     parts += ["cluster"] * (config.cluster_m > 1) + ["nolse"] * (not spec.write_lse)
     return "-".join(parts)
 
@@ -105,19 +129,19 @@ def check_wgmma(report: CubinReport, spec: AttentionSpec, config: Config):
     # Q K^T of a tile's first block and P V of its last stand outside of the loops over blocks.
     copies = len(list(report.under_wgmma())) + 1
     assert copies > attend_loops(spec)
-    qk = copies * spec.head_dim // WGMMA_K
+    qk = copies * padded(spec.head_dim) // WGMMA_K
     pv = copies * config.tile_n // WGMMA_K
     element = {"bfloat16": ".BF16", "float16": ""}[spec.dtype]
     qk_shape, pv_shape = (
-        f"HGMMA.{ROWS}x{n}x{WGMMA_K}.F32{element}" for n in (config.tile_n, spec.head_dim_v)
+        f"HGMMA.{ROWS}x{n}x{WGMMA_K}.F32{element}" for n in (config.tile_n, padded(spec.head_dim_v))
     )
     if qk_shape == pv_shape:
         assert report.opcodes[qk_shape] == qk + pv
     else:
         assert (report.opcodes[qk_shape], report.opcodes[pv_shape]) == (qk, pv)
     assert report.wgmma == qk + pv
-    # Serialised WGMMAs would have a wait each.
-    assert report.wgmma_waits <= report.wgmma // 4
+    # Q K^T and P V have a wait each; serialised, every one of their WGMMAs would.
+    assert report.wgmma_waits <= 3 * copies
 
 
 def attend_loops(spec: AttentionSpec) -> int:
@@ -127,16 +151,22 @@ def attend_loops(spec: AttentionSpec) -> int:
     return 3 if spec.mask.left else 2
 
 
+def boxes(head_dim: int) -> int:
+    """TMA boxes side by side that a head of this size takes."""
+    columns = padded(head_dim)
+    return columns // (WIDEST_BOX if columns % WIDEST_BOX == 0 else WIDEST_BOX // 2)
+
+
 def check_tma(report: CubinReport, spec: AttentionSpec, config: Config):
-    q = config.consumers * spec.head_dim // TMA_COLUMNS
+    q = config.consumers * boxes(spec.head_dim)
     assert report.tma_loads >= q
     if config.cluster_m == 1:
         assert report.multicast_loads == 0
         assert report.tma_loads > q
     else:
         assert report.tma_loads == q
-        assert report.multicast_loads >= 2 * spec.head_dim // TMA_COLUMNS
-    assert report.tma_stores >= spec.head_dim_v // TMA_COLUMNS
+        assert report.multicast_loads >= boxes(spec.head_dim) + boxes(spec.head_dim_v)
+    assert report.tma_stores >= boxes(spec.head_dim_v)
 
 
 def comparisons(opcodes: Counter[str]) -> int:
@@ -162,7 +192,7 @@ def test_spills_are_seen(monkeypatch):
 
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_every_config_fits_into_shared_memory(tiling: Tiling):
-    spec = spec_of(tiling.head_dim, "causal" if tiling.masked else "full")
+    spec = spec_for(tiling)
     config = tiling.config
     config.validate(spec)
     assert config.smem_bytes(spec) <= SMEM_CAPACITY

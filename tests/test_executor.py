@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import make_operands, make_problem, windows
+from problems import head_dims, make_operands, make_problem, windows
 from reference import check_attention
 
 from fa3.executor import execute, steps
 from fa3.kernels.forward import Config
 from fa3.planner import Gpu, plan_forward
-from fa3.problem import Problem, Window
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
@@ -31,18 +31,26 @@ def problems(draw, dtypes=("bfloat16", "float16")):
         seqlen_k=draw(st.integers(0, 300)),
         num_heads_kv=draw(st.integers(1, 2)),
         qhead_per_kvhead=draw(st.sampled_from([1, 2, 3])),
-        head_dim=draw(st.sampled_from([64, 128])),
+        head_dim=draw(head_dims()),
         window=draw(windows(largest=320)),
         dtype=draw(st.sampled_from(dtypes)),
+        head_dim_v=draw(st.none() | head_dims()),
     )
 
 
 def plans(problem: Problem):
     return st.builds(
         lambda config, schedule_type: plan_forward(problem, SMALL_GPU, config, schedule_type),
-        st.sampled_from(CONFIGS if problem.spec.head_dim == 64 else CONFIGS[:2]),
+        st.sampled_from([config for config in CONFIGS if is_legal(config, problem.spec)]),
         st.sampled_from(SCHEDULE_TYPES),
     )
+
+
+def is_legal(config: Config | None, spec: AttentionSpec) -> bool:
+    try:
+        return config is None or config.validate(spec) is None
+    except ValueError:
+        return False
 
 
 def run(problem: Problem, plan=None, softmax_scale: float = 0.125, seed: int = 0):
@@ -95,11 +103,18 @@ def test_softmax_scale(softmax_scale):
     run(make_problem(seqlen_q=140, seqlen_k=140), softmax_scale=softmax_scale)
 
 
-def test_values_may_be_wider_than_keys():
-    problem = make_problem(seqlen_q=70, seqlen_k=90)
-    problem = replace(problem, spec=replace(problem.spec, head_dim_v=128))
-    out, _ = run(problem)
-    assert out.shape == (1, 70, 1, 128)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 192, 256])
+def test_head_dims(head_dim):
+    out, _ = run(make_problem(1, 150, 170, 2, 2, head_dim, Window(right=0)))
+    assert out.shape == (1, 150, 4, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(64, 128), (128, 64), (192, 128), (64, 256), (256, 8), (8, 96)]
+)
+def test_values_may_have_a_head_dim_of_their_own(head_dim, head_dim_v):
+    out, _ = run(make_problem(1, 70, 90, head_dim=head_dim, head_dim_v=head_dim_v))
+    assert out.shape == (1, 70, 1, head_dim_v)
 
 
 def test_probabilities_are_rounded_before_they_meet_the_values():
@@ -152,7 +167,8 @@ def test_strides_do_not_matter(view):
 @given(problems(dtypes=("bfloat16",)), st.integers(1, 12), st.integers(1, 4))
 def test_the_order_of_tiles_does_not_change_a_bit(problem, num_sms, heads_in_l2):
     operands = make_operands(problem)
-    key_head_bytes = 4 * problem.spec.head_dim * max(1, problem.seqlen_k)
+    row_bytes = 2 * (problem.spec.head_dim + problem.spec.head_dim_v)
+    key_head_bytes = row_bytes * max(1, problem.seqlen_k)
     gpu = Gpu("small", num_sms, heads_in_l2 * key_head_bytes)
     results = [
         execute(plan_forward(problem, gpu, SMALL_TILES, schedule_type), *operands, 0.125)

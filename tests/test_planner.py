@@ -1,18 +1,20 @@
 """Plans: legal for the kernel, covering the problem, and within the GPU."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import make_problem, windows
+from problems import head_dims, make_problem, windows
 
-from fa3.kernels.forward import SMEM_CAPACITY, Config
-from fa3.planner import H200, HEAD_DIMS, TILINGS, Gpu, plan_forward
+from fa3.kernels.forward import SMEM_CAPACITY, Config, padded
+from fa3.planner import H200, TILINGS, Gpu, choose_config, plan_forward
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList, walk
 
 SCHEDULE_TYPES = (None, SingleTile, StaticPersistent, TileList)
+HEAD_DIMS = range(8, 257, 8)
 TILES = Config(128, 64)
 CLUSTER_OF_2 = Config(128, 64, cluster_m=2)
 
@@ -25,8 +27,9 @@ def problems(draw):
         seqlen_k=draw(st.integers(0, 2000)),
         num_heads_kv=draw(st.integers(0, 5)),
         qhead_per_kvhead=draw(st.sampled_from([1, 2, 4, 8])),
-        head_dim=draw(st.sampled_from(HEAD_DIMS)),
+        head_dim=draw(head_dims()),
         window=draw(windows(largest=2000)),
+        head_dim_v=draw(st.none() | head_dims()),
     )
 
 
@@ -51,7 +54,7 @@ def test_a_plan_covers_every_row_of_every_head_once(problem, config, schedule_ty
 
 @given(problems(), st.sampled_from(SCHEDULE_TYPES))
 def test_no_cluster_is_launched_for_nothing(problem, schedule_type):
-    plan = plan_forward(problem, schedule_type=schedule_type)
+    plan = plan_forward(problem, schedule=schedule_type)
     assert all(any(walk(plan.schedule, cluster)) for cluster in range(plan.schedule.num_clusters))
 
 
@@ -60,27 +63,46 @@ def test_persistent_ctas_all_fit_on_the_gpu(problem, num_sms):
     assert plan_forward(problem, replace(H200, num_sms=num_sms)).grid <= num_sms
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("seqlen_q", [0, 128, 2048, 1 << 16])
 @pytest.mark.parametrize("window", [Window(), Window(right=0), Window(64, 64), Window(left=64)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_there_is_a_legal_config_for_every_spec(head_dim, window, dtype):
-    problem = make_problem(head_dim=head_dim, window=window, dtype=dtype)
-    config = plan_forward(problem).config
-    config.validate(problem.spec)
-    assert config in [tiling.config for tiling in TILINGS]
-    assert config.smem_bytes(problem.spec) <= SMEM_CAPACITY
+def test_there_is_a_legal_config_for_every_spec(seqlen_q, window, dtype):
+    table = {
+        replace(tiling.config, cluster_m=cluster_m)
+        for tiling in TILINGS
+        for cluster_m in (1, tiling.config.cluster_m)
+    }
+    for head_dim, head_dim_v in product(HEAD_DIMS, HEAD_DIMS):
+        problem = make_problem(
+            1, seqlen_q, 256, 1, 1, head_dim, window, dtype, head_dim_v=head_dim_v
+        )
+        config = choose_config(problem, H200)
+        config.validate(problem.spec)
+        assert config in table
+        assert config.smem_bytes(problem.spec) <= SMEM_CAPACITY
+
+
+def test_heads_of_equal_padded_size_share_a_config():
+    """Columns are padded to 32 in shared memory, so 72 and 96 cost the same."""
+    for head_dim, head_dim_v in product(HEAD_DIMS, HEAD_DIMS):
+        sizes = (head_dim, head_dim_v), (padded(head_dim), padded(head_dim_v))
+        configs = {
+            choose_config(make_problem(seqlen_q=2048, head_dim=d, head_dim_v=d_v), H200)
+            for d, d_v in sizes
+        }
+        assert len(configs) == 1, sizes
 
 
 def test_clusters_count_as_one_each_and_ctas_in_the_grid():
     problem = make_problem(batch=4, seqlen_q=4096, num_heads_kv=16)
     plan = plan_forward(problem, config=CLUSTER_OF_2)
     assert (plan.schedule.num_clusters, plan.grid) == (66, 132)
-    single = plan_forward(problem, config=CLUSTER_OF_2, schedule_type=SingleTile)
+    single = plan_forward(problem, config=CLUSTER_OF_2, schedule=SingleTile)
     assert (single.schedule.num_clusters, single.grid) == (4 * 16 * 16, 4 * 16 * 32)
 
 
 def test_given_config_and_schedule_are_kept():
-    plan = plan_forward(make_problem(), config=TILES, schedule_type=SingleTile)
+    plan = plan_forward(make_problem(), config=TILES, schedule=SingleTile)
     assert plan.config is TILES
     assert type(plan.schedule) is SingleTile
 
@@ -123,11 +145,12 @@ def test_a_config_that_cannot_run_is_refused(config, complaint):
 
 
 def test_o_can_only_take_qs_place_if_it_has_its_size():
-    problem = make_problem()
-    problem = replace(problem, spec=replace(problem.spec, head_dim_v=128))
+    problem = make_problem(head_dim=64, head_dim_v=128)
     with pytest.raises(ValueError, match="own_o"):
         plan_forward(problem, config=replace(TILES, own_o=False))
     assert plan_forward(problem, config=TILES).config.own_o
+    same_padded = make_problem(head_dim=72, head_dim_v=96)
+    assert not plan_forward(same_padded, config=replace(TILES, own_o=False)).config.own_o
 
 
 def test_tiles_of_equal_length_need_no_list():

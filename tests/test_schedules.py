@@ -125,3 +125,40 @@ def test_causal_work_is_balanced(batch, seqlen, heads, head_dim):
     work = key_blocks_per_cluster(plan_forward(problem))
     mean = sum(work) / len(work)
     assert max(work) <= 1.06 * mean
+
+
+# ---------------------------------------------------------------------------- an order of one's own
+
+
+def test_index_is_the_inverse_of_tile():
+    order = TileOrder(num_m_blocks=5, num_heads=3, batch=3, heads_per_section=4)
+    assert [order.index(order.tile(i)) for i in range(order.num_tiles)] == list(range(45))
+    assert list(order.m_blocks()) == [order.tile(i).m_block for i in range(45)]
+
+
+ORDER = TileOrder(num_m_blocks=4, num_heads=2, batch=2, heads_per_section=3)
+TILES = [ORDER.tile(index) for index in range(ORDER.num_tiles)]
+
+
+@given(st.permutations(TILES), st.integers(1, 20))
+def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
+    schedule = TileList.in_order_of(ORDER, num_clusters, tiles, durations=[1.0] * 4)
+    walks = [list(walk(schedule, cluster)) for cluster in range(num_clusters)]
+    assert sorted(tile for column in walks for tile in column) == sorted(tiles)
+    # Tiles of equal length go round the clusters.
+    for cluster, column in enumerate(walks):
+        assert column == tiles[cluster::num_clusters]
+
+
+@pytest.mark.parametrize(
+    ("tiles", "complaint"),
+    [
+        (TILES[1:], r"leaves out Tile\(m_block=3, head=0, batch=0\)"),
+        ([*TILES, TILES[5]], r"gives Tile\(.*\) twice, at 5 and 16"),
+        ([*TILES[:-1], Tile(4, 0, 0)], r"gives Tile\(m_block=4, head=0, batch=0\) at 15"),
+        ([*TILES[:-1], Tile(0, -1, 0)], r"gives Tile\(m_block=0, head=-1, batch=0\) at 15"),
+    ],
+)
+def test_an_order_that_is_not_one_is_refused(tiles, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        TileList.in_order_of(ORDER, 3, tiles, durations=[1.0] * 4)

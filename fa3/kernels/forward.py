@@ -57,11 +57,19 @@ ELEMENT_TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers a thread of (producer, consumer) after setmaxnreg."""
 
+COLUMN_UNIT = 32
+"""Columns of Q, K, V and O in shared memory come in multiples of this."""
+
 OTHER_REGISTERS = 24
 """Registers that a consumer thread needs beside its fragments of S, P and O."""
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
+
+
+def padded(head_dim: int) -> int:
+    """Columns that a head takes in shared memory: TMA fills with 0, and clips what it stores."""
+    return -(-head_dim // COLUMN_UNIT) * COLUMN_UNIT
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,10 @@ class Config:
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
-        q = self.q_stages * self.tile_m * spec.head_dim
-        kv = self.kv_stages * self.tile_n * (spec.head_dim + spec.head_dim_v)
-        o = self.tile_m * spec.head_dim_v if self.own_o else 0
+        head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        q = self.q_stages * self.tile_m * head_dim
+        kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
+        o = self.tile_m * head_dim_v if self.own_o else 0
         return 2 * (q + kv + o) + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
@@ -108,14 +117,17 @@ class Config:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
         if self.cluster_m not in (1, 2):
             raise ValueError(f"cluster_m must be 1 or 2, got {self.cluster_m}")
-        if not self.own_o and spec.head_dim != spec.head_dim_v:
-            raise ValueError("own_o=False stages O in Q's place and needs head_dim == head_dim_v")
+        if not self.own_o and padded(spec.head_dim) != padded(spec.head_dim_v):
+            raise ValueError(
+                f"own_o=False stages O in Q's place and needs their columns to be equal, got "
+                f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
+            )
         if self.smem_bytes(spec) > SMEM_CAPACITY:
             raise ValueError(
                 f"{self} needs {self.smem_bytes(spec)} bytes of shared memory for {spec}, "
                 f"a CTA has {SMEM_CAPACITY}"
             )
-        fragments = self.tile_n // 2 + self.tile_n // 4 + spec.head_dim_v // 2
+        fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         _, registers = REGISTERS[self.consumers]
         if fragments > registers - OTHER_REGISTERS:
             raise ValueError(
@@ -206,6 +218,7 @@ class Forward:
         self.config = config
         self.schedule_type = schedule_type
         self.dtype = ELEMENT_TYPES[spec.dtype]
+        self.columns, self.columns_v = padded(spec.head_dim), padded(spec.head_dim_v)
 
     @cute.jit
     def __call__(
@@ -257,9 +270,10 @@ class Forward:
         )
 
     def smem_layouts(self) -> SmemLayouts:
-        config, spec = self.config, self.spec
-        shape_qk = (ROWS, config.tile_n, spec.head_dim)
-        shape_kv = (ROWS, config.tile_n, spec.head_dim_v)
+        """Where each buffer's elements lie; swizzled for WGMMA and TMA."""
+        config = self.config
+        shape_qk = (ROWS, config.tile_n, self.columns)
+        shape_kv = (ROWS, config.tile_n, self.columns_v)
         row_major = LayoutEnum.ROW_MAJOR
         slabs = config.consumers * config.q_stages
         return SmemLayouts(
@@ -440,7 +454,7 @@ class Forward:
     def tiled_mmas(self):
         """S = Q K^T with both operands in shared memory; O += P V with P in registers."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        types, shape_v = (self.dtype, self.dtype), (ROWS, self.spec.head_dim_v)
+        types, shape_v = (self.dtype, self.dtype), (ROWS, self.columns_v)
         qk = sm90.make_trivial_tiled_mma(
             *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.config.tile_n)
         )
@@ -511,13 +525,13 @@ class Forward:
 
     def fragments(self, mma_qk, mma_pv, smem: SmemTensors) -> Fragments:
         """Register accumulators, and the operand descriptors of the shared-memory buffers."""
-        config, spec = self.config, self.spec
+        config = self.config
         vt_layout = cute.make_ordered_layout(
-            (spec.head_dim_v, config.tile_n, config.kv_stages), order=(1, 0, 2)
+            (self.columns_v, config.tile_n, config.kv_stages), order=(1, 0, 2)
         )
         sVt = cute.composition(smem.v, vt_layout)
         shape_S = mma_qk.partition_shape_C((ROWS, config.tile_n))
-        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, spec.head_dim_v)), Float32)
+        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.columns_v)), Float32)
         return Fragments(
             mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(smem.q)),
             mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(smem.k)),

@@ -5,4 +5,16 @@ from fa3.schedules.static_persistent import StaticPersistent
 from fa3.schedules.tile_list import TileList
 from fa3.schedules.tiles import Schedule, Tile, TileOrder, walk
 
-__all__ = ["Schedule", "SingleTile", "StaticPersistent", "Tile", "TileList", "TileOrder", "walk"]
+SCHEDULES = {"single": SingleTile, "static": StaticPersistent, "list": TileList}
+"""Schedules by the names that calls and the command line take."""
+
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "SingleTile",
+    "StaticPersistent",
+    "Tile",
+    "TileList",
+    "TileOrder",
+    "walk",
+]

@@ -1,7 +1,7 @@
 """Explicit list: Python deals the tiles, the kernel reads its share from device memory."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,9 +42,47 @@ class TileList:
         Args:
             durations: how long a tile of each m_block takes, in any unit.
         """
+        return cls.dealt(order, num_clusters, enumerate(order.m_blocks()), durations)
+
+    @classmethod
+    def in_order_of(
+        cls,
+        order: TileOrder,
+        num_clusters: int,
+        tiles: Iterable[Tile],
+        durations: Sequence[float],
+    ) -> "TileList":
+        """Deal the tiles as they come, each to the cluster that is free first.
+
+        Raises:
+            ValueError: a tile is none of the problem's, comes twice, or is left out.
+        """
+        place: dict[int, int] = {}
+        for position, tile in enumerate(tiles):
+            tile = Tile(*tile)
+            if not order.contains(tile):
+                raise ValueError(f"schedule gives {tile} at {position}, no tile of the problem")
+            first = place.setdefault(order.index(tile), position)
+            if first != position:
+                raise ValueError(f"schedule gives {tile} twice, at {first} and {position}")
+        if len(place) < order.num_tiles:
+            missing = next(index for index in range(order.num_tiles) if index not in place)
+            raise ValueError(f"schedule leaves out {order.tile(missing)}")
+        numbered = ((index, order.tile(index).m_block) for index in place)
+        return cls.dealt(order, num_clusters, numbered, durations)
+
+    @classmethod
+    def dealt(
+        cls,
+        order: TileOrder,
+        num_clusters: int,
+        numbered: Iterable[tuple[int, int]],
+        durations: Sequence[float],
+    ) -> "TileList":
+        """Deal (index, m_block) as they come, each to the cluster that is free first."""
         columns: list[list[int]] = [[] for _ in range(num_clusters)]
         free_at = [(0.0, cluster) for cluster in range(num_clusters)]
-        for index, m_block in enumerate(order.m_blocks()):
+        for index, m_block in numbered:
             time, cluster = free_at[0]
             columns[cluster].append(index)
             heapq.heapreplace(free_at, (time + durations[m_block], cluster))

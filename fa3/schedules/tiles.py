@@ -61,6 +61,20 @@ class TileOrder:
         batch = flat_head // self.num_heads
         return Tile(self.num_m_blocks - 1 - rank, flat_head - batch * self.num_heads, batch)
 
+    def index(self, tile: Tile) -> int:
+        """The number of a tile; the inverse of `tile`."""
+        flat_heads = self.num_heads * self.batch
+        flat_head = tile.batch * self.num_heads + tile.head
+        first_head = flat_head - flat_head % self.heads_per_section
+        heads = min(self.heads_per_section, flat_heads - first_head)
+        rank = self.num_m_blocks - 1 - tile.m_block
+        return first_head * self.num_m_blocks + rank * heads + flat_head - first_head
+
+    def contains(self, tile: Tile) -> bool:
+        """Whether this is a tile of the problem."""
+        bounds = Tile(self.num_m_blocks, self.num_heads, self.batch)
+        return all(0 <= n < bound for n, bound in zip(tile, bounds, strict=True))
+
 
 class Schedule(Protocol):
     """Which tiles a cluster works on, and in which order.
