@@ -108,7 +108,7 @@ def flash_attn_func(
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
         schedule: the order of the tiles: "single", "static", "list", or a function from the list
             of `fa3.Tile` to their order; chosen by the planner if not given. It never changes
-            the output.
+            the output. A function is asked once for every shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         qv, q_descale, k_descale, v_descale, attention_chunk, softcap, num_splits, pack_gqa: in
             the signature for compatibility; anything but their default is not supported.
@@ -214,7 +214,8 @@ def reject_unsupported(**arguments) -> None:
             raise NotImplementedError(f"{name} is not supported yet; leave it at its default")
 
 
-@functools.lru_cache(maxsize=4096)
+# Without a bound: a captured CUDA graph goes on reading the table of a call's schedule.
+@functools.cache
 def prepare(
     q: Operand,
     k: Operand,

@@ -80,6 +80,38 @@ class Timeline:
         return self.blocks / self.num_lanes / max(self.work)
 
 
+def trace_events(plan: Plan, timeline: Timeline) -> dict:
+    """A timeline in the Trace Event Format that Perfetto and chrome://tracing open.
+
+    One microsecond stands for one key block.
+    """
+    lanes = "SM" if plan.config.cluster_m == 1 else "cluster"
+    names = [
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 0,
+            "tid": lane,
+            "args": {"name": f"{lanes} {lane}"},
+        }
+        for lane in range(timeline.num_lanes)
+    ]
+    tiles = [
+        {
+            "ph": "X",
+            "name": f"rows {span.tile.m_block}, head {span.tile.head}, batch {span.tile.batch}",
+            "cat": f"head {span.tile.head}",
+            "pid": 0,
+            "tid": span.lane,
+            "ts": span.start,
+            "dur": span.blocks,
+            "args": {"key blocks": span.blocks, "unmasked": span.full_blocks},
+        }
+        for span in timeline.spans
+    ]
+    return {"traceEvents": names + tiles, "otherData": {"problem": describe_problem(plan.problem)}}
+
+
 def describe_problem(problem: Problem) -> str:
     """A problem in one line."""
     spec = problem.spec

@@ -1,5 +1,7 @@
 """What the command line prints and draws, and the timeline behind it."""
 
+import json
+
 import pytest
 
 from fa3.__main__ import LLAMA_PREFILL, main, parser, problem_of
@@ -57,6 +59,16 @@ def test_plan_is_printed_and_drawn(tmp_path, capsys):
 def test_any_head_dim_is_planned(head_dim, capsys):
     main(["plan", "--shape", f"1,64,64,2,2,{head_dim}"])
     assert f"head_dim {head_dim}," in capsys.readouterr().out
+
+
+def test_a_trace_has_every_tile_on_its_lane(tmp_path):
+    path = tmp_path / "order.json"
+    main(["plan", "--shape", "1,1000,1000,4,2,64", "--trace", str(path)])
+    timeline = Timeline.of(plan_forward(problem("--shape", "1,1000,1000,4,2,64")))
+    events = json.loads(path.read_text())["traceEvents"]
+    drawn = [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert drawn == [(span.lane, span.start, span.blocks) for span in timeline.spans]
+    assert len(events) - len(drawn) == timeline.num_lanes
 
 
 def test_info_names_the_versions(capsys):
