@@ -31,7 +31,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
@@ -39,15 +39,13 @@ from fa3.masks import Sequence
 from fa3.primitives import wgmma
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
+from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
-
-WARPGROUP = 128
-ROWS = 64
-"""Query rows of one consumer warpgroup: the M of one WGMMA."""
 
 SMEM_CAPACITY = 232_448
 """Shared memory a CTA may use on sm_90."""
@@ -484,6 +482,7 @@ class Forward:
         regs = self.fragments(mma_qk, mma_pv, smem)
         turns = Turns(FIRST_TURN_BARRIER, config.consumers, group)
         turns.start()
+        out = SlabStore(operands.o, smem.o, mma_pv, thread, group, FIRST_EPILOGUE_BARRIER)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         cursor = schedule.first(cluster)
         while schedule.is_valid(cursor):
@@ -514,14 +513,14 @@ class Forward:
             lse = softmax.finish(as_rows_and_columns(regs.acc_O))
             if cutlass.const_expr(self.spec.write_lse):
                 self.store_lse(operands.lse, lse, coords, sequence, tile)
-            self.store_o(operands.o, smem.o, regs.acc_O, mma_pv, thread, group, slab, tile)
+            out.store(regs.acc_O, slab, tile.head, tile.batch)
             if cutlass.const_expr(not config.own_o):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                out.wait()
                 pipelines.q.consumer_release(q_state)
             q_state.advance()
             cursor = following
         turns.finish()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        out.wait()
 
     def fragments(self, mma_qk, mma_pv, smem: SmemTensors) -> Fragments:
         """Register accumulators, and the operand descriptors of the shared-memory buffers."""
@@ -594,8 +593,6 @@ class Forward:
         v_state.advance()
         return v_state
 
-    # ------------------------------------------------------------------------------ epilogue
-
     @cute.jit
     def store_lse(self, mLSE, lse: cute.Tensor, coords: ScoreCoords, sequence: Sequence, tile):
         """Write the log-sum-exp of this thread's rows; one thread of a quad does it."""
@@ -604,23 +601,3 @@ class Forward:
                 row = coords.row + coords.row_steps[r]
                 if row < sequence.seqlen_q:
                     mLSE[tile.batch, tile.head, row] = lse[r]
-
-    @cute.jit
-    def store_o(self, tma_o: TmaTensor, sO, acc_O, mma_pv, thread, group, slab, tile):
-        """Write this group's 64 rows of O through shared memory; TMA clips what is outside."""
-        barrier = pipeline.NamedBarrier(FIRST_EPILOGUE_BARRIER + group, WARPGROUP)
-        is_storing_warp = cute.arch.make_warp_uniform(thread // 32) == 0
-        if is_storing_warp:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        barrier.arrive_and_wait()
-        rO = cute.make_rmem_tensor_like(acc_O, self.dtype)
-        convert(acc_O, rO)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, mma_pv).get_slice(thread)
-        cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, group]))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        barrier.arrive_and_wait()
-        if is_storing_warp:
-            from_smem, to_gmem = tma_o.tiles_of_head(sO, tile.head, tile.batch)
-            cute.copy(tma_o.atom, from_smem[None, group], to_gmem[None, slab])
-            cute.arch.cp_async_bulk_commit_group()

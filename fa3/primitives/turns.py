@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, pipeline
 
-WARPGROUP = 128
+from fa3.primitives.wgmma import WARPGROUP
 
 
 @dataclass(frozen=True)

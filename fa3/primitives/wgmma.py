@@ -4,6 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+
+ROWS = 64
+"""Rows of one WGMMA."""
+
 
 @cute.jit
 def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate: cutlass.Constexpr):

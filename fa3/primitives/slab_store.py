@@ -1,0 +1,53 @@
+"""The way out: a warpgroup's rows of O from registers to global memory."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import warp
+
+from fa3.primitives.fragments import convert
+from fa3.primitives.tma import TmaTensor
+from fa3.primitives.wgmma import WARPGROUP
+
+
+@dataclass(frozen=True)
+class SlabStore:
+    """Stores slabs of 64 rows through this warpgroup's shared memory.
+
+    The store of one slab may still read shared memory while the warpgroup goes on; `store`
+    waits for it before it writes the next.
+    """
+
+    tma: TmaTensor
+    smem: cute.Tensor
+    tiled_mma: cute.TiledMma
+    thread: Int32
+    group: Int32
+    first_barrier: int
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, slab: Int32, head: Int32, batch: Int32):
+        """Write an accumulator as rows [64 slab, 64 slab + 64); TMA clips what is outside."""
+        dtype = self.smem.element_type
+        barrier = pipeline.NamedBarrier(self.first_barrier + self.group, WARPGROUP)
+        is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
+        if is_storing_warp:
+            self.wait()
+        barrier.arrive_and_wait()
+        converted = cute.make_rmem_tensor_like(acc, dtype)
+        convert(acc, converted)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        copy = cute.make_tiled_copy_C(atom, self.tiled_mma).get_slice(self.thread)
+        target = copy.partition_D(self.smem[None, None, self.group])
+        cute.copy(atom, copy.retile(converted), target)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        barrier.arrive_and_wait()
+        if is_storing_warp:
+            from_smem, to_gmem = self.tma.tiles_of_head(self.smem, head, batch)
+            cute.copy(self.tma.atom, from_smem[None, self.group], to_gmem[None, slab])
+            cute.arch.cp_async_bulk_commit_group()
+
+    def wait(self):
+        """Wait until the last store has read its shared memory."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
