@@ -1,9 +1,9 @@
 """Compiled kernels: the only call of cute.compile, and the cache in front of it on disk.
 
-A kernel is compiled once for (spec, config, schedule type), with tensors of unknown sizes and
-strides. The object file is kept under `cache_dir()`, keyed by those three and a fingerprint of
-everything that shapes the code; processes that want the same kernel wait for one of them to
-compile it. No GPU is needed to compile.
+A kernel is an immutable object that says all that shapes its code, and it is compiled once, with
+tensors of unknown sizes and strides. The object file is kept under `cache_dir()`, keyed by the
+kernel and a fingerprint of our sources and tools; processes that want the same kernel wait for
+one of them to compile it. No GPU is needed to compile.
 """
 
 import contextlib
@@ -18,16 +18,32 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-import cutlass
 import cutlass.cute as cute
 
-from fa3.kernels.forward import ELEMENT_TYPES, Config, Forward
-from fa3.problem import AttentionSpec
-from fa3.schedules import TileList
+from fa3.diagnostics import explain
 
-ENTRY = "fa3_forward"
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
+
+
+class Kernel(Protocol):
+    """What is compiled: hashable, with a repr that tells two different kernels apart.
+
+    Fields:
+        entry_name: name of the host function in the object file.
+        is_storable: whether repr and fingerprint say all that shapes the code, so that the
+            kernel may be kept on disk.
+    """
+
+    entry_name: str
+    is_storable: bool
+
+    def arguments(self) -> list:
+        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
+
+    def __call__(self, *arguments) -> None:
+        """The host function: a `cute.jit` method that launches the kernel."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +51,7 @@ class CompiledKernel:
     """A kernel with what the compiler said of it.
 
     Fields:
-        entry: the callable: (q, k, v, out, lse, scale, window left and right,
-            heads per section, clusters, table of the schedule).
+        entry: the callable; takes what the kernel's `__call__` takes, without the stream.
         cubin: the machine code.
         ptxas_log: registers, spills and warnings as ptxas prints them.
     """
@@ -65,61 +80,45 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def fake_arguments(spec: AttentionSpec, schedule_type: type) -> list:
-    """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
-    dtype = ELEMENT_TYPES[spec.dtype]
+def compiled(kernel: Kernel, options: str) -> Callable:
+    """Compile a kernel.
 
-    def tensor(seqlen, heads, head_dim: int):
-        # TMA takes strides that are multiples of 16 bytes.
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        shape = (batch, seqlen, heads, head_dim)
-        return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
-    lse = cute.runtime.make_fake_compact_tensor(
-        cutlass.Float32, (batch, heads_q, seqlen_q), stride_order=(2, 1, 0)
-    )
-    table = cute.runtime.make_fake_compact_tensor(cutlass.Int32, (cute.sym_int(),))
-    return [
-        tensor(seqlen_q, heads_q, spec.head_dim),
-        tensor(seqlen_k, heads_kv, spec.head_dim),
-        tensor(seqlen_k, heads_kv, spec.head_dim_v),
-        tensor(seqlen_q, heads_q, spec.head_dim_v),
-        lse if spec.write_lse else None,
-        cutlass.Float32(0.0),
-        *(cutlass.Int32(0) for _ in range(4)),
-        table if schedule_type is TileList else None,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    ]
+    Raises:
+        ValueError: a score or a mask of the user's does not compile.
+    """
+    try:
+        return cute.compile(kernel, *kernel.arguments(), options=options)
+    except Exception as error:
+        # Only kernels with functions of the user's are not kept on disk.
+        explained = None if kernel.is_storable else explain(error, kernel.spec)
+        if explained is None:
+            raise
+        raise explained from error
 
 
-def compile_kernel(spec: AttentionSpec, config: Config, schedule_type: type) -> CompiledKernel:
+def compile_kernel(kernel: Kernel) -> CompiledKernel:
     """Compile a kernel with its machine code and the compiler's remarks, past the cache."""
     remarks = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(remarks):
-        entry = cute.compile(
-            Forward(spec, config, schedule_type),
-            *fake_arguments(spec, schedule_type),
-            options=f"{OPTIONS} --keep-cubin --dump-dir {folder} remarks{{ptx}}",
-        )
+        entry = compiled(kernel, f"{OPTIONS} --keep-cubin --dump-dir {folder} remarks{{ptx}}")
     return CompiledKernel(entry, entry.__cubin__, remarks.getvalue())
 
 
 @functools.cache
-def load_kernel(spec: AttentionSpec, config: Config, schedule_type: type) -> Callable:
+def load_kernel(kernel: Kernel) -> Callable:
     """The kernel's callable: from memory, else from disk, else compiled and kept."""
-    key = repr((spec, config, schedule_type.__qualname__, fingerprint()))
+    if not kernel.is_storable:
+        return compiled(kernel, OPTIONS)
+    key = repr((kernel, fingerprint()))
     path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.o"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            compiled = cute.compile(
-                Forward(spec, config, schedule_type),
-                *fake_arguments(spec, schedule_type),
-                options=OPTIONS,
-            )
             unfinished = path.with_suffix(".tmp")
-            compiled.export_to_c(object_file_path=str(unfinished), function_name=ENTRY)
+            compiled(kernel, OPTIONS).export_to_c(
+                object_file_path=str(unfinished), function_name=kernel.entry_name
+            )
             unfinished.rename(path)
-    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), ENTRY)
+    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    return getattr(module, kernel.entry_name)

@@ -26,6 +26,9 @@ class AttentionSpec:
         qhead_per_kvhead: query heads that share one key/value head (1 is MHA).
         mask: a mask of `fa3.masks`; its compile-time half.
         write_lse: whether the kernel writes the log-sum-exp.
+        scores: what is done to the scores before the softmax, in this order: templates of
+            objects of `fa3.scores`.
+        sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
     """
 
     dtype: str
@@ -34,6 +37,22 @@ class AttentionSpec:
     qhead_per_kvhead: int
     mask: Hashable
     write_lse: bool
+    scores: tuple[Hashable, ...] = ()
+    sinks: str | None = None
+
+    @property
+    def modifier_types(self) -> tuple[tuple[str, int], ...]:
+        """(dtype, rank) of the tensors that scores, mask and sinks take, in this order."""
+        templates = (*self.scores, *self.mask.templates)
+        sinks = ((self.sinks, 1),) if self.sinks else ()
+        return (*((f.dtype, f.rank) for template in templates for f in template.tensors), *sinks)
+
+    @property
+    def has_user_functions(self) -> bool:
+        """Whether a score or the mask comes from outside of this package."""
+        package = __name__.partition(".")[0]
+        templates = (*self.scores, *self.mask.templates)
+        return any(template.kind.__module__.partition(".")[0] != package for template in templates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +72,7 @@ class Problem:
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head that the mask lets through."""
+        """(query, key) pairs of one head that the window lets through."""
         offset = self.seqlen_k - self.seqlen_q
         left, right = self.window
 

@@ -1,11 +1,16 @@
 """What all tests share: reproducible hypothesis examples, and skips for what is not there."""
 
+import os
 import shutil
 
 import pytest
 import torch
 from hypothesis import settings
 from problems import poisoned_allocations
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers that each use all cores wait for one another.
+    torch.set_num_threads(1)
 
 settings.register_profile("fa3", derandomize=True, deadline=None, database=None, max_examples=100)
 settings.load_profile("fa3")

@@ -2,6 +2,7 @@
 
 import torch
 
+import fa3
 from fa3.problem import NO_BOUND, Window
 
 NO_WINDOW = Window()
@@ -11,6 +12,9 @@ MAX_SCORES = 1 << 27
 
 FLOOR = 1e-5
 """Error that is always allowed: the PyTorch computation can be exact, as with a single key."""
+
+TANH_ERROR = 2.0**-11
+"""Largest relative error of the `tanh.approx.f32` instruction, by which the kernels cap scores."""
 
 
 def visible(seqlen_q: int, seqlen_k: int, window: Window, device="cpu") -> torch.Tensor:
@@ -32,40 +36,94 @@ def dense(
     softmax_scale: float | None = None,
     window: Window = NO_WINDOW,
     dtype: torch.dtype = torch.float64,
+    *,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score: fa3.Score | None = None,
+    mask: fa3.Mask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention as it is written down, every step in `dtype`.
+
+    What changes the scores between the products, and the softmax after it, is computed in float32
+    at least.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim).
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
+        softcap, alibi_slopes, sinks, score, mask: as for `fa3.flash_attn_func`; of score and mask
+            the `reference` is called.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) and the log-sum-exp (batch, heads_q, seqlen_q)
-        with natural logarithm, both of `dtype`; 0 and -inf for a query that sees no key.
+        with natural logarithm, both of `dtype`; 0 and -inf for a query that sees no key, or 0 and
+        its head's sink.
     """
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     out = q.new_zeros(batch, seqlen_q, heads_q, v.shape[3], dtype=dtype)
     lse = q.new_full((batch, heads_q, seqlen_q), -torch.inf, dtype=dtype)
+    if sinks is not None:
+        lse[:] = sinks[:, None]
     if 0 in (batch, seqlen_q, heads_q, seqlen_k):
         return out, lse
     group = heads_q // heads_kv
-    hidden = ~visible(seqlen_q, seqlen_k, window, q.device)
+    is_modified = bool(softcap) or any(x is not None for x in (alibi_slopes, sinks, score, mask))
+    seen = visible(seqlen_q, seqlen_k, window, q.device)
     heads_at_once = max(1, MAX_SCORES // (batch * seqlen_q * seqlen_k))
     for heads in torch.arange(heads_q, device=q.device).split(heads_at_once):
         kv_heads = heads // group
         scores = torch.einsum(
             "bqhd,bkhd->bhqk", q[:, :, heads].to(dtype) * scale, k[:, :, kv_heads].to(dtype)
-        ).masked_fill_(hidden, -torch.inf)
-        lse[:, heads] = scores.logsumexp(dim=-1)
+        )
+        at = positions(batch, heads, seqlen_q, seqlen_k)
+        if is_modified:
+            scores = scores.to(torch.promote_types(dtype, torch.float32))
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
+        if alibi_slopes is not None:
+            slopes = alibi_slopes.expand(batch, heads_q)[:, heads, None, None]
+            distance = (at.query + seqlen_k - seqlen_q - at.key).abs()
+            scores = scores - slopes.to(scores.dtype) * distance
+        if score is not None:
+            scores = score.reference(scores, at)
+        scores = scores.masked_fill(
+            ~(seen if mask is None else seen & mask.reference(at)), -torch.inf
+        )
         # The softmax of a row without keys is NaN.
-        probabilities = scores.softmax(dim=-1).masked_fill_(hidden, 0.0)
+        hidden = scores == -torch.inf
+        if sinks is not None:
+            sink = sinks[heads, None, None].to(scores.dtype).expand(batch, -1, seqlen_q, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        lse[:, heads] = scores.logsumexp(dim=-1).to(dtype)
+        probabilities = scores.softmax(dim=-1)[..., :seqlen_k].masked_fill_(hidden, 0.0)
         out[:, :, heads] = torch.einsum(
-            "bhqk,bkhd->bqhd", probabilities, v[:, :, kv_heads].to(dtype)
+            "bhqk,bkhd->bqhd", probabilities.to(dtype), v[:, :, kv_heads].to(dtype)
         )
     return out, lse
+
+
+def positions(batch: int, heads: torch.Tensor, seqlen_q: int, seqlen_k: int) -> fa3.Position:
+    """Return the positions of scores (batch, heads, queries, keys): fields that broadcast."""
+    device = heads.device
+    return fa3.Position(
+        torch.arange(batch, device=device)[:, None, None, None],
+        heads[:, None, None],
+        torch.arange(seqlen_q, device=device)[:, None],
+        torch.arange(seqlen_k, device=device),
+        seqlen_q,
+        seqlen_k,
+    )
+
+
+def cap_error(q: torch.Tensor, k: torch.Tensor, softmax_scale: float, softcap: float) -> float:
+    """Return by how much `tanh.approx` may shift a score: `TANH_ERROR` of the largest."""
+    if not softcap or 0 in (q.numel(), k.numel()):
+        return 0.0
+    longest_q, longest_k = (t.double().norm(dim=-1).amax().item() for t in (q, k))
+    return TANH_ERROR * min(softcap, softmax_scale * longest_q * longest_k)
 
 
 def check_attention(
@@ -77,20 +135,28 @@ def check_attention(
     softmax_scale: float | None = None,
     window: Window = NO_WINDOW,
     lse_tolerance: float = 1e-4,
+    **modifiers,
 ) -> None:
     """Assert that out's error is at most twice that of the same computation in out's dtype.
 
     The error is the largest absolute difference from float64 attention. Finite log-sum-exps must
-    be within `lse_tolerance` (and a millionth of their size), infinite ones equal.
+    be within `lse_tolerance` (and a millionth of their size), infinite ones equal. With a softcap
+    they may also differ by `cap_error`, and outputs by that share of the largest value, since the
+    error of a score is the relative error of its weight. `modifiers` are those of `dense`.
     """
-    exact, exact_lse = dense(q, k, v, softmax_scale, window)
-    rounded, _ = dense(q, k, v, softmax_scale, window, dtype=q.dtype)
+    exact, exact_lse = dense(q, k, v, softmax_scale, window, **modifiers)
+    rounded, _ = dense(q, k, v, softmax_scale, window, dtype=q.dtype, **modifiers)
     assert out.shape == exact.shape and out.dtype == q.dtype
     assert not out.isnan().any(), f"{int(out.isnan().sum())} of {out.numel()} outputs are NaN"
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    tanh_error = cap_error(q, k, scale, modifiers.get("softcap", 0.0))
     error, allowed = largest_difference(out, exact), 2 * largest_difference(rounded, exact) + FLOOR
+    if tanh_error:
+        allowed += tanh_error * v.abs().max().item()
     assert error <= allowed, f"error {error:.3g} is above {allowed:.3g}"
     if lse is not None:
         assert lse.shape == exact_lse.shape and lse.dtype == torch.float32
+        lse_tolerance = lse_tolerance + tanh_error
         torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=lse_tolerance)
 
 

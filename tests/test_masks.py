@@ -1,13 +1,18 @@
 """Key blocks and key ranges against a mask that is written out."""
 
+from dataclasses import dataclass
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import windows
 from reference import visible
 
-from fa3.masks import Band, KeyBlocks, Sequence
+import fa3
+from fa3.masks import Band, Intersection, KeyBlocks, Rows, Sequence
 from fa3.problem import NO_BOUND, Window
+from fa3.templates import Template
 
 
 @st.composite
@@ -99,3 +104,117 @@ def test_more_queries_than_keys_hide_the_first_rows():
 def test_only_the_presence_of_bounds_is_compile_time():
     assert Band.of(Window(5, 7)) == Band.of(Window(0, 0)) == Band(left=True, right=True)
     assert Band.of(Window(NO_BOUND, 0)) == Band(left=False, right=True)
+
+
+# --------------------------------------------------------------------------- a mask of the user's
+
+
+@dataclass(frozen=True)
+class Table(fa3.Mask):
+    """Any mask: which keys each query sees, with ranges that hold as little as they may.
+
+    Fields:
+        seen: (seqlen_q, seqlen_k), bool.
+        slack: keys by which the ranges are too careful.
+    """
+
+    seen: torch.Tensor
+    slack: int = 0
+
+    def reference(self, at):
+        return self.seen[at.query, at.key]
+
+    def key_range(self, rows: Rows):
+        keys = self.seen[rows.first : rows.last + 1].any(dim=0).nonzero().flatten().tolist()
+        return (keys[0] - self.slack, keys[-1] + 1 + self.slack) if keys else (0, 0)
+
+    def open_range(self, rows: Rows):
+        """The longest run of keys that all rows see."""
+        begin, end = 0, 0
+        run = 0
+        for key, is_open in enumerate(self.seen[rows.first : rows.last + 1].all(dim=0).tolist()):
+            run = run + 1 if is_open else 0
+            if run > end - begin:
+                begin, end = key + 1 - run, key + 1
+        return begin + self.slack, end - self.slack
+
+
+@st.composite
+def tables(draw):
+    """Draw a tile and a mask of a few rectangles for it."""
+    tile = draw(tiles())
+    sequence = tile[-1]
+    seen = torch.zeros(sequence.seqlen_q, sequence.seqlen_k, dtype=torch.bool)
+    for is_seen in draw(st.lists(st.booleans(), max_size=4)):
+        rows, keys = (
+            slice(*sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))))
+            for size in seen.shape
+        )
+        seen[rows, keys] = is_seen
+    return tile, Table(seen, draw(st.sampled_from([0, 0, 7, 100])))
+
+
+def intersected(tile, table: Table) -> tuple[KeyBlocks, torch.Tensor]:
+    """Return the blocks of a tile, and what of the keys its rows see."""
+    row_begin, num_rows, _, sequence = tile
+    mask = Intersection(Band.of(sequence.window), table).at(0, 0)
+    seen = visible(*sequence) & table.seen
+    return mask.key_blocks(*tile), seen[row_begin : row_begin + num_rows]
+
+
+@given(tables())
+def test_ranges_of_an_intersection_are_nested_and_not_empty(drawn):
+    blocks, _ = intersected(*drawn)
+    assert 0 <= blocks.begin <= blocks.full_begin <= blocks.full_end <= blocks.end
+    assert blocks.begin < blocks.end
+
+
+@given(tables())
+def test_every_key_that_an_intersection_shows_is_in_a_touched_block(drawn):
+    tile, _ = drawn
+    blocks, seen = intersected(*drawn)
+    assert not seen[:, : blocks.begin * tile[2]].any()
+    assert not seen[:, blocks.end * tile[2] :].any()
+
+
+@given(tables())
+def test_full_blocks_of_an_intersection_are_visible_throughout(drawn):
+    tile, table = drawn
+    blocks, seen = intersected(*drawn)
+    full = slice(blocks.full_begin * tile[2], blocks.full_end * tile[2])
+    assert full.stop <= table.seen.shape[1] or full.start == full.stop
+    assert seen[:, full].all()
+
+
+@given(tiles())
+def test_an_intersection_with_all_keys_is_the_band(tile):
+    sequence = tile[-1]
+    everything = Table(torch.ones(sequence.seqlen_q, sequence.seqlen_k, dtype=torch.bool))
+    blocks, _ = intersected(tile, everything)
+    assert blocks == key_blocks(*tile)
+
+
+def test_an_intersection_spares_blocks_at_both_ends_and_masks_only_the_edges():
+    seen = torch.zeros(512, 512, dtype=torch.bool)
+    seen[:, 100:420] = True
+    tile = (0, 128, 32, Sequence(512, 512, Window()))
+    assert intersected(tile, Table(seen))[0] == KeyBlocks(3, 4, 13, 14)
+    causal = (256, 128, 32, Sequence(512, 512, Window(right=0)))
+    assert intersected(causal, Table(seen))[0] == KeyBlocks(3, 4, 8, 12)
+
+
+def test_until_it_is_bound_an_intersection_has_the_band_s_blocks_all_masked():
+    tile = (256, 128, 32, Sequence(512, 512, Window(right=0)))
+    mask = Intersection(Band(right=True), Template.of(Table(torch.zeros(512, 512))))
+    assert mask.key_blocks(*tile) == KeyBlocks(0, 0, 0, 12)
+
+
+def test_ranges_may_depend_on_batch_and_head():
+    @dataclass(frozen=True)
+    class OfHead(fa3.Mask):
+        def key_range(self, rows):
+            return 32 * rows.batch, 32 * rows.head
+
+    mask = Intersection(Band(), OfHead())
+    blocks = mask.at(2, 5).key_blocks(0, 128, 32, Sequence(512, 512, Window()))
+    assert (blocks.begin, blocks.end) == (2, 5)

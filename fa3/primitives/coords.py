@@ -1,11 +1,29 @@
 """Where the elements of a thread's score fragment lie."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.fragments import as_rows_and_columns
+from fa3.primitives.wgmma import ROWS
+
+
+class Position(NamedTuple):
+    """Where one score lies: what functions of a score or a mask may ask.
+
+    `query` and `key` are always inside the sequence: for the padding of a tile they name the
+    last one. Query i stands at key i + seqlen_k - seqlen_q.
+    """
+
+    batch: Int32
+    head: Int32
+    query: Int32
+    key: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
 
 
 @dataclass(frozen=True)
@@ -19,9 +37,11 @@ class ScoreCoords:
     row_steps: tuple[int, ...]
     column_steps: tuple[int, ...]
     tile_n: int
+    batch: Int32
+    head: Int32
 
     @classmethod
-    def of(cls, tiled_mma: cute.TiledMma, thread, tile_shape: tuple[int, int], row_begin):
+    def of(cls, tiled_mma: cute.TiledMma, thread, tile_shape: tuple[int, int], row_begin, tile):
         """The coordinates of `thread` in the accumulator tile whose first row is `row_begin`."""
         identity = cute.make_identity_tensor(tile_shape)
         first = as_rows_and_columns(tiled_mma.get_slice(0).partition_C(identity))
@@ -32,4 +52,38 @@ class ScoreCoords:
             tuple(first[r, 0][0] for r in range(cute.size(first, mode=[0]))),
             tuple(first[0, c][1] for c in range(cute.size(first, mode=[1]))),
             tile_shape[1],
+            tile.batch,
+            tile.head,
+        )
+
+    def query(self, r: int):
+        """The query of row r."""
+        return self.row + self.row_steps[r]
+
+    def first_row(self):
+        """The first row of this thread's WGMMA; the warp's threads agree on it."""
+        return cute.arch.make_warp_uniform(self.row // ROWS * ROWS)
+
+    def queries(self):
+        """The first and the last query of a WGMMA's rows."""
+        first = self.first_row()
+        return first, first + ROWS - 1
+
+    def head_of(self, r: int):
+        """The query head of row r."""
+        return self.head
+
+    def first_key(self, n_block):
+        """The key of column 0 of a block; column c is `column_steps[c]` keys further."""
+        return n_block * self.tile_n + self.column
+
+    def position(self, r: int, c: int, n_block, sequence) -> Position:
+        """Where score (r, c) of a block lies."""
+        return Position(
+            self.batch,
+            self.head_of(r),
+            cutlass.min(self.query(r), sequence.seqlen_q - 1),
+            cutlass.min(self.first_key(n_block) + self.column_steps[c], sequence.seqlen_k - 1),
+            sequence.seqlen_q,
+            sequence.seqlen_k,
         )

@@ -50,33 +50,53 @@ class OnlineSoftmax:
     has outgrown its reference by more than `SLACK` powers of two, nothing is rescaled and no
     value crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
     `row_sum` is this thread's share.
+
+    A block's scores may come with `shifts`, a number for each row that all of its scores are
+    still to be raised by; None is 0. Scores that are `bounded` to a range in which nothing
+    overflows need no reference: it is 0, and no maximum is looked for.
     """
 
     scale_log2: Float32
     row_max: cute.Tensor
     row_sum: cute.Tensor
+    bounded: bool
 
     @classmethod
-    def create(cls, num_rows: int, scale_log2: Float32) -> "OnlineSoftmax":
-        return cls(scale_log2, *(cute.make_rmem_tensor(num_rows, Float32) for _ in range(2)))
+    def create(cls, num_rows: int, scale_log2: Float32, bounded: bool = False) -> "OnlineSoftmax":
+        rows = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(2))
+        return cls(scale_log2, *rows, bounded)
 
     @cute.jit
-    def start(self, scores: cute.Tensor):
+    def start(self, scores: cute.Tensor, shifts: tuple | None = None):
         """Take the reference from a tile's first block of scores (rows, columns)."""
-        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            self.row_max[r] = quad_reduce(
-                row_reduce(scores[r, None], cute.arch.fmax), cute.arch.fmax
-            )
-            self.row_sum[r] = 0.0
+        self.row_sum.fill(0.0)
+        if cutlass.const_expr(self.bounded):
+            self.row_max.fill(0.0)
+        else:
+            maxima = self.maxima(scores, shifts)
+            for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+                self.row_max[r] = quad_reduce(maxima[r], cute.arch.fmax)
+
+    def maxima(self, scores: cute.Tensor, shifts: tuple | None) -> list[Float32]:
+        """The largest score of each row of this thread."""
+        rows = range(cute.size(scores, mode=[0]))
+        maxima = [row_reduce(scores[r, None], cute.arch.fmax) for r in rows]
+        return maxima if shifts is None else [maxima[r] + shifts[r] for r in rows]
 
     @cute.jit
-    def follow(self, scores: cute.Tensor, acc: cute.Tensor, acc_ready: cutlass.Constexpr):
+    def follow(
+        self,
+        scores: cute.Tensor,
+        acc: cute.Tensor,
+        acc_ready: cutlass.Constexpr,
+        shifts: tuple | None = None,
+    ):
         """Renew the references if a row outgrew its own, rescaling sums and acc (rows, columns).
 
         Calls `acc_ready()` before it touches acc.
         """
         num_rows = cute.size(scores, mode=[0])
-        maxima = [row_reduce(scores[r, None], cute.arch.fmax) for r in range(num_rows)]
+        maxima = self.maxima(scores, shifts)
         outgrown = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(num_rows):
             outgrown = outgrown or (maxima[r] - self.row_max[r]) * self.scale_log2 > SLACK
@@ -92,29 +112,55 @@ class OnlineSoftmax:
                 acc[r, None].store(acc[r, None].load() * correction)
 
     @cute.jit
-    def exponentiate(self, scores: cute.Tensor, masked: cutlass.Constexpr):
+    def exponentiate(
+        self, scores: cute.Tensor, masked: cutlass.Constexpr, shifts: tuple | None = None
+    ):
         """Replace scores by exp2(scaled score - scaled reference), and add them to the sums."""
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row = scores[r, None]
-            reference = self.row_max[r]
-            if cutlass.const_expr(masked):
-                reference = finite(reference)
-            scaled = reference * self.scale_log2
-            row.store(cute.math.exp2(row.load() * self.scale_log2 - scaled, fastmath=True))
+            exponents = row.load() * self.scale_log2
+            if cutlass.const_expr(not self.bounded):
+                reference = self.row_max[r]
+                if cutlass.const_expr(masked):
+                    reference = finite(reference)
+                if cutlass.const_expr(shifts is not None):
+                    reference = reference - shifts[r]
+                exponents = exponents - reference * self.scale_log2
+            row.store(cute.math.exp2(exponents, fastmath=True))
             self.row_sum[r] = self.row_sum[r] + row_reduce(row, add)
 
+    def has_summed(self):
+        """True; of bounded scores, known only when their exponentials are."""
+        return self.row_sum[0] + self.row_sum[1] >= 0.0 if self.bounded else True
+
     @cute.jit
-    def finish(self, acc: cute.Tensor) -> cute.Tensor:
+    def finish(self, acc: cute.Tensor, sinks: tuple | None = None) -> cute.Tensor:
         """Divide by the row sums; return the rows' log-sum-exp (natural logarithm).
 
-        Rows that saw no key become 0 with log-sum-exp -inf.
+        Rows that saw no key become 0 with log-sum-exp -inf, or with that of their sink.
+
+        Args:
+            sinks: logits of the rows that only join the sums, as powers of two; or None.
         """
         lse = cute.make_rmem_tensor(self.row_sum.layout, Float32)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             row_sum = quad_reduce(self.row_sum[r], add)
-            hidden = row_sum == 0.0
-            inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(row_sum)
-            log2_sum = self.row_max[r] * self.scale_log2 + cute.math.log2(row_sum, fastmath=True)
+            scaled = self.row_max[r] * self.scale_log2
+            if cutlass.const_expr(sinks is None):
+                hidden = row_sum == 0.0
+                inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(row_sum)
+                log2_sum = scaled + cute.math.log2(row_sum, fastmath=True)
+            else:
+                # A bounded row that saw no key has reference 0, and nothing to bring along.
+                scaled = -Float32.inf if row_sum == 0.0 else scaled
+                reference = cute.arch.fmax(scaled, sinks[r])
+                correction = cute.math.exp2(scaled - finite(reference), fastmath=True)
+                total = row_sum * correction + cute.math.exp2(
+                    sinks[r] - finite(reference), fastmath=True
+                )
+                hidden = total == 0.0
+                inverse = Float32(0.0) if hidden else correction * cute.arch.rcp_approx(total)
+                log2_sum = reference + cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if hidden else log2_sum * math.log(2.0)
             acc[r, None].store(acc[r, None].load() * inverse)
         return lse

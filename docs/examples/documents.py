@@ -1,0 +1,40 @@
+"""Documents packed into one sequence: a query sees the keys of its own document only."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+import torch
+
+import fa3
+
+
+@dataclass(frozen=True)
+class Documents(fa3.Mask):
+    """A query sees the keys that have its own id.
+
+    Fields:
+        of_query: (batch, seqlen_q), int32: ids.
+        of_key: (batch, seqlen_k), int32: ids.
+    """
+
+    of_query: torch.Tensor
+    of_key: torch.Tensor
+
+    @cute.jit
+    def visible(self, at: fa3.Position):
+        return self.of_query[at.batch, at.query] == self.of_key[at.batch, at.key]
+
+    def reference(self, at):
+        return self.of_query[at.batch, at.query] == self.of_key[at.batch, at.key]
+
+
+def example(device: str = "cpu") -> torch.Tensor:
+    """Attend causally inside of three documents of 200, 500 and 300 tokens."""
+    q, k, v = torch.randn(3, 1, 1000, 4, 64, dtype=torch.bfloat16, device=device)
+    lengths = torch.tensor([200, 500, 300], device=device)
+    ids = torch.arange(3, dtype=torch.int32, device=device).repeat_interleave(lengths)[None]
+    return fa3.flash_attn_func(q, k, v, causal=True, mask=Documents(ids, ids))
+
+
+if __name__ == "__main__":
+    print(example("cuda" if torch.cuda.is_available() else "cpu"))

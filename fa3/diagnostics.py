@@ -1,0 +1,132 @@
+"""Errors that a score or a mask of the user's causes while a kernel is compiled, in its own terms.
+
+The compiler traces a user's method as a part of the kernel, so what it raises may speak of any
+place between the two. `explain` finds the method and its line.
+"""
+
+import inspect
+import linecache
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import cutlass
+from cutlass.base_dsl.common import DSLBaseError
+
+from fa3.problem import AttentionSpec
+
+OURS = Path(__file__).parent
+THEIRS = Path(cutlass.__file__).parent
+
+EXPECTED = {
+    "score": "score(self, logit, at) must return one number",
+    "visible": "visible(self, at) must return one bool",
+    "key_range": "key_range(self, rows) must return two integers (begin, end)",
+    "open_range": "open_range(self, rows) must return two integers (begin, end)",
+}
+"""The methods that kernels call, and what they must look like."""
+
+
+class Place(NamedTuple):
+    """A line of source."""
+
+    file: str
+    line: int
+
+    @property
+    def text(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def is_in(self, folder: Path) -> bool:
+        return folder in Path(self.file).parents
+
+
+class Method(NamedTuple):
+    """A method of the user's that a kernel calls."""
+
+    kind: type
+    name: str
+    file: str
+    lines: range
+
+    @classmethod
+    def of(cls, kind: type, name: str) -> "Method | None":
+        """The class's method of this name, unless there is none or it is defined here."""
+        function = inspect.unwrap(getattr(kind, name, None))
+        if not inspect.isfunction(function):
+            return None
+        code = function.__code__
+        last = max(line for _, _, line in code.co_lines() if line)
+        method = cls(kind, name, code.co_filename, range(code.co_firstlineno, last + 1))
+        return None if method.definition.is_in(OURS) else method
+
+    @property
+    def definition(self) -> Place:
+        """The line of its `def`."""
+        places = [Place(self.file, line) for line in self.lines]
+        return next((place for place in places if place.text.startswith("def ")), places[0])
+
+    def holds(self, place: Place) -> bool:
+        return place.file == self.file and place.line in self.lines
+
+    def is_called_at(self, place: Place) -> bool:
+        return f".{self.name}(" in place.text
+
+    def error(self, cause: BaseException, places: list[Place]) -> ValueError:
+        """What the user gets to see of a cause that lies in these places."""
+        is_dsl = isinstance(cause, DSLBaseError)
+        message = cause.message if is_dsl else " ".join(str(cause).split("\n"))
+        advice = (cause.suggestion if is_dsl else None) or []
+        if places == [self.definition]:
+            advice = EXPECTED[self.name]
+        return ValueError(
+            "\n  ".join(
+                [
+                    f"{self.kind.__name__}.{self.name} does not compile: {message}",
+                    *(f"{place.file}:{place.line}: {place.text}" for place in places),
+                    *([advice] if isinstance(advice, str) else advice),
+                ]
+            )
+        )
+
+
+def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
+    """What compiling a kernel of this spec raised, as an error of the user's own method.
+
+    Returns:
+        An error that names the class, the method, its line of source and the cause; None if the
+        error does not come from a score or a mask of the user's.
+    """
+    kinds = [template.kind for template in (*spec.scores, *spec.mask.templates)]
+    found = (Method.of(kind, name) for kind in kinds for name in EXPECTED)
+    methods = [method for method in found if method]
+    for cause in reversed(list(chain(error))):
+        places = places_of(cause)
+        for i, place in enumerate(places):
+            for method in methods:
+                if method.holds(place):
+                    inner = [p for p in places[i:] if not (p.is_in(OURS) or p.is_in(THEIRS))]
+                    return method.error(cause, list(dict.fromkeys(inner)))
+    # No line of a method has run. Was one called, or was its result used, where it does not fit?
+    calls = [place for place in places_of(error) if place.is_in(OURS)][-1:]
+    for method in methods:
+        if any(map(method.is_called_at, calls)):
+            return method.error(error, [method.definition])
+    return None
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, its cause, the cause of that and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def places_of(error: BaseException) -> list[Place]:
+    """Where an error passed through, outermost first, then the place that it names itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [Place(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, DSLBaseError) and error.filename and error.line:
+        places.append(Place(error.filename, error.line))
+    return places

@@ -1,0 +1,47 @@
+"""Fake arguments: the types of a call without its sizes, for compiling."""
+
+import cutlass
+import cutlass.cute as cute
+
+ELEMENT_TYPES = {
+    "bfloat16": cutlass.BFloat16,
+    "float16": cutlass.Float16,
+    "float32": cutlass.Float32,
+    "float64": cutlass.Float64,
+    "int8": cutlass.Int8,
+    "uint8": cutlass.Uint8,
+    "bool": cutlass.Boolean,
+    "int16": cutlass.Int16,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
+"""What an element is in a kernel, by the name of its dtype in torch."""
+
+
+def tma_tensor(dtype: str, shape: tuple) -> object:
+    """A tensor of any strides that TMA takes: multiples of 16 bytes, 1 in the last dimension."""
+    element = ELEMENT_TYPES[dtype]
+    unit = 128 // element.width
+    strides = (*(cute.sym_int64(divisibility=unit) for _ in shape[1:]), 1)
+    return cute.runtime.make_fake_tensor(element, shape, strides, assumed_align=16)
+
+
+def strided_tensor(dtype: str, rank: int) -> object:
+    """A tensor of any sizes and strides."""
+    element = ELEMENT_TYPES[dtype]
+    shape = tuple(cute.sym_int() for _ in range(rank))
+    strides = tuple(cute.sym_int64() for _ in range(rank))
+    return cute.runtime.make_fake_tensor(
+        element, shape, strides, assumed_align=max(1, element.width // 8)
+    )
+
+
+def compact_tensor(dtype: str, shape: tuple) -> object:
+    """A contiguous tensor."""
+    order = tuple(reversed(range(len(shape))))
+    return cute.runtime.make_fake_compact_tensor(ELEMENT_TYPES[dtype], shape, stride_order=order)
+
+
+def current_stream() -> object:
+    """torch's current stream of the tensors' device."""
+    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,0 +1,267 @@
+"""Scores: what happens to Q K^T before the softmax, beside its scale.
+
+A score is a frozen dataclass. In a kernel its `apply` changes the scores of one block in
+registers, as (rows, columns) of a thread. They need not be natural logits: a score x stands for
+the logit x * unit, with unit = softmax_scale at first, and each score says with `unit_after` what
+the unit is behind it. So a factor that all scores share costs nothing.
+
+Each class holds its device half and its torch half, `reference`, next to each other, so that they
+cannot drift: the executor and the tests run the latter.
+
+A score of your own is a subclass with two methods:
+
+    @dataclass(frozen=True)
+    class Tilt(fa3.Score):
+        slope: torch.Tensor  # (heads,), float32; tensors are passed to the kernel
+
+        @cute.jit
+        def score(self, logit, at: fa3.Position):
+            return logit + self.slope[at.head] * (at.key - at.query)
+
+        def reference(self, logits, at):
+            return logits + self.slope[at.head] * (at.key - at.query)
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from fa3.primitives.coords import Position, ScoreCoords
+from fa3.problem import AttentionSpec
+
+
+class Score:
+    """Base of scores: a function of one natural logit and its position."""
+
+    hides = True
+    """Whether a score may become -inf."""
+
+    bound = math.inf
+    """The largest magnitude of a natural logit behind `apply`."""
+
+    def score(self, logit, at: Position):
+        """The new logit; a `@cute.jit` method of the subclass."""
+        raise NotImplementedError(f"{type(self).__name__} must define score(self, logit, at)")
+
+    def reference(self, logits, at: Position):
+        """The new logits in torch.
+
+        Args:
+            logits: float32 or float64 tensor (..., queries, keys).
+            at: its fields broadcast against logits.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define reference(self, logits, at)")
+
+    def at_rows(self, coords: ScoreCoords, unit):
+        """What `apply` needs of a tile's rows, made once for a tile."""
+        return ()
+
+    def unit_after(self, unit):
+        """The natural logits that a score of 1 stands for behind `apply`."""
+        return Float32(1.0)
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, rows, coords: ScoreCoords, n_block, sequence, unit):
+        """Change a block's scores (rows, columns) in place.
+
+        Returns:
+            what each row's scores are still to be raised by; None for nothing.
+        """
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                at = coords.position(r, c, n_block, sequence)
+                scores[r, c] = Float32(self.score(scores[r, c] * unit, at))
+
+
+@dataclass(frozen=True)
+class Softcap(Score):
+    """cap * tanh(logit / cap).
+
+    By `tanh.approx`, whose relative error is at most 2^-11: one more instruction for the
+    exponential units, which bound it.
+    """
+
+    cap: float
+
+    hides = False
+
+    @property
+    def bound(self) -> float:
+        return self.cap
+
+    def reference(self, logits, at):
+        return self.cap * (logits / self.cap).tanh()
+
+    def unit_after(self, unit):
+        return Float32(self.cap)
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, rows, coords, n_block, sequence, unit):
+        scale = unit * (1.0 / self.cap)
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            row = scores[r, None]
+            row.store(cute.math.tanh(row.load() * scale, fastmath=True))
+
+
+@dataclass(frozen=True)
+class Alibi(Score):
+    """-slope |i + offset - j| for query i and key j (Press et al., arXiv 2108.12409).
+
+    Along a row of a block that the diagonal does not cross, the bias grows by a constant from
+    column to column: each score takes one multiply-add with a number known at compile time, and
+    the rest is a shift of the row.
+
+    Fields:
+        slopes: (heads,) or (batch, heads), float32.
+        behind: no key after a query's own position is visible, so no absolute value is needed.
+    """
+
+    slopes: object
+    behind: bool
+
+    hides = False
+
+    def reference(self, logits, at):
+        slopes = self.slopes.to(logits.dtype)
+        slopes = slopes[at.head] if slopes.ndim == 1 else slopes[at.batch, at.head]
+        distance = at.query + at.seqlen_k - at.seqlen_q - at.key
+        return logits - slopes * abs(distance)
+
+    def at_rows(self, coords: ScoreCoords, unit):
+        """The rows' slopes in units of scores, and the queries that the rows belong to."""
+        rank = len(self.slopes.shape)
+        heads = (coords.head_of(r) for r in range(len(coords.row_steps)))
+        slopes = tuple(
+            (self.slopes[h] if rank == 1 else self.slopes[coords.batch, h]) / unit for h in heads
+        )
+        return slopes, *coords.queries()
+
+    def unit_after(self, unit):
+        return unit
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, rows, coords: ScoreCoords, n_block, sequence, unit):
+        slopes, first_query, last_query = rows
+        num_rows = len(coords.row_steps)
+        # How far the key of a row's first column lies behind its query.
+        first = [
+            Float32(coords.first_key(n_block) - coords.query(r) - sequence.offset)
+            for r in range(num_rows)
+        ]
+        if cutlass.const_expr(self.behind):
+            self.slant(scores, slopes, coords)
+            return tuple(product(slopes[r], first[r]) for r in range(num_rows))
+        shifts = cute.make_rmem_tensor(num_rows, Float32)
+        first_key = n_block * coords.tile_n
+        is_before = first_key + coords.tile_n <= first_query + sequence.offset
+        is_behind = first_key >= last_query + sequence.offset
+        if is_before or is_behind:
+            growth = [slopes[r] if is_before else -slopes[r] for r in range(num_rows)]
+            self.slant(scores, growth, coords)
+            for r in cutlass.range_constexpr(num_rows):
+                shifts[r] = product(growth[r], first[r])
+        else:
+            for r in cutlass.range_constexpr(num_rows):
+                shifts[r] = 0.0
+                for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                    distance = first[r] + float(coords.column_steps[c])
+                    distance = cute.arch.fmax(distance, -distance)
+                    scores[r, c] = scores[r, c] - slopes[r] * distance
+        return tuple(shifts[r] for r in range(num_rows))
+
+    @cute.jit
+    def slant(self, scores: cute.Tensor, growth, coords: ScoreCoords):
+        """Raise each row from column to column; growth is by key."""
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[r, c] = scores[r, c] + growth[r] * float(coords.column_steps[c])
+
+
+def product(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded by itself.
+
+    A compiler that fuses it with an addition here, but not in another copy of the code, makes
+    bits depend on which copy a block meets.
+    """
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def bind(spec: AttentionSpec, modifiers: Iterable | None) -> tuple:
+    """The scores, the mask and the sinks of a spec with their tensors, or on the host values."""
+    remaining = iter(modifiers or ())
+    scores = tuple(template.bind(remaining) for template in spec.scores)
+    return scores, spec.mask.bind(remaining), next(remaining) if spec.sinks else None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What happens to the scores of one tile between Q K^T and the softmax.
+
+    Fields:
+        scores, units, rows: the scores; the unit before each and behind the last; what each
+            needs of the tile's rows.
+        mask: the mask of the tile's head.
+    """
+
+    scores: tuple[Score, ...]
+    units: tuple
+    rows: tuple
+    mask: object
+    coords: ScoreCoords
+    sequence: object
+
+    @classmethod
+    def of(cls, scores: tuple[Score, ...], mask, coords: ScoreCoords, sequence, softmax_scale):
+        """The rules of a tile; its mask and scores are bound."""
+        units, rows = [softmax_scale], []
+        for score in scores:
+            rows.append(score.at_rows(coords, units[-1]))
+            units.append(score.unit_after(units[-1]))
+        return cls(scores, tuple(units), tuple(rows), mask, coords, sequence)
+
+    @property
+    def unit(self):
+        """The natural logits that a score of 1 stands for when the softmax gets it."""
+        return self.units[-1]
+
+    @property
+    def may_hide(self) -> bool:
+        """Whether a score may be -inf where nothing is masked."""
+        return any(score.hides for score in self.scores)
+
+    @property
+    def bound(self) -> float:
+        """The largest magnitude of a natural logit when the softmax gets it."""
+        return self.scores[-1].bound if self.scores else math.inf
+
+    @cute.jit
+    def apply(self, values: cute.Tensor, n_block, masked: cutlass.Constexpr):
+        """Change a block's scores (rows, columns) in place, and hide those that are masked.
+
+        Returns:
+            the shifts of the rows, see `fa3.primitives.softmax`.
+        """
+        shifts = None
+        for i in cutlass.range_constexpr(len(self.scores)):
+            if cutlass.const_expr(shifts is not None):
+                for r in cutlass.range_constexpr(cute.size(values, mode=[0])):
+                    values[r, None].store(values[r, None].load() + shifts[r])
+            shifts = self.scores[i].apply(
+                values, self.rows[i], self.coords, n_block, self.sequence, self.units[i]
+            )
+        if cutlass.const_expr(masked):
+            self.mask.apply(values, self.coords, n_block, self.sequence)
+        return shifts
+
+    def sinks_of_rows(self, sinks: cute.Tensor | None) -> tuple | None:
+        """The rows' sinks as powers of two, or None without sinks."""
+        if sinks is None:
+            return None
+        rows = range(len(self.coords.row_steps))
+        return tuple(Float32(sinks[self.coords.head_of(r)]) * math.log2(math.e) for r in rows)

@@ -1,0 +1,148 @@
+"""Scores, masks and sinks that tests draw."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from hypothesis import strategies as st
+
+import fa3
+from docs.examples.documents import Documents
+from docs.examples.prefix_lm import PrefixLM
+from docs.examples.relative_bias import RelativeBias
+from fa3.masks import Intersection
+from fa3.modifiers import Modifiers
+from fa3.problem import Problem
+
+NOTHING = {"softcap": 0.0, "alibi_slopes": None, "sinks": None, "score": None, "mask": None}
+"""The arguments of a call that changes no scores."""
+
+
+@dataclass(frozen=True)
+class Gate(fa3.Score):
+    """Scale the logits of each head; hide those of odd keys where a flag is set.
+
+    A score with a plain field, a tensor of rank 1, a branch and -inf.
+    """
+
+    factor: torch.Tensor
+    hides_odd: bool
+
+    @cute.jit
+    def score(self, logit, at: fa3.Position):
+        scaled = logit * self.factor[at.head]
+        if self.hides_odd and at.key % 2 == 1:
+            scaled = -cutlass.Float32.inf
+        return scaled
+
+    def reference(self, logits, at):
+        scaled = logits * self.factor[at.head]
+        odd = torch.as_tensor(at.key % 2 == 1)
+        return scaled.masked_fill(odd, -torch.inf) if self.hides_odd else scaled
+
+
+@dataclass(frozen=True)
+class Span(fa3.Mask):
+    """Keys [begin, end) of each head, whatever the query; its ranges say all of it."""
+
+    begin: torch.Tensor
+    end: torch.Tensor
+
+    @cute.jit
+    def visible(self, at: fa3.Position):
+        return at.key >= self.begin[at.head] and at.key < self.end[at.head]
+
+    def reference(self, at):
+        return (at.key >= self.begin[at.head]) & (at.key < self.end[at.head])
+
+    def key_range(self, rows):
+        return self.begin[rows.head], self.end[rows.head]
+
+    def open_range(self, rows):
+        return self.begin[rows.head], self.end[rows.head]
+
+
+class Recipe(NamedTuple):
+    """What of a call's modifiers shapes the code; the tensors are drawn for a problem.
+
+    Fields:
+        softcap: the cap; 0 for none.
+        alibi_rank: dimensions of the slopes; 0 for none.
+        sinks: "float32", "q" for the dtype of q, or None.
+        score: "relative", "gate" or None.
+        mask: "documents", "prefix", "span" or None.
+    """
+
+    softcap: float = 0.0
+    alibi_rank: int = 0
+    sinks: str | None = None
+    score: str | None = None
+    mask: str | None = None
+
+    def make(self, problem: Problem, q: torch.Tensor, seed: int = 0, steepest: float = 1.0) -> dict:
+        """Draw the arguments of a call.
+
+        Args:
+            q: the call's q; the tensors lie on its device.
+            steepest: the largest ALiBi slope.
+        """
+        generator = torch.Generator(q.device).manual_seed(seed)
+        batch, heads = problem.batch, problem.num_heads_q
+        arguments = dict(NOTHING, softcap=self.softcap)
+
+        def uniform(*shape: int) -> torch.Tensor:
+            return torch.rand(shape, generator=generator, device=q.device)
+
+        if self.alibi_rank:
+            shape = (heads,) if self.alibi_rank == 1 else (batch, heads)
+            arguments["alibi_slopes"] = steepest * uniform(*shape)
+        if self.sinks:
+            sinks = 12 * uniform(heads) - 3
+            arguments["sinks"] = sinks.to(q.dtype) if self.sinks == "q" else sinks
+        if self.score == "relative":
+            arguments["score"] = RelativeBias(2 * uniform(heads, 2 * 20 + 1), reach=20)
+        elif self.score == "gate":
+            arguments["score"] = Gate(uniform(heads), hides_odd=True)
+        if self.mask:
+            arguments["mask"] = getattr(self, f"make_{self.mask}")(problem, uniform)
+        return arguments
+
+    @staticmethod
+    def make_documents(problem: Problem, uniform) -> Documents:
+        """Up to four documents in a row, which need not begin at the same query and key."""
+        of_query, of_key = (
+            (4 * uniform(problem.batch, seqlen)).sort(dim=1).values.int()
+            for seqlen in (problem.seqlen_q, problem.seqlen_k)
+        )
+        return Documents(of_query, of_key)
+
+    @staticmethod
+    def make_prefix(problem: Problem, uniform) -> PrefixLM:
+        return PrefixLM((uniform(problem.batch) * (problem.seqlen_k + 1)).int())
+
+    @staticmethod
+    def make_span(problem: Problem, uniform) -> Span:
+        """Spans of which some are empty, and some go past the last key."""
+        begin, end = (uniform(2, problem.num_heads_q) * 1.3 * problem.seqlen_k).int()
+        return Span(begin, end)
+
+
+RECIPES = st.builds(
+    Recipe,
+    st.sampled_from([0.0, 0.0, 2.0, 30.0]),
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([None, "float32", "q"]),
+    st.sampled_from([None, "relative", "gate"]),
+    st.sampled_from([None, "documents", "prefix", "span"]),
+)
+
+
+def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem, Modifiers]:
+    """Give a problem the modifiers of a call: its spec, and what a kernel takes."""
+    modifiers = Modifiers.of(q, **arguments, behind=problem.window.right == 0)
+    scores, template, sinks = modifiers.structure
+    mask = Intersection(problem.spec.mask, template) if template else problem.spec.mask
+    spec = replace(problem.spec, scores=scores, mask=mask, sinks=sinks)
+    return replace(problem, spec=spec), modifiers

@@ -1,0 +1,262 @@
+"""Errors in scores and masks of the user's: the message names the method, its line and the cause.
+
+Each class here does not compile, because of the line with the comment that says so.
+"""
+
+import inspect
+import math
+from dataclasses import dataclass, replace
+
+import cutlass.cute as cute
+import pytest
+import torch
+from score_problems import Gate
+
+import fa3
+from fa3.compiler import compile_kernel, load_kernel
+from fa3.diagnostics import explain
+from fa3.kernels.forward import Config, Forward
+from fa3.masks import Band, Intersection
+from fa3.problem import AttentionSpec
+from fa3.schedules import StaticPersistent
+from fa3.templates import Template
+
+SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=True)
+
+
+@dataclass(frozen=True)
+class UndefinedName(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        return logit + undefined_name  # noqa: F821  # the line
+
+
+@dataclass(frozen=True)
+class WrongField(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        doubled = logit + logit
+        return doubled + at.keys  # the line
+
+
+@dataclass(frozen=True)
+class ReturnsTuple(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):  # the line
+        return logit, at.key
+
+
+@dataclass(frozen=True)
+class ReturnsNothing(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):  # the line
+        logit + 1.0
+
+
+@dataclass(frozen=True)
+class ReturnsEarly(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        if at.key > 3:
+            return logit  # the line
+        return logit + 1.0
+
+
+@dataclass(frozen=True)
+class TooFewArguments(fa3.Score):
+    @cute.jit
+    def score(self, logit):  # the line
+        return logit
+
+
+@dataclass(frozen=True)
+class WithoutJit(fa3.Score):
+    def score(self, logit, at):
+        if at.key > 3:  # the line
+            logit = logit + 1.0
+        return logit
+
+
+@dataclass(frozen=True)
+class TooManyIndices(fa3.Score):
+    table: torch.Tensor
+
+    @cute.jit
+    def score(self, logit, at):
+        return logit + self.table[at.head, at.key, at.query]  # the line
+
+
+def two_away(at):
+    return at.distance
+
+
+@dataclass(frozen=True)
+class InHelper(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        return logit + two_away(at)  # the line
+
+
+@dataclass(frozen=True)
+class TypeChanges(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        bias = 0
+        if at.key > 3:  # the line
+            bias = logit
+        return logit + bias
+
+
+@dataclass(frozen=True)
+class OtherLibrary(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        return torch.tanh(logit)  # the line
+
+
+@dataclass(frozen=True)
+class PythonsMath(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        return math.tanh(logit)  # the line
+
+
+class Inherits(WrongField):
+    pass
+
+
+@dataclass(frozen=True)
+class UndefinedInMask(fa3.Mask):
+    @cute.jit
+    def visible(self, at):
+        return at.key < undefined_name  # noqa: F821  # the line
+
+
+@dataclass(frozen=True)
+class MaskReturnsTuple(fa3.Mask):
+    @cute.jit
+    def visible(self, at):  # the line
+        return at.key, at.query
+
+
+@dataclass(frozen=True)
+class MaskReturnsNothing(fa3.Mask):
+    @cute.jit
+    def visible(self, at):  # the line
+        at.key < 3  # noqa: B015
+
+
+@dataclass(frozen=True)
+class WrongRow(fa3.Mask):
+    lengths: torch.Tensor
+
+    @cute.jit
+    def visible(self, at):
+        return at.key < 3
+
+    def key_range(self, rows):
+        return 0, self.lengths[rows.document]  # the line
+
+
+@dataclass(frozen=True)
+class OneNumber(fa3.Mask):
+    @cute.jit
+    def visible(self, at):
+        return at.key < 3
+
+    def open_range(self, rows):  # the line
+        return rows.seqlen_k
+
+
+def kernel_of(instance) -> Forward:
+    template = Template.of(instance)
+    if isinstance(instance, fa3.Score):
+        spec = replace(SPEC, scores=(template,))
+    else:
+        spec = replace(SPEC, mask=Intersection(Band(), template))
+    return Forward(spec, Config(128, 64), StaticPersistent)
+
+
+def explained(instance) -> ValueError:
+    """Compile, and return the error that this must raise."""
+    with pytest.raises(ValueError, match=" does not compile: ") as caught:
+        compile_kernel(kernel_of(instance))
+    return caught.value
+
+
+def marked_line(kind: type) -> str:
+    """Return "file:line: source" of the class's line with the comment."""
+    lines, first = inspect.getsourcelines(kind)
+    ((number, text),) = [
+        (first + i, line.strip()) for i, line in enumerate(lines) if "# the line" in line
+    ]
+    return f"{__file__}:{number}: {text}"
+
+
+CASES = [
+    (UndefinedName(), "score", "name 'undefined_name' is not defined"),
+    (WrongField(), "score", "'Position' object has no attribute 'keys'"),
+    (ReturnsTuple(), "score", "score(self, logit, at) must return one number"),
+    (ReturnsNothing(), "score", "score(self, logit, at) must return one number"),
+    (ReturnsEarly(), "score", "Early exit (return) is not allowed"),
+    (TooFewArguments(), "score", "takes 2 positional arguments but 3 were given"),
+    (WithoutJit(), "score", "Decorate the function with @jit"),
+    (TooManyIndices(torch.zeros(2, 2)), "score", "expects coordinate to be weakly congruent"),
+    (InHelper(), "score", "'Position' object has no attribute 'distance'"),
+    (TypeChanges(), "score", "`bias` has type `Int32` on one path and `Float32` on another"),
+    (OtherLibrary(), "score", "must be Tensor, not Float32"),
+    (PythonsMath(), "score", "math.tanh"),
+    (UndefinedInMask(), "visible", "name 'undefined_name' is not defined"),
+    (MaskReturnsTuple(), "visible", "visible(self, at) must return one bool"),
+    (MaskReturnsNothing(), "visible", "visible(self, at) must return one bool"),
+    (WrongRow(torch.zeros(2).int()), "key_range", "'Rows' object has no attribute 'document'"),
+    (OneNumber(), "open_range", "open_range(self, rows) must return two integers (begin, end)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("instance", "method", "cause"), CASES, ids=[type(case[0]).__name__ for case in CASES]
+)
+def test_the_user_s_error_is_found(instance, method, cause):
+    error = explained(instance)
+    assert error.__cause__ is not None
+    message = str(error)
+    assert message.startswith(f"{type(instance).__name__}.{method} does not compile: ")
+    assert marked_line(type(instance)) in message.split("\n  ")
+    assert cause in message
+    assert "fa3/kernels" not in message and "site-packages" not in message
+
+
+def test_a_helper_s_line_stands_behind_the_method_s():
+    lines = str(explained(InHelper())).split("\n  ")
+    assert lines[1] == marked_line(InHelper)
+    assert lines[2].endswith(": return at.distance")
+
+
+def test_an_inherited_method_is_named_by_the_class_that_was_used():
+    message = str(explained(Inherits()))
+    assert message.startswith("Inherits.score does not compile: ")
+    assert marked_line(WrongField) in message
+
+
+def test_a_kernel_that_is_loaded_for_a_call_says_it_too():
+    with pytest.raises(ValueError, match=r"^WrongField\.score does not compile: "):
+        load_kernel(kernel_of(WrongField()))
+
+
+def test_errors_from_elsewhere_are_left_alone(monkeypatch):
+    kernel = kernel_of(Gate(torch.zeros(2), True))
+
+    def attend_first(*arguments):
+        raise RuntimeError("no fault of the user's")
+
+    monkeypatch.setattr(Forward, "attend_first", attend_first)
+    with pytest.raises(RuntimeError, match="no fault"):
+        compile_kernel(kernel)
+    assert explain(ValueError("never raised"), kernel.spec) is None
+
+
+def test_what_is_wrong_after_an_error_does_not_stay():
+    """A failed compile leaves the compiler fit for the next one."""
+    explained(ReturnsEarly())
+    assert compile_kernel(kernel_of(Gate(torch.zeros(2), True))).cubin

@@ -1,0 +1,102 @@
+"""The examples of the documentation: they run, compile, and are what the text shows."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from problems import make_operands, make_problem
+from reference import check_attention
+from score_problems import NOTHING, modify
+
+import fa3
+from docs.examples import documents, prefix_lm, relative_bias
+from fa3.compiler import compile_kernel
+from fa3.cubin import inspect
+from fa3.executor import steps
+from fa3.kernels.forward import Forward
+from fa3.planner import plan_forward
+from fa3.problem import Window
+from fa3.schedules import StaticPersistent
+
+DOCS = Path(__file__).parent.parent / "docs"
+EXAMPLES = (prefix_lm, documents, relative_bias)
+EXAMPLE_IDS = [module.__name__.rpartition(".")[2] for module in EXAMPLES]
+CAUSAL = Window(right=0)
+
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=EXAMPLE_IDS)
+
+
+def modifiers_of(example: ModuleType, batch: int, seqlen: int, heads: int, device="cpu") -> dict:
+    """Return the arguments that an example gives to a call of this size."""
+    if example is prefix_lm:
+        length = torch.linspace(0, seqlen, batch, device=device).int()
+        return NOTHING | {"mask": prefix_lm.PrefixLM(length)}
+    if example is documents:
+        ids = (torch.arange(seqlen, device=device) // 170).int().expand(batch, seqlen)
+        return NOTHING | {"mask": documents.Documents(ids, ids)}
+    table = torch.randn(heads, 2 * 50 + 1, device=device)
+    return NOTHING | {"score": relative_bias.RelativeBias(table, reach=50)}
+
+
+def check(example: ModuleType, seqlen: int, window: Window, head_dim: int = 64, device="cpu"):
+    problem = make_problem(3, seqlen, seqlen, 2, 2, head_dim, window)
+    q, k, v = make_operands(problem, device=device)
+    arguments = modifiers_of(example, 3, seqlen, 4, device)
+    out, lse = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **arguments)
+    check_attention(out, lse, q, k, v, window=window, **arguments)
+
+
+@each_example
+def test_the_text_shows_the_file(example):
+    source = Path(example.__file__).read_text()
+    assert f"```python\n{source}```\n" in (DOCS / "scores-and-masks.md").read_text()
+
+
+@each_example
+def test_runs(example):
+    out = example.example()
+    assert out.shape[1:] == (1000, 4, 64) and out.isfinite().all()
+
+
+@each_example
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(60, 60)], ids=str)
+def test_matches_dense_attention(example, window):
+    check(example, 400, window)
+
+
+def test_the_prefix_spares_what_it_hides_and_masks_only_the_diagonal():
+    problem = make_problem(2, 1024, 1024)
+    q, _, _ = make_operands(problem)
+    mask = prefix_lm.PrefixLM(torch.tensor([0, 512]).int())
+    modified, modifiers = modify(problem, q, NOTHING | {"mask": mask})
+    plan = plan_forward(modified)
+    tile_n = plan.config.tile_n
+    assert {plan.config.tile_m, tile_n} == {128, 64}
+    walked = list(steps(plan, modifiers.tensors))
+    for step in walked:
+        first, last = step.rows.start, step.rows.stop
+        prefix = (0, 512)[step.tile.batch]
+        assert step.blocks.end == max(prefix, last) // tile_n
+        assert step.blocks.full_end == max(prefix, first) // tile_n
+    touched = sum(step.blocks.end - step.blocks.begin for step in walked)
+    assert touched == sum(2 * m + 2 for m in range(8)) + sum(max(8, 2 * m + 2) for m in range(8))
+
+
+@each_example
+def test_compiles_without_spills(example):
+    problem = make_problem(3, 1000, 1000, 2, 2)
+    q, _, _ = make_operands(problem)
+    modified, _ = modify(problem, q, modifiers_of(example, 3, 1000, 4))
+    kernel = Forward(modified.spec, plan_forward(modified).config, StaticPersistent)
+    report = inspect(compile_kernel(kernel).cubin)
+    assert report.stack_bytes == 0 and report.spill_instructions == 0
+
+
+@pytest.mark.gpu
+@each_example
+@pytest.mark.parametrize("window", [Window(), CAUSAL], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_runs_on_the_gpu(example, window, head_dim, device):
+    check(example, 1500, window, head_dim, device)
+    assert example.example(str(device)).isfinite().all()

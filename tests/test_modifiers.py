@@ -1,0 +1,233 @@
+"""Scores, masks and sinks as arguments of a call: what is made of them, and bad ones."""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from score_problems import NOTHING, Gate, RelativeBias, Span
+
+import fa3
+from fa3.modifiers import UNMODIFIED, Modifiers
+from fa3.scores import Alibi, Softcap
+from fa3.templates import Template
+
+HEADS = 4
+
+
+def operands(seqlen_q=70, seqlen_k=90):
+    return (
+        torch.randn(2, seqlen_q, HEADS, 64).bfloat16(),
+        torch.randn(2, seqlen_k, 2, 64).bfloat16(),
+        torch.randn(2, seqlen_k, 2, 64).bfloat16(),
+    )
+
+
+def modifiers(behind=False, **arguments) -> Modifiers:
+    return Modifiers.of(operands()[0], **(NOTHING | arguments), behind=behind)
+
+
+def test_nothing_is_unmodified():
+    assert modifiers() == UNMODIFIED
+    assert hash(UNMODIFIED.structure) == hash(modifiers().structure)
+
+
+def test_scores_come_in_a_fixed_order_with_their_tensors():
+    slopes, sinks, gate = torch.rand(HEADS), torch.rand(HEADS), Gate(torch.rand(HEADS), False)
+    span = Span(*torch.zeros(2, HEADS).int())
+    found = modifiers(
+        softcap=3, alibi_slopes=slopes, sinks=sinks, score=gate, mask=span, behind=True
+    )
+    assert found.structure.scores == tuple(
+        map(Template.of, (Softcap(3.0), Alibi(slopes, behind=True), gate))
+    )
+    assert found.structure.mask == Template.of(span)
+    assert found.structure.sinks == "float32"
+    expected = (slopes, gate.factor, span.begin, span.end, sinks)
+    assert all(a is b for a, b in zip(found.tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_are_of_either_dtype(dtype):
+    assert modifiers(sinks=torch.zeros(HEADS, dtype=dtype)).structure.sinks == str(dtype)[6:]
+
+
+def test_values_of_tensors_do_not_change_the_structure():
+    first, second = (
+        modifiers(alibi_slopes=torch.rand(HEADS), score=RelativeBias(torch.rand(HEADS, n), 3))
+        for n in (7, 9)
+    )
+    assert first.structure == second.structure
+
+
+@pytest.mark.parametrize(
+    ("arguments", "behind"),
+    [
+        ({}, False),
+        ({"causal": True}, True),
+        ({"window_size": (5, 0)}, True),
+        ({"window_size": (5, 3)}, False),
+        ({"window_size": (5, 3), "causal": False}, False),
+        ({"window_size": (5, -1), "causal": True}, True),
+    ],
+)
+def test_alibi_knows_when_no_key_lies_ahead(arguments, behind, monkeypatch):
+    """With |distance| left out, keys ahead of a query would be favoured."""
+    seen = []
+    monkeypatch.setattr("fa3.modifiers.Alibi", lambda s, b: seen.append(b) or Alibi(s, b))
+    q, k, v = operands()
+    fa3.flash_attn_func(q, k, v, alibi_slopes=torch.rand(HEADS), **arguments)
+    assert seen == [behind]
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+class NoDataclass(fa3.Score):
+    def reference(self, logits, at):
+        return logits
+
+
+@dataclass(frozen=True)
+class Holder(fa3.Score):
+    value: object
+
+    def reference(self, logits, at):
+        return logits
+
+
+@dataclass(frozen=True)
+class HolderMask(fa3.Mask):
+    value: object
+
+    def reference(self, at):
+        return at.key < 3
+
+
+@dataclass(frozen=True)
+class WithoutScore(fa3.Score):
+    pass
+
+
+@dataclass(frozen=True)
+class WithoutVisible(fa3.Mask):
+    pass
+
+
+@dataclass(frozen=True)
+class Derived(fa3.Score):
+    """A field that the constructor does not take."""
+
+    value: float = dataclasses.field(init=False, default=2.0)
+
+    def reference(self, logits, at):
+        return logits
+
+
+MASK = Span(*torch.zeros(2, HEADS).int())
+META = torch.zeros(HEADS, device="meta")
+
+BAD = [
+    ({"softcap": -1.0}, ValueError, "softcap must be 0 .* or positive and finite, got -1.0"),
+    ({"softcap": math.nan}, ValueError, "softcap must be .* got nan"),
+    ({"softcap": math.inf}, ValueError, "softcap must be .* got inf"),
+    ({"softcap": "30"}, TypeError, "softcap must be a float, got str"),
+    ({"softcap": torch.tensor(30.0)}, TypeError, "softcap must be a float, got Tensor"),
+    ({"alibi_slopes": [0.5] * HEADS}, TypeError, "alibi_slopes must be a torch.Tensor, got list"),
+    (
+        {"alibi_slopes": torch.zeros(HEADS, dtype=torch.bfloat16)},
+        TypeError,
+        "alibi_slopes must be torch.float32, got torch.bfloat16",
+    ),
+    (
+        {"alibi_slopes": torch.zeros(2)},
+        ValueError,
+        r"alibi_slopes must have shape \(4,\) or \(2, 4\) .* got \(2,\)",
+    ),
+    ({"alibi_slopes": torch.zeros(4, 2)}, ValueError, r"alibi_slopes .* got \(4, 2\)"),
+    ({"alibi_slopes": torch.zeros(1, 4)}, ValueError, r"alibi_slopes .* got \(1, 4\)"),
+    ({"alibi_slopes": torch.zeros(2, 4, 1)}, ValueError, "alibi_slopes must have shape"),
+    ({"alibi_slopes": META}, ValueError, "alibi_slopes must be on cpu like q, got meta"),
+    (
+        {"alibi_slopes": torch.zeros(HEADS, requires_grad=True)},
+        ValueError,
+        "alibi_slopes requires grad",
+    ),
+    ({"sinks": 0.5}, TypeError, "sinks must be a torch.Tensor, got float"),
+    ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(4,\).* got \(2,\)"),
+    ({"sinks": torch.zeros(2, 4)}, ValueError, r"sinks must have shape \(4,\).* got \(2, 4\)"),
+    (
+        {"sinks": torch.zeros(HEADS, dtype=torch.float16)},
+        TypeError,
+        "sinks must be torch.float32 or torch.bfloat16, got torch.float16",
+    ),
+    ({"sinks": META}, ValueError, "sinks must be on cpu like q, got meta"),
+    ({"sinks": torch.zeros(HEADS, requires_grad=True)}, ValueError, "sinks requires grad"),
+    ({"score": lambda logit, at: logit}, TypeError, "score must be a fa3.Score, got function"),
+    ({"score": Gate}, TypeError, "score must be a fa3.Score, got type"),
+    ({"score": MASK}, TypeError, "score must be a fa3.Score, got Span"),
+    ({"mask": torch.ones(70, 90)}, TypeError, "mask must be a fa3.Mask, got Tensor"),
+    ({"mask": Holder(1)}, TypeError, "mask must be a fa3.Mask, got Holder"),
+    ({"score": NoDataclass()}, TypeError, "NoDataclass must be a frozen dataclass"),
+    ({"score": Holder([1])}, TypeError, r"Holder.value must be a tensor or hashable, got \[1\]"),
+    ({"mask": HolderMask([1])}, TypeError, "HolderMask.value must be a tensor or hashable"),
+    ({"score": Holder(META)}, ValueError, "score.value must be on cpu like q, got meta"),
+    ({"mask": HolderMask(META)}, ValueError, "mask.value must be on cpu like q, got meta"),
+    ({"score": Holder(np.zeros(2))}, TypeError, "Holder.value must be a tensor or hashable"),
+    (
+        {"score": Holder(torch.zeros(2, dtype=torch.complex64))},
+        TypeError,
+        "score.value .* got torch.complex64",
+    ),
+    (
+        {"mask": HolderMask(torch.zeros(2, requires_grad=True))},
+        ValueError,
+        "mask.value requires grad",
+    ),
+    ({"score": Derived()}, TypeError, "Derived.value must be an argument of its class"),
+    ({"score": WithoutScore()}, NotImplementedError, r"WithoutScore must define reference\("),
+    ({"mask": WithoutVisible()}, NotImplementedError, r"WithoutVisible must define reference\("),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "complaint"), BAD)
+def test_bad_modifiers(arguments, error, complaint):
+    with pytest.raises(error, match=f"^{complaint}"):
+        fa3.flash_attn_func(*operands(), **arguments)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+def test_gradients_may_be_on_if_they_are_not_asked_for(name):
+    with torch.no_grad():
+        out = fa3.flash_attn_func(*operands(), **{name: torch.ones(HEADS, requires_grad=True)})
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [(lambda q: q[0], "q must have 4 dim"), (lambda q: q.tolist(), "q must be a torch.Tensor")],
+)
+def test_a_bad_q_is_found_first(name, change, complaint):
+    q, k, v = operands()
+    with pytest.raises((TypeError, ValueError), match=f"^{complaint}"):
+        fa3.flash_attn_func(change(q), k, v, **{name: torch.ones(HEADS)})
+
+
+@pytest.mark.parametrize("modifier", [{}, {"alibi_slopes": torch.ones(HEADS)}])
+@pytest.mark.parametrize(
+    ("arguments", "error", "complaint"),
+    [
+        ({"causal": True, "window_size": (-1, 5)}, ValueError, "causal=True needs window_size[1]"),
+        ({"window_size": (3,)}, ValueError, "window_size must be two integers"),
+        ({"window_size": 3}, TypeError, "window_size must be two integers"),
+        ({"window_size": (3, -2)}, ValueError, "window_size must be two integers"),
+        ({"window_size": (3, 0.0)}, TypeError, "window_size must be two integers"),
+    ],
+)
+def test_contradictory_windows(arguments, error, complaint, modifier):
+    with pytest.raises(error, match=f"^{re.escape(complaint)}"):
+        fa3.flash_attn_func(*operands(), **arguments, **modifier)

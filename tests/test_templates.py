@@ -1,0 +1,193 @@
+"""What two objects must have in common to share a kernel."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from score_problems import Gate, Span
+
+import fa3
+from fa3 import compiler
+from fa3.kernels.forward import Config, Forward
+from fa3.masks import Band, Intersection
+from fa3.problem import AttentionSpec
+from fa3.schedules import StaticPersistent
+from fa3.scores import Alibi, Softcap, bind
+from fa3.templates import Template, TensorType
+
+
+@dataclass(frozen=True)
+class Scaled(fa3.Score):
+    factor: Any
+
+
+@dataclass(frozen=True)
+class Biased(fa3.Score):
+    """Two tensors with a plain field between them."""
+
+    left: torch.Tensor
+    reach: int
+    right: torch.Tensor
+
+
+def biased(left=(4,), reach=3, right=(2, 5), dtype=torch.float32) -> Biased:
+    return Biased(torch.randn(left).to(dtype), reach, torch.randn(right))
+
+
+SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=False)
+
+
+def kernel_of(score: fa3.Score) -> Forward:
+    spec = replace(SPEC, scores=(Template.of(score),))
+    return Forward(spec, Config(128, 64), StaticPersistent)
+
+
+# ---------------------------------------------------------------------------------- sameness
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Softcap(30.0), Softcap(30.0)),
+        (Alibi(torch.zeros(4), True), Alibi(torch.ones(9), True)),
+        (Scaled((1, "a")), Scaled((1, "a"))),
+        (biased(), biased(left=(7,), right=(1, 1))),
+        (biased(), Biased(torch.zeros(8)[::2], 3, torch.zeros(2, 5).T)),
+    ],
+)
+def test_equal_objects_share_a_template(first, second):
+    assert Template.of(first) == Template.of(second)
+    assert hash(Template.of(first)) == hash(Template.of(second))
+    assert kernel_of(first) == kernel_of(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Softcap(30.0), Softcap(50.0)),
+        (Softcap(30.0), Scaled(30.0)),
+        (Alibi(torch.zeros(4), True), Alibi(torch.zeros(4), False)),
+        (Alibi(torch.zeros(4), True), Alibi(torch.zeros(2, 4), True)),
+        (biased(), biased(dtype=torch.float64)),
+        (biased(), biased(reach=4)),
+        (biased(left=(4, 1)), biased()),
+        (Scaled(1), Scaled(None)),
+    ],
+)
+def test_what_shapes_the_code_tells_templates_apart(first, second):
+    assert Template.of(first) != Template.of(second)
+    assert repr(kernel_of(first)) != repr(kernel_of(second))
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1.0), (1, True), (0, False), ((1, 2), (1, 2.0))])
+def test_constants_that_only_compare_equal_are_told_apart(first, second):
+    """A kernel computes with integers where the constant is one: 7 // 2 is not 7 // 2.0."""
+    assert Template.of(Scaled(first)) != Template.of(Scaled(second))
+
+
+def test_functions_made_in_a_loop_do_not_collide():
+    scaled = [Scaled(lambda x, i=i: i * x) for i in range(3)]
+    assert len({Template.of(score) for score in scaled}) == 3
+    assert Template.of(scaled[0]) == Template.of(Scaled(scaled[0].factor))
+
+
+def test_classes_made_by_a_function_do_not_collide():
+    def make(factor):
+        @dataclass(frozen=True)
+        class Scale(fa3.Score):
+            def reference(self, logits, at):
+                return logits * factor
+
+        return Scale()
+
+    scores = [make(factor) for factor in (0.5, 1.0, 2.0)]
+    assert len({type(score).__qualname__ for score in scores}) == 1
+    assert len({Template.of(score) for score in scores}) == 3
+    q, k, v = torch.randn(3, 1, 50, 2, 32).bfloat16()
+    outs = [fa3.flash_attn_func(q, k, v, score=score) for score in scores]
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[0], fa3.flash_attn_func(q, k, v, score=scores[0]))
+
+
+def test_equal_objects_share_a_compile(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(compiler.cute, "compile", lambda kernel, *_, **__: compiled.append(kernel))
+    compiler.load_kernel.cache_clear()
+    for score in (biased(), biased(left=(9,)), biased(), biased(reach=7), biased(reach=3)):
+        compiler.load_kernel(kernel_of(score))
+    compiler.load_kernel.cache_clear()
+    assert compiled == [kernel_of(biased()), kernel_of(biased(reach=7))]
+
+
+def test_kernels_with_functions_of_the_user_s_are_not_kept_on_disk():
+    """A method may use names of its module, of which the key says nothing."""
+    assert kernel_of(Softcap(30.0)).is_storable
+    assert kernel_of(Alibi(torch.zeros(4), True)).is_storable
+    assert not kernel_of(biased()).is_storable
+    mask = Intersection(Band(), Template.of(Span(*torch.zeros(2, 4).int())))
+    assert not Forward(replace(SPEC, mask=mask), Config(128, 64), StaticPersistent).is_storable
+
+
+# ---------------------------------------------------------------------------- taking and giving
+
+
+def test_a_template_has_no_tensors():
+    template = Template.of(biased())
+    assert template.kind is Biased
+    assert [name for name, *_ in template.constants] == ["reach"]
+    assert template.tensors == (TensorType("left", "float32", 1), TensorType("right", "float32", 2))
+    assert not any(isinstance(part, torch.Tensor) for part in template.constants)
+
+
+def test_binding_gives_the_object_back():
+    score = biased()
+    tensors = iter([score.left, score.right, "the next one"])
+    bound = Template.of(score).bind(tensors)
+    assert type(bound) is Biased and bound.reach == 3
+    assert bound.left is score.left and bound.right is score.right
+    assert next(tensors) == "the next one"
+
+
+def test_tensors_are_taken_by_scores_then_mask_then_sinks():
+    gate, span = Gate(torch.rand(3), True), Span(*torch.zeros(2, 3).int())
+    slopes, sinks = torch.rand(3), torch.rand(3)
+    spec = replace(
+        SPEC,
+        scores=(Template.of(Softcap(2.0)), Template.of(Alibi(slopes, False)), Template.of(gate)),
+        mask=Intersection(Band(), Template.of(span)),
+        sinks="float32",
+    )
+    tensors = (slopes, gate.factor, span.begin, span.end, sinks)
+    assert [(str(t.dtype).removeprefix("torch."), t.ndim) for t in tensors] == list(
+        spec.modifier_types
+    )
+    (softcap, alibi, bound), mask, bound_sinks = bind(spec, tensors)
+    assert softcap == Softcap(2.0)
+    assert alibi.slopes is slopes and bound.factor is gate.factor
+    assert mask.function.begin is span.begin and mask.function.end is span.end
+    assert bound_sinks is sinks
+
+
+def test_nothing_binds_nothing():
+    assert bind(SPEC, None) == ((), Band(), None)
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+class NoDataclass(fa3.Score):
+    pass
+
+
+def test_what_is_no_dataclass_is_refused():
+    with pytest.raises(TypeError, match=r"^NoDataclass must be a frozen dataclass$"):
+        Template.of(NoDataclass())
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, (1, [2])])
+def test_constants_must_be_hashable(value):
+    message = re.escape(f"Scaled.factor must be a tensor or hashable, got {value!r}")
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        Template.of(Scaled(value))
