@@ -15,7 +15,6 @@ from fa3.masks import Band
 from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM, plan_forward
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules import SCHEDULES
-from fa3.timeline import Timeline, describe, trace_events
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 LLAMA_PREFILL = "1,4096,4096,32,8,128"
@@ -55,9 +54,9 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     plan.add_argument("--schedule", choices=SCHEDULES, help="tile schedule; planned if not given")
-    plan.add_argument("--png", type=Path, metavar="FILE", help="draw the tile order")
+    plan.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
     plan.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the tile order as JSON for Perfetto"
+        "--trace", type=Path, metavar="FILE", help="write the timeline as JSON for Perfetto"
     )
     plan.set_defaults(command=show_plan)
 
@@ -105,13 +104,13 @@ def driver_version() -> str:
 
 def show_plan(options: argparse.Namespace) -> None:
     plan = plan_forward(problem_of(options), schedule=options.schedule)
-    timeline = Timeline.of(plan)
-    print(describe(plan, timeline))
+    explanation = plan.explain()
+    print(explanation)
     if options.png:
-        draw_tile_order(plan, timeline, options.png)
+        draw_tile_order(plan, explanation.timeline, options.png)
         print(f"Picture  {options.png}")
     if options.trace:
-        options.trace.write_text(json.dumps(trace_events(plan, timeline)))
+        options.trace.write_text(json.dumps(explanation.trace()))
         print(f"Trace    {options.trace}")
 
 

@@ -15,8 +15,11 @@ import numpy as np
 import torch
 
 from fa3.compiler import load_kernel
+from fa3.counters import zeros_for_launch
 from fa3.executor import execute
-from fa3.masks import Band
+from fa3.kernels.forward import ROWS_OF_WARP, Forward
+from fa3.masks import Band, Intersection, Mask
+from fa3.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.planner import (
     H200,
     HEAD_DIM_UNIT,
@@ -26,7 +29,9 @@ from fa3.planner import (
     ScheduleChoice,
     plan_forward,
 )
+from fa3.primitives.workspace import WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.scores import Score
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NOT_GIVEN = (None, None, None, None)
@@ -51,7 +56,10 @@ class PreparedCall:
     Fields:
         plan: how it runs; None if there is nothing to compute.
         kernel: the compiled kernel on a GPU, None on the CPU.
-        plan_arguments: the kernel's arguments after the scale.
+        plan_arguments: the kernel's arguments after the scale, up to what the schedule reads.
+        table: what the schedule reads.
+        num_counters: counters that it reads instead.
+        parts: what the kernel takes if the plan splits tiles.
     """
 
     plan: Plan | None
@@ -59,6 +67,45 @@ class PreparedCall:
     plan_arguments: tuple
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    table: torch.Tensor | None = None
+    num_counters: int = 0
+    parts: "Parts | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the kernel takes beside a call's tensors if the plan splits tiles.
+
+    Fields:
+        workspace: numbers of 32 bits that the parts take.
+        records: which parts a tile has.
+        num_arrivals: counters.
+        num_slots: parts.
+    """
+
+    workspace: int
+    records: torch.Tensor
+    num_arrivals: int
+    num_slots: int
+
+    @classmethod
+    def of(cls, plan: Plan, device: torch.device) -> "Parts":
+        schedule, rows = plan.schedule, plan.config.tile_m * plan.config.cluster_m
+        size = WorkspaceSize(0, schedule.num_slots, rows)
+        return cls(
+            size.numbers(plan.problem.spec.head_dim_v),
+            upload(schedule.records.reshape(-1), device),
+            len(schedule.records) * rows // ROWS_OF_WARP,
+            schedule.num_slots,
+        )
+
+    def arguments(self, q: torch.Tensor) -> tuple:
+        """Workspace, records, counters and parts of one launch."""
+        workspace = q.new_empty(self.workspace, dtype=torch.float32)
+        return workspace, self.records, zeros_for_launch(self.num_arrivals, q), self.num_slots
+
+
+NO_PARTS = (None, None, None, 0)
 
 
 def flash_attn_func(
@@ -80,12 +127,16 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
     *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score: Score | None = None,
+    mask: Mask | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     schedule: ScheduleChoice = None,
     plan: Plan | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute softmax(softmax_scale * q k^T + mask) v.
+    """Compute softmax(score(softmax_scale * q k^T) + mask) v.
 
     Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
     may share one key/value head (GQA, MQA): query head h uses key/value head
@@ -101,6 +152,14 @@ def flash_attn_func(
         causal: hide the keys after a query's own position.
         window_size: (left, right) keys that a query sees beside its own position; -1 for all.
             causal sets right to 0.
+        softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
+            everything else that changes scores.
+        alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
+            -slope |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
+        sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its
+            head's softmax, and so the log-sum-exp.
+        score: a function of scores of your own, see `fa3.Score`; applied last.
+        mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
         deterministic: accepted for compatibility; the forward pass always is.
         sm_margin: SMs to leave to other kernels.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
@@ -110,37 +169,42 @@ def flash_attn_func(
             of `fa3.Tile` to their order; chosen by the planner if not given. It never changes
             the output. A function is asked once for every shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
-        qv, q_descale, k_descale, v_descale, attention_chunk, softcap, num_splits, pack_gqa: in
-            the signature for compatibility; anything but their default is not supported.
+        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa: in the
+            signature for compatibility; anything but their default is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
         log-sum-exp of the scaled scores, (batch, heads_q, seqlen_q), float32, natural logarithm.
-        A query that sees no key gives 0 and -inf.
+        A query that sees no key gives 0 and -inf, or 0 and its head's sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong value, shape, layout or device.
+        ValueError: an argument has a wrong value, shape, layout or device, or a score or mask
+            does not compile.
         NotImplementedError: the combination is not supported.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
-        (arXiv 2407.08608).
+        (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
     unsupported = (qv, q_descale, k_descale, v_descale)
-    if unsupported != NOT_GIVEN or attention_chunk or softcap or num_splits > 1 or pack_gqa:
+    if unsupported != NOT_GIVEN or attention_chunk or num_splits > 1 or pack_gqa:
         reject_unsupported(
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            attention_chunk=attention_chunk, softcap=softcap,
-            num_splits=num_splits > 1, pack_gqa=pack_gqa,
+            attention_chunk=attention_chunk, num_splits=num_splits > 1, pack_gqa=pack_gqa,
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs
     if type(window_size) is not tuple:
         window_size = as_pair(window_size)
     if schedule is not None and not isinstance(schedule, str) and not callable(schedule):
         raise TypeError(f"schedule must be a name, a class or a function, got {schedule!r}")
+    modifiers = UNMODIFIED
+    if softcap or any(x is not None for x in (alibi_slopes, sinks, score, mask)):
+        check_rank("q", describe("q", q))
+        behind = check_window(window_size, causal).right == 0
+        modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, behind)
     call = prepare(
         describe("q", q), describe("k", k), describe("v", v),
-        causal, window_size, return_lse, sm_margin, schedule, plan,
+        causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan,
     )  # fmt: skip
     scale = check_scale(softmax_scale, q.shape[-1])
     if out is None:
@@ -149,16 +213,20 @@ def flash_attn_func(
         check_out(out, call.out_shape, q)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.kernel is not None:
-        call.kernel(q, k, v, out, lse, scale, *call.plan_arguments)
+        state = zeros_for_launch(call.num_counters, q) if call.num_counters else call.table
+        parts = NO_PARTS if call.parts is None else call.parts.arguments(q)
+        call.kernel(
+            q, k, v, out, lse, modifiers.tensors, scale, *call.plan_arguments, state, *parts
+        )
     elif call.plan is not None:
-        computed, computed_lse = execute(call.plan, q, k, v, scale)
+        computed, computed_lse = execute(call.plan, q, k, v, scale, modifiers.tensors)
         out.copy_(computed)
         if lse is not None:
             lse.copy_(computed_lse)
     else:
         out.zero_()
         if lse is not None:
-            lse.fill_(-math.inf)
+            lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
     return (out, lse) if return_lse else out
 
 
@@ -222,6 +290,7 @@ def prepare(
     v: Operand,
     causal: bool,
     window_size: tuple[int, int],
+    modifiers: Structure,
     write_lse: bool,
     sm_margin: int,
     schedule: ScheduleChoice,
@@ -236,8 +305,16 @@ def prepare(
     out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
     if 0 in (batch, seqlen_q, seqlen_k, heads_q):
         return PreparedCall(None, None, (), out_shape, lse_shape)
+    band = Band.of(window)
     spec = AttentionSpec(
-        DTYPES[q.dtype], head_dim, head_dim_v, heads_q // heads_kv, Band.of(window), write_lse
+        DTYPES[q.dtype],
+        head_dim,
+        head_dim_v,
+        heads_q // heads_kv,
+        Intersection(band, modifiers.mask) if modifiers.mask else band,
+        write_lse,
+        modifiers.scores,
+        modifiers.sinks,
     )
     problem = Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
     gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
@@ -250,10 +327,13 @@ def prepare(
         return PreparedCall(plan, None, (), out_shape, lse_shape)
     return PreparedCall(
         plan,
-        load_kernel(spec, plan.config, type(plan.schedule)),
-        (*plan.kernel_arguments, upload(plan.schedule.table, q.device)),
+        load_kernel(Forward(spec, plan.config, type(plan.schedule))),
+        plan.kernel_arguments,
         out_shape,
         lse_shape,
+        upload(plan.schedule.table, q.device),
+        plan.schedule.num_counters,
+        Parts.of(plan, q.device) if plan.schedule.splits else None,
     )
 
 
@@ -265,11 +345,7 @@ def check_operands(q: Operand, k: Operand, v: Operand) -> None:
     """Raise if q, k and v do not describe one attention problem."""
     operands = {"q": q, "k": k, "v": v}
     for name, operand in operands.items():
-        if len(operand.shape) != 4:
-            raise ValueError(
-                f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), "
-                f"got shape {tuple(operand.shape)}"
-            )
+        check_rank(name, operand)
         if operand.dtype not in DTYPES:
             raise TypeError(f"{name} must be bfloat16 or float16, got {operand.dtype}")
         if operand.dtype != q.dtype:
@@ -298,6 +374,14 @@ def check_operands(q: Operand, k: Operand, v: Operand) -> None:
         raise ValueError(
             f"q must have a multiple of k's heads, got {heads_q} query heads "
             f"and {heads_kv} key/value heads"
+        )
+
+
+def check_rank(name: str, operand: Operand) -> None:
+    if len(operand.shape) != 4:
+        raise ValueError(
+            f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), "
+            f"got shape {tuple(operand.shape)}"
         )
 
 

@@ -18,10 +18,10 @@ from fa3.api import flash_attn_func, gpu_of
 from fa3.compiler import compile_kernel
 from fa3.cubin import inspect
 from fa3.drawing import draw_tile_order
+from fa3.kernels.forward import Forward
 from fa3.masks import Band
 from fa3.planner import H200, Plan, plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.timeline import Timeline, describe
 
 try:
     from rich.console import Console
@@ -78,8 +78,8 @@ def demo(png: Path) -> None:
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if on_hopper else H200
     plan = plan_forward(LLAMA_PREFILL, gpu)
-    timeline = Timeline.of(plan)
-    screen.paragraph(f"Plan of a Llama 3 8B prefill for {gpu.name}", describe(plan, timeline))
+    explanation = plan.explain()
+    screen.paragraph(f"Plan of a Llama 3 8B prefill for {gpu.name}", str(explanation))
     if on_hopper:
         check_on_gpu(screen)
         time_beside_cudnn(screen)
@@ -87,7 +87,7 @@ def demo(png: Path) -> None:
         show_machine_code(screen, plan)
         check_on_cpu(screen)
     with screen.progress("drawing"):
-        draw_tile_order(plan, timeline, png)
+        draw_tile_order(plan, explanation.timeline, png)
     screen.paragraph("Tile order", f"{png.resolve()}")
     if not on_hopper:
         screen.paragraph(
@@ -190,7 +190,7 @@ def show_machine_code(screen: Screen, plan: Plan) -> None:
     spec, config = plan.problem.spec, plan.config
     with screen.progress("compiling the kernel for sm_90a"):
         start = time.perf_counter()
-        kernel = compile_kernel(spec, config, type(plan.schedule))
+        kernel = compile_kernel(Forward(spec, config, type(plan.schedule)))
         seconds = time.perf_counter() - start
         report = inspect(kernel.cubin)
     screen.paragraph(

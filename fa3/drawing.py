@@ -1,9 +1,10 @@
-"""A picture of a plan: one row for every SM, one bar for every tile, in key blocks."""
+"""A picture of a plan: one row for every SM, one bar for every tile, in microseconds."""
 
 from pathlib import Path
 
+from fa3.explanation import counted, describe_problem
 from fa3.planner import Plan
-from fa3.timeline import Timeline, counted, describe_problem
+from fa3.timeline import Timeline
 
 INK, FAINT, IDLE = "#1b2733", "#66727f", "#eef1f4"
 TILE_COLOURS = ("#0d2c54", "#1b5e82", "#2a9d8f", "#8ac48a", "#e9d985", "#f4a259", "#d1495b")
@@ -24,8 +25,8 @@ def draw_tile_order(plan: Plan, timeline: Timeline, path: Path) -> None:
         raise ModuleNotFoundError("drawing needs matplotlib: pip install 'fa3[bench]'") from error
 
     order, config = plan.schedule.order, plan.config
-    length, mean = max(timeline.work), timeline.blocks / timeline.num_lanes
-    lanes = "SM" if config.cluster_m == 1 else f"cluster of {config.cluster_m} SMs"
+    length, mean = timeline.us, timeline.mean
+    lanes = "SM" if config.cluster == 1 else f"cluster of {config.cluster} SMs"
 
     figure = Figure(figsize=(13, 7.6), dpi=160, facecolor="white")
     axes = figure.add_axes((0.058, 0.09, 0.83, 0.765), facecolor=IDLE)
@@ -35,8 +36,8 @@ def draw_tile_order(plan: Plan, timeline: Timeline, path: Path) -> None:
         (
             (span.start + seam, span.lane + gap / 2),
             (span.start + seam, span.lane + 1 - gap / 2),
-            (span.start + span.blocks - seam, span.lane + 1 - gap / 2),
-            (span.start + span.blocks - seam, span.lane + gap / 2),
+            (span.end - seam, span.lane + 1 - gap / 2),
+            (span.end - seam, span.lane + gap / 2),
         )
         for span in timeline.spans
     ]
@@ -52,7 +53,7 @@ def draw_tile_order(plan: Plan, timeline: Timeline, path: Path) -> None:
     axes.axvline(mean, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
     axes.set_xlim(0, length * 1.01)
     axes.set_ylim(timeline.num_lanes, 0)
-    axes.set_xlabel(f"time in blocks of {config.tile_n} keys", color=INK, fontsize=11)
+    axes.set_xlabel("predicted time, microseconds", color=INK, fontsize=11)
     axes.set_ylabel(lanes, color=INK, fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, steps=(1, 2, 5, 10)))
@@ -60,7 +61,7 @@ def draw_tile_order(plan: Plan, timeline: Timeline, path: Path) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.annotate(
-        f"mean {mean:,.1f}",
+        f"mean {mean:,.1f} us",
         (mean, 0),
         (-4, 5),
         xycoords="data",

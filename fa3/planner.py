@@ -1,49 +1,56 @@
 """How a problem will run: `plan_forward(problem, gpu) -> Plan`. Pure Python; needs no GPU."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
+from fa3 import masks
+from fa3.costs import (
+    H200,
+    Gpu,
+    Prediction,
+    TileKey,
+    Units,
+    back_and_forth,
+    blocks_of_tiles,
+    costs_of,
+    durations,
+    has_mask,
+    predict,
+    units_of_parts,
+    units_of_tiles,
+)
+from fa3.explanation import Candidate, Explanation, describe_config
 from fa3.kernels.forward import Config, padded
-from fa3.masks import Sequence
 from fa3.problem import Problem
 from fa3.schedules import (
     SCHEDULES,
+    Dynamic,
+    KeyRanges,
     Schedule,
     SingleTile,
+    SplitTiles,
     StaticPersistent,
     Tile,
     TileList,
     TileOrder,
+    Unit,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """What the planner knows of a GPU.
-
-    Fields:
-        num_sms: streaming multiprocessors.
-        l2_bytes: bytes of L2 that the K and V of one section of heads may take.
-    """
-
-    name: str
-    num_sms: int
-    l2_bytes: int
-
-
-H200 = Gpu("NVIDIA H200", num_sms=132, l2_bytes=32 << 20)
-"""Has 60 MB of L2 (H100: 50 MB); Q and O pass through it too, so half is left for K and V."""
-
+from fa3.schedules.split_tiles import SHORTEST, WHOLE
+from fa3.timeline import Cost, Timeline
 
 ScheduleChoice = str | type | Callable[[list[Tile]], Iterable[Tile]] | None
 
 
 class Tiling(NamedTuple):
-    """A row of the config table: for heads of up to these sizes, with or without a mask.
+    """A row of the config table: for heads of up to these sizes, with or without a mask, or for
+    scores or masks of the user's, which need registers.
 
-    Holds for up to `max_seqlen_q` queries.
+    Was the best that was measured up to `max_seqlen_q` queries.
     """
 
     head_dim: int
@@ -51,14 +58,17 @@ class Tiling(NamedTuple):
     masked: bool
     max_seqlen_q: float
     config: Config
+    functions: bool = False
 
     def fits(self, problem: Problem) -> bool:
         spec = problem.spec
         return (
             spec.head_dim <= self.head_dim
             and spec.head_dim_v <= self.head_dim_v
-            and (spec.mask.left or spec.mask.right) == self.masked
-            and problem.seqlen_q <= self.max_seqlen_q
+            and spec.has_user_functions == self.functions
+            # With 160 registers a thread there is room for one score beside the fragments.
+            and (len(spec.scores) < 2 or self.config.consumers < 3)
+            and (self.functions or has_mask(spec) == self.masked)
             and (self.config.own_o or padded(spec.head_dim) == padded(spec.head_dim_v))
         )
 
@@ -83,9 +93,14 @@ TILINGS = (
     Tiling(256, 256, True, math.inf, Config(128, 80, own_o=False)),
     Tiling(256, 256, False, math.inf, Config(128, 48)),
     Tiling(256, 256, True, math.inf, Config(128, 48)),
+    Tiling(128, 128, True, math.inf, Config(128, 64, q_stages=2), functions=True),
+    Tiling(192, 192, True, math.inf, Config(128, 64), functions=True),
+    Tiling(256, 256, True, math.inf, Config(128, 32), functions=True),
 )
-"""The first row that fits holds: the best of what was measured on an H200 on 2026-11-21, bf16,
-steady, with figures in docs/experiments.md. The 128 x 48 rows for unequal sizes are not measured.
+"""The best of what was measured on an H200 on 2026-11-21, bf16, steady, 16k tokens, with figures in
+docs/experiments.md. The first row that fits and reaches up to the problem's queries holds, unless
+the cost model has measured times of another one that fits and predicts it to be faster. The
+128 x 48 rows for unequal sizes are not measured.
 """
 
 HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 256
@@ -93,6 +108,10 @@ HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 256
 
 FEW_TILES = 8
 """Query tiles of a head below which an odd one costs a cluster of two more than it saves."""
+
+
+MARGIN = 0.03
+"""How much faster a way to run must be predicted than what the table says, to be taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +124,19 @@ class Plan:
     schedule: Schedule
 
     @property
+    def schedule_name(self) -> str:
+        """The schedule's name in `SCHEDULES`."""
+        return next(name for name, kind in SCHEDULES.items() if kind is type(self.schedule))
+
+    @property
+    def name(self) -> str:
+        """Schedule and tiling in a few characters: "list 128x128"."""
+        return f"{self.schedule_name} {describe_config(self.config)}"
+
+    @property
     def grid(self) -> int:
         """CTAs to launch."""
-        return self.schedule.num_clusters * self.config.cluster_m
+        return self.schedule.num_clusters * self.config.cluster
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
@@ -115,10 +144,202 @@ class Plan:
         order = self.schedule.order
         return (*self.problem.window, order.heads_per_section, self.schedule.num_clusters)
 
+    def predict(self) -> Prediction:
+        """The time that the cost model predicts, and what it is made of."""
+        return self.as_candidate().prediction
+
+    def as_candidate(self) -> Candidate:
+        """The plan with its prediction, to stand beside those that the planner compares."""
+        order = self.schedule.order
+        return candidate(self.problem, self.gpu, self.config, order, self.schedule_name, self.units)
+
+    @property
+    def units(self) -> Units:
+        """The units of work of its clusters; exactly, where the planner compares by estimates."""
+        if isinstance(self.schedule, SplitTiles):
+            return units_of_parts(self.problem, self.config, self.schedule)
+        order = self.schedule.order
+        units = WORK.get(self.schedule_name, handed_out)(self.problem, self.gpu, self.config, order)
+        if isinstance(self.schedule, TileList):
+            return units._replace(owner=self.schedule.owners)
+        return units
+
+    def simulate(self) -> Timeline:
+        """Which SM works on which tile when, in microseconds, by the cost model."""
+        costs, config, problem = costs_of(self.gpu.name), self.config, self.problem
+        tile_costs = costs.tile(TileKey.of(problem.spec, config))
+        sequence = masks.Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
+        rows = config.tile_m * config.cluster_m
+
+        @functools.cache
+        def blocks_of_rows(m_block: int) -> masks.KeyBlocks:
+            return problem.spec.mask.key_blocks(m_block * rows, rows, config.tile_n, sequence)
+
+        def cost_of(tile: Tile | Unit) -> Cost:
+            blocks, part_us = blocks_of_rows(tile.m_block), 0.0
+            if isinstance(tile, Unit):
+                blocks = blocks.between(tile.first_block, tile.end_block)
+                part_us = costs.partial_us * (tile.slot != WHOLE)
+            full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
+            return Cost(tile_costs.us(full, touched - full) + part_us, touched, full)
+
+        lanes = self.gpu.num_sms // config.cluster
+        schedule = self.schedule
+        if isinstance(schedule, Dynamic):
+            # Who takes which tile follows from time, as when the GPU hands CTAs out.
+            schedule = SingleTile(schedule.order)
+        timeline = Timeline.of(schedule, lanes, cost_of)
+        prediction = self.predict()
+        return timeline.stretched(prediction.us - prediction.launch_us)
+
+    def explain(self) -> Explanation:
+        """What the plan does, how long it should take, what bounds it, and what else there was."""
+        found = sorted(
+            candidates(self.problem, self.gpu), key=lambda candidate: candidate.prediction.us
+        )
+        return Explanation(
+            self.problem,
+            self.gpu,
+            self.schedule,
+            self.as_candidate(),
+            tuple(found),
+            self.simulate(),
+            costs_of(self.gpu.name),
+        )
+
+
+def plan_forward(
+    problem: Problem,
+    gpu: Gpu = H200,
+    config: Config | None = None,
+    schedule: ScheduleChoice = None,
+) -> Plan:
+    """Choose how a problem runs.
+
+    What is not given is chosen by the times that `fa3.costs` predicts.
+
+    Args:
+        problem: what is asked.
+        gpu: what it runs on.
+        config: the kernel's tiling; chosen from `TILINGS` if not given.
+        schedule: a name of `SCHEDULES`, its class, or a function from the list of all tiles to
+            the order in which they are to be worked on; each goes to the cluster that is free
+            first.
+
+    Raises:
+        ValueError: the config or the schedule cannot run the problem, or the schedule has no such
+            name, or its order misses, repeats or invents a tile.
+    """
+    name = schedule_name(schedule)
+    if config is not None:
+        config.validate(problem.spec)
+        if gpu.num_sms < config.cluster:
+            raise ValueError(f"a cluster of {config.cluster} CTAs does not fit {gpu.num_sms} SMs")
+    found = candidates(problem, gpu, config, name)
+    if not found:
+        raise ValueError(f"schedule {name!r} cannot run this problem with {config or 'any tiling'}")
+    best = choose(found)
+    config, name = best.config, best.schedule
+    order = tile_order(problem, gpu, config)
+    arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
+    return Plan(problem, gpu, config, make_schedule(problem, gpu, config, order, name, arrange))
+
+
+def schedule_name(choice: ScheduleChoice) -> str | None:
+    """The name of a schedule that was asked for; None if it is the planner's to choose."""
+    if choice is None:
+        return None
+    if isinstance(choice, str):
+        if choice not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}, got {choice!r}")
+        return choice
+    for name, kind in SCHEDULES.items():
+        if choice is kind:
+            return name
+    if not callable(choice):
+        raise TypeError(f"schedule must be a name, a class or a function, got {choice!r}")
+    return "list"
+
+
+def candidates(
+    problem: Problem, gpu: Gpu, config: Config | None = None, schedule: str | None = None
+) -> list[Candidate]:
+    """The ways to run a problem, with their predicted times; the table's choice first.
+
+    Args:
+        config: the only tiling to look at; those of `TILINGS` with measured times if not given.
+        schedule: the only schedule to look at; all of them if not given.
+    """
+    names = [schedule]
+    if schedule is None:
+        default = "list" if has_mask(problem.spec) else "static"
+        names = [default, *(name for name in SCHEDULES if name != default)]
+    found = []
+    for tiling in [config] if config else configs(problem, gpu):
+        order = tile_order(problem, gpu, tiling)
+        for name in names:
+            units = WORK.get(name, handed_out)(problem, gpu, tiling, order)
+            if units is not None:
+                found.append(candidate(problem, gpu, tiling, order, name, units))
+    return found
+
+
+def candidate(
+    problem: Problem, gpu: Gpu, config: Config, order: TileOrder, schedule: str, units: Units
+) -> Candidate:
+    """One way to run a problem, with its predicted time."""
+    costs = costs_of(gpu.name)
+    prediction = predict(costs, problem, gpu, config, order, schedule, units)
+    measured = costs.knows(TileKey.of(problem.spec, config)) and costs.knows_schedule(schedule)
+    return Candidate(config, schedule, prediction, measured)
+
+
+def choose(found: list[Candidate]) -> Candidate:
+    """The first, unless the fastest that is known is predicted to gain more than `MARGIN`."""
+    first = found[0]
+    known = [candidate for candidate in found if candidate.measured]
+    best = min(known, key=lambda candidate: candidate.prediction.us, default=first)
+    return best if best.prediction.us * (1 + MARGIN) < first.prediction.us else first
+
+
+def configs(problem: Problem, gpu: Gpu) -> list[Config]:
+    """The table's choice for a problem, then others of it whose times are measured."""
+    first = choose_config(problem, gpu)
+    costs = costs_of(gpu.name)
+    found = [first]
+    for tiling in alternatives(problem):
+        for config in with_clusters(tiling.config, problem):
+            # Pairs of heads were never faster by more than the model can tell.
+            known = costs.knows(TileKey.of(problem.spec, config)) and config.cluster_h == 1
+            if known and config not in found and config.cluster <= gpu.num_sms:
+                found.append(config)
+    return found
+
+
+def with_clusters(config: Config, problem: Problem) -> list[Config]:
+    """A tiling with its CTAs alone, in pairs of rows, and if heads share keys in pairs of heads."""
+    found = [replace(config, cluster_m=n, cluster_h=1) for n in (1, 2)]
+    if problem.spec.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates:
+        found.append(replace(config, cluster_m=1, cluster_h=2))
+    return found
+
+
+def alternatives(problem: Problem) -> list[Tiling]:
+    """The table's rows for heads like these: those that fit, up to the first without a limit."""
+    found = []
+    for tiling in TILINGS:
+        if tiling.fits(problem):
+            found.append(tiling)
+            if tiling.max_seqlen_q == math.inf:
+                break
+    return found
+
 
 def choose_config(problem: Problem, gpu: Gpu) -> Config:
     """The best tiling that was measured for problems like this one."""
-    config = next(tiling.config for tiling in TILINGS if tiling.fits(problem))
+    config = next(
+        tiling.config for tiling in alternatives(problem) if problem.seqlen_q <= tiling.max_seqlen_q
+    )
     query_tiles = -(-problem.seqlen_q // config.tile_m)
     wasteful = query_tiles % config.cluster_m and query_tiles < FEW_TILES
     if wasteful or gpu.num_sms < config.cluster_m:
@@ -134,74 +355,104 @@ def heads_per_section(problem: Problem, gpu: Gpu) -> int:
     return max(1, min(kv_heads * spec.qhead_per_kvhead, problem.batch * problem.num_heads_q))
 
 
-TILE_OVERHEAD = 1.0
-"""What a tile costs beside its key blocks, in key blocks: prologue, epilogue and fill."""
-
-
-def plan_forward(
-    problem: Problem,
-    gpu: Gpu = H200,
-    config: Config | None = None,
-    schedule: ScheduleChoice = None,
-) -> Plan:
-    """Choose how a problem runs.
-
-    Args:
-        problem: what is asked.
-        gpu: what it runs on.
-        config: the kernel's tiling; chosen from `TILINGS` if not given.
-        schedule: a name of `SCHEDULES`, its class, or a function from the list of all tiles to
-            the order in which they are to be worked on; each goes to the cluster that is free
-            first. By default lists where a mask makes tiles unequal, else a static order.
-
-    Raises:
-        ValueError: the config cannot run the problem, or the schedule has no such name, or its
-            order misses, repeats or invents a tile.
-    """
-    config = config or choose_config(problem, gpu)
-    config.validate(problem.spec)
-    if gpu.num_sms < config.cluster_m:
-        raise ValueError(f"a cluster of {config.cluster_m} CTAs does not fit {gpu.num_sms} SMs")
-    order = TileOrder(
+def tile_order(problem: Problem, gpu: Gpu, config: Config) -> TileOrder:
+    """The numbers of a problem's tiles."""
+    return TileOrder(
         -(-problem.seqlen_q // (config.tile_m * config.cluster_m)),
-        problem.num_heads_q,
+        problem.num_heads_q // config.cluster_h,
         problem.batch,
-        heads_per_section(problem, gpu),
+        max(1, heads_per_section(problem, gpu) // config.cluster_h),
     )
-    return Plan(problem, gpu, config, make_schedule(problem, gpu, config, order, schedule))
+
+
+def handed_out(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units:
+    """Tiles that go, in order, to the cluster that is free first."""
+    return units_of_tiles(problem, config, order)
+
+
+def dealt_back_and_forth(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units:
+    """Tiles of `StaticPersistent`."""
+    clusters = max(1, min(gpu.num_sms // config.cluster, order.num_tiles))
+    return units_of_tiles(problem, config, order)._replace(
+        owner=back_and_forth(order.num_tiles, clusters)
+    )
+
+
+def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
+    """Tiles of `SplitTiles`: a stretch for each cluster, all of one length.
+
+    A stretch counts its tiles' prologues as key blocks.
+    """
+    if config.cluster_h > 1 or problem.spec.has_user_functions:
+        return None
+    tile = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
+    whole = units_of_tiles(problem, config, order)
+    full, masked = int(whole.full.sum()), int(whole.masked.sum())
+    stretches = max(1, min(gpu.num_sms // config.cluster, (full + masked) // SHORTEST))
+    each = np.ones(stretches)
+    return Units(
+        each * ((full + order.num_tiles * tile.tile_us / tile.full_us) / stretches),
+        each * (masked / stretches),
+        each > 0,
+        np.arange(stretches),
+    )
+
+
+def taken_one_by_one(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
+    """Tiles of `Dynamic`."""
+    return None if config.cluster > 1 else units_of_tiles(problem, config, order)
+
+
+WORK: dict[str, Callable[[Problem, Gpu, Config, TileOrder], Units | None]] = {
+    "static": dealt_back_and_forth,
+    "split": cut_evenly,
+    "dynamic": taken_one_by_one,
+}
+"""By schedule, the units of work that the cost model looks at, or None where it does not apply;
+`handed_out` for schedules that are not here."""
 
 
 def make_schedule(
-    problem: Problem, gpu: Gpu, config: Config, order: TileOrder, choice: ScheduleChoice
+    problem: Problem,
+    gpu: Gpu,
+    config: Config,
+    order: TileOrder,
+    name: str,
+    arrange: Callable[[list[Tile]], Iterable[Tile]] | None,
 ) -> Schedule:
-    """The schedule of a choice; see `plan_forward`."""
-    if isinstance(choice, str):
-        if choice not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {sorted(SCHEDULES)}, got {choice!r}")
-        choice = SCHEDULES[choice]
-    if choice is None:
-        mask = problem.spec.mask
-        choice = TileList if mask.left or mask.right else StaticPersistent
-    clusters = min(gpu.num_sms // config.cluster_m, order.num_tiles)
-    if choice is SingleTile:
+    """The schedule of this name; `arrange` puts the tiles of a list in order."""
+    kind = SCHEDULES[name]
+    if kind is SingleTile:
         return SingleTile(order)
-    if choice is StaticPersistent:
+    lanes = gpu.num_sms // config.cluster
+    clusters = min(lanes, order.num_tiles)
+    if kind is StaticPersistent:
         return StaticPersistent(order, clusters)
-    durations = tile_durations(problem, config, order)
-    if choice is TileList:
-        return TileList.balanced(order, clusters, durations)
-    if not callable(choice):
-        raise TypeError(f"schedule must be a name, a class or a function, got {choice!r}")
+    if kind is Dynamic:
+        if config.cluster > 1:
+            raise ValueError("schedule 'dynamic' needs a config without a cluster")
+        return Dynamic(order, clusters)
+    if kind is SplitTiles:
+        if config.cluster_h > 1:
+            raise ValueError("schedule 'split' needs a config with cluster_h=1")
+        return SplitTiles.cut(order, lanes, key_ranges(problem, gpu, config, order))
+    times = tile_times(problem, gpu, config, order)
+    if arrange is None:
+        return TileList.balanced(order, clusters, times)
     tiles = [order.tile(index) for index in range(order.num_tiles)]
-    return TileList.in_order_of(order, clusters, choice(tiles), durations)
+    return TileList.in_order_of(order, clusters, arrange(tiles), times)
 
 
-def tile_durations(problem: Problem, config: Config, order: TileOrder) -> list[float]:
-    """How long a tile of each m_block takes, in key blocks."""
-    sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-    rows = config.tile_m * config.cluster_m
-    return [
-        TILE_OVERHEAD + blocks.end - blocks.begin
-        for m_block in range(order.num_m_blocks)
-        for blocks in [problem.spec.mask.key_blocks(m_block * rows, rows, config.tile_n, sequence)]
-    ]
+def tile_times(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> np.ndarray:
+    """How many microseconds each tile of an order takes, by the cost model."""
+    tile_costs = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
+    return durations(units_of_tiles(problem, config, order), tile_costs)
+
+
+def key_ranges(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> KeyRanges:
+    """What `SplitTiles` goes by: key blocks of each tile, and what units cost beside them."""
+    costs = costs_of(gpu.name)
+    tile = costs.tile(TileKey.of(problem.spec, config))
+    blocks = blocks_of_tiles(problem, config, order)
+    unit, part = tile.tile_us / tile.full_us, costs.partial_us / tile.full_us
+    return KeyRanges(blocks.begin, blocks.end, unit, part)

@@ -256,7 +256,6 @@ BAD_ARGUMENTS = [
     ("window_size", None, (TypeError, ValueError)),
     ("sm_margin", -1, ValueError),
     ("sm_margin", 132, ValueError),
-    ("softcap", 30.0, NotImplementedError),
     ("num_splits", 2, NotImplementedError),
     ("attention_chunk", 64, NotImplementedError),
     ("pack_gqa", True, NotImplementedError),

@@ -1,4 +1,4 @@
-"""What the command line prints and draws, and the timeline behind it."""
+"""What the command line prints and draws, and the timelines behind it."""
 
 import json
 
@@ -8,7 +8,6 @@ from fa3.__main__ import LLAMA_PREFILL, main, parser, problem_of
 from fa3.masks import Sequence
 from fa3.planner import H200, choose_config, plan_forward
 from fa3.schedules import SingleTile, StaticPersistent, TileList
-from fa3.timeline import Timeline
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -21,15 +20,22 @@ def problem(*arguments: str):
 @pytest.mark.parametrize("arguments", [("--causal",), (), ("--window", "300", "20")])
 def test_timeline_has_every_tile_once_and_no_overlap(arguments, schedule_type):
     plan = plan_forward(problem(*arguments), schedule=schedule_type)
-    timeline = Timeline.of(plan)
+    timeline = plan.simulate()
     assert len({span.tile for span in timeline.spans}) == plan.schedule.order.num_tiles
     assert len(timeline.spans) == plan.schedule.order.num_tiles
-    assert timeline.num_lanes == plan.gpu.num_sms // plan.config.cluster_m
-    free_at = [0] * timeline.num_lanes
+    assert timeline.num_lanes == plan.gpu.num_sms // plan.config.cluster
+    free_at = [0.0] * timeline.num_lanes
     for span in sorted(timeline.spans, key=lambda span: span.start):
-        assert span.start == free_at[span.lane]
-        free_at[span.lane] += span.blocks
-    assert tuple(free_at) == timeline.work
+        assert span.start == pytest.approx(free_at[span.lane])
+        free_at[span.lane] = span.end
+    assert free_at == pytest.approx(timeline.busy)
+
+
+@pytest.mark.parametrize("schedule_type", [TileList, StaticPersistent, SingleTile])
+def test_timeline_ends_when_the_plan_is_predicted_to(schedule_type):
+    plan = plan_forward(problem("--causal"), schedule=schedule_type)
+    prediction = plan.predict()
+    assert plan.simulate().us == pytest.approx(prediction.us - prediction.launch_us)
 
 
 def test_timeline_counts_the_mask_s_blocks():
@@ -41,7 +47,7 @@ def test_timeline_counts_the_mask_s_blocks():
         asked.spec.mask.key_blocks(row, config.tile_m, config.tile_n, sequence)
         for row in range(0, asked.seqlen_q, config.tile_m)
     ]
-    timeline = Timeline.of(plan)
+    timeline = plan.simulate()
     assert timeline.blocks == 12 * sum(r.end - r.begin for r in ranges)
     assert timeline.full_blocks == 12 * sum(r.full_end - r.full_begin for r in ranges)
 
@@ -52,6 +58,7 @@ def test_plan_is_printed_and_drawn(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "32 query heads on 8 key/value heads" in printed
     assert "16,896 key blocks" in printed
+    assert {line.split()[0] for line in printed.splitlines()} >= {"Time", "Bound", "Choice"}
     assert png.read_bytes().startswith(PNG_SIGNATURE)
 
 
@@ -64,10 +71,12 @@ def test_any_head_dim_is_planned(head_dim, capsys):
 def test_a_trace_has_every_tile_on_its_lane(tmp_path):
     path = tmp_path / "order.json"
     main(["plan", "--shape", "1,1000,1000,4,2,64", "--trace", str(path)])
-    timeline = Timeline.of(plan_forward(problem("--shape", "1,1000,1000,4,2,64")))
+    timeline = plan_forward(problem("--shape", "1,1000,1000,4,2,64")).simulate()
     events = json.loads(path.read_text())["traceEvents"]
     drawn = [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert drawn == [(span.lane, span.start, span.blocks) for span in timeline.spans]
+    assert drawn == [
+        (span.lane, round(span.start, 3), round(span.cost.us, 3)) for span in timeline.spans
+    ]
     assert len(events) - len(drawn) == timeline.num_lanes
 
 

@@ -9,15 +9,21 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+from score_problems import Gate, RelativeBias
 
+from docs.examples.documents import Documents
+from docs.examples.prefix_lm import PrefixLM
 from fa3.compiler import compile_kernel
 from fa3.cubin import CubinReport, inspect
 from fa3.kernels import forward
-from fa3.kernels.forward import ROWS, SMEM_CAPACITY, WARPGROUP, Config, padded
-from fa3.masks import Band
+from fa3.kernels.forward import ROWS, SMEM_CAPACITY, WARPGROUP, Config, Forward, padded
+from fa3.masks import Band, Intersection, Mask
 from fa3.planner import H200, TILINGS, Tiling, choose_config
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.scores import Alibi, Softcap
+from fa3.templates import Template
 
 WGMMA_K = 16
 """Depth of one WGMMA with 16-bit operands."""
@@ -37,6 +43,16 @@ MASKS = {
     "left": Band(left=True),
     "window": Band(left=True, right=True),
 }
+
+CAP = Template.of(Softcap(30.0))
+BEHIND, AROUND = (Template.of(Alibi(torch.zeros(4), behind)) for behind in (True, False))
+BEHIND_BY_BATCH, AROUND_BY_BATCH = (
+    Template.of(Alibi(torch.zeros(2, 4), behind)) for behind in (True, False)
+)
+RELATIVE = Template.of(RelativeBias(torch.zeros(4, 33), reach=16))
+GATE = Template.of(Gate(torch.zeros(4), hides_odd=True))
+DOCUMENTS = Template.of(Documents(*torch.zeros(2, 1, 10).int()))
+PREFIX = Template.of(PrefixLM(torch.zeros(2).int()))
 
 
 def spec_of(
@@ -88,6 +104,74 @@ def cases():
         yield spec, config_of(spec), TileList
 
 
+def modified(
+    head_dim: int, mask: str, scores=(), function=None, sinks=None, head_dim_v=None
+) -> AttentionSpec:
+    """A spec with scores, a mask of the user's beside the band, and sinks."""
+    spec = spec_of(head_dim, mask, head_dim_v=head_dim_v)
+    band = spec.mask
+    return replace(
+        spec, scores=scores, mask=Intersection(band, function) if function else band, sinks=sinks
+    )
+
+
+SIZES = {
+    "64": (64, 64),
+    "96": (96, 96),
+    "128": (128, 128),
+    "192.128": (192, 128),
+    "256": (256, 256),
+}
+
+MODIFIERS = {
+    "softcap": ((CAP,), None, None),
+    "alibi": ((BEHIND,), None, None),
+    "alibi-around": ((AROUND,), None, None),
+    "alibi-batch": ((BEHIND_BY_BATCH,), None, None),
+    "alibi-around-batch": ((AROUND_BY_BATCH,), None, None),
+    "sinks": ((), None, "float32"),
+    "sinks16": ((), None, "bfloat16"),
+    "softcap-sinks": ((CAP,), None, "float32"),
+    "softcap-alibi-sinks": ((CAP, BEHIND), None, "bfloat16"),
+    "softcap-around-sinks": ((CAP, AROUND_BY_BATCH), None, "float32"),
+    "score": ((RELATIVE,), None, None),
+    "gate": ((GATE,), None, None),
+    "mask": ((), DOCUMENTS, None),
+    "prefix": ((), PREFIX, None),
+    "score-mask": ((RELATIVE,), DOCUMENTS, None),
+    "everything": ((CAP, AROUND, RELATIVE), DOCUMENTS, "float32"),
+    "everything-prefix": ((CAP, BEHIND_BY_BATCH, GATE), PREFIX, "bfloat16"),
+}
+"""Scores, a mask of the user's and sinks, by name."""
+
+MODIFIED = (
+    *((size, "causal", "softcap-alibi-sinks") for size in SIZES),
+    *((size, "full", "softcap-around-sinks") for size in SIZES),
+    *((size, "causal", "everything") for size in SIZES),
+    *((size, "window", "everything-prefix") for size in ("64", "128", "256")),
+    *(("128", "full", name) for name in ("softcap", "alibi-around-batch", "sinks")),
+    *(("128", "causal", name) for name in ("softcap-sinks", "alibi", "alibi-batch", "sinks16")),
+    *(("128", "window", name) for name in ("alibi", "softcap-alibi-sinks")),
+    *(("128", "full", name) for name in ("score", "mask", "everything")),
+    *(("128", "causal", name) for name in ("gate", "prefix")),
+    ("64", "full", "alibi-around"),
+    ("64", "causal", "score-mask"),
+    ("192.128", "causal", "softcap"),
+    ("256", "full", "score"),
+)
+"""What is compiled of all combinations of size, band and modifiers."""
+
+
+def modified_cases():
+    """Yield test parameters (spec, config, schedule type) of `MODIFIED`."""
+    for size, mask, name in MODIFIED:
+        head_dim, head_dim_v = SIZES[size]
+        spec = modified(head_dim, mask, *MODIFIERS[name], head_dim_v=head_dim_v)
+        schedule_type = StaticPersistent if mask == "full" else TileList
+        case = (spec, config_of(spec), schedule_type)
+        yield pytest.param(case, id=f"d{size}-{mask}-{name}")
+
+
 def config_of(spec: AttentionSpec) -> Config:
     """The planner's config for long sequences."""
     return choose_config(Problem(spec, 1, LONG, LONG, 4, Window()), H200)
@@ -103,15 +187,18 @@ def name_of(case) -> str:
     return "-".join(parts)
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=name_of)
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(case, id=name_of(case)) for case in cases()), *modified_cases()]
+)
 def test_machine_code(case):
     spec, config, schedule_type = case
-    kernel = compile_kernel(spec, config, schedule_type)
+    kernel = compile_kernel(Forward(spec, config, schedule_type))
     report = inspect(kernel.cubin)
     check_resources(report, kernel.ptxas_log, config)
     check_wgmma(report, spec, config)
     check_tma(report, spec, config)
-    check_overlap(report, spec, config)
+    if has_unmasked_blocks(spec):
+        check_overlap(report, spec, config)
 
 
 def check_resources(report: CubinReport, ptxas_log: str, config: Config):
@@ -146,9 +233,18 @@ def check_wgmma(report: CubinReport, spec: AttentionSpec, config: Config):
 
 def attend_loops(spec: AttentionSpec) -> int:
     """Loops over key blocks: masked at the end of the keys, unmasked, and with a left bound
-    masked at the begin. The compiler may copy a loop's body.
+    masked at the begin. The compiler may copy a loop's body, and drops loops that the ranges of a
+    mask of the user's never enter.
     """
+    if isinstance(spec.mask, Intersection):
+        return 1 + has_unmasked_blocks(spec)
     return 3 if spec.mask.left else 2
+
+
+def has_unmasked_blocks(spec: AttentionSpec) -> bool:
+    """Whether there is a loop without a mask: all blocks are masked if a mask names none."""
+    mask = spec.mask
+    return isinstance(mask, Band) or mask.function.kind.open_range is not Mask.open_range
 
 
 def boxes(head_dim: int) -> int:
@@ -184,7 +280,7 @@ def check_overlap(report: CubinReport, spec: AttentionSpec, config: Config):
 def test_spills_are_seen(monkeypatch):
     monkeypatch.setattr(forward, "OTHER_REGISTERS", -100)
     """Three consumers have 160 registers a thread; S, P and O need 96 + 48 + 32."""
-    kernel = compile_kernel(spec_of(64, "full"), Config(192, 192), StaticPersistent)
+    kernel = compile_kernel(Forward(spec_of(64, "full"), Config(192, 192), StaticPersistent))
     report = inspect(kernel.cubin)
     assert report.stack_bytes > 0
     assert report.spill_instructions > 0
@@ -212,6 +308,14 @@ def test_every_config_fits_into_shared_memory(tiling: Tiling):
 def test_validate_rejects(config, message):
     with pytest.raises(ValueError, match=message):
         config.validate(spec_of(128, "causal"))
+
+
+def test_heads_that_share_keys_by_multicast_must_walk_the_same_blocks():
+    """The ranges of a mask of the user's may differ from head to head."""
+    config = Config(128, 64, cluster_h=2)
+    config.validate(modified(64, "causal", (RELATIVE,)))
+    with pytest.raises(ValueError, match="cluster_h must be 1 with a mask"):
+        config.validate(modified(64, "causal", function=PREFIX))
 
 
 def test_inspect_rejects_what_is_no_cubin():

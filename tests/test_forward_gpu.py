@@ -372,11 +372,14 @@ SANITIZED = """
     from dataclasses import replace
     for head_dim, head_dim_v in ((64, 64), (128, 128), (256, 256), (40, 40), (192, 128)):
         for window in (Window(), Window(right=0), Window(70, 10)):
-            problem = make_problem(1, 200, 300, 1, 2, head_dim, window, head_dim_v=head_dim_v)
+            problem = make_problem(1, 200, 900, 1, 2, head_dim, window, head_dim_v=head_dim_v)
             config = plan_forward(problem).config
-            for cluster_m in (1, 2):
-                plan = plan_forward(problem, config=replace(config, cluster_m=cluster_m))
-                q, k, v = make_operands(problem, device="cuda")
+            one, two = (replace(config, cluster_m=n) for n in (1, 2))
+            pair = replace(one, cluster_h=2)
+            kinds = ((one, "list"), (two, "static"), (pair, "list"), (one, "dynamic"))
+            q, k, v = make_operands(problem, device="cuda")
+            for config, schedule in (*kinds, (one, "split"), (two, "split")):
+                plan = plan_forward(problem, config=config, schedule=schedule)
                 flash_attn_func(q, k, v, window_size=window, return_lse=True, plan=plan)
     torch.cuda.synchronize()
 """
@@ -421,7 +424,7 @@ def test_no_order_of_the_tiles_changes_a_bit(device):
         return random.Random(seed).sample(tiles, len(tiles))
 
     orders = [partial(shuffled, seed=seed) for seed in range(100)]
-    for schedule in ("single", "static", "list", *orders):
+    for schedule in ("single", "static", "list", "dynamic", *orders):
         again, again_lse = attend(q, k, v, CAUSAL, schedule=schedule)
         assert torch.equal(again, out)
         assert torch.equal(again_lse, lse)

@@ -12,23 +12,40 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("problem", "cubin"),
+    ("problem", "cubin", "templates", "counters"),
     ("primitives",),
-    ("masks", "schedules"),
+    ("masks", "schedules", "scores"),
+    ("lengths", "modifiers", "diagnostics"),
     ("kernels",),
+    ("costs", "timeline"),
+    ("explanation",),
     ("planner",),
     ("compiler", "executor"),
-    ("timeline",),
-    ("drawing",),
-    ("api",),
+    ("drawing", "decode"),
+    ("api", "cache_executor"),
+    ("cache_arguments",),
+    ("cache_schedule",),
+    ("kvcache",),
     ("__init__",),
     ("demo",),
     ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 BUILT_OF_SIBLINGS = ("primitives", "schedules")
-STANDARD_LIBRARY_ONLY = ("problem", "cubin")
-USE_TORCH = ("executor", "api", "demo", "__main__")
+STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates")
+USE_TORCH = (
+    "api",
+    "cache_arguments",
+    "cache_executor",
+    "cache_schedule",
+    "counters",
+    "decode",
+    "demo",
+    "executor",
+    "kvcache",
+    "modifiers",
+    "__main__",
+)
 
 
 def part_of(path: Path) -> str:

@@ -11,7 +11,7 @@ from problems import head_dims, make_problem, windows
 from fa3.kernels.forward import SMEM_CAPACITY, Config, padded
 from fa3.planner import H200, TILINGS, Gpu, choose_config, plan_forward
 from fa3.problem import Window
-from fa3.schedules import SingleTile, StaticPersistent, TileList, walk
+from fa3.schedules import SingleTile, StaticPersistent, Tile, TileList, walk
 
 SCHEDULE_TYPES = (None, SingleTile, StaticPersistent, TileList)
 HEAD_DIMS = range(8, 257, 8)
@@ -44,11 +44,14 @@ def test_a_plan_covers_every_row_of_every_head_once(problem, config, schedule_ty
         problem = replace(problem, spec=replace(problem.spec, head_dim=64, head_dim_v=64))
     plan = plan_forward(problem, gpu, config, schedule_type)
     rows = plan.config.tile_m * plan.config.cluster_m
-    covered = sum(
-        min(rows, problem.seqlen_q - tile.m_block * rows)
+    tiles = [
+        Tile(unit.m_block, unit.head, unit.batch)
         for cluster in range(plan.schedule.num_clusters)
-        for tile in walk(plan.schedule, cluster)
-    )
+        for unit in walk(plan.schedule, cluster)
+    ]
+    assert plan.schedule.splits or len(tiles) == len(set(tiles))
+    heads = plan.config.cluster_h
+    covered = sum(heads * min(rows, problem.seqlen_q - tile.m_block * rows) for tile in set(tiles))
     assert covered == problem.batch * problem.num_heads_q * problem.seqlen_q
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +36,12 @@ def schedules(draw, types=SCHEDULE_TYPES):
     if schedule_type is StaticPersistent:
         return StaticPersistent(order, num_clusters)
     durations = draw(st.lists(st.integers(1, 20), min_size=9, max_size=9))
-    return TileList.balanced(order, num_clusters, durations)
+    return TileList.balanced(order, num_clusters, tile_times(order, durations))
+
+
+def tile_times(order: TileOrder, durations: list[float]) -> np.ndarray:
+    """The time of every tile, given that of each m_block."""
+    return np.asarray(durations, np.float64)[order.m_blocks()]
 
 
 def all_tiles(order: TileOrder) -> set[Tile]:
@@ -95,9 +101,9 @@ def test_static_persistent_deals_back_and_forth():
 
 @given(schedules(types=(TileList,)), st.lists(st.integers(1, 20), min_size=9, max_size=9))
 def test_a_balanced_list_ends_within_one_tile(schedule, durations):
-    """A cluster gets a tile only when it is the first to be free."""
     order = schedule.order
-    balanced = TileList.balanced(order, schedule.num_clusters, durations)
+    times = tile_times(order, durations)
+    balanced = TileList.balanced(order, schedule.num_clusters, times)
     ends = [sum(durations[tile.m_block] for tile in share) for share in shares(balanced)]
     longest = max(durations[: order.num_m_blocks], default=0)
     assert max(ends, default=0) - min(ends, default=0) <= longest
@@ -133,7 +139,7 @@ def test_causal_work_is_balanced(batch, seqlen, heads, head_dim):
 def test_index_is_the_inverse_of_tile():
     order = TileOrder(num_m_blocks=5, num_heads=3, batch=3, heads_per_section=4)
     assert [order.index(order.tile(i)) for i in range(order.num_tiles)] == list(range(45))
-    assert list(order.m_blocks()) == [order.tile(i).m_block for i in range(45)]
+    assert order.m_blocks().tolist() == [order.tile(i).m_block for i in range(45)]
 
 
 ORDER = TileOrder(num_m_blocks=4, num_heads=2, batch=2, heads_per_section=3)
@@ -142,7 +148,7 @@ TILES = [ORDER.tile(index) for index in range(ORDER.num_tiles)]
 
 @given(st.permutations(TILES), st.integers(1, 20))
 def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
-    schedule = TileList.in_order_of(ORDER, num_clusters, tiles, durations=[1.0] * 4)
+    schedule = TileList.in_order_of(ORDER, num_clusters, tiles, np.ones(len(TILES)))
     walks = [list(walk(schedule, cluster)) for cluster in range(num_clusters)]
     assert sorted(tile for column in walks for tile in column) == sorted(tiles)
     # Tiles of equal length go round the clusters.
@@ -161,4 +167,4 @@ def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
 )
 def test_an_order_that_is_not_one_is_refused(tiles, complaint):
     with pytest.raises(ValueError, match=complaint):
-        TileList.in_order_of(ORDER, 3, tiles, durations=[1.0] * 4)
+        TileList.in_order_of(ORDER, 3, tiles, np.ones(len(TILES)))

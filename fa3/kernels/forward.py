@@ -26,7 +26,7 @@ Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -36,21 +36,22 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.masks import Sequence
-from fa3.primitives import wgmma
+from fa3.primitives import arguments, wgmma
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
+from fa3.scores import Rules, bind
 
 SMEM_CAPACITY = 232_448
 """Shared memory a CTA may use on sm_90."""
-
-ELEMENT_TYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers a thread of (producer, consumer) after setmaxnreg."""
@@ -60,6 +61,11 @@ COLUMN_UNIT = 32
 
 OTHER_REGISTERS = 24
 """Registers that a consumer thread needs beside its fragments of S, P and O."""
+
+UNREFERENCED = {"bfloat16": 60.0, "float16": 5.0}
+"""Largest natural logits whose exponentials P holds as they are, and fp32 their sums."""
+
+ROWS_OF_WARP = 16
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
@@ -80,6 +86,8 @@ class Config:
         q_stages: Q tiles in shared memory; two let the next tile's Q arrive early.
         kv_stages: blocks of K, and of V, in shared memory.
         cluster_m: CTAs along M that share K and V by multicast (1 or 2).
+        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2): all
+            of them walk the same key blocks, also under a mask.
         own_o: whether O has shared memory of its own; otherwise it is staged where Q was, and
             the next Q waits until O has been stored.
     """
@@ -90,6 +98,12 @@ class Config:
     kv_stages: int = 2
     cluster_m: int = 1
     own_o: bool = True
+    cluster_h: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_h
 
     @property
     def consumers(self) -> int:
@@ -115,6 +129,18 @@ class Config:
             raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
         if self.cluster_m not in (1, 2):
             raise ValueError(f"cluster_m must be 1 or 2, got {self.cluster_m}")
+        if self.cluster_h not in (1, 2) or self.cluster > 2:
+            raise ValueError(
+                f"cluster_h must be 1, or 2 with cluster_m=1, got cluster_h={self.cluster_h} and "
+                f"cluster_m={self.cluster_m}"
+            )
+        if self.cluster_h > 1 and spec.mask.templates:
+            raise ValueError("cluster_h must be 1 with a mask of the user's: its blocks may differ")
+        if spec.qhead_per_kvhead % self.cluster_h:
+            raise ValueError(
+                f"cluster_h={self.cluster_h} must divide the {spec.qhead_per_kvhead} query heads "
+                f"of a key/value head"
+            )
         if not self.own_o and padded(spec.head_dim) != padded(spec.head_dim_v):
             raise ValueError(
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
@@ -135,13 +161,22 @@ class Config:
 
 
 class Operands(NamedTuple):
-    """The global tensors, (seqlen, head_dim, heads, batch), and the LSE (batch, heads, seqlen)."""
+    """The global tensors.
+
+    Fields:
+        q, k, v, o: (seqlen, head_dim, heads, batch).
+        lse: (batch, heads, seqlen_q), or None.
+        modifiers: the tensors of the spec's scores, mask and sinks.
+        parts: where parts of tiles go; None if no tile is split.
+    """
 
     q: TmaTensor
     k: TmaTensor
     v: TmaTensor
     o: TmaTensor
     lse: cute.Tensor | None
+    modifiers: tuple | None
+    parts: PartMerge | None
 
 
 class SmemLayouts(NamedTuple):
@@ -190,8 +225,7 @@ class Block:
     q: cute.Tensor
     pipelines: Pipelines
     softmax: OnlineSoftmax
-    coords: ScoreCoords
-    sequence: Sequence
+    rules: Rules
     turns: Turns
 
     def issue_qk(self, k_state) -> cute.Tensor:
@@ -207,16 +241,73 @@ class Block:
         wgmma.issue(self.mma_pv.op, self.regs.acc_O, p, vt, accumulate=True)
 
 
+@dataclass(frozen=True)
 class Forward:
     """The forward kernel of one (spec, config, schedule type)."""
 
-    def __init__(self, spec: AttentionSpec, config: Config, schedule_type: type):
-        config.validate(spec)
-        self.spec = spec
-        self.config = config
-        self.schedule_type = schedule_type
-        self.dtype = ELEMENT_TYPES[spec.dtype]
-        self.columns, self.columns_v = padded(spec.head_dim), padded(spec.head_dim_v)
+    spec: AttentionSpec
+    config: Config
+    schedule_type: type
+
+    entry_name: ClassVar[str] = "fa3_forward"
+
+    def __post_init__(self):
+        self.config.validate(self.spec)
+        if self.schedule_type.splits and self.config.cluster_h > 1:
+            raise ValueError("a schedule that splits tiles needs cluster_h=1")
+        if self.schedule_type.shared_words and self.config.cluster > 1:
+            raise ValueError("a schedule whose CTAs take tiles one by one needs no cluster")
+
+    @property
+    def is_storable(self) -> bool:
+        """A function of the user's may use names that only its module knows."""
+        return not self.spec.has_user_functions
+
+    @property
+    def dtype(self):
+        return arguments.ELEMENT_TYPES[self.spec.dtype]
+
+    @property
+    def columns(self) -> int:
+        """Columns of Q and K in shared memory."""
+        return padded(self.spec.head_dim)
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of V and O in shared memory."""
+        return padded(self.spec.head_dim_v)
+
+    def arguments(self) -> list:
+        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
+        spec = self.spec
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
+        return [
+            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
+            arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim)),
+            arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim_v)),
+            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
+            arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
+            if spec.write_lse
+            else None,
+            modifiers or None,
+            Float32(0.0),
+            *(Int32(0) for _ in range(4)),
+            arguments.compact_tensor("int32", (cute.sym_int(),))
+            if self.schedule_type.reads_state
+            else None,
+            *(self.part_arguments() if self.schedule_type.splits else (None, None, None)),
+            Int32(0),
+            arguments.current_stream(),
+        ]
+
+    def part_arguments(self) -> tuple:
+        """Workspace, records and counters of parts."""
+        return (
+            arguments.compact_tensor("float32", (cute.sym_int64(),)),
+            arguments.compact_tensor("int32", (cute.sym_int(),)),
+            arguments.compact_tensor("int32", (cute.sym_int(),)),
+        )
 
     @cute.jit
     def __call__(
@@ -226,12 +317,17 @@ class Forward:
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor | None,
+        modifiers: tuple | None,
         softmax_scale: Float32,
         window_left: Int32,
         window_right: Int32,
         heads_per_section: Int32,
         num_clusters: Int32,
-        tile_table: cute.Tensor | None,
+        schedule_state: cute.Tensor | None,
+        buffer: cute.Tensor | None,
+        records: cute.Tensor | None,
+        arrivals: cute.Tensor | None,
+        num_slots: Int32,
         stream,
     ):
         """Launch on tensors (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen_q)."""
@@ -243,29 +339,40 @@ class Forward:
         )
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        load_kv = load if config.cluster_m == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         operands = Operands(
             TmaTensor.of(load, mQ, layouts.q),
-            TmaTensor.of(load_kv, mK, layouts.k, config.cluster_m),
-            TmaTensor.of(load_kv, mV, layouts.v, config.cluster_m),
+            TmaTensor.of(load_kv, mK, layouts.k, config.cluster),
+            TmaTensor.of(load_kv, mV, layouts.v, config.cluster),
             TmaTensor.of(store, mO, layouts.o),
             mLSE,
+            modifiers,
+            self.part_merge(buffer, records, arrivals, num_slots, mO, mLSE),
         )
         order = TileOrder(
             cute.ceil_div(mQ.shape[0], config.tile_m * config.cluster_m),
-            mQ.shape[2],
+            mQ.shape[2] // config.cluster_h,
             mQ.shape[3],
             heads_per_section,
         )
-        schedule = self.schedule_type.on_device(order, num_clusters, tile_table)
+        schedule = self.schedule_type.on_device(order, num_clusters, schedule_state)
         self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
-        self.kernel(operands, softmax_scale * math.log2(math.e), sequence, schedule).launch(
-            grid=(config.cluster_m * num_clusters, 1, 1),
+        self.kernel(operands, softmax_scale, sequence, schedule).launch(
+            grid=(config.cluster * num_clusters, 1, 1),
             block=(config.threads, 1, 1),
-            cluster=(config.cluster_m, 1, 1),
+            cluster=(config.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
+
+    def part_merge(self, buffer, records, arrivals, num_slots, mO, mLSE) -> PartMerge | None:
+        """Where parts of tiles go: a slot has the rows of a cluster's tile."""
+        if buffer is None:
+            return None
+        rows = self.config.tile_m * self.config.cluster_m
+        size = WorkspaceSize(0, num_slots, rows)
+        workspace = Workspace.of(buffer, size, self.spec.head_dim_v).with_records(records)
+        return PartMerge(workspace, arrivals, rows // ROWS_OF_WARP, mO, mLSE)
 
     def smem_layouts(self) -> SmemLayouts:
         """Where each buffer's elements lie; swizzled for WGMMA and TMA."""
@@ -282,25 +389,25 @@ class Forward:
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, scale_log2: Float32, sequence: Sequence, schedule):
+    def kernel(self, operands: Operands, softmax_scale: Float32, sequence: Sequence, schedule):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in (operands.q, operands.k, operands.v, operands.o):
                 cpasync.prefetch_descriptor(tma.atom)
-        smem, pipelines = self.setup_shared_memory()
+        smem, pipelines, schedule = self.setup_shared_memory(schedule)
         cluster, _, _ = cute.arch.cluster_idx()
         producer_registers, consumer_registers = REGISTERS[config.consumers]
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
-                self.load(operands, smem, pipelines, sequence, schedule, cluster)
+                self.load(operands, smem, pipelines, sequence, schedule.for_producer(), cluster)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.mma(operands, smem, pipelines, scale_log2, sequence, schedule, cluster)
+            self.mma(operands, smem, pipelines, softmax_scale, sequence, schedule, cluster)
 
     @cute.jit
-    def setup_shared_memory(self):
+    def setup_shared_memory(self, schedule):
         """Lay out shared memory, initialise the barriers and meet the rest of the cluster."""
         config = self.config
         layouts = self.smem_layouts()
@@ -310,6 +417,7 @@ class Forward:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.q_stages]
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
+            schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
@@ -343,16 +451,17 @@ class Forward:
 
         pipelines = Pipelines(
             tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, config.consumers, 1),
-            tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster_m),
-            tma_pipeline(storage.barriers_v, config.kv_stages, layouts.v, 1, config.cluster_m),
+            tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster),
+            tma_pipeline(storage.barriers_v, config.kv_stages, layouts.v, 1, config.cluster),
         )
+        schedule = schedule.connected(storage.schedule.data_ptr(), warps)
         cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(config.cluster_m > 1):
+        if cutlass.const_expr(config.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        return smem, pipelines
+        return smem, pipelines, schedule
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
         """Where a producer or consumer of Q, K and V starts."""
@@ -361,14 +470,24 @@ class Forward:
 
     def cluster_rank(self):
         """This CTA's place among those that share K and V."""
-        if self.config.cluster_m == 1:
+        if self.config.cluster == 1:
             return 0
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
-    def key_blocks(self, tile, sequence: Sequence):
+    def tile_of(self, unit, rank) -> Tile:
+        """The tile of one CTA of a cluster."""
+        config = self.config
+        if config.cluster_h > 1:
+            return Tile(unit.m_block, unit.head * config.cluster_h + rank, unit.batch)
+        return Tile(unit.m_block * config.cluster_m + rank, unit.head, unit.batch)
+
+    def key_blocks(self, mask, unit, sequence: Sequence):
         """Blocks of all rows of the cluster, since its CTAs receive the same ones."""
         rows = self.config.tile_m * self.config.cluster_m
-        return self.spec.mask.key_blocks(tile.m_block * rows, rows, self.config.tile_n, sequence)
+        blocks = mask.key_blocks(unit.m_block * rows, rows, self.config.tile_n, sequence)
+        if self.schedule_type.splits:
+            return blocks.between(unit.first_block, unit.end_block)
+        return blocks
 
     # ------------------------------------------------------------------------------ producer
 
@@ -385,34 +504,37 @@ class Forward:
         """Stream Q, K and V of every tile into shared memory, in the consumers' order."""
         config = self.config
         rank = self.cluster_rank()
+        _, mask, _ = bind(self.spec, operands.modifiers)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         cursor = schedule.first(cluster)
         while schedule.is_valid(cursor):
-            tile, following = schedule.tile(cursor), schedule.next(cursor)
-            blocks = self.key_blocks(tile, sequence)
+            unit, following = schedule.tile(cursor), schedule.next(cursor)
+            tile = self.tile_of(unit, rank)
+            blocks = self.key_blocks(mask.at(tile.batch, tile.head), unit, sequence)
             load_k = self.block_loader(operands.k, smem.k, pipelines.k, tile, rank)
             load_v = self.block_loader(operands.v, smem.v, pipelines.v, tile, rank)
 
             n_block = blocks.end - 1
             k_state = load_k(n_block, k_state)
-            q_state = self.load_q(operands.q, smem.q, pipelines.q, q_state, tile, rank)
+            q_state = self.load_q(operands.q, smem.q, pipelines.q, q_state, tile)
             while n_block > blocks.begin:
                 k_state = load_k(n_block - 1, k_state)
                 v_state = load_v(n_block, v_state)
                 n_block -= 1
             v_state = load_v(n_block, v_state)
             cursor = following
-        if cutlass.const_expr(config.cluster_m > 1):
+        schedule.finish()
+        if cutlass.const_expr(config.cluster > 1):
             # Stay until the peer has released what this CTA sent: it signals barriers in here.
             pipelines.k.producer_tail(k_state)
             pipelines.v.producer_tail(v_state)
 
     @cute.jit
-    def load_q(self, tma_q, sQ, pipeline_q, state, tile, rank):
+    def load_q(self, tma_q, sQ, pipeline_q, state, tile: Tile):
         """Load the slabs of a tile's Q into one stage."""
         config = self.config
         to_smem, from_gmem = tma_q.tiles_of_head(sQ, tile.head, tile.batch)
-        slab = (tile.m_block * config.cluster_m + rank) * config.consumers
+        slab = tile.m_block * config.consumers
         pipeline_q.producer_acquire(state)
         for i in cutlass.range_constexpr(config.consumers):
             cute.copy(
@@ -428,10 +550,10 @@ class Forward:
         """A function (n_block, state) -> state that loads a block of K or V of a tile's head."""
         config = self.config
         head_kv = tile.head // self.spec.qhead_per_kvhead
-        to_smem, from_gmem = tma.tiles_of_head(smem, head_kv, tile.batch, rank, config.cluster_m)
+        to_smem, from_gmem = tma.tiles_of_head(smem, head_kv, tile.batch, rank, config.cluster)
         multicast = {}
-        if config.cluster_m > 1:
-            multicast["mcast_mask"] = cutlass.Int16((1 << config.cluster_m) - 1)
+        if config.cluster > 1:
+            multicast["mcast_mask"] = cutlass.Int16((1 << config.cluster) - 1)
 
         def load_block(n_block, state):
             pipe.producer_acquire(state)
@@ -467,7 +589,7 @@ class Forward:
         operands: Operands,
         smem: SmemTensors,
         pipelines: Pipelines,
-        scale_log2: Float32,
+        softmax_scale: Float32,
         sequence: Sequence,
         schedule,
         cluster,
@@ -478,6 +600,7 @@ class Forward:
         thread = thread_idx % WARPGROUP
         group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP) - 1
         rank = self.cluster_rank()
+        scores, mask, sinks = bind(self.spec, operands.modifiers)
         mma_qk, mma_pv = self.tiled_mmas()
         regs = self.fragments(mma_qk, mma_pv, smem)
         turns = Turns(FIRST_TURN_BARRIER, config.consumers, group)
@@ -486,14 +609,19 @@ class Forward:
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         cursor = schedule.first(cluster)
         while schedule.is_valid(cursor):
-            tile, following = schedule.tile(cursor), schedule.next(cursor)
-            blocks = self.key_blocks(tile, sequence)
-            slab = (tile.m_block * config.cluster_m + rank) * config.consumers + group
-            coords = ScoreCoords.of(mma_qk, thread, (ROWS, config.tile_n), slab * ROWS)
-            softmax = OnlineSoftmax.create(2, scale_log2)
+            unit, following = schedule.tile(cursor), schedule.next(cursor)
+            tile = self.tile_of(unit, rank)
+            slab = tile.m_block * config.consumers + group
+            coords = ScoreCoords.of(mma_qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
+            rules = Rules.of(
+                scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
+            )
+            blocks = self.key_blocks(rules.mask, unit, sequence)
+            bounded = rules.bound <= UNREFERENCED[self.spec.dtype]
+            softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e), bounded)
             pipelines.q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
-            block = Block(mma_qk, mma_pv, regs, q, pipelines, softmax, coords, sequence, turns)
+            block = Block(mma_qk, mma_pv, regs, q, pipelines, softmax, rules, turns)
 
             n_block = blocks.end - 1
             k_state = self.attend_first(block, n_block, k_state)
@@ -510,10 +638,13 @@ class Forward:
             if cutlass.const_expr(config.own_o):
                 pipelines.q.consumer_release(q_state)
             v_state = self.attend_last(block, v_state)
-            lse = softmax.finish(as_rows_and_columns(regs.acc_O))
-            if cutlass.const_expr(self.spec.write_lse):
-                self.store_lse(operands.lse, lse, coords, sequence, tile)
-            out.store(regs.acc_O, slab, tile.head, tile.batch)
+            if cutlass.const_expr(self.schedule_type.splits):
+                if unit.slot < 0:
+                    self.finish_tile(operands, block, out, rules.sinks_of_rows(sinks), tile, slab)
+                else:
+                    self.finish_part(operands.parts, block, unit, rules.sinks_of_rows(sinks))
+            else:
+                self.finish_tile(operands, block, out, rules.sinks_of_rows(sinks), tile, slab)
             if cutlass.const_expr(not config.own_o):
                 out.wait()
                 pipelines.q.consumer_release(q_state)
@@ -548,9 +679,9 @@ class Forward:
         block.pipelines.k.consumer_release(k_state)
         k_state.advance()
         scores = as_rows_and_columns(acc_S)
-        self.spec.mask.apply(scores, block.coords, n_block, block.sequence)
-        block.softmax.start(scores)
-        block.softmax.exponentiate(scores, masked=True)
+        shifts = block.rules.apply(scores, n_block, masked=True)
+        block.softmax.start(scores, shifts)
+        block.softmax.exponentiate(scores, True, shifts)
         convert(acc_S, block.regs.p)
         block.regs.acc_O.fill(0.0)
         return k_state
@@ -568,14 +699,16 @@ class Forward:
         warpgroup.wait_group(1)
         pipelines.k.consumer_release(k_state)
         scores = as_rows_and_columns(acc_S)
-        if cutlass.const_expr(masked):
-            self.spec.mask.apply(scores, block.coords, n_block, block.sequence)
-        acc_O = as_rows_and_columns(regs.acc_O)
-        block.softmax.follow(scores, acc_O, acc_ready=lambda: warpgroup.wait_group(0))
-        block.softmax.exponentiate(scores, masked)
+        shifts = block.rules.apply(scores, n_block, masked)
+        if cutlass.const_expr(not block.softmax.bounded):
+            acc_O = as_rows_and_columns(regs.acc_O)
+            block.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
+        block.softmax.exponentiate(scores, masked or block.rules.may_hide, shifts)
         # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
-        # P V above the exponentials, which are meant to run under it.
-        pipelines.v.consumer_wait(v_state)
+        # P V above the exponentials, which are meant to run under it. Where nothing before it
+        # branched, it must depend on them.
+        if block.softmax.has_summed():
+            pipelines.v.consumer_wait(v_state)
         warpgroup.wait_group(0)
         pipelines.v.consumer_release(v_state)
         convert(acc_S, regs.p)
@@ -594,10 +727,26 @@ class Forward:
         return v_state
 
     @cute.jit
-    def store_lse(self, mLSE, lse: cute.Tensor, coords: ScoreCoords, sequence: Sequence, tile):
-        """Write the log-sum-exp of this thread's rows; one thread of a quad does it."""
-        if coords.column == 0:
+    def finish_tile(
+        self, operands: Operands, block: Block, out: SlabStore, sinks: tuple | None, tile, slab
+    ):
+        """Divide O by the row sums, and write O and the log-sum-exp where they belong."""
+        acc_O, coords = block.regs.acc_O, block.rules.coords
+        lse = block.softmax.finish(as_rows_and_columns(acc_O), sinks)
+        if cutlass.const_expr(self.spec.write_lse):
             for r in cutlass.range_constexpr(cute.size(lse)):
-                row = coords.row + coords.row_steps[r]
-                if row < sequence.seqlen_q:
-                    mLSE[tile.batch, tile.head, row] = lse[r]
+                row = coords.query(r)
+                # One thread of the four that share a row.
+                if coords.column == 0 and row < block.rules.sequence.seqlen_q:
+                    operands.lse[tile.batch, tile.head, row] = lse[r]
+        out.store(acc_O, slab, tile.head, tile.batch)
+
+    @cute.jit
+    def finish_part(self, parts: PartMerge, block: Block, unit, sinks: tuple | None):
+        """Divide O by the part's row sums, and leave it to be merged with the other parts."""
+        acc_O, coords = as_rows_and_columns(block.regs.acc_O), block.rules.coords
+        lse = block.softmax.finish(acc_O)
+        row_begin = unit.m_block * self.config.tile_m * self.config.cluster_m
+        first_row = coords.row - row_begin
+        warp = cute.arch.make_warp_uniform(first_row // ROWS_OF_WARP)
+        parts.finish(acc_O, lse, coords, unit, row_begin, warp, sinks)

@@ -1,15 +1,19 @@
 """One tile per cluster: the GPU's own block scheduler hands the tiles out in order."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from fa3.schedules.tiles import Tile, TileOrder
+from fa3.schedules.tiles import Planned, Tile, TileOrder
 
 
 @dataclass(frozen=True)
-class SingleTile:
+class SingleTile(Planned):
     """Launch as many clusters as there are tiles; each works on one and leaves."""
 
     order: TileOrder
+
+    reads_state: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
 
     @property
     def table(self) -> None:

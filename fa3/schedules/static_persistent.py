@@ -1,12 +1,13 @@
 """Static persistent: as many clusters as the GPU holds, each with a fixed share of the tiles."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from fa3.schedules.tiles import Tile, TileOrder
+from fa3.schedules.tiles import Planned, Tile, TileOrder
 
 
 @dataclass(frozen=True)
-class StaticPersistent:
+class StaticPersistent(Planned):
     """Deal the ordered tiles to `num_clusters` clusters, back and forth.
 
     Round r gives cluster c the tile r * num_clusters + c when r is even, and runs the other way
@@ -16,6 +17,9 @@ class StaticPersistent:
 
     order: TileOrder
     num_clusters: int
+
+    reads_state: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
 
     @property
     def table(self) -> None:

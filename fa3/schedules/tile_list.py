@@ -1,16 +1,29 @@
 """Explicit list: Python deals the tiles, the kernel reads its share from device memory."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from fa3.schedules.tiles import Tile, TileOrder
+from fa3.schedules.tiles import Planned, Tile, TileOrder
 
 END = -1
 """Stands behind the last tile of every cluster."""
+
+MANY_TILES = 2560
+"""Up to so many tiles are dealt one by one: 0.2 us each."""
+
+STEPS = 8
+"""Steps in which whole rounds of more tiles are dealt; of many rounds each step takes several."""
+
+LAST_ROUNDS = 8
+"""Rounds behind them that are dealt one by one, and more if they are short."""
+
+TICKS = 1 << 20
+"""Parts of the longest tile in which a deal counts time."""
 
 
 class Cursor(NamedTuple):
@@ -21,7 +34,7 @@ class Cursor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TileList:
+class TileList(Planned):
     """Each cluster has a column of tile numbers, worked on from the top down to `END`.
 
     `table` is the matrix (rounds, num_clusters) of int32, flat in row order: a numpy array on the
@@ -33,26 +46,28 @@ class TileList:
     num_clusters: int
     table: np.ndarray
 
+    reads_state: ClassVar[bool] = True
+    splits: ClassVar[bool] = False
+
     @classmethod
-    def balanced(
-        cls, order: TileOrder, num_clusters: int, durations: Sequence[float]
-    ) -> "TileList":
-        """Deal the tiles in order, each to the cluster that is free first.
+    def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
+        """Deal the tiles in order, so that all clusters end at nearly the same time.
 
         Args:
-            durations: how long a tile of each m_block takes, in any unit.
+            times: how long each tile takes, by its number, in any unit.
         """
-        return cls.dealt(order, num_clusters, enumerate(order.m_blocks()), durations)
+        return cls.of_owners(
+            order, num_clusters, np.arange(order.num_tiles), deal(times, num_clusters)
+        )
 
     @classmethod
     def in_order_of(
-        cls,
-        order: TileOrder,
-        num_clusters: int,
-        tiles: Iterable[Tile],
-        durations: Sequence[float],
+        cls, order: TileOrder, num_clusters: int, tiles: Iterable[Tile], times: np.ndarray
     ) -> "TileList":
         """Deal the tiles as they come, each to the cluster that is free first.
+
+        Args:
+            times: how long each tile takes, by its number, in any unit.
 
         Raises:
             ValueError: a tile is none of the problem's, comes twice, or is left out.
@@ -68,28 +83,30 @@ class TileList:
         if len(place) < order.num_tiles:
             missing = next(index for index in range(order.num_tiles) if index not in place)
             raise ValueError(f"schedule leaves out {order.tile(missing)}")
-        numbered = ((index, order.tile(index).m_block) for index in place)
-        return cls.dealt(order, num_clusters, numbered, durations)
+        indices = np.fromiter(place, np.int64, order.num_tiles)
+        owners, _ = hand_out(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
+        return cls.of_owners(order, num_clusters, indices, owners)
 
     @classmethod
-    def dealt(
-        cls,
-        order: TileOrder,
-        num_clusters: int,
-        numbered: Iterable[tuple[int, int]],
-        durations: Sequence[float],
+    def of_owners(
+        cls, order: TileOrder, num_clusters: int, indices: np.ndarray, owners: np.ndarray
     ) -> "TileList":
-        """Deal (index, m_block) as they come, each to the cluster that is free first."""
-        columns: list[list[int]] = [[] for _ in range(num_clusters)]
-        free_at = [(0.0, cluster) for cluster in range(num_clusters)]
-        for index, m_block in numbered:
-            time, cluster = free_at[0]
-            columns[cluster].append(index)
-            heapq.heapreplace(free_at, (time + durations[m_block], cluster))
-        table = np.full((max(map(len, columns), default=0) + 1, num_clusters), END, np.int32)
-        for cluster, column in enumerate(columns):
-            table[: len(column), cluster] = column
+        """Give every tile of `indices`, in this order, to the cluster that `owners` has for it."""
+        # NumPy sorts small integers by their digits.
+        by_owner = np.argsort(owners.astype(np.int16), kind="stable")
+        counts = np.bincount(owners, minlength=num_clusters)
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        table = np.full((counts.max(initial=0) + 1, num_clusters), END, np.int32)
+        table[np.arange(len(owners)) - firsts, owners[by_owner]] = indices[by_owner]
         return cls(order, num_clusters, table.reshape(-1))
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The cluster of every tile, by the tile's number."""
+        places = np.flatnonzero(self.table != END)
+        owners = np.empty(self.order.num_tiles, np.int64)
+        owners[self.table[places]] = places % self.num_clusters
+        return owners
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "TileList":
@@ -110,3 +127,76 @@ class TileList:
 
     def tile(self, cursor: Cursor) -> Tile:
         return self.order.tile(cursor.entry)
+
+
+def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
+    """Give every tile a cluster so that all end at nearly the same time.
+
+    Each tile goes to the cluster that is free first. Of many tiles the first ones are dealt in
+    whole rounds, the longest tile of a round to the cluster with the least work so far: that keeps
+    clusters within about the longest tile of each other. The last tiles even this out: in their
+    order, or if that ends too late from the longest to the shortest.
+
+    Args:
+        times: how long each tile takes, in the order in which a cluster works on its tiles.
+
+    Returns:
+        The cluster of each tile.
+    """
+    ticks = in_ticks(times)
+    if len(ticks) <= MANY_TILES:
+        return hand_out(ticks, np.zeros(num_clusters, np.int64))[0]
+    owners = np.empty(len(ticks), np.int64)
+    free_at = np.zeros(num_clusters, np.int64)
+    rounds = rounds_to_deal(ticks, num_clusters)
+    bounds = np.linspace(0, rounds, min(rounds, STEPS) + 1).astype(int) * num_clusters
+    for first, end in itertools.pairwise(bounds.tolist()):
+        hands = ticks[first:end].reshape(-1, num_clusters)
+        work = hands[::2].sum(axis=0) + hands[1::2, ::-1].sum(axis=0)
+        cluster = np.empty(num_clusters, np.int64)
+        cluster[np.argsort(-work)] = np.argsort(free_at)
+        free_at[cluster] += work
+        dealt = owners[first:end].reshape(-1, num_clusters)
+        dealt[::2], dealt[1::2] = cluster, cluster[::-1]
+    last = ticks[rounds * num_clusters :]
+    in_order, end = hand_out(last, free_at)
+    if end > ticks.sum() / num_clusters + ticks.min():
+        longest_first = np.argsort(-last, kind="stable")
+        by_length, earlier_end = hand_out(last[longest_first], free_at)
+        if earlier_end < end:
+            in_order[longest_first] = by_length
+    owners[rounds * num_clusters :] = in_order
+    return owners
+
+
+def rounds_to_deal(ticks: np.ndarray, num_clusters: int) -> int:
+    """How many whole rounds leave enough work behind them to even out what they left uneven."""
+    needed = num_clusters * ticks.max()
+    enough = np.searchsorted(np.cumsum(ticks[::-1]), needed)
+    return max(0, len(ticks) - max(int(enough), LAST_ROUNDS * num_clusters)) // num_clusters
+
+
+def in_ticks(times: np.ndarray) -> np.ndarray:
+    """Times as integers: the longest is `TICKS`."""
+    return np.rint(times * (TICKS / times.max(initial=1e-9))).astype(np.int64)
+
+
+def hand_out(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray, int]:
+    """Give each unit of work, as it comes, to the cluster that is free first.
+
+    Args:
+        ticks: how long each unit takes.
+        free_at: when each cluster is free.
+
+    Returns:
+        The cluster of each unit, and when the last cluster is done.
+    """
+    # An entry is time and cluster in one integer, which a heap compares faster than a pair.
+    num_clusters = len(free_at)
+    heap = (free_at * num_clusters + np.arange(num_clusters)).tolist()
+    heapq.heapify(heap)
+    replace = heapq.heapreplace
+    taken = [replace(heap, heap[0] + step) for step in (ticks * num_clusters).tolist()]
+    if not taken:
+        return np.empty(0, np.int64), int(free_at.max(initial=0))
+    return np.array(taken) % num_clusters, max(heap) // num_clusters

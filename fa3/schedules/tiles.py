@@ -4,12 +4,13 @@ Everything here is plain arithmetic on the fields, so the same code runs on Pyth
 executor, tests) and on Int32 values inside a kernel: host and device cannot drift.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
-import cutlass
+import numpy as np
+
+from fa3.primitives.arithmetic import smaller
 
 
 class Tile(NamedTuple):
@@ -42,19 +43,19 @@ class TileOrder:
     def num_tiles(self):
         return self.num_m_blocks * self.num_heads * self.batch
 
-    def m_blocks(self) -> Iterator[int]:
+    def m_blocks(self) -> np.ndarray:
         """The m_block of every tile in order; what `tile` gives, without its arithmetic."""
         flat_heads = self.num_heads * self.batch
-        for first_head in range(0, flat_heads, self.heads_per_section):
-            heads = min(self.heads_per_section, flat_heads - first_head)
-            for m_block in reversed(range(self.num_m_blocks)):
-                yield from itertools.repeat(m_block, heads)
+        downwards = np.arange(self.num_m_blocks - 1, -1, -1)
+        sections, last = divmod(flat_heads, self.heads_per_section)
+        section = np.repeat(downwards, self.heads_per_section)
+        return np.concatenate((np.tile(section, sections), np.repeat(downwards, last)))
 
     def tile(self, index) -> Tile:
         """The tile with this number, 0 <= index < num_tiles."""
         section = index // (self.heads_per_section * self.num_m_blocks)
         first_head = section * self.heads_per_section
-        heads = cutlass.min(self.heads_per_section, self.num_heads * self.batch - first_head)
+        heads = smaller(self.heads_per_section, self.num_heads * self.batch - first_head)
         within = index - first_head * self.num_m_blocks
         rank = within // heads
         flat_head = first_head + within - rank * heads
@@ -85,12 +86,30 @@ class Schedule(Protocol):
     works on a tile: a schedule can fetch ahead.
     """
 
+    reads_state: ClassVar[bool]
+    """Whether the device half reads a tensor of int32."""
+
+    splits: ClassVar[bool]
+    """Whether units may be parts of tiles: `tile` gives them key blocks and a slot."""
+
+    num_counters: ClassVar[int]
+    """Counters that are zero before a launch and after it; they take the place of a table."""
+
+    shared_words: ClassVar[int]
+    """Words of 64 bits that a CTA's warps need in shared memory to agree on a tile."""
+
     order: TileOrder
     num_clusters: int
     table: object | None
 
     @classmethod
-    def on_device(cls, order: TileOrder, num_clusters, table) -> "Schedule": ...
+    def on_device(cls, order: TileOrder, num_clusters, state) -> "Schedule": ...
+
+    def connected(self, shared, warps: int) -> "Schedule":
+        """The schedule of one CTA, with `shared_words` for its consumers' warps to share."""
+
+    def for_producer(self) -> "Schedule":
+        """The producer's half."""
 
     def first(self, cluster): ...
 
@@ -99,6 +118,25 @@ class Schedule(Protocol):
     def is_valid(self, cursor): ...
 
     def tile(self, cursor) -> Tile: ...
+
+    def finish(self) -> None:
+        """What the producer does when no tile is left."""
+
+
+class Planned:
+    """Base of schedules whose warps all find their tiles by themselves."""
+
+    num_counters: ClassVar[int] = 0
+    shared_words: ClassVar[int] = 0
+
+    def connected(self, shared, warps: int):
+        return self
+
+    def for_producer(self):
+        return self
+
+    def finish(self) -> None:
+        pass
 
 
 def walk(schedule: Schedule, cluster: int) -> Iterator[Tile]:

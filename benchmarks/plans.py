@@ -1,0 +1,151 @@
+"""Plans as things to measure: all ways to run a cell, and what the planner makes of it."""
+
+import functools
+import re
+from collections.abc import Callable
+
+import torch
+
+import fa3
+from benchmarks.peers import Call, Tensors, window_size
+from benchmarks.results import Measurement, PlanRow
+from benchmarks.shapes import Cell
+from fa3.api import check_window, gpu_of, tighten
+from fa3.costs import H200, Gpu
+from fa3.explanation import describe_config
+from fa3.kernels.forward import Config
+from fa3.masks import Band
+from fa3.planner import (
+    Plan,
+    alternatives,
+    choose_config,
+    has_mask,
+    plan_forward,
+    with_clusters,
+)
+from fa3.problem import AttentionSpec, Problem
+from fa3.schedules import SCHEDULES
+
+HOPELESS = 1.5
+"""Plans that are predicted to take so many times the best one's time are not measured."""
+
+NAME = re.compile(r"(\w+) (\d+x\d+(?: in pairs of \w+)?)")
+"""`Plan.name`: schedule and tiling."""
+
+
+def problem_of(cell: Cell) -> Problem:
+    """What `fa3.flash_attn_func` makes of a call on this cell."""
+    window = check_window(window_size(cell), cell.causal)
+    window = tighten(window, cell.seqlen_q, cell.seqlen_k)
+    spec = AttentionSpec(
+        cell.dtype,
+        cell.head_dim,
+        cell.head_dim_v,
+        cell.heads_q // cell.heads_kv,
+        Band.of(window),
+        write_lse=False,
+    )
+    return Problem(spec, cell.batch, cell.seqlen_q, cell.seqlen_k, cell.heads_kv, window)
+
+
+def cell_of(row: Measurement) -> Cell:
+    """The cell that a row tells of."""
+    return Cell(
+        row.cell,
+        row.group,
+        row.batch,
+        row.seqlen_q,
+        row.seqlen_k,
+        row.heads_q,
+        row.heads_kv,
+        row.head_dim,
+        row.head_dim_v,
+        row.causal,
+        row.window_left,
+        row.dtype,
+    )
+
+
+@functools.cache
+def present_gpu() -> Gpu:
+    """The GPU of this machine, or an H200 where there is none."""
+    if not torch.cuda.is_available():
+        return H200
+    return gpu_of(torch.device("cuda", torch.cuda.current_device()))
+
+
+def configs_to_measure(problem: Problem) -> list[Config]:
+    """The table's tilings for a problem, their CTAs alone and in pairs."""
+    return [
+        config
+        for tiling in alternatives(problem)
+        for config in with_clusters(tiling.config, problem)
+    ]
+
+
+def all_plans(problem: Problem, gpu: Gpu) -> dict[str, Plan]:
+    """Every way to run a problem that may be fast, by name, the planner's own first."""
+    own = plan_forward(problem, gpu)
+    plans = {own.name: own}
+    for config in configs_to_measure(problem):
+        for schedule in SCHEDULES:
+            try:
+                plan = plan_forward(problem, gpu, config, schedule)
+            except ValueError:
+                continue  # This schedule or tiling is not for this problem.
+            plans.setdefault(plan.name, plan)
+    times = {name: plan.predict().us for name, plan in plans.items()}
+    limit = HOPELESS * min(times.values())
+    return {name: plan for name, plan in plans.items() if plan is own or times[name] < limit}
+
+
+def config_of(row: PlanRow) -> Config:
+    """The tiling of a row."""
+    return Config(
+        row.tile_m,
+        row.tile_n,
+        row.q_stages,
+        row.kv_stages,
+        row.cluster_m,
+        row.own_o,
+        row.cluster_h,
+    )
+
+
+def recorded_config(row: Measurement) -> tuple[Config, str]:
+    """Tiling and schedule of a row of ours; those of the table where the row has no plan's name."""
+    problem = problem_of(cell_of(row))
+    match = NAME.fullmatch(row.choice)
+    if match is None:
+        return choose_config(problem, H200), "list" if has_mask(problem.spec) else "static"
+    schedule, tiling = match.groups()
+    for config in configs_to_measure(problem):
+        if describe_config(config) == tiling:
+            return config, schedule
+    raise ValueError(f"{row.cell}: {row.choice} is no plan of the present table")
+
+
+class Planned:
+    """Ours with a given plan."""
+
+    version = fa3.__version__
+    is_peer = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.name = plan.name
+
+    def supports(self, cell: Cell) -> str | None:
+        return None
+
+    def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
+        attend: Callable = fa3.flash_attn_func
+        return {
+            "": functools.partial(
+                attend,
+                *tensors,
+                causal=cell.causal,
+                window_size=window_size(cell),
+                plan=self.plan,
+            )
+        }

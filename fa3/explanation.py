@@ -1,0 +1,199 @@
+"""A plan in words: what it does, how long it should take, what bounds it, what else there was."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fa3.costs import Costs, Gpu, Prediction
+from fa3.kernels.forward import SMEM_CAPACITY, Config
+from fa3.problem import NO_BOUND, Problem, Window
+from fa3.schedules import Schedule, SingleTile
+from fa3.timeline import Timeline
+
+
+class Candidate(NamedTuple):
+    """A way to run a problem.
+
+    Fields:
+        schedule: a name of `fa3.schedules.SCHEDULES`.
+        measured: whether its tile and its schedule were measured; otherwise the prediction is a
+            guess, and the planner does not take it of its own accord.
+    """
+
+    config: Config
+    schedule: str
+    prediction: Prediction
+    measured: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule} {describe_config(self.config)}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything there is to say about a plan. `print` it.
+
+    Fields:
+        chosen: the plan itself.
+        candidates: what the planner compares for this problem, best first.
+    """
+
+    problem: Problem
+    gpu: Gpu
+    schedule: Schedule
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    timeline: Timeline
+    costs: Costs
+
+    def __str__(self) -> str:
+        sentences = {
+            "Problem": f"{describe_problem(self.problem)}: {self.problem.flops / 1e9:,.1f} GFLOP "
+            f"on at least {self.problem.bytes / 1e6:,.1f} MB.",
+            "CTA": self.cta,
+            "Memory": self.memory,
+            "Grid": self.grid,
+            "Order": self.order,
+            "Work": f"{counted(self.timeline.blocks, 'key block')}, "
+            f"{self.timeline.full_blocks:,} of them unmasked.",
+            "Balance": self.balance,
+            "Time": self.time,
+            "Bound": self.bound,
+            "Choice": self.choice,
+        }
+        return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items())
+
+    def trace(self) -> dict:
+        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open."""
+        lanes = "SM" if self.config.cluster == 1 else "cluster"
+        return self.timeline.trace_events(describe_problem(self.problem), lanes)
+
+    @property
+    def config(self) -> Config:
+        return self.chosen.config
+
+    @property
+    def lane(self) -> str:
+        """What holds one cluster."""
+        return "SM" if self.config.cluster == 1 else f"cluster of {self.config.cluster} SMs"
+
+    @property
+    def cta(self) -> str:
+        config = self.config
+        return (
+            f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
+            f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups."
+        )
+
+    @property
+    def memory(self) -> str:
+        config = self.config
+        o_buffer = "O in a buffer of its own" if config.own_o else "O staged where Q was"
+        return (
+            f"{counted(config.q_stages, 'stage')} of Q, {config.kv_stages} of K and of V, "
+            f"{o_buffer}: {config.smem_bytes(self.problem.spec):,} of {SMEM_CAPACITY:,} bytes."
+        )
+
+    @property
+    def grid(self) -> str:
+        cluster = self.config.cluster
+        kind = "CTA" if isinstance(self.schedule, SingleTile) else "persistent CTA"
+        clusters = "" if cluster == 1 else f" in clusters of {cluster}"
+        return (
+            f"{counted(self.schedule.num_clusters * cluster, kind)}{clusters} on "
+            f"{self.gpu.num_sms} SMs, for {counted(self.schedule.order.num_tiles, 'tile')}: "
+            f"{self.chosen.prediction.waves:,.2f} waves."
+        )
+
+    @property
+    def order(self) -> str:
+        order = self.schedule.order
+        heads = order.num_heads * order.batch
+        sections = -(-heads // order.heads_per_section)
+        together = counted(heads, "head") + " together"
+        if sections > 1:
+            together = f"{heads:,} heads in {sections} sections that share L2"
+        return f"{type(self.schedule).__name__}; {together}, last query rows first."
+
+    @property
+    def balance(self) -> str:
+        timeline = self.timeline
+        return (
+            f"{microseconds(min(timeline.busy, default=0.0))} to {microseconds(timeline.us)} us "
+            f"of work for {'an' if self.lane == 'SM' else 'a'} {self.lane}, mean "
+            f"{microseconds(timeline.mean)}: {timeline.balance:.1%}."
+        )
+
+    @property
+    def time(self) -> str:
+        prediction = self.chosen.prediction
+        rate = self.problem.flops / prediction.us / 1e6
+        where = "" if self.costs.measured else f" Not measured on a {self.gpu.name}."
+        tile = "" if self.chosen.measured else " Its tile or schedule was not measured."
+        return (
+            f"{microseconds(prediction.us)} us predicted under steady load, {rate:,.0f} TFLOP/s; "
+            f"{microseconds(prediction.burst_us)} us in a burst.{where}{tile}"
+        )
+
+    @property
+    def bound(self) -> str:
+        prediction = self.chosen.prediction
+        return (
+            f"By {prediction.bound}: compute {microseconds(prediction.compute_us)} us with SMs "
+            f"busy for {prediction.busy:.1%} of it, device memory "
+            f"{microseconds(prediction.memory_us)} us, launch {prediction.launch_us:.1f} us."
+        )
+
+    @property
+    def choice(self) -> str:
+        """The candidates with their predicted times."""
+        us = self.chosen.prediction.us
+        others = [candidate for candidate in self.candidates if candidate.name != self.chosen.name]
+        lines = [f"{self.chosen.name}: {microseconds(us)} us."]
+        for other in others:
+            difference = other.prediction.us / us - 1 if us else 0.0
+            guess = "" if other.measured else ", not measured"
+            lines.append(
+                f"{other.name}: {microseconds(other.prediction.us)} us, {difference:+.1%}{guess}."
+            )
+        return ("\n" + " " * 9).join(lines)
+
+
+def microseconds(us: float) -> str:
+    """A time in three digits or whole microseconds."""
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 tile", "1,024 tiles"."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def describe_config(config: Config) -> str:
+    """A tiling in a few characters: "128x128", "128x80 in pairs of rows"."""
+    pairs = ""
+    if config.cluster > 1:
+        pairs = " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"
+    return f"{config.tile_m}x{config.tile_n}{pairs}"
+
+
+def describe_problem(problem: Problem) -> str:
+    """A problem in one line."""
+    spec = problem.spec
+    heads = counted(problem.num_heads_q, "head")
+    if spec.qhead_per_kvhead > 1:
+        heads = f"{problem.num_heads_q} query heads on {problem.num_heads_kv} key/value heads"
+    return (
+        f"{problem.batch} x {problem.seqlen_q:,} queries on {problem.seqlen_k:,} keys, {heads}, "
+        f"head_dim {spec.head_dim}, {spec.dtype}, {describe_window(problem.window)}"
+    )
+
+
+def describe_window(window: Window) -> str:
+    """A window in a few words."""
+    if window == (NO_BOUND, NO_BOUND):
+        return "no mask"
+    if window == (NO_BOUND, 0):
+        return "causal"
+    left, right = ("all" if bound == NO_BOUND else f"{bound:,}" for bound in window)
+    return f"window of {left} keys to the left and {right} to the right"

@@ -1,0 +1,122 @@
+"""Tiles whose rows are all query heads of a group at all query positions (packed GQA).
+
+Row r of a key/value head is query position r // heads and query head r % heads of the group, with
+`heads` query heads for each key/value head.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
+from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class PackedCoords(ScoreCoords):
+    """Coordinates of a thread's scores in such a tile; `head` is the key/value head."""
+
+    qhead_per_kvhead: int
+
+    @classmethod
+    def of_tile(cls, mma, thread, tile_n: int, tile, qhead_per_kvhead: int) -> "PackedCoords":
+        base = ScoreCoords.of(mma, thread, (ROWS, tile_n), tile.m_block * ROWS, tile)
+        return cls(*vars(base).values(), qhead_per_kvhead)
+
+    def packed(self, r: int):
+        """Row r among those of the key/value head."""
+        return self.row + self.row_steps[r]
+
+    def query(self, r: int):
+        return self.packed(r) // self.qhead_per_kvhead
+
+    def queries(self):
+        first, last = super().queries()
+        return first // self.qhead_per_kvhead, last // self.qhead_per_kvhead
+
+    def head_of(self, r: int):
+        return self.head * self.qhead_per_kvhead + self.packed(r) % self.qhead_per_kvhead
+
+
+@cute.jit
+def fetch_rows(
+    mQ: cute.Tensor, smem: cute.Tensor, tile, qhead_per_kvhead: cutlass.Constexpr, thread: Int32
+):
+    """Start to copy a tile's rows of Q (batch, seqlen_q, heads_q, head_dim) to shared memory.
+
+    By cp.async of a warpgroup; rows and columns past the end become 0.
+    """
+    _, seqlen_q, _, head_dim = mQ.shape
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), mQ.element_type, num_bits_per_copy=128)
+    columns = cute.size(smem, mode=[1])
+    zeros = cute.make_rmem_tensor(VECTOR, mQ.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range_constexpr(ROWS * columns // VECTOR // WARPGROUP):
+        row, vector = row_and_vector(thread + i * WARPGROUP, columns)
+        packed, target = tile.m_block * ROWS + row, vector_of(smem[row, None], vector)
+        if packed < seqlen_q * qhead_per_kvhead and vector * VECTOR < head_dim:
+            head = tile.head * qhead_per_kvhead + packed % qhead_per_kvhead
+            source = mQ[tile.batch, packed // qhead_per_kvhead, head, None]
+            cute.copy(atom, vector_of(source, vector), target)
+        else:
+            cute.autovec_copy(zeros, target)
+
+
+@cute.jit
+def clear_rows(smem: cute.Tensor, begin, thread: Int32):
+    """Zero the rows of a 16-bit matrix (rows, columns) in shared memory from `begin` on."""
+    rows, columns = (cute.size(smem, mode=[i]) for i in range(2))
+    zeros = cute.make_rmem_tensor(VECTOR, smem.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range_constexpr(rows * columns // VECTOR // WARPGROUP):
+        row, vector = row_and_vector(thread + i * WARPGROUP, columns)
+        if row >= begin:
+            cute.autovec_copy(zeros, vector_of(smem[row, None], vector))
+
+
+@cute.jit
+def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
+    """Write a thread's part of a row of an accumulator that begins at `column`, as pairs.
+
+    `values` may have more columns than the row.
+    """
+    pairs = cute.logical_divide(cute.flatten(values), cute.make_layout(2))
+    for i in cutlass.range_constexpr(row.shape[0] // 8):
+        cute.autovec_copy(pairs[None, i], vector_of(row, 4 * i + column // 2, 2))
+
+
+@cute.jit
+def store_rows(rows: cute.Tensor, lse: cute.Tensor, mO: cute.Tensor, mLSE, coords: PackedCoords):
+    """Write a thread's part of a tile's rows (2, columns) to O (batch, seqlen_q, heads_q,
+    head_dim_v), and their log-sum-exps to LSE (batch, heads_q, seqlen_q) if there is one.
+    """
+    for r in cutlass.range_constexpr(cute.size(lse)):
+        query, head = coords.query(r), coords.head_of(r)
+        if query < mO.shape[1]:
+            store_row(rows[r, None], mO[coords.batch, query, head, None], coords.column)
+            if cutlass.const_expr(mLSE is not None):
+                store_lse(mLSE, (coords.batch, head, query), lse[r], coords)
+
+
+@cute.jit
+def store_part(
+    workspace: Workspace, slot, rows: cute.Tensor, lse: cute.Tensor, coords: PackedCoords
+):
+    """Write a thread's part of a tile's rows (2, columns) and their log-sum-exps to a slot."""
+    for r in cutlass.range_constexpr(cute.size(lse)):
+        row = coords.packed(r) % ROWS
+        if row < workspace.lse.shape[1]:
+            store_row(rows[r, None], workspace.o[slot, row, None], coords.column)
+            store_lse(workspace.lse, (slot, row), lse[r], coords)
+
+
+@cute.jit
+def store_lse(target: cute.Tensor, at: tuple, lse: Float32, coords: PackedCoords):
+    """Write the log-sum-exp of a row; one thread of a quad does it."""
+    if coords.column == 0:
+        target[at] = lse

@@ -1,0 +1,81 @@
+"""What a kernel that splits keys leaves for the kernel that merges: parts and records of them."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+RECORD_STRIDE = 8
+"""Integers from one record to the next: a record lies in one sector of memory."""
+
+UNIT = 32
+"""Sizes are rounded up to this many numbers, so that everything is aligned to 128 bytes."""
+
+
+def rounded(size):
+    return (size + UNIT - 1) // UNIT * UNIT
+
+
+class WorkspaceSize(NamedTuple):
+    """Sizes of a workspace; integers, on the host or inside a kernel.
+
+    Fields:
+        num_records: tiles that may have parts.
+        num_slots: places for parts.
+        rows: rows of a tile.
+    """
+
+    num_records: int
+    num_slots: int
+    rows: int
+
+    def numbers(self, head_dim_v: int):
+        """Numbers of 32 bits that the workspace takes."""
+        fixed = rounded(self.num_records * RECORD_STRIDE) + rounded(self.num_slots * self.rows)
+        return fixed + self.num_slots * self.rows * head_dim_v
+
+
+class Workspace(NamedTuple):
+    """Parts of tiles in global memory, and where they are.
+
+    Fields:
+        records: (num_records, 8) int32: m_block, head, batch, first slot and parts of a tile. A
+            record with fewer than two parts says that there is nothing to merge.
+        lse: (num_slots, rows), natural logarithm.
+        o: (num_slots, rows, head_dim_v), float32, each part normalised by itself.
+    """
+
+    records: cute.Tensor
+    lse: cute.Tensor
+    o: cute.Tensor
+
+    @classmethod
+    def of(cls, buffer: cute.Tensor, size: WorkspaceSize, head_dim_v: int) -> "Workspace":
+        """Lay out a buffer of float32."""
+        num_records, num_slots, rows = (Int32(n) for n in size)
+        lse = buffer.iterator + rounded(num_records * RECORD_STRIDE)
+        o = lse + rounded(num_slots * rows)
+        # Loads and stores of 16 bytes take a stride whose divisor is known.
+        slot = cute.assume(Int64(rows) * head_dim_v, divby=head_dim_v)
+        return cls(
+            cute.make_tensor(
+                cute.recast_ptr(buffer.iterator, dtype=Int32),
+                cute.make_layout((num_records, RECORD_STRIDE), stride=(RECORD_STRIDE, 1)),
+            ),
+            cute.make_tensor(lse.align(16), cute.make_layout((num_slots, rows), stride=(rows, 1))),
+            cute.make_tensor(
+                o.align(16),
+                cute.make_layout((num_slots, rows, head_dim_v), stride=(slot, head_dim_v, 1)),
+            ),
+        )
+
+    def with_records(self, records: cute.Tensor) -> "Workspace":
+        """The same with records from elsewhere: flat, int32."""
+        num_records = records.shape[0] // RECORD_STRIDE
+        return self._replace(records=records_at(records.iterator, num_records))
+
+
+def records_at(pointer: cute.Pointer, num_records) -> cute.Tensor:
+    """Records that lie one behind the other."""
+    layout = cute.make_layout((num_records, RECORD_STRIDE), stride=(RECORD_STRIDE, 1))
+    return cute.make_tensor(pointer, layout)

@@ -1,0 +1,320 @@
+"""Plans as things to measure, the fit of the cost model, and the planner's regret; on the CPU."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import (
+    bench_forward,
+    bench_schedules,
+    fit_costs,
+    harness,
+    peers,
+    plans,
+    regret,
+    results,
+    runs,
+    shapes,
+)
+from benchmarks.fit_costs import START, Accuracy
+from benchmarks.meter import Meter
+from benchmarks.peers import Tensors
+from benchmarks.results import OK, PlanRow, Row
+from fa3.costs import H200, costs_of, read_costs
+from fa3.planner import choose_config, plan_forward
+from fa3.schedules import SCHEDULES
+
+CELLS = shapes.grid([64, 128], list(shapes.MASKS), [512, 1024, 2048, 4096])
+SMALL = [
+    shapes.named("square", 1, (150, 150), (2, 1), (64, 64)),
+    shapes.named("full", 1, (40, 70), (1, 1), (64, 32), causal=False),
+    shapes.named("window", 1, (150, 150), (1, 1), (64, 64), window_left=30),
+    shapes.named("loose-window", 1, (40, 40), (1, 1), (64, 64), window_left=1000),
+]
+
+
+def plan_row(cell: shapes.Cell, plan, us: float, regime: str = "steady") -> PlanRow:
+    config = plan.config
+    return PlanRow(
+        cell=cell.name,
+        group=cell.group,
+        data="normal",
+        regime=regime,
+        provider=plan.name,
+        status=OK,
+        reason="",
+        version="1.0",
+        choice="",
+        launch="graph",
+        batch=cell.batch,
+        seqlen_q=cell.seqlen_q,
+        seqlen_k=cell.seqlen_k,
+        heads_q=cell.heads_q,
+        heads_kv=cell.heads_kv,
+        head_dim=cell.head_dim,
+        head_dim_v=cell.head_dim_v,
+        causal=cell.causal,
+        window_left=cell.window_left,
+        dtype=cell.dtype,
+        us=us,
+        schedule=plan.schedule_name,
+        tile_m=config.tile_m,
+        tile_n=config.tile_n,
+        q_stages=config.q_stages,
+        kv_stages=config.kv_stages,
+        cluster_m=config.cluster_m,
+        own_o=config.own_o,
+        cluster_h=config.cluster_h,
+    )
+
+
+def rows_of(cells, model, schedules=("list", "static", "single")) -> list[PlanRow]:
+    """What a GPU would give on which a cost model is exact."""
+    rows = []
+    for cell in cells:
+        problem = plans.problem_of(cell)
+        for schedule in schedules:
+            for regime in ("burst", "steady"):
+                plan = plan_forward(problem, H200, choose_config(problem, H200), schedule)
+                row = plan_row(cell, plan, 1.0, regime)
+                us = fit_costs.predicted_us(model, H200, fit_costs.observe(row, H200))
+                rows.append(replace(row, us=us))
+    return rows
+
+
+# --------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
+def test_plans_compute_the_cell_they_are_made_for(cell):
+    """A plan of another problem than the call's is refused, so the problem is the call's."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = Tensors(
+        *(
+            torch.randn(cell.batch, s, h, d, generator=generator, dtype=torch.bfloat16)
+            for s, h, d in (
+                (cell.seqlen_q, cell.heads_q, cell.head_dim),
+                (cell.seqlen_k, cell.heads_kv, cell.head_dim),
+                (cell.seqlen_k, cell.heads_kv, cell.head_dim_v),
+            )
+        )
+    )
+    reference = harness.Reference(cell, tensors)
+    for schedule in SCHEDULES:
+        provider = plans.Planned(plan_forward(plans.problem_of(cell), H200, schedule=schedule))
+        (call,) = provider.prepare(cell, tensors).values()
+        assert provider.supports(cell) is None
+        reference.check(call())
+
+
+def test_all_plans_are_the_planner_s_own_and_the_hopeful_ones():
+    for cell in CELLS:
+        problem = plans.problem_of(cell)
+        found = plans.all_plans(problem, H200)
+        times = {name: plan.predict().us for name, plan in found.items()}
+        assert next(iter(found)) == plan_forward(problem).name
+        assert all(name == plan.name for name, plan in found.items())
+        assert {plan.schedule_name for plan in found.values()} <= set(SCHEDULES)
+        assert max(list(times.values())[1:]) < plans.HOPELESS * min(times.values())
+
+
+def test_a_row_s_plan_is_read_back():
+    cell = CELLS[0]
+    problem = plans.problem_of(cell)
+    for plan in plans.all_plans(problem, H200).values():
+        row = plan_row(cell, plan, 1.0)
+        assert plans.config_of(row) == plan.config
+        assert plans.cell_of(row) == cell
+        assert plans.recorded_config(replace(row, choice=plan.name)) == (
+            plan.config,
+            plan.schedule_name,
+        )
+    unnamed = replace(row, choice="")
+    assert plans.recorded_config(unnamed) == (choose_config(problem, H200), "static")
+    with pytest.raises(ValueError, match="no plan of the present table"):
+        plans.recorded_config(replace(row, choice="list 64x16"))
+
+
+# --------------------------------------------------------------------------------- rows
+
+
+def test_plan_rows_survive_the_file(tmp_path):
+    path = tmp_path / "schedules.csv"
+    rows = rows_of(CELLS[:2], START)
+    results.append(path, rows)
+    read = results.read(path, PlanRow)
+    assert [row.key for row in read] == [row.key for row in rows]
+    assert [row.us for row in read] == pytest.approx([row.us for row in rows], rel=1e-5)
+
+
+def test_rows_go_into_a_file_by_the_names_of_its_columns(tmp_path):
+    path = tmp_path / "forward.csv"
+    columns = results.header_of(Row)
+    path.write_text(",".join(reversed(columns)) + "\n")
+    row = {name: getattr(plan_row(CELLS[0], plan_forward(plans.problem_of(CELLS[0])), 5.0), name)
+           for name in results.header_of(results.Measurement)}  # fmt: skip
+    results.append(path, [Row(**row)])
+    assert results.read(path) == [Row(**row)]
+
+
+# --------------------------------------------------------------------------------- the fit
+
+
+def test_the_fit_finds_a_model_again():
+    """Times that follow the model, with other parameters than the fit starts from."""
+    rule = START.rule._replace(tensor=6.5e-4, exponential=3e-4, tile_us=1.5)
+    truth = replace(START, rule=rule, unit_us={"single": 1.1, "static": 0.1}, launch_us=3.4)
+    seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, truth)]
+    fitted = fit_costs.fit_all(START, H200, seen)
+    misses = [fit_costs.predicted_us(fitted, H200, one) / one.us - 1 for one in seen]
+    assert Accuracy.of(misses).largest < 0.01
+    assert fitted.unit_us["single"] == pytest.approx(1.1, abs=0.15)
+    assert fitted.schedules == ("list", "single", "static")
+    held_out = fit_costs.held_out_errors(START, H200, seen)
+    assert len(held_out) == len(seen)
+    assert Accuracy.of(error for _, error in held_out).largest < 0.03
+
+
+def test_halves_are_halves():
+    seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, START)]
+    first, second = fit_costs.halves(seen)
+    assert not first & second
+    assert first | second == {cell.name for cell in CELLS}
+    assert abs(len(first) - len(second)) <= len({one.key for one in seen})
+
+
+def test_a_schedule_is_compared_where_both_were_measured():
+    rows = rows_of(CELLS[:1], START, ("list",)) + rows_of(CELLS[1:2], START, ("static",))
+    seen = [fit_costs.observe(row, H200) for row in rows]
+    assert fit_costs.comparable_schedules(seen) == []
+    seen += [fit_costs.observe(row, H200) for row in rows_of(CELLS[1:2], START, ("list",))]
+    assert fit_costs.comparable_schedules(seen) == ["static"]
+
+
+def test_fitting_a_directory_writes_a_model(tmp_path, capsys):
+    results.append(tmp_path / fit_costs.SCHEDULES_CSV, rows_of(CELLS[:8], START))
+    out = tmp_path / "costs.json"
+    fit_costs.main([str(tmp_path), "--out", str(out)])
+    assert "held out: median" in capsys.readouterr().out
+    model = read_costs(out)
+    assert model.measured
+    assert model.source["cells"] == 8
+
+
+# --------------------------------------------------------------------------------- regret
+
+
+def measured(cell: shapes.Cell, factors: dict[str, float]) -> list[PlanRow]:
+    """Rows of the planner's plan at 100 us times its factor, and of others by name."""
+    found = plans.all_plans(plans.problem_of(cell), H200)
+    own = next(iter(found))
+    return [
+        plan_row(cell, plan, 100 * factors.get("own" if name == own else plan.schedule_name, 2))
+        for name, plan in found.items()
+    ]
+
+
+def test_regret_is_over_the_best_plan():
+    one, other = CELLS[3], CELLS[4]
+    rows = measured(one, {"own": 1.0}) + measured(other, {"own": 1.1, "single": 1.0})
+    first, second = regret.judge(rows, H200)
+    assert first.regret == 0
+    assert second.regret == pytest.approx(0.1)
+    assert second.best.schedule == "single"
+    result = regret.standing([first, second])
+    assert result == (2, 0.5, pytest.approx(0.05), pytest.approx(0.1))
+    assert "2 cells: 50% within 3%" in regret.describe(result)
+
+
+def test_a_choice_that_was_not_measured_has_no_regret():
+    rows = [row for row in measured(CELLS[3], {}) if row.schedule == "single"]
+    (verdict,) = regret.judge(rows, H200)
+    assert verdict.chosen is None and math.isnan(verdict.regret)
+    assert regret.standing([verdict]).cells == 0
+
+
+def test_a_record_is_reported_without_a_gpu(tmp_path, capsys):
+    rows = [row for cell in CELLS for row in measured(cell, {"own": 1.0, "single": 1.2})]
+    results.append(tmp_path / fit_costs.SCHEDULES_CSV, rows)
+    bench_schedules.main(["--report", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert f"{len(CELLS)} cells: 100% within 3%" in printed
+    assert (tmp_path / "schedules.png").stat().st_size > 10000
+    assert "| all (16) | 100%, 0.0%, 0.0% |" in (tmp_path / "schedules.md").read_text()
+
+
+def test_what_would_be_measured_is_listed(capsys):
+    bench_schedules.main(["--list", "--cells", "flux", "d64-causal-512"])
+    printed = capsys.readouterr().out
+    assert "flux" in printed and "d64-causal-512" in printed and "vit-l" not in printed
+    options = bench_schedules.parse_arguments([])
+    names = {cell.name for cell in bench_schedules.chosen_cells(options)}
+    assert {"d256-causal-16384", "llama3-70b-tp8-h8.1-1x2k"} <= names
+
+
+def test_only_some_plans_are_measured_when_asked():
+    cell = CELLS[5]
+    every = bench_schedules.plans_of(cell, ())
+    some = bench_schedules.plans_of(cell, ("static",))
+    assert {one.name for one in some} == {one.name for one in every if "static" in one.name}
+    assert costs_of(H200.name).tiles
+
+
+# --------------------------------------------------------------------------------- a run
+
+
+def timed(cell: shapes.Cell, providers: list, us: dict[str, float]) -> runs.Timed:
+    """What a run has of a cell when its blocks are done; those without a time have failed."""
+    regime = harness.REGIMES["steady"]
+    verdicts = {
+        one.name: runs.Verdict(OK, errors=harness.Errors(0.01, 0.02))
+        if one.name in us
+        else runs.Verdict(results.FAILED, "no")
+        for one in providers
+    }
+    runner = SimpleNamespace(launch="graph")
+    contenders = {
+        one.name: harness.Contender(one, "", runner) for one in providers if one.name in us
+    }
+    blocks = {
+        name: [harness.Block(time * factor, 10, 0.0, 1.0) for factor in (1.0, 1.1, 0.9)]
+        for name, time in us.items()
+    }
+    run = runs.Run(Console(), "normal", 3, Path(), math.inf, None)
+    job = runs.Job(cell, providers, [regime])
+    return runs.Timed(run, job, regime, verdicts, contenders, blocks, Meter(None))
+
+
+def test_blocks_become_rows_of_plans():
+    cell = CELLS[5]
+    providers = bench_schedules.plans_of(cell, ())
+    us = {one.name: 100.0 + i for i, one in enumerate(providers[:-1])}
+    rows = bench_schedules.make_rows(timed(cell, providers, us))
+    assert [row.provider for row in rows] == [one.name for one in providers]
+    assert [row.us for row in rows[:-1]] == list(us.values())
+    assert (rows[-1].us, rows[-1].status, rows[-1].reason) == (None, results.FAILED, "no")
+    assert rows[0].rounds_us == pytest.approx((100, 110, 90))
+    assert rows[0].predicted_us == pytest.approx(providers[0].plan.predict().us)
+    assert rows[0].launch == "graph" and rows[0].max_error == 0.01
+    assert rows[0].provider in bench_schedules.summary_line(rows)
+
+
+def test_blocks_become_rows_of_providers():
+    peer = SimpleNamespace(name="fa3-cpp", version="0.0.3", is_peer=True)
+    ours = SimpleNamespace(name="fa3", version="1", is_peer=False)
+    rows = bench_forward.make_rows(timed(CELLS[0], [ours, peer], {"fa3": 50, "fa3-cpp": 100}))
+    assert [(row.provider, row.vs_fa3_cpp, row.best_peer) for row in rows] == [
+        ("fa3", 2, "fa3-cpp"),
+        ("fa3-cpp", 1, "fa3-cpp"),
+    ]
+    assert rows[0].tflops == pytest.approx(CELLS[0].flops / 50e6)
+
+
+def test_a_forward_row_says_which_plan_ran():
+    name = peers.Ours.plan_name(CELLS[0])
+    assert name == plan_forward(plans.problem_of(CELLS[0])).name

@@ -1,0 +1,313 @@
+"""The cost model: sane, cheap, true to the schedules' own walks, and fitted to what it is given."""
+
+import heapq
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import make_problem
+
+from fa3.costs import (
+    H100,
+    H200,
+    H200_COSTS,
+    Gpu,
+    Rule,
+    TileCosts,
+    TileKey,
+    Units,
+    back_and_forth,
+    bytes_moved,
+    costs_of,
+    makespan,
+    predict,
+    read_costs,
+    units_of_tiles,
+    write_costs,
+)
+from fa3.explanation import Candidate
+from fa3.kernels.forward import Config
+from fa3.planner import (
+    MARGIN,
+    alternatives,
+    candidates,
+    choose,
+    choose_config,
+    plan_forward,
+    tile_order,
+)
+from fa3.problem import Window
+from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
+from fa3.schedules.tile_list import deal
+
+CAUSAL = Window(right=0)
+TILES = Config(128, 128, q_stages=2)
+
+GRID = [
+    (batch, 16384 // batch, heads, head_dim)
+    for batch in (1, 2, 4, 8, 16, 32)
+    for heads, head_dim in ((32, 64), (16, 128), (8, 256))
+]
+"""The benchmarks' grid: 16k tokens, 2048 columns."""
+
+
+def grid_problem(batch, seqlen, heads, head_dim, window=CAUSAL):
+    return make_problem(batch, seqlen, seqlen, heads, head_dim=head_dim, window=window)
+
+
+def handed_out(times, lanes: int) -> float:
+    """When the last lane is done, each unit going to the lane that is free first."""
+    free_at = [0.0] * lanes
+    for us in times:
+        heapq.heapreplace(free_at, free_at[0] + us)
+    return max(free_at)
+
+
+# --------------------------------------------------------------------------------- parameters
+
+
+def test_parameters_survive_the_file(tmp_path):
+    costs = read_costs(H200_COSTS)
+    path = tmp_path / "costs.json"
+    write_costs(costs, path)
+    assert read_costs(path) == costs
+
+
+def test_shipped_parameters_say_where_they_come_from():
+    costs = costs_of("NVIDIA H200")
+    assert costs.measured
+    assert costs.source["held_out_error"]["median"] < 0.05
+    assert costs.source["results"]
+
+
+def test_an_h100_is_derived_and_says_so():
+    measured, derived = costs_of("NVIDIA H200"), costs_of("NVIDIA H100 80GB HBM3")
+    assert not derived.measured
+    assert derived.bytes_per_us < measured.bytes_per_us
+    assert derived.tiles == measured.tiles
+    problem = grid_problem(4, 4096, 16, 128)
+    assert plan_forward(problem, H100).predict().us > plan_forward(problem, H200).predict().us
+    assert "Not measured on a NVIDIA H100" in str(plan_forward(problem, H100).explain())
+    assert not costs_of("some other GPU").measured
+
+
+def test_a_tile_that_was_not_measured_follows_the_rule():
+    rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1)
+    # 128 x 128 scores take 2 * 256 FLOP each, of 4096 in a clock.
+    tile = rule.tile(TileKey(128, 128, True, 128, 128, 1))
+    assert tile == TileCosts(2.048, 4.096, 3, 1)
+    assert tile.us(10, 1) == pytest.approx(3 + 20.48 + 4.096)
+
+
+# --------------------------------------------------------------------------------- units and time
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 20), Window(left=100)])
+def test_units_are_the_tiles_blocks(window):
+    problem = make_problem(2, 1000, 1500, 3, 2, window=window)
+    plan = plan_forward(problem, config=TILES)
+    order = plan.schedule.order
+    units = units_of_tiles(problem, TILES, order)
+    spans = {order.index(span.tile): span.cost for span in plan.simulate().spans}
+    assert len(units.full) == order.num_tiles
+    for index, cost in spans.items():
+        assert (units.full[index], units.masked[index]) == (
+            cost.full_blocks,
+            cost.blocks - cost.full_blocks,
+        )
+
+
+@given(
+    st.lists(st.floats(0.1, 100), min_size=1, max_size=300),
+    st.integers(1, 140),
+)
+def test_makespan_is_that_of_the_hand_out_or_near_it(times, lanes):
+    found, exact = makespan(np.array(times), lanes), handed_out(times, lanes)
+    if len(times) < 3 * lanes:
+        assert found == pytest.approx(exact)
+    assert abs(found - exact) <= max(times) + 1e-6
+    assert found >= sum(times) / lanes - 1e-6
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_back_and_forth_is_what_the_static_schedule_does(tiles, clusters):
+    clusters = max(1, min(clusters, tiles))
+    order = TileOrder(tiles, 1, 1, 1)
+    schedule = StaticPersistent(order, clusters)
+    owners = back_and_forth(tiles, clusters)
+    for cluster in range(clusters):
+        for tile in walk(schedule, cluster):
+            assert owners[order.index(tile)] == cluster
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("cluster_m", [1, 2])
+def test_predictions_agree_with_the_simulation(schedule, cluster_m):
+    if schedule == "dynamic" and cluster_m > 1:
+        pytest.skip("takes tiles CTA by CTA")
+    problem = grid_problem(2, 3000, 5, 128)
+    config = replace(TILES, cluster_m=cluster_m)
+    plan = plan_forward(problem, config=config, schedule=schedule)
+    balance, busy = plan.simulate().balance, plan.predict().busy
+    lanes_used = plan.simulate().num_lanes * cluster_m / H200.num_sms
+    assert busy == pytest.approx(balance * lanes_used, rel=0.03)
+
+
+def test_steady_load_costs_where_sms_are_busy():
+    busy = plan_forward(grid_problem(4, 4096, 16, 128)).predict()
+    few = make_problem(1, 1024, 1024, 2, head_dim=128, window=CAUSAL)
+    idle = plan_forward(few, schedule="list").predict()
+    assert busy.us > 1.1 * busy.burst_us
+    assert idle.us == idle.burst_us
+    assert idle.busy < 0.2
+
+
+def test_what_bounds_a_plan_is_named():
+    usual = plan_forward(grid_problem(4, 4096, 16, 128)).predict()
+    assert usual.bound == "work on busy SMs"
+    assert usual._replace(memory_us=1e4).bound == "device memory"
+    assert usual._replace(busy=0.8).bound == "an uneven last wave"
+    few = make_problem(1, 2048, 2048, 1, 8, head_dim=128, window=CAUSAL)
+    assert plan_forward(few).predict().bound == "its longest unit of work"
+    one = make_problem(1, 128, 1024, 1, head_dim=128)
+    assert plan_forward(one).predict().bound == "too few units of work"
+
+
+def test_keys_that_overflow_l2_are_read_again():
+    problem = make_problem(1, 4096, 1 << 18, 1, 8, head_dim=128)
+    order = tile_order(problem, H200, TILES)
+    units = units_of_tiles(problem, TILES, order)
+    assert bytes_moved(problem, H200, TILES, order, units) > 1.3 * problem.bytes
+    large = Gpu("large", 132, 1 << 40)
+    assert bytes_moved(problem, large, TILES, order, units) == problem.bytes
+
+
+def test_a_tile_in_parts_is_shorter_but_moves_more():
+    """Units of work may be parts of a tile's key range: what a split schedule gives."""
+    problem = make_problem(1, 128, 16384, 8, head_dim=128)
+    costs, order = costs_of(H200.name), tile_order(problem, H200, TILES)
+    whole = units_of_tiles(problem, TILES, order)
+    parts = Units(
+        np.repeat(whole.full // 16, 16),
+        np.repeat(whole.masked, 16),
+        partial=np.ones(128, bool),
+        owner=np.arange(128),
+    )
+    together = predict(costs, problem, H200, TILES, order, "list", whole)
+    apart = predict(costs, problem, H200, TILES, order, "list", parts)
+    assert apart.us < together.us / 4
+    assert apart.memory_us > together.memory_us
+    assert parts.num_partial == 128 and whole.num_partial == 0
+
+
+def test_nothing_to_do_takes_a_launch():
+    prediction = plan_forward(make_problem(batch=0)).predict()
+    assert prediction.us == prediction.launch_us
+    assert "us" in str(plan_forward(make_problem(batch=0)).explain())
+
+
+# --------------------------------------------------------------------------------- choosing
+
+
+def candidate(us: float, schedule: str) -> Candidate:
+    prediction = plan_forward(make_problem()).predict()._replace(us=us)
+    return Candidate(TILES, schedule, prediction, True)
+
+
+def test_the_table_s_choice_gives_way_to_clear_gains_only():
+    table, near, far = (
+        candidate(100, "list"),
+        candidate(100 / (1 + MARGIN) + 0.1, "static"),
+        candidate(100 / (1 + MARGIN) - 0.1, "single"),
+    )
+    assert choose([table, near]) is table
+    assert choose([table, near, far]) is far
+    assert choose([table, candidate(150, "static")]) is table
+    assert choose([table, far._replace(measured=False)]) is table
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL])
+@pytest.mark.parametrize("shape", GRID)
+def test_candidates_begin_with_the_table_s_choice(shape, window):
+    problem = grid_problem(*shape, window)
+    found = candidates(problem, H200)
+    assert found[0].config == choose_config(problem, H200)
+    assert found[0].schedule == ("static" if window == Window() else "list")
+    assert len({one.name for one in found}) == len(found)
+    costs = costs_of(H200.name)
+    for one in found:
+        tile = TileKey.of(problem.spec, one.config)
+        assert one.config == found[0].config or costs.knows(tile)
+    plan = plan_forward(problem)
+    assert plan.name in {one.name for one in found}
+    assert plan.predict().us <= found[0].prediction.us * 1.01
+
+
+def test_alternatives_end_with_a_row_for_all_lengths():
+    for shape in GRID:
+        found = alternatives(grid_problem(*shape))
+        assert [row.max_seqlen_q == math.inf for row in found] == [False] * (len(found) - 1) + [
+            True
+        ]
+
+
+def test_what_is_given_is_kept_when_the_rest_is_chosen():
+    problem = grid_problem(4, 4096, 16, 128)
+    assert plan_forward(problem, config=TILES).config is TILES
+    plan = plan_forward(problem, schedule="static")
+    assert type(plan.schedule) is StaticPersistent
+    assert {one.schedule for one in candidates(problem, H200, TILES)} == set(SCHEDULES)
+    assert {one.config for one in candidates(problem, H200, TILES)} == {TILES}
+
+
+def test_a_schedule_that_does_not_go_with_a_tiling_is_refused():
+    problem = make_problem(1, 2048, 2048, 1, 8, head_dim=128, window=CAUSAL)
+    pairs = replace(TILES, cluster_h=2)
+    with pytest.raises(ValueError, match="schedule 'split' cannot run"):
+        plan_forward(problem, config=pairs, schedule="split")
+    assert plan_forward(problem, config=pairs).config is pairs
+
+
+def test_explanation_says_how_long_why_and_what_else():
+    plan = plan_forward(grid_problem(4, 4096, 16, 128))
+    text = str(plan.explain())
+    assert plan.name in text
+    assert "us predicted under steady load" in text
+    assert "15.52 waves" in text
+    for schedule in SCHEDULES:
+        assert f"{schedule} 128x128" in text
+
+
+# --------------------------------------------------------------------------------- planning time
+
+
+@pytest.mark.parametrize("shape", GRID)
+def test_a_balanced_list_ends_like_the_hand_out(shape):
+    problem = grid_problem(*shape)
+    chosen = choose_config(problem, H200)
+    for config in {chosen, replace(chosen, cluster_m=2)}:
+        order = tile_order(problem, H200, config)
+        clusters = min(H200.num_sms // config.cluster_m, order.num_tiles)
+        times = TileCosts(1.5, 1.8, 1.1, 1.1).us(*units_of_tiles(problem, config, order)[:2])
+        owners = deal(times, clusters)
+        assert np.bincount(owners, times).max() <= 1.005 * handed_out(times, clusters)
+        assert len(owners) == order.num_tiles
+        schedule = TileList.balanced(order, clusters, times)
+        assert (schedule.owners == owners).all()
+
+
+def test_planning_a_new_shape_is_fast():
+    """Takes 1 ms; the bound leaves room for a loaded machine."""
+    problem = grid_problem(4, 4096, 16, 128)
+    plan_forward(problem)
+    best = math.inf
+    for seqlen_q in range(4000, 4010):
+        problem = make_problem(4, seqlen_q, 4096, 16, head_dim=128, window=CAUSAL)
+        begin = time.perf_counter()
+        plan_forward(problem)
+        best = min(best, time.perf_counter() - begin)
+    assert best < 4e-3

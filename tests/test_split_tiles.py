@@ -1,0 +1,132 @@
+"""Tiles in parts: every key block of every tile once, and clusters that end together."""
+
+import itertools
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import make_operands, make_problem, windows
+from reference import check_attention
+
+import fa3
+from fa3.masks import Sequence
+from fa3.planner import H200, choose_config, plan_forward
+from fa3.problem import Window
+from fa3.schedules import KeyRanges, SplitTiles, Tile, TileOrder, walk
+from fa3.schedules.split_tiles import WHOLE
+
+UNIT, PART = 1.5, 1.0
+
+
+def parts_of(schedule: SplitTiles) -> dict[Tile, list]:
+    """The units of every tile, by their key blocks."""
+    units = defaultdict(list)
+    for cluster in range(schedule.num_clusters):
+        for unit in walk(schedule, cluster):
+            units[Tile(*unit[:3])].append(unit)
+    return {tile: sorted(parts, key=lambda unit: unit.first_block) for tile, parts in units.items()}
+
+
+def check_cover(schedule: SplitTiles, ranges: KeyRanges) -> None:
+    """Assert that units are the tiles' key blocks, and that slots and records name the parts."""
+    order, parts = schedule.order, parts_of(schedule)
+    assert set(parts) == {order.tile(index) for index in range(order.num_tiles)}
+    slots = []
+    for tile, units in parts.items():
+        index = order.index(tile)
+        assert units[0].first_block == ranges.first_blocks[index]
+        assert units[-1].end_block == ranges.end_blocks[index]
+        assert all(unit.first_block < unit.end_block for unit in units)
+        assert all(a.end_block == b.first_block for a, b in itertools.pairwise(units))
+        if len(units) == 1:
+            assert units[0].slot == units[0].record == WHOLE
+            continue
+        (record,) = {unit.record for unit in units}
+        m_block, head, batch, first, count = schedule.records[record, :5].tolist()
+        assert Tile(m_block, head, batch) == tile
+        assert [unit.slot for unit in units] == list(range(first, first + count))
+        slots += [unit.slot for unit in units]
+    assert sorted(slots) == list(range(schedule.num_slots))
+
+
+@st.composite
+def cuts(draw):
+    """Draw an order, the tiles' key blocks and a number of clusters."""
+    num_m_blocks, heads, batch = (draw(st.integers(1, n)) for n in (24, 12, 3))
+    order = TileOrder(num_m_blocks, heads, batch, draw(st.integers(1, heads * batch)))
+    lengths = draw(st.lists(st.integers(1, 80), min_size=num_m_blocks, max_size=num_m_blocks))
+    firsts = draw(st.lists(st.integers(0, 9), min_size=num_m_blocks, max_size=num_m_blocks))
+    m_blocks = order.m_blocks()
+    first = np.array(firsts)[m_blocks]
+    ranges = KeyRanges(first, first + np.array(lengths)[m_blocks], UNIT, PART)
+    return order, ranges, draw(st.integers(1, 140))
+
+
+@given(cuts())
+def test_every_key_block_of_every_tile_once(case):
+    order, ranges, num_clusters = case
+    check_cover(SplitTiles.cut(order, num_clusters, ranges), ranges)
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+    st.integers(1, 8),
+    windows(),
+)
+def test_plans_cover_what_the_mask_touches(batch, seqlen_q, seqlen_k, heads, window):
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads, head_dim=128, window=window)
+    plan = plan_forward(problem, schedule="split")
+    config, order = plan.config, plan.schedule.order
+    rows = config.tile_m * config.cluster_m
+    sequence = Sequence(seqlen_q, seqlen_k, window)
+    blocks = [
+        problem.spec.mask.key_blocks(m_block * rows, rows, config.tile_n, sequence)
+        for m_block in order.m_blocks().tolist()
+    ]
+    first, end = (np.array([getattr(b, name) for b in blocks]) for name in ("begin", "end"))
+    check_cover(plan.schedule, KeyRanges(first, end, UNIT, PART))
+
+
+@pytest.mark.parametrize(
+    ("num_m_blocks", "heads", "blocks", "most"),
+    [(5, 32, 64, 1.02), (36, 24, 36, 1.02), (64, 32, 64, 1.02), (1, 32, 64, 1.1), (2, 66, 9, 1.02)],
+)
+def test_clusters_end_together(num_m_blocks, heads, blocks, most):
+    order = TileOrder(num_m_blocks, heads, 1, heads)
+    end = np.full(order.num_tiles, blocks)
+    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, UNIT, PART))
+    work = [
+        sum(
+            u.end_block - u.first_block + UNIT + PART * (u.slot != WHOLE) for u in walk(schedule, c)
+        )
+        for c in range(132)
+    ]
+    assert max(work) <= most * sum(work) / len(work)
+
+
+def test_whole_tiles_stay_whole_where_they_come_out_even():
+    order = TileOrder(4, 33, 1, 33)
+    end = np.full(order.num_tiles, 10)
+    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, UNIT, PART))
+    assert schedule.num_slots == 0 and len(schedule.records) == 0
+
+
+@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(700, 20)])
+def test_parts_merge_to_attention(window):
+    problem = make_problem(1, 300, 1000, 1, 2, 64, window)
+    q, k, v = make_operands(problem)
+    plan = plan_forward(problem, config=choose_config(problem, H200), schedule="split")
+    assert plan.schedule.num_slots > 0
+    out, lse = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, plan=plan)
+    check_attention(out, lse, q, k, v, window=window)
+
+
+def test_pairs_of_heads_cannot_be_split():
+    problem = make_problem(1, 300, 300, 1, 2, 128)
+    config = fa3.kernels.forward.Config(128, 128, cluster_h=2)
+    with pytest.raises(ValueError, match="cluster_h"):
+        plan_forward(problem, config=config, schedule="split")
