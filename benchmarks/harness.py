@@ -215,6 +215,8 @@ class GraphRunner:
 
     def __init__(self, calls: list[Call], us: float) -> None:
         self.us = us
+        # A replay reads tensors that only the calls may hold.
+        self.calls = calls
         rotations = math.ceil(GRAPH_US / (us * len(calls)))
         self.calls_per_graph = rotations * len(calls)
         self.graph = torch.cuda.CUDAGraph()
@@ -248,7 +250,7 @@ def run_block(runner: Runner, block_ms: float) -> Block:
     return Block(runner.us, calls, end - elapsed_ms / 1e3, end)
 
 
-def make_runner(calls: list[Call]) -> Runner:
+def make_runner(calls: list[Call], always_graph: bool = False) -> Runner:
     """Warm calls up, and choose between graph and host by how long they take."""
     for call in calls:
         call()
@@ -259,7 +261,7 @@ def make_runner(calls: list[Call]) -> Runner:
     torch.cuda.synchronize()
     runner.us = (time.perf_counter() - begin) * 1e6 / 4
     run_block(runner, block_ms=5)
-    if runner.us >= GRAPH_BELOW_US:
+    if runner.us >= GRAPH_BELOW_US and not always_graph:
         return runner
     graph = GraphRunner(calls, runner.us)
     run_block(graph, block_ms=5)
@@ -277,7 +279,10 @@ class Contender(NamedTuple):
 def choose_runner(provider: Provider, cell: Cell, inputs: list[Tensors]) -> Contender:
     """Build a provider's runners for a cell and keep the fastest."""
     by_set = [provider.prepare(cell, tensors) for tensors in inputs]
-    runners = {choice: make_runner([calls[choice] for calls in by_set]) for choice in by_set[0]}
+    runners = {
+        choice: make_runner([calls[choice] for calls in by_set], always_graph=cell.is_decode)
+        for choice in by_set[0]
+    }
     if len(runners) == 1:
         ((choice, runner),) = runners.items()
         return Contender(provider, choice, runner)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -70,7 +70,13 @@ class Ours:
         call = functools.partial(
             self.attend, *tensors, causal=cell.causal, window_size=window_size(cell)
         )
-        return {"": call}
+        return {self.plan_name(cell): call}
+
+    @staticmethod
+    def plan_name(cell: Cell) -> str:
+        """How the planner has the call run."""
+        plans = importlib.import_module("benchmarks.plans")
+        return plans.plan_forward(plans.problem_of(cell), plans.present_gpu()).name
 
 
 class Variant:
@@ -210,8 +216,10 @@ PROVIDERS: dict[str, Callable[[], Provider]] = {
 }
 
 
-def find(names: list[str]) -> tuple[list[Provider], dict[str, str]]:
-    """Import providers by name.
+def find(
+    names: Iterable[str], kinds: Mapping[str, Callable[[], Provider]] = PROVIDERS
+) -> tuple[list[Provider], dict[str, str]]:
+    """Import providers of some kinds by name.
 
     Returns:
         Those that could be imported, and for each other one the reason.
@@ -219,7 +227,7 @@ def find(names: list[str]) -> tuple[list[Provider], dict[str, str]]:
     found, missing = [], {}
     for name in names:
         try:
-            found.append(PROVIDERS[name]())
+            found.append(kinds[name]())
         except (ImportError, OSError) as error:
             missing[name] = str(error)
     return found, missing

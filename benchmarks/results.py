@@ -2,10 +2,10 @@
 
 import csv
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 CSV_NAME = "forward.csv"
 
@@ -24,8 +24,8 @@ class Key(NamedTuple):
     provider: str
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
     """What one provider did on one cell in one regime. Numbers that were not taken are None.
 
     Fields:
@@ -35,8 +35,6 @@ class Row:
         status: "ok", "unsupported", "wrong" (not timed) or "failed"; `reason` says why.
         us, us_q1, us_q3: median and quartiles over the rounds of one call's time.
         tflops: credited TFLOP/s. gbps: K and V bytes over time, in GB/s.
-        vs_fa3_cpp, vs_best_peer: paired speed ratio, above 1 is faster than that peer.
-        best_peer: the peer with the shortest median time of this cell and regime.
         sm_mhz, power_w, throttle: the GPU's clock, power draw and reasons for a lower clock.
         joules: energy of one call.
         max_error, allowed_error: largest difference from float32, and the most that passes.
@@ -68,13 +66,6 @@ class Row:
     us_q3: float | None = None
     tflops: float | None = None
     gbps: float | None = None
-    vs_fa3_cpp: float | None = None
-    vs_fa3_cpp_q1: float | None = None
-    vs_fa3_cpp_q3: float | None = None
-    best_peer: str = ""
-    vs_best_peer: float | None = None
-    vs_best_peer_q1: float | None = None
-    vs_best_peer_q3: float | None = None
     sm_mhz: float | None = None
     power_w: float | None = None
     throttle: str = ""
@@ -88,8 +79,46 @@ class Row:
         return Key(self.cell, self.data, self.regime, self.provider)
 
 
-COLUMNS = [field.name for field in fields(Row)]
-TYPES = {field.name: field.type for field in fields(Row)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Measurement):
+    """A provider beside its peers.
+
+    Fields:
+        vs_fa3_cpp, vs_best_peer: paired speed ratio, above 1 is faster than that peer.
+        best_peer: the peer with the shortest median time of this cell and regime.
+    """
+
+    vs_fa3_cpp: float | None = None
+    vs_fa3_cpp_q1: float | None = None
+    vs_fa3_cpp_q3: float | None = None
+    best_peer: str = ""
+    vs_best_peer: float | None = None
+    vs_best_peer_q1: float | None = None
+    vs_best_peer_q3: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow(Measurement):
+    """A plan beside other plans of the same problem; the provider is the plan's name.
+
+    Fields:
+        schedule: its name in `fa3.schedules.SCHEDULES`.
+        tile_m ... cluster_h: the fields of its `Config`.
+        predicted_us: the cost model's time for this regime when this was measured.
+    """
+
+    schedule: str
+    tile_m: int
+    tile_n: int
+    q_stages: int
+    kv_stages: int
+    cluster_m: int
+    own_o: bool
+    cluster_h: int
+    predicted_us: float | None = None
+
+
+Kind = TypeVar("Kind", bound=Measurement)
 
 
 def to_text(value: object) -> str:
@@ -112,11 +141,14 @@ def from_text(kind: object, text: str) -> object:
     return kind(text)
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to the file, with its header if it is new, and flush them to the disk."""
+def append(path: Path, rows: Sequence[Measurement]) -> None:
+    """Add rows of one kind to the file, with its header if it is new, and flush them to disk."""
+    if not rows:
+        return
     new = not path.exists()
+    columns = header_of(type(rows[0])) if new else header(path)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, columns)
         if new:
             writer.writeheader()
         for row in rows:
@@ -125,20 +157,32 @@ def append(path: Path, rows: Iterable[Row]) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> list[Row]:
+def header_of(kind: type[Measurement]) -> list[str]:
+    """The columns of a new file of such rows."""
+    return [field.name for field in fields(kind)]
+
+
+def header(path: Path) -> list[str]:
+    """The columns of a file, in its order."""
+    with path.open(newline="") as file:
+        return next(csv.reader(file))
+
+
+def read(path: Path, kind: type[Kind] = Row) -> list[Kind]:
     """Read a file's rows; of several with one key the last counts. No file is no rows."""
     if not path.exists():
         return []
+    types = {field.name: field.type for field in fields(kind)}
     with path.open(newline="") as file:
         rows = [
-            Row(**{name: from_text(TYPES[name], record[name]) for name in COLUMNS})
+            kind(**{name: from_text(types[name], record[name]) for name in types})
             for record in csv.DictReader(file)
         ]
     return list({row.key: row for row in rows}.values())
 
 
 def is_done(
-    rows: Iterable[Row], cell: str, data: str, regime: str, providers: Iterable[str]
+    rows: Iterable[Measurement], cell: str, data: str, regime: str, providers: Iterable[str]
 ) -> bool:
     """Whether every provider has a row of this cell and regime, whatever it says."""
     keys = {row.key for row in rows}

@@ -1,6 +1,7 @@
 """What is measured: the grid of forward shapes and the named shapes of real models."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOKENS = 16384
@@ -171,3 +172,34 @@ NAMED: dict[str, list[Cell]] = {
     ],
 }
 """Shapes of real models, by group."""
+
+LOW_WAVE_GROUPS = (
+    "llama3-70b-tp8",
+    "cached-prefill",
+    "flux",
+    "vit-l",
+    "window",
+    "qwen3-32b",
+    "deepseek-prefill",
+)
+
+SETS: dict[str, list[Cell]] = {
+    "low-wave": NAMED["llama3-8b"][:3] + [cell for name in LOW_WAVE_GROUPS for cell in NAMED[name]],
+}
+"""Selections over the groups. low-wave: few or unequal tiles, where their order matters."""
+
+
+def choose(names: Sequence[str], grid_cells: list[Cell]) -> list[Cell]:
+    """The cells of groups and sets, each once, in the order in which they are asked for.
+
+    Args:
+        names: "grid" for `grid_cells`, names of `NAMED` and `SETS`, or "all".
+    """
+    if "all" in names:
+        names = ["grid", *NAMED]
+    groups = {"grid": grid_cells, **NAMED, **SETS}
+    return list({cell.name: cell for name in names for cell in groups[name]}.values())
+
+
+CHOICES = ("grid", *NAMED, *SETS, "all")
+"""What `choose` takes."""

@@ -16,6 +16,7 @@ from benchmarks import (
     ratios,
     report,
     results,
+    runs,
     shapes,
 )
 from benchmarks.meter import Sample
@@ -134,8 +135,8 @@ def test_resuming_measures_what_is_missing():
     rows = [make_row(), make_row("cudnn", status=FAILED)]
 
     def pending(data: str, rows: list[Row], chosen: list) -> dict[str, list[str]]:
-        found = bench_forward.find_pending(cells, regimes, chosen, data, rows)
-        return {cell.name: [regime.name for regime in missing] for cell, missing in found}
+        found = runs.find_jobs(cells, regimes, lambda cell: chosen, data, rows)
+        return {job.cell.name: [regime.name for regime in job.regimes] for job in found}
 
     everything = {cell.name: ["burst", "steady"] for cell in cells}
     assert pending("normal", [], providers) == everything
@@ -146,15 +147,35 @@ def test_resuming_measures_what_is_missing():
 
 def test_arguments_choose_cells_and_regimes():
     options = bench_forward.parse_arguments(
-        ["--head-dims", "--extra", "flux", "vit-l", "--regimes", "steady", "--block-ms", "300"]
+        ["--shapes", "flux", "vit-l", "--regimes", "steady", "--block-ms", "300"]
     )
     assert [cell.group for cell in bench_forward.chosen_cells(options)] == ["flux", "vit-l"]
-    assert [regime.block_ms for regime in bench_forward.chosen_regimes(options)] == [300]
-    everything = bench_forward.parse_arguments(["--extra", "all"])
+    assert [regime.block_ms for regime in runs.chosen_regimes(options)] == [300]
+    everything = bench_forward.parse_arguments(["--shapes", "all"])
     assert {cell.group for cell in bench_forward.chosen_cells(everything)} == {
         "grid",
         *shapes.NAMED,
     }
+    few = bench_forward.parse_arguments(["--shapes", "low-wave", "--cells", "70b", "x640x"])
+    assert {cell.group for cell in bench_forward.chosen_cells(few)} == {
+        "llama3-70b-tp8",
+        "cached-prefill",
+    }
+
+
+def test_quick_runs_are_short():
+    options = bench_forward.parse_arguments(["--quick"])
+    for quick, usual in zip(runs.chosen_regimes(options), harness.REGIMES.values(), strict=True):
+        assert quick.name == usual.name
+        assert quick.block_ms < usual.block_ms / 3
+
+
+def test_no_cell_is_chosen_twice():
+    cells = shapes.choose(["all", "low-wave", "grid"], shapes.grid([64], ["full"], [512]))
+    assert len({cell.name for cell in cells}) == len(cells)
+    low_wave = shapes.choose(["low-wave"], [])
+    assert {cell.name for cell in low_wave} < {cell.name for cell in cells}
+    assert "llama3-8b-h32.8-1x16k" not in {cell.name for cell in low_wave}
 
 
 def test_listing_needs_no_gpu(capsys):

@@ -1,0 +1,302 @@
+"""Measure attention to a key/value cache beside its peers: `python -m benchmarks.bench_decode`.
+
+Calls are replayed from CUDA graphs that go through sets of caches which together exceed four times
+the L2 cache. What a stream of plain reads reaches is measured in the same rounds; the figures are
+microseconds, GB/s of the keys and values that the lengths name, and their share of those reads.
+"""
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from benchmarks import bench_forward, harness, peers, plot, results, runs
+from benchmarks.caches import (
+    CELLS,
+    DEFAULT,
+    INVARIANT,
+    NAMES,
+    OURS,
+    PAGE_SIZES,
+    PAGED_CELL,
+    PEERS,
+    READ,
+    READ_BYTES,
+    CacheReference,
+    DecodeCell,
+    Ours,
+    page_name,
+    providers_of,
+)
+from benchmarks.peers import Provider
+from benchmarks.ratios import Summary, is_tie, paired_speedup, summarise
+from benchmarks.results import OK, UNSUPPORTED, Row
+from benchmarks.runs import Run, Timed, Verdict
+from benchmarks.shapes import K
+
+CSV_NAME = "decode.csv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRow(Row):
+    """A provider beside its peers, ours by default, and a stream of reads; paired by round.
+
+    Fields:
+        vs_fa3: speed over ours by default, on a contiguous cache.
+        share: GB/s over those of the stream of reads.
+    """
+
+    vs_fa3: float | None = None
+    vs_fa3_q1: float | None = None
+    vs_fa3_q3: float | None = None
+    share: float | None = None
+    share_q1: float | None = None
+    share_q3: float | None = None
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_decode",
+        description="Measure attention to a key/value cache beside its peers.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=[], help="only these providers")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="print and draw this directory's rows, and stop"
+    )
+    runs.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def shrink(cell: DecodeCell) -> DecodeCell:
+    """A small cell that runs on the same kernels of ours."""
+    queries = min(cell.seqlen_q, 2)
+    return replace(
+        cell, name="", group="", batch=1, seqlen_q=queries, seqlen_k=K, lengths=(K,)
+    )  # fmt: skip
+
+
+def compile_all(jobs: Sequence[runs.Job], console: Console) -> None:
+    """Put the kernels of ours into the cache on disk, side by side."""
+    calls = dict.fromkeys(
+        (one, shrink(job.cell)) for job in jobs for one in job.providers if isinstance(one, Ours)
+    )
+    if not calls:
+        return
+    context = multiprocessing.get_context("spawn")
+    workers = min(len(calls), len(os.sched_getaffinity(0)))
+    with console.status("compile"), ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for (one, _), error in zip(calls, pool.map(call_once, calls), strict=True):
+            if error:
+                console.print(f"{one.name}: {error}", markup=False)
+
+
+def call_once(of: tuple[Ours, DecodeCell]) -> str:
+    """Make one call, which compiles its kernels; return what went wrong, if anything."""
+    one, cell = of
+    try:
+        (tensors,) = harness.draw_inputs(cell, "normal", sets=1)
+        one.prepare(cell, tensors)[""]()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return runs.first_line(error)
+    return ""
+
+
+def check_cell(run: Run, job: runs.Job) -> dict[str, Verdict]:
+    """Check a cell for every provider that computes attention."""
+    (tensors,) = harness.draw_inputs(job.cell, run.data, sets=1)
+    reference = CacheReference(job.cell, tensors)
+    verdicts = {}
+    for provider in job.providers:
+        if reason := provider.supports(job.cell):
+            verdicts[provider.name] = Verdict(UNSUPPORTED, reason)
+            continue
+
+        def check(provider: Provider = provider) -> Verdict:
+            if provider.name == READ.name:
+                return Verdict(OK)
+            errors = harness.check_provider(provider, job.cell, tensors, reference)
+            return Verdict(OK, errors=errors)
+
+        verdicts[provider.name] = runs.attempt(check)
+    return verdicts
+
+
+def make_rows(timed: Timed) -> list[DecodeRow]:
+    """Turn the blocks of one cell and regime into rows, one for every provider."""
+    times = {name: timed.times(name) for name in timed.blocks}
+    rows = []
+    for provider, row in zip(timed.job.providers, bench_forward.make_rows(timed), strict=True):
+        own, columns = times.get(row.provider), asdict(row)
+        if own and row.provider == READ.name:
+            columns = timed.columns(provider) | {"gbps": READ_BYTES / row.us / 1e3, "tflops": None}
+        elif own:
+            if DEFAULT in times:
+                ratio = paired_speedup(own, times[DEFAULT])
+                columns |= bench_forward.ratio_columns("vs_fa3", ratio)
+            if READ.name in times:
+                speed = paired_speedup(own, times[READ.name])
+                share = Summary(*(x * timed.job.cell.kv_bytes / READ_BYTES for x in speed))
+                columns |= bench_forward.ratio_columns("share", share)
+        rows.append(DecodeRow(**columns))
+    return rows
+
+
+def summary_line(rows: Sequence[DecodeRow]) -> str:
+    """One line on a cell and regime that is done."""
+    parts = [f"{row.provider} {row.us:.1f} us ({row.gbps:.0f} GB/s)" for row in rows if row.us]
+    return f"{rows[0].cell} {rows[0].regime}: " + ", ".join(parts) + runs.clock_text(rows)
+
+
+def time_text(row: DecodeRow | None) -> str:
+    """Microseconds, GB/s and the share of the stream of reads; or why there are none."""
+    if row is None or row.us is None:
+        return row.status if row else ""
+    share = f", {row.share:.0%}" if row.share else ""
+    return f"{row.us:.1f} ({row.gbps:.0f}{share})"
+
+
+def ratio_text(row: DecodeRow | None, name: str) -> str:
+    """One of a row's ratios with its quartiles."""
+    ratio = getattr(row, name) if row else None
+    if ratio is None:
+        return ""
+    text = f"{ratio:.2f} ({getattr(row, f'{name}_q1'):.2f}-{getattr(row, f'{name}_q3'):.2f})"
+    return f"{text} tie" if is_tie(ratio) else text
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in markdown."""
+    lines = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def markdown(rows: Sequence[DecodeRow]) -> str:
+    """The tables of one regime: every cell beside its peers, then the page sizes."""
+    found = {(row.cell, row.provider): row for row in rows}
+    cells = [cell for cell in CELLS if any(row.cell == cell.name for row in rows)]
+    lines = []
+    for cell in cells:
+        ours, invariant = (found.get((cell.name, name)) for name in (DEFAULT, INVARIANT))
+        best = f"{ratio_text(ours, 'vs_best_peer')} {ours.best_peer if ours else ''}".strip()
+        theirs = [time_text(found.get((cell.name, name))) for name in PEERS]
+        line = [cell.label, time_text(ours), *theirs, best, ratio_text(invariant, "vs_fa3")]
+        lines.append(line)
+    header = ["heads q/kv, batch x keys", DEFAULT, *PEERS, "over the best peer", "invariant"]
+    text = table(header, lines)
+    lines = []
+    for page_size in PAGE_SIZES:
+        names = page_name(page_size), page_name(page_size, batch_invariant=True)
+        pair = [found.get((PAGED_CELL, name)) for name in names]
+        if any(pair):
+            paged = (part for row in pair for part in (time_text(row), ratio_text(row, "vs_fa3")))
+            lines.append([str(page_size), *paged])
+    if lines:
+        header = ["page size", DEFAULT, "over contiguous", "invariant", "over contiguous"]
+        text += "\n\n" + table(header, lines)
+    return text
+
+
+def read_text(rows: Iterable[DecodeRow]) -> str:
+    """What the streams of reads of one regime reached."""
+    reads = [row for row in rows if row.provider == READ.name and row.gbps]
+    if not reads:
+        return "no stream of reads"
+    rates = [row.gbps for row in reads]
+    kernels = " or ".join(sorted({f"torch {row.choice}" for row in reads}))
+    return (
+        f"reads of {READ_BYTES >> 20} MiB by {kernels}: "
+        f"{summarise(rates).median:.0f} GB/s ({min(rates):.0f}-{max(rates):.0f})"
+    )
+
+
+def draw(rows: Sequence[DecodeRow], path: Path) -> None:
+    """Draw each cell's shares of the stream of reads as bars."""
+    names = [DEFAULT, INVARIANT, *PEERS]
+    looks = plot.styles(names)
+    cells = [cell for cell in CELLS if any(row.cell == cell.name for row in rows)]
+    shares = {(row.cell, row.provider): row.share for row in rows}
+    figure = Figure(figsize=(9, 1.5 + 0.55 * len(cells)), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(names):
+        places = [place + (i - 2) * 0.16 for place in range(len(cells))]
+        widths = [100 * (shares.get((cell.name, name)) or 0) for cell in cells]
+        axes.barh(places, widths, 0.15, label=name, color=looks[name]["color"])
+    axes.set_yticks(range(len(cells)), [cell.label for cell in cells])
+    axes.set_ylim(len(cells) - 0.5, -0.5)
+    axes.set_xlabel("GB/s of K and V, % of a stream of reads")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def report(console: Console, rows: Sequence[DecodeRow], directory: Path) -> None:
+    """Print the tables of each regime, and draw it."""
+    for regime in dict.fromkeys(row.regime for row in rows):
+        chosen = [row for row in rows if row.regime == regime]
+        console.print(f"\n{regime}: us (GB/s, share of reads); {read_text(chosen)}\n")
+        console.print(markdown(chosen), markup=False, highlight=False, soft_wrap=True)
+        reasons: dict[str, list[str]] = {}
+        for row in chosen:
+            if row.status != OK:
+                reason = f"{row.provider} {row.status}, {row.reason}"
+                reasons.setdefault(reason, []).append(row.cell)
+        for reason, cells in reasons.items():
+            console.print(f"{reason}: {', '.join(cells)}", markup=False, soft_wrap=True)
+        path = directory / f"decode-{regime}.png"
+        draw(chosen, path)
+        console.print(path)
+
+
+def measure(options: argparse.Namespace, cells: Sequence[DecodeCell], console: Console) -> Path:
+    """Measure what is not yet in the results directory; return it."""
+    runs.need_gpu()
+    wanted = [name for name in PEERS if not options.only or name in options.only]
+    found, missing = peers.find(wanted, PEERS)
+    for name, reason in missing.items():
+        console.print(f"without {name}: {reason}", markup=False)
+    run = runs.open_run(options, console, CSV_NAME, [*OURS, *found, READ], missing)
+    done = results.read(run.csv, DecodeRow) if options.resume else []
+    jobs = runs.find_jobs(
+        cells,
+        runs.chosen_regimes(options),
+        lambda cell: providers_of(cell, found, options.only),
+        options.data,
+        done,
+    )
+    compile_all(jobs, console)
+    left = runs.check_and_measure(run, jobs, make_rows, summary_line, check_cell)
+    if left:
+        console.print(f"{left} cells left: run the same command again")
+    return run.csv.parent
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    console = runs.make_console()
+    cells = runs.with_names_like(CELLS, options.cells)
+    if options.list:
+        console.print(runs.cells_listing(cells))
+        return
+    directory = options.report or measure(options, cells, console)
+    path = directory / CSV_NAME
+    names = [cell.name for cell in cells]
+    rows = [
+        row
+        for row in results.read(path, DecodeRow)
+        if row.cell in names and row.data == options.data
+    ]
+    report(console, rows, directory)
+    console.print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Attention to a cache on the CPU: walks the very cut of the keys that the decode kernel walks.
+
+Appending is plain. Attention works off the units of `fa3.schedules.split` CTA by CTA, keeps each
+part's output and log-sum-exp in float32 in its slot, and merges the slots of a tile in the order
+of its keys, as `fa3.kernels.combine` does.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from fa3.decode import TILE_N, CacheOperands, Sizes, choose_cut, tighten
+from fa3.executor import RunningSoftmax, merge, with_sink
+from fa3.kernels.append import Append, Rotary
+from fa3.masks import Band, Sequence
+from fa3.modifiers import Modifiers
+from fa3.planner import H200
+from fa3.primitives.coords import Position
+from fa3.primitives.wgmma import ROWS
+from fa3.problem import Window
+from fa3.schedules.split import Unit, records, units
+from fa3.schedules.tiles import Tile
+from fa3.scores import Score
+
+
+@dataclass(frozen=True)
+class HostAppend:
+    """`fa3.kernels.append` on CPU tensors, whose values have been checked."""
+
+    kernel: Append
+
+    def __call__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seqlens: torch.Tensor,
+        new_seqlens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        batch_idx: torch.Tensor | None,
+        page_table: torch.Tensor | None,
+        q: torch.Tensor | None,
+        rotated: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        query_step: int,
+    ) -> None:
+        """Write k and v into the cache, the new lengths, and the rotated queries."""
+        rotary = self.kernel.rotary
+        for sequence, seqlen in enumerate(seqlens.tolist()):
+            of_sequence = sequence
+            if cu_seqlens is not None:
+                of_sequence = slice(*cu_seqlens[sequence : sequence + 2].tolist())
+            new_k, new_v = k[of_sequence], v[of_sequence]
+            positions = torch.arange(seqlen, seqlen + len(new_k))
+            if rotary is not None:
+                new_k = rotate(new_k, positions, cos, sin, rotary)
+                of_queries = seqlen + query_step * torch.arange(q.shape[1])
+                rotated[sequence] = rotate(q[sequence], of_queries, cos, sin, rotary)
+            rows = rows_of(sequence, positions, batch_idx, page_table, k_cache.shape[1])
+            k_cache[rows], v_cache[rows] = new_k, new_v
+            new_seqlens[sequence] = seqlen + len(new_k)
+
+
+def rows_of(
+    sequence: int,
+    positions: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and second index in the cache of a sequence's tokens at these positions."""
+    row = sequence if batch_idx is None else batch_idx[sequence].item()
+    if page_table is None:
+        return torch.full_like(positions, row), positions
+    return page_table[row, positions // page_size].long(), positions % page_size
+
+
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary
+) -> torch.Tensor:
+    """Turn the first columns of x (tokens, heads, head_dim) to its positions."""
+    cos, sin = (table[positions, None].float() for table in (cos, sin))
+    turning, rest = x.split([rotary.dim, x.shape[2] - rotary.dim], dim=2)
+    pairs = (-1, 2) if rotary.interleaved else (2, -1)
+    first, second = turning.float().unflatten(2, pairs).unbind(3 if rotary.interleaved else 2)
+    turned = torch.stack(
+        (first * cos - second * sin, second * cos + first * sin), 3 if rotary.interleaved else 2
+    )
+    return torch.cat((turned.flatten(2).to(x.dtype), rest), dim=2)
+
+
+def attend_with_cache(
+    operands: CacheOperands,
+    softmax_scale: float,
+    window: Window,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    sm_margin: int = 0,
+) -> None:
+    """Do on CPU tensors what `fa3.decode.attend_with_cache` does on those of an H200."""
+    q, k_cache, out = operands.q, operands.k_cache, operands.out
+    batch, seqlen_q, heads_q, _ = q.shape
+    heads_kv, pages = k_cache.shape[2], operands.page_table
+    capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
+    window, num_ctas = tighten(window, sizes), H200.num_sms - sm_margin
+    modifiers = Modifiers.of(
+        q, softcap, operands.alibi_slopes, operands.sinks, None, None,
+        behind=window.right == 0 or seqlen_q == 1,
+    )  # fmt: skip
+    tensors = iter(modifiers.tensors or ())
+    scores = tuple(template.bind(tensors) for template in modifiers.structure.scores)
+    walked = CacheWalk(operands, sizes, softmax_scale, scores, window)
+    cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant)
+    work = cut, walked.blocks(), sizes.num_m_blocks, heads_kv, num_ctas
+    slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def store(tile: Tile, rows_out: torch.Tensor, rows_lse: torch.Tensor) -> None:
+        query, head = walked.rows(tile)
+        out[tile.batch, query, head] = rows_out.to(out.dtype)
+        if operands.lse is not None:
+            operands.lse[tile.batch, head, query] = rows_lse
+
+    for unit in units(*work):
+        softmax = walked.attend(unit)
+        if unit.slot is None:
+            store(unit.tile, *softmax.finish(walked.sinks(unit.tile)))
+        else:
+            slots[unit.slot] = softmax.finish()
+    for _, tile, of_tile in records(*work):
+        merged = merge([slots[i] for i in of_tile])
+        store(tile, *with_sink(*merged, walked.sinks(tile)))
+
+
+@dataclass(frozen=True)
+class CacheWalk:
+    """The tiles of one call and what is needed to work on them."""
+
+    operands: CacheOperands
+    sizes: Sizes
+    softmax_scale: float
+    scores: tuple[Score, ...]
+    window: Window
+
+    def sequence(self, batch: int) -> Sequence:
+        """A sequence as the mask sees it: its keys are counted from behind the padding."""
+        seqlen, leftpad = self.operands.cache_seqlens[batch].item(), self.leftpad(batch)
+        return Sequence(self.sizes.seqlen_q, max(seqlen - leftpad, 0), self.window)
+
+    def leftpad(self, batch: int) -> int:
+        leftpad = self.operands.cache_leftpad
+        return 0 if leftpad is None else leftpad[batch].item()
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Key blocks that the queries of each sequence touch."""
+        mask, found = Band.of(self.window), []
+        for batch in range(self.sizes.batch):
+            blocks = mask.key_blocks(0, self.sizes.seqlen_q, TILE_N, self.sequence(batch))
+            found.append((blocks.begin, blocks.end))
+        return found
+
+    def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and query head of each row of a tile."""
+        group = self.sizes.qhead_per_kvhead
+        end = min((tile.m_block + 1) * ROWS, self.sizes.rows)
+        rows = torch.arange(tile.m_block * ROWS, end)
+        return rows // group, tile.head * group + rows % group
+
+    def sinks(self, tile: Tile) -> torch.Tensor | None:
+        """The sink of each row of a tile."""
+        _, head = self.rows(tile)
+        return None if self.operands.sinks is None else self.operands.sinks[head].float()
+
+    def attend(self, unit: Unit) -> RunningSoftmax:
+        """Attend the rows of a tile to some of its key blocks, from the last to the first."""
+        tile, (query, head) = unit.tile, self.rows(unit.tile)
+        sequence, leftpad = self.sequence(tile.batch), self.leftpad(tile.batch)
+        q = self.operands.q[tile.batch, query, head].float()
+        visible = Band.of(self.window).key_range(query.numpy(), sequence)
+        first, end = (torch.as_tensor(bound).reshape(-1, 1) for bound in visible)
+        unit_scale = 1.0 if self.scores else self.softmax_scale
+        softmax = RunningSoftmax(
+            len(query), self.operands.out.shape[3], unit_scale * math.log2(math.e)
+        )
+        for n_block in reversed(range(unit.begin, unit.end)):
+            key = n_block * TILE_N + torch.arange(TILE_N)
+            k, v = self.key_block(tile, leftpad + key[key < sequence.seqlen_k])
+            at = Position(
+                tile.batch,
+                head[:, None],
+                query[:, None],
+                key.clamp(max=sequence.seqlen_k - 1),
+                sequence.seqlen_q,
+                sequence.seqlen_k,
+            )
+            values = q @ k.float().T
+            if self.scores:
+                values = values * self.softmax_scale
+            for score in self.scores:
+                values = score.reference(values, at)
+            softmax.add(values.masked_fill((key < first) | (key >= end), -torch.inf), v)
+        return softmax
+
+    def key_block(self, tile: Tile, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One head's keys and values at some positions, and zeros up to the size of a block."""
+        operands = self.operands
+        first, second = rows_of(
+            tile.batch,
+            positions,
+            operands.cache_batch_idx,
+            operands.page_table,
+            operands.k_cache.shape[1],
+        )
+        caches = operands.k_cache, operands.v_cache
+        missing = (0, 0, 0, TILE_N - len(positions))
+        return tuple(pad(cache[first, second, tile.head], missing) for cache in caches)

@@ -1,0 +1,403 @@
+"""Append new keys and values to a cache, rotating them and the queries on the way.
+
+Every thread makes one 16-byte vector of the result: it finds its row (a token's head), loads the
+vector and, for the rotary embedding, its partner, and stores where the row belongs. Where a
+sequence ends is read on the device, so a captured graph appends further at every replay.
+
+    blocks (x, 0)   vectors of k into the cache; also the sequences' new lengths
+    blocks (x, 1)   vectors of v into the cache
+    blocks (x, 2)   vectors of q into a tensor of their own, if there is a rotary embedding
+
+The kernel that follows may be launched early; it waits with `griddepcontrol_wait` before it reads
+anything that is written here.
+
+Source: Su et al., RoFormer (arXiv 2104.09864), section 3.4.2, for the rotary embedding.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from fa3.primitives import arguments
+from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
+
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotary embedding of the first `dim` columns of a head.
+
+    Fields:
+        dim: a multiple of 16.
+        interleaved: whether neighbouring columns make a pair; otherwise column i and column
+            i + dim / 2 do (GPT-NeoX).
+        dtype: element type of the tables of cosines and sines.
+    """
+
+    dim: int
+    interleaved: bool
+    dtype: str
+
+
+class Tables(NamedTuple):
+    """Cosines and sines, (positions, dim / 2)."""
+
+    cos: cute.Tensor
+    sin: cute.Tensor
+
+
+class Place(NamedTuple):
+    """Where a new token belongs.
+
+    Fields:
+        sequence: index of its sequence in the batch.
+        position: its position in the sequence.
+        kept: whether the cache has room for it there.
+    """
+
+    sequence: Int32
+    position: Int32
+    kept: Boolean
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The cache's tensors, and which of their rows are a sequence's.
+
+    Fields:
+        k, v: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim).
+        page_table: (sequences, pages of a sequence), int32; None for a cache without pages.
+        batch_idx: (batch,), int32: the sequence's index in the cache; None if that in the batch.
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    page_table: cute.Tensor | None
+    batch_idx: cute.Tensor | None
+
+    @property
+    def capacity(self):
+        """Tokens that a sequence may have."""
+        if self.page_table is None:
+            return self.k.shape[1]
+        return self.page_table.shape[1] * self.k.shape[1]
+
+    @property
+    def num_sequences(self):
+        """Sequences that the cache has room for."""
+        return self.k.shape[0] if self.page_table is None else self.page_table.shape[0]
+
+    @cute.jit
+    def row_of(self, place: Place):
+        """(first index, second index, whether they exist) of a token in `k` and `v`."""
+        sequence = place.sequence
+        if cutlass.const_expr(self.batch_idx is not None):
+            sequence = self.batch_idx[sequence]
+        exists = place.kept and sequence >= 0 and sequence < self.num_sequences
+        outer, inner = sequence, place.position
+        if cutlass.const_expr(self.page_table is not None):
+            outer, inner = Int32(0), Int32(0)
+            if exists:
+                page = place.position // self.k.shape[1]
+                outer = self.page_table[sequence, page]
+                inner = place.position - page * self.k.shape[1]
+            exists = exists and outer >= 0 and outer < self.k.shape[0]
+        return outer, inner, exists
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens to append and the lengths they are counted from.
+
+    Fields:
+        k, v: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens`.
+        seqlens: (batch,), int32: tokens that a sequence has before.
+        cu_seqlens: (batch + 1,), int32: where a sequence's tokens begin and end; None if every
+            sequence gets as many.
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    seqlens: cute.Tensor
+    cu_seqlens: cute.Tensor | None
+
+    @property
+    def num_tokens(self):
+        if self.cu_seqlens is not None:
+            return self.k.shape[0]
+        return self.k.shape[0] * self.k.shape[1]
+
+    @cute.jit
+    def seqlen(self, sequence, capacity) -> Int32:
+        """Tokens that a sequence has before: what the caller says, made to fit the cache."""
+        return cutlass.min(cutlass.max(self.seqlens[sequence], 0), capacity)
+
+    @cute.jit
+    def count(self, sequence) -> Int32:
+        """Tokens that a sequence gets."""
+        if cutlass.const_expr(self.cu_seqlens is None):
+            return Int32(self.k.shape[1])
+        return cutlass.max(self.cu_seqlens[sequence + 1] - self.cu_seqlens[sequence], 0)
+
+    @cute.jit
+    def place(self, token, capacity) -> Place:
+        """Where a token belongs."""
+        if cutlass.const_expr(self.cu_seqlens is None):
+            sequence = token // self.k.shape[1]
+            nth = token - sequence * self.k.shape[1]
+        else:
+            # The last sequence that begins at or before the token.
+            sequence, end = Int32(0), Int32(self.seqlens.shape[0])
+            while end - sequence > 1:
+                middle = (sequence + end) // 2
+                if self.cu_seqlens[middle] <= token:
+                    sequence = middle
+                else:
+                    end = middle
+            nth = token - self.cu_seqlens[sequence]
+        position = self.seqlen(sequence, capacity) + nth
+        kept = nth >= 0 and nth < self.count(sequence) and position < capacity
+        return Place(sequence, position, kept)
+
+    def row(self, tokens: cute.Tensor, token, place: Place, head) -> cute.Tensor:
+        """One head of a token of `k` or `v`."""
+        if self.cu_seqlens is not None:
+            return tokens[token, head, None]
+        first = place.sequence * self.k.shape[1]
+        return tokens[place.sequence, token - first, head, None]
+
+
+class Queries(NamedTuple):
+    """The queries (batch, seqlen, heads, head_dim) and where the rotated ones go.
+
+    Query i of a sequence stands `i * step` after the tokens it had before.
+    """
+
+    q: cute.Tensor
+    rotated: cute.Tensor
+    step: Int32
+
+
+@dataclass(frozen=True)
+class Append:
+    """The kernel of one kind of cache and one rotary embedding.
+
+    Fields:
+        dtype: element type of q, k, v and the cache.
+        head_dim: columns of q and k.
+        head_dim_v: columns of v.
+        paged: whether the cache has a page table.
+        batch_indexed: whether sequences have an index of their own in the cache.
+        ragged: whether each sequence gets a number of tokens of its own.
+        rotary: the embedding of k and q; None without one, and then q is none of its business.
+    """
+
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    paged: bool
+    batch_indexed: bool
+    ragged: bool
+    rotary: Rotary | None
+
+    entry_name: ClassVar[str] = "fa3_append"
+    is_storable: ClassVar[bool] = True
+
+    def arguments(self) -> list:
+        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
+        batch, tokens, heads = (cute.sym_int() for _ in range(3))
+        new = (tokens,) if self.ragged else (batch, tokens)
+        cache = cute.sym_int(), cute.sym_int()
+        queries, tables = [None, None], [None, None]
+        if self.rotary is not None:
+            shape = batch, cute.sym_int(), cute.sym_int(), self.head_dim
+            queries = [arguments.tma_tensor(self.dtype, shape) for _ in queries]
+            shape = cute.sym_int(), self.rotary.dim // 2
+            tables = [arguments.tma_tensor(self.rotary.dtype, shape) for _ in tables]
+        return [
+            arguments.tma_tensor(self.dtype, (*new, heads, self.head_dim)),
+            arguments.tma_tensor(self.dtype, (*new, heads, self.head_dim_v)),
+            arguments.tma_tensor(self.dtype, (*cache, heads, self.head_dim)),
+            arguments.tma_tensor(self.dtype, (*cache, heads, self.head_dim_v)),
+            arguments.compact_tensor("int32", (batch,)),
+            arguments.compact_tensor("int32", (batch,)),
+            arguments.compact_tensor("int32", (cute.sym_int(),)) if self.ragged else None,
+            arguments.compact_tensor("int32", (batch,)) if self.batch_indexed else None,
+            arguments.strided_tensor("int32", 2) if self.paged else None,
+            *queries,
+            *tables,
+            Int32(0),
+            arguments.current_stream(),
+        ]
+
+    @cute.jit
+    def __call__(
+        self,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mKCache: cute.Tensor,
+        mVCache: cute.Tensor,
+        mSeqlens: cute.Tensor,
+        mNewSeqlens: cute.Tensor,
+        mCuSeqlens: cute.Tensor | None,
+        mBatchIdx: cute.Tensor | None,
+        mPageTable: cute.Tensor | None,
+        mQ: cute.Tensor | None,
+        mRotated: cute.Tensor | None,
+        mCos: cute.Tensor | None,
+        mSin: cute.Tensor | None,
+        query_step: Int32,
+        stream,
+    ):
+        """Launch; `mNewSeqlens` receives the lengths of the sequences with their new tokens."""
+        cache = Cache(mKCache, mVCache, mPageTable, mBatchIdx)
+        new = NewTokens(mK, mV, mSeqlens, mCuSeqlens)
+        rows = new.num_tokens * mKCache.shape[2]
+        columns = max(self.head_dim, self.head_dim_v)
+        vectors = cutlass.max(rows * (columns // VECTOR), mSeqlens.shape[0])
+        queries = tables = None
+        if cutlass.const_expr(self.rotary is not None):
+            queries, tables = Queries(mQ, mRotated, query_step), Tables(mCos, mSin)
+            query_rows = mQ.shape[0] * mQ.shape[1] * mQ.shape[2]
+            vectors = cutlass.max(vectors, query_rows * (self.head_dim // VECTOR))
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        self.kernel(cache, new, mNewSeqlens, queries, tables).launch(
+            grid=(cute.ceil_div(vectors, THREADS), 2 if self.rotary is None else 3, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        cache: Cache,
+        new: NewTokens,
+        mNewSeqlens: cute.Tensor,
+        queries: Queries | None,
+        tables: Tables | None,
+    ):
+        cute.arch.griddepcontrol_launch_dependents()
+        # The kernel before may still write k, v or q, or read the cache.
+        cute.arch.griddepcontrol_wait()
+        block, part, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        index = block * THREADS + thread
+        if part == 0:
+            if index < mNewSeqlens.shape[0]:
+                seqlen = new.seqlen(index, cache.capacity) + new.count(index)
+                mNewSeqlens[index] = cutlass.min(seqlen, cache.capacity)
+            self.append(index, new, new.k, cache, cache.k, tables)
+        elif part == 1:
+            self.append(index, new, new.v, cache, cache.v, None)
+        else:
+            if cutlass.const_expr(self.rotary is not None):
+                self.rotate_query(index, new, cache, queries, tables)
+
+    @cute.jit
+    def append(self, index, new: NewTokens, tokens, cache: Cache, target, tables: Tables | None):
+        """Write vector `index` of the new keys or values into the cache."""
+        row, vector = row_and_vector(index, target.shape[3])
+        token, head = row // target.shape[2], row % target.shape[2]
+        if token < new.num_tokens:
+            place = new.place(token, cache.capacity)
+            outer, inner, exists = cache.row_of(place)
+            if exists:
+                source = new.row(tokens, token, place, head)
+                self.move(source, target[outer, inner, head, None], vector, tables, place.position)
+
+    @cute.jit
+    def rotate_query(self, index, new: NewTokens, cache: Cache, queries: Queries, tables: Tables):
+        """Write vector `index` of the rotated queries."""
+        _, seqlen, heads, head_dim = queries.q.shape
+        row, vector = row_and_vector(index, head_dim)
+        token, head = row // heads, row % heads
+        sequence = token // seqlen
+        if sequence < queries.q.shape[0]:
+            nth = token - sequence * seqlen
+            position = new.seqlen(sequence, cache.capacity) + nth * queries.step
+            self.move(
+                queries.q[sequence, nth, head, None],
+                queries.rotated[sequence, nth, head, None],
+                vector,
+                tables,
+                position,
+            )
+
+    @cute.jit
+    def move(
+        self,
+        source: cute.Tensor,
+        target: cute.Tensor,
+        vector: Int32,
+        tables: Tables | None,
+        position: Int32,
+    ):
+        """Copy one vector of a row, rotated if there are tables."""
+        values = cute.make_rmem_tensor(VECTOR, target.element_type)
+        cute.autovec_copy(vector_of(source, vector), values)
+        if cutlass.const_expr(tables is not None):
+            self.rotate(values, source, vector, tables, position)
+        cute.autovec_copy(values, vector_of(target, vector))
+
+    @cute.jit
+    def rotate(self, values: cute.Tensor, source: cute.Tensor, vector: Int32, tables, position):
+        """Rotate the vector of a row that is in `values`, if it is in the embedding's columns."""
+        if vector * VECTOR < self.rotary.dim:
+            row = cutlass.min(position, tables.cos.shape[0] - 1)
+            cos, sin = tables.cos[row, None], tables.sin[row, None]
+            if cutlass.const_expr(self.rotary.interleaved):
+                rotate_pairs(values, cos, sin, vector)
+            else:
+                rotate_halves(values, source, cos, sin, vector, self.rotary.dim // 2)
+
+
+@cute.jit
+def load(row: cute.Tensor, index, size: cutlass.Constexpr) -> cute.Tensor:
+    """A vector of a row in registers, as float32."""
+    values = cute.make_rmem_tensor(size, row.element_type)
+    cute.autovec_copy(vector_of(row, index, size), values)
+    widened = cute.make_rmem_tensor(size, Float32)
+    widened.store(values.load().to(Float32))
+    return widened
+
+
+@cute.jit
+def rotate_pairs(values: cute.Tensor, cos_row: cute.Tensor, sin_row: cute.Tensor, vector):
+    """Rotate a vector whose neighbouring elements are pairs."""
+    cos, sin = (load(row, vector, VECTOR // 2) for row in (cos_row, sin_row))
+    x = cute.make_rmem_tensor(VECTOR, Float32)
+    x.store(values.load().to(Float32))
+    for i in cutlass.range_constexpr(VECTOR // 2):
+        first, second = x[2 * i], x[2 * i + 1]
+        x[2 * i] = first * cos[i] - second * sin[i]
+        x[2 * i + 1] = second * cos[i] + first * sin[i]
+    values.store(x.load().to(values.element_type))
+
+
+@cute.jit
+def rotate_halves(
+    values: cute.Tensor,
+    source: cute.Tensor,
+    cos_row: cute.Tensor,
+    sin_row: cute.Tensor,
+    vector: Int32,
+    half: cutlass.Constexpr,
+):
+    """Rotate a vector of one half of a row's first 2 `half` elements with that of the other."""
+    is_first = vector * VECTOR < half
+    steps = half // VECTOR
+    angle = vector if is_first else vector - steps
+    partner = load(source, vector + steps if is_first else angle, VECTOR)
+    cos, sin = (load(row, angle, VECTOR) for row in (cos_row, sin_row))
+    sign = Float32(-1.0) if is_first else Float32(1.0)
+    x = cute.make_rmem_tensor(VECTOR, Float32)
+    x.store(values.load().to(Float32))
+    for i in cutlass.range_constexpr(VECTOR):
+        x[i] = x[i] * cos[i] + sign * (partner[i] * sin[i])
+    values.store(x.load().to(values.element_type))

@@ -1,0 +1,399 @@
+"""Merge of partial results: attention over parts of the keys becomes attention over all of them.
+
+A part is O normalised by itself (fp32) with the log-sum-exp of its scores. Of a row,
+lse = log sum_i exp(lse_i) and O = sum_i exp(lse_i - lse) O_i. Sums are taken in an order that
+follows from the number of parts alone, so the result's bits do too.
+
+A CTA works on 64 columns: 16 groups of 16 lanes. While parts are few, a group has a row to itself;
+of many, up to all 16 share a row, each takes every 16th part, and their sums meet in shared
+memory. Block (x, y, z) of the grid works on every y-th set of rows of the tile of record x, in
+the z-th 64 columns.
+
+Timeline of a CTA
+    launched while the parts are made | wait for that kernel | record | log-sum-exps and parts of
+    a row, in flight together | sums of the groups | O and log-sum-exp
+
+Where a row's parts are, and where it goes, says a source: `RecordedParts` for tiles that a split
+left behind, `DenseParts` for tensors (parts, batch, seqlen, heads, head_dim).
+
+Source: Dao et al., Flash-Decoding for long-context inference (2023).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa3.primitives import arguments
+from fa3.primitives.softmax import finite
+from fa3.primitives.vectors import vector_of
+from fa3.primitives.workspace import Workspace, WorkspaceSize
+
+GROUPS = 16
+LANES = 16
+VECTOR = 4
+"""Elements of 32 bits in 16 bytes."""
+
+COLUMNS = LANES * VECTOR
+
+IN_FLIGHT = 9
+"""Parts that a group loads at once: all, if 132 CTAs share a tile."""
+
+FEW = 4
+"""Parts that a group takes while there are others that could share them."""
+
+LOG2_E = math.log2(math.e)
+
+
+class Parts(NamedTuple):
+    """The parts of a tile.
+
+    Fields:
+        first, count: their slots.
+        rows: rows of the tile.
+        m_block, head, batch: the tile.
+    """
+
+    first: Int32
+    count: Int32
+    rows: Int32
+    m_block: Int32
+    head: Int32
+    batch: Int32
+
+
+class Row(NamedTuple):
+    """One row: its parts in all slots, and where the result goes.
+
+    Fields:
+        o: (slots, head_dim_v).
+        lse: (slots,).
+    """
+
+    o: cute.Tensor
+    lse: cute.Tensor
+    batch: Int32
+    query: Int32
+    head: Int32
+
+
+@dataclass(frozen=True)
+class RecordedParts:
+    """Parts in a workspace.
+
+    Fields:
+        seqlen_q: query positions.
+        qhead_per_kvhead: query heads among the rows of a tile; they come before positions.
+    """
+
+    workspace: Workspace
+    seqlen_q: Int32
+    qhead_per_kvhead: int
+
+    def parts(self, record) -> Parts:
+        m_block, head, batch, first, count = (self.workspace.records[record, i] for i in range(5))
+        rows_of_tile = self.workspace.lse.shape[1]
+        rows = self.seqlen_q * self.qhead_per_kvhead - m_block * rows_of_tile
+        return Parts(first, count, cutlass.min(rows, rows_of_tile), m_block, head, batch)
+
+    def row(self, parts: Parts, row) -> Row:
+        workspace, ratio = self.workspace, self.qhead_per_kvhead
+        packed = parts.m_block * workspace.lse.shape[1] + row
+        return Row(
+            workspace.o[None, row, None],
+            workspace.lse[None, row],
+            parts.batch,
+            packed // ratio,
+            parts.head * ratio + packed % ratio,
+        )
+
+
+@dataclass(frozen=True)
+class DenseParts:
+    """Parts (parts, batch, seqlen, heads, head_dim_v) and log-sum-exps (parts, ..., heads)."""
+
+    o: cute.Tensor
+    lse: cute.Tensor
+
+    def parts(self, record) -> Parts:
+        count, batch, seqlen, heads, _ = self.o.shape
+        zero = Int32(0)
+        return Parts(zero, count, batch * seqlen * heads, zero, zero, zero)
+
+    def row(self, parts: Parts, row) -> Row:
+        _, _, seqlen, heads, _ = self.o.shape
+        position = row // heads
+        head, batch = row - position * heads, position // seqlen
+        query = position - batch * seqlen
+        o, lse = self.o[None, batch, query, head, None], self.lse[None, batch, query, head]
+        return Row(o, lse, batch, query, head)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a group's parts of a row come to, relative to the largest log-sum-exp among them.
+
+    Fields:
+        o: sum of exp(lse_i - reference) O_i, this lane's columns.
+        scalars: reference, and sum of exp(lse_i - reference).
+    """
+
+    o: cute.Tensor
+    scalars: cute.Tensor
+
+    @classmethod
+    def create(cls) -> "Sums":
+        sums = cls(*(cute.make_rmem_tensor(n, Float32) for n in (VECTOR, 2)))
+        sums.o.fill(0.0)
+        sums.scalars[0], sums.scalars[1] = -Float32.inf, Float32(0.0)
+        return sums
+
+    @cute.jit
+    def rebase(self, largest: Float32) -> Float32:
+        """Make a larger log-sum-exp the reference; return it, or 0 where that is -inf."""
+        self.scalars[0] = cute.arch.fmax(self.scalars[0], largest)
+        return finite(self.scalars[0])
+
+    @cute.jit
+    def add(self, lse: cute.Tensor, o: cute.Tensor):
+        """Add parts: log-sum-exps (n,) and this lane's columns (4, n)."""
+        before = self.scalars[0]
+        largest = lse[0]
+        for i in cutlass.range_constexpr(1, cute.size(lse)):
+            largest = cute.arch.fmax(largest, lse[i])
+        reference = self.rebase(largest)
+        correction = exp(before - reference)
+        acc, total = self.o.load() * correction, self.scalars[1] * correction
+        for i in cutlass.range_constexpr(cute.size(lse)):
+            factor = exp(lse[i] - reference)
+            total += factor
+            acc = acc + o[None, i].load() * factor
+        self.o.store(acc)
+        self.scalars[1] = total
+
+    @cute.jit
+    def add_sums(self, reference: Float32, total: Float32, o: cute.Tensor):
+        """Add what parts of others come to."""
+        before = self.scalars[0]
+        base = self.rebase(reference)
+        correction, factor = exp(before - base), exp(reference - base)
+        self.o.store(self.o.load() * correction + o.load() * factor)
+        self.scalars[1] = self.scalars[1] * correction + total * factor
+
+
+def exp(x):
+    """exp(x) by the exponential unit."""
+    return cute.math.exp2(x * LOG2_E, fastmath=True)
+
+
+class Exchange(NamedTuple):
+    """Where groups leave their sums for each other in shared memory."""
+
+    o: cute.Tensor
+    scalars: cute.Tensor
+
+    @classmethod
+    def allocate(cls) -> "Exchange":
+        smem = cutlass.memory.SmemAllocator()
+        o = cute.make_layout((VECTOR, LANES, GROUPS), stride=(1, VECTOR, COLUMNS))
+        scalars = cute.make_layout((2, GROUPS), stride=(1, 2))
+        return cls(*(smem.allocate_tensor(Float32, n, byte_alignment=16) for n in (o, scalars)))
+
+
+@dataclass(frozen=True)
+class Combine:
+    """The combine kernel.
+
+    Fields:
+        dtype: element type of the result.
+        head_dim_v: columns.
+        qhead_per_kvhead: of recorded parts, query heads among a tile's rows; None for dense parts.
+        write_lse: whether to write log-sum-exps.
+        sinks: dtype of the heads' sinks, or None.
+    """
+
+    dtype: str
+    head_dim_v: int
+    qhead_per_kvhead: int | None
+    write_lse: bool
+    sinks: str | None
+
+    entry_name: ClassVar[str] = "fa3_combine"
+    is_storable: ClassVar[bool] = True
+
+    def arguments(self) -> list:
+        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
+        batch, seqlen, heads = (cute.sym_int() for _ in range(3))
+        o = arguments.tma_tensor(self.dtype, (batch, seqlen, heads, self.head_dim_v))
+        lse = arguments.compact_tensor("float32", (batch, heads, seqlen))
+        sinks = arguments.strided_tensor(self.sinks, 1) if self.sinks else None
+        workspace = dense_o = dense_lse = None
+        if self.qhead_per_kvhead is None:
+            parts = cute.sym_int(), batch, seqlen, heads
+            dense_o = arguments.tma_tensor("float32", (*parts, self.head_dim_v))
+            strides = tuple(cute.sym_int64() for _ in parts)
+            dense_lse = cute.runtime.make_fake_tensor(Float32, parts, strides, assumed_align=4)
+        else:
+            workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
+        return [
+            o,
+            lse if self.write_lse else None,
+            sinks,
+            dense_o,
+            dense_lse,
+            workspace,
+            *(Int32(0) for _ in range(4)),
+            arguments.current_stream(),
+        ]
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        sinks: cute.Tensor | None,
+        dense_o: cute.Tensor | None,
+        dense_lse: cute.Tensor | None,
+        workspace: cute.Tensor | None,
+        num_records: Int32,
+        num_slots: Int32,
+        rows: Int32,
+        sets: Int32,
+        stream,
+    ):
+        """Launch on O (batch, seqlen, heads, head_dim_v) and LSE (batch, heads, seqlen).
+
+        `sets` is how many CTAs share the rows of a tile.
+        """
+        if cutlass.const_expr(workspace is None):
+            source = DenseParts(dense_o, dense_lse)
+        else:
+            size = WorkspaceSize(num_records, num_slots, rows)
+            workspace = Workspace.of(workspace, size, self.head_dim_v)
+            source = RecordedParts(workspace, mO.shape[1], self.qhead_per_kvhead)
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        self.kernel(source, mO, mLSE, sinks).launch(
+            # x is the one that may be large.
+            grid=(num_records, sets, cute.ceil_div(self.head_dim_v, COLUMNS)),
+            block=(GROUPS * LANES, 1, 1),
+            stream=stream,
+            # 80 registers a thread, so that a CTA fits beside one of the decode kernel and waits
+            # there; with the carve-out that one has, as an SM has only one at a time.
+            min_blocks_per_mp=3,
+            preferred_smem_carveout=100,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, source, mO: cute.Tensor, mLSE: cute.Tensor | None, sinks):
+        exchange = Exchange.allocate()
+        record, first_set, _ = cute.arch.block_idx()
+        _, sets, _ = cute.arch.grid_dim()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        parts = source.parts(record)
+        if parts.count > 1 or cutlass.const_expr(self.qhead_per_kvhead is None):
+            # As many groups as a power of two share a row; shifts, as divisions take 100 cycles.
+            share = cutlass.min((parts.count + FEW - 1) // FEW, GROUPS)
+            shift = Int32(32 - cute.arch.clz(cutlass.max(share, 1) - 1))
+            nth = first_set
+            while nth * GROUPS < parts.rows << shift:
+                self.merge(source, parts, nth, shift, exchange, (mO, mLSE, sinks))
+                nth += sets
+
+    @cute.jit
+    def merge(self, source, parts: Parts, nth, shift, exchange: Exchange, results: tuple):
+        """Merge the nth set of rows; 2 ** shift groups work on each."""
+        mO, mLSE, sinks = results
+        thread, _, _ = cute.arch.thread_idx()
+        group, lane = thread // LANES, thread % LANES
+        share, index = 1 << shift, (nth * GROUPS + group) >> shift
+        row = source.row(parts, cutlass.min(index, parts.rows - 1))
+        sums = Sums.create()
+        first = group & (share - 1)
+        is_first = first == 0
+        while first < parts.count:
+            self.add_parts(row, parts, first, share, sums)
+            first += IN_FLIGHT * share
+        if share > 1:
+            cute.autovec_copy(sums.o, exchange.o[None, lane, group])
+            if lane == 0:
+                cute.autovec_copy(sums.scalars, exchange.scalars[None, group])
+            cute.arch.sync_threads()
+            if is_first:
+                self.add_groups(exchange, sums, group, share)
+            cute.arch.sync_threads()
+        if is_first and index < parts.rows:
+            self.store(row, sums, mO, mLSE, sinks)
+
+    @cute.jit
+    def add_groups(self, exchange: Exchange, sums: Sums, group, share):
+        """Add up the sums of all groups that share a row, the first of which is this one."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % LANES
+        scalars = cute.make_rmem_tensor((2, GROUPS), Float32)
+        for i in cutlass.range_constexpr(GROUPS):
+            # Always 16 reads, none of which waits for another; what is read twice counts once.
+            cute.autovec_copy(exchange.scalars[None, group + (i & (share - 1))], scalars[None, i])
+            sums.rebase(scalars[0, i])
+        reference = finite(sums.scalars[0])
+        sums.o.fill(0.0)
+        sums.scalars[1] = Float32(0.0)
+        for i in cutlass.range_constexpr(GROUPS):
+            o = cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(exchange.o[None, lane, group + (i & (share - 1))], o)
+            factor = exp(scalars[0, i] - reference) if i < share else Float32(0.0)
+            sums.o.store(sums.o.load() + o.load() * factor)
+            sums.scalars[1] = sums.scalars[1] + scalars[1, i] * factor
+
+    def vector(self):
+        """Which vector of a row is this lane's."""
+        thread, _, _ = cute.arch.thread_idx()
+        _, _, column_block = cute.arch.block_idx()
+        return column_block * LANES + thread % LANES
+
+    @cute.jit
+    def add_parts(self, row: Row, parts: Parts, first, share, sums: Sums):
+        """Add a group's next parts, from `first` in steps of `share`."""
+        vector = self.vector()
+        o = cute.make_rmem_tensor((VECTOR, IN_FLIGHT), Float32)
+        lse = cute.make_rmem_tensor(IN_FLIGHT, Float32)
+        o.fill(0.0)
+        lse.fill(-Float32.inf)
+        for i in cutlass.range_constexpr(IN_FLIGHT):
+            part = first + i * share
+            if part < parts.count:
+                slot = parts.first + part
+                lse[i] = row.lse[slot]
+                if vector * VECTOR < self.head_dim_v:
+                    cute.autovec_copy(vector_of(row.o[slot, None], vector, VECTOR), o[None, i])
+        sums.add(lse, o)
+
+    @cute.jit
+    def store(self, row: Row, sums: Sums, mO: cute.Tensor, mLSE, sinks: cute.Tensor | None):
+        """Let the sink join, divide by the total, and write."""
+        vector = self.vector()
+        if cutlass.const_expr(sinks is not None):
+            nothing = cute.make_rmem_tensor_like(sums.o)
+            nothing.fill(0.0)
+            sums.add_sums(Float32(sinks[row.head]), Float32(1.0), nothing)
+        total = sums.scalars[1]
+        hidden = total == 0.0
+        inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(total)
+        converted = cute.make_rmem_tensor(VECTOR, mO.element_type)
+        converted.store((sums.o.load() * inverse).to(mO.element_type))
+        if vector * VECTOR < self.head_dim_v:
+            target = mO[row.batch, row.query, row.head, None]
+            cute.autovec_copy(converted, vector_of(target, vector, VECTOR))
+        if cutlass.const_expr(self.write_lse):
+            lse = sums.scalars[0] + cute.math.log(total, fastmath=True)
+            self.store_lse(mLSE, row, -Float32.inf if hidden else lse)
+
+    @cute.jit
+    def store_lse(self, mLSE: cute.Tensor, row: Row, lse: Float32):
+        """Write the log-sum-exp of a row; one lane does it."""
+        if self.vector() == 0:
+            mLSE[row.batch, row.head, row.query] = lse

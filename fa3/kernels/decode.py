@@ -1,0 +1,724 @@
+"""Decode attention for Hopper: a few queries of each sequence against the keys in its cache.
+
+What takes time is reading K and V once, so all that matters is that every SM reads equally much
+from the first moment to the last. A tile is the query rows of one key/value head of one sequence:
+all its query heads and positions together, 64 rows at most. The key blocks of all tiles are cut
+into one piece for each CTA (`schedules.split`), which finds its own from the lengths in device
+memory. Tiles that lie in several pieces leave parts for the kernel that merges them.
+
+Roles per CTA
+    warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue
+    behind it      producer   one warp that issues TMA loads, or four that gather rows
+    behind that    prefetcher one warp that has the first blocks brought into L2 at once
+
+Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
+    pipeline_k  one block of K         kv_stages  released after its Q K^T
+    pipeline_v  one block of V         kv_stages  released after its P V
+    As many stages as fit: the loads in flight are what hides the latency of memory.
+
+Timeline of a launch
+    barriers, descriptors | wait for the kernel before | find the piece | segments ...
+    The kernel that merges is launched at once and waits in hardware for the end of this one. In
+    the same way this one is launched while the kernel before still runs, if that allows it; the
+    prefetcher uses the time.
+
+Timeline of the consumer in a segment: as in `kernels.forward`, with one warpgroup
+    tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |
+    warpgroup      |     waits      | softmax of S: row max, P[n-1], row sum | 16-bit P | ...
+
+Source: Dao et al., Flash-Decoding for long-context inference (2023); Osama et al., Stream-K
+(arXiv 2301.03598), section 4.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from fa3.lengths import CacheLengths
+from fa3.masks import KeyBlocks, Sequence
+from fa3.primitives import arguments, wgmma
+from fa3.primitives.cache_blocks import (
+    EVICT_FIRST,
+    EVICT_NORMAL,
+    CacheLayout,
+    CacheTables,
+    GatheredBlocks,
+    TmaBlocks,
+    block_pipeline,
+)
+from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.packed_rows import (
+    PackedCoords,
+    clear_rows,
+    fetch_rows,
+    store_part,
+    store_rows,
+)
+from fa3.primitives.softmax import OnlineSoftmax
+from fa3.primitives.tma import TmaTensor
+from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.workspace import Workspace, WorkspaceSize
+from fa3.problem import AttentionSpec, Window
+from fa3.schedules.split import Segment, StreamK, Units, Walk, Whole, locate
+from fa3.schedules.tiles import Tile
+from fa3.scores import Rules, bind
+
+SMEM_CAPACITY = 232_448
+"""Shared memory a CTA may use on sm_90."""
+
+COLUMN_UNIT = 32
+"""Columns of Q, K and V in shared memory come in multiples of this."""
+
+CONSUMER_BARRIER = 1
+
+EARLY_BLOCKS = 4
+"""Blocks that a CTA has brought into L2 before the kernel before has ended."""
+
+EARLY_SEQUENCES = 1024
+"""Sequences up to which a CTA looks for its piece so early."""
+
+
+def padded(head_dim: int) -> int:
+    """Columns that a head takes in shared memory."""
+    return -(-head_dim // COLUMN_UNIT) * COLUMN_UNIT
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiling of the decode kernel.
+
+    Fields:
+        tile_n: keys of a block.
+        kv_stages: blocks of K, and of V, in shared memory.
+        q_stages: tiles of Q; with two, the next segment's Q comes while this one is worked on.
+    """
+
+    tile_n: int
+    kv_stages: int
+    q_stages: int
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
+        head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
+        return 2 * (self.q_stages * ROWS * head_dim + kv) + 1024
+
+    def validate(self, spec: AttentionSpec) -> None:
+        """Raise ValueError if the kernel cannot run this config for this spec."""
+        if self.tile_n not in (64, 128):
+            raise ValueError(f"tile_n must be 64 or 128, got {self.tile_n}")
+        if self.kv_stages < 2:
+            raise ValueError(f"kv_stages must be at least 2, got {self.kv_stages}")
+        if self.smem_bytes(spec) > SMEM_CAPACITY:
+            raise ValueError(
+                f"{self} needs {self.smem_bytes(spec)} bytes of shared memory for {spec}, "
+                f"a CTA has {SMEM_CAPACITY}"
+            )
+
+
+class Operands(NamedTuple):
+    """The global tensors.
+
+    Fields:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages); plain tensors
+            if rows are gathered.
+        o: (batch, seqlen_q, heads_q, head_dim_v).
+        lse: (batch, heads_q, seqlen_q), or None.
+        seqlens: (batch,) int32, keys of the sequences, padding included.
+        tables: where the keys are.
+        modifiers: the tensors of the spec's scores, mask and sinks.
+    """
+
+    q: cute.Tensor
+    k: TmaTensor | cute.Tensor
+    v: TmaTensor | cute.Tensor
+    o: cute.Tensor
+    lse: cute.Tensor | None
+    seqlens: cute.Tensor
+    tables: CacheTables
+    modifiers: tuple | None
+
+
+class SmemTensors(NamedTuple):
+    """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...)."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+
+
+class Pipelines(NamedTuple):
+    """The barriers between the producer and the consumer."""
+
+    k: pipeline.PipelineAsync
+    v: pipeline.PipelineAsync
+
+
+class Fragments(NamedTuple):
+    """What one thread of the consumer holds: shared-memory descriptors and registers."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    vt: cute.Tensor
+    acc_O: cute.Tensor
+    p: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the consumer needs for any key block of one segment."""
+
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    regs: Fragments
+    q: cute.Tensor
+    smem: SmemTensors
+    pipelines: Pipelines
+    softmax: OnlineSoftmax
+    rules: Rules
+    thread: Int32
+
+    def issue_qk(self, k_state) -> cute.Tensor:
+        """Start S = Q K^T into a fresh accumulator: an old one would stay alive as its input."""
+        acc_S = cute.make_rmem_tensor(self.regs.p.layout, Float32)
+        k = self.regs.k[None, None, None, k_state.index]
+        wgmma.issue(self.mma_qk.op, acc_S, self.q, k, accumulate=False)
+        return acc_S
+
+    def issue_pv(self, v_state):
+        """Start O += P V."""
+        p, vt = as_operand_a(self.regs.p), self.regs.vt[None, None, None, v_state.index]
+        wgmma.issue(self.mma_pv.op, self.regs.acc_O, p, vt, accumulate=True)
+
+
+def consumer_barrier() -> pipeline.NamedBarrier:
+    return pipeline.NamedBarrier(CONSUMER_BARRIER, WARPGROUP)
+
+
+def publish():
+    """Let WGMMAs of the warpgroup read what its threads have written to shared memory."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    consumer_barrier().arrive_and_wait()
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The decode kernel of one (spec, config, layout of the cache, type of cut)."""
+
+    spec: AttentionSpec
+    config: Config
+    cache: CacheLayout
+    cut_type: type
+
+    entry_name: ClassVar[str] = "fa3_decode"
+
+    def __post_init__(self):
+        self.config.validate(self.spec)
+
+    @property
+    def is_storable(self) -> bool:
+        return not self.spec.has_user_functions
+
+    @property
+    def dtype(self):
+        return arguments.ELEMENT_TYPES[self.spec.dtype]
+
+    @property
+    def columns(self) -> int:
+        """Columns of Q and K in shared memory."""
+        return padded(self.spec.head_dim)
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of V and O in shared memory and registers."""
+        return padded(self.spec.head_dim_v)
+
+    @property
+    def box(self) -> int:
+        """Keys that one TMA copy loads."""
+        return self.cache.box(self.config.tile_n)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the producer copies row by row."""
+        return self.box == 0
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP + (WARPGROUP if self.gathers else 2 * 32)
+
+    def arguments(self) -> list:
+        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
+        spec, cache = self.spec, self.cache
+        batch, seqlen_q, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
+        rows = cute.sym_int(), cache.page_size or cute.sym_int()
+        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
+
+        def per_sequence(exists: bool):
+            return arguments.compact_tensor("int32", (batch,)) if exists else None
+
+        return [
+            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
+            arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim)),
+            arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim_v)),
+            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
+            arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
+            if spec.write_lse
+            else None,
+            per_sequence(True),
+            per_sequence(cache.batch_indexed),
+            per_sequence(cache.left_padded),
+            arguments.strided_tensor("int32", 2) if cache.page_size else None,
+            modifiers or None,
+            arguments.compact_tensor("float32", (cute.sym_int64(),))
+            if self.cut_type.has_parts
+            else None,
+            Float32(0.0),
+            *(Int32(0) for _ in range(6)),
+            arguments.current_stream(),
+        ]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor | None,
+        seqlens: cute.Tensor,
+        batch_idx: cute.Tensor | None,
+        leftpad: cute.Tensor | None,
+        page_table: cute.Tensor | None,
+        modifiers: tuple | None,
+        workspace: cute.Tensor | None,
+        softmax_scale: Float32,
+        window_left: Int32,
+        window_right: Int32,
+        num_splits: Int32,
+        unit_blocks: Int32,
+        max_parts: Int32,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch on tensors (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen_q)."""
+        ratio = self.spec.qhead_per_kvhead
+        capacity = mK.shape[1]
+        if cutlass.const_expr(page_table is not None):
+            capacity = page_table.shape[1] * mK.shape[1]
+        mK, mV = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mK, mV)
+        )
+        if cutlass.const_expr(not self.gathers):
+            mK = TmaBlocks.descriptor(mK, self.columns, self.box)
+            mV = TmaBlocks.descriptor(mV, self.columns_v, self.box)
+        operands = Operands(
+            mQ,
+            mK,
+            mV,
+            mO,
+            mLSE,
+            seqlens,
+            CacheTables(batch_idx, leftpad, page_table),
+            modifiers,
+        )
+        rows = mQ.shape[1] * ratio
+        num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), mQ.shape[2] // ratio
+        num_tiles = mQ.shape[0] * num_heads * num_m_blocks
+        cut = Whole()
+        if cutlass.const_expr(self.cut_type is StreamK):
+            cut = StreamK(num_ctas, num_tiles)
+        if cutlass.const_expr(self.cut_type is Units):
+            cut = Units(num_splits, unit_blocks, max_parts, num_tiles)
+        if cutlass.const_expr(workspace is not None):
+            size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))
+            workspace = Workspace.of(workspace, size, self.spec.head_dim_v)
+        sizes = capacity, Window(window_left, window_right), num_m_blocks, num_heads
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        self.kernel(operands, workspace, softmax_scale, cut, sizes).launch(
+            grid=(num_ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        workspace: Workspace | None,
+        softmax_scale: Float32,
+        cut,
+        sizes: tuple,
+    ):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for tma in () if self.gathers else (operands.k, operands.v):
+                cpasync.prefetch_descriptor(tma.atom)
+        smem, pipelines = self.setup_shared_memory()
+        cute.arch.griddepcontrol_launch_dependents()
+        is_prefetcher = cutlass.Boolean(False)
+        if cutlass.const_expr(not self.gathers):
+            is_prefetcher = warp_idx == WARPGROUP // 32 + 1
+        if is_prefetcher:
+            if cutlass.const_expr(not self.gathers):
+                self.prefetch(operands, smem, cut, sizes)
+        else:
+            # The kernel before may still write what is read here, or read what is written here.
+            cute.arch.griddepcontrol_wait()
+            walk = self.find_walk(operands, cut, sizes, is_early=False)
+            if warp_idx >= WARPGROUP // 32:
+                self.load(operands, smem, pipelines, walk)
+            else:
+                self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
+
+    @cute.jit
+    def find_walk(self, operands: Operands, cut, sizes: tuple, is_early: cutlass.Constexpr) -> Walk:
+        """This CTA's segments."""
+        capacity, window, num_m_blocks, num_heads = sizes
+        _, mask, _ = bind(self.spec, operands.modifiers)
+        lengths = CacheLengths(
+            operands.seqlens,
+            operands.tables,
+            mask,
+            operands.q.shape[1],
+            capacity,
+            window,
+            self.config.tile_n,
+            is_early,
+        )
+        cta, _, _ = cute.arch.block_idx()
+        num_ctas, _, _ = cute.arch.grid_dim()
+        place = locate(lengths, num_m_blocks * num_heads, num_ctas, cta)
+        return Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
+
+    @cute.jit
+    def setup_shared_memory(self):
+        """Lay out shared memory and initialise the barriers."""
+        config, row_major = self.config, LayoutEnum.ROW_MAJOR
+        shape_qk = (ROWS, config.tile_n, self.columns)
+        shape_kv = (ROWS, config.tile_n, self.columns_v)
+        layouts = SmemTensors(
+            sm90.make_smem_layout_a(row_major, shape_qk, self.dtype, config.q_stages),
+            sm90.make_smem_layout_b(row_major, shape_qk, self.dtype, config.kv_stages),
+            sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages),
+        )
+
+        @cute.struct
+        class Storage:
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q)], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        smem = SmemTensors(
+            *(
+                field.get_tensor(layout.outer, swizzle=layout.inner)
+                for field, layout in zip((storage.q, storage.k, storage.v), layouts, strict=True)
+            )
+        )
+
+        pipelines = Pipelines(
+            *(
+                block_pipeline(barriers, self.dtype, layout, self.gathers)
+                for barriers, layout in (
+                    (storage.barriers_k, layouts.k),
+                    (storage.barriers_v, layouts.v),
+                )
+            )
+        )
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
+            # Columns that no copy fills meet the zeros of Q, and 0 * NaN is not 0.
+            thread, _, _ = cute.arch.thread_idx()
+            for stage in cutlass.range_constexpr(config.kv_stages):
+                if thread < WARPGROUP:
+                    clear_rows(smem.k[None, None, stage], 0, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        return smem, pipelines
+
+    # ------------------------------------------------------------------------------ producer
+
+    @cute.jit
+    def load(self, operands: Operands, smem: SmemTensors, pipelines: Pipelines, walk: Walk):
+        """Stream K and V of every segment into shared memory, in the consumer's order."""
+        stages, producer = self.config.kv_stages, pipeline.PipelineUserType.Producer
+        k_state = pipeline.make_pipeline_state(producer, stages)
+        v_state = pipeline.make_pipeline_state(producer, stages)
+        # With one tile for each head nobody reads a block again.
+        policy = Int64(EVICT_FIRST) if walk.num_m_blocks == 1 else Int64(EVICT_NORMAL)
+        blocks_k = self.blocks_of(operands.k, smem.k, operands.tables.page_table, policy)
+        blocks_v = self.blocks_of(operands.v, smem.v, operands.tables.page_table, policy)
+
+        def load_block(load, pipe, places, state):
+            pipe.producer_acquire(state)
+            load(places, state.index, pipe.producer_get_barrier(state))
+            pipe.producer_commit(state)
+            state.advance()
+            return state
+
+        cursor = walk.first()
+        while walk.is_valid(cursor):
+            following = walk.next(cursor)
+            keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
+            load_k, load_v = blocks_k.loader(keys), blocks_v.loader(keys)
+            begin, n_block = walk.lengths.blocks_at(walk, cursor)
+            places = blocks_k.find(n_block, keys)
+            k_state = load_block(load_k, pipelines.k, places, k_state)
+            while n_block > begin:
+                n_block -= 1
+                # The page table is read while there is no room for another block.
+                next_places = blocks_k.find(n_block, keys)
+                k_state = load_block(load_k, pipelines.k, next_places, k_state)
+                v_state = load_block(load_v, pipelines.v, places, v_state)
+                places = next_places
+            v_state = load_block(load_v, pipelines.v, places, v_state)
+            cursor = following
+
+    @cute.jit
+    def prefetch(self, operands: Operands, smem: SmemTensors, cut, sizes: tuple):
+        """Have the first blocks brought into L2 while the kernel before ends.
+
+        L2 is coherent, so this is right even for what that kernel still writes. Lengths and page
+        tables may be old; then other blocks come, and TMA keeps to the cache.
+        """
+        if operands.seqlens.shape[0] <= EARLY_SEQUENCES:
+            walk = self.find_walk(operands, cut, sizes, is_early=True)
+            cursor = walk.first()
+            if walk.is_valid(cursor):
+                keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
+                page_table, policy = operands.tables.page_table, Int64(EVICT_NORMAL)
+                blocks_k, blocks_v = (
+                    TmaBlocks(cache, buffer, page_table, self.box, policy, is_early=True)
+                    for cache, buffer in ((operands.k, smem.k), (operands.v, smem.v))
+                )
+                prefetch_k, prefetch_v = blocks_k.prefetcher(keys), blocks_v.prefetcher(keys)
+                begin, last = walk.lengths.blocks_at(walk, cursor)
+                for i in cutlass.range(cutlass.min(last - begin + 1, EARLY_BLOCKS)):
+                    places = blocks_k.find(last - i, keys)
+                    prefetch_k(places)
+                    prefetch_v(places)
+
+    def blocks_of(self, cache, smem: cute.Tensor, page_table: cute.Tensor | None, policy):
+        """The blocks of K or V."""
+        if self.gathers:
+            thread, _, _ = cute.arch.thread_idx()
+            return GatheredBlocks(cache, smem, page_table, thread - WARPGROUP)
+        return TmaBlocks(cache, smem, page_table, self.box, policy)
+
+    # ------------------------------------------------------------------------------ consumer
+
+    def tiled_mmas(self):
+        """S = Q K^T with both operands in shared memory; O += P V with P in registers."""
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        types, shape_v = (self.dtype, self.dtype), (ROWS, self.columns_v)
+        qk = sm90.make_trivial_tiled_mma(
+            *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.config.tile_n)
+        )
+        pv = sm90.make_trivial_tiled_mma(
+            *types, k_major, mn_major, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
+        )
+        return qk, pv
+
+    def fragments(self, mma_qk, mma_pv, smem: SmemTensors) -> Fragments:
+        """Register accumulators, and the operand descriptors of the shared-memory buffers."""
+        config = self.config
+        vt_layout = cute.make_ordered_layout(
+            (self.columns_v, config.tile_n, config.kv_stages), order=(1, 0, 2)
+        )
+        sVt = cute.composition(smem.v, vt_layout)
+        shape_S = mma_qk.partition_shape_C((ROWS, config.tile_n))
+        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.columns_v)), Float32)
+        return Fragments(
+            mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(smem.q)),
+            mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(smem.k)),
+            mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(sVt)),
+            acc_O,
+            cute.make_rmem_tensor(shape_S, self.dtype),
+        )
+
+    @cute.jit
+    def mma(
+        self,
+        operands: Operands,
+        workspace: Workspace | None,
+        smem: SmemTensors,
+        pipelines: Pipelines,
+        softmax_scale: Float32,
+        walk: Walk,
+    ):
+        """Work on the segments of this CTA."""
+        thread, _, _ = cute.arch.thread_idx()
+        scores, mask, sinks = bind(self.spec, operands.modifiers)
+        mma_qk, mma_pv = self.tiled_mmas()
+        regs = self.fragments(mma_qk, mma_pv, smem)
+        stages, consumer = self.config.kv_stages, pipeline.PipelineUserType.Consumer
+        k_state = pipeline.make_pipeline_state(consumer, stages)
+        v_state = pipeline.make_pipeline_state(consumer, stages)
+        if cutlass.const_expr(self.cut_type is StreamK):
+            self.clear_record(workspace, walk, thread)
+        cursor, q_stage = walk.first(), Int32(0)
+        self.fetch_q(operands.q, smem.q, walk, cursor, q_stage)
+        while walk.is_valid(cursor):
+            segment, following = walk.segment(cursor), walk.next(cursor)
+            tile, length = segment.tile, cursor.length
+            cute.arch.cp_async_wait_group(0)
+            publish()
+            if cutlass.const_expr(self.config.q_stages > 1):
+                self.fetch_q(operands.q, smem.q, walk, following, 1 - q_stage)
+            sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
+            coords = PackedCoords.of_tile(
+                mma_qk, thread, self.config.tile_n, tile, self.spec.qhead_per_kvhead
+            )
+            rules = Rules.of(scores, mask, coords, sequence, softmax_scale)
+            softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e))
+            q = regs.q[None, None, None, q_stage]
+            block = Block(mma_qk, mma_pv, regs, q, smem, pipelines, softmax, rules, thread)
+
+            blocks = self.key_blocks(mask, tile, sequence)
+            begin, n_block = first_block + segment.begin, first_block + segment.end - 1
+            k_state = self.attend_first(block, n_block, k_state, v_state)
+            while n_block > cutlass.max(blocks.full_end, begin):
+                n_block -= 1
+                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
+            while n_block > cutlass.max(blocks.full_begin, begin):
+                n_block -= 1
+                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=False)
+            if cutlass.const_expr(self.spec.mask.left):
+                while n_block > begin:
+                    n_block -= 1
+                    k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
+            v_state = self.attend_last(block, v_state)
+            if cutlass.const_expr(self.config.q_stages > 1):
+                q_stage = 1 - q_stage
+            else:
+                # Q has been read, but each warp knows that of itself only.
+                consumer_barrier().arrive_and_wait()
+                self.fetch_q(operands.q, smem.q, walk, following, q_stage)
+            self.store(operands, workspace, segment, block, sinks)
+            cursor = following
+
+    @cute.jit
+    def clear_record(self, workspace: Workspace, walk: Walk, thread):
+        """Say that no tile with parts begins here, in case that this holds to the end."""
+        if thread == 0 and walk.cut.records_are_by_cta:
+            workspace.records[walk.cta, 4] = 0
+
+    def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> KeyBlocks:
+        """Blocks that the rows of one tile touch."""
+        ratio, row = self.spec.qhead_per_kvhead, tile.m_block * ROWS
+        first, last = row // ratio, (row + ROWS - 1) // ratio
+        return mask.key_blocks(first, last - first + 1, self.config.tile_n, sequence)
+
+    @cute.jit
+    def fetch_q(self, mQ: cute.Tensor, sQ: cute.Tensor, walk: Walk, cursor, stage):
+        """Start to copy the rows of a segment's tile, if there is one."""
+        thread, _, _ = cute.arch.thread_idx()
+        if walk.is_valid(cursor):
+            ratio = self.spec.qhead_per_kvhead
+            fetch_rows(mQ, sQ[None, None, stage], walk.tile(cursor), ratio, thread)
+        cute.arch.cp_async_commit_group()
+
+    def wait(self, pipe, state):
+        """Wait for a block of K or V."""
+        pipe.consumer_wait(state)
+        if self.gathers:
+            # What cp.async has written is not visible to WGMMA before a fence.
+            cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def attend_first(self, block: Block, n_block, k_state, v_state):
+        """S = Q K^T and softmax of a segment's first block, which is always masked."""
+        self.wait(block.pipelines.k, k_state)
+        acc_S = block.issue_qk(k_state)
+        warpgroup.wait_group(0)
+        block.pipelines.k.consumer_release(k_state)
+        k_state.advance()
+        scores = as_rows_and_columns(acc_S)
+        shifts = block.rules.apply(scores, n_block, masked=True)
+        block.softmax.start(scores, shifts)
+        block.softmax.exponentiate(scores, True, shifts)
+        convert(acc_S, block.regs.p)
+        block.regs.acc_O.fill(0.0)
+        num_keys = block.rules.sequence.seqlen_k - n_block * self.config.tile_n
+        if num_keys < self.config.tile_n:
+            # P is 0 behind the end of the sequence, but 0 * NaN is not.
+            self.wait(block.pipelines.v, v_state)
+            clear_rows(block.smem.v[None, None, v_state.index], num_keys, block.thread)
+            publish()
+        return k_state
+
+    @cute.jit
+    def attend(self, block: Block, n_block, k_state, v_state, masked: cutlass.Constexpr):
+        """S = Q K[n_block]^T beside O += P V[n_block + 1], then the softmax of S."""
+        pipelines, regs = block.pipelines, block.regs
+        self.wait(pipelines.k, k_state)
+        acc_S = block.issue_qk(k_state)
+        self.wait(pipelines.v, v_state)
+        block.issue_pv(v_state)
+        warpgroup.wait_group(1)
+        pipelines.k.consumer_release(k_state)
+        scores = as_rows_and_columns(acc_S)
+        shifts = block.rules.apply(scores, n_block, masked)
+        acc_O = as_rows_and_columns(regs.acc_O)
+        block.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
+        block.softmax.exponentiate(scores, masked or block.rules.may_hide, shifts)
+        # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
+        # P V above the exponentials, which are meant to run under it.
+        pipelines.v.consumer_wait(v_state)
+        warpgroup.wait_group(0)
+        pipelines.v.consumer_release(v_state)
+        convert(acc_S, regs.p)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def attend_last(self, block: Block, v_state):
+        """O += P V of the segment's last block."""
+        self.wait(block.pipelines.v, v_state)
+        block.issue_pv(v_state)
+        warpgroup.wait_group(0)
+        block.pipelines.v.consumer_release(v_state)
+        v_state.advance()
+        return v_state
+
+    # ------------------------------------------------------------------------------ epilogue
+
+    @cute.jit
+    def store(self, operands: Operands, workspace, segment: Segment, block: Block, sinks):
+        """Write the segment's rows: finished, or as a part of their tile."""
+        part, acc_O = segment.part, as_rows_and_columns(block.regs.acc_O)
+        if cutlass.const_expr(self.cut_type.has_parts):
+            if part.num_parts == 1:
+                self.store_rows(operands, block, sinks)
+            else:
+                lse = block.softmax.finish(acc_O)
+                store_part(workspace, part.slot, acc_O, lse, block.rules.coords)
+            if segment.begin == 0 and block.thread == 0:
+                record = (*segment.tile, part.first_slot, part.num_parts)
+                for i in cutlass.range_constexpr(len(record)):
+                    workspace.records[part.record, i] = record[i]
+        else:
+            self.store_rows(operands, block, sinks)
+
+    @cute.jit
+    def store_rows(self, operands: Operands, block: Block, sinks):
+        """Write the rows of a whole tile."""
+        acc_O, rules = block.regs.acc_O, block.rules
+        lse = block.softmax.finish(as_rows_and_columns(acc_O), rules.sinks_of_rows(sinks))
+        converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
+        convert(acc_O, converted)
+        store_rows(as_rows_and_columns(converted), lse, operands.o, operands.lse, rules.coords)

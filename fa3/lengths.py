@@ -1,0 +1,76 @@
+"""The lengths of cached sequences in device memory, and what follows from them."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa3.masks import KeyBlocks, Sequence
+from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
+from fa3.problem import Window
+
+
+@dataclass(frozen=True)
+class CacheLengths:
+    """The lengths of the sequences, as `schedules.split.Lengths` wants them.
+
+    What is known of a sequence are its keys, padding included, and how many of them are padding.
+
+    Fields:
+        seqlens: (batch,) int32, keys of the sequences, padding included.
+        capacity: keys for which the cache has room; longer lengths are cut off.
+        is_early: whether the kernel before may still be running; see `read_early`.
+    """
+
+    seqlens: cute.Tensor
+    tables: CacheTables
+    mask: object
+    seqlen_q: Int32
+    capacity: Int32
+    window: Window
+    tile_n: int
+    is_early: bool
+
+    @property
+    def num_sequences(self):
+        return self.seqlens.shape[0]
+
+    def read(self, batch) -> tuple:
+        return self.entry(self.seqlens, batch), self.entry(self.tables.leftpad, batch)
+
+    def entry(self, table: cute.Tensor | None, batch) -> Int32:
+        """An entry of a table, 0 if there is none."""
+        if table is None:
+            return Int32(0)
+        return read_early(table, batch) if self.is_early else table[batch]
+
+    def sequence(self, length: tuple) -> Sequence:
+        """The sequence as the mask sees it: its keys are counted from behind the padding."""
+        seqlen, leftpad = length
+        seqlen = cutlass.max(cutlass.min(seqlen, self.capacity) - leftpad, 0)
+        return Sequence(self.seqlen_q, seqlen, self.window)
+
+    def blocks(self, length: tuple) -> KeyBlocks:
+        """Blocks that the queries of a sequence touch; all of its tiles walk them."""
+        return self.mask.key_blocks(0, self.seqlen_q, self.tile_n, self.sequence(length))
+
+    def num_blocks(self, length: tuple):
+        blocks = self.blocks(length)
+        return blocks.end - blocks.begin
+
+    def blocks_at(self, walk, cursor):
+        """First and last key block of the segment at a cursor."""
+        first = self.blocks(cursor.length).begin
+        return first + cursor.block, first + walk.end(cursor) - 1
+
+    def keys(self, tile, length: tuple) -> Keys:
+        """The keys of a tile's sequence and head."""
+        tables, row, (_, leftpad) = self.tables, tile.batch, length
+        if tables.batch_idx is not None:
+            row = self.entry(tables.batch_idx, row)
+        if tables.page_table is not None:
+            row = cutlass.max(cutlass.min(row, tables.page_table.shape[0] - 1), 0)
+        sequence = self.sequence(length)
+        first, _ = self.mask.key_range(0, sequence)
+        return Keys(row, tile.head, leftpad, first, sequence.seqlen_k - 1)

@@ -1,0 +1,162 @@
+"""Scheduler metadata: what is decided, what is checked, and that calls follow it."""
+
+import pytest
+import torch
+from kvcache_problems import CacheProblem, make_call
+from kvcache_reference import check_call
+
+from fa3 import cache_executor, decode
+from fa3.cache_schedule import get_scheduler_metadata
+from fa3.kvcache import flash_attn_with_kvcache
+from fa3.problem import Window
+from fa3.schedules.split import Units, Whole
+
+
+def metadata(seqlens, seqlen_q=1, heads=(8, 8), **options):
+    batch, longest = len(seqlens), max(seqlens) + options.get("max_seqlen_k_new", 0)
+    lengths = torch.tensor(seqlens, dtype=torch.int32)
+    return get_scheduler_metadata(batch, seqlen_q, longest, *heads, 128, lengths, **options)
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "heads", "whole"),
+    [
+        ([4096] * 132, (8, 1), True),
+        ([4096] * 264, (8, 8), True),
+        ([4096] * 40, (8, 1), False),
+        ([131072] + [128] * 131, (8, 1), False),
+        ([64] * 4, (8, 1), True),
+        ([0, 0], (8, 1), True),
+    ],
+)
+def test_tiles_stay_whole_where_they_keep_all_sms_busy(seqlens, heads, whole):
+    assert metadata(seqlens, heads=heads).keeps_tiles_whole == whole
+
+
+def test_a_window_bounds_the_work():
+    seqlens = [131072] + [128] * 131
+    assert metadata(seqlens, heads=(8, 1), window_size=(127, 0)).keeps_tiles_whole
+
+
+def test_new_tokens_and_padding_count():
+    few = [64] * 4
+    assert not metadata(few, heads=(8, 1), max_seqlen_k_new=10_000).keeps_tiles_whole
+    long, padding = [10_000] * 4, torch.tensor([9_990] * 4, dtype=torch.int32)
+    assert metadata(long, heads=(8, 1), cache_leftpad=padding).keeps_tiles_whole
+    ends = torch.tensor([0, 10_000, 10_000, 10_000, 10_000], dtype=torch.int32)
+    options = {"cu_seqlens_k_new": ends, "max_seqlen_k_new": 10_000}
+    assert not metadata(few, heads=(8, 1), **options).keeps_tiles_whole
+
+
+def test_what_was_asked_for_stays():
+    made = metadata([4096] * 132, heads=(8, 1), num_splits=3, sm_margin=8)
+    assert not made.keeps_tiles_whole
+    assert made.options(0, 0, False) == made.options(3, 8, False) == (3, 8)
+    with pytest.raises(ValueError, match=r"^num_splits must be 0 or, .* 3, got 2"):
+        made.options(2, 0, False)
+    with pytest.raises(ValueError, match=r"^sm_margin must be 0 or, .* 8, got 1"):
+        made.options(0, 1, False)
+
+
+def test_batch_invariance_does_not_look_at_the_lengths():
+    made = metadata([4096] * 132, heads=(8, 1))
+    assert made.options(0, 0, False) == (1, 0)
+    assert made.options(0, 0, True) == (0, 0)
+
+
+def made_for(call: dict, **options):
+    q, k_cache, v_cache = call["q"], call["k_cache"], call["v_cache"]
+    pages = call.get("page_table")
+    defaults = {
+        "qkv_dtype": q.dtype,
+        "headdim_v": v_cache.shape[3],
+        "page_size": None if pages is None else k_cache.shape[1],
+        "causal": call["causal"],
+        "window_size": call["window_size"],
+        "has_softcap": bool(call["softcap"]),
+        "max_seqlen_k_new": call["k"].shape[1] if "k" in call else 0,
+    }
+    sizes = (*q.shape[:2], 1 << 20, q.shape[2], k_cache.shape[2], q.shape[3])
+    return get_scheduler_metadata(*sizes, call["cache_seqlens"], **(defaults | options))
+
+
+@pytest.mark.parametrize(("num_splits", "cut"), [(0, Whole), (1, Whole), (3, Units)])
+def test_calls_follow_it(num_splits, cut, monkeypatch):
+    problem = CacheProblem(
+        (200, 0, 131), 2, (2, 2, 2), page_size=16, group=4, head_dim_v=96, causal=True, softcap=9.0
+    )
+    call = make_call(problem)
+    cuts = []
+
+    def choose_cut(*arguments):
+        cuts.append(decode.choose_cut(*arguments))
+        return cuts[-1]
+
+    monkeypatch.setattr(cache_executor, "choose_cut", choose_cut)
+    caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    made = made_for(call, num_splits=num_splits)
+    out, lse = flash_attn_with_kvcache(**(call | caches), scheduler_metadata=made, return_lse=True)
+    check_call(call, out, lse, tuple(caches.values()))
+    assert [type(cut) for cut in cuts] == [cut]
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("dtype", {"qkv_dtype": torch.float16}),
+        ("head_dim_v", {"headdim_v": 128}),
+        ("page_size", {"page_size": 16}),
+        ("window", {"causal": True}),
+        ("window", {"window_size": (3, 3)}),
+        ("has_softcap", {"has_softcap": True}),
+    ],
+)
+def test_a_call_must_be_what_it_was_made_for(field, options):
+    call = make_call(CacheProblem((50, 3)))
+    with pytest.raises(ValueError, match=f"^scheduler_metadata was made for {field} "):
+        flash_attn_with_kvcache(**call, scheduler_metadata=made_for(call, **options))
+    other = make_call(CacheProblem((50, 3, 4)))
+    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for batch 3, .* 2"):
+        flash_attn_with_kvcache(**call, scheduler_metadata=made_for(other))
+
+
+def test_nothing_else_is_metadata():
+    call = make_call(CacheProblem((50, 3)))
+    with pytest.raises(TypeError, match=r"^scheduler_metadata must come from"):
+        flash_attn_with_kvcache(**call, scheduler_metadata=torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        ({"seqlen_q": 0}, ValueError, "^max_seqlen_q must"),
+        ({"heads": (8, 3)}, ValueError, "^num_heads_q must be a multiple of 3, got 8"),
+        ({"heads": (8, 0)}, ValueError, "^num_heads_kv must"),
+        ({"num_splits": -1}, ValueError, "^num_splits must"),
+        ({"sm_margin": 132}, ValueError, "^sm_margin must"),
+        ({"window_size": (-2, 0)}, ValueError, "^window_size must"),
+        ({"qkv_dtype": torch.float32}, TypeError, "^qkv_dtype must"),
+        ({"page_size": 0}, ValueError, "^page_size must"),
+        ({"cache_leftpad": torch.zeros(2)}, TypeError, "^cache_leftpad must be torch.int32"),
+        (
+            {"cache_leftpad": torch.zeros(3, dtype=torch.int32)},
+            ValueError,
+            "^cache_leftpad must have shape",
+        ),
+        ({"attention_chunk": 4}, NotImplementedError, "^attention_chunk"),
+        ({"pack_gqa": False}, NotImplementedError, "^pack_gqa"),
+    ],
+)
+def test_bad_arguments(options, error, complaint):
+    with pytest.raises(error, match=complaint):
+        metadata([30, 40], **options)
+
+
+def test_a_length_above_the_longest_is_refused():
+    lengths = torch.tensor([30, 40], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k must be .* 41, .* got 40"):
+        get_scheduler_metadata(2, 1, 40, 8, 8, 128, lengths, max_seqlen_k_new=1)
+
+
+def test_the_window_is_folded():
+    assert metadata([30], causal=True).window == Window(right=0)

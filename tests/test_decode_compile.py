@@ -1,0 +1,162 @@
+"""The kernels of decode attention, compiled for sm_90a and read back as machine code.
+
+No GPU is needed. Checked are properties that cost speed without changing a result, and those
+that a launch needs: registers, shared memory, the dependent launch.
+"""
+
+import re
+
+import pytest
+import torch
+
+from fa3.compiler import compile_kernel
+from fa3.cubin import CubinReport, inspect
+from fa3.decode import BYTES_IN_FLIGHT, TILE_N, config_of
+from fa3.kernels.combine import GROUPS, IN_FLIGHT, LANES, Combine
+from fa3.kernels.decode import SMEM_CAPACITY, Config, Decode, padded
+from fa3.masks import Band
+from fa3.primitives.cache_blocks import CacheLayout, box_columns
+from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.problem import AttentionSpec
+from fa3.schedules.split import StreamK, Units, Whole
+from fa3.scores import Alibi, Softcap
+from fa3.templates import Template
+
+WGMMA_K = 16
+REGISTERS_OF_AN_SM = 65536
+WARP = 32
+
+MASKS = {"full": Band(), "causal": Band(right=True), "window": Band(left=True, right=True)}
+CACHES = {
+    "contiguous": CacheLayout(),
+    "padded": CacheLayout(0, batch_indexed=True, left_padded=True),
+    "page64": CacheLayout(64),
+    "page192": CacheLayout(192),
+    "page16": CacheLayout(16, batch_indexed=True),
+    "page24": CacheLayout(24),
+    "page1": CacheLayout(1),
+    "page64-padded": CacheLayout(64, left_padded=True),
+}
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (40, 40), (192, 128), (64, 256), (72, 200))
+SCORES = tuple(map(Template.of, (Softcap(30.0), Alibi(torch.zeros(4), behind=True))))
+
+
+def spec_of(head_dims=(128, 128), mask="full", dtype="bfloat16", lse=True, **modifiers):
+    return AttentionSpec(dtype, *head_dims, 4, MASKS[mask], lse, **modifiers)
+
+
+def cases():
+    """Yield (name, spec, cache, type of cut)."""
+    for head_dims in HEAD_DIMS:
+        for cache in ("contiguous", "page1"):
+            yield f"{head_dims}-{cache}", spec_of(head_dims), CACHES[cache], StreamK
+    for cache in CACHES:
+        yield cache, spec_of(mask="causal"), CACHES[cache], StreamK
+    for cut in (Units, Whole):
+        yield cut.__name__, spec_of(mask="causal"), CACHES["contiguous"], cut
+    yield "window", spec_of(mask="window"), CACHES["page16"], StreamK
+    yield "float16", spec_of(dtype="float16"), CACHES["contiguous"], StreamK
+    yield "nolse", spec_of(lse=False), CACHES["contiguous"], StreamK
+    for head_dims in ((128, 128), (256, 256)):
+        spec = spec_of(head_dims, "causal", scores=SCORES, sinks="float32")
+        yield f"modified-{head_dims}", spec, CACHES["contiguous"], StreamK
+
+
+@pytest.mark.parametrize(
+    ("spec", "cache", "cut"), [case[1:] for case in cases()], ids=[case[0] for case in cases()]
+)
+def test_machine_code_of_decode(spec, cache, cut):
+    config = config_of(spec)
+    compiled = compile_kernel(Decode(spec, config, cache, cut))
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log)
+    assert report.threads == WARPGROUP + (WARPGROUP if cache.box(TILE_N) == 0 else 2 * WARP)
+    check_wgmma(report, spec)
+    check_loads(report, spec, cache)
+    check_dependent_launch(report)
+
+
+def check_resources(report: CubinReport, ptxas_log: str):
+    """All of a CTA's threads have the registers they need, so there is nothing to reallocate."""
+    assert report.registers * report.threads <= REGISTERS_OF_AN_SM
+    assert report.stack_bytes == 0
+    assert report.spill_instructions == 0
+    assert re.search(r"\bUsed \d+ registers", ptxas_log), "no remarks of ptxas to look at"
+    assert not re.findall(r"C75\d\d", ptxas_log), ptxas_log
+    assert report.count("USETMAXREG") == 0
+
+
+def check_wgmma(report: CubinReport, spec: AttentionSpec):
+    """Q K^T and P V stand in the loops, before them and behind; each has a wait."""
+    copies = 3 + spec.mask.left
+    qk, pv = copies * padded(spec.head_dim) // WGMMA_K, copies * TILE_N // WGMMA_K
+    assert report.wgmma == qk + pv
+    assert report.wgmma_waits <= 3 * copies
+    element = {"bfloat16": ".BF16", "float16": ""}[spec.dtype]
+    for n in (TILE_N, padded(spec.head_dim_v)):
+        assert report.opcodes[f"HGMMA.{ROWS}x{n}x{WGMMA_K}.F32{element}"] > 0
+
+
+def check_loads(report: CubinReport, spec: AttentionSpec, cache: CacheLayout):
+    columns = padded(spec.head_dim), padded(spec.head_dim_v)
+    if cache.box(TILE_N) == 0:
+        assert report.tma_loads == 0
+        assert report.count("LDGSTS.E.BYPASS.128") + report.count("LDGSTS.E.128") > 0
+    else:
+        boxes = sum(n // box_columns(n) for n in columns) * TILE_N // cache.box(TILE_N)
+        # The first and the last block of a segment stand outside of the loop.
+        assert report.tma_loads >= 2 * boxes and report.tma_loads % boxes == 0
+        assert report.count("UTMAPF") >= boxes
+
+
+def check_dependent_launch(report: CubinReport):
+    """It waits for the kernel before, and lets the kernel behind be launched."""
+    assert report.count("ACQBULK") == 1
+    assert report.count("PREEXIT") == 1
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+def test_configs_fit_and_load_far_ahead(head_dims):
+    spec = spec_of(head_dims)
+    config = config_of(spec)
+    config.validate(spec)
+    assert config.smem_bytes(spec) <= SMEM_CAPACITY
+    assert 2 * config.tile_n * config.kv_stages * sum(map(padded, head_dims)) >= BYTES_IN_FLIGHT
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(64, 8, 2), "bytes of shared memory"),
+        (Config(72, 2, 1), "tile_n"),
+        (Config(64, 1, 1), "kv_stages"),
+    ],
+)
+def test_validate_rejects(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.validate(spec_of())
+
+
+COMBINES = (
+    Combine("bfloat16", 128, 4, True, None),
+    Combine("float16", 256, 1, True, "float32"),
+    Combine("bfloat16", 8, 2, False, None),
+    Combine("float32", 72, None, True, None),
+    Combine("bfloat16", 128, None, True, None),
+)
+
+
+@pytest.mark.parametrize("kernel", COMBINES, ids=str)
+def test_machine_code_of_combine(kernel):
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log)
+    assert report.threads == GROUPS * LANES
+    assert report.registers <= REGISTERS_BESIDE_DECODE
+    # Every part's 16 bytes of a lane at once.
+    assert report.opcodes["LDG.E.128"] == IN_FLIGHT
+    check_dependent_launch(report)
+
+
+REGISTERS_BESIDE_DECODE = 80
+"""A CTA of the decode kernel (head_dim 128, 168 registers) leaves room for two of the other."""

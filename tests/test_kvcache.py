@@ -1,0 +1,438 @@
+"""`flash_attn_with_kvcache` on CPU tensors: results, the cache, and errors a caller can fix."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcache_problems import CacheProblem, make_call, random_problem
+from kvcache_reference import as_bits, check_call, expected
+
+from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
+
+DTYPES = ("bfloat16", "float16")
+
+
+def run(call: dict, **options):
+    """Call the function on copies of the caches; return out, LSE and the caches."""
+    caches = call["k_cache"].clone(), call["v_cache"].clone()
+    arguments = call | dict(zip(("k_cache", "v_cache"), caches, strict=True)) | options
+    out, lse = flash_attn_with_kvcache(**arguments, return_lse=True)
+    return out, lse, caches
+
+
+def check(problem: CacheProblem, seed: int = 0, **options) -> None:
+    call = make_call(problem, seed)
+    check_call(call, *run(call, **options))
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 1 << 32), st.sampled_from(DTYPES))
+def test_random_calls(seed, dtype):
+    check(random_problem(seed, dtype, seed, lengths=(0, 1, 20, 300)), seed)
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 1}, {"num_splits": 3}, {"sm_margin": 100}])
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_the_cut_changes_rounding_only(options, seqlen_q):
+    problem = CacheProblem((700, 3, 0, 299), seqlen_q, heads_kv=2, group=4, causal=True)
+    check(problem, **options)
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("page_size", [None, 1, 2, 16, 48, 64, 128, 256])
+@pytest.mark.parametrize("seqlen", [0, 1, 2, 127, 128, 129])
+def test_lengths(seqlen, page_size, append):
+    counts = (1, 1) if append else None
+    check(CacheProblem((seqlen, 5), counts=counts, page_size=page_size, causal=True))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 17, 64, 65, 80])
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_rows_of_a_head_may_take_several_tiles(seqlen_q, group):
+    check(CacheProblem((300, 10), seqlen_q, group=group, causal=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("table_dtype", ["same", "float32"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary(dtype, table_dtype, interleaved, causal):
+    """Queries turn to positions of their own only under a mask that tells them apart."""
+    table_dtype = dtype if table_dtype == "same" else table_dtype
+    rotary = (32, interleaved, table_dtype)
+    check(CacheProblem((50, 0, 7), 4, (4, 4, 4), dtype=dtype, rotary=rotary, causal=causal))
+
+
+def test_queries_turn_without_new_tokens():
+    check(CacheProblem((50, 7), 3, (0, 0), rotary=(64, True, "bfloat16")))
+
+
+def test_left_padding_hides_keys_and_moves_none():
+    problem = CacheProblem((50, 40), 3, leftpads=(50, 11), alibi=1, window=(20, 0))
+    check(problem)
+    call = make_call(problem)
+    _, lse, _ = run(call)
+    assert (lse[0] == -math.inf).all()
+
+
+def test_sequences_may_share_a_row():
+    problem = CacheProblem((30, 60, 0), batch_idx=(2, 2, 0), rows=4)
+    check(problem)
+
+
+def test_a_row_of_the_page_table_may_be_chosen():
+    problem = CacheProblem((30, 60), counts=(2, 2), batch_idx=(3, 1), rows=5, page_size=16)
+    check(problem)
+
+
+def test_ragged_tokens():
+    problem = CacheProblem((30, 0, 9), 2, (0, 7, 1), ragged=True, rotary=(16, False, "bfloat16"))
+    check(problem)
+
+
+@pytest.mark.parametrize("sinks", ["float32", "bfloat16"])
+def test_sinks_join_the_denominator(sinks):
+    problem = CacheProblem((30, 0), group=4, sinks=sinks)
+    check(problem)
+    call = make_call(problem)
+    out, lse, _ = run(call)
+    assert (out[1] == 0).all() and torch.equal(lse[1, :, 0], call["sinks"].float())
+
+
+@pytest.mark.parametrize("seqlen", [0, 30, 37])
+def test_a_length_may_be_one_number(seqlen):
+    problem = CacheProblem((37, 37), room=0)
+    call = make_call(problem)
+    tensor = call | {"cache_seqlens": torch.full((2,), seqlen, dtype=torch.int32)}
+    for a, b in zip(run(tensor), run(call, cache_seqlens=seqlen), strict=True):
+        assert all(map(torch.equal, map(as_bits_of, a), map(as_bits_of, b)))
+    if seqlen == 37:
+        everything = run(call, cache_seqlens=None)
+        assert torch.equal(everything[0], run(tensor)[0])
+
+
+def as_bits_of(tensor):
+    return as_bits(tensor) if tensor.element_size() == 2 else tensor
+
+
+def test_returns():
+    call = make_call(CacheProblem((30, 9), group=4, head_dim_v=96))
+    out = flash_attn_with_kvcache(**call)
+    assert isinstance(out, torch.Tensor) and out.is_contiguous() and out.shape == (2, 1, 4, 96)
+    same, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
+    assert torch.equal(out, same) and lse.shape == (2, 4, 1) and lse.dtype == torch.float32
+    given = torch.full_like(out, torch.nan)
+    assert flash_attn_with_kvcache(**call, out=given) is given
+    assert torch.equal(given, out)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        CacheProblem((3, 4), seqlen_q=0, counts=(2, 2)),
+        CacheProblem((0, 0), room=0),
+        CacheProblem((0, 0), room=0, page_size=16),
+        CacheProblem((0, 0), room=0, sinks="float32"),
+        CacheProblem((3, 4), heads_kv=0),
+    ],
+    ids=str,
+)
+def test_empty_tensors(problem, poisoned_memory):
+    call = make_call(problem)
+    out, lse, caches = run(call)
+    exact = expected(**call)
+    assert torch.equal(out.double(), exact.out) and torch.equal(lse.double(), exact.lse)
+    for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+        assert torch.equal(as_bits(cache), as_bits(getattr(exact, name)))
+
+
+def test_an_empty_batch():
+    call = make_call(CacheProblem((3, 4), counts=(1, 1)))
+    names = ("q", "k", "v", "cache_seqlens", "k_cache", "v_cache")
+    out, lse, _ = run(call | {name: call[name][:0] for name in names})
+    assert out.shape == (0, 1, 1, 64) and lse.shape == (0, 1, 1)
+
+
+@pytest.mark.parametrize("batch_idx", [None, (2, 0)])
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("group", [1, 8])
+def test_batch_invariance(group, page_size, batch_idx):
+    """A sequence gives the same bits alone and anywhere among others."""
+    options = {"group": group, "heads_kv": 2, "page_size": page_size, "causal": True}
+    problem = CacheProblem((900, 41, 0, 333, 128), 3, **options)
+    call = make_call(problem)
+    out, lse, _ = run(call, batch_invariant=True)
+    by_sequence = ["q", "cache_seqlens", "page_table" if page_size else "k_cache"]
+    by_sequence += [] if page_size else ["v_cache"]
+    for chosen in ([0], [3], [3, 0], [4, 3, 2, 1, 0], [1, 1, 0, 1]):
+        few = call | {name: call[name][chosen] for name in by_sequence}
+        few_out, few_lse, _ = run(few, batch_invariant=True)
+        assert torch.equal(few_out, out[chosen]) and torch.equal(few_lse, lse[chosen])
+
+
+# -------------------------------------------------------------------------------------- merge
+
+
+def partial_results(num_splits=3, batch=2, seqlen=5, heads=4, head_dim=64):
+    """Draw parts of which some are hidden; one row is hidden altogether."""
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(num_splits, batch, seqlen, heads, head_dim, generator=generator)
+    lse = 5 * torch.randn(num_splits, batch, heads, seqlen, generator=generator).transpose(2, 3)
+    lse[torch.rand(lse.shape, generator=generator) < 0.3] = -torch.inf
+    lse[:, 0, 0, 0] = -torch.inf
+    return out, lse
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 40])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_combine(num_splits, out_dtype):
+    parts, lses = partial_results(num_splits)
+    out, lse = flash_attn_combine(parts, lses, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or torch.float32)
+    exact = lses.double().logsumexp(0)
+    shares = (lses.double() - exact).exp().nan_to_num(0.0)
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-6)
+    merged = (shares[..., None] * parts.double()).sum(0)
+    torch.testing.assert_close(out, merged.to(out.dtype), rtol=1e-2, atol=1e-5)
+    assert (out[0, 0, 0] == 0).all() and lse[0, 0, 0] == -math.inf
+    given = torch.full_like(out, torch.nan)
+    assert flash_attn_combine(parts, lses, given)[0] is given
+    assert torch.equal(given, out)
+
+
+def test_parts_of_a_call_combine_to_the_call():
+    """Attention to the first and to the other keys, merged, is attention to all of them."""
+    call = make_call(CacheProblem((100, 130), room=0))
+    out, lse, _ = run(call)
+    halves = [
+        call | {"cache_seqlens": integers(40, 50)},
+        call | {"cache_leftpad": integers(40, 50)},
+    ]
+    parts, lses = zip(*(run(half)[:2] for half in halves), strict=True)
+    merged, merged_lse = flash_attn_combine(
+        torch.stack(parts).float(), torch.stack(lses).transpose(2, 3)
+    )
+    torch.testing.assert_close(merged, out.float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(merged_lse.transpose(1, 2), lse)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "complaint"),
+    [
+        ({"out_partial": torch.zeros(2, 2, 2, 8)}, ValueError, "^out_partial must have 5 dim"),
+        ({"out_partial": torch.zeros(0, 2, 5, 4, 64)}, ValueError, "^out_partial must have a part"),
+        ({"out_partial": [1.0]}, TypeError, "^out_partial must be a torch.Tensor, got list"),
+        ({"out_partial": torch.zeros(3, 2, 5, 4, 12)}, ValueError, "^out_partial has head_dim 12"),
+        ({"out_partial": torch.zeros(3, 2, 5, 4, 64).half()}, TypeError, "^out_partial must be"),
+        ({"lse_partial": torch.zeros(3, 2, 4, 5)}, ValueError, "^lse_partial must have shape"),
+        ({"lse_partial": torch.zeros(3, 2, 5, 4).half()}, TypeError, "^lse_partial must be"),
+        ({"lse_partial": torch.zeros(3, 2, 5, 4).to("meta")}, ValueError, "^lse_partial must be"),
+        ({"out": torch.zeros(2, 5, 4, 32)}, ValueError, "^out must have shape"),
+        (
+            {"out": torch.zeros(2, 5, 4, 64), "out_dtype": torch.float16},
+            TypeError,
+            "^out must be torch.float16 like out_dtype, got torch.float32",
+        ),
+        ({"out_dtype": torch.float64}, TypeError, "^out_dtype must be"),
+    ],
+)
+def test_bad_parts(changes, error, complaint):
+    parts, lses = partial_results()
+    with pytest.raises(error, match=complaint):
+        flash_attn_combine(**({"out_partial": parts, "lse_partial": lses} | changes))
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+PLAIN = CacheProblem((20, 30), 2, (2, 2), group=2, heads_kv=2, rotary=(32, True, "bfloat16"))
+PAGED = CacheProblem((20, 30), 2, (2, 2), group=2, heads_kv=2, page_size=16)
+INDEXED = CacheProblem((20, 30), 2, (2, 2), batch_idx=(2, 0), rows=3, leftpads=(3, 0))
+RAGGED = CacheProblem((20, 30), 2, (2, 3), ragged=True)
+
+
+def integers(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD_TENSORS = [
+    (PLAIN, "q", lambda x: x[0], ValueError, ["4 dim", "(2, 4, 64)"]),
+    (PLAIN, "q", lambda x: x.float(), TypeError, ["bfloat16 or", "float32"]),
+    (PLAIN, "q", lambda x: x[:, :, :3], ValueError, ["multiple", "3", "2"]),
+    (PLAIN, "q", lambda x: x[..., :60], ValueError, ["head_dim 60", "multiples of 8", "256"]),
+    (PLAIN, "k_cache", lambda x: x.tolist(), TypeError, ["Tensor", "list"]),
+    (PLAIN, "k_cache", lambda x: x.half(), TypeError, ["bfloat16 like q", "float16"]),
+    (PLAIN, "k_cache", lambda x: x[..., :32], ValueError, ["64", "32"]),
+    (PLAIN, "k_cache", lambda x: x.to("meta"), ValueError, ["cpu like q", "meta"]),
+    (PLAIN, "k_cache", lambda x: x.transpose(1, 3).contiguous().transpose(1, 3), ValueError,
+     ["contiguous", "last"]),
+    (PLAIN, "k_cache", lambda x: x[:1].expand_as(x), ValueError, ["overlap", "strides"]),
+    (PLAIN, "v_cache", lambda x: x[:, :-1], ValueError, ["shape", "k_cache"]),
+    (PLAIN, "v_cache", lambda x: x[..., :60], ValueError, ["head_dim 60", "multiples of 8"]),
+    (PLAIN, "k", lambda x: x[:1], ValueError, ["(2, 2, 2, 64)", "(1, 2, 2, 64)"]),
+    (PLAIN, "k", lambda x: x[:, :, :1], ValueError, ["(2, 2, 2, 64)"]),
+    (PLAIN, "k", lambda x: x.half(), TypeError, ["bfloat16"]),
+    (PLAIN, "k", lambda x: x[0], ValueError, ["4 dim"]),
+    (PLAIN, "k", lambda x: None, ValueError, ["given with v"]),
+    (PLAIN, "v", lambda x: None, ValueError, ["given with k"]),
+    (PLAIN, "v", lambda x: x[:, :1], ValueError, ["(2, 2, 2, 64)", "(2, 1, 2, 64)"]),
+    (PLAIN, "rotary_cos", lambda x: None, ValueError, ["given with rotary_sin"]),
+    (PLAIN, "rotary_sin", lambda x: x[:-1], ValueError, ["rotary_cos", "shape"]),
+    (PLAIN, "rotary_sin", lambda x: x.float(), TypeError, ["like rotary_cos"]),
+    (PLAIN, "rotary_cos", lambda x: x.double(), TypeError, ["float32", "float64"]),
+    (PLAIN, "rotary_cos", lambda x: x[None], ValueError, ["2 dim"]),
+    (PLAIN, "rotary_cos", lambda x: x.to("meta"), ValueError, ["cpu", "meta"]),
+    (PLAIN, "cache_seqlens", lambda x: x.long(), TypeError, ["int32", "int64"]),
+    (PLAIN, "cache_seqlens", lambda x: x[:1], ValueError, ["(2,)", "(1,)"]),
+    (PLAIN, "cache_seqlens", lambda x: [20, 30], TypeError, ["Tensor", "list"]),
+    (PLAIN, "cache_seqlens", lambda x: 20.0, TypeError, ["Tensor", "float"]),
+    (PLAIN, "cache_seqlens", lambda x: None, ValueError, ["given with k"]),
+    (PLAIN, "cache_seqlens", lambda x: x.to("meta"), ValueError, ["CPU", "meta"]),
+    (PLAIN, "cache_seqlens", lambda x: x.repeat_interleave(2)[::2], ValueError, ["contiguous"]),
+    (PAGED, "page_table", lambda x: x.long(), TypeError, ["int32"]),
+    (PAGED, "page_table", lambda x: x[0], ValueError, ["2 dim"]),
+    (PAGED, "page_table", lambda x: x[:1], ValueError, ["2 rows", "1"]),
+    (PAGED, "page_table", lambda x: x.T.contiguous().T, ValueError, ["contiguous"]),
+    (INDEXED, "cache_batch_idx", lambda x: x[:1], ValueError, ["(2,)"]),
+    (INDEXED, "cache_leftpad", lambda x: x.float(), TypeError, ["int32"]),
+    (RAGGED, "cu_seqlens_k_new", lambda x: x[:2], ValueError, ["(3,)", "(2,)"]),
+    (RAGGED, "k", lambda x: x[None], ValueError, ["3 dim"]),
+]  # fmt: skip
+
+BAD_VALUES = [
+    (PLAIN, "cache_seqlens", integers(20, 40), ["from 0 to 39", "40", "sequence 1"]),
+    (PLAIN, "cache_seqlens", integers(-1, 3), ["from 0 to 39", "-1", "sequence 0"]),
+    (PLAIN, "cache_seqlens", integers(20, 38), ["room for k", "sequence 1", "38", "2", "39"]),
+    (PLAIN, "cache_seqlens", 38, ["room for k", "38"]),
+    (PLAIN, "cache_seqlens", 40, ["from 0 to 39", "40"]),
+    (PAGED, "page_table", lambda x: x.clone().fill_(-1), ["pages from 0", "-1", "(0, 0)"]),
+    (PAGED, "page_table", lambda x: x + 100, ["pages from 0", "(0, 0)"]),
+    (INDEXED, "cache_batch_idx", integers(0, 3), ["from 0 to 2", "3", "sequence 1"]),
+    (INDEXED, "cache_batch_idx", integers(-1, 0), ["from 0 to 2", "-1", "sequence 0"]),
+    (INDEXED, "cache_batch_idx", integers(1, 1), ["repeat", "[1, 1]"]),
+    (INDEXED, "cache_leftpad", integers(21, 0), ["from 0", "20", "21", "sequence 0"]),
+    (INDEXED, "cache_leftpad", integers(0, -1), ["from 0", "-1", "sequence 1"]),
+    (RAGGED, "cu_seqlens_k_new", integers(0, 2, 4), ["from 0 to k's 5", "[0, 2, 4]"]),
+    (RAGGED, "cu_seqlens_k_new", integers(1, 2, 5), ["from 0 to k's 5", "[1, 2, 5]"]),
+    (RAGGED, "cu_seqlens_k_new", integers(0, 6, 5), ["from 0 to k's 5", "[0, 6, 5]"]),
+    (RAGGED, "cache_seqlens", integers(20, 38), ["room for k", "sequence 1", "gets 3"]),
+]
+
+
+def refused(problem, changes: dict, error, complaint: str) -> None:
+    """Assert that a changed call is refused with a complaint, before anything is written."""
+    call = make_call(problem)
+    caches = call["k_cache"].clone(), call["v_cache"].clone()
+    for name, change in changes.items():
+        changes[name] = change(call.get(name)) if callable(change) else change
+    with pytest.raises(error, match=complaint):
+        flash_attn_with_kvcache(**(call | changes))
+    for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+        assert torch.equal(as_bits(cache), as_bits(call[name]))
+
+
+def naming(argument: str, fragments: list[str]) -> str:
+    """Build a pattern for messages that begin with the argument and contain the fragments."""
+    return f"^{argument} " + "".join(f"(?=.*{re.escape(fragment)})" for fragment in fragments)
+
+
+@pytest.mark.parametrize(("problem", "argument", "change", "error", "fragments"), BAD_TENSORS)
+def test_bad_tensors(problem, argument, change, error, fragments):
+    refused(problem, {argument: change}, error, naming(argument, fragments))
+
+
+@pytest.mark.parametrize(("problem", "argument", "change", "fragments"), BAD_VALUES)
+def test_bad_values(problem, argument, change, fragments):
+    refused(problem, {argument: change}, ValueError, naming(argument, fragments))
+
+
+BAD_ARGUMENTS = [
+    ("softmax_scale", 0.0, ValueError),
+    ("softmax_scale", "1", TypeError),
+    ("window_size", (-2, 0), ValueError),
+    ("window_size", (1.5, 0), TypeError),
+    ("window_size", 5, TypeError),
+    ("num_splits", -1, ValueError),
+    ("num_splits", 1.5, TypeError),
+    ("sm_margin", -1, ValueError),
+    ("sm_margin", 132, ValueError),
+    ("softcap", -1.0, ValueError),
+    ("softcap", "1", TypeError),
+    ("alibi_slopes", torch.ones(3), ValueError),
+    ("alibi_slopes", torch.ones(4).bfloat16(), TypeError),
+    ("sinks", torch.ones(3), ValueError),
+    ("sinks", torch.ones(4).half(), TypeError),
+    ("out", torch.empty(2, 2, 4, 32).bfloat16(), ValueError),
+    ("out", torch.empty(2, 2, 4, 64), ValueError),
+    ("pack_gqa", False, NotImplementedError),
+    ("attention_chunk", 64, NotImplementedError),
+    ("qv", torch.zeros(2, 2, 4, 64), NotImplementedError),
+    ("q_descale", torch.ones(2, 2), NotImplementedError),
+    ("k_descale", torch.ones(2, 2), NotImplementedError),
+    ("v_descale", torch.ones(2, 2), NotImplementedError),
+    ("cu_seqlens_q", integers(0, 2, 4), NotImplementedError),
+    ("max_seqlen_q", 2, NotImplementedError),
+    ("rotary_seqlens", integers(3, 3), NotImplementedError),
+]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    BAD_ARGUMENTS,
+    ids=lambda value: "tensor" if isinstance(value, torch.Tensor) else None,
+)
+def test_bad_arguments(argument, value, error):
+    refused(PLAIN, {argument: value}, error, argument)
+
+
+def test_arguments_that_do_not_fit_each_other():
+    def first_31(table):
+        return table[:31]
+
+    refused(
+        PLAIN,
+        {"rotary_cos": first_31, "rotary_sin": first_31},
+        ValueError,
+        "^rotary_cos has 31 positions, sequence 1 needs 32",
+    )
+    refused(INDEXED, {"cache_batch_idx": None}, ValueError, "^k_cache must have 2 rows")
+    refused(PAGED, {"page_table": lambda table: table[:, :1]}, ValueError, "^cache_seqlens must be")
+    refused(
+        PAGED,
+        {"page_table": lambda table: table[:1].repeat(2, 1), "cache_seqlens": integers(20, 20)},
+        ValueError,
+        "^page_table must not give page .* to sequences 0 and 1, which both append to it",
+    )
+
+
+def test_what_needs_new_tokens_is_refused_without():
+    call = make_call(PLAIN)
+    del call["k"], call["v"]
+    with pytest.raises(ValueError, match=r"^rotary_cos must be None without k"):
+        flash_attn_with_kvcache(**call)
+    call = make_call(RAGGED)
+    del call["k"], call["v"]
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k_new must be None without k"):
+        flash_attn_with_kvcache(**call)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fragment"), [(4, "rotary_dim of 8"), (12, "rotary_dim of 24"), (40, "64")]
+)
+def test_bad_rotary_dims(columns, fragment):
+    table = torch.ones(64, 64).bfloat16()[:, :columns]
+    call = make_call(PLAIN) | {"rotary_cos": table, "rotary_sin": table}
+    with pytest.raises(ValueError, match=r"^rotary_cos has") as caught:
+        flash_attn_with_kvcache(**call)
+    assert fragment in str(caught.value)
+
+
+def test_gradients_are_refused():
+    call = make_call(PLAIN)
+    with pytest.raises(ValueError, match=r"^k_cache requires grad"):
+        flash_attn_with_kvcache(**(call | {"k_cache": call["k_cache"].requires_grad_()}))

@@ -1,0 +1,453 @@
+"""`flash_attn_with_kvcache` on a Hopper GPU, against the reference in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from kvcache_problems import CacheProblem, make_call, random_problem
+from kvcache_reference import as_bits, check_call
+from problems import poisoned_allocations
+from reference import largest_difference
+
+from fa3.cache_schedule import get_scheduler_metadata
+from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("bfloat16", "float16")
+FAMILIES = 30
+"""Sets of options that change the generated code, for each dtype."""
+
+PAGE_SIZES = (None, 1, 2, 16, 48, 64, 128, 256)
+
+
+def run(call: dict, **options):
+    """Call into NaN memory on copies of the caches; return out, LSE and the caches."""
+    caches = call["k_cache"].clone(), call["v_cache"].clone()
+    arguments = call | dict(zip(("k_cache", "v_cache"), caches, strict=True)) | options
+    with poisoned_allocations():
+        out, lse = flash_attn_with_kvcache(**arguments, return_lse=True)
+    return out, lse, caches
+
+
+def check(problem: CacheProblem, device, seed: int = 0, **options) -> None:
+    call = make_call(problem, seed, device)
+    check_call(call, *run(call, **options))
+
+
+def assert_same_bits(results, others) -> None:
+    out, lse, caches = results
+    other_out, other_lse, other_caches = others
+    assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
+    for cache, other in zip(caches, other_caches, strict=True):
+        assert torch.equal(as_bits(cache), as_bits(other))
+
+
+# ------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(300))
+def test_random_calls(seed, dtype, device):
+    problem = random_problem(seed, dtype, seed % FAMILIES)
+    options = ({}, {"num_splits": 1}, {"num_splits": 5}, {"batch_invariant": True})
+    # A quarter of the families each, so that no family needs all kinds of cuts.
+    check(problem, device, seed, **options[seed % FAMILIES % 4])
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("seqlen", [0, 1, 63, 64, 65, 1000])
+def test_lengths_and_pages(seqlen, page_size, append, device):
+    counts = (2, 2, 2) if append else None
+    problem = CacheProblem(
+        (seqlen, 5, 300), counts=counts, page_size=page_size, head_dim=128, head_dim_v=128
+    )
+    check(replace(problem, heads_kv=2, group=4), device)
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 63, 64, 65, 80])
+def test_rows_of_a_head_may_take_several_tiles(seqlen_q, group, page_size, device):
+    problem = CacheProblem(
+        (700, 10, 0, 64), seqlen_q, heads_kv=2, group=group, page_size=page_size, causal=True
+    )
+    check(problem, device)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim, device):
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim}
+    check(CacheProblem((500, 3), 2, (2, 2), group=4, causal=True, **sizes), device)
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 256])
+@pytest.mark.parametrize("num_splits", [0, 1, 16])
+@pytest.mark.parametrize("seqlen", [1 << 17, 1 << 20])
+@pytest.mark.timeout(600)
+def test_long_sequences(seqlen, num_splits, page_size, device):
+    sizes = {"head_dim": 128, "head_dim_v": 128, "group": 8}
+    problem = CacheProblem((seqlen, 77), counts=(1, 1), page_size=page_size, **sizes)
+    check(problem, device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_many_sequences(page_size, device):
+    seqlens = tuple((37 * n) % 400 for n in range(1500))
+    problem = CacheProblem(seqlens, counts=(1,) * 1500, page_size=page_size, group=4, heads_kv=2)
+    check(problem, device)
+
+
+@pytest.mark.parametrize("sm_margin", [1, 100, 131])
+def test_fewer_sms(sm_margin, device):
+    check(CacheProblem((3000, 10), group=8, heads_kv=2), device, sm_margin=sm_margin)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        CacheProblem((3, 4), seqlen_q=0, counts=(2, 2)),
+        CacheProblem((0, 0), room=0),
+        CacheProblem((0, 0), room=0, page_size=16, sinks="float32"),
+        CacheProblem((3, 4), counts=(0, 0), rotary=(16, True, "bfloat16")),
+        CacheProblem((3, 4), counts=(0, 0), ragged=True),
+    ],
+    ids=str,
+)
+def test_empty_tensors(problem, device):
+    check(problem, device)
+
+
+# --------------------------------------------------------------------------------- appending
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("table_dtype", ["same", "float32"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary(dtype, table_dtype, interleaved, dim, causal, device):
+    table_dtype = dtype if table_dtype == "same" else table_dtype
+    problem = CacheProblem(
+        (500, 0, 7), 4, (4, 4, 4), dtype=dtype, heads_kv=2, group=4, head_dim=128,
+        rotary=(dim, interleaved, table_dtype), causal=causal,
+    )  # fmt: skip
+    check(problem, device)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_long_prompt_is_appended(ragged, page_size, device):
+    counts = (900, 0, 333) if ragged else (900, 900, 900)
+    problem = CacheProblem(
+        (0, 70, 500), 8, counts, ragged, heads_kv=3, page_size=page_size, causal=True
+    )
+    check(problem, device)
+
+
+def test_views(device):
+    """Slices of a fused projection, a cache that holds K and V beside each other, a cut table."""
+    problem = CacheProblem((500, 0, 7), 2, (2, 2, 2), heads_kv=4, page_size=16, causal=True)
+    call = make_call(problem, device=device)
+    fused = torch.cat((call["q"], call["k"], call["v"]), dim=2)
+    views = dict(zip(("q", "k", "v"), fused.split(4, dim=2), strict=True))
+    both = torch.stack((call["k_cache"], call["v_cache"]), dim=3)
+    caches = dict(zip(("k_cache", "v_cache"), both.unbind(3), strict=True))
+    given = both.new_full((3, 4, 2, 64), torch.nan).transpose(1, 2)
+    out, lse = flash_attn_with_kvcache(**(call | views | caches), out=given, return_lse=True)
+    assert out is given
+    check_call(call, out, lse, tuple(caches.values()))
+
+
+def test_what_does_not_fit_the_cache_is_dropped(device):
+    """Lengths on the GPU are not checked: they count as if cut to the cache."""
+    for page_size in (None, 16):
+        problem = CacheProblem((30, 9, 0), 2, (4, 4, 4), page_size=page_size, room=0)
+        call = make_call(problem, device=device)
+        filled = {
+            name: torch.where(call[name].isnan(), torch.ones_like(call[name]), call[name])
+            for name in ("k_cache", "v_cache")
+        }
+        call |= filled
+        if page_size is not None:
+            pages = torch.arange(call["k_cache"].shape[0], dtype=torch.int32, device=device)
+            call["page_table"] = pages[: len(pages) // 3 * 3].view(3, -1)
+            columns = len(pages) // 3
+        capacity = call["k_cache"].shape[1] * (1 if page_size is None else columns)
+        lengths = torch.tensor([capacity - 1, capacity + 100, -5], dtype=torch.int32)
+        call["cache_seqlens"] = lengths.to(device)
+        check_call(call, *run(call))
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes"),
+    [
+        (CacheProblem((3, 4), 1, (2, 2), batch_idx=(1, 0), rows=2), {"cache_batch_idx": [-1, 2]}),
+        (CacheProblem((3, 4), 1, (2, 2), page_size=16), {"page_table": [[-1], [1 << 20]]}),
+    ],
+    ids=["rows", "pages"],
+)
+def test_tokens_without_a_place_are_dropped(problem, changes, device):
+    call = make_call(problem, device=device)
+    nowhere = {
+        name: torch.tensor(values, dtype=torch.int32, device=device)
+        for name, values in changes.items()
+    }
+    _, _, caches = run(call | nowhere)
+    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        assert torch.equal(as_bits(cache), as_bits(call[name]))
+
+
+def test_values_on_the_cpu_are_checked_and_used(device):
+    problem = CacheProblem((30, 60), 2, (2, 2), batch_idx=(3, 1), rows=5, page_size=16)
+    call = make_call(problem, device=device)
+    names = ("cache_seqlens", "cache_batch_idx", "page_table")
+    on_cpu = {name: call[name].cpu() for name in names}
+    assert_same_bits(run(call), run(call | on_cpu))
+    before = call["k_cache"].clone()
+    too_long = on_cpu | {"cache_seqlens": on_cpu["cache_seqlens"] + 30}
+    with pytest.raises(ValueError, match=r"^cache_seqlens must be from 0 to 80"):
+        flash_attn_with_kvcache(**(call | too_long))
+    assert torch.equal(as_bits(before), as_bits(call["k_cache"]))
+    with pytest.raises(ValueError, match=r"^cache_seqlens must be on cuda.* or on the CPU"):
+        flash_attn_with_kvcache(**(call | {"cache_seqlens": on_cpu["cache_seqlens"].to("meta")}))
+
+
+@pytest.mark.parametrize("seqlen", [0, 30, None])
+def test_a_length_may_be_one_number(seqlen, device):
+    call = make_call(CacheProblem((37, 37), room=0, group=4), device=device)
+    number = 37 if seqlen is None else seqlen
+    tensor = torch.full((2,), number, dtype=torch.int32, device=device)
+    results = run(call | {"cache_seqlens": tensor})
+    assert_same_bits(results, run(call | {"cache_seqlens": seqlen}))
+
+
+# ------------------------------------------------------------------------- bits, and their peers
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 7}, {"batch_invariant": True}], ids=str)
+def test_repeated_calls_give_the_same_bits(options, page_size, device):
+    problem = CacheProblem(
+        (9000, 41, 0, 3333), 3, (3, 3, 3, 3), heads_kv=2, group=8, page_size=page_size, causal=True
+    )
+    call = make_call(problem, device=device)
+    results = run(call, **options)
+    for _ in range(100):
+        assert_same_bits(results, run(call, **options))
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("seqlen_q", [1, 9])
+@pytest.mark.parametrize("group", [1, 8])
+def test_batch_invariance(group, seqlen_q, page_size, device):
+    """A sequence gives the same bits alone and anywhere among others."""
+    seqlens = (20_000, 41, 0, 3333, 512, 513, *range(1, 2000, 50))
+    problem = CacheProblem(
+        seqlens, seqlen_q, heads_kv=2, group=group, page_size=page_size, causal=True
+    )
+    call = make_call(problem, device=device)
+    out, lse, _ = run(call, batch_invariant=True)
+    by_sequence = (
+        "q",
+        "cache_seqlens",
+        *(("page_table",) if page_size else ("k_cache", "v_cache")),
+    )
+    for chosen in ([0], [3], [3, 0], [5, 4, 3, 2, 1, 0], [1] * 200 + [0], [40, 3, 3]):
+        few = call | {name: call[name][chosen] for name in by_sequence}
+        few_out, few_lse, _ = run(few, batch_invariant=True)
+        assert torch.equal(few_out, out[chosen]) and torch.equal(few_lse, lse[chosen])
+    fewer_sms_out, fewer_sms_lse, _ = run(call, batch_invariant=True, sm_margin=77)
+    assert torch.equal(fewer_sms_out, out) and torch.equal(fewer_sms_lse, lse)
+
+
+def test_where_pages_lie_changes_no_bit(device):
+    problem = CacheProblem((3000, 41), heads_kv=2, group=8, page_size=16)
+    call = make_call(problem, device=device)
+    out, lse, _ = run(call)
+    order = torch.randperm(call["k_cache"].shape[0], device=device)
+    place = order.argsort().to(torch.int32)
+    valid = (call["page_table"] >= 0) & (call["page_table"] < len(order))
+    moved = {name: call[name][order] for name in ("k_cache", "v_cache")}
+    table = call["page_table"].clone()
+    table[valid] = place[table[valid].long()]
+    moved_out, moved_lse, _ = run(call | moved | {"page_table": table})
+    assert torch.equal(out, moved_out) and torch.equal(lse, moved_lse)
+
+
+def test_the_executor_computes_the_same(device):
+    problem = CacheProblem(
+        (900, 41, 0), 3, (3, 3, 3), heads_kv=2, group=4, page_size=16, causal=True,
+        rotary=(64, False, "bfloat16"), leftpads=(5, 0, 0), alibi=2, sinks="float32",
+    )  # fmt: skip
+    call = make_call(problem, device=device)
+    on_cpu = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in call.items()
+    }
+    out, lse, caches = run(call)
+    cpu_out, cpu_lse, cpu_caches = run(on_cpu)
+    torch.testing.assert_close(lse.cpu(), cpu_lse, rtol=1e-5, atol=1e-5)
+    spacing = torch.finfo(out.dtype).eps * cpu_out.abs().max().item()
+    assert largest_difference(out.cpu(), cpu_out) <= spacing
+    for cache, other in zip(caches, cpu_caches, strict=True):
+        assert torch.equal(as_bits(cache.cpu()), as_bits(other))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 40, 300])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256, 512])
+def test_combine(num_splits, out_dtype, head_dim, device):
+    generator = torch.Generator(device).manual_seed(0)
+    shape = num_splits, 2, 5, 4
+    parts = torch.randn(*shape, head_dim, generator=generator, device=device)
+    lses = 5 * torch.randn(shape, generator=generator, device=device)
+    lses[torch.rand(shape, generator=generator, device=device) < 0.3] = -torch.inf
+    lses[:, 0, 0, 0] = -torch.inf
+    with poisoned_allocations():
+        out, lse = flash_attn_combine(parts, lses, out_dtype=out_dtype)
+    exact, exact_lse = flash_attn_combine(parts.cpu(), lses.cpu())
+    torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.cpu(), exact.to(out_dtype), rtol=2e-2, atol=1e-5)
+    assert (out[0, 0, 0] == 0).all() and lse[0, 0, 0].item() == -math.inf
+
+
+# ------------------------------------------------------------------- streams, graphs and devices
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_cuda_graph_goes_on_while_lengths_grow(page_size, batch_invariant, device):
+    """Captured once at lengths 0 and 1; sequences grow to the end of the cache, end and restart."""
+    problem = CacheProblem(
+        (0, 1, 0, 1), counts=(1, 1, 1, 1), heads_kv=2, group=4, page_size=page_size, room=639,
+        head_dim=128, head_dim_v=128, causal=True, rotary=(128, True, "bfloat16"),
+    )  # fmt: skip
+    call = make_call(problem, device=device)
+    if page_size is not None:
+        table = call["page_table"]
+        pages, columns = table.numel(), table.shape[1]
+        for name in ("k_cache", "v_cache"):
+            call[name] = call[name].new_full((pages, *call[name].shape[1:]), torch.nan)
+            call[name][:, 0] = 0.5
+        call["page_table"] = (
+            torch.randperm(pages, device=device).to(torch.int32).view(4, columns).contiguous()
+        )
+    options = {"batch_invariant": batch_invariant, "return_lse": True}
+    reference = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    warm = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    flash_attn_with_kvcache(**warm, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_with_kvcache(**call, **options)
+    generator = torch.Generator(device).manual_seed(1)
+    for step in range(0, 640, 13):
+        jump = step % 39 == 0
+        if jump:
+            # Three sequences go far ahead, with new tokens up to there; the last begins anew.
+            far = [min(step + 30, problem.capacity - 1), min(step, 300), step // 2, 0]
+            far = torch.tensor(far, dtype=torch.int32, device=device)
+            call["cache_seqlens"].copy_(torch.maximum(call["cache_seqlens"], far))
+            call["cache_seqlens"][3] *= step % 2
+            fill(call, reference, generator)
+        for name in ("q", "k", "v"):
+            call[name].normal_(generator=generator)
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        eager = reference | {name: call[name] for name in ("q", "k", "v", "cache_seqlens")}
+        before = eager | {name: eager[name].clone() for name in ("k_cache", "v_cache")}
+        eager_out, eager_lse = flash_attn_with_kvcache(**eager, **options)
+        assert torch.equal(out, eager_out) and torch.equal(lse, eager_lse)
+        caches = call["k_cache"], call["v_cache"]
+        for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+            assert torch.equal(as_bits(cache), as_bits(reference[name]))
+        if jump:
+            check_call(before, out, lse, caches)
+        call["cache_seqlens"].add_(1).clamp_(max=problem.capacity - 1)
+
+
+def fill(call: dict, reference: dict, generator) -> None:
+    """Give all tokens before the sequences' lengths numbers, the same in both calls' caches."""
+    table = call.get("page_table")
+    size = call["k_cache"].shape[1]
+    for name in ("k_cache", "v_cache"):
+        for sequence, length in enumerate(call["cache_seqlens"].tolist()):
+            position = torch.arange(length, device=call[name].device)
+            rows = torch.full_like(position, sequence), position
+            if table is not None:
+                rows = table[sequence, position // size].long(), position % size
+            shape = length, *call[name].shape[2:]
+            values = torch.randn(shape, generator=generator, device=position.device)
+            call[name][rows] = values.to(call[name].dtype)
+            reference[name][rows] = call[name][rows]
+
+
+def test_runs_on_the_current_stream(device):
+    """The operands arrive late on a side stream; a launch elsewhere would read NaN."""
+    problem = CacheProblem((700, 30), counts=(1, 1), heads_kv=2, group=4, page_size=16)
+    late = make_call(problem, device=device)
+    early = late | {name: torch.full_like(late[name], torch.nan) for name in ("q", "k", "v")}
+    run(late)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        for name in ("q", "k", "v"):
+            early[name].copy_(late[name])
+        out, lse, caches = run(early)
+    stream.synchronize()
+    check_call(late, out, lse, caches)
+
+
+def test_calls_in_a_row_wait_for_each_other(device):
+    """Layers one after another, each reading what the one before wrote: PDL must not overtake."""
+    problem = CacheProblem((2000, 30, 500), counts=(1, 1, 1), heads_kv=2, group=1, page_size=16)
+    call = make_call(problem, device=device)
+
+    def layers(wait):
+        caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+        lengths, outputs, x = call["cache_seqlens"].clone(), [], call["q"]
+        for _ in range(30):
+            token = x[:, :, :2].contiguous()
+            arguments = {"q": x, "k": token, "v": token, "cache_seqlens": lengths.clone()}
+            x = flash_attn_with_kvcache(**(call | caches | arguments))
+            outputs.append(x)
+            if wait:
+                torch.cuda.synchronize()
+        return torch.stack(outputs), caches
+
+    out, caches = layers(wait=True)
+    for _ in range(20):
+        same_out, same_caches = layers(wait=False)
+        assert torch.equal(out, same_out)
+        for name, cache in caches.items():
+            assert torch.equal(as_bits(cache), as_bits(same_caches[name]))
+
+
+def test_tensors_of_another_gpu(device):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check(CacheProblem((700, 30), counts=(1, 1), group=4), torch.device("cuda", 1))
+    assert torch.cuda.current_device() != 1
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_scheduler_metadata(num_splits, device):
+    problem = CacheProblem((700, 30), 2, (2, 2), heads_kv=2, group=4, page_size=16, causal=True)
+    call = make_call(problem, device=device)
+    lengths = call["cache_seqlens"]
+    for seqlens in (lengths, lengths.cpu()):
+        metadata = get_scheduler_metadata(
+            2, 2, 1000, 8, 2, 64, seqlens, page_size=16, max_seqlen_k_new=2, causal=True,
+            num_splits=num_splits,
+        )  # fmt: skip
+        check_call(call, *run(call, scheduler_metadata=metadata))
+
+
+def test_the_lse_is_optional(device):
+    call = make_call(CacheProblem((700, 30), group=4), device=device)
+    out, _, _ = run(call)
+    assert torch.equal(out, flash_attn_with_kvcache(**call))

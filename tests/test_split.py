@@ -1,0 +1,151 @@
+"""Every key block exactly once, in pieces of equal size, with parts where the merge looks."""
+
+import itertools
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fa3.schedules.split import (
+    HostLengths,
+    Pieces,
+    StreamK,
+    Units,
+    Whole,
+    records,
+    units,
+    walks,
+)
+
+
+@st.composite
+def calls(draw, cuts=("stream", "splits", "fixed", "whole")):
+    """Draw (cut, blocks of each sequence, row blocks, heads, CTAs)."""
+    num_blocks = st.integers(1, draw(st.sampled_from((1, 9, 150))))
+    lengths = draw(st.lists(num_blocks, min_size=1, max_size=draw(st.sampled_from((1, 5, 80)))))
+    blocks = [(draw(st.integers(0, 3)), 0) for _ in lengths]
+    blocks = [(begin, begin + length) for (begin, _), length in zip(blocks, lengths, strict=True)]
+    num_m_blocks, num_heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    num_ctas = draw(st.sampled_from((1, 2, 7, 132)))
+    kind = draw(st.sampled_from(cuts))
+    num_tiles = len(lengths) * num_m_blocks * num_heads
+    if kind == "stream":
+        cut = StreamK(num_ctas, num_tiles)
+    elif kind == "whole":
+        cut = Whole()
+    elif kind == "splits":
+        num_splits = draw(st.integers(2, 12))
+        cut = Units(num_splits, 1, num_splits, num_tiles)
+    else:
+        unit = draw(st.integers(1, 12))
+        longest = max(lengths)
+        cut = Units(longest, unit, -(-longest // unit), num_tiles)
+    return cut, blocks, num_m_blocks, num_heads, num_ctas
+
+
+def tiles_of(call) -> set[tuple[int, int, int]]:
+    _, blocks, num_m_blocks, num_heads, _ = call
+    return {
+        (m_block, head, batch)
+        for batch in range(len(blocks))
+        for head in range(num_heads)
+        for m_block in range(num_m_blocks)
+    }
+
+
+@given(calls())
+def test_every_block_is_worked_on_once(call):
+    visits = Counter(
+        (*unit.tile, block) for unit in units(*call) for block in range(unit.begin, unit.end)
+    )
+    blocks = call[1]
+    assert visits == Counter(
+        (*tile, block) for tile in tiles_of(call) for block in range(*blocks[tile[2]])
+    )
+
+
+@given(calls(cuts=("stream",)))
+def test_stream_k_gives_all_ctas_as_much(call):
+    num_ctas, work = call[-1], Counter()
+    for unit in units(*call):
+        work[unit.cta] += unit.end - unit.begin
+    shares = [work[cta] for cta in range(num_ctas)]
+    assert max(shares) - min(shares) <= 1
+    assert all(unit.end > unit.begin for unit in units(*call))
+
+
+@given(calls())
+def test_parts_are_where_the_record_says_in_the_order_of_keys(call):
+    cut, parts = call[0], defaultdict(list)
+    for unit in units(*call):
+        parts[unit.tile].append(unit)
+    merged = {tile: slots for _, tile, slots in records(*call)}
+    assert set(parts) == tiles_of(call)
+    for tile, of_tile in parts.items():
+        of_tile.sort(key=lambda unit: unit.begin)
+        if len(of_tile) == 1:
+            assert of_tile[0].slot is None and tile not in merged
+        else:
+            assert [unit.slot for unit in of_tile] == list(merged[tile])
+    used = [unit.slot for unit in units(*call) if unit.slot is not None]
+    assert len(used) == len(set(used))
+    assert all(0 <= slot < cut.num_slots for slot in used)
+    numbers = [record for record, _, _ in records(*call)]
+    assert len(numbers) == len(set(numbers))
+    assert all(0 <= number < cut.num_records for number in numbers)
+
+
+@given(calls(cuts=("fixed",)), st.integers(1, 200))
+def test_units_do_not_depend_on_the_neighbours(call, num_ctas):
+    cut, blocks, num_m_blocks, num_heads, _ = call
+    alone = Units(cut.num_splits, cut.unit_blocks, cut.max_parts, num_m_blocks * num_heads)
+
+    def cuts_of_last(cut, blocks, num_ctas):
+        batch = len(blocks) - 1
+        return sorted(
+            (unit.tile[:2], unit.begin, unit.end)
+            for unit in units(cut, blocks, num_m_blocks, num_heads, num_ctas)
+            if unit.tile.batch == batch
+        )
+
+    together = cuts_of_last(cut, blocks, call[-1])
+    assert together == cuts_of_last(alone, blocks[-1:], num_ctas)
+
+
+@given(calls(cuts=("splits",)))
+def test_a_fixed_split_has_no_more_parts_than_asked(call):
+    parts = Counter(unit.tile for unit in units(*call))
+    assert max(parts.values()) <= call[0].num_splits
+
+
+@given(calls(cuts=("stream", "whole")))
+def test_a_walk_is_in_the_order_of_the_line(call):
+    cut, blocks, *rest = call
+    for walk in walks(cut, HostLengths(blocks), *rest):
+        cursor, seen = walk.first(), []
+        while walk.is_valid(cursor):
+            seen.append(cursor.position)
+            cursor = walk.next(cursor)
+        assert seen == sorted(set(seen))
+
+
+@given(st.integers(0, 3000), st.integers(1, 200))
+def test_pieces_are_contiguous_and_equal(total, num_ctas):
+    pieces = Pieces(total, num_ctas)
+    begins = [pieces.begin(cta) for cta in range(num_ctas + 1)]
+    assert begins[0] == 0 and begins[-1] == total
+    sizes = [end - begin for begin, end in itertools.pairwise(begins)]
+    assert max(sizes) - min(sizes) <= 1
+    for cta, size in enumerate(sizes):
+        for position in range(begins[cta], begins[cta] + size):
+            assert pieces.cta_of(position) == cta
+
+
+def test_more_ctas_than_blocks():
+    assert len(list(units(StreamK(132, 1), [(0, 1)], 1, 1, 132))) == 1
+
+
+@pytest.mark.parametrize("num_ctas", [1, 132])
+def test_whole_tiles_need_no_merge(num_ctas):
+    assert not list(records(Whole(), [(0, 100), (2, 3)], 2, 3, num_ctas))
