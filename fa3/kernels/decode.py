@@ -37,13 +37,14 @@ from typing import ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.lengths import CacheLengths
 from fa3.masks import KeyBlocks, Sequence
-from fa3.primitives import arguments, wgmma
+from fa3.primitives import arguments
+from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
     EVICT_NORMAL,
@@ -53,7 +54,7 @@ from fa3.primitives.cache_blocks import (
     TmaBlocks,
     block_pipeline,
 )
-from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import (
     PackedCoords,
     clear_rows,
@@ -63,6 +64,7 @@ from fa3.primitives.packed_rows import (
 )
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
+from fa3.primitives.turns import NoTurns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
@@ -162,41 +164,14 @@ class Pipelines(NamedTuple):
     v: pipeline.PipelineAsync
 
 
-class Fragments(NamedTuple):
-    """What one thread of the consumer holds: shared-memory descriptors and registers."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    vt: cute.Tensor
-    acc_O: cute.Tensor
-    p: cute.Tensor
-
-
 @dataclass(frozen=True)
-class Block:
-    """What the consumer needs for any key block of one segment."""
+class GatheredAttention(Attention):
+    """Attention to blocks that cp.async has written."""
 
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
-    regs: Fragments
-    q: cute.Tensor
-    smem: SmemTensors
-    pipelines: Pipelines
-    softmax: OnlineSoftmax
-    rules: Rules
-    thread: Int32
-
-    def issue_qk(self, k_state) -> cute.Tensor:
-        """Start S = Q K^T into a fresh accumulator: an old one would stay alive as its input."""
-        acc_S = cute.make_rmem_tensor(self.regs.p.layout, Float32)
-        k = self.regs.k[None, None, None, k_state.index]
-        wgmma.issue(self.mma_qk.op, acc_S, self.q, k, accumulate=False)
-        return acc_S
-
-    def issue_pv(self, v_state):
-        """Start O += P V."""
-        p, vt = as_operand_a(self.regs.p), self.regs.vt[None, None, None, v_state.index]
-        wgmma.issue(self.mma_pv.op, self.regs.acc_O, p, vt, accumulate=True)
+    def wait(self, pipe, state):
+        pipe.consumer_wait(state)
+        # What cp.async has written is not visible to WGMMA before a fence.
+        cute.arch.fence_proxy("async.shared", space="cta")
 
 
 def consumer_barrier() -> pipeline.NamedBarrier:
@@ -520,35 +495,6 @@ class Decode:
 
     # ------------------------------------------------------------------------------ consumer
 
-    def tiled_mmas(self):
-        """S = Q K^T with both operands in shared memory; O += P V with P in registers."""
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        types, shape_v = (self.dtype, self.dtype), (ROWS, self.columns_v)
-        qk = sm90.make_trivial_tiled_mma(
-            *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.config.tile_n)
-        )
-        pv = sm90.make_trivial_tiled_mma(
-            *types, k_major, mn_major, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
-        )
-        return qk, pv
-
-    def fragments(self, mma_qk, mma_pv, smem: SmemTensors) -> Fragments:
-        """Register accumulators, and the operand descriptors of the shared-memory buffers."""
-        config = self.config
-        vt_layout = cute.make_ordered_layout(
-            (self.columns_v, config.tile_n, config.kv_stages), order=(1, 0, 2)
-        )
-        sVt = cute.composition(smem.v, vt_layout)
-        shape_S = mma_qk.partition_shape_C((ROWS, config.tile_n))
-        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.columns_v)), Float32)
-        return Fragments(
-            mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(smem.q)),
-            mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(smem.k)),
-            mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(sVt)),
-            acc_O,
-            cute.make_rmem_tensor(shape_S, self.dtype),
-        )
-
     @cute.jit
     def mma(
         self,
@@ -562,8 +508,9 @@ class Decode:
         """Work on the segments of this CTA."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
-        mma_qk, mma_pv = self.tiled_mmas()
-        regs = self.fragments(mma_qk, mma_pv, smem)
+        mmas = Mmas.of(self.dtype, self.config.tile_n, self.columns_v)
+        regs = mmas.fragments(smem.q, smem.k, smem.v)
+        kind = GatheredAttention if self.gathers else Attention
         stages, consumer = self.config.kv_stages, pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(consumer, stages)
         v_state = pipeline.make_pipeline_state(consumer, stages)
@@ -580,34 +527,35 @@ class Decode:
                 self.fetch_q(operands.q, smem.q, walk, following, 1 - q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
             coords = PackedCoords.of_tile(
-                mma_qk, thread, self.config.tile_n, tile, self.spec.qhead_per_kvhead
+                mmas.qk, thread, self.config.tile_n, tile, self.spec.qhead_per_kvhead
             )
             rules = Rules.of(scores, mask, coords, sequence, softmax_scale)
             softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e))
             q = regs.q[None, None, None, q_stage]
-            block = Block(mma_qk, mma_pv, regs, q, smem, pipelines, softmax, rules, thread)
+            attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoTurns())
 
             blocks = self.key_blocks(mask, tile, sequence)
             begin, n_block = first_block + segment.begin, first_block + segment.end - 1
-            k_state = self.attend_first(block, n_block, k_state, v_state)
+            k_state = attention.first(n_block, k_state)
+            self.clear_behind(attention, smem.v, n_block, v_state, thread)
             while n_block > cutlass.max(blocks.full_end, begin):
                 n_block -= 1
-                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
+                k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
             while n_block > cutlass.max(blocks.full_begin, begin):
                 n_block -= 1
-                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=False)
+                k_state, v_state = attention.next(n_block, k_state, v_state, masked=False)
             if cutlass.const_expr(self.spec.mask.left):
                 while n_block > begin:
                     n_block -= 1
-                    k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
-            v_state = self.attend_last(block, v_state)
+                    k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
+            v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
             else:
                 # Q has been read, but each warp knows that of itself only.
                 consumer_barrier().arrive_and_wait()
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
-            self.store(operands, workspace, segment, block, sinks)
+            self.store(operands, workspace, segment, attention, sinks)
             cursor = following
 
     @cute.jit
@@ -631,94 +579,39 @@ class Decode:
             fetch_rows(mQ, sQ[None, None, stage], walk.tile(cursor), ratio, thread)
         cute.arch.cp_async_commit_group()
 
-    def wait(self, pipe, state):
-        """Wait for a block of K or V."""
-        pipe.consumer_wait(state)
-        if self.gathers:
-            # What cp.async has written is not visible to WGMMA before a fence.
-            cute.arch.fence_proxy("async.shared", space="cta")
-
     @cute.jit
-    def attend_first(self, block: Block, n_block, k_state, v_state):
-        """S = Q K^T and softmax of a segment's first block, which is always masked."""
-        self.wait(block.pipelines.k, k_state)
-        acc_S = block.issue_qk(k_state)
-        warpgroup.wait_group(0)
-        block.pipelines.k.consumer_release(k_state)
-        k_state.advance()
-        scores = as_rows_and_columns(acc_S)
-        shifts = block.rules.apply(scores, n_block, masked=True)
-        block.softmax.start(scores, shifts)
-        block.softmax.exponentiate(scores, True, shifts)
-        convert(acc_S, block.regs.p)
-        block.regs.acc_O.fill(0.0)
-        num_keys = block.rules.sequence.seqlen_k - n_block * self.config.tile_n
+    def clear_behind(self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread):
+        """Zero the rows of V behind the end of the sequence: P is 0 there, but 0 * NaN is not."""
+        num_keys = attention.rules.sequence.seqlen_k - n_block * self.config.tile_n
         if num_keys < self.config.tile_n:
-            # P is 0 behind the end of the sequence, but 0 * NaN is not.
-            self.wait(block.pipelines.v, v_state)
-            clear_rows(block.smem.v[None, None, v_state.index], num_keys, block.thread)
+            attention.wait(attention.pipeline_v, v_state)
+            clear_rows(sV[None, None, v_state.index], num_keys, thread)
             publish()
-        return k_state
-
-    @cute.jit
-    def attend(self, block: Block, n_block, k_state, v_state, masked: cutlass.Constexpr):
-        """S = Q K[n_block]^T beside O += P V[n_block + 1], then the softmax of S."""
-        pipelines, regs = block.pipelines, block.regs
-        self.wait(pipelines.k, k_state)
-        acc_S = block.issue_qk(k_state)
-        self.wait(pipelines.v, v_state)
-        block.issue_pv(v_state)
-        warpgroup.wait_group(1)
-        pipelines.k.consumer_release(k_state)
-        scores = as_rows_and_columns(acc_S)
-        shifts = block.rules.apply(scores, n_block, masked)
-        acc_O = as_rows_and_columns(regs.acc_O)
-        block.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
-        block.softmax.exponentiate(scores, masked or block.rules.may_hide, shifts)
-        # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
-        # P V above the exponentials, which are meant to run under it.
-        pipelines.v.consumer_wait(v_state)
-        warpgroup.wait_group(0)
-        pipelines.v.consumer_release(v_state)
-        convert(acc_S, regs.p)
-        k_state.advance()
-        v_state.advance()
-        return k_state, v_state
-
-    @cute.jit
-    def attend_last(self, block: Block, v_state):
-        """O += P V of the segment's last block."""
-        self.wait(block.pipelines.v, v_state)
-        block.issue_pv(v_state)
-        warpgroup.wait_group(0)
-        block.pipelines.v.consumer_release(v_state)
-        v_state.advance()
-        return v_state
 
     # ------------------------------------------------------------------------------ epilogue
 
     @cute.jit
-    def store(self, operands: Operands, workspace, segment: Segment, block: Block, sinks):
+    def store(self, operands: Operands, workspace, segment: Segment, attention: Attention, sinks):
         """Write the segment's rows: finished, or as a part of their tile."""
-        part, acc_O = segment.part, as_rows_and_columns(block.regs.acc_O)
+        part, acc_O = segment.part, as_rows_and_columns(attention.regs.acc_O)
         if cutlass.const_expr(self.cut_type.has_parts):
             if part.num_parts == 1:
-                self.store_rows(operands, block, sinks)
+                self.store_rows(operands, attention, sinks)
             else:
-                lse = block.softmax.finish(acc_O)
-                store_part(workspace, part.slot, acc_O, lse, block.rules.coords)
-            if segment.begin == 0 and block.thread == 0:
+                lse = attention.softmax.finish(acc_O)
+                store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
+            if segment.begin == 0 and cute.arch.thread_idx()[0] == 0:
                 record = (*segment.tile, part.first_slot, part.num_parts)
                 for i in cutlass.range_constexpr(len(record)):
                     workspace.records[part.record, i] = record[i]
         else:
-            self.store_rows(operands, block, sinks)
+            self.store_rows(operands, attention, sinks)
 
     @cute.jit
-    def store_rows(self, operands: Operands, block: Block, sinks):
+    def store_rows(self, operands: Operands, attention: Attention, sinks):
         """Write the rows of a whole tile."""
-        acc_O, rules = block.regs.acc_O, block.rules
-        lse = block.softmax.finish(as_rows_and_columns(acc_O), rules.sinks_of_rows(sinks))
+        acc_O, rules = attention.regs.acc_O, attention.rules
+        lse = attention.softmax.finish(as_rows_and_columns(acc_O), rules.sinks_of_rows(sinks))
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
         convert(acc_O, converted)
         store_rows(as_rows_and_columns(converted), lse, operands.o, operands.lse, rules.coords)

@@ -31,14 +31,15 @@ from typing import ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.masks import Sequence
-from fa3.primitives import arguments, wgmma
+from fa3.primitives import arguments
+from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import OnlineSoftmax
@@ -203,42 +204,6 @@ class Pipelines(NamedTuple):
     q: pipeline.PipelineTmaAsync
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync
-
-
-class Fragments(NamedTuple):
-    """What one thread of a consumer holds: shared-memory descriptors and registers."""
-
-    q: cute.Tensor
-    k: cute.Tensor
-    vt: cute.Tensor
-    acc_O: cute.Tensor
-    p: cute.Tensor
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a consumer needs for any key block of one tile."""
-
-    mma_qk: cute.TiledMma
-    mma_pv: cute.TiledMma
-    regs: Fragments
-    q: cute.Tensor
-    pipelines: Pipelines
-    softmax: OnlineSoftmax
-    rules: Rules
-    turns: Turns
-
-    def issue_qk(self, k_state) -> cute.Tensor:
-        """Start S = Q K^T into a fresh accumulator: an old one would stay alive as its input."""
-        acc_S = cute.make_rmem_tensor(self.regs.p.layout, Float32)
-        k = self.regs.k[None, None, None, k_state.index]
-        wgmma.issue(self.mma_qk.op, acc_S, self.q, k, accumulate=False)
-        return acc_S
-
-    def issue_pv(self, v_state):
-        """Start O += P V."""
-        p, vt = as_operand_a(self.regs.p), self.regs.vt[None, None, None, v_state.index]
-        wgmma.issue(self.mma_pv.op, self.regs.acc_O, p, vt, accumulate=True)
 
 
 @dataclass(frozen=True)
@@ -571,18 +536,6 @@ class Forward:
 
     # ------------------------------------------------------------------------------ consumer
 
-    def tiled_mmas(self):
-        """S = Q K^T with both operands in shared memory; O += P V with P in registers."""
-        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        types, shape_v = (self.dtype, self.dtype), (ROWS, self.columns_v)
-        qk = sm90.make_trivial_tiled_mma(
-            *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, self.config.tile_n)
-        )
-        pv = sm90.make_trivial_tiled_mma(
-            *types, k_major, mn_major, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
-        )
-        return qk, pv
-
     @cute.jit
     def mma(
         self,
@@ -601,18 +554,18 @@ class Forward:
         group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP) - 1
         rank = self.cluster_rank()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
-        mma_qk, mma_pv = self.tiled_mmas()
-        regs = self.fragments(mma_qk, mma_pv, smem)
+        mmas = Mmas.of(self.dtype, config.tile_n, self.columns_v)
+        regs = mmas.fragments(smem.q, smem.k, smem.v)
         turns = Turns(FIRST_TURN_BARRIER, config.consumers, group)
         turns.start()
-        out = SlabStore(operands.o, smem.o, mma_pv, thread, group, FIRST_EPILOGUE_BARRIER)
+        out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         cursor = schedule.first(cluster)
         while schedule.is_valid(cursor):
             unit, following = schedule.tile(cursor), schedule.next(cursor)
             tile = self.tile_of(unit, rank)
             slab = tile.m_block * config.consumers + group
-            coords = ScoreCoords.of(mma_qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
+            coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
             rules = Rules.of(
                 scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
             )
@@ -621,30 +574,33 @@ class Forward:
             softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e), bounded)
             pipelines.q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
-            block = Block(mma_qk, mma_pv, regs, q, pipelines, softmax, rules, turns)
+            attention = Attention(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns)
 
             n_block = blocks.end - 1
-            k_state = self.attend_first(block, n_block, k_state)
+            k_state = attention.first(n_block, k_state)
             while n_block > cutlass.max(blocks.full_end, blocks.begin):
                 n_block -= 1
-                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
+                k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
             while n_block > blocks.full_begin:
                 n_block -= 1
-                k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=False)
+                k_state, v_state = attention.next(n_block, k_state, v_state, masked=False)
             if cutlass.const_expr(self.spec.mask.left):
                 while n_block > blocks.begin:
                     n_block -= 1
-                    k_state, v_state = self.attend(block, n_block, k_state, v_state, masked=True)
+                    k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
             if cutlass.const_expr(config.own_o):
                 pipelines.q.consumer_release(q_state)
-            v_state = self.attend_last(block, v_state)
+            v_state = attention.last(v_state)
+            of_rows = rules.sinks_of_rows(sinks)
             if cutlass.const_expr(self.schedule_type.splits):
                 if unit.slot < 0:
-                    self.finish_tile(operands, block, out, rules.sinks_of_rows(sinks), tile, slab)
+                    self.finish_tile(
+                        operands, attention, out, rules.sinks_of_rows(sinks), tile, slab
+                    )
                 else:
-                    self.finish_part(operands.parts, block, unit, rules.sinks_of_rows(sinks))
+                    self.finish_part(operands.parts, attention, unit, rules.sinks_of_rows(sinks))
             else:
-                self.finish_tile(operands, block, out, rules.sinks_of_rows(sinks), tile, slab)
+                self.finish_tile(operands, attention, out, of_rows, tile, slab)
             if cutlass.const_expr(not config.own_o):
                 out.wait()
                 pipelines.q.consumer_release(q_state)
@@ -653,99 +609,32 @@ class Forward:
         turns.finish()
         out.wait()
 
-    def fragments(self, mma_qk, mma_pv, smem: SmemTensors) -> Fragments:
-        """Register accumulators, and the operand descriptors of the shared-memory buffers."""
-        config = self.config
-        vt_layout = cute.make_ordered_layout(
-            (self.columns_v, config.tile_n, config.kv_stages), order=(1, 0, 2)
-        )
-        sVt = cute.composition(smem.v, vt_layout)
-        shape_S = mma_qk.partition_shape_C((ROWS, config.tile_n))
-        acc_O = cute.make_rmem_tensor(mma_pv.partition_shape_C((ROWS, self.columns_v)), Float32)
-        return Fragments(
-            mma_qk.make_fragment_A(mma_qk.get_slice(0).partition_A(smem.q)),
-            mma_qk.make_fragment_B(mma_qk.get_slice(0).partition_B(smem.k)),
-            mma_pv.make_fragment_B(mma_pv.get_slice(0).partition_B(sVt)),
-            acc_O,
-            cute.make_rmem_tensor(shape_S, self.dtype),
-        )
-
-    @cute.jit
-    def attend_first(self, block: Block, n_block, k_state):
-        """S = Q K^T and softmax of a tile's first block, which is always masked."""
-        block.pipelines.k.consumer_wait(k_state)
-        acc_S = block.issue_qk(k_state)
-        warpgroup.wait_group(0)
-        block.pipelines.k.consumer_release(k_state)
-        k_state.advance()
-        scores = as_rows_and_columns(acc_S)
-        shifts = block.rules.apply(scores, n_block, masked=True)
-        block.softmax.start(scores, shifts)
-        block.softmax.exponentiate(scores, True, shifts)
-        convert(acc_S, block.regs.p)
-        block.regs.acc_O.fill(0.0)
-        return k_state
-
-    @cute.jit
-    def attend(self, block: Block, n_block, k_state, v_state, masked: cutlass.Constexpr):
-        """S = Q K[n_block]^T beside O += P V[n_block + 1], then the softmax of S."""
-        pipelines, regs = block.pipelines, block.regs
-        pipelines.k.consumer_wait(k_state)
-        block.turns.wait()
-        acc_S = block.issue_qk(k_state)
-        pipelines.v.consumer_wait(v_state)
-        block.issue_pv(v_state)
-        block.turns.pass_on()
-        warpgroup.wait_group(1)
-        pipelines.k.consumer_release(k_state)
-        scores = as_rows_and_columns(acc_S)
-        shifts = block.rules.apply(scores, n_block, masked)
-        if cutlass.const_expr(not block.softmax.bounded):
-            acc_O = as_rows_and_columns(regs.acc_O)
-            block.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
-        block.softmax.exponentiate(scores, masked or block.rules.may_hide, shifts)
-        # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
-        # P V above the exponentials, which are meant to run under it. Where nothing before it
-        # branched, it must depend on them.
-        if block.softmax.has_summed():
-            pipelines.v.consumer_wait(v_state)
-        warpgroup.wait_group(0)
-        pipelines.v.consumer_release(v_state)
-        convert(acc_S, regs.p)
-        k_state.advance()
-        v_state.advance()
-        return k_state, v_state
-
-    @cute.jit
-    def attend_last(self, block: Block, v_state):
-        """O += P V of the tile's last block."""
-        block.pipelines.v.consumer_wait(v_state)
-        block.issue_pv(v_state)
-        warpgroup.wait_group(0)
-        block.pipelines.v.consumer_release(v_state)
-        v_state.advance()
-        return v_state
-
     @cute.jit
     def finish_tile(
-        self, operands: Operands, block: Block, out: SlabStore, sinks: tuple | None, tile, slab
+        self,
+        operands: Operands,
+        attention: Attention,
+        out: SlabStore,
+        sinks: tuple | None,
+        tile,
+        slab,
     ):
         """Divide O by the row sums, and write O and the log-sum-exp where they belong."""
-        acc_O, coords = block.regs.acc_O, block.rules.coords
-        lse = block.softmax.finish(as_rows_and_columns(acc_O), sinks)
+        acc_O, coords = attention.regs.acc_O, attention.rules.coords
+        lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
         if cutlass.const_expr(self.spec.write_lse):
             for r in cutlass.range_constexpr(cute.size(lse)):
                 row = coords.query(r)
                 # One thread of the four that share a row.
-                if coords.column == 0 and row < block.rules.sequence.seqlen_q:
+                if coords.column == 0 and row < attention.rules.sequence.seqlen_q:
                     operands.lse[tile.batch, tile.head, row] = lse[r]
         out.store(acc_O, slab, tile.head, tile.batch)
 
     @cute.jit
-    def finish_part(self, parts: PartMerge, block: Block, unit, sinks: tuple | None):
+    def finish_part(self, parts: PartMerge, attention: Attention, unit, sinks: tuple | None):
         """Divide O by the part's row sums, and leave it to be merged with the other parts."""
-        acc_O, coords = as_rows_and_columns(block.regs.acc_O), block.rules.coords
-        lse = block.softmax.finish(acc_O)
+        acc_O, coords = as_rows_and_columns(attention.regs.acc_O), attention.rules.coords
+        lse = attention.softmax.finish(acc_O)
         row_begin = unit.m_block * self.config.tile_m * self.config.cluster_m
         first_row = coords.row - row_begin
         warp = cute.arch.make_warp_uniform(first_row // ROWS_OF_WARP)

@@ -1,0 +1,156 @@
+"""One warpgroup's attention: 64 query rows against key blocks, from the last to the first.
+
+In the main loop S = Q K^T of the next block is started, then O += P V of the block before; the
+softmax of S runs while P V is still in flight.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers as sm90
+
+from fa3.primitives import wgmma
+from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.softmax import OnlineSoftmax
+from fa3.primitives.wgmma import ROWS
+
+
+class Fragments(NamedTuple):
+    """What one thread holds: shared-memory descriptors of Q, K and V^T, and registers."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    vt: cute.Tensor
+    acc_O: cute.Tensor
+    p: cute.Tensor
+
+
+class Mmas(NamedTuple):
+    """S = Q K^T with both operands in shared memory; O += P V with P in registers."""
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+
+    @classmethod
+    def of(cls, dtype, tile_n: int, columns_v: int) -> "Mmas":
+        """The products of 64 rows with blocks of `tile_n` keys."""
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        types, shape_v = (dtype, dtype), (ROWS, columns_v)
+        qk = sm90.make_trivial_tiled_mma(
+            *types, k_major, k_major, Float32, (1, 1, 1), (ROWS, tile_n)
+        )
+        pv = sm90.make_trivial_tiled_mma(
+            *types, k_major, mn_major, Float32, (1, 1, 1), shape_v, warpgroup.OperandSource.RMEM
+        )
+        return cls(qk, pv)
+
+    def fragments(self, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor) -> Fragments:
+        """Register accumulators, and the operand descriptors of buffers (rows, columns, stages)."""
+        tile_n, columns_v, stages = (cute.size(sV, mode=[i]) for i in range(3))
+        vt_layout = cute.make_ordered_layout((columns_v, tile_n, stages), order=(1, 0, 2))
+        sVt = cute.composition(sV, vt_layout)
+        shape_S = self.qk.partition_shape_C((ROWS, tile_n))
+        acc_O = cute.make_rmem_tensor(self.pv.partition_shape_C((ROWS, columns_v)), Float32)
+        return Fragments(
+            self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(sQ)),
+            self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sK)),
+            self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sVt)),
+            acc_O,
+            cute.make_rmem_tensor(shape_S, sQ.element_type),
+        )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of one tile's rows.
+
+    Fields:
+        q: the fragment of the tile's Q.
+        pipeline_k, pipeline_v: bring blocks of K and V.
+        rules: what happens to scores before the softmax.
+        turns: when this warpgroup may issue WGMMAs.
+    """
+
+    mmas: Mmas
+    regs: Fragments
+    q: cute.Tensor
+    pipeline_k: object
+    pipeline_v: object
+    softmax: OnlineSoftmax
+    rules: object
+    turns: object
+
+    def wait(self, pipe, state):
+        """Wait for a block of K or V."""
+        pipe.consumer_wait(state)
+
+    def issue_qk(self, k_state) -> cute.Tensor:
+        """Start S = Q K^T into a fresh accumulator: an old one would stay alive as its input."""
+        acc_S = cute.make_rmem_tensor(self.regs.p.layout, Float32)
+        k = self.regs.k[None, None, None, k_state.index]
+        wgmma.issue(self.mmas.qk.op, acc_S, self.q, k, accumulate=False)
+        return acc_S
+
+    def issue_pv(self, v_state):
+        """Start O += P V."""
+        p, vt = as_operand_a(self.regs.p), self.regs.vt[None, None, None, v_state.index]
+        wgmma.issue(self.mmas.pv.op, self.regs.acc_O, p, vt, accumulate=True)
+
+    @cute.jit
+    def first(self, n_block, k_state):
+        """S = Q K^T and softmax of a tile's first block, which is always masked."""
+        self.wait(self.pipeline_k, k_state)
+        acc_S = self.issue_qk(k_state)
+        warpgroup.wait_group(0)
+        self.pipeline_k.consumer_release(k_state)
+        k_state.advance()
+        scores = as_rows_and_columns(acc_S)
+        shifts = self.rules.apply(scores, n_block, masked=True)
+        self.softmax.start(scores, shifts)
+        self.softmax.exponentiate(scores, True, shifts)
+        convert(acc_S, self.regs.p)
+        self.regs.acc_O.fill(0.0)
+        return k_state
+
+    @cute.jit
+    def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
+        """S = Q K[n_block]^T beside O += P V[n_block + 1], then the softmax of S."""
+        self.wait(self.pipeline_k, k_state)
+        self.turns.wait()
+        acc_S = self.issue_qk(k_state)
+        self.wait(self.pipeline_v, v_state)
+        self.issue_pv(v_state)
+        self.turns.pass_on()
+        warpgroup.wait_group(1)
+        self.pipeline_k.consumer_release(k_state)
+        scores = as_rows_and_columns(acc_S)
+        shifts = self.rules.apply(scores, n_block, masked)
+        if cutlass.const_expr(not self.softmax.bounded):
+            acc_O = as_rows_and_columns(self.regs.acc_O)
+            self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
+        self.softmax.exponentiate(scores, masked or self.rules.may_hide, shifts)
+        # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
+        # P V above the exponentials, which are meant to run under it. Where nothing before it
+        # branched, it must depend on them.
+        if self.softmax.has_summed():
+            self.pipeline_v.consumer_wait(v_state)
+        warpgroup.wait_group(0)
+        self.pipeline_v.consumer_release(v_state)
+        convert(acc_S, self.regs.p)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def last(self, v_state):
+        """O += P V of the tile's last block."""
+        self.wait(self.pipeline_v, v_state)
+        self.issue_pv(v_state)
+        warpgroup.wait_group(0)
+        self.pipeline_v.consumer_release(v_state)
+        v_state.advance()
+        return v_state
