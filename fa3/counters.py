@@ -11,20 +11,30 @@ from dataclasses import dataclass, field
 import torch
 
 RESERVE = 1 << 18
-"""Counters of a device that are set aside for captured launches, and again when used up."""
+"""Counters of a device that are set aside for captured launches."""
+
+FEWEST = 1 << 12
+"""Counters of a stream at least, so that larger launches seldom need new ones."""
 
 
 @dataclass(slots=True)
 class Reserve:
-    """Zeroed counters of one device, given away once."""
+    """Zeroed counters of one device for captured launches; each is given away once."""
 
     free: torch.Tensor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def fill(self, device: torch.device) -> None:
+        """Have zeros at hand; not while capturing, since they must outlive the graph."""
+        with self.lock:
+            if self.free is None or len(self.free) < RESERVE // 2:
+                self.free = torch.zeros(RESERVE, dtype=torch.int32, device=device)
+
     def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """Counters for a captured launch; if there are none left, the graph zeroes its own."""
         with self.lock:
             if self.free is None or len(self.free) < count:
-                self.free = torch.zeros(max(count, RESERVE), dtype=torch.int32, device=device)
+                return torch.zeros(count, dtype=torch.int32, device=device)
             taken, self.free = self.free[:count], self.free[count:]
         return taken
 
@@ -39,12 +49,10 @@ def zeros_for_launch(count: int, q: torch.Tensor) -> torch.Tensor:
     reserve = RESERVES.setdefault(device, Reserve())
     if torch.cuda.is_current_stream_capturing():
         return reserve.take(count, device)
+    reserve.fill(device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     counters = BY_STREAM.get(key)
     if counters is None or len(counters) < count:
-        counters = BY_STREAM[key] = torch.zeros(
-            max(count, 1 << 12), dtype=torch.int32, device=device
-        )
-        # Graphs are captured after an eager call: have zeros at hand that no graph has to make.
-        reserve.take(0, device)
+        counters = torch.zeros(max(count, FEWEST), dtype=torch.int32, device=device)
+        BY_STREAM[key] = counters
     return counters[:count]
