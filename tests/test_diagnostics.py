@@ -17,6 +17,7 @@ from fa3.compiler import compile_kernel, load_kernel
 from fa3.diagnostics import explain
 from fa3.kernels.forward import Config, Forward
 from fa3.masks import Band, Intersection
+from fa3.primitives.attention import Attention
 from fa3.problem import AttentionSpec
 from fa3.schedules import StaticPersistent
 from fa3.templates import Template
@@ -247,10 +248,10 @@ def test_a_kernel_that_is_loaded_for_a_call_says_it_too():
 def test_errors_from_elsewhere_are_left_alone(monkeypatch):
     kernel = kernel_of(Gate(torch.zeros(2), True))
 
-    def attend_first(*arguments):
+    def first(*arguments):
         raise RuntimeError("no fault of the user's")
 
-    monkeypatch.setattr(Forward, "attend_first", attend_first)
+    monkeypatch.setattr(Attention, "first", first)
     with pytest.raises(RuntimeError, match="no fault"):
         compile_kernel(kernel)
     assert explain(ValueError("never raised"), kernel.spec) is None
