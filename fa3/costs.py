@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fa3 import masks
-from fa3.kernels.forward import Config, padded
+from fa3.kernels.forward import Config
+from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SplitTiles, TileOrder
 from fa3.schedules.split_tiles import END, UNIT_FIELDS, WHOLE

@@ -16,10 +16,11 @@ import torch
 
 from fa3.compiler import load_kernel
 from fa3.kernels.combine import GROUPS, Combine
-from fa3.kernels.decode import Config, Decode, padded
+from fa3.kernels.decode import Config, Decode
 from fa3.masks import Band
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa3.costs import Costs, Gpu, Prediction
-from fa3.kernels.forward import SMEM_CAPACITY, Config
+from fa3.kernels.forward import Config
+from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
 from fa3.schedules import Schedule, SingleTile
 from fa3.timeline import Timeline
@@ -91,7 +92,7 @@ class Explanation:
         o_buffer = "O in a buffer of its own" if config.own_o else "O staged where Q was"
         return (
             f"{counted(config.q_stages, 'stage')} of Q, {config.kv_stages} of K and of V, "
-            f"{o_buffer}: {config.smem_bytes(self.problem.spec):,} of {SMEM_CAPACITY:,} bytes."
+            f"{o_buffer}: {config.smem_bytes(self.problem.spec):,} of {CAPACITY:,} bytes."
         )
 
     @property

@@ -25,7 +25,8 @@ from fa3.costs import (
     units_of_tiles,
 )
 from fa3.explanation import Candidate, Explanation, describe_config
-from fa3.kernels.forward import Config, padded
+from fa3.kernels.forward import Config
+from fa3.primitives.shared_memory import padded
 from fa3.problem import Problem
 from fa3.schedules import (
     SCHEDULES,

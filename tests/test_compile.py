@@ -17,9 +17,10 @@ from docs.examples.prefix_lm import PrefixLM
 from fa3.compiler import compile_kernel
 from fa3.cubin import CubinReport, inspect
 from fa3.kernels import forward
-from fa3.kernels.forward import ROWS, SMEM_CAPACITY, WARPGROUP, Config, Forward, padded
+from fa3.kernels.forward import ROWS, WARPGROUP, Config, Forward
 from fa3.masks import Band, Intersection, Mask
 from fa3.planner import H200, TILINGS, Tiling, choose_config
+from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.scores import Alibi, Softcap
@@ -291,7 +292,7 @@ def test_every_config_fits_into_shared_memory(tiling: Tiling):
     spec = spec_for(tiling)
     config = tiling.config
     config.validate(spec)
-    assert config.smem_bytes(spec) <= SMEM_CAPACITY
+    assert config.smem_bytes(spec) <= CAPACITY
 
 
 @pytest.mark.parametrize(

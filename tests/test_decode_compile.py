@@ -13,9 +13,10 @@ from fa3.compiler import compile_kernel
 from fa3.cubin import CubinReport, inspect
 from fa3.decode import BYTES_IN_FLIGHT, TILE_N, config_of
 from fa3.kernels.combine import GROUPS, IN_FLIGHT, LANES, Combine
-from fa3.kernels.decode import SMEM_CAPACITY, Config, Decode, padded
+from fa3.kernels.decode import Config, Decode
 from fa3.masks import Band
 from fa3.primitives.cache_blocks import CacheLayout, box_columns
+from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 from fa3.schedules.split import StreamK, Units, Whole
@@ -120,7 +121,7 @@ def test_configs_fit_and_load_far_ahead(head_dims):
     spec = spec_of(head_dims)
     config = config_of(spec)
     config.validate(spec)
-    assert config.smem_bytes(spec) <= SMEM_CAPACITY
+    assert config.smem_bytes(spec) <= CAPACITY
     assert 2 * config.tile_n * config.kv_stages * sum(map(padded, head_dims)) >= BYTES_IN_FLIGHT
 
 

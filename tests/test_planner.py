@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import head_dims, make_problem, windows
 
-from fa3.kernels.forward import SMEM_CAPACITY, Config, padded
+from fa3.kernels.forward import Config
 from fa3.planner import H200, TILINGS, Gpu, choose_config, plan_forward
+from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, Tile, TileList, walk
 
@@ -82,7 +83,7 @@ def test_there_is_a_legal_config_for_every_spec(seqlen_q, window, dtype):
         config = choose_config(problem, H200)
         config.validate(problem.spec)
         assert config in table
-        assert config.smem_bytes(problem.spec) <= SMEM_CAPACITY
+        assert config.smem_bytes(problem.spec) <= CAPACITY
 
 
 def test_heads_of_equal_padded_size_share_a_config():

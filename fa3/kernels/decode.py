@@ -62,6 +62,7 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
+from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoTurns
@@ -72,12 +73,6 @@ from fa3.schedules.split import Segment, StreamK, Units, Walk, Whole, locate
 from fa3.schedules.tiles import Tile
 from fa3.scores import Rules, bind
 
-SMEM_CAPACITY = 232_448
-"""Shared memory a CTA may use on sm_90."""
-
-COLUMN_UNIT = 32
-"""Columns of Q, K and V in shared memory come in multiples of this."""
-
 CONSUMER_BARRIER = 1
 
 EARLY_BLOCKS = 4
@@ -85,11 +80,6 @@ EARLY_BLOCKS = 4
 
 EARLY_SEQUENCES = 1024
 """Sequences up to which a CTA looks for its piece so early."""
-
-
-def padded(head_dim: int) -> int:
-    """Columns that a head takes in shared memory."""
-    return -(-head_dim // COLUMN_UNIT) * COLUMN_UNIT
 
 
 @dataclass(frozen=True)
@@ -118,11 +108,7 @@ class Config:
             raise ValueError(f"tile_n must be 64 or 128, got {self.tile_n}")
         if self.kv_stages < 2:
             raise ValueError(f"kv_stages must be at least 2, got {self.kv_stages}")
-        if self.smem_bytes(spec) > SMEM_CAPACITY:
-            raise ValueError(
-                f"{self} needs {self.smem_bytes(spec)} bytes of shared memory for {spec}, "
-                f"a CTA has {SMEM_CAPACITY}"
-            )
+        check_fits(self.smem_bytes(spec), self, spec)
 
 
 class Operands(NamedTuple):

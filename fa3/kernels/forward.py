@@ -41,6 +41,7 @@ from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.part_merge import PartMerge
+from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
@@ -51,14 +52,8 @@ from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
 from fa3.scores import Rules, bind
 
-SMEM_CAPACITY = 232_448
-"""Shared memory a CTA may use on sm_90."""
-
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers a thread of (producer, consumer) after setmaxnreg."""
-
-COLUMN_UNIT = 32
-"""Columns of Q, K, V and O in shared memory come in multiples of this."""
 
 OTHER_REGISTERS = 24
 """Registers that a consumer thread needs beside its fragments of S, P and O."""
@@ -70,11 +65,6 @@ ROWS_OF_WARP = 16
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
-
-
-def padded(head_dim: int) -> int:
-    """Columns that a head takes in shared memory: TMA fills with 0, and clips what it stores."""
-    return -(-head_dim // COLUMN_UNIT) * COLUMN_UNIT
 
 
 @dataclass(frozen=True)
@@ -147,11 +137,7 @@ class Config:
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
                 f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
             )
-        if self.smem_bytes(spec) > SMEM_CAPACITY:
-            raise ValueError(
-                f"{self} needs {self.smem_bytes(spec)} bytes of shared memory for {spec}, "
-                f"a CTA has {SMEM_CAPACITY}"
-            )
+        check_fits(self.smem_bytes(spec), self, spec)
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         _, registers = REGISTERS[self.consumers]
         if fragments > registers - OTHER_REGISTERS:
