@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,36 +16,28 @@ import torch
 from fa3.compiler import load_kernel
 from fa3.counters import zeros_for_launch
 from fa3.executor import execute
-from fa3.kernels.forward import ROWS_OF_WARP, Forward
+from fa3.kernels.forward import Forward
 from fa3.masks import Band, Intersection, Mask
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
-from fa3.planner import (
-    H200,
-    HEAD_DIM_UNIT,
-    MAX_HEAD_DIM,
-    Gpu,
-    Plan,
-    ScheduleChoice,
-    plan_forward,
+from fa3.operands import (
+    DTYPES,
+    Operand,
+    check_head_dim,
+    check_heads_divide,
+    check_like_q,
+    check_out,
+    check_q,
+    check_rank,
+    check_shape,
+    describe,
 )
-from fa3.primitives.workspace import WorkspaceSize
+from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward
+from fa3.primitives.part_merge import ROWS_OF_WARP, numbers_of_parts
+from fa3.primitives.shared_memory import padded
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores import Score
 
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NOT_GIVEN = (None, None, None, None)
-
-ALIGNMENT = 16
-"""Bytes to which TMA wants storage and strides aligned."""
-
-
-class Operand(NamedTuple):
-    """All of a tensor that validation and planning look at; hashable, and cheap to make."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +62,73 @@ class PreparedCall:
     num_counters: int = 0
     parts: "Parts | None" = None
 
+    @classmethod
+    def on_gpu(
+        cls, plan: Plan, device: torch.device, out_shape, lse_shape, is_recorded: bool = False
+    ) -> "PreparedCall":
+        """Load the kernel of a plan, the instrumented one if it `is_recorded`."""
+        schedule = plan.schedule
+        return cls(
+            plan,
+            load_kernel(Forward(plan.problem.spec, plan.config, type(schedule), is_recorded)),
+            plan.kernel_arguments,
+            out_shape,
+            lse_shape,
+            upload(schedule.table, device),
+            schedule.num_counters,
+            Parts.of(plan) if schedule.splits else None,
+        )
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        modifiers: tuple[torch.Tensor, ...] | None,
+        scale: float,
+        recording: torch.Tensor | None = None,
+    ) -> None:
+        """Run the kernel on the current stream of q's GPU."""
+        state = zeros_for_launch(self.num_counters, q) if self.num_counters else self.table
+        parts = NO_PARTS if self.parts is None else self.parts.arguments(q)
+        self.kernel(
+            q, k, v, out, lse, modifiers, scale, *self.plan_arguments, state, *parts, recording
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the kernel takes beside a call's tensors if the plan splits tiles.
 
     Fields:
-        workspace: numbers of 32 bits that the parts take.
-        records: which parts a tile has.
-        num_arrivals: counters.
+        numbers: of float32 that the parts take.
+        num_counters: counters of the warps that share tiles.
         num_slots: parts.
     """
 
-    workspace: int
-    records: torch.Tensor
-    num_arrivals: int
+    numbers: int
+    num_counters: int
     num_slots: int
 
     @classmethod
-    def of(cls, plan: Plan, device: torch.device) -> "Parts":
-        schedule, rows = plan.schedule, plan.config.tile_m * plan.config.cluster_m
-        size = WorkspaceSize(0, schedule.num_slots, rows)
+    def of(cls, plan: Plan) -> "Parts":
+        num_slots, rows = plan.schedule.num_slots, plan.config.tile_m * plan.config.cluster_m
+        columns = padded(plan.problem.spec.head_dim_v)
         return cls(
-            size.numbers(plan.problem.spec.head_dim_v),
-            upload(schedule.records.reshape(-1), device),
-            len(schedule.records) * rows // ROWS_OF_WARP,
-            schedule.num_slots,
+            numbers_of_parts(num_slots, rows, columns),
+            num_slots * rows // ROWS_OF_WARP,
+            num_slots,
         )
 
     def arguments(self, q: torch.Tensor) -> tuple:
-        """Workspace, records, counters and parts of one launch."""
-        workspace = q.new_empty(self.workspace, dtype=torch.float32)
-        return workspace, self.records, zeros_for_launch(self.num_arrivals, q), self.num_slots
+        """Memory, counters and number of parts of one launch."""
+        memory = q.new_empty(self.numbers, dtype=torch.float32)
+        return memory, zeros_for_launch(self.num_counters, q), self.num_slots
 
 
-NO_PARTS = (None, None, None, 0)
+NO_PARTS = (None, None, 0)
 
 
 def flash_attn_func(
@@ -210,14 +233,10 @@ def flash_attn_func(
     if out is None:
         out = q.new_empty(call.out_shape)
     else:
-        check_out(out, call.out_shape, q)
+        check_out(out, call.out_shape, describe("q", q))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.kernel is not None:
-        state = zeros_for_launch(call.num_counters, q) if call.num_counters else call.table
-        parts = NO_PARTS if call.parts is None else call.parts.arguments(q)
-        call.kernel(
-            q, k, v, out, lse, modifiers.tensors, scale, *call.plan_arguments, state, *parts
-        )
+        call.launch(q, k, v, out, lse, modifiers.tensors, scale)
     elif call.plan is not None:
         computed, computed_lse = execute(call.plan, q, k, v, scale, modifiers.tensors)
         out.copy_(computed)
@@ -228,22 +247,6 @@ def flash_attn_func(
         if lse is not None:
             lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
     return (out, lse) if return_lse else out
-
-
-def describe(name: str, tensor: torch.Tensor) -> Operand:
-    """Check what may change from call to call, and describe the rest."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
-        )
-    if tensor.data_ptr() % ALIGNMENT:
-        raise ValueError(
-            f"{name} starts {tensor.data_ptr() % ALIGNMENT} bytes after a multiple of "
-            f"{ALIGNMENT}; its storage must be {ALIGNMENT}-byte aligned"
-        )
-    return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
@@ -260,19 +263,6 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
     return softmax_scale
-
-
-def check_out(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    operand = describe("out", out)
-    if tuple(operand.shape) != shape:
-        raise ValueError(f"out must have shape {shape}, got {tuple(operand.shape)}")
-    if operand.dtype != q.dtype or operand.device != q.device:
-        raise ValueError(
-            f"out must be {q.dtype} on {q.device} like q, got {out.dtype} on {out.device}"
-        )
-    check_layout("out", operand)
-    if any(size > 1 and stride == 0 for size, stride in zip(shape, operand.stride, strict=True)):
-        raise ValueError(f"out must not overlap itself, got strides {operand.stride}")
 
 
 def reject_unsupported(**arguments) -> None:
@@ -325,78 +315,31 @@ def prepare(
         raise ValueError(f"plan was made for {plan.problem}, the tensors give {problem}")
     if q.device.type == "cpu":
         return PreparedCall(plan, None, (), out_shape, lse_shape)
-    return PreparedCall(
-        plan,
-        load_kernel(Forward(spec, plan.config, type(plan.schedule))),
-        plan.kernel_arguments,
-        out_shape,
-        lse_shape,
-        upload(plan.schedule.table, q.device),
-        plan.schedule.num_counters,
-        Parts.of(plan, q.device) if plan.schedule.splits else None,
-    )
+    return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)
 
 
 def upload(table: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    return None if table is None else torch.from_numpy(table).to(device)
+    """Copy what a schedule reads to the GPU, where it stays as long as the process lives."""
+    if table is None:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "q, k and v pose a problem that was not planned before, and its tile order cannot be "
+            "copied to the GPU while a CUDA graph is captured: call once before capturing"
+        )
+    return torch.from_numpy(table).to(device)
 
 
 def check_operands(q: Operand, k: Operand, v: Operand) -> None:
     """Raise if q, k and v do not describe one attention problem."""
-    operands = {"q": q, "k": k, "v": v}
-    for name, operand in operands.items():
-        check_rank(name, operand)
-        if operand.dtype not in DTYPES:
-            raise TypeError(f"{name} must be bfloat16 or float16, got {operand.dtype}")
-        if operand.dtype != q.dtype:
-            raise TypeError(f"{name} must be {q.dtype} like q, got {operand.dtype}")
-        if operand.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} like q, got {operand.device}")
-        if operand.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"{name} must be a CPU or CUDA tensor, got {operand.device}")
-        check_layout(name, operand)
-    batch, _, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_kv, _ = k.shape
-    head_dim_v = v.shape[-1]
-    for name, size in (("q", head_dim), ("v", head_dim_v)):
-        if size % HEAD_DIM_UNIT or not 0 < size <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name} has head_dim {size}, supported are multiples of {HEAD_DIM_UNIT} "
-                f"up to {MAX_HEAD_DIM}"
-            )
-    for name, operand, size in (("k", k, head_dim), ("v", v, head_dim_v)):
-        expected = (batch, seqlen_k, heads_kv, size)
-        if tuple(operand.shape) != expected:
-            raise ValueError(
-                f"{name} must have shape {expected} to go with q and k, got {tuple(operand.shape)}"
-            )
-    if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
-        raise ValueError(
-            f"q must have a multiple of k's heads, got {heads_q} query heads "
-            f"and {heads_kv} key/value heads"
-        )
-
-
-def check_rank(name: str, operand: Operand) -> None:
-    if len(operand.shape) != 4:
-        raise ValueError(
-            f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), "
-            f"got shape {tuple(operand.shape)}"
-        )
-
-
-def check_layout(name: str, operand: Operand) -> None:
-    """Raise unless TMA can walk the tensor where it lies."""
-    *outer, last = operand.stride
-    if last != 1 and operand.shape[-1] != 1:
-        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {last}")
-    unit = ALIGNMENT // operand.dtype.itemsize
-    for dim, (size, stride) in enumerate(zip(operand.shape, outer, strict=False)):
-        if size > 1 and stride % unit:
-            raise ValueError(
-                f"{name} must have strides that are multiples of {unit} elements "
-                f"({ALIGNMENT} bytes), got stride {stride} in dimension {dim}"
-            )
+    check_q(q)
+    check_like_q("k", k, q)
+    check_like_q("v", v, q)
+    check_head_dim("q", q)
+    check_head_dim("v", v)
+    check_shape("k", k, (q.shape[0], *k.shape[1:3], q.shape[3]), "q")
+    check_shape("v", v, (*k.shape[:3], v.shape[3]), "k")
+    check_heads_divide(q, "k", k)
 
 
 def check_window(window_size: tuple[int, int], causal: bool) -> Window:

@@ -1,18 +1,37 @@
 """The tensors of a call on a key/value cache: what they are, and whether they fit together.
 
 `check_tensors` looks at shapes, strides, types and devices, which repeated calls share.
-`check_values` looks at what lies in the small integer tensors, as far as the host can see it:
-those on a GPU are never read here, the kernels bound what they find in them.
+`check_values` looks at what lies in the small integer tensors, as far as the host can see it. What
+is on a GPU is read back with FA3_ASSERTIONS=1 only; the kernels bound what they find there.
 """
 
 import itertools
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from fa3.api import DTYPES, Operand, check_layout, describe
-from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM
+from fa3.operands import (
+    DIMENSIONS,
+    Operand,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_head_dim,
+    check_heads_divide,
+    check_layout,
+    check_like_q,
+    check_no_overlap,
+    check_q,
+    check_rank,
+    check_shape,
+    describe,
+    describe_unaligned,
+)
+
+PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
+RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
 
 ROTARY_UNIT = 16
 """A rotary embedding turns a multiple of this many columns."""
@@ -95,15 +114,6 @@ class CacheCall(NamedTuple):
         return 0 if self.k is None else self.k.shape[-3]
 
 
-def describe_unaligned(name: str, tensor: torch.Tensor | None) -> Operand | None:
-    """Describe a tensor that may begin at any address, if there is one."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
 # ------------------------------------------------------------------------------------ tensors
 
 
@@ -114,23 +124,16 @@ def check_tensors(call: CacheCall) -> None:
         TypeError: a tensor has the wrong dtype.
         ValueError: a tensor has a wrong shape, layout or device, is missing, or has no place.
     """
-    for name in ("q", "k_cache", "v_cache"):
-        check_like_q(name, getattr(call, name), call.q, 4)
-    for name, size in (("q", call.head_dim), ("v_cache", call.head_dim_v)):
-        if size % HEAD_DIM_UNIT or not 0 < size <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name} has head_dim {size}, supported are multiples of {HEAD_DIM_UNIT} "
-                f"up to {MAX_HEAD_DIM}"
-            )
+    check_q(call.q)
+    dimensions = DIMENSIONS if call.page_table is None else PAGED_DIMENSIONS
+    check_like_q("k_cache", call.k_cache, call.q, dimensions)
+    check_like_q("v_cache", call.v_cache, call.q, dimensions)
+    check_head_dim("q", call.q)
+    check_head_dim("v_cache", call.v_cache)
     outer, inner, heads_kv, _ = call.k_cache.shape
     check_shape("k_cache", call.k_cache, (outer, inner, heads_kv, call.head_dim), "q")
     check_shape("v_cache", call.v_cache, (outer, inner, heads_kv, call.head_dim_v), "k_cache")
-    heads_q = call.q.shape[2]
-    if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
-        raise ValueError(
-            f"q must have a multiple of k_cache's heads, got {heads_q} query heads "
-            f"and {heads_kv} key/value heads"
-        )
+    check_heads_divide(call.q, "k_cache", call.k_cache)
     check_indices(call)
     if call.k is not None or call.v is not None:
         check_new_tokens(call)
@@ -138,28 +141,6 @@ def check_tensors(call: CacheCall) -> None:
         raise ValueError("cu_seqlens_k_new must be None without k and v: nothing is appended")
     if call.rotary_cos is not None or call.rotary_sin is not None:
         check_rotary(call)
-
-
-def check_like_q(name: str, operand: Operand, q: Operand, rank: int) -> None:
-    """Raise unless a tensor has this rank, and q's dtype and device."""
-    if len(operand.shape) != rank:
-        raise ValueError(f"{name} must have {rank} dimensions, got shape {tuple(operand.shape)}")
-    if operand.dtype not in DTYPES:
-        raise TypeError(f"{name} must be bfloat16 or float16, got {operand.dtype}")
-    if operand.dtype != q.dtype:
-        raise TypeError(f"{name} must be {q.dtype} like q, got {operand.dtype}")
-    if operand.device != q.device:
-        raise ValueError(f"{name} must be on {q.device} like q, got {operand.device}")
-    if operand.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be a CPU or CUDA tensor, got {operand.device}")
-    check_layout(name, operand)
-
-
-def check_shape(name: str, operand: Operand, shape: tuple[int, ...], other: str) -> None:
-    if tuple(operand.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {shape} to go with {other}, got {tuple(operand.shape)}"
-        )
 
 
 def check_indices(call: CacheCall) -> None:
@@ -175,22 +156,16 @@ def check_indices(call: CacheCall) -> None:
         operand = getattr(call, name)
         if operand is None:
             continue
-        if operand.dtype != torch.int32:
-            raise TypeError(f"{name} must be torch.int32, got {operand.dtype}")
+        check_dtype(name, operand, torch.int32)
         if operand.device not in (call.q.device, torch.device("cpu")):
             raise ValueError(
                 f"{name} must be on {call.q.device} like q, or on the CPU, got {operand.device}"
             )
         if shape is not None:
             check_shape(name, operand, shape, "q")
-        elif len(operand.shape) != 2:
-            raise ValueError(
-                f"{name} must have 2 dimensions (batch, pages), got shape {tuple(operand.shape)}"
-            )
-        if operand.shape[-1] > 1 and operand.stride[-1] != 1:
-            raise ValueError(
-                f"{name} must be contiguous in its last dimension, got stride {operand.stride[-1]}"
-            )
+        else:
+            check_rank(name, operand, ("batch", "pages"))
+        check_contiguous(name, operand)
     if call.cache_batch_idx is None and call.num_sequences != call.batch:
         name = "k_cache" if call.page_table is None else "page_table"
         raise ValueError(
@@ -205,20 +180,15 @@ def check_new_tokens(call: CacheCall) -> None:
         if getattr(call, name) is None:
             raise ValueError(f"{name} must be given with {other}")
     ragged = call.cu_seqlens_k_new is not None
+    dimensions = RAGGED_DIMENSIONS if ragged else DIMENSIONS
     heads_kv = call.k_cache.shape[2]
     for name in ("k", "v"):
-        check_like_q(name, getattr(call, name), call.q, 3 if ragged else 4)
+        check_like_q(name, getattr(call, name), call.q, dimensions)
     tokens = call.k.shape[:1] if ragged else (call.batch, call.seqlen_new)
     check_shape("k", call.k, (*tokens, heads_kv, call.head_dim), "q and k_cache")
     check_shape("v", call.v, (*tokens, heads_kv, call.head_dim_v), "k and v_cache")
     for name in ("k_cache", "v_cache"):
-        operand = getattr(call, name)
-        sizes = zip(operand.shape, operand.stride, strict=True)
-        if any(size > 1 and stride == 0 for size, stride in sizes):
-            raise ValueError(
-                f"{name} must not overlap itself when something is appended, "
-                f"got strides {operand.stride}"
-            )
+        check_no_overlap(name, getattr(call, name))
 
 
 def check_rotary(call: CacheCall) -> None:
@@ -229,15 +199,9 @@ def check_rotary(call: CacheCall) -> None:
             raise ValueError(f"{name} must be given with {other}")
         if call.k is None:
             raise ValueError(f"{name} must be None without k and v: nothing is appended")
-        if len(operand.shape) != 2:
-            raise ValueError(
-                f"{name} must have 2 dimensions (positions, rotary_dim / 2), "
-                f"got shape {tuple(operand.shape)}"
-            )
-        if operand.dtype not in (call.q.dtype, torch.float32):
-            raise TypeError(f"{name} must be {call.q.dtype} or torch.float32, got {operand.dtype}")
-        if operand.device != call.q.device:
-            raise ValueError(f"{name} must be on {call.q.device} like q, got {operand.device}")
+        check_rank(name, operand, ("positions", "rotary_dim / 2"))
+        check_dtype(name, operand, call.q.dtype, torch.float32)
+        check_device(name, operand, "q", call.q)
         check_layout(name, operand)
     check_shape("rotary_sin", call.rotary_sin, tuple(call.rotary_cos.shape), "rotary_cos")
     if call.rotary_sin.dtype != call.rotary_cos.dtype:
@@ -256,6 +220,30 @@ def check_rotary(call: CacheCall) -> None:
 
 
 # ------------------------------------------------------------------------------------- values
+
+ASSERTIONS = os.environ.get("FA3_ASSERTIONS") == "1"
+"""Whether to read back and check what is on a GPU, too."""
+
+
+def is_visible(value: int | torch.Tensor | None) -> bool:
+    """Whether the host is to see a value: it need not wait for a GPU, or is told to."""
+    return isinstance(value, int) or (value is not None and (value.is_cpu or ASSERTIONS))
+
+
+def read(name: str, tensor: torch.Tensor | None) -> list | None:
+    """What lies in a tensor; None if there is none, or the host is not to see it.
+
+    Raises:
+        RuntimeError: it would have to be read back while a CUDA graph is captured.
+    """
+    if not is_visible(tensor):
+        return None
+    if not tensor.is_cpu and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} cannot be read back while a CUDA graph is captured: FA3_ASSERTIONS=1 can "
+            "check a call before the capture, which must run without it"
+        )
+    return tensor.tolist()
 
 
 @dataclass(frozen=True)
@@ -287,18 +275,16 @@ def values_on_host(
     """Gather what the host can see.
 
     Raises:
+        RuntimeError: a tensor would have to be read back while a CUDA graph is captured.
         ValueError: cu_seqlens_k_new does not cut k into one piece for each sequence.
     """
-
-    def visible(tensor: torch.Tensor | None) -> list | None:
-        return tensor.tolist() if tensor is not None and tensor.device.type == "cpu" else None
-
-    seqlens = visible(cache_seqlens) if isinstance(cache_seqlens, torch.Tensor) else cache_seqlens
-    if isinstance(seqlens, int):
-        seqlens = [seqlens] * call.batch
+    if isinstance(cache_seqlens, int):
+        seqlens = [cache_seqlens] * call.batch
+    else:
+        seqlens = read("cache_seqlens", cache_seqlens)
     counts = [call.seqlen_new] * call.batch
     if cu_seqlens_k_new is not None:
-        bounds = visible(cu_seqlens_k_new)
+        bounds = read("cu_seqlens_k_new", cu_seqlens_k_new)
         counts = None if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
         if bounds and (
             bounds[0] != 0 or bounds[-1] != call.seqlen_new or min(counts, default=0) < 0
@@ -307,7 +293,11 @@ def values_on_host(
                 f"cu_seqlens_k_new must rise from 0 to k's {call.seqlen_new} tokens, got {bounds}"
             )
     return HostValues(
-        seqlens, counts, visible(cache_leftpad), visible(cache_batch_idx), visible(page_table)
+        seqlens,
+        counts,
+        read("cache_leftpad", cache_leftpad),
+        read("cache_batch_idx", cache_batch_idx),
+        read("page_table", page_table),
     )
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fa3.api import DTYPES, as_pair, check_window, gpu_of, reject_unsupported, reserve_sms, tighten
-from fa3.cache_arguments import check_shape, describe_unaligned
+from fa3.api import as_pair, check_window, gpu_of, reject_unsupported, reserve_sms, tighten
+from fa3.cache_arguments import is_visible, read
 from fa3.decode import TILE_N, Sizes
 from fa3.masks import Band, Sequence
+from fa3.operands import DTYPES, check_dtype, check_shape, describe_unaligned
 from fa3.planner import H200, Gpu
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules.split import Pieces
@@ -100,8 +101,9 @@ def get_scheduler_metadata(
 
     A call checks that it is what this was made for. Where num_splits is 0 and cache_seqlens is on
     the CPU, finds out whether whole tiles keep the SMs as busy as tiles that are cut and merged;
-    then the calls run without workspace and merge. Lengths on a GPU are not read. When a call
-    comes the lengths may have changed: that can cost time, but does not change what is computed.
+    then the calls run without workspace and merge. Lengths on a GPU are not read, but with
+    FA3_ASSERTIONS=1, as in the call, to be checked only. When a call comes the lengths may have
+    changed: that can cost time, but does not change what is computed.
 
     Args:
         batch_size: sequences.
@@ -127,6 +129,7 @@ def get_scheduler_metadata(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument has a wrong value.
+        RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported.
     """
     reject_unsupported(
@@ -168,10 +171,11 @@ def get_scheduler_metadata(
             f"max_seqlen_k must be the longest length with new tokens, {max(lengths)}, or more, "
             f"got {max_seqlen_k}"
         )
-    return replace(
-        metadata,
-        keeps_tiles_whole=num_splits == 0 and whole_tiles_suffice(metadata, lengths, gpu.num_sms),
-    )
+    tensors = cache_seqlens, cu_seqlens_k_new, cache_leftpad
+    on_gpu = any(isinstance(tensor, torch.Tensor) and not tensor.is_cpu for tensor in tensors)
+    if num_splits or on_gpu:
+        return metadata
+    return replace(metadata, keeps_tiles_whole=whole_tiles_suffice(metadata, lengths, gpu.num_sms))
 
 
 def gpu_of_calls(cache_seqlens: int | torch.Tensor) -> Gpu:
@@ -190,7 +194,7 @@ def host_lengths(
     cache_leftpad: torch.Tensor | None,
     max_seqlen_k_new: int,
 ) -> list[int] | None:
-    """Keys of each sequence with the new tokens and without padding; None if not on the host."""
+    """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32)
     tensors = {
@@ -200,17 +204,16 @@ def host_lengths(
     }
     for name, (tensor, shape) in tensors.items():
         operand = describe_unaligned(name, tensor)
-        if operand is not None and operand.dtype != torch.int32:
-            raise TypeError(f"{name} must be torch.int32, got {operand.dtype}")
         if operand is not None:
+            check_dtype(name, operand, torch.int32)
             check_shape(name, operand, shape, "batch_size")
-    if any(tensor is not None and tensor.device.type != "cpu" for tensor, _ in tensors.values()):
+    if not all(tensor is None or is_visible(tensor) for tensor, _ in tensors.values()):
         return None
+    lengths, ends, padding = (read(name, tensor) for name, (tensor, _) in tensors.items())
     new = [max_seqlen_k_new] * batch
-    if cu_seqlens_k_new is not None:
-        new = [b - a for a, b in itertools.pairwise(cu_seqlens_k_new.tolist())]
-    padding = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
-    return [a + b - c for a, b, c in zip(cache_seqlens.tolist(), new, padding, strict=True)]
+    if ends is not None:
+        new = [b - a for a, b in itertools.pairwise(ends)]
+    return [a + b - c for a, b, c in zip(lengths, new, padding or [0] * batch, strict=True)]
 
 
 def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_ctas: int) -> bool:

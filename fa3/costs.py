@@ -239,7 +239,8 @@ class Units(NamedTuple):
 
     Fields:
         full, masked: key blocks without and with the mask applied.
-        partial: whether the unit is a part of its tile's key range; None if none is.
+        partial: whether the unit is a part of its tile's key range, or how many it stands for;
+            None if none is.
         owner: the cluster that works on the unit, if the schedule fixes it beforehand; None if
             each unit goes to the cluster that is free first.
     """
@@ -288,12 +289,12 @@ def units_of_parts(problem: Problem, config: Config, schedule: SplitTiles) -> Un
     """The whole tiles and parts of tiles that a schedule's clusters work on."""
     entries = schedule.table.reshape(-1, UNIT_FIELDS)
     places = np.flatnonzero(entries[:, 0] != END)
-    tile, first, end, slot = entries[places, :4].astype(np.int64).T
+    tile, first, end, part = entries[places].astype(np.int64).T
     blocks = masks.KeyBlocks(
         *(array[tile] for array in blocks_of_tiles(problem, config, schedule.order))
     )
     return units_of_blocks(blocks.between(first, end))._replace(
-        partial=slot != WHOLE, owner=places % schedule.num_clusters
+        partial=part != WHOLE, owner=places % schedule.num_clusters
     )
 
 

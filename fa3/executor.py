@@ -126,7 +126,7 @@ def execute(
             plan, step, q[batch, rows, head], k[of_head_kv], v[of_head_kv], softmax_scale,
             scores, mask,
         )  # fmt: skip
-        if plan.schedule.splits and step.tile.slot != WHOLE:
+        if plan.schedule.splits and step.tile.part != WHOLE:
             parts[batch, head, rows.start, rows.stop][step.tile.slot] = softmax.finish()
             continue
         sink = None if sinks is None else sinks[head].float()

@@ -15,14 +15,9 @@ import torch
 
 from fa3 import cache_executor, decode
 from fa3.api import (
-    DTYPES,
-    Operand,
     as_pair,
-    check_layout,
-    check_out,
     check_scale,
     check_window,
-    describe,
     gpu_of,
     reject_unsupported,
     reserve_sms,
@@ -30,10 +25,9 @@ from fa3.api import (
 )
 from fa3.cache_arguments import (
     CacheCall,
-    check_shape,
     check_tensors,
     check_values,
-    describe_unaligned,
+    is_visible,
     values_on_host,
 )
 from fa3.cache_schedule import SchedulerMetadata
@@ -43,7 +37,21 @@ from fa3.executor import merge
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.combine import Combine
 from fa3.modifiers import check_alibi_slopes, check_sinks, check_softcap
-from fa3.planner import H200, HEAD_DIM_UNIT
+from fa3.operands import (
+    DIMENSIONS,
+    DTYPES,
+    Operand,
+    check_device,
+    check_dtype,
+    check_head_dim,
+    check_layout,
+    check_out,
+    check_rank,
+    check_shape,
+    describe,
+    describe_unaligned,
+)
+from fa3.planner import H200
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, Window
 
@@ -113,10 +121,16 @@ def flash_attn_with_kvcache(
 
     The int32 tensors may be on q's GPU or on the CPU. What is on the CPU is checked before
     anything is written. What is on the GPU is never read by the host, so the call can be captured
-    in a CUDA graph: there lengths are taken as if cut to what the cache can hold, tokens beyond
-    its end are not appended, and a position beyond the rotary tables uses their last row; indices
-    and pages that are used must exist. Pages and keys that no sequence uses never reach the
-    result, whatever they hold.
+    in a CUDA graph. Whatever it is, nothing outside of the cache is read or written: lengths and
+    paddings are taken as if cut to what the cache can hold, tokens that have no place in it, past
+    its end or in a row or page that does not exist, are not appended, and a position beyond the
+    rotary tables uses their last row. A sequence whose row, pages or part of k do not exist gets
+    an undefined result. Pages and keys that no sequence uses never reach the result, whatever
+    they hold.
+
+    With FA3_ASSERTIONS=1 in the environment when fa3 is imported, what is on the GPU is read back
+    before anything is launched and checked like what is on the CPU. Every call then waits for the
+    GPU, and none can be captured: check one before the capture, and capture without the variable.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
@@ -174,8 +188,10 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong value, shape, layout or device; on the CPU also a
-            length, index or page that does not fit the cache. Nothing has been appended then.
+        ValueError: an argument has a wrong value, shape, layout or device; on the CPU, or with
+            FA3_ASSERTIONS=1, also a length, index or page that does not fit the cache. Nothing
+            has been appended then.
+        RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported.
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
@@ -222,7 +238,7 @@ def flash_attn_with_kvcache(
     if out is None:
         out = q.new_empty(prepared.out_shape)
     else:
-        check_out(out, prepared.out_shape, q)
+        check_out(out, prepared.out_shape, call.q)
     lse = q.new_empty(prepared.lse_shape, dtype=torch.float32) if return_lse else None
 
     if prepared.append is not None:
@@ -266,12 +282,13 @@ def prepare(
         raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {num_splits}")
     on_gpu = call.q.device.type == "cuda"
     reserve_sms(gpu_of(call.q.device) if on_gpu else H200, sm_margin)
+    has_room = 0 not in (*call.k_cache.shape, call.num_sequences, call.capacity)
     append = None
-    if call.k is not None and call.batch and call.k_cache.shape[2]:
+    if has_room and call.k is not None and call.batch:
         kernel = append_kernel(call, rotary_interleaved)
         append = load_kernel(kernel) if on_gpu else cache_executor.HostAppend(kernel)
     attend = None
-    if call.q.shape[2] and call.batch and call.seqlen_q and call.capacity:
+    if has_room and 0 not in call.q.shape:
         attend = decode.attend_with_cache if on_gpu else cache_executor.attend_with_cache
     return PreparedCacheCall(
         append,
@@ -326,11 +343,6 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
         ragged=call.cu_seqlens_k_new is not None,
         rotary=rotary,
     )
-
-
-def is_visible(value: int | torch.Tensor | None) -> bool:
-    """Whether the host can see it without waiting for a GPU."""
-    return isinstance(value, int) or (value is not None and value.is_cpu)
 
 
 def on_device(value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
@@ -407,24 +419,16 @@ def prepare_combine(
     partial: Operand, lse: Operand, out: Operand | None, out_dtype: torch.dtype
 ) -> PreparedCombine | None:
     """Validate a merge and load its kernel; None for the CPU, or if there is nothing to merge."""
-    if len(partial.shape) != 5:
-        raise ValueError(
-            "out_partial must have 5 dimensions (num_splits, batch, seqlen, heads, head_dim), "
-            f"got shape {tuple(partial.shape)}"
-        )
-    for name, operand in (("out_partial", partial), ("lse_partial", lse)):
-        if operand.dtype != torch.float32:
-            raise TypeError(f"{name} must be torch.float32, got {operand.dtype}")
+    check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
+    check_dtype("out_partial", partial, torch.float32)
     check_layout("out_partial", partial)
+    check_head_dim("out_partial", partial, MAX_COMBINED_HEAD_DIM)
     *rows, head_dim = partial.shape
     if rows[0] == 0:
         raise ValueError("out_partial must have a part to merge, got none")
+    check_dtype("lse_partial", lse, torch.float32)
     check_shape("lse_partial", lse, tuple(rows), "out_partial")
-    if head_dim % HEAD_DIM_UNIT or not 0 < head_dim <= MAX_COMBINED_HEAD_DIM:
-        raise ValueError(
-            f"out_partial has head_dim {head_dim}, supported are multiples of {HEAD_DIM_UNIT} up "
-            f"to {MAX_COMBINED_HEAD_DIM}"
-        )
+    check_device("lse_partial", lse, "out_partial", partial)
     if out_dtype not in (torch.float32, *DTYPES):
         raise TypeError(f"out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
     if out is not None:
@@ -432,11 +436,7 @@ def prepare_combine(
         check_layout("out", out)
         if out.dtype != out_dtype:
             raise TypeError(f"out must be {out_dtype} like out_dtype, got {out.dtype}")
-    for name, operand in (("lse_partial", lse), ("out", out)):
-        if operand is not None and operand.device != partial.device:
-            raise ValueError(
-                f"{name} must be on {partial.device} like out_partial, got {operand.device}"
-            )
+        check_device("out", out, "out_partial", partial)
     if partial.device.type == "cpu" or 0 in rows:
         return None
     element = str(out_dtype).removeprefix("torch.")

@@ -37,19 +37,21 @@ class CacheLengths:
         return self.seqlens.shape[0]
 
     def read(self, batch) -> tuple:
-        return self.entry(self.seqlens, batch), self.entry(self.tables.leftpad, batch)
+        return self.count(self.seqlens, batch), self.count(self.tables.leftpad, batch)
 
-    def entry(self, table: cute.Tensor | None, batch) -> Int32:
-        """An entry of a table, 0 if there is none."""
+    def count(self, table: cute.Tensor | None, batch) -> Int32:
+        """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
         if table is None:
             return Int32(0)
+        return cutlass.max(cutlass.min(self.entry(table, batch), self.capacity), 0)
+
+    def entry(self, table: cute.Tensor, batch) -> Int32:
         return read_early(table, batch) if self.is_early else table[batch]
 
     def sequence(self, length: tuple) -> Sequence:
         """The sequence as the mask sees it: its keys are counted from behind the padding."""
         seqlen, leftpad = length
-        seqlen = cutlass.max(cutlass.min(seqlen, self.capacity) - leftpad, 0)
-        return Sequence(self.seqlen_q, seqlen, self.window)
+        return Sequence(self.seqlen_q, cutlass.max(seqlen - leftpad, 0), self.window)
 
     def blocks(self, length: tuple) -> KeyBlocks:
         """Blocks that the queries of a sequence touch; all of its tiles walk them."""
@@ -68,7 +70,8 @@ class CacheLengths:
         """The keys of a tile's sequence and head."""
         tables, row, (_, leftpad) = self.tables, tile.batch, length
         if tables.batch_idx is not None:
-            row = self.entry(tables.batch_idx, row)
+            # Behind the last sequence only if lengths change while they are read early.
+            row = self.entry(tables.batch_idx, cutlass.min(row, self.num_sequences - 1))
         if tables.page_table is not None:
             row = cutlass.max(cutlass.min(row, tables.page_table.shape[0] - 1), 0)
         sequence = self.sequence(length)

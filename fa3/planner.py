@@ -180,7 +180,7 @@ class Plan:
             blocks, part_us = blocks_of_rows(tile.m_block), 0.0
             if isinstance(tile, Unit):
                 blocks = blocks.between(tile.first_block, tile.end_block)
-                part_us = costs.partial_us * (tile.slot != WHOLE)
+                part_us = costs.partial_us * (tile.part != WHOLE)
             full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
             return Cost(tile_costs.us(full, touched - full) + part_us, touched, full)
 
@@ -382,7 +382,8 @@ def dealt_back_and_forth(problem: Problem, gpu: Gpu, config: Config, order: Tile
 def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
     """Tiles of `SplitTiles`: a stretch for each cluster, all of one length.
 
-    A stretch counts its tiles' prologues as key blocks.
+    A stretch counts its tiles' prologues as key blocks. It is one part, and two if it ends in
+    a tile of which the next stretch has the rest.
     """
     if config.cluster_h > 1 or problem.spec.has_user_functions:
         return None
@@ -394,7 +395,7 @@ def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> 
     return Units(
         each * ((full + order.num_tiles * tile.tile_us / tile.full_us) / stretches),
         each * (masked / stretches),
-        each > 0,
+        each + min(1.0, order.num_tiles / stretches),
         np.arange(stretches),
     )
 

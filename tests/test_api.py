@@ -282,20 +282,22 @@ def test_causal_with_keys_to_the_right_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("change", "fragment"),
+    ("change", "error", "fragment"),
     [
-        (lambda out: out[:, :-1], "shape"),
-        (lambda out: out.half(), "float16"),
-        (lambda out: out.to("meta"), "meta"),
-        (lambda out: shifted(out, 2), "aligned"),
-        (lambda out: widened(out, 4), "multiples of 8"),
-        (lambda out: out.transpose(1, 3).contiguous().transpose(1, 3), "last"),
-        (lambda out: out[:1].expand(2, -1, -1, -1), "overlap"),
+        (lambda out: out.tolist(), TypeError, "list"),
+        (lambda out: out[:, :-1], ValueError, "shape"),
+        (lambda out: out[0], ValueError, "4 dim"),
+        (lambda out: out.half(), TypeError, "float16"),
+        (lambda out: out.to("meta"), ValueError, "meta"),
+        (lambda out: shifted(out, 2), ValueError, "aligned"),
+        (lambda out: widened(out, 4), ValueError, "multiples of 8"),
+        (lambda out: out.transpose(1, 3).contiguous().transpose(1, 3), ValueError, "last"),
+        (lambda out: out[:1].expand(2, -1, -1, -1), ValueError, "overlap"),
     ],
 )
-def test_bad_out(change, fragment):
+def test_bad_out(change, error, fragment):
     q, k, v = operands()
-    with pytest.raises((TypeError, ValueError), match=r"^out ") as caught:
+    with pytest.raises(error, match=r"^out ") as caught:
         fa3.flash_attn_func(q, k, v, out=change(torch.empty_like(q)))
     assert fragment in str(caught.value)
 

@@ -1,11 +1,14 @@
 """Scheduler metadata: what is decided, what is checked, and that calls follow it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from kvcache_bad_values import OnGpu
 from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import check_call
 
-from fa3 import cache_executor, decode
+from fa3 import cache_arguments, cache_executor, decode
 from fa3.cache_schedule import get_scheduler_metadata
 from fa3.kvcache import flash_attn_with_kvcache
 from fa3.problem import Window
@@ -156,6 +159,28 @@ def test_a_length_above_the_longest_is_refused():
     lengths = torch.tensor([30, 40], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^max_seqlen_k must be .* 41, .* got 40"):
         get_scheduler_metadata(2, 1, 40, 8, 8, 128, lengths, max_seqlen_k_new=1)
+
+
+@pytest.mark.parametrize("assertions", [False, True])
+def test_lengths_on_a_gpu_decide_nothing(assertions, monkeypatch):
+    monkeypatch.setattr(cache_arguments, "ASSERTIONS", assertions)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    lengths = torch.full((132,), 4096, dtype=torch.int32).as_subclass(OnGpu)
+    made = get_scheduler_metadata(132, 1, 4096, 8, 1, 128, lengths)
+    assert made == replace(metadata([4096] * 132, heads=(8, 1)), keeps_tiles_whole=False)
+
+
+def test_assertions_check_lengths_on_a_gpu(monkeypatch):
+    lengths = torch.tensor([30, 40], dtype=torch.int32).as_subclass(OnGpu)
+    arguments = 2, 1, 39, 8, 8, 128, lengths
+    get_scheduler_metadata(*arguments)
+    monkeypatch.setattr(cache_arguments, "ASSERTIONS", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k must be .* 40, .* got 39"):
+        get_scheduler_metadata(*arguments)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"^cache_seqlens cannot be read back while .* captured"):
+        get_scheduler_metadata(*arguments)
 
 
 def test_the_window_is_folded():

@@ -1,15 +1,29 @@
 """`flash_attn_with_kvcache` on CPU tensors: results, the cache, and errors a caller can fix."""
 
 import math
-import re
+import runpy
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvcache_bad_values import (
+    BAD_VALUES,
+    BAD_VALUES_OF_TENSORS,
+    INDEXED,
+    PAGED,
+    PLAIN,
+    RAGGED,
+    OnGpu,
+    changed,
+    integers,
+    naming,
+)
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call, expected
 
+from fa3 import cache_arguments
+from fa3.cache_arguments import CacheCall, HostValues, values_on_host
 from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
 
 DTYPES = ("bfloat16", "float16")
@@ -152,6 +166,31 @@ def test_empty_tensors(problem, poisoned_memory):
         assert torch.equal(as_bits(cache), as_bits(getattr(exact, name)))
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        CacheProblem((5, 9), counts=(1, 1), page_size=16),
+        CacheProblem((5, 9), page_size=16, sinks="float32"),
+        CacheProblem((5, 9), counts=(1, 1), batch_idx=(1, 0), rows=2),
+    ],
+    ids=["pages", "sinks", "rows"],
+)
+def test_a_cache_without_pages_or_rows(problem, poisoned_memory):
+    """Lengths on a GPU may say that there is something in it."""
+    call = make_call(problem)
+    empty = {name: call[name][:0] for name in ("k_cache", "v_cache")}
+    out, lse, _ = run(call | integers_on_gpu(call) | empty)
+    sinks = call.get("sinks", torch.tensor([-math.inf]))
+    assert (out == 0).all() and (lse == sinks[:, None]).all()
+
+
+def test_a_page_table_without_rows(poisoned_memory):
+    call = make_call(CacheProblem((5, 9), batch_idx=(1, 0), rows=2, page_size=16))
+    empty = {"page_table": call["page_table"][:0]}
+    out, lse, _ = run(call | integers_on_gpu(call | empty))
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
 def test_an_empty_batch():
     call = make_call(CacheProblem((3, 4), counts=(1, 1)))
     names = ("q", "k", "v", "cache_seqlens", "k_cache", "v_cache")
@@ -250,16 +289,6 @@ def test_bad_parts(changes, error, complaint):
 
 # ---------------------------------------------------------------------------------- bad input
 
-PLAIN = CacheProblem((20, 30), 2, (2, 2), group=2, heads_kv=2, rotary=(32, True, "bfloat16"))
-PAGED = CacheProblem((20, 30), 2, (2, 2), group=2, heads_kv=2, page_size=16)
-INDEXED = CacheProblem((20, 30), 2, (2, 2), batch_idx=(2, 0), rows=3, leftpads=(3, 0))
-RAGGED = CacheProblem((20, 30), 2, (2, 3), ragged=True)
-
-
-def integers(*values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 BAD_TENSORS = [
     (PLAIN, "q", lambda x: x[0], ValueError, ["4 dim", "(2, 4, 64)"]),
     (PLAIN, "q", lambda x: x.float(), TypeError, ["bfloat16 or", "float32"]),
@@ -304,25 +333,6 @@ BAD_TENSORS = [
     (RAGGED, "k", lambda x: x[None], ValueError, ["3 dim"]),
 ]  # fmt: skip
 
-BAD_VALUES = [
-    (PLAIN, "cache_seqlens", integers(20, 40), ["from 0 to 39", "40", "sequence 1"]),
-    (PLAIN, "cache_seqlens", integers(-1, 3), ["from 0 to 39", "-1", "sequence 0"]),
-    (PLAIN, "cache_seqlens", integers(20, 38), ["room for k", "sequence 1", "38", "2", "39"]),
-    (PLAIN, "cache_seqlens", 38, ["room for k", "38"]),
-    (PLAIN, "cache_seqlens", 40, ["from 0 to 39", "40"]),
-    (PAGED, "page_table", lambda x: x.clone().fill_(-1), ["pages from 0", "-1", "(0, 0)"]),
-    (PAGED, "page_table", lambda x: x + 100, ["pages from 0", "(0, 0)"]),
-    (INDEXED, "cache_batch_idx", integers(0, 3), ["from 0 to 2", "3", "sequence 1"]),
-    (INDEXED, "cache_batch_idx", integers(-1, 0), ["from 0 to 2", "-1", "sequence 0"]),
-    (INDEXED, "cache_batch_idx", integers(1, 1), ["repeat", "[1, 1]"]),
-    (INDEXED, "cache_leftpad", integers(21, 0), ["from 0", "20", "21", "sequence 0"]),
-    (INDEXED, "cache_leftpad", integers(0, -1), ["from 0", "-1", "sequence 1"]),
-    (RAGGED, "cu_seqlens_k_new", integers(0, 2, 4), ["from 0 to k's 5", "[0, 2, 4]"]),
-    (RAGGED, "cu_seqlens_k_new", integers(1, 2, 5), ["from 0 to k's 5", "[1, 2, 5]"]),
-    (RAGGED, "cu_seqlens_k_new", integers(0, 6, 5), ["from 0 to k's 5", "[0, 6, 5]"]),
-    (RAGGED, "cache_seqlens", integers(20, 38), ["room for k", "sequence 1", "gets 3"]),
-]
-
 
 def refused(problem, changes: dict, error, complaint: str) -> None:
     """Assert that a changed call is refused with a complaint, before anything is written."""
@@ -334,11 +344,6 @@ def refused(problem, changes: dict, error, complaint: str) -> None:
         flash_attn_with_kvcache(**(call | changes))
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
         assert torch.equal(as_bits(cache), as_bits(call[name]))
-
-
-def naming(argument: str, fragments: list[str]) -> str:
-    """Build a pattern for messages that begin with the argument and contain the fragments."""
-    return f"^{argument} " + "".join(f"(?=.*{re.escape(fragment)})" for fragment in fragments)
 
 
 @pytest.mark.parametrize(("problem", "argument", "change", "error", "fragments"), BAD_TENSORS)
@@ -368,7 +373,7 @@ BAD_ARGUMENTS = [
     ("sinks", torch.ones(3), ValueError),
     ("sinks", torch.ones(4).half(), TypeError),
     ("out", torch.empty(2, 2, 4, 32).bfloat16(), ValueError),
-    ("out", torch.empty(2, 2, 4, 64), ValueError),
+    ("out", torch.empty(2, 2, 4, 64), TypeError),
     ("pack_gqa", False, NotImplementedError),
     ("attention_chunk", 64, NotImplementedError),
     ("qv", torch.zeros(2, 2, 4, 64), NotImplementedError),
@@ -436,3 +441,80 @@ def test_gradients_are_refused():
     call = make_call(PLAIN)
     with pytest.raises(ValueError, match=r"^k_cache requires grad"):
         flash_attn_with_kvcache(**(call | {"k_cache": call["k_cache"].requires_grad_()}))
+
+
+# -------------------------------------------------------------------- values that lie on a GPU
+
+
+@pytest.fixture
+def assertions(monkeypatch):
+    """Have what says that it is on a GPU read back; no graph is being captured."""
+    monkeypatch.setattr(cache_arguments, "ASSERTIONS", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def integers_on_gpu(call: dict) -> dict:
+    """Return the call's integer tensors, said to be on a GPU."""
+    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+    return {
+        name: tensor.as_subclass(OnGpu)
+        for name, tensor in tensors.items()
+        if tensor.dtype == torch.int32
+    }
+
+
+def seen_by_host(call: dict) -> HostValues:
+    """Return what the host sees of a call's integer tensors."""
+    tensors = [call.get(name) for name in CacheCall._fields]
+    return values_on_host(CacheCall.of(*tensors), *tensors[-5:])
+
+
+@pytest.mark.parametrize(("value", "enabled"), [(None, False), ("0", False), ("1", True)])
+def test_the_environment_turns_assertions_on(value, enabled, monkeypatch):
+    monkeypatch.delenv("FA3_ASSERTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FA3_ASSERTIONS", value)
+    assert runpy.run_path(cache_arguments.__file__)["ASSERTIONS"] is enabled
+
+
+@pytest.mark.parametrize("problem", [INDEXED, PAGED, RAGGED], ids=["indexed", "paged", "ragged"])
+def test_what_is_on_a_gpu_is_not_read(problem, monkeypatch):
+    call = make_call(problem)
+    monkeypatch.setattr(OnGpu, "tolist", lambda tensor: pytest.fail("was read"))
+    counts = None if problem.ragged else list(problem.counts)
+    seen = seen_by_host(call | integers_on_gpu(call))
+    assert seen == HostValues(None, counts, None, None, None)
+
+
+@pytest.mark.parametrize("problem", [INDEXED, PAGED, RAGGED], ids=["indexed", "paged", "ragged"])
+def test_assertions_read_it_back(problem, assertions):
+    call = make_call(problem)
+    assert seen_by_host(call | integers_on_gpu(call)) == seen_by_host(call)
+
+
+@pytest.mark.parametrize(("problem", "argument", "change", "fragments"), BAD_VALUES_OF_TENSORS)
+def test_assertions_refuse_what_is_refused_on_the_cpu(
+    problem, argument, change, fragments, assertions
+):
+    call = changed(make_call(problem), argument, change)
+    refused(problem, integers_on_gpu(call), ValueError, naming(argument, fragments))
+
+
+def test_assertions_refuse_short_rotary_tables(assertions):
+    call = make_call(PLAIN)
+    tables = {name: call[name][:31] for name in ("rotary_cos", "rotary_sin")}
+    complaint = "^rotary_cos has 31 positions, sequence 1 needs 32"
+    refused(PLAIN, integers_on_gpu(call) | tables, ValueError, complaint)
+
+
+def test_assertions_let_right_calls_through(assertions):
+    call = make_call(INDEXED)
+    check_call(call, *run(call | integers_on_gpu(call)))
+
+
+def test_assertions_cannot_be_captured(assertions, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    call = make_call(PLAIN)
+    complaint = "^cache_seqlens cannot be read back while a CUDA graph is captured: FA3_ASSERTIONS"
+    refused(PLAIN, integers_on_gpu(call), RuntimeError, complaint)
+    run(call)

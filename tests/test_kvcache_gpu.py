@@ -5,11 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kvcache_bad_values import (
+    BAD_VALUES_OF_TENSORS,
+    INDEXED,
+    PAGED,
+    PLAIN,
+    RAGGED,
+    changed,
+    integers,
+    naming,
+)
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call
 from problems import poisoned_allocations
 from reference import largest_difference
 
+from fa3 import cache_arguments
 from fa3.cache_schedule import get_scheduler_metadata
 from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
 
@@ -120,6 +131,21 @@ def test_empty_tensors(problem, device):
     check(problem, device)
 
 
+@pytest.mark.parametrize(
+    ("problem", "empty"),
+    [
+        (CacheProblem((5, 9), 1, (1, 1), page_size=16), ("k_cache", "v_cache")),
+        (CacheProblem((5, 9), 1, (1, 1), batch_idx=(1, 0), rows=2), ("k_cache", "v_cache")),
+        (CacheProblem((5, 9), batch_idx=(1, 0), rows=2, page_size=16), ("page_table",)),
+    ],
+    ids=["pages", "rows", "rows of pages"],
+)
+def test_a_cache_without_pages_or_rows(problem, empty, device):
+    call = make_call(problem, device=device)
+    out, lse, _ = run(call | {name: call[name][:0] for name in empty})
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
 # --------------------------------------------------------------------------------- appending
 
 
@@ -198,6 +224,81 @@ def test_tokens_without_a_place_are_dropped(problem, changes, device):
     _, _, caches = run(call | nowhere)
     for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
         assert torch.equal(as_bits(cache), as_bits(call[name]))
+
+
+MARGIN = 1 << 16
+"""Elements around a tensor that is watched."""
+
+
+def watched(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a copy of a tensor with NaN around it, and all of that memory."""
+    memory = tensor.new_full((tensor.numel() + 2 * MARGIN,), torch.nan)
+    copy = memory[MARGIN:-MARGIN].view(tensor.shape)
+    return copy.copy_(tensor), memory
+
+
+FAR_VALUES = [
+    (replace(INDEXED, page_size=16), "cache_leftpad", integers(-7, 2**31 - 1)),
+    (replace(INDEXED, page_size=16), "cache_batch_idx", integers(-(2**31), 2**31 - 1)),
+    (replace(PAGED, page_size=1), "page_table", lambda x: x - 2**30),
+    (PLAIN, "cache_seqlens", integers(-(2**31), 2**31 - 1)),
+    (RAGGED, "cu_seqlens_k_new", integers(2 - 2**31, 1, 5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "argument", "change"), [case[:3] for case in BAD_VALUES_OF_TENSORS] + FAR_VALUES
+)
+def test_nothing_is_written_outside_of_the_cache(problem, argument, change, device):
+    call = changed(make_call(problem, device=device), argument, change)
+    call["out"] = torch.zeros_like(call["q"])
+    memories = []
+    for name in ("k_cache", "v_cache", "out"):
+        call[name], memory = watched(call[name])
+        memories.append(memory)
+    flash_attn_with_kvcache(**call)
+    for memory in memories:
+        assert memory[:MARGIN].isnan().all() and memory[-MARGIN:].isnan().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("argument", ["cache_seqlens", "cache_leftpad"])
+@pytest.mark.parametrize("value", [-(2**31), -5000, 2**31 - 1])
+def test_lengths_and_paddings_count_as_if_cut(value, argument, page_size, options, device):
+    problem = CacheProblem((300, 30), 2, page_size=page_size, leftpads=(3, 0), room=1000)
+    call = make_call(problem, device=device)
+    for name in ("k_cache", "v_cache"):
+        call[name] = call[name].nan_to_num(1.0)
+    if page_size is not None:
+        table = call["page_table"]
+        call["page_table"] = table.clamp(0, call["k_cache"].shape[0] - 1)
+    wrong = changed(call, argument, lambda x: torch.full_like(x, value))
+    cut = changed(wrong, argument, lambda x: x.clamp(0, problem.capacity))
+    assert_same_bits(run(wrong, **options), run(cut, **options))
+
+
+@pytest.mark.parametrize(("problem", "argument", "change", "fragments"), BAD_VALUES_OF_TENSORS)
+def test_assertions_refuse_bad_values(problem, argument, change, fragments, device, monkeypatch):
+    monkeypatch.setattr(cache_arguments, "ASSERTIONS", True)
+    call = changed(make_call(problem, device=device), argument, change)
+    caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=naming(argument, fragments)):
+        flash_attn_with_kvcache(**(call | caches))
+    for name, cache in caches.items():
+        assert torch.equal(as_bits(cache), as_bits(call[name]))
+
+
+@pytest.mark.parametrize("problem", [PLAIN, PAGED, INDEXED, RAGGED], ids=str)
+def test_assertions_change_no_bit_and_cannot_be_captured(problem, device, monkeypatch):
+    call = make_call(problem, device=device)
+    results = run(call)
+    monkeypatch.setattr(cache_arguments, "ASSERTIONS", True)
+    assert_same_bits(results, run(call))
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call["q"] + 1
+        with pytest.raises(RuntimeError, match=r"^cache_seqlens cannot be read back while"):
+            flash_attn_with_kvcache(**call)
 
 
 def test_values_on_the_cpu_are_checked_and_used(device):

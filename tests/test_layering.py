@@ -20,10 +20,9 @@ LAYERS = (
     ("costs", "timeline"),
     ("explanation",),
     ("planner",),
-    ("compiler", "executor"),
+    ("compiler", "executor", "operands"),
     ("drawing", "decode"),
-    ("api", "cache_executor"),
-    ("cache_arguments",),
+    ("api", "cache_executor", "cache_arguments"),
     ("cache_schedule",),
     ("kvcache",),
     ("__init__",),
@@ -44,6 +43,7 @@ USE_TORCH = (
     "executor",
     "kvcache",
     "modifiers",
+    "operands",
     "__main__",
 )
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -128,6 +129,17 @@ def test_a_walk_is_in_the_order_of_the_line(call):
             seen.append(cursor.position)
             cursor = walk.next(cursor)
         assert seen == sorted(set(seen))
+
+
+@given(calls(), st.data())
+def test_a_walk_begins_in_a_sequence_even_if_lengths_change(call, data):
+    """They may, where they are read before the kernel that appends has ended."""
+    cut, blocks, *rest = call
+    changed = [(0, data.draw(st.integers(1, 150))) for _ in blocks]
+    for walk in walks(cut, HostLengths(blocks), *rest):
+        cursor = replace(walk, lengths=HostLengths(changed)).first()
+        assert cursor.length in changed
+        assert 0 <= cursor.tile < walk.tiles and cursor.batch <= len(blocks)
 
 
 @given(st.integers(0, 3000), st.integers(1, 200))

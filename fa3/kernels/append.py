@@ -137,11 +137,17 @@ class NewTokens:
         return cutlass.min(cutlass.max(self.seqlens[sequence], 0), capacity)
 
     @cute.jit
-    def count(self, sequence) -> Int32:
-        """Tokens that a sequence gets."""
+    def begin(self, sequence) -> Int32:
+        """Where the tokens of a sequence begin: what `cu_seqlens` says, made to lie in k."""
+        return cutlass.max(cutlass.min(self.cu_seqlens[sequence], self.num_tokens), 0)
+
+    @cute.jit
+    def count(self, sequence, room) -> Int32:
+        """Tokens that a sequence gets: at most as many as there is room for."""
         if cutlass.const_expr(self.cu_seqlens is None):
-            return Int32(self.k.shape[1])
-        return cutlass.max(self.cu_seqlens[sequence + 1] - self.cu_seqlens[sequence], 0)
+            return cutlass.min(self.k.shape[1], room)
+        count = self.begin(sequence + 1) - self.begin(sequence)
+        return cutlass.max(cutlass.min(count, room), 0)
 
     @cute.jit
     def place(self, token, capacity) -> Place:
@@ -158,10 +164,10 @@ class NewTokens:
                     sequence = middle
                 else:
                     end = middle
-            nth = token - self.cu_seqlens[sequence]
-        position = self.seqlen(sequence, capacity) + nth
-        kept = nth >= 0 and nth < self.count(sequence) and position < capacity
-        return Place(sequence, position, kept)
+            nth = token - self.begin(sequence)
+        seqlen = self.seqlen(sequence, capacity)
+        kept = nth >= 0 and nth < self.count(sequence, capacity - seqlen)
+        return Place(sequence, seqlen + nth, kept)
 
     def row(self, tokens: cute.Tensor, token, place: Place, head) -> cute.Tensor:
         """One head of a token of `k` or `v`."""
@@ -290,8 +296,8 @@ class Append:
         index = block * THREADS + thread
         if part == 0:
             if index < mNewSeqlens.shape[0]:
-                seqlen = new.seqlen(index, cache.capacity) + new.count(index)
-                mNewSeqlens[index] = cutlass.min(seqlen, cache.capacity)
+                seqlen = new.seqlen(index, cache.capacity)
+                mNewSeqlens[index] = seqlen + new.count(index, cache.capacity - seqlen)
             self.append(index, new, new.k, cache, cache.k, tables)
         elif part == 1:
             self.append(index, new, new.v, cache, cache.v, None)

@@ -40,14 +40,14 @@ from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns
-from fa3.primitives.part_merge import PartMerge
+from fa3.primitives.part_merge import WARP, PartMerge
+from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
-from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
 from fa3.scores import Rules, bind
@@ -61,7 +61,8 @@ OTHER_REGISTERS = 24
 UNREFERENCED = {"bfloat16": 60.0, "float16": 5.0}
 """Largest natural logits whose exponentials P holds as they are, and fp32 their sums."""
 
-ROWS_OF_WARP = 16
+WARPS = 4
+"""Warps of a warpgroup."""
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
@@ -104,6 +105,12 @@ class Config:
     def threads(self) -> int:
         return WARPGROUP * (1 + self.consumers)
 
+    @property
+    def fragment_registers(self) -> int:
+        """Registers that a consumer thread has for fragments of S, P and O."""
+        _, registers = REGISTERS[self.consumers]
+        return registers - OTHER_REGISTERS
+
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
@@ -139,11 +146,11 @@ class Config:
             )
         check_fits(self.smem_bytes(spec), self, spec)
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
-        _, registers = REGISTERS[self.consumers]
-        if fragments > registers - OTHER_REGISTERS:
+        if fragments > self.fragment_registers:
             raise ValueError(
                 f"tile_n={self.tile_n} with head_dim_v={spec.head_dim_v} takes {fragments} "
-                f"registers a thread for S, P and O, of {registers} with tile_m={self.tile_m}"
+                f"registers a thread for S, P and O, there are {self.fragment_registers} with "
+                f"tile_m={self.tile_m}"
             )
 
 
@@ -155,6 +162,7 @@ class Operands(NamedTuple):
         lse: (batch, heads, seqlen_q), or None.
         modifiers: the tensors of the spec's scores, mask and sinks.
         parts: where parts of tiles go; None if no tile is split.
+        recorder: notes the times of every tile in an instrumented kernel.
     """
 
     q: TmaTensor
@@ -164,6 +172,7 @@ class Operands(NamedTuple):
     lse: cute.Tensor | None
     modifiers: tuple | None
     parts: PartMerge | None
+    recorder: Recorder | NoRecorder
 
 
 class SmemLayouts(NamedTuple):
@@ -194,11 +203,15 @@ class Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward kernel of one (spec, config, schedule type)."""
+    """The forward kernel of one (spec, config, schedule type).
+
+    `is_recorded` makes it the instrumented kernel, which notes when it worked on which tile.
+    """
 
     spec: AttentionSpec
     config: Config
     schedule_type: type
+    is_recorded: bool = False
 
     entry_name: ClassVar[str] = "fa3_forward"
 
@@ -247,16 +260,16 @@ class Forward:
             arguments.compact_tensor("int32", (cute.sym_int(),))
             if self.schedule_type.reads_state
             else None,
-            *(self.part_arguments() if self.schedule_type.splits else (None, None, None)),
+            *(self.part_arguments() if self.schedule_type.splits else (None, None)),
             Int32(0),
+            arguments.compact_tensor("int64", (cute.sym_int(),)) if self.is_recorded else None,
             arguments.current_stream(),
         ]
 
     def part_arguments(self) -> tuple:
-        """Workspace, records and counters of parts."""
+        """Memory and counters of parts."""
         return (
             arguments.compact_tensor("float32", (cute.sym_int64(),)),
-            arguments.compact_tensor("int32", (cute.sym_int(),)),
             arguments.compact_tensor("int32", (cute.sym_int(),)),
         )
 
@@ -276,9 +289,9 @@ class Forward:
         num_clusters: Int32,
         schedule_state: cute.Tensor | None,
         buffer: cute.Tensor | None,
-        records: cute.Tensor | None,
-        arrivals: cute.Tensor | None,
+        counters: cute.Tensor | None,
         num_slots: Int32,
+        recording: cute.Tensor | None,
         stream,
     ):
         """Launch on tensors (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen_q)."""
@@ -298,7 +311,8 @@ class Forward:
             TmaTensor.of(store, mO, layouts.o),
             mLSE,
             modifiers,
-            self.part_merge(buffer, records, arrivals, num_slots, mO, mLSE),
+            self.part_merge(buffer, counters, num_slots, mO, mLSE),
+            Recorder(recording) if self.is_recorded else NoRecorder(),
         )
         order = TileOrder(
             cute.ceil_div(mQ.shape[0], config.tile_m * config.cluster_m),
@@ -316,14 +330,12 @@ class Forward:
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
 
-    def part_merge(self, buffer, records, arrivals, num_slots, mO, mLSE) -> PartMerge | None:
+    def part_merge(self, buffer, counters, num_slots, mO, mLSE) -> PartMerge | None:
         """Where parts of tiles go: a slot has the rows of a cluster's tile."""
         if buffer is None:
             return None
         rows = self.config.tile_m * self.config.cluster_m
-        size = WorkspaceSize(0, num_slots, rows)
-        workspace = Workspace.of(buffer, size, self.spec.head_dim_v).with_records(records)
-        return PartMerge(workspace, arrivals, rows // ROWS_OF_WARP, mO, mLSE)
+        return PartMerge.of(buffer, counters, num_slots, rows, self.columns_v, mO, mLSE)
 
     def smem_layouts(self) -> SmemLayouts:
         """Where each buffer's elements lie; swizzled for WGMMA and TMA."""
@@ -540,6 +552,7 @@ class Forward:
         group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP) - 1
         rank = self.cluster_rank()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
+        recorder = operands.recorder
         mmas = Mmas.of(self.dtype, config.tile_n, self.columns_v)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
         turns = Turns(FIRST_TURN_BARRIER, config.consumers, group)
@@ -549,6 +562,7 @@ class Forward:
         cursor = schedule.first(cluster)
         while schedule.is_valid(cursor):
             unit, following = schedule.tile(cursor), schedule.next(cursor)
+            began = recorder.now()
             tile = self.tile_of(unit, rank)
             slab = tile.m_block * config.consumers + group
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
@@ -564,6 +578,7 @@ class Forward:
 
             n_block = blocks.end - 1
             k_state = attention.first(n_block, k_state)
+            started = recorder.now()
             while n_block > cutlass.max(blocks.full_end, blocks.begin):
                 n_block -= 1
                 k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
@@ -576,17 +591,22 @@ class Forward:
                     k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
             if cutlass.const_expr(config.own_o):
                 pipelines.q.consumer_release(q_state)
+            if cutlass.const_expr(self.schedule_type.splits):
+                warp = self.warp_of_tile(rank, thread_idx)
+                number = operands.parts.take_number(unit, warp)
             v_state = attention.last(v_state)
+            computed = recorder.now()
             of_rows = rules.sinks_of_rows(sinks)
             if cutlass.const_expr(self.schedule_type.splits):
-                if unit.slot < 0:
-                    self.finish_tile(
-                        operands, attention, out, rules.sinks_of_rows(sinks), tile, slab
-                    )
+                if unit.num_parts > 1:
+                    acc_O, free = attention.regs.acc_O, config.fragment_registers
+                    lse = attention.softmax.finish(as_rows_and_columns(acc_O))
+                    operands.parts.finish(acc_O, lse, coords, unit, warp, number, of_rows, free)
                 else:
-                    self.finish_part(operands.parts, attention, unit, rules.sinks_of_rows(sinks))
+                    self.finish_tile(operands, attention, out, of_rows, tile, slab)
             else:
                 self.finish_tile(operands, attention, out, of_rows, tile, slab)
+            recorder.note(thread, group, unit, blocks, (began, started, computed))
             if cutlass.const_expr(not config.own_o):
                 out.wait()
                 pipelines.q.consumer_release(q_state)
@@ -616,12 +636,8 @@ class Forward:
                     operands.lse[tile.batch, tile.head, row] = lse[r]
         out.store(acc_O, slab, tile.head, tile.batch)
 
-    @cute.jit
-    def finish_part(self, parts: PartMerge, attention: Attention, unit, sinks: tuple | None):
-        """Divide O by the part's row sums, and leave it to be merged with the other parts."""
-        acc_O, coords = as_rows_and_columns(attention.regs.acc_O), attention.rules.coords
-        lse = attention.softmax.finish(acc_O)
-        row_begin = unit.m_block * self.config.tile_m * self.config.cluster_m
-        first_row = coords.row - row_begin
-        warp = cute.arch.make_warp_uniform(first_row // ROWS_OF_WARP)
-        parts.finish(acc_O, lse, coords, unit, row_begin, warp, sinks)
+    def warp_of_tile(self, rank, thread_idx):
+        """This warp's place among the consumers of a cluster's tile."""
+        return cute.arch.make_warp_uniform(
+            (rank * self.config.consumers - 1) * WARPS + thread_idx // WARP
+        )

@@ -1,8 +1,11 @@
-"""Tiles whose keys several CTAs share: each leaves its part, and the last to come merges them.
+"""Tiles whose keys several CTAs share: all but the last to come leave their parts in memory, and
+the last adds them to its own.
 
-Warps do this on their own: a warp has 16 rows, and the warps that have the same rows of the other
-parts count on one counter. Whoever comes last, parts are added up in the order of their slots, so
-the bits of the result do not depend on it. Nobody waits for anybody.
+Warps do this on their own: a warp has 16 rows, and the warps that have the same rows of a tile's
+parts count on one counter. Each takes a number when its part is nearly done. Whoever gets the
+last one keeps its part in registers and waits until the others have left theirs; those wait for
+nobody, so this ends. Parts are added up in the order of their slots: the bits of the result do
+not depend on who was last.
 """
 
 import math
@@ -10,16 +13,34 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.fragments import convert
+from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import store_row
 from fa3.primitives.softmax import finite
-from fa3.primitives.vectors import vector_of
-from fa3.primitives.workspace import Workspace
 
 LOG2_E = math.log2(math.e)
+
+WARP = 32
+ROWS_OF_WARP = 16
+ROWS_OF_THREAD = 2
+
+VECTOR = 4
+"""Numbers that a thread moves at once; of an accumulator, two columns of both its rows."""
+
+HAS_COME, HAS_LEFT = 1, 1 << 16
+"""What a warp adds to its counter when it takes a number, and when its part is in memory."""
+
+
+def numbers_of_parts(num_slots: int, rows: int, columns: int) -> int:
+    """Numbers of float32 that the parts of tiles take."""
+    return num_slots * (rows // ROWS_OF_WARP) * (vectors_of(columns) + 1) * WARP * VECTOR
+
+
+def vectors_of(columns: int) -> int:
+    """Vectors of a thread's part of O."""
+    return columns * ROWS_OF_WARP // (WARP * VECTOR)
 
 
 @dataclass(frozen=True)
@@ -27,120 +48,213 @@ class PartMerge:
     """Where parts and merged tiles go.
 
     Fields:
-        workspace: the parts, and a record of every tile that has some.
-        arrivals: (records * warps,) int32; 0 before a launch and after it.
+        parts: (VECTOR, lanes, vectors + 1, warps, num_slots) float32: O as threads hold it,
+            normalised by itself, and in the last vector the log-sum-exps of a thread's rows to
+            the base of 2.
+        counters: (num_slots * warps,) int32, 0 before a launch and after it; those of a tile's
+            first slot count.
         warps: warps that share a tile.
         out: (seqlen_q, head_dim_v, heads, batch).
         lse: (batch, heads, seqlen_q), or None.
     """
 
-    workspace: Workspace
-    arrivals: cute.Tensor
+    parts: cute.Tensor
+    counters: cute.Tensor
     warps: int
     out: cute.Tensor
     lse: cute.Tensor | None
 
+    @classmethod
+    def of(
+        cls,
+        buffer: cute.Tensor,
+        counters: cute.Tensor,
+        num_slots: Int32,
+        rows: int,
+        columns: int,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+    ) -> "PartMerge":
+        """Lay out a buffer of `numbers_of_parts` for tiles of (rows, columns)."""
+        warps = rows // ROWS_OF_WARP
+        layout = cute.make_ordered_layout(
+            (VECTOR, WARP, vectors_of(columns) + 1, warps, Int64(num_slots)), order=(0, 1, 2, 3, 4)
+        )
+        return cls(
+            cute.make_tensor(buffer.iterator.align(16), layout),
+            counters,
+            warps,
+            out,
+            lse,
+        )
+
+    @cute.jit
+    def take_number(self, unit, warp: Int32) -> Int32:
+        """Say that a part is nearly done; return how many have said so before, in lane 0."""
+        number = Int32(0)
+        if unit.num_parts > 1 and cute.arch.lane_idx() == 0:
+            number = cute.arch.atomic_add(
+                self.counter(unit, warp), Int32(HAS_COME), sem="relaxed", scope="gpu"
+            )
+        return number
+
+    def counter(self, unit, warp: Int32) -> cute.Pointer:
+        return self.counters.iterator + (unit.first_slot * self.warps + warp)
+
     @cute.jit
     def finish(
         self,
-        acc: cute.Tensor,
+        acc_O: cute.Tensor,
         lse: cute.Tensor,
         coords: ScoreCoords,
         unit,
-        row_begin: Int32,
+        warp: Int32,
+        number: Int32,
+        sinks: tuple | None,
+        registers: cutlass.Constexpr,
+    ):
+        """Leave a part, or merge the tile and write it where it belongs if this is the last.
+
+        Args:
+            acc_O: an accumulator, normalised by itself, and `lse` its rows' log-sum-exps.
+            unit: the part.
+            warp: this warp's place among those of the tile.
+            number: what `take_number` gave.
+            sinks: the rows' sinks as powers of two.
+            registers: those of a thread that parts may take.
+        """
+        if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < unit.num_parts - 1:
+            self.leave(acc_O, lse, unit, warp)
+        else:
+            self.await_others(unit, warp)
+            merged_lse = self.merge(acc_O, lse, unit, warp, sinks, registers)
+            self.store(acc_O, merged_lse, coords)
+
+    @cute.jit
+    def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, unit, warp: Int32):
+        """Write a part to memory, and say that it is there."""
+        lane = cute.arch.lane_idx()
+        vectors = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(VECTOR))
+        count = cute.size(vectors, mode=[1])
+        for i in cutlass.range_constexpr(count):
+            cute.autovec_copy(vectors[None, i], self.parts[None, lane, i, warp, unit.slot])
+        log_sums = cute.make_rmem_tensor(VECTOR, Float32)
+        log_sums.fill(0.0)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            log_sums[r] = lse[r] * LOG2_E
+        cute.autovec_copy(log_sums, self.parts[None, lane, count, warp, unit.slot])
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.atomic_add(
+                self.counter(unit, warp), Int32(HAS_LEFT), sem="release", scope="gpu"
+            )
+
+    @cute.jit
+    def await_others(self, unit, warp: Int32):
+        """Wait until all other parts are in memory, and set their counter back."""
+        counter, count = self.counter(unit, warp), Int32(0)
+        while count // HAS_LEFT < unit.num_parts - 1:
+            count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.store(counter, Int32(0), sem="relaxed", scope="gpu")
+
+    @cute.jit
+    def merge(
+        self,
+        acc_O: cute.Tensor,
+        lse: cute.Tensor,
+        unit,
+        warp: Int32,
+        sinks: tuple | None,
+        registers: cutlass.Constexpr,
+    ) -> cute.Tensor:
+        """Add the other parts to this one in acc_O; return the tile's log-sum-exps."""
+        own = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(VECTOR))
+        vectors = cute.size(own, mode=[1])
+        merged_lse = cute.make_rmem_tensor(ROWS_OF_THREAD, Float32)
+        step = vectors_at_once(vectors, registers)
+        for begin in cutlass.range_constexpr(0, vectors, step):
+            mine = cute.local_tile(own, (VECTOR, step), (0, begin // step))
+            self.merge_vectors(mine, begin, lse, merged_lse, unit, warp, sinks)
+        return merged_lse
+
+    @cute.jit
+    def merge_vectors(
+        self,
+        own: cute.Tensor,
+        begin: cutlass.Constexpr,
+        lse: cute.Tensor,
+        merged_lse: cute.Tensor,
+        unit,
         warp: Int32,
         sinks: tuple | None,
     ):
-        """Leave a part, O normalised by itself (rows, columns) with its log-sum-exps, and merge
-        the tile if it was the last.
-
-        Args:
-            unit: the part, with `slot` and `record`.
-            row_begin: the tile's first row.
-            warp: this warp's place among those of the tile.
-            sinks: the rows' sinks as powers of two.
-        """
-        num_rows = cute.size(lse)
-        for r in cutlass.range_constexpr(num_rows):
-            row = coords.query(r) - row_begin
-            store_row(acc[r, None], self.workspace.o[unit.slot, row, None], coords.column)
-            if coords.column == 0:
-                self.workspace.lse[unit.slot, row] = lse[r]
-        first, count = (self.workspace.records[unit.record, i] for i in (3, 4))
-        if self.is_last(unit.record * self.warps + warp, count):
-            for r in cutlass.range_constexpr(num_rows):
-                sink = None if sinks is None else sinks[r]
-                row = coords.query(r) - row_begin
-                self.merge_row(acc[r, None], coords, r, row, (first, count), sink)
-
-    @cute.jit
-    def is_last(self, index: Int32, count: Int32):
-        """Publish what this warp wrote; return whether all the others of `count` have come."""
+        """Merge vectors from `begin` on of all parts, this one's `own` among them, into `own`."""
         lane = cute.arch.lane_idx()
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.sync_warp()
-        before = Int32(0)
-        if lane == 0:
-            counter = self.arrivals.iterator + index
-            before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            if before == count - 1:
-                self.arrivals[index] = 0
-        before = cute.arch.shuffle_sync(before, 0)
-        cute.arch.fence_acq_rel_gpu()
-        return before == count - 1
-
-    @cute.jit
-    def merge_row(
-        self,
-        merged: cute.Tensor,
-        coords: ScoreCoords,
-        r: cutlass.Constexpr,
-        row: Int32,
-        slots: tuple,
-        sink: Float32 | None,
-    ):
-        """Merge this thread's part of row r of the tile, into `merged` and to where it belongs."""
-        first, count = slots
+        rows = range(ROWS_OF_THREAD)
         # Of the scores' sums: the largest so far, and what all count relative to it.
-        maximum, total = -Float32.inf, Float32(0.0)
-        if cutlass.const_expr(sink is not None):
-            maximum, total = sink, Float32(1.0)
+        maximum, total = (cute.make_rmem_tensor(ROWS_OF_THREAD, Float32) for _ in range(2))
+        maximum.fill(-Float32.inf)
+        total.fill(0.0)
+        if cutlass.const_expr(sinks is not None):
+            for r in rows:
+                maximum[r], total[r] = sinks[r], Float32(1.0)
+        merged, part = (cute.make_rmem_tensor(own.shape, Float32) for _ in range(2))
         merged.fill(0.0)
-        loaded = cute.make_rmem_tensor_like(merged)
-        loaded.fill(0.0)
-        # Two parts at a time are on their way from L2.
-        for i in cutlass.range(count, unroll=2):
-            log2_sum = self.workspace.lse[first + i, row] * LOG2_E
-            load_row(self.workspace.o[first + i, row, None], coords.column, loaded)
-            larger = cute.arch.fmax(maximum, log2_sum)
-            reference = finite(larger)
-            correction = cute.math.exp2(maximum - reference, fastmath=True)
-            weight = cute.math.exp2(log2_sum - reference, fastmath=True)
-            maximum, total = larger, total * correction + weight
-            merged.store(merged.load() * correction + loaded.load() * weight)
-        reference = finite(maximum)
-        hidden = total == 0.0
-        inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(total)
-        merged.store(merged.load() * inverse)
-        query, head = coords.query(r), coords.head_of(r)
-        if query < self.out.shape[0]:
-            converted = cute.make_rmem_tensor_like(merged, self.out.element_type)
-            convert(merged, converted)
-            store_row(converted, self.out[query, None, head, coords.batch], coords.column)
-            if cutlass.const_expr(self.lse is not None):
-                log_sum = (reference + cute.math.log2(total, fastmath=True)) * math.log(2.0)
-                self.store_lse(-Float32.inf if hidden else log_sum, coords, r)
+        log_sums = cute.make_rmem_tensor(VECTOR, Float32)
+        log_sums.fill(0.0)
+        for i in cutlass.range(unit.num_parts):
+            slot = unit.first_slot + i
+            if slot == unit.slot:
+                part.store(own.load())
+                for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                    log_sums[r] = lse[r] * LOG2_E
+            else:
+                for n in cutlass.range_constexpr(cute.size(own, mode=[1])):
+                    cute.autovec_copy(self.parts[None, lane, begin + n, warp, slot], part[None, n])
+                last = cute.size(self.parts, mode=[2]) - 1
+                cute.autovec_copy(self.parts[None, lane, last, warp, slot], log_sums)
+            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                larger = cute.arch.fmax(maximum[r], log_sums[r])
+                reference = finite(larger)
+                correction = cute.math.exp2(maximum[r] - reference, fastmath=True)
+                weight = cute.math.exp2(log_sums[r] - reference, fastmath=True)
+                maximum[r], total[r] = larger, total[r] * correction + weight
+                of_row, added = row_of(merged, r), row_of(part, r)
+                of_row.store(of_row.load() * correction + added.load() * weight)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            hidden = total[r] == 0.0
+            inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(total[r])
+            row_of(own, r).store(row_of(merged, r).load() * inverse)
+            log2_sum = finite(maximum[r]) + cute.math.log2(total[r], fastmath=True)
+            merged_lse[r] = -Float32.inf if hidden else log2_sum * math.log(2.0)
 
     @cute.jit
-    def store_lse(self, log_sum: Float32, coords: ScoreCoords, r: cutlass.Constexpr):
-        """Write the log-sum-exp of row r; one thread of the four that share it does."""
-        if coords.column == 0:
-            self.lse[coords.batch, coords.head_of(r), coords.query(r)] = log_sum
+    def store(self, acc_O: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords):
+        """Write a merged tile's rows and their log-sum-exps."""
+        rows = as_rows_and_columns(acc_O)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            query = coords.query(r)
+            if query < self.out.shape[0]:
+                row = rows[r, None]
+                converted = cute.make_rmem_tensor(row.shape, self.out.element_type)
+                convert(row, converted)
+                place = self.out[query, None, coords.head, coords.batch]
+                store_row(converted, place, coords.column)
+                if cutlass.const_expr(self.lse is not None):
+                    # One thread of the four that share a row.
+                    if coords.column == 0:
+                        self.lse[coords.batch, coords.head, query] = lse[r]
 
 
-@cute.jit
-def load_row(row: cute.Tensor, column: Int32, values: cute.Tensor):
-    """Read what `store_row` wrote."""
-    pairs = cute.logical_divide(cute.flatten(values), cute.make_layout(2))
-    for i in cutlass.range_constexpr(row.shape[0] // 8):
-        cute.autovec_copy(vector_of(row, 4 * i + column // 2, 2), pairs[None, i])
+def row_of(vectors: cute.Tensor, r: int) -> cute.Tensor:
+    """A thread's part of a row in vectors (VECTOR, count)."""
+    pairs = cute.logical_divide(vectors, (cute.make_layout(VECTOR // ROWS_OF_THREAD), None))
+    return pairs[(None, r), None]
+
+
+def vectors_at_once(vectors: int, registers: int) -> int:
+    """Vectors to merge at a time: as many as fit into registers twice beside all of a part."""
+    free = (registers - VECTOR * vectors) // (2 * VECTOR)
+    return next(n for n in range(vectors, 0, -1) if vectors % n == 0 and n <= free)

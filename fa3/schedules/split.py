@@ -255,6 +255,8 @@ class Walk:
         num_blocks = self.lengths.num_blocks(length)
         tile = (position - batch_begin) // num_blocks
         block = position - batch_begin - tile * num_blocks
+        # The length may have changed since the search, if it is read early.
+        tile = smaller(tile, self.tiles - 1)
         cursor = Cursor(position, batch, tile, block, length, self.read(batch + 1))
         return self.advance(cursor, self.cut.begin(block, num_blocks) - block)
 

@@ -14,14 +14,17 @@ from fa3.schedules.tiles import Planned, TileOrder
 END = -1
 """Stands behind the last unit of every cluster."""
 
-WHOLE = -1
-"""The slot of a unit that is a whole tile: its output goes where it belongs."""
+WHOLE = 1
+"""The `part` of a unit that is a whole tile: its output goes where it belongs."""
 
-UNIT_FIELDS = 5
-"""Integers of a unit in the table: tile number, first key block, end key block, slot, record."""
+UNIT_FIELDS = 4
+"""Integers of a unit in the table: its tile's number, then those of `Unit` behind the tile."""
 
-RECORD_FIELDS = 8
-"""Integers of a record, as `fa3.primitives.workspace` lays them out."""
+MOST_PARTS = 256
+"""One more than the parts that a tile may have."""
+
+TRIES = 4
+"""Steps of the search for the level to which clusters are filled."""
 
 SHORTEST = 2
 """Key blocks of the shortest part: a shorter one costs more than it evens out."""
@@ -30,8 +33,9 @@ SHORTEST = 2
 class Unit(NamedTuple):
     """A part of a tile: its key blocks [first_block, end_block).
 
-    `slot` is where the part's output and log-sum-exp go, and `record` says where those of the
-    other parts are; `WHOLE` if there are none.
+    Fields:
+        part: `num_parts` + MOST_PARTS * (which of them this is + MOST_PARTS * `slot`). One
+            number, since it stays in a register while the unit is worked on.
     """
 
     m_block: int
@@ -39,8 +43,22 @@ class Unit(NamedTuple):
     batch: int
     first_block: int
     end_block: int
-    slot: int
-    record: int
+    part: int
+
+    @property
+    def num_parts(self):
+        """Parts of the tile; 1 if it is whole."""
+        return self.part % MOST_PARTS
+
+    @property
+    def slot(self):
+        """Where the part's output and log-sum-exp go, if there are others."""
+        return self.part // MOST_PARTS**2
+
+    @property
+    def first_slot(self):
+        """The slot of the tile's first part; the others follow in the order of their keys."""
+        return self.slot - self.part // MOST_PARTS % MOST_PARTS
 
 
 class Cursor(NamedTuple):
@@ -50,8 +68,7 @@ class Cursor(NamedTuple):
     index: int
     first_block: int
     end_block: int
-    slot: int
-    record: int
+    part: int
 
 
 class KeyRanges(NamedTuple):
@@ -83,15 +100,15 @@ class SplitTiles(Planned):
     """Each cluster has a column of units in a table, worked on from the top down to `END`.
 
     Fields:
-        table: (rounds, num_clusters, 5) int32, flat in row order: a numpy array on the host, a
+        table: (rounds, num_clusters, 4) int32, flat in row order: a numpy array on the host, a
             tensor on the device.
-        records: (tiles in parts, 8) int32: m_block, head, batch, first slot, parts; host only.
+        num_slots: parts of tiles; host only.
     """
 
     order: TileOrder
     num_clusters: int
     table: np.ndarray
-    records: np.ndarray | None = None
+    num_slots: int = 0
 
     reads_state: ClassVar[bool] = True
     splits: ClassVar[bool] = True
@@ -106,22 +123,13 @@ class SplitTiles(Planned):
         first, end = ranges.first_blocks[tiles].copy(), ranges.end_blocks[tiles].copy()
         end[whole:] = first[whole:] + pieces.end
         first[whole:] += pieces.first
-        parts = np.bincount(tiles, minlength=order.num_tiles)
-        is_part = parts[tiles] > 1
-        slots = np.where(is_part, np.cumsum(is_part) - 1, WHOLE)
-        owners = np.concatenate((dealt, pieces.owner))
-        split = np.flatnonzero(parts > 1)
-        of_tile = np.full(order.num_tiles, WHOLE)
-        of_tile[split] = np.arange(len(split))
-        units = np.stack((tiles, first, end, slots, of_tile[tiles]), axis=1)
-        table = cls.table_of(units, owners, num_clusters)
-        records = np.zeros((len(split), RECORD_FIELDS), np.int32)
-        counts = parts[split]
-        for row, tile in enumerate(split.tolist()):
-            records[row, :3] = order.tile(tile)
-        records[:, 3] = np.cumsum(counts) - counts
-        records[:, 4] = counts
-        return cls(order, num_clusters, table, records)
+        num_parts = np.bincount(tiles, minlength=order.num_tiles)[tiles]
+        is_part = num_parts > 1
+        which, slot = np.arange(len(tiles)) - np.searchsorted(tiles, tiles), np.cumsum(is_part) - 1
+        part = np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), WHOLE)
+        units = np.stack((tiles, first, end, part), axis=1)
+        table = cls.table_of(units, np.concatenate((dealt, pieces.owner)), num_clusters)
+        return cls(order, num_clusters, table, int(is_part.sum()))
 
     @staticmethod
     def table_of(units: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:
@@ -132,11 +140,6 @@ class SplitTiles(Planned):
         table = np.full((counts.max(initial=0) + 1, num_clusters, UNIT_FIELDS), END, np.int32)
         table[rows, owners[by_owner]] = units[by_owner]
         return table.reshape(-1)
-
-    @property
-    def num_slots(self) -> int:
-        """Parts of tiles."""
-        return int(self.records[:, 4].sum())
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "SplitTiles":
@@ -182,26 +185,43 @@ def deal_whole_tiles(
 
 
 def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Pieces:
-    """Lay tiles end to end and cut them into a stretch for each cluster (wrap-around rule).
+    """Lay tiles end to end and cut them into a stretch for each cluster, of one length in time."""
+    lengths, clusters = blocks.tolist(), loads.tolist()
+    level = too_low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
+    while (pieces := fill(lengths, clusters, ranges, level)) is None:
+        too_low, level = level, level + ranges.unit + 2 * ranges.part + SHORTEST
+    for _ in range(TRIES):
+        between = (too_low + level) / 2
+        found = fill(lengths, clusters, ranges, between)
+        if found is None:
+            too_low = between
+        else:
+            level, pieces = between, found
+    columns = np.array(pieces, np.int64).reshape(-1, len(Pieces._fields)).T
+    return Pieces(*columns)
 
-    A stretch may begin and end inside a tile; what a part costs is counted once for each.
+
+def fill(
+    lengths: list[int], loads: list[float], ranges: KeyRanges, level: float
+) -> list[tuple[int, int, int, int]] | None:
+    """Fill one cluster after the other up to a level with tiles, and parts where they end.
+
+    Returns:
+        `Pieces`, one by one; None if the clusters cannot take all tiles.
     """
-    none = np.empty(0, np.int64)
-    if not len(blocks):
-        return Pieces(none, none, none, none)
-    times = blocks + ranges.unit
-    level = (loads.sum() + times.sum()) / len(loads) + ranges.unit + ranges.part
-    gaps = np.maximum(level - loads - ranges.unit - ranges.part, 0.0)
-    cuts = np.cumsum(gaps * (times.sum() / gaps.sum()))[:-1]
-    starts = np.cumsum(times) - times
-    tile = np.searchsorted(starts, cuts, side="right") - 1
-    inside = np.rint(cuts - starts[tile] - ranges.unit).astype(np.int64)
-    inside = np.where(inside < SHORTEST, 0, inside)
-    inside = np.where(inside > blocks[tile] - SHORTEST, blocks[tile], inside)
-    first_block = np.cumsum(blocks) - blocks
-    borders = first_block[tile] + inside
-    begins = np.union1d(first_block, borders[borders < blocks.sum()])
-    ends = np.append(begins[1:], blocks.sum())
-    tile = np.searchsorted(first_block, begins, side="right") - 1
-    owner = np.searchsorted(borders, begins, side="right")
-    return Pieces(tile, begins - first_block[tile], ends - first_block[tile], owner)
+    unit, part = ranges.unit, ranges.part
+    pieces, tile, begin = [], 0, 0
+    for owner, load in enumerate(loads):
+        room = level - load
+        while tile < len(lengths):
+            rest = lengths[tile] - begin
+            cost = rest + unit + (part if begin else 0.0)
+            if cost > room:
+                some = min(int(room - unit - part), rest - SHORTEST)
+                if some >= SHORTEST:
+                    pieces.append((tile, begin, begin + some, owner))
+                    begin += some
+                break
+            pieces.append((tile, begin, lengths[tile], owner))
+            tile, begin, room = tile + 1, 0, room - cost
+    return pieces if tile == len(lengths) else None
