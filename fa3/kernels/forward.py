@@ -327,6 +327,7 @@ class Forward:
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
 
@@ -360,14 +361,18 @@ class Forward:
                 cpasync.prefetch_descriptor(tma.atom)
         smem, pipelines, schedule = self.setup_shared_memory(schedule)
         cluster, _, _ = cute.arch.cluster_idx()
+        # All that does not depend on the kernel before; a tile order lay there long ago.
+        cursor = schedule.first(cluster)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         producer_registers, consumer_registers = REGISTERS[config.consumers]
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
-                self.load(operands, smem, pipelines, sequence, schedule.for_producer(), cluster)
+                self.load(operands, smem, pipelines, sequence, schedule.for_producer(), cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.mma(operands, smem, pipelines, softmax_scale, sequence, schedule, cluster)
+            self.mma(operands, smem, pipelines, softmax_scale, sequence, schedule, cursor)
 
     @cute.jit
     def setup_shared_memory(self, schedule):
@@ -462,16 +467,15 @@ class Forward:
         pipelines: Pipelines,
         sequence,
         schedule,
-        cluster,
+        cursor,
     ):
         """Stream Q, K and V of every tile into shared memory, in the consumers' order."""
         config = self.config
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
-        cursor = schedule.first(cluster)
         while schedule.is_valid(cursor):
-            unit, following = schedule.tile(cursor), schedule.next(cursor)
+            unit = schedule.tile(cursor)
             tile = self.tile_of(unit, rank)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), unit, sequence)
             load_k = self.block_loader(operands.k, smem.k, pipelines.k, tile, rank)
@@ -484,8 +488,8 @@ class Forward:
                 k_state = load_k(n_block - 1, k_state)
                 v_state = load_v(n_block, v_state)
                 n_block -= 1
+            cursor = schedule.next(cursor)
             v_state = load_v(n_block, v_state)
-            cursor = following
         schedule.finish()
         if cutlass.const_expr(config.cluster > 1):
             # Stay until the peer has released what this CTA sent: it signals barriers in here.
@@ -543,7 +547,7 @@ class Forward:
         softmax_scale: Float32,
         sequence: Sequence,
         schedule,
-        cluster,
+        cursor,
     ):
         """Work on this warpgroup's 64 rows of every tile."""
         config = self.config
@@ -559,9 +563,8 @@ class Forward:
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
-        cursor = schedule.first(cluster)
         while schedule.is_valid(cursor):
-            unit, following = schedule.tile(cursor), schedule.next(cursor)
+            unit = schedule.tile(cursor)
             began = recorder.now()
             tile = self.tile_of(unit, rank)
             slab = tile.m_block * config.consumers + group
@@ -594,6 +597,7 @@ class Forward:
             if cutlass.const_expr(self.schedule_type.splits):
                 warp = self.warp_of_tile(rank, thread_idx)
                 number = operands.parts.take_number(unit, warp)
+            cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
             computed = recorder.now()
             of_rows = rules.sinks_of_rows(sinks)
@@ -611,7 +615,6 @@ class Forward:
                 out.wait()
                 pipelines.q.consumer_release(q_state)
             q_state.advance()
-            cursor = following
         turns.finish()
         out.wait()
 

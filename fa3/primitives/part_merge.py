@@ -243,9 +243,13 @@ class PartMerge:
                 place = self.out[query, None, coords.head, coords.batch]
                 store_row(converted, place, coords.column)
                 if cutlass.const_expr(self.lse is not None):
-                    # One thread of the four that share a row.
-                    if coords.column == 0:
-                        self.lse[coords.batch, coords.head, query] = lse[r]
+                    self.store_lse(lse[r], coords, query)
+
+    @cute.jit
+    def store_lse(self, lse: Float32, coords: ScoreCoords, query: Int32):
+        """Write the log-sum-exp of a row; one thread of the four that share it does."""
+        if coords.column == 0:
+            self.lse[coords.batch, coords.head, query] = lse
 
 
 def row_of(vectors: cute.Tensor, r: int) -> cute.Tensor:

@@ -37,7 +37,7 @@ class Mailbox(NamedTuple):
 class Dynamic:
     """As many CTAs as the GPU holds take tiles from a counter in device memory.
 
-    The producer fetches while the CTA works on the tile before, and tells the consumers. Whoever
+    The producer fetches while the consumers still work on the tile before, and tells them. Whoever
     leaves last sets the counters back, so that the next launch, or replay of a graph, finds
     zeros. On the host, where nothing takes time, tiles go round.
 

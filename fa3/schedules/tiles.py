@@ -82,8 +82,8 @@ class Schedule(Protocol):
 
     Host half: how many clusters to launch, and the table that the device half reads, if any.
     Device half: `first`, `next`, `is_valid`, `tile`; a cursor says where a cluster stands. The
-    producer and every consumer of a CTA walk the same tiles. The kernel calls `next` before it
-    works on a tile: a schedule can fetch ahead.
+    producer and every consumer of a CTA walk the same tiles. Each calls `next` when the last
+    block of its tile is on the way: whatever `next` reads arrives under the work that is left.
     """
 
     reads_state: ClassVar[bool]
@@ -143,6 +143,5 @@ def walk(schedule: Schedule, cluster: int) -> Iterator[Tile]:
     """Yield the tiles of one cluster in the order in which the kernel works on them."""
     cursor = schedule.first(cluster)
     while schedule.is_valid(cursor):
-        following = schedule.next(cursor)
         yield schedule.tile(cursor)
-        cursor = following
+        cursor = schedule.next(cursor)
