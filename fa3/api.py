@@ -114,7 +114,7 @@ class Parts:
 
     @classmethod
     def of(cls, plan: Plan) -> "Parts":
-        num_slots, rows = plan.schedule.num_slots, plan.config.tile_m * plan.config.cluster_m
+        num_slots, rows = plan.schedule.num_slots, plan.config.tile_m * plan.config.cluster
         columns = padded(plan.problem.spec.head_dim_v)
         return cls(
             numbers_of_parts(num_slots, rows, columns),

@@ -315,7 +315,7 @@ def bytes_moved(
     spilled = max(0, section - gpu.l2_bytes)
     sections = order.num_heads * order.batch / order.heads_per_section
     again = sections * max(0.0, waves - 1) * spilled
-    rows = config.tile_m * config.cluster_m
+    rows = config.tile_m * config.cluster
     # Partial outputs and their log-sum-exp, written and read again.
     partials = units.num_partial * rows * (spec.head_dim_v + 1) * 4 * 2
     return problem.bytes + again + partials

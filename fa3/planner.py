@@ -385,7 +385,7 @@ def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> 
     A stretch counts its tiles' prologues as key blocks. It is one part, and two if it ends in
     a tile of which the next stretch has the rest.
     """
-    if config.cluster_h > 1 or problem.spec.has_user_functions:
+    if problem.spec.has_user_functions:
         return None
     tile = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
     whole = units_of_tiles(problem, config, order)
@@ -435,8 +435,6 @@ def make_schedule(
             raise ValueError("schedule 'dynamic' needs a config without a cluster")
         return Dynamic(order, clusters)
     if kind is SplitTiles:
-        if config.cluster_h > 1:
-            raise ValueError("schedule 'split' needs a config with cluster_h=1")
         return SplitTiles.cut(order, lanes, key_ranges(problem, gpu, config, order))
     times = tile_times(problem, gpu, config, order)
     if arrange is None:

@@ -51,15 +51,19 @@ def test_parts_of_tiles(shape, head_dim, window, device):
     window = tighten(window, seqlen_q, seqlen_k)
     problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, window)
     q, k, v = make_operands(problem, device=device)
-    for cluster_m in (1, 2):
-        plan = plan_of(problem, "split", cluster_m=cluster_m)
+    clusters = [{}, {"cluster_m": 2}] + [{"cluster_h": 2}] * (ratio % 2 == 0)
+    for cluster in clusters:
+        plan = plan_of(problem, "split", **cluster)
         out, lse = attend(q, k, v, window, plan=plan)
         check_attention(out, lse, q, k, v, window=window)
 
 
 def test_parts_exist_in_these_tests():
-    problem = make_problem(1, 2048, 2048, 1, 8, 128, CAUSAL)
-    assert plan_of(problem, "split").schedule.num_slots > 100
+    problems = [
+        make_problem(*shape, head_dim, CAUSAL) for shape in FEW_TILES for head_dim in HEAD_DIMS
+    ]
+    parts = [plan_of(problem, "split").schedule.num_slots for problem in problems]
+    assert sum(count > 100 for count in parts) >= len(parts) // 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

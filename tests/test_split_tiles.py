@@ -11,6 +11,7 @@ from problems import make_operands, make_problem, windows
 from reference import check_attention
 
 import fa3
+from fa3.kernels.forward import Config
 from fa3.masks import Sequence
 from fa3.planner import H200, choose_config, plan_forward
 from fa3.problem import Window
@@ -124,8 +125,11 @@ def test_parts_merge_to_attention(window):
     check_attention(out, lse, q, k, v, window=window)
 
 
-def test_pairs_of_heads_cannot_be_split():
-    problem = make_problem(1, 300, 300, 1, 2, 128)
-    config = fa3.kernels.forward.Config(128, 128, cluster_h=2)
-    with pytest.raises(ValueError, match="cluster_h"):
-        plan_forward(problem, config=config, schedule="split")
+@pytest.mark.parametrize("cluster", [{"cluster_m": 2}, {"cluster_h": 2}], ids=str)
+def test_parts_of_clusters_merge_to_attention(cluster):
+    problem = make_problem(1, 300, 4000, 1, 2, 64, Window(right=0))
+    q, k, v = make_operands(problem)
+    plan = plan_forward(problem, config=Config(128, 128, **cluster), schedule="split")
+    assert plan.schedule.num_slots > 0
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, plan=plan)
+    check_attention(out, lse, q, k, v, window=Window(right=0))

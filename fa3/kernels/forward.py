@@ -217,8 +217,6 @@ class Forward:
 
     def __post_init__(self):
         self.config.validate(self.spec)
-        if self.schedule_type.splits and self.config.cluster_h > 1:
-            raise ValueError("a schedule that splits tiles needs cluster_h=1")
         if self.schedule_type.shared_words and self.config.cluster > 1:
             raise ValueError("a schedule whose CTAs take tiles one by one needs no cluster")
 
@@ -332,10 +330,10 @@ class Forward:
         )
 
     def part_merge(self, buffer, counters, num_slots, mO, mLSE) -> PartMerge | None:
-        """Where parts of tiles go: a slot has the rows of a cluster's tile."""
+        """Where parts of tiles go: a slot has the rows of a cluster's CTAs."""
         if buffer is None:
             return None
-        rows = self.config.tile_m * self.config.cluster_m
+        rows = self.config.tile_m * self.config.cluster
         return PartMerge.of(buffer, counters, num_slots, rows, self.columns_v, mO, mLSE)
 
     def smem_layouts(self) -> SmemLayouts:
@@ -640,7 +638,7 @@ class Forward:
         out.store(acc_O, slab, tile.head, tile.batch)
 
     def warp_of_tile(self, rank, thread_idx):
-        """This warp's place among the consumers of a cluster's tile."""
+        """This warp's place among the consumers of a cluster."""
         return cute.arch.make_warp_uniform(
             (rank * self.config.consumers - 1) * WARPS + thread_idx // WARP
         )
