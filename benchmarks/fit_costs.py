@@ -54,16 +54,16 @@ START = Costs(
     source={},
     schedules=(),
     bytes_per_us=4_300_000,
-    launch_us=3.0,
+    launch_us=1.5,
     unit_us={"single": 1.5},
-    call_us={"split": 3.0},
-    partial_us=1.0,
+    call_us={"split": 1.0},
+    partial_us=1.5,
     tiles={},
     rule=Rule(tensor=0.00055, exponential=0.0004, masked=1.3, tile_us=1.2, steady=1.14),
 )
 """Where a fit starts and what holds it: bandwidth of a device-to-device copy; what a tile costs
-more with one tile a CTA, from docs/experiments.md (d128 causal 2k and 8k: 1.4 to 1.6 us); a second
-launch for the kernel that merges parts; the rest by rough count."""
+more with one tile a CTA (d128 causal 2k and 8k: 1.4 to 1.6 us), what a part takes to be left, and
+a call to merge its last parts, all three from docs/experiments.md; the rest by rough count."""
 
 REFERENCE_SCHEDULE = "list"
 """What other schedules add to a unit of work is counted from this one."""

@@ -9,8 +9,8 @@
     launch    what a launch takes when kernels follow each other, and what the schedule adds.
 
 Times hold at the clock of short bursts. Under steady load the power cap lowers the clock, the less
-so the more SMs idle: with every SM busy compute takes `steady` times as long; power follows the
-busy SMs and the 2.5th power of the clock.
+so the less of the time SMs work on key blocks: with every SM at it all the time, compute takes
+`steady` times as long; power follows that share and the 2.5th power of the clock.
 
 The parameters are data: `costs_h200.json`, written by `benchmarks.fit_costs`.
 """
@@ -404,8 +404,9 @@ def predict(
         burst = makespan(times, lanes)
     else:
         burst = float(np.bincount(units.owner, times).max(initial=0.0))
-    busy = float(times.sum()) * config.cluster / (gpu.num_sms * burst) if burst else 0.0
-    slowdown = max(1.0, tile.steady * busy ** (1 / POWER_EXPONENT))
+    of_all = config.cluster / (gpu.num_sms * burst) if burst else 0.0
+    of_blocks = float(tile._replace(tile_us=0.0).us(units.full, units.masked).sum())
+    slowdown = max(1.0, tile.steady * (of_blocks * of_all) ** (1 / POWER_EXPONENT))
     memory_us = bytes_moved(problem, gpu, config, order, units) / costs.bytes_per_us
     launch_us = costs.launch_us + costs.call_us.get(schedule, 0.0)
     return Prediction(
@@ -416,7 +417,7 @@ def predict(
         launch_us,
         float(times.max(initial=0.0)) * slowdown,
         len(times) / lanes,
-        busy,
+        float(times.sum()) * of_all,
     )
 
 

@@ -111,6 +111,9 @@ FEW_TILES = 8
 """Query tiles of a head below which an odd one costs a cluster of two more than it saves."""
 
 
+FEW_WAVES = 2
+"""Tiles for each cluster up to which parts are laid out to be compared: it takes a while."""
+
 MARGIN = 0.03
 """How much faster a way to run must be predicted than what the table says, to be taken."""
 
@@ -380,13 +383,16 @@ def dealt_back_and_forth(problem: Problem, gpu: Gpu, config: Config, order: Tile
 
 
 def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
-    """Tiles of `SplitTiles`: a stretch for each cluster, all of one length.
+    """Tiles of `SplitTiles`: exactly if they are few, else a stretch for each cluster, all of one
+    length.
 
     A stretch counts its tiles' prologues as key blocks. It is one part, and two if it ends in
     a tile of which the next stretch has the rest.
     """
     if problem.spec.has_user_functions:
         return None
+    if order.num_tiles <= FEW_WAVES * gpu.num_sms // config.cluster:
+        return units_of_parts(problem, config, split_tiles(problem, gpu, config, order))
     tile = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
     whole = units_of_tiles(problem, config, order)
     full, masked = int(whole.full.sum()), int(whole.masked.sum())
@@ -435,7 +441,7 @@ def make_schedule(
             raise ValueError("schedule 'dynamic' needs a config without a cluster")
         return Dynamic(order, clusters)
     if kind is SplitTiles:
-        return SplitTiles.cut(order, lanes, key_ranges(problem, gpu, config, order))
+        return split_tiles(problem, gpu, config, order)
     times = tile_times(problem, gpu, config, order)
     if arrange is None:
         return TileList.balanced(order, clusters, times)
@@ -447,6 +453,14 @@ def tile_times(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> 
     """How many microseconds each tile of an order takes, by the cost model."""
     tile_costs = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
     return durations(units_of_tiles(problem, config, order), tile_costs)
+
+
+# Remembered from the comparison of candidates to the plan.
+@functools.lru_cache(maxsize=4)
+def split_tiles(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> SplitTiles:
+    """Tiles in whole and in parts, for all clusters that the GPU holds."""
+    lanes = gpu.num_sms // config.cluster
+    return SplitTiles.cut(order, lanes, key_ranges(problem, gpu, config, order))
 
 
 def key_ranges(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> KeyRanges:

@@ -267,8 +267,8 @@ def test_what_is_given_is_kept_when_the_rest_is_chosen():
 def test_a_schedule_that_does_not_go_with_a_tiling_is_refused():
     problem = make_problem(1, 2048, 2048, 1, 8, head_dim=128, window=CAUSAL)
     pairs = replace(TILES, cluster_h=2)
-    with pytest.raises(ValueError, match="schedule 'split' cannot run"):
-        plan_forward(problem, config=pairs, schedule="split")
+    with pytest.raises(ValueError, match="schedule 'dynamic' cannot run"):
+        plan_forward(problem, config=pairs, schedule="dynamic")
     assert plan_forward(problem, config=pairs).config is pairs
 
 

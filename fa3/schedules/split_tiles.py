@@ -128,8 +128,10 @@ class SplitTiles(Planned):
         which, slot = np.arange(len(tiles)) - np.searchsorted(tiles, tiles), np.cumsum(is_part) - 1
         part = np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), WHOLE)
         units = np.stack((tiles, first, end, part), axis=1)
-        table = cls.table_of(units, np.concatenate((dealt, pieces.owner)), num_clusters)
-        return cls(order, num_clusters, table, int(is_part.sum()))
+        # Clusters that get nothing are not launched.
+        used, owners = np.unique(np.concatenate((dealt, pieces.owner)), return_inverse=True)
+        table = cls.table_of(units, owners, len(used))
+        return cls(order, len(used), table, int(is_part.sum()))
 
     @staticmethod
     def table_of(units: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:
