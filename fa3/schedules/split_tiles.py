@@ -23,7 +23,7 @@ UNIT_FIELDS = 4
 MOST_PARTS = 256
 """One more than the parts that a tile may have."""
 
-TRIES = 4
+TRIES = 5
 """Steps of the search for the level to which clusters are filled."""
 
 SHORTEST = 2
@@ -199,7 +199,7 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Piec
             too_low = between
         else:
             level, pieces = between, found
-    columns = np.array(pieces, np.int64).reshape(-1, len(Pieces._fields)).T
+    columns = np.array(sorted(pieces), np.int64).reshape(-1, len(Pieces._fields)).T
     return Pieces(*columns)
 
 
@@ -208,14 +208,17 @@ def fill(
 ) -> list[tuple[int, int, int, int]] | None:
     """Fill one cluster after the other up to a level with tiles, and parts where they end.
 
+    Where too little is left for a part, whole tiles come from the end of the order: the shortest
+    ones under a causal mask.
+
     Returns:
         `Pieces`, one by one; None if the clusters cannot take all tiles.
     """
     unit, part = ranges.unit, ranges.part
-    pieces, tile, begin = [], 0, 0
+    pieces, tile, begin, last = [], 0, 0, len(lengths) - 1
     for owner, load in enumerate(loads):
         room = level - load
-        while tile < len(lengths):
+        while tile <= last:
             rest = lengths[tile] - begin
             cost = rest + unit + (part if begin else 0.0)
             if cost > room:
@@ -223,7 +226,11 @@ def fill(
                 if some >= SHORTEST:
                     pieces.append((tile, begin, begin + some, owner))
                     begin += some
+                    break
+                while last > tile and lengths[last] + unit <= room:
+                    pieces.append((last, 0, lengths[last], owner))
+                    last, room = last - 1, room - lengths[last] - unit
                 break
             pieces.append((tile, begin, lengths[tile], owner))
             tile, begin, room = tile + 1, 0, room - cost
-    return pieces if tile == len(lengths) else None
+    return pieces if tile > last else None
