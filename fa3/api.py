@@ -188,9 +188,11 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
-        schedule: the order of the tiles: "single", "static", "list", or a function from the list
-            of `fa3.Tile` to their order; chosen by the planner if not given. It never changes
-            the output. A function is asked once for every shape: pass the same one each time.
+        schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", or a
+            function from the list of `fa3.Tile` to their order; chosen by the planner if not
+            given. No order changes a bit of the output; "split" computes parts of tiles and
+            adds them up, which changes the last place. A function is asked once for every
+            shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa: in the
             signature for compatibility; anything but their default is not supported.
