@@ -7,6 +7,7 @@ from fa3.masks import Mask
 from fa3.planner import Plan, plan_forward
 from fa3.primitives.coords import Position
 from fa3.problem import AttentionSpec, Problem, Window
+from fa3.recording import record_timeline
 from fa3.schedules import Tile
 from fa3.scores import Score
 
@@ -25,5 +26,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
     "plan_forward",
+    "record_timeline",
 ]
 __version__ = "0.1.0"

@@ -9,12 +9,16 @@ from pathlib import Path
 import torch
 
 import fa3
+from fa3.api import gpu_of
 from fa3.compiler import cache_dir
 from fa3.drawing import draw_tile_order
+from fa3.explanation import microseconds
 from fa3.masks import Band
-from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM, plan_forward
+from fa3.planner import H200, HEAD_DIM_UNIT, MAX_HEAD_DIM, Plan, plan_forward
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.recording import hopper_device, record_timeline
 from fa3.schedules import SCHEDULES
+from fa3.timeline import Timeline
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 LLAMA_PREFILL = "1,4096,4096,32,8,128"
@@ -54,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     plan.add_argument("--schedule", choices=SCHEDULES, help="tile schedule; planned if not given")
+    plan.add_argument(
+        "--record",
+        action="store_true",
+        help="also run it on the Hopper GPU here, and show what each SM did when",
+    )
     plan.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline")
     plan.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline as JSON for Perfetto"
@@ -103,15 +112,31 @@ def driver_version() -> str:
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    plan = plan_forward(problem_of(options), schedule=options.schedule)
+    gpu = gpu_of(hopper_device()) if options.record else H200
+    plan = plan_forward(problem_of(options), gpu, schedule=options.schedule)
     explanation = plan.explain()
     print(explanation)
+    recorded = None
+    if options.record:
+        recorded = record_timeline(plan)
+        print(f"Recorded {describe_recording(recorded, plan)}")
     if options.png:
-        draw_tile_order(plan, explanation.timeline, options.png)
+        draw_tile_order(plan, explanation.timeline, options.png, recorded)
         print(f"Picture  {options.png}")
     if options.trace:
-        options.trace.write_text(json.dumps(explanation.trace()))
+        options.trace.write_text(json.dumps(explanation.trace(recorded)))
         print(f"Trace    {options.trace}")
+
+
+def describe_recording(recorded: Timeline, plan: Plan) -> str:
+    """What was recorded beside what was predicted, in a sentence."""
+    prediction = plan.predict()
+    steady = microseconds(prediction.us - prediction.launch_us)
+    burst = microseconds(prediction.burst_us - prediction.launch_us)
+    return (
+        f"{microseconds(recorded.us)} us, balance {recorded.balance:.1%}, beside {steady} us "
+        f"predicted under steady load and {burst} us in a burst, all without the launch."
+    )
 
 
 def problem_of(options: argparse.Namespace) -> Problem:

@@ -64,10 +64,14 @@ class Explanation:
         }
         return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items())
 
-    def trace(self) -> dict:
-        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open."""
+    def trace(self, recorded: Timeline | None = None) -> dict:
+        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open.
+
+        Args:
+            recorded: what the GPU did (`fa3.record_timeline`), to stand beside it.
+        """
         lanes = "SM" if self.config.cluster == 1 else "cluster"
-        return self.timeline.trace_events(describe_problem(self.problem), lanes)
+        return self.timeline.trace_events(describe_problem(self.problem), lanes, recorded)
 
     @property
     def config(self) -> Config:
@@ -120,8 +124,9 @@ class Explanation:
     def balance(self) -> str:
         timeline = self.timeline
         return (
-            f"{microseconds(min(timeline.busy, default=0.0))} to {microseconds(timeline.us)} us "
-            f"of work for {'an' if self.lane == 'SM' else 'a'} {self.lane}, mean "
+            f"{microseconds(min(timeline.busy, default=0.0))} to "
+            f"{microseconds(max(timeline.busy, default=0.0))} us of work for "
+            f"{'an' if self.lane == 'SM' else 'a'} {self.lane}, mean "
             f"{microseconds(timeline.mean)}: {timeline.balance:.1%}."
         )
 

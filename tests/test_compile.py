@@ -22,7 +22,7 @@ from fa3.masks import Band, Intersection, Mask
 from fa3.planner import H200, TILINGS, Tiling, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.schedules import SingleTile, SplitTiles, StaticPersistent, TileList
 from fa3.scores import Alibi, Softcap
 from fa3.templates import Template
 
@@ -198,8 +198,28 @@ def test_machine_code(case):
     check_resources(report, kernel.ptxas_log, config)
     check_wgmma(report, spec, config)
     check_tma(report, spec, config)
+    assert not reads_the_clock(report)
     if has_unmasked_blocks(spec):
         check_overlap(report, spec, config)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "schedule_type"), [(128, TileList), (128, SplitTiles), (64, TileList)]
+)
+def test_machine_code_of_the_instrumented_kernel(head_dim, schedule_type):
+    spec = spec_of(head_dim, "causal")
+    config = config_of(spec)
+    kernel = compile_kernel(Forward(spec, config, schedule_type, is_recorded=True))
+    report = inspect(kernel.cubin)
+    check_resources(report, kernel.ptxas_log, config)
+    check_wgmma(report, spec, config)
+    check_overlap(report, spec, config)
+    assert reads_the_clock(report)
+
+
+def reads_the_clock(report: CubinReport) -> bool:
+    """Whether a warp notes the time, as in an instrumented kernel."""
+    return any("SR_GLOBALTIMER" in text for text in report.instructions)
 
 
 def check_resources(report: CubinReport, ptxas_log: str, config: Config):

@@ -24,7 +24,7 @@ LAYERS = (
     ("drawing", "decode"),
     ("api", "cache_executor", "cache_arguments"),
     ("cache_schedule",),
-    ("kvcache",),
+    ("kvcache", "recording"),
     ("__init__",),
     ("demo",),
     ("__main__",),
@@ -44,6 +44,7 @@ USE_TORCH = (
     "kvcache",
     "modifiers",
     "operands",
+    "recording",
     "__main__",
 )
 

@@ -1,0 +1,254 @@
+"""From the notes of an instrumented kernel to a timeline, and its picture and trace; no GPU."""
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import score_problems
+import torch
+from problems import make_problem
+from recordings import made_up_notes
+
+import fa3
+from fa3.__main__ import describe_recording, main
+from fa3.drawing import draw_tile_order
+from fa3.masks import Band, Intersection
+from fa3.planner import H200, choose_config, plan_forward
+from fa3.primitives.recorder import Note
+from fa3.problem import Window
+from fa3.recording import timeline_of
+from fa3.schedules import SCHEDULES, Tile, Unit
+from fa3.scores import Alibi
+from fa3.templates import Template
+from fa3.timeline import Cost, Span, Timeline
+
+CAUSAL = Window(right=0)
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def plan_of(schedule: str, shape=(1, 1000, 3000, 2, 4, 128), **changes):
+    """A causal plan with the planner's tiling, without clusters unless told."""
+    problem = make_problem(*shape, CAUSAL)
+    config = replace(choose_config(problem, H200), **({"cluster_m": 1} | changes))
+    return plan_forward(problem, config=config, schedule=schedule)
+
+
+PLANS = {schedule: plan_of(schedule) for schedule in SCHEDULES} | {
+    "pairs of rows": plan_of("list", cluster_m=2),
+    "pairs of heads": plan_of("static", cluster_h=2),
+    "parts in pairs": plan_of("split", cluster_m=2),
+    "three consumers": plan_of("list", (2, 2000, 2000, 2, 2, 64)),
+}
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+
+@every_plan
+def test_every_unit_is_a_span_of_every_cta_of_its_cluster(plan):
+    recorded = timeline_of(made_up_notes(plan), plan)
+    planned = {span.tile: span.cost for span in plan.simulate().spans}
+    lanes = defaultdict(set)
+    for span in recorded.spans:
+        assert span.cost[1:] == planned[span.tile][1:]
+        lanes[span.tile].add(span.lane)
+    assert lanes.keys() == planned.keys()
+    assert all(len(sms) == plan.config.cluster for sms in lanes.values())
+    assert len(recorded.spans) == len(planned) * plan.config.cluster
+    assert recorded.blocks == plan.simulate().blocks * plan.config.cluster
+
+
+def test_these_plans_have_parts_and_three_consumers():
+    assert any(isinstance(span.tile, Unit) for span in PLANS["split"].simulate().spans)
+    assert PLANS["split"].schedule.num_slots > 10
+    assert PLANS["three consumers"].config.consumers == 3
+
+
+@every_plan
+def test_all_sms_are_lanes_and_time_begins_with_the_first_warpgroup(plan):
+    recorded = timeline_of(made_up_notes(plan), plan)
+    assert recorded.num_lanes == H200.num_sms
+    assert min(span.start for span in recorded.spans) == 0.0
+    assert recorded.us == max(span.end for span in recorded.spans)
+
+
+@every_plan
+def test_work_and_balance_of_what_was_recorded(plan):
+    """Busy is what at least one warpgroup was at; warpgroups overlap, and there are pauses."""
+    notes = made_up_notes(plan)
+    recorded = timeline_of(notes, plan)
+    for lane, busy in enumerate(recorded.busy):
+        units = defaultdict(list)
+        for note in notes:
+            if note.sm == lane:
+                units[note[2:7]].append(note)
+        covered, until = 0, 0
+        spans = [(min(n.began for n in g), max(n.ended for n in g)) for g in units.values()]
+        for began, ended in sorted(spans):
+            covered += max(0, ended - max(began, until))
+            until = max(until, ended)
+        assert busy == pytest.approx(covered / 1000)
+    assert 0 < recorded.balance <= 1
+    assert max(recorded.busy) <= recorded.us
+
+
+def note(sm, warpgroup, tile, began, ended, blocks=(0, 2)) -> Note:
+    return Note(sm, warpgroup, *tile, *blocks, began, began + 1, ended - 1, ended)
+
+
+def test_warpgroups_are_merged_and_gaps_stay():
+    problem = make_problem(1, 256, 256, 1, 1, 128)
+    plan = plan_forward(problem, replace(H200, num_sms=3), replace(PLANS["list"].config), "static")
+    early, late = Tile(1, 0, 0), Tile(0, 0, 0)
+    notes = [
+        note(2, 1, late, 20_900, 30_000),
+        note(2, 0, early, 5_000, 15_000),
+        note(2, 0, late, 20_000, 29_000),
+        note(2, 1, early, 5_500, 15_500),
+    ]
+    recorded = timeline_of(notes, plan)
+    assert recorded.spans == (
+        Span(2, 0.0, early, Cost(10.5, 2, 2)),
+        Span(2, 15.0, late, Cost(10.0, 2, 2)),
+    )
+    assert recorded.num_lanes == 3
+    assert recorded.busy == (0.0, 0.0, 20.5)
+    assert (recorded.us, recorded.mean, recorded.balance) == (25.0, 20.5, 20.5 / 25)
+
+
+def test_a_lane_is_never_busy_twice():
+    """The next tile of one warpgroup begins before the other warpgroup's tile has ended."""
+    first, second = Tile(1, 0, 0), Tile(0, 0, 0)
+    spans = (Span(0, 0.0, first, Cost(10.0, 1, 1)), Span(0, 9.0, second, Cost(10.0, 1, 1)))
+    timeline = Timeline(spans, 1)
+    assert timeline.ends == (9.0, 19.0)
+    assert timeline.busy == (19.0,)
+    assert timeline.balance == 1.0
+    assert timeline.stretched(38.0).busy == (38.0,)
+    bars = [event for event in timeline.trace_events("", "SM")["traceEvents"] if "dur" in event]
+    assert [(bar["ts"], bar["dur"]) for bar in bars] == [(0.0, 9.0), (9.0, 10.0)]
+
+
+def test_sms_beyond_those_of_the_plan_are_lanes_too():
+    """A plan may leave SMs to other kernels, and the GPU chooses which."""
+    plan = plan_forward(make_problem(1, 128, 128), replace(H200, num_sms=10))
+    tile = Tile(0, 0, 0)
+    assert timeline_of([note(99, 0, tile, 0, 9)], plan).num_lanes == 100
+
+
+def test_no_notes_are_an_empty_timeline():
+    recorded = timeline_of([], PLANS["list"])
+    assert (recorded.us, recorded.mean, recorded.balance) == (0.0, 0.0, 1.0)
+
+
+def events_of(trace: dict, phase: str, pid: int | None = None) -> list[dict]:
+    events = json.loads(json.dumps(trace))["traceEvents"]
+    return [e for e in events if e["ph"] == phase and pid in (None, e["pid"])]
+
+
+@every_plan
+def test_a_trace_has_what_was_predicted_and_what_was_recorded(plan):
+    recorded = timeline_of(made_up_notes(plan), plan)
+    explanation = plan.explain()
+    trace = explanation.trace(recorded)
+    processes = {
+        event["args"]["name"]: event["pid"]
+        for event in events_of(trace, "M")
+        if event["name"] == "process_name"
+    }
+    assert processes.keys() == {"predicted", "recorded"}
+    for name, timeline in (("predicted", explanation.timeline), ("recorded", recorded)):
+        tiles = events_of(trace, "X", processes[name])
+        assert len(tiles) == len(timeline.spans)
+        lanes = events_of(trace, "M", processes[name])[1:]
+        assert [event["tid"] for event in lanes] == list(range(timeline.num_lanes))
+        by_lane = defaultdict(list)
+        for event in tiles:
+            by_lane[event["tid"]].append((round(1000 * event["ts"]), round(1000 * event["dur"])))
+        for bars in by_lane.values():
+            bars.sort()
+            assert all(length > 0 for _, length in bars)
+            for (start, length), (following, _) in pairwise(bars):
+                assert start + length <= following
+
+
+def test_a_trace_says_which_keys_a_part_has():
+    plan = PLANS["split"]
+    for timeline in (plan.simulate(), timeline_of(made_up_notes(plan), plan)):
+        names = {event["name"] for event in events_of(timeline.trace_events("", "SM"), "X")}
+        for span in timeline.spans:
+            tile = span.tile
+            name = f"rows {tile.m_block}, head {tile.head}, batch {tile.batch}"
+            if tile.num_parts > 1:
+                name += f", key blocks {tile.first_block} to {tile.end_block - 1}"
+            assert name in names
+        assert len(names) == len(timeline.spans)
+
+
+@pytest.mark.parametrize("name", ["list", "split", "pairs of rows"])
+def test_both_are_drawn_above_each_other(name, tmp_path):
+    plan = PLANS[name]
+    recorded = timeline_of(made_up_notes(plan), plan)
+    heights = []
+    for number, timelines in enumerate([(), (recorded,)]):
+        path = tmp_path / f"{number}.png"
+        draw_tile_order(plan, plan.simulate(), path, *timelines)
+        png = path.read_bytes()
+        assert png.startswith(PNG_SIGNATURE)
+        heights.append(int.from_bytes(png[20:24], "big"))
+    assert heights[1] > 1.4 * heights[0]
+
+
+def test_a_recording_in_a_sentence():
+    plan = PLANS["list"]
+    sentence = describe_recording(timeline_of(made_up_notes(plan), plan), plan)
+    assert "balance" in sentence and "predicted under steady load" in sentence
+
+
+def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
+    gpu = replace(H200, num_sms=100)
+    monkeypatch.setattr("fa3.__main__.hopper_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("fa3.__main__.gpu_of", lambda device: gpu)
+    monkeypatch.setattr(
+        "fa3.__main__.record_timeline", lambda plan: timeline_of(made_up_notes(plan), plan)
+    )
+    png, trace = tmp_path / "both.png", tmp_path / "both.json"
+    shape = ("--shape", "1,2000,2000,8,2,128", "--causal")
+    main(["plan", *shape, "--record", "--png", str(png), "--trace", str(trace)])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[-3:]] == ["Recorded", "Picture", "Trace"]
+    assert "on 100 SMs" in "".join(printed)
+    assert png.read_bytes().startswith(PNG_SIGNATURE)
+    assert len({event["pid"] for event in events_of(json.loads(trace.read_text()), "X")}) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_recording_without_a_gpu_is_explained(capsys):
+    with pytest.raises(SystemExit, match=r"needs a Hopper GPU \(9\.0\).* torch sees 0 GPUs"):
+        main(["plan", "--shape", "1,64,64,2,2,64", "--record"])
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:99", torch.device("cpu")])
+def test_other_devices_are_rejected(device):
+    with pytest.raises(ValueError, match=r"needs a Hopper GPU \(9\.0\); got device"):
+        fa3.record_timeline(PLANS["list"], device)
+
+
+def test_what_cannot_be_recorded_is_rejected(monkeypatch):
+    monkeypatch.setattr("fa3.recording.hopper_device", torch.device)
+    problem = PLANS["list"].problem
+    slopes = Template.of(Alibi(torch.zeros(8), True))
+    hidden = Template.of(score_problems.Span(*torch.zeros(2, 8).int()))
+    for spec in (
+        replace(problem.spec, scores=(slopes,)),
+        replace(problem.spec, sinks="float32"),
+        replace(problem.spec, mask=Intersection(Band(right=True), hidden)),
+    ):
+        plan = plan_forward(replace(problem, spec=spec), schedule="list")
+        with pytest.raises(NotImplementedError, match="cannot be recorded yet"):
+            fa3.record_timeline(plan)
+    for size in ("batch", "seqlen_q", "seqlen_k", "num_heads_kv"):
+        plan = plan_forward(replace(problem, **{size: 0}))
+        with pytest.raises(ValueError, match="nothing to record"):
+            fa3.record_timeline(plan)
