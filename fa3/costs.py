@@ -5,7 +5,8 @@
     compute   when the last cluster is done. A unit of work takes tile_us, and full_us or masked_us
               for each of its key blocks; clusters take units as their schedule says.
     memory    bytes through device memory over its bandwidth. The K and V of a section of heads
-              are read once if they fit into L2, else once for every wave of clusters.
+              are read once if they fit into L2, else once for every wave of clusters; those of
+              parts of tiles by each part, if L2 does not hold the keys of all heads.
     launch    what a launch takes when kernels follow each other, and what the schedule adds.
 
 Times hold at the clock of short bursts. Under steady load the power cap lowers the clock, the less
@@ -36,6 +37,11 @@ EXPONENT = 2.5
 
 POWER_EXPONENT = 2.5
 """Power at full load over the clock. Assumed; only measured with all SMs busy."""
+
+APART = 0.6
+"""Share of the keys of parts that are read from device memory, where L2 does not hold them all:
+clusters that share keys do not walk them together. From 128 queries on 32k keys, 32/8 heads, alone
+and in pairs of heads: 117 and 103.5 us, of which compute takes 101."""
 
 ENOUGH_CELLS = 4
 """Shapes on which a tile must have been measured: fewer do not tell its parameters apart."""
@@ -309,12 +315,19 @@ def bytes_moved(
 ) -> float:
     """Bytes through device memory."""
     spec = problem.spec
-    kv_heads = max(1, order.heads_per_section // spec.qhead_per_kvhead)
-    section = 2 * problem.seqlen_k * (spec.head_dim + spec.head_dim_v) * kv_heads
+    kv_heads = max(1, order.heads_per_section * config.cluster_h // spec.qhead_per_kvhead)
+    bytes_of_key = 2 * (spec.head_dim + spec.head_dim_v)
+    section = problem.seqlen_k * bytes_of_key * kv_heads
     waves = order.num_m_blocks * order.heads_per_section * config.cluster / gpu.num_sms
     spilled = max(0, section - gpu.l2_bytes)
     sections = order.num_heads * order.batch / order.heads_per_section
     again = sections * max(0.0, waves - 1) * spilled
+    all_keys = problem.batch * problem.num_heads_kv * problem.seqlen_k
+    if units.num_partial and all_keys * bytes_of_key > gpu.l2_bytes:
+        blocks = units.full + units.masked
+        of_parts = float(blocks[units.partial > 0].sum())
+        apart = APART * of_parts * config.tile_n * bytes_of_key
+        again += max(0.0, apart - all_keys * bytes_of_key * of_parts / float(blocks.sum()))
     rows = config.tile_m * config.cluster
     # Partial outputs and their log-sum-exp, written and read again.
     partials = units.num_partial * rows * (spec.head_dim_v + 1) * 4 * 2
@@ -338,6 +351,15 @@ def makespan(times: np.ndarray, lanes: int) -> float:
     for us in times[head + lanes :].tolist():
         replace_first(free_at, free_at[0] + us)
     return max(free_at)
+
+
+# Remembered from one schedule that hands tiles out to the next.
+@functools.lru_cache(maxsize=8)
+def handed_out_us(
+    problem: Problem, config: Config, order: TileOrder, tile: TileCosts, lanes: int
+) -> float:
+    """When the last of an order's tiles is done, if each goes to the lane that is free first."""
+    return makespan(durations(units_of_tiles(problem, config, order), tile), lanes)
 
 
 def back_and_forth(count: int, lanes: int) -> np.ndarray:
@@ -370,6 +392,12 @@ class Prediction(NamedTuple):
     busy: float
 
     @property
+    def mean_us(self) -> float:
+        """The geometric mean of a call under steady load and at full clock: no planner can know
+        which of them it meets."""
+        return (self.us * self.burst_us) ** 0.5
+
+    @property
     def bound(self) -> str:
         """What sets the time, in a few words."""
         if self.memory_us > self.compute_us:
@@ -399,9 +427,11 @@ def predict(
     """
     tile = costs.tile(TileKey.of(problem.spec, config))
     lanes = max(1, gpu.num_sms // config.cluster)
-    times = durations(units, tile, costs.partial_us) + costs.unit_us.get(schedule, 0.0)
+    unit_us = costs.unit_us.get(schedule, 0.0)
+    times = durations(units, tile, costs.partial_us) + unit_us
     if units.owner is None:
-        burst = makespan(times, lanes)
+        rounds = -(-len(times) // lanes)
+        burst = handed_out_us(problem, config, order, tile, lanes) + rounds * unit_us
     else:
         burst = float(np.bincount(units.owner, times).max(initial=0.0))
     of_all = config.cluster / (gpu.num_sms * burst) if burst else 0.0

@@ -111,11 +111,19 @@ FEW_TILES = 8
 """Query tiles of a head below which an odd one costs a cluster of two more than it saves."""
 
 
-FEW_WAVES = 2
-"""Tiles for each cluster up to which parts are laid out to be compared: it takes a while."""
+CUT_ROUNDS = 1.5
+"""Rounds of tiles, of many, that end up in parts: all but the last one or two are dealt whole."""
 
-MARGIN = 0.03
+PART_US = 2.3
+"""Microseconds that a part takes more than a whole tile, as the cut counts them: about what the
+instrumented kernel saw (docs/experiments.md). Predictions add a fitted number instead; if the cut
+went by that, a fit would change the plans that it was fitted to."""
+
+MARGIN = 0.02
 """How much faster a way to run must be predicted than what the table says, to be taken."""
+
+LEAST_GAIN_US = 0.5
+"""The same in microseconds, for calls that take but a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +251,9 @@ def plan_forward(
     if not found:
         raise ValueError(f"schedule {name!r} cannot run this problem with {config or 'any tiling'}")
     best = choose(found)
+    if SCHEDULES[best.schedule].splits:
+        whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
+        best = choose([*whole, as_cut(problem, gpu, best.config)])
     config, name = best.config, best.schedule
     order = tile_order(problem, gpu, config)
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
@@ -282,6 +293,9 @@ def candidates(
     for tiling in [config] if config else configs(problem, gpu):
         order = tile_order(problem, gpu, tiling)
         for name in names:
+            if tiling.cluster_h > 1 and not config and not SCHEDULES[name].splits:
+                # Pairs of heads win by sharing what parts read apart; whole tiles gain nothing.
+                continue
             units = WORK.get(name, handed_out)(problem, gpu, tiling, order)
             if units is not None:
                 found.append(candidate(problem, gpu, tiling, order, name, units))
@@ -298,12 +312,22 @@ def candidate(
     return Candidate(config, schedule, prediction, measured)
 
 
+def as_cut(problem: Problem, gpu: Gpu, config: Config) -> Candidate:
+    """The candidate that splits tiles with this tiling, predicted from its parts as they are."""
+    order = tile_order(problem, gpu, config)
+    schedule = split_tiles(problem, gpu, config, order)
+    units = units_of_parts(problem, config, schedule)
+    return candidate(problem, gpu, config, order, "split", units)
+
+
 def choose(found: list[Candidate]) -> Candidate:
-    """The first, unless the fastest that is known is predicted to gain more than `MARGIN`."""
+    """The first, unless the fastest that is known is predicted to gain more than the model can
+    tell."""
     first = found[0]
     known = [candidate for candidate in found if candidate.measured]
-    best = min(known, key=lambda candidate: candidate.prediction.us, default=first)
-    return best if best.prediction.us * (1 + MARGIN) < first.prediction.us else first
+    best = min(known, key=lambda candidate: candidate.prediction.mean_us, default=first)
+    needed = max(MARGIN * best.prediction.mean_us, LEAST_GAIN_US)
+    return best if first.prediction.mean_us - best.prediction.mean_us > needed else first
 
 
 def configs(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -313,8 +337,7 @@ def configs(problem: Problem, gpu: Gpu) -> list[Config]:
     found = [first]
     for tiling in alternatives(problem):
         for config in with_clusters(tiling.config, problem):
-            # Pairs of heads were never faster by more than the model can tell.
-            known = costs.knows(TileKey.of(problem.spec, config)) and config.cluster_h == 1
+            known = costs.knows(TileKey.of(problem.spec, config))
             if known and config not in found and config.cluster <= gpu.num_sms:
                 found.append(config)
     return found
@@ -383,27 +406,21 @@ def dealt_back_and_forth(problem: Problem, gpu: Gpu, config: Config, order: Tile
 
 
 def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
-    """Tiles of `SplitTiles`: exactly if they are few, else a stretch for each cluster, all of one
-    length.
+    """About the tiles of `SplitTiles`, at best: a stretch for each cluster, all of one length.
 
-    A stretch counts its tiles' prologues as key blocks. It is one part, and two if it ends in
-    a tile of which the next stretch has the rest.
+    A stretch is whole tiles and then one part. It counts its tiles' prologues as key blocks.
     """
     if problem.spec.has_user_functions:
         return None
-    if order.num_tiles <= FEW_WAVES * gpu.num_sms // config.cluster:
-        return units_of_parts(problem, config, split_tiles(problem, gpu, config, order))
     tile = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
     whole = units_of_tiles(problem, config, order)
     full, masked = int(whole.full.sum()), int(whole.masked.sum())
     stretches = max(1, min(gpu.num_sms // config.cluster, (full + masked) // SHORTEST))
-    each = np.ones(stretches)
-    return Units(
-        each * ((full + order.num_tiles * tile.tile_us / tile.full_us) / stretches),
-        each * (masked / stretches),
-        each + min(1.0, order.num_tiles / stretches),
-        np.arange(stretches),
-    )
+    full += max(0, order.num_tiles - stretches) * tile.tile_us / tile.full_us
+    of_parts = min(1.0, CUT_ROUNDS * stretches / max(1, order.num_tiles))
+    shares = np.repeat((1 - of_parts, of_parts), stretches) / stretches
+    partial = np.repeat((0, 1), stretches)
+    return Units(full * shares, masked * shares, partial, np.tile(np.arange(stretches), 2))
 
 
 def taken_one_by_one(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
@@ -455,7 +472,7 @@ def tile_times(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> 
     return durations(units_of_tiles(problem, config, order), tile_costs)
 
 
-# Remembered from the comparison of candidates to the plan.
+# Remembered from the choice to the plan.
 @functools.lru_cache(maxsize=4)
 def split_tiles(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> SplitTiles:
     """Tiles in whole and in parts, for all clusters that the GPU holds."""
@@ -468,5 +485,5 @@ def key_ranges(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> 
     costs = costs_of(gpu.name)
     tile = costs.tile(TileKey.of(problem.spec, config))
     blocks = blocks_of_tiles(problem, config, order)
-    unit, part = tile.tile_us / tile.full_us, costs.partial_us / tile.full_us
+    unit, part = tile.tile_us / tile.full_us, PART_US / tile.full_us
     return KeyRanges(blocks.begin, blocks.end, unit, part)

@@ -214,7 +214,7 @@ def test_nothing_to_do_takes_a_launch():
 
 
 def candidate(us: float, schedule: str) -> Candidate:
-    prediction = plan_forward(make_problem()).predict()._replace(us=us)
+    prediction = plan_forward(make_problem()).predict()._replace(us=us, burst_us=us)
     return Candidate(TILES, schedule, prediction, True)
 
 
@@ -228,6 +228,7 @@ def test_the_table_s_choice_gives_way_to_clear_gains_only():
     assert choose([table, near, far]) is far
     assert choose([table, candidate(150, "static")]) is table
     assert choose([table, far._replace(measured=False)]) is table
+    assert choose([candidate(5, "list"), candidate(4.6, "static")]).schedule == "list"
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL])

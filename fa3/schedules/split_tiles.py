@@ -23,7 +23,7 @@ UNIT_FIELDS = 4
 MOST_PARTS = 256
 """One more than the parts that a tile may have."""
 
-TRIES = 5
+TRIES = 4
 """Steps of the search for the level to which clusters are filled."""
 
 SHORTEST = 2
@@ -189,48 +189,56 @@ def deal_whole_tiles(
 def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Pieces:
     """Lay tiles end to end and cut them into a stretch for each cluster, of one length in time."""
     lengths, clusters = blocks.tolist(), loads.tolist()
-    level = too_low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
-    while (pieces := fill(lengths, clusters, ranges, level)) is None:
-        too_low, level = level, level + ranges.unit + 2 * ranges.part + SHORTEST
-    for _ in range(TRIES):
-        between = (too_low + level) / 2
-        found = fill(lengths, clusters, ranges, between)
-        if found is None:
-            too_low = between
+    low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
+    level, high, pieces = low + ranges.part + SHORTEST, None, None
+    tries = 0
+    while tries < TRIES or pieces is None:
+        found, left = fill(lengths, clusters, ranges, level)
+        if left > 0:
+            low = level
         else:
-            level, pieces = between, found
+            high, pieces = level, found
+        # What is left over, or the room that is, shared out among the clusters.
+        level += left / len(clusters)
+        level = low + SHORTEST if high is None else min(max(level, (3 * low + high) / 4), high)
+        tries += 1
     columns = np.array(sorted(pieces), np.int64).reshape(-1, len(Pieces._fields)).T
     return Pieces(*columns)
 
 
 def fill(
     lengths: list[int], loads: list[float], ranges: KeyRanges, level: float
-) -> list[tuple[int, int, int, int]] | None:
+) -> tuple[list[tuple[int, int, int, int]], float]:
     """Fill one cluster after the other up to a level with tiles, and parts where they end.
 
     Where too little is left for a part, whole tiles come from the end of the order: the shortest
     ones under a causal mask.
 
     Returns:
-        `Pieces`, one by one; None if the clusters cannot take all tiles.
+        `Pieces`, one by one; and what is left of the tiles, or if nothing is, minus the room that
+        clusters have left.
     """
     unit, part = ranges.unit, ranges.part
-    pieces, tile, begin, last = [], 0, 0, len(lengths) - 1
+    pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
     for owner, load in enumerate(loads):
         room = level - load
         while tile <= last:
             rest = lengths[tile] - begin
             cost = rest + unit + (part if begin else 0.0)
-            if cost > room:
-                some = min(int(room - unit - part), rest - SHORTEST)
-                if some >= SHORTEST:
-                    pieces.append((tile, begin, begin + some, owner))
-                    begin += some
-                    break
-                while last > tile and lengths[last] + unit <= room:
-                    pieces.append((last, 0, lengths[last], owner))
-                    last, room = last - 1, room - lengths[last] - unit
+            if cost <= room:
+                pieces.append((tile, begin, lengths[tile], owner))
+                tile, begin, room = tile + 1, 0, room - cost
+                continue
+            some = min(int(room - unit - part), rest - SHORTEST)
+            if some >= SHORTEST:
+                pieces.append((tile, begin, begin + some, owner))
+                begin, room = begin + some, room - some - unit - part
                 break
-            pieces.append((tile, begin, lengths[tile], owner))
-            tile, begin, room = tile + 1, 0, room - cost
-    return pieces if tile > last else None
+            while last > tile and lengths[last] + unit <= room:
+                pieces.append((last, 0, lengths[last], owner))
+                last, room = last - 1, room - lengths[last] - unit
+            break
+        spare += max(0.0, room)
+    if tile > last:
+        return pieces, -spare
+    return pieces, sum(lengths[tile : last + 1]) - begin + unit * (last + 1 - tile)
