@@ -286,6 +286,7 @@ def units_of_blocks(blocks: masks.KeyBlocks) -> Units:
     return Units(full, blocks.end - blocks.begin - full)
 
 
+@functools.lru_cache(maxsize=8)
 def units_of_tiles(problem: Problem, config: Config, order: TileOrder) -> Units:
     """The tiles of an order as units of work."""
     return units_of_blocks(blocks_of_tiles(problem, config, order))
@@ -353,13 +354,44 @@ def makespan(times: np.ndarray, lanes: int) -> float:
     return max(free_at)
 
 
+class Work(NamedTuple):
+    """How long units of work take, in microseconds, without what their schedule adds to each.
+
+    Fields:
+        last: when the last cluster is done.
+        total: of all units together, and `of_blocks` of their key blocks alone.
+        longest: the longest unit.
+        count: units.
+        rounds: units of the cluster that has the most.
+    """
+
+    last: float
+    total: float
+    of_blocks: float
+    longest: float
+    count: int
+    rounds: int
+
+    @classmethod
+    def of(cls, units: Units, tile: TileCosts, partial_us: float, lanes: int) -> "Work":
+        times = durations(units, tile, partial_us)
+        if units.owner is None:
+            last, rounds = makespan(times, lanes), -(-len(times) // lanes)
+        else:
+            last = float(np.bincount(units.owner, times).max(initial=0.0))
+            rounds = int(np.bincount(units.owner).max(initial=0))
+        total, partial = float(times.sum()), units.num_partial * partial_us
+        of_blocks = max(0.0, total - partial - len(times) * tile.tile_us)
+        return cls(last, total, of_blocks, float(times.max(initial=0.0)), len(times), rounds)
+
+
 # Remembered from one schedule that hands tiles out to the next.
 @functools.lru_cache(maxsize=8)
-def handed_out_us(
+def work_handed_out(
     problem: Problem, config: Config, order: TileOrder, tile: TileCosts, lanes: int
-) -> float:
-    """When the last of an order's tiles is done, if each goes to the lane that is free first."""
-    return makespan(durations(units_of_tiles(problem, config, order), tile), lanes)
+) -> Work:
+    """The work of an order's tiles, if each goes to the lane that is free first."""
+    return Work.of(units_of_tiles(problem, config, order), tile, 0.0, lanes)
 
 
 def back_and_forth(count: int, lanes: int) -> np.ndarray:
@@ -428,15 +460,13 @@ def predict(
     tile = costs.tile(TileKey.of(problem.spec, config))
     lanes = max(1, gpu.num_sms // config.cluster)
     unit_us = costs.unit_us.get(schedule, 0.0)
-    times = durations(units, tile, costs.partial_us) + unit_us
     if units.owner is None:
-        rounds = -(-len(times) // lanes)
-        burst = handed_out_us(problem, config, order, tile, lanes) + rounds * unit_us
+        work = work_handed_out(problem, config, order, tile, lanes)
     else:
-        burst = float(np.bincount(units.owner, times).max(initial=0.0))
+        work = Work.of(units, tile, costs.partial_us, lanes)
+    burst = work.last + work.rounds * unit_us
     of_all = config.cluster / (gpu.num_sms * burst) if burst else 0.0
-    of_blocks = float(tile._replace(tile_us=0.0).us(units.full, units.masked).sum())
-    slowdown = max(1.0, tile.steady * (of_blocks * of_all) ** (1 / POWER_EXPONENT))
+    slowdown = max(1.0, tile.steady * (work.of_blocks * of_all) ** (1 / POWER_EXPONENT))
     memory_us = bytes_moved(problem, gpu, config, order, units) / costs.bytes_per_us
     launch_us = costs.launch_us + costs.call_us.get(schedule, 0.0)
     return Prediction(
@@ -445,9 +475,9 @@ def predict(
         burst * slowdown,
         memory_us,
         launch_us,
-        float(times.max(initial=0.0)) * slowdown,
-        len(times) / lanes,
-        float(times.sum()) * of_all,
+        (work.longest + unit_us) * slowdown if work.count else 0.0,
+        work.count / lanes,
+        (work.total + work.count * unit_us) * of_all,
     )
 
 
