@@ -45,6 +45,7 @@ from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import OnlineSoftmax
+from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
@@ -476,12 +477,17 @@ class Forward:
             unit = schedule.tile(cursor)
             tile = self.tile_of(unit, rank)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), unit, sequence)
-            load_k = self.block_loader(operands.k, smem.k, pipelines.k, tile, rank)
-            load_v = self.block_loader(operands.v, smem.v, pipelines.v, tile, rank)
+            head_kv = tile.head // self.spec.qhead_per_kvhead
+            of_keys = (head_kv, tile.batch, 1, rank, config.cluster)
+            load_q = tile_loader(
+                operands.q, smem.q, pipelines.q, tile.head, tile.batch, config.consumers
+            )
+            load_k = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)
+            load_v = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)
 
             n_block = blocks.end - 1
             k_state = load_k(n_block, k_state)
-            q_state = self.load_q(operands.q, smem.q, pipelines.q, q_state, tile)
+            q_state = load_q(tile.m_block, q_state)
             while n_block > blocks.begin:
                 k_state = load_k(n_block - 1, k_state)
                 v_state = load_v(n_block, v_state)
@@ -493,46 +499,6 @@ class Forward:
             # Stay until the peer has released what this CTA sent: it signals barriers in here.
             pipelines.k.producer_tail(k_state)
             pipelines.v.producer_tail(v_state)
-
-    @cute.jit
-    def load_q(self, tma_q, sQ, pipeline_q, state, tile: Tile):
-        """Load the slabs of a tile's Q into one stage."""
-        config = self.config
-        to_smem, from_gmem = tma_q.tiles_of_head(sQ, tile.head, tile.batch)
-        slab = tile.m_block * config.consumers
-        pipeline_q.producer_acquire(state)
-        for i in cutlass.range_constexpr(config.consumers):
-            cute.copy(
-                tma_q.atom,
-                from_gmem[None, slab + i],
-                to_smem[None, state.index * config.consumers + i],
-                tma_bar_ptr=pipeline_q.producer_get_barrier(state),
-            )
-        state.advance()
-        return state
-
-    def block_loader(self, tma, smem: cute.Tensor, pipe, tile: Tile, rank):
-        """A function (n_block, state) -> state that loads a block of K or V of a tile's head."""
-        config = self.config
-        head_kv = tile.head // self.spec.qhead_per_kvhead
-        to_smem, from_gmem = tma.tiles_of_head(smem, head_kv, tile.batch, rank, config.cluster)
-        multicast = {}
-        if config.cluster > 1:
-            multicast["mcast_mask"] = cutlass.Int16((1 << config.cluster) - 1)
-
-        def load_block(n_block, state):
-            pipe.producer_acquire(state)
-            cute.copy(
-                tma.atom,
-                from_gmem[None, n_block],
-                to_smem[None, state.index],
-                tma_bar_ptr=pipe.producer_get_barrier(state),
-                **multicast,
-            )
-            state.advance()
-            return state
-
-        return load_block
 
     # ------------------------------------------------------------------------------ consumer
 

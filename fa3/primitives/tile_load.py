@@ -1,0 +1,46 @@
+"""The way in: tiles of one head from global memory to the stages of a pipeline."""
+
+from collections.abc import Callable
+
+import cutlass
+import cutlass.cute as cute
+
+from fa3.primitives.tma import TmaTensor
+
+
+def tile_loader(
+    tma: TmaTensor,
+    smem: cute.Tensor,
+    pipe,
+    head,
+    batch,
+    copies: int = 1,
+    rank=0,
+    cluster: int = 1,
+) -> Callable:
+    """A function (index, state) -> state that loads tile `index` of a head into a stage.
+
+    It waits until the stage is free, and returns the state of the next one.
+
+    Args:
+        smem: the stages, and `pipe` hands them to the consumers.
+        copies: copies that fill one stage, neighbours in global memory.
+        rank: of this CTA in a cluster, which loads its share of each tile for all of it.
+    """
+    to_smem, from_gmem = tma.tiles_of_head(smem, head, batch, rank, cluster)
+    multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
+
+    def load(index, state):
+        pipe.producer_acquire(state)
+        for i in range(copies):
+            cute.copy(
+                tma.atom,
+                from_gmem[None, index * copies + i],
+                to_smem[None, state.index * copies + i],
+                tma_bar_ptr=pipe.producer_get_barrier(state),
+                **multicast,
+            )
+        state.advance()
+        return state
+
+    return load
