@@ -7,9 +7,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-QUAD = 4
-"""Threads of a warp that share the rows of an accumulator."""
-
 SLACK = 8.0
 """Powers of two by which scores may outgrow the reference before sums and O are rescaled."""
 

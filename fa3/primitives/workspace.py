@@ -68,14 +68,3 @@ class Workspace(NamedTuple):
                 cute.make_layout((num_slots, rows, head_dim_v), stride=(slot, head_dim_v, 1)),
             ),
         )
-
-    def with_records(self, records: cute.Tensor) -> "Workspace":
-        """The same with records from elsewhere: flat, int32."""
-        num_records = records.shape[0] // RECORD_STRIDE
-        return self._replace(records=records_at(records.iterator, num_records))
-
-
-def records_at(pointer: cute.Pointer, num_records) -> cute.Tensor:
-    """Records that lie one behind the other."""
-    layout = cute.make_layout((num_records, RECORD_STRIDE), stride=(RECORD_STRIDE, 1))
-    return cute.make_tensor(pointer, layout)
