@@ -6,10 +6,7 @@ microseconds, GB/s of the keys and values that the lengths name, and their share
 """
 
 import argparse
-import multiprocessing
-import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -88,12 +85,8 @@ def compile_all(jobs: Sequence[runs.Job], console: Console) -> None:
     calls = dict.fromkeys(
         (one, shrink(job.cell)) for job in jobs for one in job.providers if isinstance(one, Ours)
     )
-    if not calls:
-        return
-    context = multiprocessing.get_context("spawn")
-    workers = min(len(calls), len(os.sched_getaffinity(0)))
-    with console.status("compile"), ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for (one, _), error in zip(calls, pool.map(call_once, calls), strict=True):
+    with console.status("compile"):
+        for (one, _), error in zip(calls, runs.in_processes(call_once, calls), strict=True):
             if error:
                 console.print(f"{one.name}: {error}", markup=False)
 

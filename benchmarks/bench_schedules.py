@@ -10,10 +10,7 @@ rows or in pairs of heads. Regret is the planner's time over the best time, minu
 
 import argparse
 import functools
-import multiprocessing
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -77,16 +74,12 @@ def compile_all(cells: Sequence[Cell], only: tuple[str, ...], console: Console) 
         for cell in cells
         for one in plans_of(cell, only)
     )
-    # A forked process would inherit threads and the CUDA context.
-    context = multiprocessing.get_context("spawn")
     with runs.progress_bar(console) as progress:
         task = progress.add_task("compile", total=len(kernels))
-        workers = min(len(kernels), len(os.sched_getaffinity(0)))
-        with ProcessPoolExecutor(max(1, workers), mp_context=context) as pool:
-            for kernel, error in zip(kernels, pool.map(compile_one, kernels), strict=True):
-                if error:
-                    progress.console.print(f"{kernel}: {error}", markup=False)
-                progress.advance(task)
+        for kernel, error in zip(kernels, runs.in_processes(compile_one, kernels), strict=True):
+            if error:
+                progress.console.print(f"{kernel}: {error}", markup=False)
+            progress.advance(task)
 
 
 def compile_one(kernel: Forward) -> str:

@@ -7,10 +7,7 @@ the figure is a call's time over that of the plain kernel, paired inside of each
 
 import argparse
 import functools
-import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -225,13 +222,8 @@ def providers_of(cell: Cell, found: list[Provider], quick: bool) -> list[Provide
 def compile_all(jobs: Sequence[runs.Job], console: Console) -> None:
     """Put the kernels without functions of the user's into the cache on disk, side by side."""
     calls = [(p.name, job.cell) for job in jobs for p in job.providers if p.name in BUILT_IN]
-    context = multiprocessing.get_context("spawn")
-    workers = min(len(calls), len(os.sched_getaffinity(0)))
-    with (
-        console.status("compile"),
-        ProcessPoolExecutor(max(1, workers), mp_context=context) as pool,
-    ):
-        for (name, cell), error in zip(calls, pool.map(call_once, calls), strict=True):
+    with console.status("compile"):
+        for (name, cell), error in zip(calls, runs.in_processes(call_once, calls), strict=True):
             if error:
                 console.print(f"{cell.name} {name}: {error}", markup=False)
 

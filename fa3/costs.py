@@ -30,7 +30,8 @@ from fa3.kernels.forward import Config
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SplitTiles, TileOrder
-from fa3.schedules.split_tiles import END, UNIT_FIELDS, WHOLE
+from fa3.schedules.split_tiles import UNIT_FIELDS, WHOLE
+from fa3.schedules.tile_list import END
 
 EXPONENT = 2.5
 """How sharply the larger of compute and memory wins."""
@@ -245,8 +246,7 @@ class Units(NamedTuple):
 
     Fields:
         full, masked: key blocks without and with the mask applied.
-        partial: whether the unit is a part of its tile's key range, or how many it stands for;
-            None if none is.
+        partial: whether the unit is a part of its tile's key range; None if none is.
         owner: the cluster that works on the unit, if the schedule fixes it beforehand; None if
             each unit goes to the cluster that is free first.
     """

@@ -46,7 +46,7 @@ RESERVES: dict[torch.device, Reserve] = {}
 def zeros_for_launch(count: int, q: torch.Tensor) -> torch.Tensor:
     """Counters (int32) for one launch on the current stream of q's GPU."""
     device = q.device
-    reserve = RESERVES.setdefault(device, Reserve())
+    reserve = RESERVES.get(device) or RESERVES.setdefault(device, Reserve())
     if torch.cuda.is_current_stream_capturing():
         return reserve.take(count, device)
     reserve.fill(device)

@@ -44,7 +44,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.lengths import CacheLengths
 from fa3.masks import KeyBlocks, Sequence
 from fa3.primitives import arguments
-from fa3.primitives.attention import Attention, Mmas
+from fa3.primitives.attention import Attention, AttentionKernel, Mmas
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
     EVICT_NORMAL,
@@ -171,7 +171,7 @@ def publish():
 
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(AttentionKernel):
     """The decode kernel of one (spec, config, layout of the cache, type of cut)."""
 
     spec: AttentionSpec
@@ -183,24 +183,6 @@ class Decode:
 
     def __post_init__(self):
         self.config.validate(self.spec)
-
-    @property
-    def is_storable(self) -> bool:
-        return not self.spec.has_user_functions
-
-    @property
-    def dtype(self):
-        return arguments.ELEMENT_TYPES[self.spec.dtype]
-
-    @property
-    def columns(self) -> int:
-        """Columns of Q and K in shared memory."""
-        return padded(self.spec.head_dim)
-
-    @property
-    def columns_v(self) -> int:
-        """Columns of V and O in shared memory and registers."""
-        return padded(self.spec.head_dim_v)
 
     @property
     def box(self) -> int:

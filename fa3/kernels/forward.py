@@ -37,10 +37,10 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.masks import Sequence
 from fa3.primitives import arguments
-from fa3.primitives.attention import Attention, Mmas
+from fa3.primitives.attention import Attention, AttentionKernel, Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns
-from fa3.primitives.part_merge import WARP, PartMerge
+from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.slab_store import SlabStore
@@ -48,7 +48,7 @@ from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
 from fa3.scores import Rules, bind
@@ -61,9 +61,6 @@ OTHER_REGISTERS = 24
 
 UNREFERENCED = {"bfloat16": 60.0, "float16": 5.0}
 """Largest natural logits whose exponentials P holds as they are, and fp32 their sums."""
-
-WARPS = 4
-"""Warps of a warpgroup."""
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
@@ -203,7 +200,7 @@ class Pipelines(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forward:
+class Forward(AttentionKernel):
     """The forward kernel of one (spec, config, schedule type).
 
     `is_recorded` makes it the instrumented kernel, which notes when it worked on which tile.
@@ -220,25 +217,6 @@ class Forward:
         self.config.validate(self.spec)
         if self.schedule_type.shared_words and self.config.cluster > 1:
             raise ValueError("a schedule whose CTAs take tiles one by one needs no cluster")
-
-    @property
-    def is_storable(self) -> bool:
-        """A function of the user's may use names that only its module knows."""
-        return not self.spec.has_user_functions
-
-    @property
-    def dtype(self):
-        return arguments.ELEMENT_TYPES[self.spec.dtype]
-
-    @property
-    def columns(self) -> int:
-        """Columns of Q and K in shared memory."""
-        return padded(self.spec.head_dim)
-
-    @property
-    def columns_v(self) -> int:
-        """Columns of V and O in shared memory."""
-        return padded(self.spec.head_dim_v)
 
     def arguments(self) -> list:
         """Arguments with the types of a call and no sizes; equal sizes share a symbol."""

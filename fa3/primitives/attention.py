@@ -14,9 +14,37 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
+from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.wgmma import ROWS
+from fa3.problem import AttentionSpec
+
+
+class AttentionKernel:
+    """What kernels of attention derive from their `spec`."""
+
+    spec: AttentionSpec
+
+    @property
+    def is_storable(self) -> bool:
+        """A function of the user's may use names that only its module knows."""
+        return not self.spec.has_user_functions
+
+    @property
+    def dtype(self):
+        return ELEMENT_TYPES[self.spec.dtype]
+
+    @property
+    def columns(self) -> int:
+        """Columns of Q and K in shared memory."""
+        return padded(self.spec.head_dim)
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of V and O in shared memory and registers."""
+        return padded(self.spec.head_dim_v)
 
 
 class Fragments(NamedTuple):

@@ -13,11 +13,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
-from fa3.primitives.wgmma import ROWS, WARPGROUP
-
-WARP = 32
-WARPS = WARPGROUP // WARP
-
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
 SMALLEST_BOX = 8
 """Keys that one TMA copy loads at least: the rows of a swizzle."""

@@ -19,10 +19,10 @@ from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import store_row
 from fa3.primitives.softmax import finite
+from fa3.primitives.wgmma import WARP
 
 LOG2_E = math.log2(math.e)
 
-WARP = 32
 ROWS_OF_WARP = 16
 ROWS_OF_THREAD = 2
 

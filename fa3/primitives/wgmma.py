@@ -4,8 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
+WARP = 32
+"""Threads of a warp."""
+
 WARPGROUP = 128
 """Threads of a warpgroup."""
+
+WARPS = WARPGROUP // WARP
+"""Warps of a warpgroup."""
 
 ROWS = 64
 """Rows of one WGMMA."""

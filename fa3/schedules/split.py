@@ -24,12 +24,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
+from fa3.primitives.wgmma import WARP
 from fa3.schedules.tiles import Tile
-
-RECORD = 5
-"""Integers of a record."""
-
-WARP = 32
 
 
 class Part(NamedTuple):

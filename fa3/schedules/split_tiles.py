@@ -8,11 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from fa3.schedules.tile_list import deal
+from fa3.schedules.tile_list import END, columns_of_owners, deal
 from fa3.schedules.tiles import Planned, TileOrder
-
-END = -1
-"""Stands behind the last unit of every cluster."""
 
 WHOLE = 1
 """The `part` of a unit that is a whole tile: its output goes where it belongs."""
@@ -130,18 +127,8 @@ class SplitTiles(Planned):
         units = np.stack((tiles, first, end, part), axis=1)
         # Clusters that get nothing are not launched.
         used, owners = np.unique(np.concatenate((dealt, pieces.owner)), return_inverse=True)
-        table = cls.table_of(units, owners, len(used))
+        table = columns_of_owners(units, owners, len(used))
         return cls(order, len(used), table, int(is_part.sum()))
-
-    @staticmethod
-    def table_of(units: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:
-        """Put every unit into the column of its owner, in the units' order."""
-        by_owner = np.argsort(owners, kind="stable")
-        counts = np.bincount(owners, minlength=num_clusters)
-        rows = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        table = np.full((counts.max(initial=0) + 1, num_clusters, UNIT_FIELDS), END, np.int32)
-        table[rows, owners[by_owner]] = units[by_owner]
-        return table.reshape(-1)
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "SplitTiles":

@@ -11,7 +11,7 @@ import numpy as np
 from fa3.schedules.tiles import Planned, Tile, TileOrder
 
 END = -1
-"""Stands behind the last tile of every cluster."""
+"""Stands behind the last entry of every cluster."""
 
 MANY_TILES = 2560
 """Up to so many tiles are dealt one by one: 0.2 us each."""
@@ -92,13 +92,7 @@ class TileList(Planned):
         cls, order: TileOrder, num_clusters: int, indices: np.ndarray, owners: np.ndarray
     ) -> "TileList":
         """Give every tile of `indices`, in this order, to the cluster that `owners` has for it."""
-        # NumPy sorts small integers by their digits.
-        by_owner = np.argsort(owners.astype(np.int16), kind="stable")
-        counts = np.bincount(owners, minlength=num_clusters)
-        firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        table = np.full((counts.max(initial=0) + 1, num_clusters), END, np.int32)
-        table[np.arange(len(owners)) - firsts, owners[by_owner]] = indices[by_owner]
-        return cls(order, num_clusters, table.reshape(-1))
+        return cls(order, num_clusters, columns_of_owners(indices, owners, num_clusters))
 
     @property
     def owners(self) -> np.ndarray:
@@ -127,6 +121,25 @@ class TileList(Planned):
 
     def tile(self, cursor: Cursor) -> Tile:
         return self.order.tile(cursor.entry)
+
+
+def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:
+    """A table with a column for every cluster: its entries in their order, then `END`.
+
+    Args:
+        entries: (n,) or (n, fields) integers, and `owners` the cluster of each.
+
+    Returns:
+        (rounds, num_clusters) or (rounds, num_clusters, fields) int32, flat.
+    """
+    # NumPy sorts small integers by their digits.
+    by_owner = np.argsort(owners.astype(np.int16), kind="stable")
+    counts = np.bincount(owners, minlength=num_clusters)
+    rows = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = (counts.max(initial=0) + 1, num_clusters, *entries.shape[1:])
+    table = np.full(shape, END, np.int32)
+    table[rows, owners[by_owner]] = entries[by_owner]
+    return table.reshape(-1)
 
 
 def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
