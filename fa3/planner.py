@@ -425,7 +425,7 @@ def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> 
 
 def taken_one_by_one(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
     """Tiles of `Dynamic`."""
-    return None if config.cluster > 1 else units_of_tiles(problem, config, order)
+    return units_of_tiles(problem, config, order)
 
 
 WORK: dict[str, Callable[[Problem, Gpu, Config, TileOrder], Units | None]] = {
@@ -454,8 +454,6 @@ def make_schedule(
     if kind is StaticPersistent:
         return StaticPersistent(order, clusters)
     if kind is Dynamic:
-        if config.cluster > 1:
-            raise ValueError("schedule 'dynamic' needs a config without a cluster")
         return Dynamic(order, clusters)
     if kind is SplitTiles:
         return split_tiles(problem, gpu, config, order)

@@ -98,8 +98,10 @@ def test_dynamic_and_pairs_of_heads_give_the_same_bits(head_dim, window, device)
     q, k, v = make_operands(problem, device=device)
     out, lse = attend(q, k, v, window, plan=plan_of(problem, "single"))
     check_attention(out, lse, q, k, v, window=window)
-    plans = [plan_of(problem, "dynamic")]
-    plans += [plan_of(problem, name, cluster_h=2) for name in ("single", "static", "list")]
+    plans = [plan_of(problem, "dynamic"), plan_of(problem, "dynamic", cluster_m=2)]
+    plans += [
+        plan_of(problem, name, cluster_h=2) for name in ("single", "static", "list", "dynamic")
+    ]
     for plan in plans:
         same, same_lse = attend(q, k, v, window, plan=plan)
         assert torch.equal(out, same) and torch.equal(lse, same_lse), plan.name

@@ -215,8 +215,6 @@ class Forward(AttentionKernel):
 
     def __post_init__(self):
         self.config.validate(self.spec)
-        if self.schedule_type.shared_words and self.config.cluster > 1:
-            raise ValueError("a schedule whose CTAs take tiles one by one needs no cluster")
 
     def arguments(self) -> list:
         """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
@@ -350,6 +348,7 @@ class Forward(AttentionKernel):
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.mma(operands, smem, pipelines, softmax_scale, sequence, schedule, cursor)
+        schedule.leave()
 
     @cute.jit
     def setup_shared_memory(self, schedule):
@@ -399,7 +398,9 @@ class Forward(AttentionKernel):
             tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster),
             tma_pipeline(storage.barriers_v, config.kv_stages, layouts.v, 1, config.cluster),
         )
-        schedule = schedule.connected(storage.schedule.data_ptr(), warps)
+        schedule = schedule.connected(
+            storage.schedule.data_ptr(), warps, config.cluster, self.cluster_rank()
+        )
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):
             cute.arch.cluster_arrive_relaxed()

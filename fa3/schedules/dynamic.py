@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass._mlir.dialects import nvvm
 
 from fa3.schedules.tiles import Tile, TileOrder
 
@@ -35,20 +36,22 @@ class Mailbox(NamedTuple):
 
 @dataclass(frozen=True)
 class Dynamic:
-    """As many CTAs as the GPU holds take tiles from a counter in device memory.
+    """As many clusters as the GPU holds take tiles from a counter in device memory.
 
     The producer fetches while the consumers still work on the tile before, and tells them. Whoever
     leaves last sets the counters back, so that the next launch, or replay of a graph, finds
     zeros. On the host, where nothing takes time, tiles go round.
 
     Fields:
-        counters: (2,) int32 on the device: tiles that were taken, CTAs that found none left.
+        counters: (2,) int32 on the device: tiles that were taken, clusters that found none left.
+        rank: of the CTA in its cluster.
     """
 
     order: TileOrder
     num_clusters: int
     counters: cute.Tensor | None = None
     mailbox: Mailbox | None = None
+    rank: Int32 | int = 0
 
     reads_state: ClassVar[bool] = True
     splits: ClassVar[bool] = False
@@ -64,17 +67,22 @@ class Dynamic:
         return cls(order, num_clusters, state)
 
     @cute.jit
-    def connected(self, shared: cute.Pointer, warps: cutlass.Constexpr) -> "Dynamic":
+    def connected(
+        self, shared: cute.Pointer, warps: cutlass.Constexpr, cluster: cutlass.Constexpr, rank
+    ) -> "Dynamic":
         """The schedule of a CTA with `warps` consumer warps, and its part of shared memory."""
         full, empty = shared, shared + SLOTS
+        # In a cluster everybody tells the leader, producers too.
+        readers = warps if cluster == 1 else cluster * (warps + 1)
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
             for slot in cutlass.range_constexpr(SLOTS):
                 cute.arch.mbarrier_init(full + slot, 1)
-                cute.arch.mbarrier_init(empty + slot, warps)
+                cute.arch.mbarrier_init(empty + slot, readers)
         numbers = cute.recast_ptr(shared + 2 * SLOTS, dtype=Int32)
         mailbox = Mailbox(cute.make_tensor(numbers, cute.make_layout(SLOTS)), full, empty)
-        return replace(self, mailbox=mailbox)
+        alone = replace(self, mailbox=mailbox, rank=rank)
+        return alone if cluster == 1 else DynamicInPair(**vars(alone))
 
     def for_producer(self) -> "DynamicProducer":
         return DynamicProducer(**vars(self))
@@ -104,6 +112,9 @@ class Dynamic:
     def tile(self, cursor: Cursor) -> Tile:
         return self.order.tile(cursor.index)
 
+    def leave(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class DynamicProducer(Dynamic):
@@ -127,6 +138,69 @@ class DynamicProducer(Dynamic):
     def finish(self):
         """Count the CTAs that found no tile; the last one sets the counters back."""
         if cute.arch.lane_idx() == 0:
+            done = self.counters.iterator + 1
+            before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
+            if before == self.num_clusters - 1:
+                self.counters[0] = 0
+                self.counters[1] = 0
+
+
+LEADER = 0
+"""The rank of the CTA that takes tiles for its cluster."""
+
+
+@dataclass(frozen=True)
+class DynamicInPair(Dynamic):
+    """`Dynamic` in a cluster of two CTAs, of which the leader's producer takes tiles for both."""
+
+    def for_producer(self) -> "DynamicPairProducer":
+        return DynamicPairProducer(**vars(self))
+
+    @cute.jit
+    def following(self, count: Int32) -> Int32:
+        """Read the next tile's number from this CTA's mailbox, and tell the leader."""
+        slot, round_of_slot = count % SLOTS, count // SLOTS
+        cute.arch.mbarrier_wait(self.mailbox.full + slot, round_of_slot % 2)
+        index = self.mailbox.numbers[slot]
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(
+                self.mailbox.empty + slot, LEADER, scope=nvvm.MemScopeKind.CLUSTER
+            )
+        return cute.arch.make_warp_uniform(index)
+
+    @cute.jit
+    def leave(self):
+        """Stay until nobody writes to this CTA's shared memory any more."""
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+@dataclass(frozen=True)
+class DynamicPairProducer(DynamicInPair):
+    """The producers' half of `DynamicInPair`."""
+
+    @cute.jit
+    def next(self, cursor: Cursor) -> Cursor:
+        slot, round_of_slot = cursor.count % SLOTS, cursor.count // SLOTS
+        if cute.arch.lane_idx() == 0:
+            full = self.mailbox.full + slot
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 4)
+            if self.rank == LEADER:
+                cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
+                index = self.num_clusters + cute.arch.atomic_add(
+                    self.counters.iterator, Int32(1), sem="relaxed", scope="gpu"
+                )
+                number = self.mailbox.numbers.iterator + slot
+                for rank in cutlass.range_constexpr(2):
+                    cute.arch.store_async_dsmem(number, index, full, rank)
+        cute.arch.sync_warp()
+        return Cursor(self.following(cursor.count), cursor.count + 1)
+
+    @cute.jit
+    def finish(self):
+        """Count the clusters that found no tile; the last one sets the counters back."""
+        if cute.arch.lane_idx() == 0 and self.rank == LEADER:
             done = self.counters.iterator + 1
             before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
             if before == self.num_clusters - 1:

@@ -105,8 +105,13 @@ class Schedule(Protocol):
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, state) -> "Schedule": ...
 
-    def connected(self, shared, warps: int) -> "Schedule":
-        """The schedule of one CTA, with `shared_words` for its consumers' warps to share."""
+    def connected(self, shared, warps: int, cluster: int, rank) -> "Schedule":
+        """The schedule of one CTA, with `shared_words` for its consumers' warps to share.
+
+        Args:
+            warps: those of the CTA's consumers.
+            cluster: CTAs of a cluster, and `rank` this one's.
+        """
 
     def for_producer(self) -> "Schedule":
         """The producer's half."""
@@ -122,6 +127,9 @@ class Schedule(Protocol):
     def finish(self) -> None:
         """What the producer does when no tile is left."""
 
+    def leave(self) -> None:
+        """What all threads do at last."""
+
 
 class Planned:
     """Base of schedules whose warps all find their tiles by themselves."""
@@ -129,13 +137,16 @@ class Planned:
     num_counters: ClassVar[int] = 0
     shared_words: ClassVar[int] = 0
 
-    def connected(self, shared, warps: int):
+    def connected(self, shared, warps: int, cluster: int, rank):
         return self
 
     def for_producer(self):
         return self
 
     def finish(self) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
 
