@@ -24,6 +24,7 @@ from benchmarks.shapes import Cell
 from fa3.compiler import load_kernel
 from fa3.costs import costs_of
 from fa3.kernels.forward import Forward
+from fa3.schedules.marked import Marked
 
 SHAPES = ["grid", "low-wave"]
 HEAD_DIMS = [64, 128, 256]
@@ -69,10 +70,14 @@ def plans_of(cell: Cell, only: tuple[str, ...]) -> list[Planned]:
 
 def compile_all(cells: Sequence[Cell], only: tuple[str, ...], console: Console) -> None:
     """Compile every kernel that the cells need, in processes side by side."""
+    plans = [one.plan for cell in cells for one in plans_of(cell, only)]
     kernels = dict.fromkeys(
-        Forward(one.plan.problem.spec, one.plan.config, type(one.plan.schedule))
-        for cell in cells
-        for one in plans_of(cell, only)
+        Forward(plan.problem.spec, plan.config, type(plan.schedule)) for plan in plans
+    )
+    kernels |= dict.fromkeys(
+        Forward(plan.problem.spec, plan.config.again, Marked)
+        for plan in plans
+        if plan.config.fixed_reference
     )
     with runs.progress_bar(console) as progress:
         task = progress.add_task("compile", total=len(kernels))
@@ -107,6 +112,7 @@ def make_rows(timed: Timed) -> list[PlanRow]:
                 cluster_m=plan.config.cluster_m,
                 own_o=plan.config.own_o,
                 cluster_h=plan.config.cluster_h,
+                fixed_reference=plan.config.fixed_reference,
                 predicted_us=regret.in_regime(plan.predict(), timed.regime.name),
             )
         )

@@ -23,6 +23,7 @@ from benchmarks import results
 from benchmarks.plans import cell_of, config_of, problem_of, recorded_config
 from benchmarks.results import OK, Measurement, PlanRow, Row
 from fa3.costs import (
+    AGAIN,
     H200,
     H200_COSTS,
     Costs,
@@ -56,14 +57,15 @@ START = Costs(
     bytes_per_us=4_300_000,
     launch_us=1.5,
     unit_us={"single": 1.5},
-    call_us={"split": 1.0},
+    call_us={"split": 1.0, AGAIN: 1.0},
     partial_us=1.5,
     tiles={},
-    rule=Rule(tensor=0.00055, exponential=0.0004, masked=1.3, tile_us=1.2, steady=1.14),
+    rule=Rule(tensor=0.00055, exponential=0.0004, masked=1.3, tile_us=1.2, steady=1.14, fixed=0.92),
 )
 """Where a fit starts and what holds it: bandwidth of a device-to-device copy; what a tile costs
 more with one tile a CTA (d128 causal 2k and 8k: 1.4 to 1.6 us), what a part takes to be left, and
-a call to merge its last parts, all three from docs/experiments.md; the rest by rough count."""
+a call to merge its last parts, and blocks without maxima, all from docs/experiments.md; the rest
+by rough count."""
 
 REFERENCE_SCHEDULE = "list"
 """What other schedules add to a unit of work is counted from this one."""
@@ -208,7 +210,8 @@ def rule_parameters(prior: Rule) -> list[Parameter]:
             spread,
         )
 
-    return [parameter(name, 0.02 if name == "steady" else 0.2) for name in Rule._fields]
+    spreads = {"steady": 0.02, "fixed": 0.03}
+    return [parameter(name, spreads.get(name, 0.2)) for name in Rule._fields]
 
 
 def tile_parameters(key: TileKey, prior: TileCosts) -> list[Parameter]:
@@ -277,6 +280,8 @@ def common_parameters(prior: Costs, seen: Sequence[Observation]) -> list[Paramet
         # A split schedule's units are few and of many sizes: it costs more by the call.
         table = "call_us" if name in prior.call_us else "unit_us"
         found.append(of_schedule(name, table, prior))
+    if not all(observation.key.follows for observation in seen):
+        found.append(of_second_launch(prior))
     if any(observation.units.num_partial for observation in seen):
         found.append(
             on_log_scale(
@@ -301,6 +306,17 @@ def of_schedule(name: str, table: str, prior: Costs) -> Parameter:
 
     spread = max(0.2, 0.3 * of(prior))
     return Parameter(of, put, of(prior), spread, lambda observation: observation.schedule == name)
+
+
+def of_second_launch(prior: Costs) -> Parameter:
+    """What the launch adds that finds no marked tile."""
+    return on_log_scale(
+        lambda costs: costs.call_us[AGAIN],
+        lambda costs, value: replace(costs, call_us={**costs.call_us, AGAIN: value}),
+        prior.call_us[AGAIN],
+        0.3,
+        lambda observation: not observation.key.follows,
+    )
 
 
 def comparable_schedules(seen: Sequence[Observation]) -> list[str]:

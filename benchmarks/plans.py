@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ from fa3.planner import (
     has_mask,
     plan_forward,
     with_clusters,
+    with_reference,
 )
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SCHEDULES
@@ -29,7 +31,7 @@ from fa3.schedules import SCHEDULES
 HOPELESS = 1.5
 """Plans that are predicted to take so many times the best one's time are not measured."""
 
-NAME = re.compile(r"(\w+) (\d+x\d+(?: in pairs of \w+)?)")
+NAME = re.compile(r"(\w+) (\d+x\d+(?: in pairs of \w+)?(?:, fixed reference)?)")
 """`Plan.name`: schedule and tiling."""
 
 
@@ -79,7 +81,7 @@ def configs_to_measure(problem: Problem) -> list[Config]:
     return [
         config
         for tiling in alternatives(problem)
-        for config in with_clusters(tiling.config, problem)
+        for config in with_clusters(with_reference(tiling.config, problem), problem)
     ]
 
 
@@ -109,6 +111,7 @@ def config_of(row: PlanRow) -> Config:
         row.cluster_m,
         row.own_o,
         row.cluster_h,
+        row.fixed_reference,
     )
 
 
@@ -117,11 +120,14 @@ def recorded_config(row: Measurement) -> tuple[Config, str]:
     problem = problem_of(cell_of(row))
     match = NAME.fullmatch(row.choice)
     if match is None:
-        return choose_config(problem, H200), "list" if has_mask(problem.spec) else "static"
+        config = replace(choose_config(problem, H200), fixed_reference=False)
+        return config, "list" if has_mask(problem.spec) else "static"
     schedule, tiling = match.groups()
     for config in configs_to_measure(problem):
-        if describe_config(config) == tiling:
-            return config, schedule
+        for fixed in (True, False):
+            either = replace(config, fixed_reference=fixed)
+            if describe_config(either) == tiling:
+                return either, schedule
     raise ValueError(f"{row.cell}: {row.choice} is no plan of the present table")
 
 

@@ -103,7 +103,7 @@ class PlanRow(Measurement):
 
     Fields:
         schedule: its name in `fa3.schedules.SCHEDULES`.
-        tile_m ... cluster_h: the fields of its `Config`.
+        tile_m ... fixed_reference: the fields of its `Config`.
         predicted_us: the cost model's time for this regime when this was measured.
     """
 
@@ -115,6 +115,7 @@ class PlanRow(Measurement):
     cluster_m: int
     own_o: bool
     cluster_h: int
+    fixed_reference: bool
     predicted_us: float | None = None
 
 

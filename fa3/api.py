@@ -31,10 +31,11 @@ from fa3.operands import (
     check_shape,
     describe,
 )
-from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward
+from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward, tile_order
 from fa3.primitives.part_merge import ROWS_OF_WARP, numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.schedules.marked import Marked, num_words
 from fa3.scores import Score
 
 NOT_GIVEN = (None, None, None, None)
@@ -49,8 +50,9 @@ class PreparedCall:
         kernel: the compiled kernel on a GPU, None on the CPU.
         plan_arguments: the kernel's arguments after the scale, up to what the schedule reads.
         table: what the schedule reads.
-        num_counters: counters that it reads instead.
+        num_counters: counters that the marks, the schedule and the parts take, each 0 for none.
         parts: what the kernel takes if the plan splits tiles.
+        again: the launch that follows if the softmax has a fixed reference.
     """
 
     plan: Plan | None
@@ -59,8 +61,9 @@ class PreparedCall:
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     table: torch.Tensor | None = None
-    num_counters: int = 0
+    num_counters: tuple[int, int, int] = (0, 0, 0)
     parts: "Parts | None" = None
+    again: "Again | None" = None
 
     @classmethod
     def on_gpu(
@@ -68,6 +71,13 @@ class PreparedCall:
     ) -> "PreparedCall":
         """Load the kernel of a plan, the instrumented one if it `is_recorded`."""
         schedule = plan.schedule
+        parts = Parts.of(plan) if schedule.splits else None
+        again = Again.of(plan) if plan.config.fixed_reference else None
+        counts = (
+            again.num_words if again else 0,
+            schedule.num_counters,
+            parts.num_counters if parts else 0,
+        )
         return cls(
             plan,
             load_kernel(Forward(plan.problem.spec, plan.config, type(schedule), is_recorded)),
@@ -75,8 +85,9 @@ class PreparedCall:
             out_shape,
             lse_shape,
             upload(schedule.table, device),
-            schedule.num_counters,
-            Parts.of(plan) if schedule.splits else None,
+            tuple(-(-count // ALIGNED) * ALIGNED for count in counts),
+            parts,
+            again,
         )
 
     def launch(
@@ -91,10 +102,48 @@ class PreparedCall:
         recording: torch.Tensor | None = None,
     ) -> None:
         """Run the kernel on the current stream of q's GPU."""
-        state = zeros_for_launch(self.num_counters, q) if self.num_counters else self.table
-        parts = NO_PARTS if self.parts is None else self.parts.arguments(q)
-        self.kernel(
-            q, k, v, out, lse, modifiers, scale, *self.plan_arguments, state, *parts, recording
+        marks, counters, of_parts = self.counters(q)
+        state = self.table if counters is None else counters
+        parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
+        tensors = (q, k, v, out, lse, modifiers, scale)
+        self.kernel(*tensors, *self.plan_arguments, state, *parts, marks, recording)
+        if self.again is not None:
+            self.again.kernel(*tensors, *self.again.plan_arguments, marks, *NO_PARTS, None, None)
+
+    def counters(self, q: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Zeros for the marks, the schedule and the parts of one launch."""
+        total = sum(self.num_counters)
+        if not total:
+            return None, None, None
+        zeros = zeros_for_launch(total, q)
+        if total in self.num_counters:
+            return tuple(zeros if count else None for count in self.num_counters)
+        those = zeros.split(self.num_counters)
+        return tuple(part if len(part) else None for part in those)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The launch that computes the tiles again for which a fixed reference did not do.
+
+    Fields:
+        plan_arguments: as of `PreparedCall`.
+        num_words: of the marks.
+    """
+
+    kernel: Callable
+    plan_arguments: tuple
+    num_words: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Again":
+        config = plan.config.again
+        order = tile_order(plan.problem, plan.gpu, config)
+        clusters = min(plan.gpu.num_sms, order.num_tiles)
+        return cls(
+            load_kernel(Forward(plan.problem.spec, config, Marked)),
+            (*plan.problem.window, order.heads_per_section, clusters),
+            num_words(order.num_tiles),
         )
 
 
@@ -118,17 +167,20 @@ class Parts:
         columns = padded(plan.problem.spec.head_dim_v)
         return cls(
             numbers_of_parts(num_slots, rows, columns),
-            num_slots * rows // ROWS_OF_WARP,
+            # The kernel wants a tensor also where no tile is split.
+            max(1, num_slots * rows // ROWS_OF_WARP),
             num_slots,
         )
 
-    def arguments(self, q: torch.Tensor) -> tuple:
+    def arguments(self, q: torch.Tensor, counters: torch.Tensor) -> tuple:
         """Memory, counters and number of parts of one launch."""
-        memory = q.new_empty(self.numbers, dtype=torch.float32)
-        return memory, zeros_for_launch(self.num_counters, q), self.num_slots
+        return q.new_empty(self.numbers, dtype=torch.float32), counters, self.num_slots
 
 
 NO_PARTS = (None, None, 0)
+
+ALIGNED = 4
+"""Counters in 16 bytes, as kernels want them to be aligned."""
 
 
 def flash_attn_func(

@@ -72,6 +72,10 @@ H100 = Gpu("NVIDIA H100", num_sms=132, l2_bytes=26 << 20)
 """The SXM version: 50 MB of L2."""
 
 
+AGAIN = "again"
+"""The launch that computes marked tiles again."""
+
+
 class TileKey(NamedTuple):
     """What a tile's times depend on.
 
@@ -79,6 +83,7 @@ class TileKey(NamedTuple):
         head_dim, head_dim_v: padded.
         masked: whether the spec has a mask.
         cluster: CTAs that share K and V.
+        follows: whether the softmax's reference follows the scores.
     """
 
     head_dim: int
@@ -87,6 +92,7 @@ class TileKey(NamedTuple):
     tile_m: int
     tile_n: int
     cluster: int
+    follows: bool = True
 
     @classmethod
     def of(cls, spec: AttentionSpec, config: Config) -> "TileKey":
@@ -97,6 +103,7 @@ class TileKey(NamedTuple):
             config.tile_m,
             config.tile_n,
             config.cluster,
+            not config.fixed_reference,
         )
 
 
@@ -129,6 +136,7 @@ class Rule(NamedTuple):
             that its exponentials, take.
         masked: a masked block's time over a full one's.
         tile_us, steady: as in `TileCosts`.
+        fixed: a block's time with a fixed reference over that with one that follows.
     """
 
     tensor: float
@@ -136,11 +144,18 @@ class Rule(NamedTuple):
     masked: float
     tile_us: float
     steady: float
+    fixed: float = 1.0
 
     def tile(self, key: TileKey) -> TileCosts:
         tensor, exponential = clocks_of_block(key)
         full = self.tensor * tensor + self.exponential * exponential
-        return TileCosts(full, full * self.masked, self.tile_us, self.steady)
+        tile = TileCosts(full, full * self.masked, self.tile_us, self.steady)
+        return tile if key.follows else self.without_maxima(tile)
+
+    def without_maxima(self, tile: TileCosts) -> TileCosts:
+        """A tile as it would be with a fixed reference."""
+        full_us, masked_us = tile.full_us * self.fixed, tile.masked_us * self.fixed
+        return tile._replace(full_us=full_us, masked_us=masked_us)
 
 
 def clocks_of_block(key: TileKey) -> tuple[float, float]:
@@ -160,7 +175,8 @@ class Costs:
         bytes_per_us: through device memory.
         launch_us: a launch among others.
         unit_us: by schedule, what it adds to every unit of work.
-        call_us: by schedule, what it adds to a call, like a kernel that merges parts.
+        call_us: by schedule, what it adds to a call, like a kernel that merges parts; by `AGAIN`,
+            what a launch adds that finds no marked tile.
         partial_us: what a unit adds that is a part of its tile's key range: it writes its output
             in fp32.
         tiles: what was measured.
@@ -180,7 +196,11 @@ class Costs:
     rule: Rule
 
     def tile(self, key: TileKey) -> TileCosts:
-        return self.tiles.get(key) or self.rule.tile(key)
+        if key in self.tiles:
+            return self.tiles[key]
+        # The same with a reference that follows is closer than the rule.
+        follows = self.tiles.get(key._replace(follows=True))
+        return self.rule.without_maxima(follows) if follows else self.rule.tile(key)
 
     def knows(self, key: TileKey) -> bool:
         """Whether a tile was measured on enough shapes to be compared with others."""
@@ -469,6 +489,8 @@ def predict(
     slowdown = max(1.0, tile.steady * (work.of_blocks * of_all) ** (1 / POWER_EXPONENT))
     memory_us = bytes_moved(problem, gpu, config, order, units) / costs.bytes_per_us
     launch_us = costs.launch_us + costs.call_us.get(schedule, 0.0)
+    if config.fixed_reference:
+        launch_us += costs.call_us.get(AGAIN, 0.0)
     return Prediction(
         joined(burst * slowdown, memory_us) + launch_us,
         joined(burst, memory_us) + launch_us,

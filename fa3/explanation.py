@@ -176,11 +176,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def describe_config(config: Config) -> str:
-    """A tiling in a few characters: "128x128", "128x80 in pairs of rows"."""
-    pairs = ""
+    """A tiling in a few characters: "128x128", "128x80 in pairs of rows, fixed reference"."""
+    text = f"{config.tile_m}x{config.tile_n}"
     if config.cluster > 1:
-        pairs = " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"
-    return f"{config.tile_m}x{config.tile_n}{pairs}"
+        text += " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"
+    return f"{text}, fixed reference" if config.fixed_reference else text
 
 
 def describe_problem(problem: Problem) -> str:

@@ -187,6 +187,10 @@ class Intersection:
     def at(self, batch, head) -> "Intersection":
         return Intersection(self.band, self.function, batch, head)
 
+    def key_range(self, row, sequence: Sequence):
+        """Half-open range of keys outside of which query `row` sees none."""
+        return self.band.key_range(row, sequence)
+
     def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> KeyBlocks:
         """Blocks of `tile_n` keys that rows [row_begin, row_begin + num_rows) touch."""
         blocks = self.band.key_blocks(row_begin, num_rows, tile_n, sequence)

@@ -25,9 +25,9 @@ from fa3.costs import (
     units_of_tiles,
 )
 from fa3.explanation import Candidate, Explanation, describe_config
-from fa3.kernels.forward import Config
+from fa3.kernels.forward import HOLDS_POWERS, Config
 from fa3.primitives.shared_memory import padded
-from fa3.problem import Problem
+from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import (
     SCHEDULES,
     Dynamic,
@@ -42,6 +42,7 @@ from fa3.schedules import (
     Unit,
 )
 from fa3.schedules.split_tiles import SHORTEST, WHOLE
+from fa3.scores import Alibi
 from fa3.timeline import Cost, Timeline
 
 ScheduleChoice = str | type | Callable[[list[Tile]], Iterable[Tile]] | None
@@ -121,6 +122,10 @@ went by that, a fit would change the plans that it was fitted to."""
 
 MARGIN = 0.02
 """How much faster a way to run must be predicted than what the table says, to be taken."""
+
+FIXED_FLOPS = 1.5e10
+"""Work of a call, some 30 us, from which a fixed reference saves more than its second launch
+takes."""
 
 LEAST_GAIN_US = 0.5
 """The same in microseconds, for calls that take but a few."""
@@ -302,6 +307,14 @@ def candidates(
     return found
 
 
+def takes_fixed_reference(spec: AttentionSpec) -> bool:
+    """Whether a fixed reference of the softmax is possible, and likely to do.
+
+    Scores of the user's may be anything; those of a softcap are bounded, and need none at all.
+    """
+    return HOLDS_POWERS[spec.dtype] and all(score.kind is Alibi for score in spec.scores)
+
+
 def candidate(
     problem: Problem, gpu: Gpu, config: Config, order: TileOrder, schedule: str, units: Units
 ) -> Candidate:
@@ -336,11 +349,18 @@ def configs(problem: Problem, gpu: Gpu) -> list[Config]:
     costs = costs_of(gpu.name)
     found = [first]
     for tiling in alternatives(problem):
-        for config in with_clusters(tiling.config, problem):
+        for config in with_clusters(with_reference(tiling.config, problem), problem):
             known = costs.knows(TileKey.of(problem.spec, config))
             if known and config not in found and config.cluster <= gpu.num_sms:
                 found.append(config)
     return found
+
+
+def with_reference(config: Config, problem: Problem) -> Config:
+    """A tiling with a fixed reference where that pays."""
+    if problem.flops >= FIXED_FLOPS and takes_fixed_reference(problem.spec):
+        return replace(config, fixed_reference=True)
+    return config
 
 
 def with_clusters(config: Config, problem: Problem) -> list[Config]:
@@ -367,6 +387,7 @@ def choose_config(problem: Problem, gpu: Gpu) -> Config:
     config = next(
         tiling.config for tiling in alternatives(problem) if problem.seqlen_q <= tiling.max_seqlen_q
     )
+    config = with_reference(config, problem)
     query_tiles = -(-problem.seqlen_q // config.tile_m)
     wasteful = query_tiles % config.cluster_m and query_tiles < FEW_TILES
     if wasteful or gpu.num_sms < config.cluster_m:

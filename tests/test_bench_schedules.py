@@ -70,6 +70,7 @@ def plan_row(cell: shapes.Cell, plan, us: float, regime: str = "steady") -> Plan
         cluster_m=config.cluster_m,
         own_o=config.own_o,
         cluster_h=config.cluster_h,
+        fixed_reference=config.fixed_reference,
     )
 
 
@@ -135,7 +136,10 @@ def test_a_row_s_plan_is_read_back():
             plan.schedule_name,
         )
     unnamed = replace(row, choice="")
-    assert plans.recorded_config(unnamed) == (choose_config(problem, H200), "static")
+    follows = replace(choose_config(problem, H200), fixed_reference=False)
+    assert plans.recorded_config(unnamed) == (follows, "static")
+    earlier = replace(row, choice="static 192x128")
+    assert not plans.recorded_config(earlier)[0].fixed_reference
     with pytest.raises(ValueError, match="no plan of the present table"):
         plans.recorded_config(replace(row, choice="list 64x16"))
 

@@ -22,7 +22,8 @@ from fa3.masks import Band, Intersection, Mask
 from fa3.planner import H200, TILINGS, Tiling, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.schedules import SingleTile, SplitTiles, StaticPersistent, TileList
+from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
+from fa3.schedules.marked import Marked
 from fa3.scores import Alibi, Softcap
 from fa3.templates import Template
 
@@ -81,18 +82,26 @@ def cases():
         spec = spec_for(tiling)
         schedule_type = TileList if tiling.masked else StaticPersistent
         for cluster_m in (1, 2):
-            config = replace(tiling.config, cluster_m=cluster_m)
+            config = replace(tiling.config, cluster_m=cluster_m, fixed_reference=True)
             if (spec, config) not in seen:
                 seen.add((spec, config))
                 yield spec, config, schedule_type
+    for head_dim in (64, 128, 192, 256):
+        for mask in ("full", "causal"):
+            spec = spec_of(head_dim, mask)
+            yield spec, config_of(spec).again, Marked
+    yield spec_of(128, "full"), replace(config_of(spec_of(128, "full")), cluster_m=2), Dynamic
     for head_dim, head_dim_v in PADDED_HEAD_DIMS:
         for mask, schedule_type in (("full", StaticPersistent), ("causal", TileList)):
             spec = spec_of(head_dim, mask, head_dim_v=head_dim_v)
             if (spec, config_of(spec)) not in seen:
                 yield spec, config_of(spec), schedule_type
     spec = spec_of(256, "causal")
-    yield spec, config_of(spec), StaticPersistent
-    yield spec, config_of(spec), SingleTile
+    for schedule_type in (StaticPersistent, SingleTile, SplitTiles):
+        yield spec, replace(config_of(spec), fixed_reference=False), schedule_type
+    for head_dim in (64, 128, 256):
+        spec = spec_of(head_dim, "causal")
+        yield spec, config_of(spec), SplitTiles
     for head_dim in (64, 128, 256):
         spec = spec_of(head_dim, "window", heads=1)
         yield spec, config_of(spec), TileList
@@ -185,6 +194,7 @@ def name_of(case) -> str:
     size = f"d{spec.head_dim}" + f"v{spec.head_dim_v}" * (spec.head_dim_v != spec.head_dim)
     parts = [size, tile, mask, spec.dtype, schedule_type.__name__]
     parts += ["cluster"] * (config.cluster_m > 1) + ["nolse"] * (not spec.write_lse)
+    parts += ["follows"] * (not config.fixed_reference)
     return "-".join(parts)
 
 
@@ -201,6 +211,8 @@ def test_machine_code(case):
     assert not reads_the_clock(report)
     if has_unmasked_blocks(spec):
         check_overlap(report, spec, config)
+    if config.fixed_reference:
+        check_no_maximum(report, spec, config)
 
 
 @pytest.mark.parametrize(
@@ -296,6 +308,13 @@ def check_overlap(report: CubinReport, spec: AttentionSpec, config: Config):
     scores = ROWS * config.tile_n // WARPGROUP
     unmasked = min(report.under_wgmma(), key=comparisons)
     assert unmasked["MUFU.EX2"] >= scores
+
+
+def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: Config):
+    """Only a tile's first block is searched for maxima."""
+    scores = ROWS * config.tile_n // WARPGROUP
+    assert report.count("FMNMX") < 1.5 * scores
+    assert scores <= report.count("FMNMX")
 
 
 def test_spills_are_seen(monkeypatch):

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import make_problem
+from score_problems import RelativeBias
 
 from fa3.costs import (
     H100,
@@ -43,6 +45,7 @@ from fa3.planner import (
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
 from fa3.schedules.tile_list import deal
+from fa3.templates import Template
 
 CAUSAL = Window(right=0)
 TILES = Config(128, 128, q_stages=2)
@@ -265,12 +268,14 @@ def test_what_is_given_is_kept_when_the_rest_is_chosen():
     assert {one.config for one in candidates(problem, H200, TILES)} == {TILES}
 
 
-def test_a_schedule_that_does_not_go_with_a_tiling_is_refused():
+def test_a_schedule_that_does_not_fit_the_problem_is_refused():
+    """With a score of the user's there are no registers to merge parts."""
     problem = make_problem(1, 2048, 2048, 1, 8, head_dim=128, window=CAUSAL)
-    pairs = replace(TILES, cluster_h=2)
-    with pytest.raises(ValueError, match="schedule 'dynamic' cannot run"):
-        plan_forward(problem, config=pairs, schedule="dynamic")
-    assert plan_forward(problem, config=pairs).config is pairs
+    score = Template.of(RelativeBias(torch.zeros(8, 33), reach=16))
+    problem = replace(problem, spec=replace(problem.spec, scores=(score,)))
+    with pytest.raises(ValueError, match="schedule 'split' cannot run"):
+        plan_forward(problem, schedule="split")
+    assert plan_forward(problem, schedule="dynamic").schedule_name == "dynamic"
 
 
 def test_explanation_says_how_long_why_and_what_else():

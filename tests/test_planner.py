@@ -72,9 +72,10 @@ def test_persistent_ctas_all_fit_on_the_gpu(problem, num_sms):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_there_is_a_legal_config_for_every_spec(seqlen_q, window, dtype):
     table = {
-        replace(tiling.config, cluster_m=cluster_m)
+        replace(tiling.config, cluster_m=cluster_m, fixed_reference=fixed)
         for tiling in TILINGS
         for cluster_m in (1, tiling.config.cluster_m)
+        for fixed in (False, True)
     }
     for head_dim, head_dim_v in product(HEAD_DIMS, HEAD_DIMS):
         problem = make_problem(

@@ -25,7 +25,7 @@ Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import cutlass
@@ -44,13 +44,14 @@ from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.slab_store import SlabStore
-from fa3.primitives.softmax import OnlineSoftmax
+from fa3.primitives.softmax import OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
+from fa3.schedules.marked import Marks
 from fa3.scores import Rules, bind
 
 REGISTERS = {2: (24, 240), 3: (32, 160)}
@@ -61,6 +62,9 @@ OTHER_REGISTERS = 24
 
 UNREFERENCED = {"bfloat16": 60.0, "float16": 5.0}
 """Largest natural logits whose exponentials P holds as they are, and fp32 their sums."""
+
+HOLDS_POWERS = {"bfloat16": True, "float16": False}
+"""Whether P has the range of fp32, as sums and O have."""
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
@@ -78,6 +82,9 @@ class Config:
         cluster_m: CTAs along M that share K and V by multicast (1 or 2).
         cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2): all
             of them walk the same key blocks, also under a mask.
+        fixed_reference: whether scores are taken relative to the maximum of the tile's first block
+            (`Reference.FIXED`). Tiles for which that does not do are marked, and a second launch
+            computes them again: `again`.
         own_o: whether O has shared memory of its own; otherwise it is staged where Q was, and
             the next Q waits until O has been stored.
     """
@@ -89,6 +96,7 @@ class Config:
     cluster_m: int = 1
     own_o: bool = True
     cluster_h: int = 1
+    fixed_reference: bool = False
 
     @property
     def cluster(self) -> int:
@@ -108,6 +116,11 @@ class Config:
         """Registers that a consumer thread has for fragments of S, P and O."""
         _, registers = REGISTERS[self.consumers]
         return registers - OTHER_REGISTERS
+
+    @property
+    def again(self) -> "Config":
+        """The config of the launch that computes marked tiles again."""
+        return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
@@ -142,6 +155,8 @@ class Config:
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
                 f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
             )
+        if self.fixed_reference and not HOLDS_POWERS[spec.dtype]:
+            raise ValueError(f"fixed_reference must be False with {spec.dtype}: its range is small")
         check_fits(self.smem_bytes(spec), self, spec)
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         if fragments > self.fragment_registers:
@@ -160,6 +175,7 @@ class Operands(NamedTuple):
         lse: (batch, heads, seqlen_q), or None.
         modifiers: the tensors of the spec's scores, mask and sinks.
         parts: where parts of tiles go; None if no tile is split.
+        marks: of tiles to compute again; None if the softmax's reference follows the scores.
         recorder: notes the times of every tile in an instrumented kernel.
     """
 
@@ -170,6 +186,7 @@ class Operands(NamedTuple):
     lse: cute.Tensor | None
     modifiers: tuple | None
     parts: PartMerge | None
+    marks: Marks | None
     recorder: Recorder | NoRecorder
 
 
@@ -237,6 +254,9 @@ class Forward(AttentionKernel):
             else None,
             *(self.part_arguments() if self.schedule_type.splits else (None, None)),
             Int32(0),
+            arguments.compact_tensor("int32", (cute.sym_int(),))
+            if self.config.fixed_reference
+            else None,
             arguments.compact_tensor("int64", (cute.sym_int(),)) if self.is_recorded else None,
             arguments.current_stream(),
         ]
@@ -266,6 +286,7 @@ class Forward(AttentionKernel):
         buffer: cute.Tensor | None,
         counters: cute.Tensor | None,
         num_slots: Int32,
+        marks: cute.Tensor | None,
         recording: cute.Tensor | None,
         stream,
     ):
@@ -287,6 +308,9 @@ class Forward(AttentionKernel):
             mLSE,
             modifiers,
             self.part_merge(buffer, counters, num_slots, mO, mLSE),
+            None
+            if marks is None
+            else Marks(marks, cute.ceil_div(mQ.shape[0], config.tile_m), mQ.shape[2]),
             Recorder(recording) if self.is_recorded else NoRecorder(),
         )
         order = TileOrder(
@@ -452,6 +476,7 @@ class Forward(AttentionKernel):
         rank = self.cluster_rank()
         _, mask, _ = bind(self.spec, operands.modifiers)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             unit = schedule.tile(cursor)
             tile = self.tile_of(unit, rank)
@@ -506,6 +531,7 @@ class Forward(AttentionKernel):
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             unit = schedule.tile(cursor)
             began = recorder.now()
@@ -516,8 +542,8 @@ class Forward(AttentionKernel):
                 scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
             )
             blocks = self.key_blocks(rules.mask, unit, sequence)
-            bounded = rules.bound <= UNREFERENCED[self.spec.dtype]
-            softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e), bounded)
+            reference = self.reference(rules.bound)
+            softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e), reference)
             pipelines.q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
             attention = Attention(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns)
@@ -553,6 +579,8 @@ class Forward(AttentionKernel):
                     self.finish_tile(operands, attention, out, of_rows, tile, slab)
             else:
                 self.finish_tile(operands, attention, out, of_rows, tile, slab)
+            if cutlass.const_expr(reference is Reference.FIXED):
+                self.mark_failures(operands, attention, blocks, tile)
             recorder.note(thread, group, unit, blocks, (began, started, computed))
             if cutlass.const_expr(not config.own_o):
                 out.wait()
@@ -560,6 +588,12 @@ class Forward(AttentionKernel):
             q_state.advance()
         turns.finish()
         out.wait()
+
+    def reference(self, bound: float) -> Reference:
+        """What the softmax takes scores relative to, whose natural logits reach `bound`."""
+        if bound <= UNREFERENCED[self.spec.dtype]:
+            return Reference.ZERO
+        return Reference.FIXED if self.config.fixed_reference else Reference.FOLLOWING
 
     @cute.jit
     def finish_tile(
@@ -581,6 +615,19 @@ class Forward(AttentionKernel):
                 if coords.column == 0 and row < attention.rules.sequence.seqlen_q:
                     operands.lse[tile.batch, tile.head, row] = lse[r]
         out.store(acc_O, slab, tile.head, tile.batch)
+
+    @cute.jit
+    def mark_failures(self, operands: Operands, attention: Attention, blocks, tile):
+        """Mark the tile if the softmax's reference did not do for one of this thread's rows."""
+        softmax, rules, tile_n = attention.softmax, attention.rules, self.config.tile_n
+        for r in cutlass.range_constexpr(cute.size(softmax.row_sum)):
+            row = rules.coords.query(r)
+            first, end = rules.mask.key_range(row, rules.sequence)
+            first = cutlass.max(first, blocks.begin * tile_n)
+            end = cutlass.min(end, blocks.end * tile_n)
+            # Of rows that see no key here the sum is 0, as it should be.
+            if row < rules.sequence.seqlen_q and first < end and softmax.failed(r):
+                operands.marks.add(tile)
 
     def warp_of_tile(self, rank, thread_idx):
         """This warp's place among the consumers of a cluster."""

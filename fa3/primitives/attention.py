@@ -17,7 +17,7 @@ from fa3.primitives import wgmma
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
 from fa3.primitives.shared_memory import padded
-from fa3.primitives.softmax import OnlineSoftmax
+from fa3.primitives.softmax import OnlineSoftmax, Reference
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec
 
@@ -137,8 +137,13 @@ class Attention:
         self.pipeline_k.consumer_release(k_state)
         k_state.advance()
         scores = as_rows_and_columns(acc_S)
-        shifts = self.rules.apply(scores, n_block, masked=True)
-        self.softmax.start(scores, shifts)
+        if cutlass.const_expr(self.softmax.reference is Reference.FIXED):
+            # A guess for all blocks: this one may be hidden, or far from where biases are small.
+            self.softmax.start(scores)
+            shifts = self.rules.apply(scores, n_block, masked=True)
+        else:
+            shifts = self.rules.apply(scores, n_block, masked=True)
+            self.softmax.start(scores, shifts)
         self.softmax.exponentiate(scores, True, shifts)
         convert(acc_S, self.regs.p)
         self.regs.acc_O.fill(0.0)
@@ -157,7 +162,7 @@ class Attention:
         self.pipeline_k.consumer_release(k_state)
         scores = as_rows_and_columns(acc_S)
         shifts = self.rules.apply(scores, n_block, masked)
-        if cutlass.const_expr(not self.softmax.bounded):
+        if cutlass.const_expr(self.softmax.follows):
             acc_O = as_rows_and_columns(self.regs.acc_O)
             self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
         self.softmax.exponentiate(scores, masked or self.rules.may_hide, shifts)

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -9,6 +11,27 @@ from cutlass import Float32
 
 SLACK = 8.0
 """Powers of two by which scores may outgrow the reference before sums and O are rescaled."""
+
+FEWEST, MOST = 2.0**-64, 2.0**40
+"""Sums of a row between which a fixed reference did: terms below 2**-126, which vanished, do not
+count beside the former, and nothing overflows below the latter, with values up to 2**87 neither."""
+
+
+class Reference(Enum):
+    """What a row's scores are taken relative to before they are exponentiated.
+
+    FOLLOWING: their running maximum; lazily (FlashAttention-4): while no row of the warp has
+        outgrown its reference by more than `SLACK` powers of two, nothing is rescaled and no
+        value crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
+    FIXED: the maximum of the tile's first block, before biases and masks. It is a guess: no
+        maximum is looked for in other blocks, and whether sums stayed between `FEWEST` and `MOST`
+        tells at the end whether that did. It takes a P with the range of fp32.
+    ZERO: 0, for scores that are bounded to a range in which nothing overflows.
+    """
+
+    FOLLOWING = "following"
+    FIXED = "fixed"
+    ZERO = "zero"
 
 
 @cute.jit
@@ -42,32 +65,35 @@ def finite(row_max: Float32) -> Float32:
 class OnlineSoftmax:
     """Running maximum and sum of the rows of one thread (FlashAttention-2, section 3.1).
 
-    `row_max` is the reference that scores are taken relative to, in units of raw scores and equal
-    over a quad. It follows the true maximum lazily (FlashAttention-4): while no row of the warp
-    has outgrown its reference by more than `SLACK` powers of two, nothing is rescaled and no
-    value crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
-    `row_sum` is this thread's share.
+    `row_max` holds the rows' references, in units of raw scores and equal over a quad. `row_sum`
+    is this thread's share until `finish`.
 
     A block's scores may come with `shifts`, a number for each row that all of its scores are
-    still to be raised by; None is 0. Scores that are `bounded` to a range in which nothing
-    overflows need no reference: it is 0, and no maximum is looked for.
+    still to be raised by; None is 0.
     """
 
     scale_log2: Float32
     row_max: cute.Tensor
     row_sum: cute.Tensor
-    bounded: bool
 
-    @classmethod
-    def create(cls, num_rows: int, scale_log2: Float32, bounded: bool = False) -> "OnlineSoftmax":
+    reference: ClassVar[Reference] = Reference.FOLLOWING
+
+    @staticmethod
+    def create(
+        num_rows: int, scale_log2: Float32, reference: Reference = Reference.FOLLOWING
+    ) -> "OnlineSoftmax":
         rows = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(2))
-        return cls(scale_log2, *rows, bounded)
+        return SOFTMAXES[reference](scale_log2, *rows)
+
+    @property
+    def follows(self) -> bool:
+        return self.reference is Reference.FOLLOWING
 
     @cute.jit
     def start(self, scores: cute.Tensor, shifts: tuple | None = None):
         """Take the reference from a tile's first block of scores (rows, columns)."""
         self.row_sum.fill(0.0)
-        if cutlass.const_expr(self.bounded):
+        if cutlass.const_expr(self.reference is Reference.ZERO):
             self.row_max.fill(0.0)
         else:
             maxima = self.maxima(scores, shifts)
@@ -116,9 +142,9 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row = scores[r, None]
             exponents = row.load() * self.scale_log2
-            if cutlass.const_expr(not self.bounded):
+            if cutlass.const_expr(self.reference is not Reference.ZERO):
                 reference = self.row_max[r]
-                if cutlass.const_expr(masked):
+                if cutlass.const_expr(masked and self.follows):
                     reference = finite(reference)
                 if cutlass.const_expr(shifts is not None):
                     reference = reference - shifts[r]
@@ -127,8 +153,8 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + row_reduce(row, add)
 
     def has_summed(self):
-        """True; of bounded scores, known only when their exponentials are."""
-        return self.row_sum[0] + self.row_sum[1] >= 0.0 if self.bounded else True
+        """True; unless the reference follows, known only when the exponentials are."""
+        return True if self.follows else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
     def finish(self, acc: cute.Tensor, sinks: tuple | None = None) -> cute.Tensor:
@@ -142,13 +168,14 @@ class OnlineSoftmax:
         lse = cute.make_rmem_tensor(self.row_sum.layout, Float32)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             row_sum = quad_reduce(self.row_sum[r], add)
+            self.row_sum[r] = row_sum
             scaled = self.row_max[r] * self.scale_log2
             if cutlass.const_expr(sinks is None):
                 hidden = row_sum == 0.0
                 inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(row_sum)
                 log2_sum = scaled + cute.math.log2(row_sum, fastmath=True)
             else:
-                # A bounded row that saw no key has reference 0, and nothing to bring along.
+                # A row that saw no key may have reference 0, and has nothing to bring along.
                 scaled = -Float32.inf if row_sum == 0.0 else scaled
                 reference = cute.arch.fmax(scaled, sinks[r])
                 correction = cute.math.exp2(scaled - finite(reference), fastmath=True)
@@ -161,3 +188,21 @@ class OnlineSoftmax:
             lse[r] = -Float32.inf if hidden else log2_sum * math.log(2.0)
             acc[r, None].store(acc[r, None].load() * inverse)
         return lse
+
+    @cute.jit
+    def failed(self, r: cutlass.Constexpr):
+        """Whether a fixed reference did not do for a row that saw keys, once it is finished."""
+        # Also true of a sum that is no number.
+        return not (self.row_sum[r] >= FEWEST and self.row_sum[r] <= MOST)
+
+
+class FixedSoftmax(OnlineSoftmax):
+    reference = Reference.FIXED
+
+
+class BoundedSoftmax(OnlineSoftmax):
+    reference = Reference.ZERO
+
+
+SOFTMAXES = {kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax)}
+"""Classes, since a constant field would become a number of the GPU's where it is branched."""

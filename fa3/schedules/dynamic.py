@@ -106,6 +106,18 @@ class Dynamic:
             cute.arch.mbarrier_arrive(self.mailbox.empty + slot)
         return cute.arch.make_warp_uniform(index)
 
+    @cute.jit
+    def tell(self, count: Int32, index: Int32):
+        """Put a tile's number into the mailbox; one warp of the producer calls this."""
+        slot, round_of_slot = count % SLOTS, count // SLOTS
+        cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
+        if cute.arch.lane_idx() == 0:
+            self.mailbox.numbers[slot] = index
+            cute.arch.mbarrier_arrive(self.mailbox.full + slot)
+
+    def begin(self, cursor: Cursor) -> Cursor:
+        return cursor
+
     def is_valid(self, cursor: Cursor):
         return cursor.index < self.order.num_tiles
 
@@ -123,16 +135,14 @@ class DynamicProducer(Dynamic):
     @cute.jit
     def following(self, count: Int32) -> Int32:
         """Take the next tile, and put its number into the mailbox; one warp calls this."""
-        slot, round_of_slot = count % SLOTS, count // SLOTS
-        cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
         index = Int32(0)
         if cute.arch.lane_idx() == 0:
             index = self.num_clusters + cute.arch.atomic_add(
                 self.counters.iterator, Int32(1), sem="relaxed", scope="gpu"
             )
-            self.mailbox.numbers[slot] = index
-            cute.arch.mbarrier_arrive(self.mailbox.full + slot)
-        return cute.arch.shuffle_sync(index, 0)
+        index = cute.arch.shuffle_sync(index, 0)
+        self.tell(count, index)
+        return index
 
     @cute.jit
     def finish(self):

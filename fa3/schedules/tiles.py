@@ -116,7 +116,11 @@ class Schedule(Protocol):
     def for_producer(self) -> "Schedule":
         """The producer's half."""
 
-    def first(self, cluster): ...
+    def first(self, cluster):
+        """Where a cluster starts, while the kernel before may still run."""
+
+    def begin(self, cursor):
+        """The same, now that it has ended."""
 
     def next(self, cursor): ...
 
@@ -142,6 +146,9 @@ class Planned:
 
     def for_producer(self):
         return self
+
+    def begin(self, cursor):
+        return cursor
 
     def finish(self) -> None:
         pass
