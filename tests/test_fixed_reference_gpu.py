@@ -109,7 +109,7 @@ def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
     rows = {(0, 5, 1), (0, 600, 3), (1, 899, 0), (1, 301, 2)}
     for batch, row, head in rows:
         toward = q[batch, row, head].float()
-        k[batch, 7 + row % 50, head // 2] = 40 * head_dim**0.5 / toward.norm() ** 2 * toward
+        k[batch, 7 + row % 50, head // 2] = 70 * head_dim**0.5 / toward.norm() ** 2 * toward
     plan = plan_of(problem, schedule, **cluster)
     tiles, tile_m = marked(plan, q, k, v), plan.config.tile_m
     assert {(row // tile_m, head, batch) for batch, row, head in rows} <= tiles
@@ -166,7 +166,7 @@ def test_a_graph_marks_and_wipes_out(device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, plan=plan)
-    for factor in (1, 12, 1, 30, 30, 1):
+    for factor in (1, 100, 1, 100, 100, 1):
         q2, k2, _ = make_operands(problem, seed=factor, device=device)
         q.copy_(q2 * factor), k.copy_(k2)
         assert bool(marked(plan, q, k, v)) == (factor > 1)
@@ -186,7 +186,7 @@ def test_random_calls(seed, device, always_fixed):
     batch = draw.randint(1, 3)
     problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, window)
     q, k, v = make_operands(problem, seed, device)
-    q = q * draw.choice((1, 1, 1, 5, 20))
+    q = q * draw.choice((1, 1, 1, 5, 100))
     modifiers = {}
     if draw.random() < 0.4:
         steepest = draw.choice((0.01, 0.2, 1.0))

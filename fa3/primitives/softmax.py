@@ -12,9 +12,9 @@ from cutlass import Float32
 SLACK = 8.0
 """Powers of two by which scores may outgrow the reference before sums and O are rescaled."""
 
-FEWEST, MOST = 2.0**-64, 2.0**40
+FEWEST, MOST = 2.0**-64, 2.0**80
 """Sums of a row between which a fixed reference did: terms below 2**-126, which vanished, do not
-count beside the former, and nothing overflows below the latter, with values up to 2**87 neither."""
+count beside the former; below the latter O does not overflow either, with values up to 2**47."""
 
 
 class Reference(Enum):
