@@ -57,12 +57,13 @@ class Explanation:
             "Order": self.order,
             "Work": f"{counted(self.timeline.blocks, 'key block')}, "
             f"{self.timeline.full_blocks:,} of them unmasked.",
+            "Softmax": self.softmax,
             "Balance": self.balance,
             "Time": self.time,
             "Bound": self.bound,
             "Choice": self.choice,
         }
-        return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items())
+        return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
 
     def trace(self, recorded: Timeline | None = None) -> dict:
         """The timeline in the Trace Event Format that Perfetto and chrome://tracing open.
@@ -119,6 +120,12 @@ class Explanation:
         if sections > 1:
             together = f"{heads:,} heads in {sections} sections that share L2"
         return f"{type(self.schedule).__name__}; {together}, last query rows first."
+
+    @property
+    def softmax(self) -> str:
+        if not self.config.fixed_reference:
+            return ""
+        return "Reference fixed at a tile's first block; a second launch repeats tiles it fails."
 
     @property
     def balance(self) -> str:

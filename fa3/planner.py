@@ -120,12 +120,16 @@ PART_US = 2.3
 instrumented kernel saw (docs/experiments.md). Predictions add a fitted number instead; if the cut
 went by that, a fit would change the plans that it was fitted to."""
 
-MARGIN = 0.02
-"""How much faster a way to run must be predicted than what the table says, to be taken."""
-
 FIXED_FLOPS = 1.5e10
 """Work of a call, some 30 us, from which a fixed reference saves more than its second launch
 takes."""
+
+CONSIDERED = ("list", "static", "split")
+"""Schedules that the planner chooses from. The others hand out the same tiles, as fast to within
+what the model can tell, and looking at them takes time."""
+
+MARGIN = 0.02
+"""How much faster a way to run must be predicted than what the table says, to be taken."""
 
 LEAST_GAIN_US = 0.5
 """The same in microseconds, for calls that take but a few."""
@@ -252,7 +256,7 @@ def plan_forward(
         config.validate(problem.spec)
         if gpu.num_sms < config.cluster:
             raise ValueError(f"a cluster of {config.cluster} CTAs does not fit {gpu.num_sms} SMs")
-    found = candidates(problem, gpu, config, name)
+    found = candidates(problem, gpu, config, (name,) if name else CONSIDERED)
     if not found:
         raise ValueError(f"schedule {name!r} cannot run this problem with {config or 'any tiling'}")
     best = choose(found)
@@ -282,18 +286,19 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
 
 
 def candidates(
-    problem: Problem, gpu: Gpu, config: Config | None = None, schedule: str | None = None
+    problem: Problem,
+    gpu: Gpu,
+    config: Config | None = None,
+    schedules: Iterable[str] = tuple(SCHEDULES),
 ) -> list[Candidate]:
     """The ways to run a problem, with their predicted times; the table's choice first.
 
     Args:
         config: the only tiling to look at; those of `TILINGS` with measured times if not given.
-        schedule: the only schedule to look at; all of them if not given.
+        schedules: the schedules to look at.
     """
-    names = [schedule]
-    if schedule is None:
-        default = "list" if has_mask(problem.spec) else "static"
-        names = [default, *(name for name in SCHEDULES if name != default)]
+    default = "list" if has_mask(problem.spec) else "static"
+    names = sorted(schedules, key=lambda name: name != default)
     found = []
     for tiling in [config] if config else configs(problem, gpu):
         order = tile_order(problem, gpu, tiling)
