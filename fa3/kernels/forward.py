@@ -580,7 +580,7 @@ class Forward(AttentionKernel):
             else:
                 self.finish_tile(operands, attention, out, of_rows, tile, slab)
             if cutlass.const_expr(reference is Reference.FIXED):
-                self.mark_failures(operands, attention, blocks, tile)
+                operands.marks.add_if(attention.has_failed(blocks), tile)
             recorder.note(thread, group, unit, blocks, (began, started, computed))
             if cutlass.const_expr(not config.own_o):
                 out.wait()
@@ -615,19 +615,6 @@ class Forward(AttentionKernel):
                 if coords.column == 0 and row < attention.rules.sequence.seqlen_q:
                     operands.lse[tile.batch, tile.head, row] = lse[r]
         out.store(acc_O, slab, tile.head, tile.batch)
-
-    @cute.jit
-    def mark_failures(self, operands: Operands, attention: Attention, blocks, tile):
-        """Mark the tile if the softmax's reference did not do for one of this thread's rows."""
-        softmax, rules, tile_n = attention.softmax, attention.rules, self.config.tile_n
-        for r in cutlass.range_constexpr(cute.size(softmax.row_sum)):
-            row = rules.coords.query(r)
-            first, end = rules.mask.key_range(row, rules.sequence)
-            first = cutlass.max(first, blocks.begin * tile_n)
-            end = cutlass.min(end, blocks.end * tile_n)
-            # Of rows that see no key here the sum is 0, as it should be.
-            if row < rules.sequence.seqlen_q and first < end and softmax.failed(r):
-                operands.marks.add(tile)
 
     def warp_of_tile(self, rank, thread_idx):
         """This warp's place among the consumers of a cluster."""

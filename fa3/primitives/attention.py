@@ -187,3 +187,22 @@ class Attention:
         self.pipeline_v.consumer_release(v_state)
         v_state.advance()
         return v_state
+
+    @cute.jit
+    def has_failed(self, blocks) -> cutlass.Boolean:
+        """Whether a fixed reference did not do for a row of this thread, once all are finished.
+
+        Args:
+            blocks: the key blocks that the rows were to attend to.
+        """
+        rules, tile_n = self.rules, self.rules.coords.tile_n
+        failed = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(cute.size(self.softmax.row_sum)):
+            row = rules.coords.query(r)
+            first, end = rules.mask.key_range(row, rules.sequence)
+            first = cutlass.max(first, blocks.begin * tile_n)
+            end = cutlass.min(end, blocks.end * tile_n)
+            # Of rows that see no key here the sum is 0, as it should be.
+            sees_keys = row < rules.sequence.seqlen_q and first < end
+            failed = failed or (sees_keys and self.softmax.failed(r))
+        return failed

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from fa3.schedules.dynamic import Cursor, Dynamic
 from fa3.schedules.tiles import Tile
@@ -40,10 +40,12 @@ class Marks(NamedTuple):
         batch = head // self.num_heads
         return Tile(place - head * self.num_m_blocks, head - batch * self.num_heads, batch)
 
-    def add(self, tile: Tile) -> None:
-        """Mark a tile; any number of threads may mark the same one."""
-        self.words[HEADER + self.place(tile)] = 1
-        self.words[0] = 1
+    @cute.jit
+    def add_if(self, failed: Boolean, tile: Tile):
+        """Mark a tile if it failed for this thread; any number of threads may mark the same one."""
+        if failed:
+            self.words[HEADER + self.place(tile)] = 1
+            self.words[0] = 1
 
 
 @dataclass(frozen=True)
