@@ -16,6 +16,9 @@ END = -1
 MANY_TILES = 2560
 """Up to so many tiles are dealt one by one: 0.2 us each."""
 
+LATE = 1.005
+"""How much longer than the mean the last cluster may take before another deal is tried."""
+
 STEPS = 8
 """Steps in which whole rounds of more tiles are dealt; of many rounds each step takes several."""
 
@@ -145,10 +148,11 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
 def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
     """Give every tile a cluster so that all end at nearly the same time.
 
-    Each tile goes to the cluster that is free first. Of many tiles the first ones are dealt in
-    whole rounds, the longest tile of a round to the cluster with the least work so far: that keeps
-    clusters within about the longest tile of each other. The last tiles even this out: in their
-    order, or if that ends too late from the longest to the shortest.
+    Each tile goes to the cluster that is free first. Where there are many tiles, or that ends too
+    late, the first ones are dealt in whole rounds, the longest tile of a round to the cluster with
+    the least work so far: that keeps clusters within about the longest tile of each other. The
+    last tiles even this out: in their order, or if that ends too late from the longest to the
+    shortest.
 
     Args:
         times: how long each tile takes, in the order in which a cluster works on its tiles.
@@ -157,10 +161,14 @@ def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
         The cluster of each tile.
     """
     ticks = in_ticks(times)
-    if len(ticks) <= MANY_TILES:
-        return hand_out(ticks, np.zeros(num_clusters, np.int64))[0]
-    owners = np.empty(len(ticks), np.int64)
     free_at = np.zeros(num_clusters, np.int64)
+    mean = ticks.sum() / max(1, num_clusters)
+    late = max(mean + ticks.min(initial=TICKS), LATE * mean)
+    if len(ticks) <= MANY_TILES:
+        owners, end = hand_out(ticks, free_at)
+        if end <= late or len(ticks) <= num_clusters:
+            return owners
+    owners = np.empty(len(ticks), np.int64)
     rounds = rounds_to_deal(ticks, num_clusters)
     bounds = np.linspace(0, rounds, min(rounds, STEPS) + 1).astype(int) * num_clusters
     for first, end in itertools.pairwise(bounds.tolist()):
@@ -173,7 +181,7 @@ def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
         dealt[::2], dealt[1::2] = cluster, cluster[::-1]
     last = ticks[rounds * num_clusters :]
     in_order, end = hand_out(last, free_at)
-    if end > ticks.sum() / num_clusters + ticks.min():
+    if end > late:
         longest_first = np.argsort(-last, kind="stable")
         by_length, earlier_end = hand_out(last[longest_first], free_at)
         if earlier_end < end:
