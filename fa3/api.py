@@ -139,10 +139,10 @@ class Again:
     def of(cls, plan: Plan) -> "Again":
         config = plan.config.again
         order = tile_order(plan.problem, plan.gpu, config)
-        clusters = min(plan.gpu.num_sms, order.num_tiles)
+        schedule = Marked(order, min(plan.gpu.num_sms, order.num_tiles))
         return cls(
             load_kernel(Forward(plan.problem.spec, config, Marked)),
-            (*plan.problem.window, order.heads_per_section, clusters),
+            Plan(plan.problem, plan.gpu, config, schedule).kernel_arguments,
             num_words(order.num_tiles),
         )
 

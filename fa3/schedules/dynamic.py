@@ -103,8 +103,12 @@ class Dynamic:
         index = self.mailbox.numbers[slot]
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(self.mailbox.empty + slot)
+            self.release(slot)
         return cute.arch.make_warp_uniform(index)
+
+    def release(self, slot) -> None:
+        """Tell the producer that this warp has read a slot."""
+        cute.arch.mbarrier_arrive(self.mailbox.empty + slot)
 
     @cute.jit
     def tell(self, count: Int32, index: Int32):
@@ -117,6 +121,15 @@ class Dynamic:
 
     def begin(self, cursor: Cursor) -> Cursor:
         return cursor
+
+    @cute.jit
+    def count_out(self):
+        """Count a cluster that found no tile; the last one sets the counters back."""
+        done = self.counters.iterator + 1
+        before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
+        if before == self.num_clusters - 1:
+            self.counters[0] = 0
+            self.counters[1] = 0
 
     def is_valid(self, cursor: Cursor):
         return cursor.index < self.order.num_tiles
@@ -146,13 +159,9 @@ class DynamicProducer(Dynamic):
 
     @cute.jit
     def finish(self):
-        """Count the CTAs that found no tile; the last one sets the counters back."""
+        """Say that this CTA found no tile."""
         if cute.arch.lane_idx() == 0:
-            done = self.counters.iterator + 1
-            before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
-            if before == self.num_clusters - 1:
-                self.counters[0] = 0
-                self.counters[1] = 0
+            self.count_out()
 
 
 LEADER = 0
@@ -166,18 +175,11 @@ class DynamicInPair(Dynamic):
     def for_producer(self) -> "DynamicPairProducer":
         return DynamicPairProducer(**vars(self))
 
-    @cute.jit
-    def following(self, count: Int32) -> Int32:
-        """Read the next tile's number from this CTA's mailbox, and tell the leader."""
-        slot, round_of_slot = count % SLOTS, count // SLOTS
-        cute.arch.mbarrier_wait(self.mailbox.full + slot, round_of_slot % 2)
-        index = self.mailbox.numbers[slot]
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(
-                self.mailbox.empty + slot, LEADER, scope=nvvm.MemScopeKind.CLUSTER
-            )
-        return cute.arch.make_warp_uniform(index)
+    def release(self, slot) -> None:
+        """Tell the leader that this warp has read a slot of its own CTA."""
+        cute.arch.mbarrier_arrive(
+            self.mailbox.empty + slot, LEADER, scope=nvvm.MemScopeKind.CLUSTER
+        )
 
     @cute.jit
     def leave(self):
@@ -209,10 +211,6 @@ class DynamicPairProducer(DynamicInPair):
 
     @cute.jit
     def finish(self):
-        """Count the clusters that found no tile; the last one sets the counters back."""
+        """Say that this cluster found no tile."""
         if cute.arch.lane_idx() == 0 and self.rank == LEADER:
-            done = self.counters.iterator + 1
-            before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
-            if before == self.num_clusters - 1:
-                self.counters[0] = 0
-                self.counters[1] = 0
+            self.count_out()

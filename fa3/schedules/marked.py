@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean
 
 from fa3.schedules.dynamic import Cursor, Dynamic
 from fa3.schedules.tiles import Tile
@@ -103,8 +103,4 @@ class MarkedProducer(Marked):
     def finish(self):
         """Once all CTAs have seen to their marks, say that there are none."""
         if cute.arch.lane_idx() == 0 and self.counters[0] != 0:
-            done = self.counters.iterator + 1
-            before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
-            if before == self.num_clusters - 1:
-                self.counters[0] = 0
-                self.counters[1] = 0
+            self.count_out()
