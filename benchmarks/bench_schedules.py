@@ -24,7 +24,6 @@ from benchmarks.shapes import Cell
 from fa3.compiler import load_kernel
 from fa3.costs import costs_of
 from fa3.kernels.forward import Forward
-from fa3.schedules.marked import Marked
 
 SHAPES = ["grid", "low-wave"]
 HEAD_DIMS = [64, 128, 256]
@@ -71,14 +70,8 @@ def plans_of(cell: Cell, only: tuple[str, ...]) -> list[Planned]:
 def compile_all(cells: Sequence[Cell], only: tuple[str, ...], console: Console) -> None:
     """Compile every kernel that the cells need, in processes side by side."""
     plans = [one.plan for cell in cells for one in plans_of(cell, only)]
-    kernels = dict.fromkeys(
-        Forward(plan.problem.spec, plan.config, type(plan.schedule)) for plan in plans
-    )
-    kernels |= dict.fromkeys(
-        Forward(plan.problem.spec, plan.config.again, Marked)
-        for plan in plans
-        if plan.config.fixed_reference
-    )
+    again = [plan.again for plan in plans if plan.again]
+    kernels = dict.fromkeys(plan.kernel() for plan in (*plans, *again))
     with runs.progress_bar(console) as progress:
         task = progress.add_task("compile", total=len(kernels))
         for kernel, error in zip(kernels, runs.in_processes(compile_one, kernels), strict=True):

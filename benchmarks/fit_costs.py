@@ -35,10 +35,10 @@ from fa3.costs import (
     predict,
     write_costs,
 )
-from fa3.kernels.forward import Config
 from fa3.planner import plan_forward
 from fa3.problem import Problem
 from fa3.schedules import TileOrder
+from fa3.tiling import Config
 
 SCHEDULES_CSV = "schedules.csv"
 

@@ -14,7 +14,6 @@ from benchmarks.shapes import Cell
 from fa3.api import check_window, gpu_of, tighten
 from fa3.costs import H200, Gpu
 from fa3.explanation import describe_config
-from fa3.kernels.forward import Config
 from fa3.masks import Band
 from fa3.planner import (
     Plan,
@@ -27,6 +26,7 @@ from fa3.planner import (
 )
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SCHEDULES
+from fa3.tiling import Config
 
 HOPELESS = 1.5
 """Plans that are predicted to take so many times the best one's time are not measured."""

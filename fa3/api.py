@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ import torch
 from fa3.compiler import load_kernel
 from fa3.counters import zeros_for_launch
 from fa3.executor import execute
-from fa3.kernels.forward import Forward
 from fa3.masks import Band, Intersection, Mask
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.operands import (
@@ -31,11 +31,10 @@ from fa3.operands import (
     check_shape,
     describe,
 )
-from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward, tile_order
+from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward
 from fa3.primitives.part_merge import ROWS_OF_WARP, numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
-from fa3.schedules.marked import Marked, num_words
 from fa3.scores import Score
 
 NOT_GIVEN = (None, None, None, None)
@@ -70,24 +69,23 @@ class PreparedCall:
         cls, plan: Plan, device: torch.device, out_shape, lse_shape, is_recorded: bool = False
     ) -> "PreparedCall":
         """Load the kernel of a plan, the instrumented one if it `is_recorded`."""
-        schedule = plan.schedule
-        parts = Parts.of(plan) if schedule.splits else None
-        again = Again.of(plan) if plan.config.fixed_reference else None
+        parts = Parts.of(plan) if plan.schedule.splits else None
+        again = plan.again
         counts = (
-            again.num_words if again else 0,
-            schedule.num_counters,
+            again.schedule.num_counters if again else 0,
+            plan.schedule.num_counters,
             parts.num_counters if parts else 0,
         )
         return cls(
             plan,
-            load_kernel(Forward(plan.problem.spec, plan.config, type(schedule), is_recorded)),
+            load_kernel(plan.kernel(is_recorded)),
             plan.kernel_arguments,
             out_shape,
             lse_shape,
-            upload(schedule.table, device),
+            upload(plan.schedule.table, device),
             tuple(-(-count // ALIGNED) * ALIGNED for count in counts),
             parts,
-            again,
+            Again(load_kernel(again.kernel()), again.kernel_arguments) if again else None,
         )
 
     def launch(
@@ -122,29 +120,11 @@ class PreparedCall:
         return tuple(part if len(part) else None for part in those)
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """The launch that computes the tiles again for which a fixed reference did not do.
-
-    Fields:
-        plan_arguments: as of `PreparedCall`.
-        num_words: of the marks.
-    """
+class Again(NamedTuple):
+    """The second launch, with its arguments as those of `PreparedCall`."""
 
     kernel: Callable
     plan_arguments: tuple
-    num_words: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> "Again":
-        config = plan.config.again
-        order = tile_order(plan.problem, plan.gpu, config)
-        schedule = Marked(order, min(plan.gpu.num_sms, order.num_tiles))
-        return cls(
-            load_kernel(Forward(plan.problem.spec, config, Marked)),
-            Plan(plan.problem, plan.gpu, config, schedule).kernel_arguments,
-            num_words(order.num_tiles),
-        )
 
 
 @dataclass(frozen=True, slots=True)

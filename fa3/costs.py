@@ -26,12 +26,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fa3 import masks
-from fa3.kernels.forward import Config
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SplitTiles, TileOrder
 from fa3.schedules.split_tiles import UNIT_FIELDS, WHOLE
 from fa3.schedules.tile_list import END
+from fa3.tiling import Config
 
 EXPONENT = 2.5
 """How sharply the larger of compute and memory wins."""

@@ -18,7 +18,6 @@ from fa3.api import flash_attn_func, gpu_of
 from fa3.compiler import compile_kernel
 from fa3.cubin import inspect
 from fa3.drawing import draw_tile_order
-from fa3.kernels.forward import Forward
 from fa3.masks import Band
 from fa3.planner import H200, Plan, plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
@@ -190,7 +189,7 @@ def show_machine_code(screen: Screen, plan: Plan) -> None:
     spec, config = plan.problem.spec, plan.config
     with screen.progress("compiling the kernel for sm_90a"):
         start = time.perf_counter()
-        kernel = compile_kernel(Forward(spec, config, type(plan.schedule)))
+        kernel = compile_kernel(plan.kernel())
         seconds = time.perf_counter() - start
         report = inspect(kernel.cubin)
     screen.paragraph(

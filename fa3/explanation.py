@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa3.costs import Costs, Gpu, Prediction
-from fa3.kernels.forward import Config
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
 from fa3.schedules import Schedule, SingleTile
+from fa3.tiling import Config
 from fa3.timeline import Timeline
 
 

@@ -25,7 +25,7 @@ from fa3.costs import (
     units_of_tiles,
 )
 from fa3.explanation import Candidate, Explanation, describe_config
-from fa3.kernels.forward import HOLDS_POWERS, Config
+from fa3.kernels.forward import Forward
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import (
@@ -41,8 +41,10 @@ from fa3.schedules import (
     TileOrder,
     Unit,
 )
+from fa3.schedules.marked import Marked
 from fa3.schedules.split_tiles import SHORTEST, WHOLE
 from fa3.scores import Alibi
+from fa3.tiling import HOLDS_POWERS, Config
 from fa3.timeline import Cost, Timeline
 
 ScheduleChoice = str | type | Callable[[list[Tile]], Iterable[Tile]] | None
@@ -124,9 +126,9 @@ FIXED_FLOPS = 1.5e10
 """Work of a call, some 30 us, from which a fixed reference saves more than its second launch
 takes."""
 
-CONSIDERED = ("list", "static", "split")
-"""Schedules that the planner chooses from. The others hand out the same tiles, as fast to within
-what the model can tell, and looking at them takes time."""
+WHOLE_TILES = ("list", "static")
+"""Schedules that the planner chooses from, beside "split". The others hand out the same tiles, as
+fast to within what the model can tell, and looking at them takes time."""
 
 MARGIN = 0.02
 """How much faster a way to run must be predicted than what the table says, to be taken."""
@@ -158,6 +160,20 @@ class Plan:
     def grid(self) -> int:
         """CTAs to launch."""
         return self.schedule.num_clusters * self.config.cluster
+
+    def kernel(self, is_recorded: bool = False) -> Forward:
+        """The kernel to launch; the instrumented one if it `is_recorded`."""
+        return Forward(self.problem.spec, self.config, type(self.schedule), is_recorded)
+
+    @property
+    def again(self) -> "Plan | None":
+        """The second launch: that of the tiles for which a fixed reference did not do."""
+        if not self.config.fixed_reference:
+            return None
+        config = self.config.again
+        order = tile_order(self.problem, self.gpu, config)
+        schedule = Marked(order, min(self.gpu.num_sms, order.num_tiles))
+        return replace(self, config=config, schedule=schedule)
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
@@ -256,10 +272,14 @@ def plan_forward(
         config.validate(problem.spec)
         if gpu.num_sms < config.cluster:
             raise ValueError(f"a cluster of {config.cluster} CTAs does not fit {gpu.num_sms} SMs")
-    found = candidates(problem, gpu, config, (name,) if name else CONSIDERED)
+    found = candidates(problem, gpu, config, (name,) if name else WHOLE_TILES)
     if not found:
         raise ValueError(f"schedule {name!r} cannot run this problem with {config or 'any tiling'}")
     best = choose(found)
+    if not name and best.prediction.busy < 1 - MARGIN:
+        # SMs have time left, which parts of tiles could fill.
+        found += candidates(problem, gpu, config, ("split",))
+        best = choose(found)
     if SCHEDULES[best.schedule].splits:
         whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
         best = choose([*whole, as_cut(problem, gpu, best.config)])

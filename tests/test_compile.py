@@ -18,15 +18,17 @@ from docs.examples.prefix_lm import PrefixLM
 from fa3.compiler import compile_kernel
 from fa3.cubin import CubinReport, inspect
 from fa3.kernels import forward
-from fa3.kernels.forward import ROWS, WARPGROUP, Config, Forward
+from fa3.kernels.forward import Forward
 from fa3.masks import Band, Intersection, Mask
 from fa3.planner import H200, TILINGS, Tiling, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
+from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
 from fa3.schedules.marked import Marked
 from fa3.scores import Alibi, Softcap
 from fa3.templates import Template
+from fa3.tiling import Config
 
 WGMMA_K = 16
 """Depth of one WGMMA with 16-bit operands."""

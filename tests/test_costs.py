@@ -32,7 +32,6 @@ from fa3.costs import (
     write_costs,
 )
 from fa3.explanation import Candidate
-from fa3.kernels.forward import Config
 from fa3.planner import (
     MARGIN,
     alternatives,
@@ -46,6 +45,7 @@ from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
 from fa3.schedules.tile_list import deal
 from fa3.templates import Template
+from fa3.tiling import Config
 
 CAUSAL = Window(right=0)
 TILES = Config(128, 128, q_stages=2)

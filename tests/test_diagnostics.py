@@ -15,12 +15,13 @@ from score_problems import Gate
 import fa3
 from fa3.compiler import compile_kernel, load_kernel
 from fa3.diagnostics import explain
-from fa3.kernels.forward import Config, Forward
+from fa3.kernels.forward import Forward
 from fa3.masks import Band, Intersection
 from fa3.primitives.attention import Attention
 from fa3.problem import AttentionSpec
 from fa3.schedules import StaticPersistent
 from fa3.templates import Template
+from fa3.tiling import Config
 
 SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=True)
 

@@ -12,10 +12,10 @@ from problems import head_dims, make_operands, make_problem, windows
 from reference import check_attention
 
 from fa3.executor import execute, steps
-from fa3.kernels.forward import Config
 from fa3.planner import Gpu, plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.tiling import Config
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
 SMALL_TILES = Config(128, 32)

@@ -11,13 +11,13 @@ from score_problems import RelativeBias
 import fa3
 from fa3.api import ALIGNED, PreparedCall
 from fa3.costs import Costs, Rule, TileCosts, TileKey, costs_of
-from fa3.kernels.forward import Config
 from fa3.planner import FIXED_FLOPS, H200, choose_config, plan_forward, takes_fixed_reference
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, Tile
 from fa3.schedules.marked import Marks
 from fa3.scores import Alibi, Softcap
 from fa3.templates import Template
+from fa3.tiling import Config
 
 CAUSAL = Window(right=0)
 LARGE = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL)

@@ -13,7 +13,7 @@ from fa3 import counters, planner
 from fa3.api import PreparedCall, prepare, tighten
 from fa3.planner import choose_config, plan_forward
 from fa3.problem import Problem, Window
-from fa3.schedules.marked import HEADER, Marks, num_words
+from fa3.schedules.marked import HEADER, Marks
 
 pytestmark = pytest.mark.gpu
 
@@ -64,12 +64,12 @@ def marked(plan, q, k, v) -> set:
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
         num_m_blocks = -(-seqlen_q // plan.config.tile_m)
         marks = Marks(words, num_m_blocks, heads)
-        places = words[HEADER : num_words(num_m_blocks * heads * batch)].nonzero().flatten()
+        places = words[HEADER:].nonzero().flatten()
         assert bool(words[0]) == bool(len(places))
         found.extend(marks.tile(place) for place in places.tolist())
         words.zero_()
 
-    replace(call, again=replace(call.again, kernel=look)).launch(
+    replace(call, again=call.again._replace(kernel=look)).launch(
         q, k, v, out, lse, None, q.shape[3] ** -0.5
     )
     return set(found)

@@ -15,7 +15,7 @@ LAYERS = (
     ("problem", "cubin", "templates", "counters"),
     ("primitives",),
     ("masks", "schedules", "scores"),
-    ("lengths", "modifiers", "diagnostics"),
+    ("lengths", "modifiers", "diagnostics", "tiling"),
     ("kernels",),
     ("costs", "timeline"),
     ("explanation",),

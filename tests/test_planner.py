@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import head_dims, make_problem, windows
 
-from fa3.kernels.forward import Config
 from fa3.planner import H200, TILINGS, Gpu, choose_config, plan_forward
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, Tile, TileList, walk
+from fa3.tiling import Config
 
 SCHEDULE_TYPES = (None, SingleTile, StaticPersistent, TileList)
 HEAD_DIMS = range(8, 257, 8)

@@ -13,11 +13,11 @@ from score_problems import NOTHING, RECIPES, Gate, Recipe, RelativeBias, Span, m
 
 import fa3
 from fa3.executor import execute, steps
-from fa3.kernels.forward import Config
 from fa3.masks import Rows
 from fa3.planner import Gpu, plan_forward
 from fa3.problem import Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.tiling import Config
 
 CAUSAL = Window(right=0)
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)

@@ -11,12 +11,12 @@ from problems import make_operands, make_problem, windows
 from reference import check_attention
 
 import fa3
-from fa3.kernels.forward import Config
 from fa3.masks import Sequence
 from fa3.planner import H200, choose_config, plan_forward
 from fa3.problem import Window
 from fa3.schedules import KeyRanges, SplitTiles, Tile, TileOrder, walk
 from fa3.schedules.split_tiles import WHOLE
+from fa3.tiling import Config
 
 UNIT, PART = 1.5, 1.0
 

@@ -10,12 +10,13 @@ from score_problems import Gate, Span
 
 import fa3
 from fa3 import compiler
-from fa3.kernels.forward import Config, Forward
+from fa3.kernels.forward import Forward
 from fa3.masks import Band, Intersection
 from fa3.problem import AttentionSpec
 from fa3.schedules import StaticPersistent
 from fa3.scores import Alibi, Softcap, bind
 from fa3.templates import Template, TensorType
+from fa3.tiling import Config
 
 
 @dataclass(frozen=True)

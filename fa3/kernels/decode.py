@@ -419,14 +419,19 @@ class Decode(AttentionKernel):
             load_k, load_v = blocks_k.loader(keys), blocks_v.loader(keys)
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
             places = blocks_k.find(n_block, keys)
-            k_state = load_block(load_k, pipelines.k, places, k_state)
+            if cutlass.const_expr(not self.gathers):
+                # K one block ahead of V, as the consumer uses them.
+                k_state = load_block(load_k, pipelines.k, places, k_state)
             while n_block > begin:
                 n_block -= 1
                 # The page table is read while there is no room for another block.
                 next_places = blocks_k.find(n_block, keys)
-                k_state = load_block(load_k, pipelines.k, next_places, k_state)
+                places_k = places if self.gathers else next_places
+                k_state = load_block(load_k, pipelines.k, places_k, k_state)
                 v_state = load_block(load_v, pipelines.v, places, v_state)
                 places = next_places
+            if cutlass.const_expr(self.gathers):
+                k_state = load_block(load_k, pipelines.k, places, k_state)
             v_state = load_block(load_v, pipelines.v, places, v_state)
             cursor = following
 

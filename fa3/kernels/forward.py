@@ -25,7 +25,7 @@ Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import cutlass
@@ -42,7 +42,6 @@ from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
-from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
@@ -53,118 +52,10 @@ from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
 from fa3.schedules.marked import Marks
 from fa3.scores import Rules, bind
-
-REGISTERS = {2: (24, 240), 3: (32, 160)}
-"""Consumer warpgroups -> registers a thread of (producer, consumer) after setmaxnreg."""
-
-OTHER_REGISTERS = 24
-"""Registers that a consumer thread needs beside its fragments of S, P and O."""
-
-UNREFERENCED = {"bfloat16": 60.0, "float16": 5.0}
-"""Largest natural logits whose exponentials P holds as they are, and fp32 their sums."""
-
-HOLDS_POWERS = {"bfloat16": True, "float16": False}
-"""Whether P has the range of fp32, as sums and O have."""
+from fa3.tiling import REGISTERS, UNREFERENCED, Config
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tiling of the forward kernel.
-
-    Fields:
-        tile_m: query rows of a CTA's tile, 64 for each consumer warpgroup.
-        tile_n: keys of a block.
-        q_stages: Q tiles in shared memory; two let the next tile's Q arrive early.
-        kv_stages: blocks of K, and of V, in shared memory.
-        cluster_m: CTAs along M that share K and V by multicast (1 or 2).
-        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2): all
-            of them walk the same key blocks, also under a mask.
-        fixed_reference: whether scores are taken relative to the maximum of the tile's first block
-            (`Reference.FIXED`). Tiles for which that does not do are marked, and a second launch
-            computes them again: `again`.
-        own_o: whether O has shared memory of its own; otherwise it is staged where Q was, and
-            the next Q waits until O has been stored.
-    """
-
-    tile_m: int
-    tile_n: int
-    q_stages: int = 1
-    kv_stages: int = 2
-    cluster_m: int = 1
-    own_o: bool = True
-    cluster_h: int = 1
-    fixed_reference: bool = False
-
-    @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return self.cluster_m * self.cluster_h
-
-    @property
-    def consumers(self) -> int:
-        return self.tile_m // ROWS
-
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (1 + self.consumers)
-
-    @property
-    def fragment_registers(self) -> int:
-        """Registers that a consumer thread has for fragments of S, P and O."""
-        _, registers = REGISTERS[self.consumers]
-        return registers - OTHER_REGISTERS
-
-    @property
-    def again(self) -> "Config":
-        """The config of the launch that computes marked tiles again."""
-        return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
-
-    def smem_bytes(self, spec: AttentionSpec) -> int:
-        """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
-        head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        q = self.q_stages * self.tile_m * head_dim
-        kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
-        o = self.tile_m * head_dim_v if self.own_o else 0
-        return 2 * (q + kv + o) + 1024
-
-    def validate(self, spec: AttentionSpec) -> None:
-        """Raise ValueError if the kernel cannot run this config for this spec."""
-        if self.consumers not in REGISTERS or self.tile_m % ROWS:
-            raise ValueError(f"tile_m must be 128 or 192, got {self.tile_m}")
-        if not (16 <= self.tile_n <= 256 and self.tile_n % 16 == 0):
-            raise ValueError(f"tile_n must be a multiple of 16 up to 256, got {self.tile_n}")
-        if self.cluster_m not in (1, 2):
-            raise ValueError(f"cluster_m must be 1 or 2, got {self.cluster_m}")
-        if self.cluster_h not in (1, 2) or self.cluster > 2:
-            raise ValueError(
-                f"cluster_h must be 1, or 2 with cluster_m=1, got cluster_h={self.cluster_h} and "
-                f"cluster_m={self.cluster_m}"
-            )
-        if self.cluster_h > 1 and spec.mask.templates:
-            raise ValueError("cluster_h must be 1 with a mask of the user's: its blocks may differ")
-        if spec.qhead_per_kvhead % self.cluster_h:
-            raise ValueError(
-                f"cluster_h={self.cluster_h} must divide the {spec.qhead_per_kvhead} query heads "
-                f"of a key/value head"
-            )
-        if not self.own_o and padded(spec.head_dim) != padded(spec.head_dim_v):
-            raise ValueError(
-                f"own_o=False stages O in Q's place and needs their columns to be equal, got "
-                f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
-            )
-        if self.fixed_reference and not HOLDS_POWERS[spec.dtype]:
-            raise ValueError(f"fixed_reference must be False with {spec.dtype}: its range is small")
-        check_fits(self.smem_bytes(spec), self, spec)
-        fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
-        if fragments > self.fragment_registers:
-            raise ValueError(
-                f"tile_n={self.tile_n} with head_dim_v={spec.head_dim_v} takes {fragments} "
-                f"registers a thread for S, P and O, there are {self.fragment_registers} with "
-                f"tile_m={self.tile_m}"
-            )
 
 
 class Operands(NamedTuple):

@@ -13,11 +13,6 @@ HEADER = 2
 """Numbers before the marks: whether there are any, and how many CTAs have seen to theirs."""
 
 
-def num_words(num_tiles: int) -> int:
-    """Numbers that the marks of so many tiles take."""
-    return HEADER + num_tiles
-
-
 class Marks(NamedTuple):
     """Marks of all tiles of a launch.
 
@@ -59,6 +54,10 @@ class Marked(Dynamic):
     Fields:
         counters: the words of `Marks`.
     """
+
+    @property
+    def num_counters(self) -> int:
+        return HEADER + self.order.num_tiles
 
     @property
     def marks(self) -> Marks:
