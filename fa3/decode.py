@@ -35,8 +35,10 @@ for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; 
 64.0, 64.2 and 64.3 us.
 """
 
-INVARIANT_KEYS = 512
-"""Keys of a unit where bits must not depend on other sequences."""
+KEYS_OF_ROW, FEWEST_KEYS, MOST_KEYS = 64, 512, 2048
+"""Keys of a unit where bits must not depend on other sequences: so many for each query row of a
+key/value head, within bounds. A unit leaves its rows in float32, which costs the more the fewer
+keys it has; but short sequences need many units to keep the SMs busy."""
 
 
 class CacheOperands(NamedTuple):
@@ -229,7 +231,8 @@ def choose_cut(
         keys = min(keys, window.left + sizes.seqlen_q + TILE_N)
     blocks = max(1, -(-keys // TILE_N))
     if batch_invariant and num_splits != 1:
-        unit = INVARIANT_KEYS // TILE_N
+        keys_of_unit = min(max(FEWEST_KEYS, KEYS_OF_ROW * sizes.rows), MOST_KEYS)
+        unit = keys_of_unit // TILE_N
         return units_of(sizes, blocks, unit, -(-blocks // unit))
     if num_splits == 0:
         return StreamK(num_ctas, sizes.num_tiles)

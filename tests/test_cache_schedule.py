@@ -185,3 +185,16 @@ def test_assertions_check_lengths_on_a_gpu(monkeypatch):
 
 def test_the_window_is_folded():
     assert metadata([30], causal=True).window == Window(right=0)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "ratio", "keys"), [(1, 4, 512), (1, 16, 1024), (8, 4, 2048), (64, 8, 2048)]
+)
+def test_batch_invariant_units_follow_from_a_heads_rows_alone(seqlen_q, ratio, keys):
+    cuts = {
+        decode.choose_cut(
+            decode.Sizes(batch, seqlen_q, heads_kv, ratio, capacity), Window(), num_ctas, 0, True
+        ).unit_blocks
+        for batch, heads_kv, capacity, num_ctas in ((1, 1, 10_000, 132), (33, 8, 3000, 60))
+    }
+    assert cuts == {keys // decode.TILE_N}

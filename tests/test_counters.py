@@ -1,4 +1,4 @@
-"""Counters for launches: shared by a stream, given away once to captured ones."""
+"""Counters for launches: shared by those of a stream, or of a capture's stream."""
 
 import pytest
 import torch
@@ -21,11 +21,12 @@ def cuda(monkeypatch):
     """Stand in for the CUDA runtime; set `stream` and `capturing` on it."""
 
     class Runtime:
-        stream, capturing = 1, False
+        stream, capturing, capture = 1, False, 1
 
     monkeypatch.setattr(counters, "BY_STREAM", {})
     monkeypatch.setattr(counters, "RESERVES", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(Runtime.stream))
+    monkeypatch.setattr(counters, "capture_of", lambda stream: Runtime.capture)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Runtime.capturing)
     return Runtime
 
@@ -50,22 +51,39 @@ def test_a_stream_gets_more_when_it_needs_more(cuda):
     assert zeros_for_launch(3, q).data_ptr() == many.data_ptr()
 
 
-def test_captured_launches_share_with_nobody(cuda):
+def test_captures_share_with_nobody_and_their_launches_with_each_other(cuda):
     q = torch.empty(0)
     eager = zeros_for_launch(8, q)
     cuda.capturing = True
-    captured = [zeros_for_launch(8, q) for _ in range(5)]
-    taken = [places(tensor) for tensor in (eager, *captured)]
-    assert len(set.union(*taken)) == 6 * 8
-    assert not any(tensor.any() for tensor in captured)
+    taken = [places(eager)]
+    for cuda.capture, cuda.stream in ((7, 1), (7, 2), (8, 1)):
+        first, again = zeros_for_launch(8, q), zeros_for_launch(6, q)
+        assert first.data_ptr() == again.data_ptr() and not first.any()
+        taken.append(places(first))
+    assert len(set.union(*taken)) == 4 * 8
+
+
+def test_a_larger_launch_of_a_capture_gets_more(cuda):
+    q = torch.empty(0)
+    zeros_for_launch(8, q)
+    cuda.capturing = True
+    few, many = zeros_for_launch(8, q), zeros_for_launch(9, q)
+    assert not places(few) & places(many)
+    assert zeros_for_launch(8, q).data_ptr() == many.data_ptr()
+
+
+def test_what_captures_got_stays_theirs():
+    reserve = Reserve()
+    taken = []
+    for capture in range(10):
+        reserve.fill(1, CPU)
+        taken.append(places(reserve.take(RESERVE // 3, (capture, 0), CPU)))
+    assert len(set.union(*taken)) == 10 * (RESERVE // 3)
 
 
 def test_an_empty_reserve_is_not_filled_by_a_graph():
     reserve = Reserve()
-    assert not reserve.take(7, CPU).any()
+    assert not reserve.take(7, (1, 0), CPU).any()
     assert reserve.free is None
-    reserve.fill(CPU)
-    assert len(reserve.take(RESERVE, CPU)) == RESERVE
-    assert len(reserve.take(7, CPU)) == 7
-    reserve.fill(CPU)
-    assert len(reserve.free) == RESERVE
+    reserve.fill(2 * RESERVE, CPU)
+    assert len(reserve.take(2 * RESERVE, (2, 0), CPU)) == 2 * RESERVE

@@ -1,5 +1,6 @@
 """Schedules, parts of tiles and pairs of heads on a Hopper GPU."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,9 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention
 
 import fa3
+from fa3 import counters
 from fa3.api import tighten
+from fa3.counters import FEWEST
 from fa3.planner import choose_config, plan_forward
 from fa3.problem import Problem, Window
 
@@ -98,13 +101,47 @@ def test_dynamic_and_pairs_of_heads_give_the_same_bits(head_dim, window, device)
     q, k, v = make_operands(problem, device=device)
     out, lse = attend(q, k, v, window, plan=plan_of(problem, "single"))
     check_attention(out, lse, q, k, v, window=window)
-    plans = [plan_of(problem, "dynamic"), plan_of(problem, "dynamic", cluster_m=2)]
+    plans = [plan_of(problem, "dynamic")]
     plans += [
         plan_of(problem, name, cluster_h=2) for name in ("single", "static", "list", "dynamic")
     ]
     for plan in plans:
         same, same_lse = attend(q, k, v, window, plan=plan)
         assert torch.equal(out, same) and torch.equal(lse, same_lse), plan.name
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(100, 30)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dynamic_gives_the_same_bits_in_pairs_of_rows(head_dim, window, device):
+    problem = make_problem(3, 1500, 1700, 2, 4, head_dim, window)
+    q, k, v = make_operands(problem, device=device)
+    out, lse = attend(q, k, v, window, plan=plan_of(problem, "single", cluster_m=2))
+    check_attention(out, lse, q, k, v, window=window)
+    same, same_lse = attend(q, k, v, window, plan=plan_of(problem, "dynamic", cluster_m=2))
+    assert torch.equal(out, same) and torch.equal(lse, same_lse)
+
+
+def test_graphs_keep_their_counters(monkeypatch, device):
+    """Whatever is captured and allocated after them."""
+    monkeypatch.setattr(counters, "RESERVE", FEWEST)
+    monkeypatch.setattr(counters, "RESERVES", {})
+    problem = make_problem(1, 1500, 3000, 2, 4, 128, CAUSAL)
+    q, k, v = make_operands(problem, device=device)
+    plan = plan_of(problem, "split")
+    expected, expected_lse = attend(q, k, v, CAUSAL, plan=plan)
+    kept = []
+    for _ in range(20):
+        attend(q, k, v, CAUSAL, plan=plan)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = attend(q, k, v, CAUSAL, plan=plan)
+        others = torch.full((FEWEST,), 12345, dtype=torch.int32, device=device)
+        kept.append((graph, *result, others))
+    for graph, out, lse, others in kept:
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+        assert (others == 12345).all()
 
 
 @pytest.mark.parametrize("schedule", ["split", "dynamic"])
