@@ -55,8 +55,7 @@ class Explanation:
             "Memory": self.memory,
             "Grid": self.grid,
             "Order": self.order,
-            "Work": f"{counted(self.timeline.blocks, 'key block')}, "
-            f"{self.timeline.full_blocks:,} of them unmasked.",
+            "Work": self.work,
             "Softmax": self.softmax,
             "Balance": self.balance,
             "Time": self.time,
@@ -105,21 +104,28 @@ class Explanation:
         cluster = self.config.cluster
         kind = "CTA" if isinstance(self.schedule, SingleTile) else "persistent CTA"
         clusters = "" if cluster == 1 else f" in clusters of {cluster}"
+        tiles = counted(self.schedule.order.num_tiles * cluster, "tile")
         return (
             f"{counted(self.schedule.num_clusters * cluster, kind)}{clusters} on "
-            f"{self.gpu.num_sms} SMs, for {counted(self.schedule.order.num_tiles, 'tile')}: "
-            f"{self.chosen.prediction.waves:,.2f} waves."
+            f"{self.gpu.num_sms} SMs, for {tiles}: {self.chosen.prediction.waves:,.2f} waves."
         )
 
     @property
     def order(self) -> str:
         order = self.schedule.order
-        heads = order.num_heads * order.batch
-        sections = -(-heads // order.heads_per_section)
+        heads = self.problem.num_heads_q * self.problem.batch
+        sections = -(-order.num_heads * order.batch // order.heads_per_section)
         together = counted(heads, "head") + " together"
         if sections > 1:
             together = f"{heads:,} heads in {sections} sections that share L2"
         return f"{type(self.schedule).__name__}; {together}, last query rows first."
+
+    @property
+    def work(self) -> str:
+        """What the CTAs of a cluster do together counts for each of them."""
+        timeline, cluster = self.timeline, self.config.cluster
+        blocks, full = timeline.blocks * cluster, timeline.full_blocks * cluster
+        return f"{counted(blocks, 'key block')}, {full:,} of them unmasked."
 
     @property
     def softmax(self) -> str:

@@ -130,11 +130,14 @@ WHOLE_TILES = ("list", "static")
 """Schedules that the planner chooses from, beside "split". The others hand out the same tiles, as
 fast to within what the model can tell, and looking at them takes time."""
 
-MARGIN = 0.02
+MARGIN = 0.01
 """How much faster a way to run must be predicted than what the table says, to be taken."""
 
 LEAST_GAIN_US = 0.5
 """The same in microseconds, for calls that take but a few."""
+
+IDLE = 0.02
+"""Share of the SMs' time that whole tiles must leave for parts of tiles to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +279,7 @@ def plan_forward(
     if not found:
         raise ValueError(f"schedule {name!r} cannot run this problem with {config or 'any tiling'}")
     best = choose(found)
-    if not name and best.prediction.busy < 1 - MARGIN:
+    if not name and best.prediction.busy < 1 - IDLE:
         # SMs have time left, which parts of tiles could fill.
         found += candidates(problem, gpu, config, ("split",))
         best = choose(found)
@@ -323,9 +326,6 @@ def candidates(
     for tiling in [config] if config else configs(problem, gpu):
         order = tile_order(problem, gpu, tiling)
         for name in names:
-            if tiling.cluster_h > 1 and not config and not SCHEDULES[name].splits:
-                # Pairs of heads win by sharing what parts read apart; whole tiles gain nothing.
-                continue
             units = WORK.get(name, handed_out)(problem, gpu, tiling, order)
             if units is not None:
                 found.append(candidate(problem, gpu, tiling, order, name, units))

@@ -114,7 +114,8 @@ def test_given_config_and_schedule_are_kept():
 
 def test_keys_and_values_of_a_section_fit_in_the_budget():
     problem = make_problem(batch=4, seqlen_k=8192, num_heads_kv=8, qhead_per_kvhead=4, head_dim=128)
-    heads = plan_forward(problem).schedule.order.heads_per_section
+    plan = plan_forward(problem)
+    heads = plan.schedule.order.heads_per_section * plan.config.cluster_h
     bytes_per_key_head = 2 * 8192 * (128 + 128)
     assert heads % 4 == 0
     assert heads // 4 * bytes_per_key_head <= H200.l2_bytes
