@@ -140,7 +140,8 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
                 for verdict in verdicts
                 if verdict.regime == regime and group in (verdict.group, "all")
             )
-            columns.append(f"{result.near:.0%}, {result.mean:.1%}, {result.worst:.1%}")
+            text = f"{result.near:.0%}, {result.mean:.1%}, {result.worst:.1%}"
+            columns.append(text if result.cells else "-")
         cells = len({verdict.cell for verdict in verdicts if group in (verdict.group, "all")})
         lines.append(f"| {group} ({cells}) | " + " | ".join(columns) + " |")
     return "\n".join(lines) + "\n"
