@@ -207,25 +207,30 @@ def fill(
     """
     unit, part = ranges.unit, ranges.part
     pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
+    # What is left of the tile, and what that costs.
+    rest = lengths[0] if lengths else 0
+    cost = rest + unit
     for owner, load in enumerate(loads):
         room = level - load
-        while tile <= last:
-            rest = lengths[tile] - begin
-            cost = rest + unit + (part if begin else 0.0)
-            if cost <= room:
-                pieces.append((tile, begin, lengths[tile], owner))
-                tile, begin, room = tile + 1, 0, room - cost
-                continue
+        while cost <= room and tile <= last:
+            pieces.append((tile, begin, begin + rest, owner))
+            room -= cost
+            tile, begin = tile + 1, 0
+            if tile <= last:
+                rest = lengths[tile]
+                cost = rest + unit
+        if tile <= last:
             some = min(int(room - unit - part), rest - SHORTEST)
             if some >= SHORTEST:
                 pieces.append((tile, begin, begin + some, owner))
-                begin, room = begin + some, room - some - unit - part
-                break
-            while last > tile and lengths[last] + unit <= room:
-                pieces.append((last, 0, lengths[last], owner))
-                last, room = last - 1, room - lengths[last] - unit
-            break
-        spare += max(0.0, room)
+                begin, rest, room = begin + some, rest - some, room - some - unit - part
+                cost = rest + unit + part
+            else:
+                while last > tile and lengths[last] + unit <= room:
+                    pieces.append((last, 0, lengths[last], owner))
+                    last, room = last - 1, room - lengths[last] - unit
+        if room > 0.0:
+            spare += room
     if tile > last:
         return pieces, -spare
     return pieces, sum(lengths[tile : last + 1]) - begin + unit * (last + 1 - tile)
