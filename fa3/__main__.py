@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     try:
         options.command(options)
-    except (ModuleNotFoundError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, ValueError) as error:
         sys.exit(f"fa3: {error}")
 
 

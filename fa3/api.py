@@ -7,7 +7,8 @@ allocation of its outputs and the launch.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from fa3.compiler import load_kernel
+from fa3.costs import H100
 from fa3.counters import zeros_for_launch
 from fa3.executor import execute
 from fa3.masks import Band, Intersection, Mask
@@ -31,7 +33,7 @@ from fa3.operands import (
     check_shape,
     describe,
 )
-from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward
+from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward, schedule_name
 from fa3.primitives.part_merge import ROWS_OF_WARP, numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
@@ -220,10 +222,11 @@ def flash_attn_func(
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
-        schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", or a
-            function from the list of `fa3.Tile` to their order; chosen by the planner if not
-            given. No order changes a bit of the output; "split" computes parts of tiles and
-            adds them up, which changes the last place. A function is asked once for every
+        schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
+            of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
+            their order; chosen by the planner if not given. If the planner pairs CTAs, tiles are
+            those of pairs. No order changes a bit of the output; "split" computes parts of tiles
+            and adds them up, which changes the last place. A function is asked once for every
             shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa: in the
@@ -250,10 +253,12 @@ def flash_attn_func(
             attention_chunk=attention_chunk, num_splits=num_splits > 1, pack_gqa=pack_gqa,
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs
-    if type(window_size) is not tuple:
+    if type(window_size) is not tuple or any(type(n) is not int for n in window_size):
         window_size = as_pair(window_size)
-    if schedule is not None and not isinstance(schedule, str) and not callable(schedule):
-        raise TypeError(f"schedule must be a name, a class or a function, got {schedule!r}")
+    if not isinstance(schedule, Hashable):
+        raise TypeError(f"schedule must be hashable, to be remembered, got {schedule!r}")
+    if not isinstance(plan, Plan | None):
+        raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
     modifiers = UNMODIFIED
     if softcap or any(x is not None for x in (alibi_slopes, sinks, score, mask)):
         check_rank("q", describe("q", q))
@@ -284,9 +289,11 @@ def flash_attn_func(
 
 
 def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(window_size, Sequence):
-        raise TypeError(f"window_size must be two integers (left, right), got {window_size!r}")
-    return tuple(window_size)
+    try:
+        return tuple(map(operator.index, window_size))
+    except TypeError:
+        message = f"window_size must be two integers (left, right), got {window_size!r}"
+        raise TypeError(message) from None
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
@@ -327,6 +334,7 @@ def prepare(
     window = tighten(check_window(window_size, causal), seqlen_q, seqlen_k)
     head_dim_v = v.shape[-1]
     out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
+    schedule_name(schedule)
     if 0 in (batch, seqlen_q, seqlen_k, heads_q):
         return PreparedCall(None, None, (), out_shape, lse_shape)
     band = Band.of(window)
@@ -410,11 +418,14 @@ def gpu_of(device: torch.device) -> Gpu:
             f"q is on {properties.name} (compute capability {properties.major}."
             f"{properties.minor}); the kernels need a Hopper GPU (9.0)"
         )
-    return Gpu(properties.name, properties.multi_processor_count, H200.l2_bytes)
+    like = H100 if properties.name.startswith(H100.name) else H200
+    return Gpu(properties.name, properties.multi_processor_count, like.l2_bytes)
 
 
 def reserve_sms(gpu: Gpu, sm_margin: int) -> Gpu:
     """The GPU without the SMs that the caller keeps for other work."""
+    if not isinstance(sm_margin, int):
+        raise TypeError(f"sm_margin must be an integer, got {sm_margin!r}")
     if not 0 <= sm_margin < gpu.num_sms:
         raise ValueError(f"sm_margin must be from 0 to {gpu.num_sms - 1}, got {sm_margin}")
     return replace(gpu, num_sms=gpu.num_sms - sm_margin)

@@ -7,6 +7,7 @@ is on a GPU is read back with FA3_ASSERTIONS=1 only; the kernels bound what they
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -388,25 +389,40 @@ def check_positions(call: CacheCall, values: HostValues, query_step: int) -> Non
 
 
 def check_pages(call: CacheCall, values: HostValues) -> None:
-    """Raise unless the pages that sequences use exist, and no two append to the same place."""
+    """Raise unless the pages that sequences use exist, and nobody appends where tokens are."""
     num_pages, page_size = call.k_cache.shape[:2]
     rows = values.batch_idx or range(call.batch)
-    written: dict[tuple[int, int], int] = {}
+    leftpads = values.leftpads or [0] * call.batch
+    written: dict[int, list[tuple[int, int, int]]] = {}
+
+    def refuse_overlap(sequence: int, page: int, first: int, end: int, does: str) -> None:
+        for other, other_first, other_end in written.get(page, ()):
+            if first < other_end and other_first < end:
+                raise ValueError(
+                    f"page_table must not give page {page} to sequences {other} and {sequence}, "
+                    f"{does}"
+                )
+
     for sequence, row in enumerate(rows):
         seqlen, pages = values.seqlens[sequence], values.pages[row]
-        begin = values.leftpads[sequence] if values.leftpads else 0
         end = seqlen + values.counts[sequence]
-        for entry in range(begin // page_size, -(-end // page_size)):
+        for entry in range(leftpads[sequence] // page_size, -(-end // page_size)):
             if not 0 <= pages[entry] < num_pages:
                 raise ValueError(
                     f"page_table must have pages from 0 to {num_pages - 1} where a sequence has "
                     f"tokens, got {pages[entry]} at ({row}, {entry})"
                 )
-        for position in range(seqlen, end):
-            place = pages[position // page_size], position % page_size
-            other = written.setdefault(place, sequence)
-            if other != sequence:
-                raise ValueError(
-                    f"page_table must not give page {place[0]} to sequences {other} and "
-                    f"{sequence}, which both append to it"
-                )
+        for page, *place in places(pages, page_size, seqlen, end):
+            refuse_overlap(sequence, page, *place, "which both append to it")
+            written.setdefault(page, []).append((sequence, *place))
+    for sequence, row in enumerate(rows if written else ()):
+        tokens = leftpads[sequence], values.seqlens[sequence]
+        for page, *place in places(values.pages[row], page_size, *tokens):
+            refuse_overlap(sequence, page, *place, "where one has tokens and the other appends")
+
+
+def places(pages: list[int], page_size: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
+    """(page, first, end) of a sequence's positions [begin, end), for each of its pages."""
+    for entry in range(begin // page_size, -(-end // page_size) if begin < end else 0):
+        start = entry * page_size
+        yield pages[entry], max(begin - start, 0), min(end - start, page_size)

@@ -149,6 +149,8 @@ def get_scheduler_metadata(
         ("num_splits", num_splits, 0),
     )
     for name, size, least in sizes:
+        if not isinstance(size, int):
+            raise TypeError(f"{name} must be an integer, got {size!r}")
         if size < least:
             raise ValueError(f"{name} must be {least} or more, got {size}")
     if num_heads_q % num_heads_kv:
@@ -162,15 +164,10 @@ def get_scheduler_metadata(
     )  # fmt: skip
     gpu = reserve_sms(gpu_of_calls(cache_seqlens), sm_margin)
     lengths = host_lengths(
-        batch_size, cache_seqlens, cu_seqlens_k_new, cache_leftpad, max_seqlen_k_new
+        batch_size, cache_seqlens, cu_seqlens_k_new, cache_leftpad, max_seqlen_k_new, max_seqlen_k
     )
     if lengths is None:
         return metadata
-    if max(lengths, default=0) > max_seqlen_k:
-        raise ValueError(
-            f"max_seqlen_k must be the longest length with new tokens, {max(lengths)}, or more, "
-            f"got {max_seqlen_k}"
-        )
     tensors = cache_seqlens, cu_seqlens_k_new, cache_leftpad
     on_gpu = any(isinstance(tensor, torch.Tensor) and not tensor.is_cpu for tensor in tensors)
     if num_splits or on_gpu:
@@ -193,8 +190,11 @@ def host_lengths(
     cu_seqlens_k_new: torch.Tensor | None,
     cache_leftpad: torch.Tensor | None,
     max_seqlen_k_new: int,
+    max_seqlen_k: int,
 ) -> list[int] | None:
     """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
+    if cache_seqlens is None:
+        raise TypeError("cache_seqlens must be an int or an int32 tensor, got None")
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32)
     tensors = {
@@ -213,7 +213,21 @@ def host_lengths(
     new = [max_seqlen_k_new] * batch
     if ends is not None:
         new = [b - a for a, b in itertools.pairwise(ends)]
-    return [a + b - c for a, b, c in zip(lengths, new, padding or [0] * batch, strict=True)]
+    padding = padding or [0] * batch
+    for sequence, (length, count, pad) in enumerate(zip(lengths, new, padding, strict=True)):
+        total = length + count
+        if length < 0:
+            raise ValueError(f"cache_seqlens must be 0 or more, got {length} for {sequence}")
+        if count < 0:
+            raise ValueError(f"cu_seqlens_k_new must not fall, does by {-count} for {sequence}")
+        if total > max_seqlen_k:
+            raise ValueError(
+                f"max_seqlen_k must be the longest length with new tokens, {total}, or more, got "
+                f"{max_seqlen_k}"
+            )
+        if not 0 <= pad <= total:
+            raise ValueError(f"cache_leftpad must be 0 to {total} for {sequence}, got {pad}")
+    return [a + b - c for a, b, c in zip(lengths, new, padding, strict=True)]
 
 
 def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_ctas: int) -> bool:

@@ -47,6 +47,12 @@ and in pairs of heads: 117 and 103.5 us, of which compute takes 101."""
 ENOUGH_CELLS = 4
 """Shapes on which a tile must have been measured: fewer do not tell its parameters apart."""
 
+MARGIN = 0.01
+"""How much faster a way to run must be predicted than what the table says, to be taken."""
+
+LEAST_GAIN_US = 0.5
+"""The same in microseconds, for calls that take but a few."""
+
 EXACT_ROUNDS = 2
 """Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
 

@@ -50,7 +50,8 @@ class CacheOperands(NamedTuple):
         cache_batch_idx: (batch,) int32, the row of the cache that a sequence has; its own if None.
         cache_leftpad: (batch,) int32, keys before this one are not there.
         page_table: (batch, max_pages) int32.
-        alibi_slopes, sinks: for scores to come.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32, or None.
+        sinks: (heads_q,) float32 or q's dtype, or None.
     """
 
     q: torch.Tensor
@@ -225,12 +226,13 @@ def choose_cut(
         # The queries' own blocks, and those before that they see; both ends may share a block.
         keys = min(keys, window.left + sizes.seqlen_q + TILE_N)
     blocks = max(1, -(-keys // TILE_N))
-    if batch_invariant and num_splits != 1:
+    if num_splits:
+        # Follows from a sequence's own length, so it is invariant, too.
+        return units_of(sizes, num_splits, 1, min(num_splits, blocks))
+    if batch_invariant:
         unit = keys_of_unit(sizes.rows) // TILE_N
         return units_of(sizes, blocks, unit, -(-blocks // unit))
-    if num_splits == 0:
-        return StreamK(num_ctas, sizes.num_tiles)
-    return units_of(sizes, num_splits, 1, min(num_splits, blocks))
+    return StreamK(num_ctas, sizes.num_tiles)
 
 
 def keys_of_unit(rows: int) -> int:

@@ -108,8 +108,9 @@ def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
                 if method.holds(place):
                     inner = [p for p in places[i:] if not (p.is_in(OURS) or p.is_in(THEIRS))]
                     return method.error(cause, list(dict.fromkeys(inner)))
-    # No line of a method has run. Was one called, or was its result used, where it does not fit?
-    calls = [place for place in places_of(error) if place.is_in(OURS)][-1:]
+    # No line of a method has run. Was one called, or was its result used or checked, where it
+    # does not fit?
+    calls = [place for place in places_of(error) if place.is_in(OURS)][-2:]
     for method in methods:
         if any(map(method.is_called_at, calls)):
             return method.error(error, [method.definition])

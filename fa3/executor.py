@@ -1,10 +1,11 @@
 """The algorithm on the CPU: walks a plan tile by tile in torch, as the kernel does on the GPU.
 
 Same plan, same tiles in the same order, same key blocks, same running softmax in base 2 with fp32
-accumulators and P rounded to the input dtype. What differs from `fa3.kernels.forward` is only
-what happens at once: there, the CTAs of a GPU work side by side, a tile's rows are spread over
+accumulators and P rounded to the input dtype. What differs from `fa3.kernels.forward` is what
+happens at once: there, the CTAs of a GPU work side by side, a tile's rows are spread over
 warpgroups, P V of one block runs beside Q K^T of the next, and the rows of a warp renew the
-references of their softmax together; here each row does so by itself.
+references of their softmax together; here each row does so by itself, also where the kernel takes
+a fixed reference or none, so that no tile is computed a second time.
 
     for step in steps(plan):                             # watch the walk
         print(step)
@@ -55,6 +56,10 @@ class HostTensor:
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
     def __getitem__(self, index) -> int | float:
         return self.tensor[index].item()
 
@@ -66,7 +71,7 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
     say which blocks it hides, and the blocks are those of the window.
     """
     mask = plan.problem.spec.mask
-    if tensors:
+    if tensors or not plan.problem.spec.modifier_types:
         _, mask, _ = bind(plan.problem.spec, map(HostTensor, tensors))
     schedule, config = plan.schedule, plan.config
     sequence = sequence_of(plan)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fa3.costs import Costs, Gpu, Prediction
+from fa3.costs import LEAST_GAIN_US, MARGIN, Costs, Gpu, Prediction
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
-from fa3.schedules import Schedule, SingleTile
+from fa3.schedules import Schedule, SingleTile, TileList
 from fa3.tiling import Config
 from fa3.timeline import Timeline
 
@@ -118,6 +118,8 @@ class Explanation:
         together = counted(heads, "head") + " together"
         if sections > 1:
             together = f"{heads:,} heads in {sections} sections that share L2"
+        if isinstance(self.schedule, TileList) and self.schedule.is_users:
+            return f"{type(self.schedule).__name__}; {together}, in the caller's order."
         return f"{type(self.schedule).__name__}; {together}, last query rows first."
 
     @property
@@ -171,9 +173,11 @@ class Explanation:
         lines = [f"{self.chosen.name}: {microseconds(us)} us."]
         for other in others:
             difference = other.prediction.us / us - 1 if us else 0.0
-            guess = "" if other.measured else ", not measured"
+            remark = "" if other.measured else ", not measured"
+            if 0 < us - other.prediction.us <= max(MARGIN * us, LEAST_GAIN_US):
+                remark += ", less than the model can tell"
             lines.append(
-                f"{other.name}: {microseconds(other.prediction.us)} us, {difference:+.1%}{guess}."
+                f"{other.name}: {microseconds(other.prediction.us)} us, {difference:+.1%}{remark}."
             )
         return ("\n" + " " * 9).join(lines)
 
@@ -202,9 +206,14 @@ def describe_problem(problem: Problem) -> str:
     heads = counted(problem.num_heads_q, "head")
     if spec.qhead_per_kvhead > 1:
         heads = f"{problem.num_heads_q} query heads on {problem.num_heads_kv} key/value heads"
+    head_dim = f"head_dim {spec.head_dim}"
+    if spec.head_dim_v != spec.head_dim:
+        head_dim += f" and {spec.head_dim_v}"
+    kinds = [template.kind.__name__ for template in (*spec.scores, *spec.mask.templates)]
+    modifiers = "".join(f", {kind}" for kind in [*kinds, *["sinks"] * (spec.sinks is not None)])
     return (
         f"{problem.batch} x {problem.seqlen_q:,} queries on {problem.seqlen_k:,} keys, {heads}, "
-        f"head_dim {spec.head_dim}, {spec.dtype}, {describe_window(problem.window)}"
+        f"{head_dim}, {spec.dtype}, {describe_window(problem.window)}{modifiers}"
     )
 
 

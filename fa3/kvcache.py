@@ -1,6 +1,6 @@
 """Attention to a key/value cache: validate, append, attend. CPU tensors go to the executor.
 
-A call is two or three launches: one appends (`kernels.append`), the others attend (`decode`).
+A call is one to three launches: one appends (`kernels.append`), the others attend (`decode`).
 Lengths are read on the device only, so a captured CUDA graph goes on decoding as they grow. What
 follows from a call's shapes, strides, types and options is worked out once and remembered.
 """
@@ -45,6 +45,7 @@ from fa3.operands import (
     check_dtype,
     check_head_dim,
     check_layout,
+    check_no_overlap,
     check_out,
     check_rank,
     check_shape,
@@ -153,7 +154,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32: keys before this one are hidden. Positions stay as they
             are.
         page_table: (batch, max_pages) int32: the pages of each sequence, in order. Entries
-            behind its last token are not used.
+            behind its last token are not used. Those that a window has left behind are not read,
+            but where the table is checked they must exist.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
@@ -174,7 +176,9 @@ def flash_attn_with_kvcache(
         sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its head's
             softmax, and so the log-sum-exp.
         batch_invariant: make the result of a sequence, to the last bit, independent of the other
-            sequences, its place among them and their number. May be slower.
+            sequences, its place among them and their number. May be slower, and takes memory for
+            a part of every 512 keys (2048 from 17 query rows of a key/value head on) that the
+            cache has room for.
         return_lse: also return the log-sum-exp.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
         qv, cu_seqlens_q, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
@@ -205,9 +209,8 @@ def flash_attn_with_kvcache(
             rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
             v_descale=v_descale, attention_chunk=attention_chunk, pack_gqa=pack_gqa is False,
         )  # fmt: skip
-    if type(window_size) is not tuple:
-        window_size = as_pair(window_size)
     return_lse = return_lse or return_softmax_lse
+    window_size = as_pair(window_size)
     call = CacheCall.of(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
         None if isinstance(cache_seqlens, int) else cache_seqlens,
@@ -233,7 +236,9 @@ def flash_attn_with_kvcache(
     integers = cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new
     if any(map(is_visible, integers)):
         check_values(call, values_on_host(call, *integers), prepared.query_step)
-        integers = tuple(on_device(value, call) for value in integers)
+        integers = tuple(
+            on_device(name, value, call) for name, value in zip(INTEGERS, integers, strict=True)
+        )
     seqlens, batch_idx, leftpad, pages, cu_seqlens = integers
     if out is None:
         out = q.new_empty(prepared.out_shape)
@@ -345,11 +350,26 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
     )
 
 
-def on_device(value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
-    """The value as a tensor on q's device; a number for each sequence."""
+INTEGERS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_k_new")
+
+
+def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
+    """The value as a tensor on q's device; a number for each sequence.
+
+    Raises:
+        RuntimeError: a CUDA graph would copy it from the host again at every replay.
+    """
+    device = call.q.device
     if isinstance(value, int):
-        return torch.full((call.batch,), value, dtype=torch.int32, device=call.q.device)
-    return value if value is None else value.to(call.q.device, non_blocking=True)
+        return torch.full((call.batch,), value, dtype=torch.int32, device=device)
+    if value is None or value.device == device:
+        return value
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} must be on {device} while a CUDA graph is captured, got {value.device}"
+        )
+    # From pinned memory the copy would still run when the caller writes the next lengths.
+    return (value.clone() if value.is_pinned() else value).to(device, non_blocking=True)
 
 
 # ------------------------------------------------------------------------------------ combine
@@ -386,12 +406,13 @@ def flash_attn_combine(
 
     Source: Dao et al., Flash-Decoding.
     """
+    out_operand = None if out is None else describe("out", out)
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else out.dtype
     call = prepare_combine(
         describe("out_partial", out_partial),
         describe_unaligned("lse_partial", lse_partial),
-        None if out is None else describe("out", out),
+        out_operand,
         out_dtype,
     )
     _, batch, seqlen, heads, _ = out_partial.shape
@@ -421,6 +442,8 @@ def prepare_combine(
     """Validate a merge and load its kernel; None for the CPU, or if there is nothing to merge."""
     check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
     check_dtype("out_partial", partial, torch.float32)
+    if partial.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"out_partial must be a CPU or CUDA tensor, got {partial.device}")
     check_layout("out_partial", partial)
     check_head_dim("out_partial", partial, MAX_COMBINED_HEAD_DIM)
     *rows, head_dim = partial.shape
@@ -434,6 +457,7 @@ def prepare_combine(
     if out is not None:
         check_shape("out", out, tuple(partial.shape[1:]), "out_partial")
         check_layout("out", out)
+        check_no_overlap("out", out)
         if out.dtype != out_dtype:
             raise TypeError(f"out must be {out_dtype} like out_dtype, got {out.dtype}")
         check_device("out", out, "out_partial", partial)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.base_dsl.typing import Integer
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.coords import Position, ScoreCoords
@@ -162,6 +163,17 @@ class Mask:
         return 0, 0
 
 
+def as_integer(bound):
+    """A bound of a user's range, on the host or in a kernel.
+
+    Raises:
+        TypeError: it is no integer.
+    """
+    if not isinstance(bound, int | Integer):
+        raise TypeError(f"a bound of a range must be an integer, got {bound!r}")
+    return bound
+
+
 @dataclass(frozen=True)
 class Intersection:
     """What both a band and a mask of the user's let through.
@@ -200,12 +212,12 @@ class Intersection:
         rows = Rows(
             self.batch, self.head, row_begin, row_last, sequence.seqlen_q, sequence.seqlen_k
         )
-        first, last = self.function.key_range(rows)
+        first, last = map(as_integer, self.function.key_range(rows))
         end = smaller(blocks.end, (larger(0, last) + tile_n - 1) // tile_n)
         end = larger(1, end)
         begin = larger(blocks.begin, larger(0, first) // tile_n)
         begin = smaller(begin, end - 1)
-        first, last = self.function.open_range(rows)
+        first, last = map(as_integer, self.function.open_range(rows))
         full_end = smaller(blocks.full_end, larger(0, last) // tile_n)
         full_end = smaller(larger(full_end, begin), end)
         full_begin = (larger(0, first) + tile_n - 1) // tile_n

@@ -62,6 +62,7 @@ def check_q(q: Operand) -> None:
     check_dtype("q", q, *DTYPES)
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
+    check_head_dim("q", q)
     check_layout("q", q)
 
 

@@ -6,6 +6,7 @@ former half: two objects with equal templates share a kernel.
 """
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
@@ -25,7 +26,13 @@ def is_tensor(value: object) -> bool:
 
 def types_of(value: object) -> object:
     """The types in a constant: 1, 1.0 and True compare equal, and compute otherwise."""
-    return tuple(map(types_of, value)) if type(value) is tuple else type(value)
+    if isinstance(value, tuple):
+        return type(value), *map(types_of, value)
+    if isinstance(value, frozenset):
+        return type(value), frozenset((one, types_of(one)) for one in value)
+    if isinstance(value, float):
+        return type(value), math.copysign(1.0, value)
+    return type(value)
 
 
 def tensors_of(instance: object) -> Iterator[tuple[str, object]]:
@@ -87,5 +94,10 @@ class Template:
 
     def bind(self, tensors) -> object:
         """An object of this template with its tensors: the next ones of an iterator."""
-        fields = {field.name: next(tensors) for field in self.tensors}
-        return self.kind(**dict(self.constants), **fields)
+        bound = object.__new__(self.kind)
+        for name, value in self.constants:
+            object.__setattr__(bound, name, value)
+        for field in self.tensors:
+            # Past the class's own checks, which the object that was given has passed.
+            object.__setattr__(bound, field.name, next(tensors))
+        return bound

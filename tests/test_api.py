@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from problems import make_operands, make_problem
@@ -342,3 +343,39 @@ def test_a_plan_has_its_own_schedule():
     plan = fa3.plan_forward(make_problem(2, 70, 90, 2, 2, 64))
     with pytest.raises(ValueError, match="schedule must be None"):
         fa3.flash_attn_func(q, k, v, return_lse=True, plan=plan, schedule="list")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"schedule": lambda tiles: tiles.sort()}, "^schedule must return the tiles .* got None"),
+        ({"schedule": [1]}, "^schedule must be hashable"),
+        ({"plan": 5}, "^plan must come from fa3.plan_forward, got 5"),
+        ({"sm_margin": 1.5}, "^sm_margin must be an integer, got 1.5"),
+        ({"window_size": (3, 0.0)}, "^window_size must be two integers"),
+        ({"window_size": ([1], 0)}, "^window_size must be two integers"),
+    ],
+)
+def test_arguments_of_other_types_are_named(options, complaint):
+    q, k, v = make_operands(make_problem(1, 70, 70, 2))
+    fa3.flash_attn_func(q, k, v, window_size=(3, 0))
+    with pytest.raises(TypeError, match=complaint):
+        fa3.flash_attn_func(q, k, v, **options)
+
+
+def test_a_window_of_numpy_s_integers():
+    q, k, v = make_operands(make_problem(1, 70, 70, 2))
+    out = fa3.flash_attn_func(q, k, v, window_size=(np.int64(3), 0))
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v, window_size=(3, 0)))
+
+
+def test_an_unknown_schedule_is_refused_where_there_is_nothing_to_compute():
+    q = torch.empty(0, 4, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^schedule must be one of"):
+        fa3.flash_attn_func(q, q, q, schedule="foo")
+
+
+def test_a_head_size_that_is_not_supported_is_named():
+    q = torch.zeros(1, 4, 2, 12, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^q has head_dim 12"):
+        fa3.flash_attn_func(q, q, q)

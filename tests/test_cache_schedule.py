@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvcache_bad_values import OnGpu
+from kvcache_bad_values import OnGpu, integers
 from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import check_call
 
@@ -198,3 +198,41 @@ def test_batch_invariant_units_follow_from_a_heads_rows_alone(seqlen_q, ratio, k
         for batch, heads_kv, capacity, num_ctas in ((1, 1, 10_000, 132), (33, 8, 3000, 60))
     }
     assert cuts == {keys // decode.TILE_N}
+
+
+def test_a_forced_split_is_kept_in_the_batch_invariant_mode():
+    sizes = decode.Sizes(2, 1, 8, 4, 10_000)
+    forced = decode.choose_cut(sizes, Window(), 132, 3, True)
+    assert forced == decode.choose_cut(sizes, Window(), 132, 3, False)
+    assert forced != decode.choose_cut(sizes, Window(), 132, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "complaint"),
+    [
+        ((2, 1, 64, 8, 8, 128, integers(-3, 4)), {}, ValueError, "^cache_seqlens .* got -3 for 0"),
+        ((2, 1, 64, 8, 8, 128, None), {}, TypeError, "^cache_seqlens must be an int"),
+        (("2", 1, 64, 8, 8, 128, 4), {}, TypeError, "^batch_size must be an integer, got '2'"),
+        (
+            (2, 1, 64, 8, 8, 128, integers(3, 4)),
+            {"cache_leftpad": integers(0, 5)},
+            ValueError,
+            "^cache_leftpad must be 0 to 4 for 1, got 5",
+        ),
+        (
+            (2, 1, 64, 8, 8, 128, integers(3, 70)),
+            {"cache_leftpad": integers(0, 10)},
+            ValueError,
+            "^max_seqlen_k must be .* 70, or more, got 64",
+        ),
+        (
+            (2, 1, 64, 8, 8, 128, integers(3, 4)),
+            {"cu_seqlens_k_new": integers(0, 3, 2), "max_seqlen_k_new": 3},
+            ValueError,
+            "^cu_seqlens_k_new must not fall",
+        ),
+    ],
+)
+def test_impossible_lengths_are_refused(arguments, options, error, complaint):
+    with pytest.raises(error, match=complaint):
+        get_scheduler_metadata(*arguments, **options)

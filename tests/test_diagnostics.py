@@ -170,6 +170,26 @@ class OneNumber(fa3.Mask):
         return rows.seqlen_k
 
 
+@dataclass(frozen=True)
+class NoBound(fa3.Mask):
+    @cute.jit
+    def visible(self, at):
+        return at.key < 3
+
+    def key_range(self, rows):  # the line
+        return 0, None
+
+
+@dataclass(frozen=True)
+class HalfABound(fa3.Mask):
+    @cute.jit
+    def visible(self, at):
+        return at.key < 3
+
+    def open_range(self, rows):  # the line
+        return 0, rows.seqlen_k / 2
+
+
 def kernel_of(instance) -> Forward:
     template = Template.of(instance)
     if isinstance(instance, fa3.Score):
@@ -213,6 +233,8 @@ CASES = [
     (MaskReturnsNothing(), "visible", "visible(self, at) must return one bool"),
     (WrongRow(torch.zeros(2).int()), "key_range", "'Rows' object has no attribute 'document'"),
     (OneNumber(), "open_range", "open_range(self, rows) must return two integers (begin, end)"),
+    (NoBound(), "key_range", "a bound of a range must be an integer, got None"),
+    (HalfABound(), "open_range", "a bound of a range must be an integer, got"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 from problems import head_dims, make_operands, make_problem, windows
 from reference import check_attention
 
+import fa3
 from fa3.executor import execute, steps
+from fa3.masks import Intersection
 from fa3.planner import Gpu, plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.templates import Template
 from fa3.tiling import Config
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
@@ -216,3 +219,32 @@ def test_ctas_of_a_cluster_share_their_key_blocks():
         *((0, range(256, 300), 10), (1, range(300, 300), 10)),
         *((0, range(128), 8), (1, range(128, 256), 8)),
     ]
+
+
+@dataclass(frozen=True)
+class FirstKeys(fa3.Mask):
+    """The first keys, and ranges that may say less."""
+
+    end: int
+
+    def key_range(self, rows):
+        return 0, self.end
+
+    def reference(self, at):
+        return at.key < 100
+
+
+def test_ranges_of_a_mask_without_tensors_count():
+    q, k, v = make_operands(make_problem(1, 64, 1000, 1))
+    out = fa3.flash_attn_func(q, k, v, mask=FirstKeys(100))
+    few = fa3.flash_attn_func(q, k[:, :100], v[:, :100])
+    torch.testing.assert_close(out, few, atol=1e-2, rtol=1e-2)
+    steps_of = steps(plan_forward(problem_of_mask(FirstKeys(100))))
+    config = plan_forward(problem_of_mask(FirstKeys(100))).config
+    assert {step.blocks.end for step in steps_of} == {-(-100 // config.tile_n)}
+
+
+def problem_of_mask(mask: fa3.Mask) -> Problem:
+    problem = make_problem(1, 64, 1000, 1)
+    joined = Intersection(problem.spec.mask, Template.of(mask))
+    return replace(problem, spec=replace(problem.spec, mask=joined))

@@ -415,6 +415,46 @@ def test_arguments_that_do_not_fit_each_other():
     )
 
 
+@pytest.mark.parametrize(
+    ("pages", "seqlens", "complaint"),
+    [
+        ([[0, 1], [0, 2]], (4, 10), "one has tokens and the other appends"),
+        ([[0, 1], [2, 0]], (14, 30), "both append to it"),
+        ([[0, 0], [1, 2]], (15, 3), "one has tokens and the other appends"),
+        ([[3, 3], [1, 2]], (30, 3), "one has tokens and the other appends"),
+    ],
+)
+def test_nobody_appends_where_tokens_are(pages, seqlens, complaint):
+    refused(
+        PAGED,
+        {
+            "page_table": torch.tensor(pages, dtype=torch.int32),
+            "cache_seqlens": integers(*seqlens),
+        },
+        ValueError,
+        f"^page_table must not give page .* to sequences .*{complaint}",
+    )
+
+
+def test_pages_that_are_only_read_may_be_shared():
+    call = make_call(PAGED)
+    call["page_table"] = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32)
+    call["cache_seqlens"] = integers(16, 20)
+    for name in ("k_cache", "v_cache"):
+        call[name] = torch.randn_like(call[name])
+    out, lse, caches = run(call)
+    check_call(call, out, lse, caches)
+
+
+def test_an_output_of_a_merge_must_not_overlap_itself():
+    parts, lses = partial_results(2)
+    out = torch.empty(1, *parts.shape[2:]).expand(parts.shape[1:])
+    with pytest.raises(ValueError, match=r"^out must not overlap itself"):
+        flash_attn_combine(parts, lses, out)
+    with pytest.raises(TypeError, match=r"^out must be a torch.Tensor"):
+        flash_attn_combine(parts, lses, [1])
+
+
 def test_what_needs_new_tokens_is_refused_without():
     call = make_call(PLAIN)
     del call["k"], call["v"]

@@ -4,14 +4,19 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import head_dims, make_problem, windows
 
+from fa3.masks import Band
 from fa3.planner import H200, TILINGS, Gpu, choose_config, plan_forward
 from fa3.primitives.shared_memory import CAPACITY, padded
-from fa3.problem import Window
-from fa3.schedules import SingleTile, StaticPersistent, Tile, TileList, walk
+from fa3.problem import AttentionSpec, Problem, Window
+from fa3.schedules import SCHEDULES, SingleTile, SplitTiles, StaticPersistent, Tile, TileList, walk
+from fa3.schedules.marked import Marked
+from fa3.scores import Alibi
+from fa3.templates import Template
 from fa3.tiling import Config
 
 SCHEDULE_TYPES = (None, SingleTile, StaticPersistent, TileList)
@@ -167,3 +172,93 @@ def test_tiles_of_equal_length_need_no_list():
 def test_plans_are_values():
     assert plan_forward(make_problem()) == plan_forward(make_problem())
     assert hash(plan_forward(make_problem())) == hash(plan_forward(make_problem()))
+
+
+FEW = make_problem(1, 2048, 2048, 1, 8, 128, Window(right=0))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_was_made_before_is_kept(name):
+    made = plan_forward(FEW, schedule=name)
+    plan = plan_forward(FEW, schedule=made.schedule)
+    assert plan.schedule is made.schedule
+    assert plan.config == made.config
+
+
+def broken(change) -> TileList:
+    schedule = plan_forward(FEW, schedule="list").schedule
+    table = schedule.table.copy()
+    change(table)
+    return TileList(schedule.order, schedule.num_clusters, table)
+
+
+def broken_parts(change) -> SplitTiles:
+    schedule = plan_forward(FEW, schedule="split").schedule
+    units = schedule.table.copy().reshape(-1, 4)
+    change(units)
+    return SplitTiles(schedule.order, schedule.num_clusters, units.reshape(-1), schedule.num_slots)
+
+
+def twice(table):
+    table[1] = table[0]
+
+
+def foreign(table):
+    table[0] = 1 << 20
+
+
+def shorter(units):
+    units[0, 2] -= 1
+
+
+def other_slot(units):
+    first_part = (units[:, 3] != 1).argmax()
+    units[first_part, 3] += 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "complaint"),
+    [
+        (broken(twice), r"leaves out Tile\(m_block=\d+, head=\d+, batch=0\)|has .* 2 times"),
+        (broken(foreign), "no tile of its order"),
+        (broken_parts(shorter), "key blocks"),
+        (broken_parts(other_slot), "inconsistently"),
+        (plan_forward(make_problem(), schedule="list").schedule, "of another problem or tiling"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused(schedule, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        plan_forward(FEW, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", [int, Marked, 3, 1.5])
+def test_what_is_no_schedule_is_refused(schedule):
+    with pytest.raises(TypeError, match=r"^schedule must be one of .*'list'.* or a function"):
+        plan_forward(FEW, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", ["problem", "gpu", "config"])
+def test_arguments_of_other_types_are_refused(name):
+    with pytest.raises(TypeError, match=f"^{name} must be a"):
+        plan_forward(**({"problem": FEW} | {name: "H200"}))
+
+
+def test_parts_under_a_bias_follow_their_scores():
+    """Far from the diagonal their sums vanish, which a fixed reference takes for failing."""
+    alibi = Template.of(Alibi(torch.ones(32), behind=True))
+    spec = AttentionSpec("bfloat16", 128, 128, 4, Band(right=True), False, (alibi,))
+    problem = Problem(spec, 1, 640, 8192, 8, Window(right=0))
+    plan = plan_forward(problem)
+    assert plan.schedule_name == "split" and not plan.config.fixed_reference
+    assert plan_forward(problem, schedule="list").config.fixed_reference
+
+
+def test_parts_are_taken_at_sizes_that_were_not_measured_where_they_gain_much():
+    spec = AttentionSpec("bfloat16", 192, 128, 1, Band(right=True), False)
+    assert plan_forward(Problem(spec, 1, 128, 8192, 16, Window(right=0))).schedule_name == "split"
+
+
+def test_a_callers_order_is_called_so():
+    plan = plan_forward(FEW, schedule=lambda tiles: tiles[::-1])
+    assert "in the caller's order" in str(plan.explain())
+    assert "last query rows first" in str(plan_forward(FEW, schedule="list").explain())

@@ -168,3 +168,18 @@ def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
 def test_an_order_that_is_not_one_is_refused(tiles, complaint):
     with pytest.raises(ValueError, match=complaint):
         TileList.in_order_of(ORDER, 3, tiles, np.ones(len(TILES)))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "complaint"),
+    [
+        ([Tile(0, 0.5, 0)], r"^schedule gives Tile\(m_block=0, head=0.5, batch=0\) at 0, not a"),
+        ([Tile(0, 0, 0), 7], "^schedule gives 7 at 1, not a Tile"),
+        (["abc"], "^schedule gives 'abc' at 0, not a Tile"),
+        ([(0, 0)], r"^schedule gives \(0, 0\) at 0, not a Tile"),
+    ],
+)
+def test_what_is_no_tile_is_named(tiles, complaint):
+    order = TileOrder(2, 2, 1, 2)
+    with pytest.raises(TypeError, match=complaint):
+        TileList.in_order_of(order, 2, tiles, np.ones(4))

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -192,3 +192,51 @@ def test_constants_must_be_hashable(value):
     message = re.escape(f"Scaled.factor must be a tensor or hashable, got {value!r}")
     with pytest.raises(TypeError, match=f"^{message}$"):
         Template.of(Scaled(value))
+
+
+class Pair(NamedTuple):
+    n: float
+
+
+@dataclass(frozen=True)
+class Constant(fa3.Score):
+    value: Any
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Pair(2), Pair(2.0)),
+        (frozenset([2]), frozenset([2.0])),
+        (0.0, -0.0),
+        ((1, (2,)), (1, (2.0,))),
+    ],
+)
+def test_constants_that_compare_equal_do_not_collide(one, other):
+    assert one == other
+    assert Template.of(Constant(one)) != Template.of(Constant(other))
+    assert Template.of(Constant(one)) == Template.of(Constant(one))
+
+
+@dataclass(frozen=True)
+class Checked(fa3.Score):
+    """Looks at its tensor when it is made, which a bound one need not stand."""
+
+    shifts: torch.Tensor
+
+    def __post_init__(self):
+        if self.shifts.dtype != torch.float32:
+            raise ValueError("shifts must be float32")
+
+    def reference(self, logits, at):
+        return logits + self.shifts[at.head]
+
+
+def test_a_score_may_check_its_tensors():
+    q, k, v = torch.randn(3, 1, 50, 2, 32).bfloat16()
+    out = fa3.flash_attn_func(q, k, v, score=Checked(torch.tensor([1.0, 2.0])))
+    torch.testing.assert_close(out, fa3.flash_attn_func(q, k, v), atol=2e-2, rtol=2e-2)
+    (bound,), _, _ = bind(
+        replace(SPEC, scores=(Template.of(Checked(torch.ones(2))),)), ["anything"]
+    )
+    assert type(bound) is Checked and bound.shifts == "anything"

@@ -9,7 +9,8 @@ memory. Tiles that lie in several pieces leave parts for the kernel that merges 
 Roles per CTA
     warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue
     behind it      producer   one warp that issues TMA loads, or four that gather rows
-    behind that    prefetcher one warp that has the first blocks brought into L2 at once
+    behind that    prefetcher one warp that has the first blocks brought into L2 at once; none
+                              where rows are gathered
 
 Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_k  one block of K         kv_stages  released after its Q K^T

@@ -1,4 +1,4 @@
-"""Dynamic: a CTA takes the next tile of the order when it is ready for one."""
+"""Dynamic: a cluster takes the next tile of the order when it is ready for one."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple

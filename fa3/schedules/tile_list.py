@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -42,12 +43,13 @@ class TileList(Planned):
 
     `table` is the matrix (rounds, num_clusters) of int32, flat in row order: a numpy array on the
     host, a tensor on the device. The next entry is read while the kernel works on the present
-    tile, so the read costs nothing.
+    tile, so the read costs nothing. `is_users` says on the host that the order is the user's.
     """
 
     order: TileOrder
     num_clusters: int
     table: np.ndarray
+    is_users: bool = False
 
     reads_state: ClassVar[bool] = True
     splits: ClassVar[bool] = False
@@ -59,9 +61,9 @@ class TileList(Planned):
         Args:
             times: how long each tile takes, by its number, in any unit.
         """
-        return cls.of_owners(
-            order, num_clusters, np.arange(order.num_tiles), deal(times, num_clusters)
-        )
+        owners = deal(times, num_clusters)
+        table = columns_of_owners(np.arange(order.num_tiles), owners, num_clusters)
+        return cls(order, num_clusters, table)
 
     @classmethod
     def in_order_of(
@@ -73,13 +75,18 @@ class TileList(Planned):
             times: how long each tile takes, by its number, in any unit.
 
         Raises:
+            TypeError: something is not a tile.
             ValueError: a tile is none of the problem's, comes twice, or is left out.
         """
         place: dict[int, int] = {}
-        for position, tile in enumerate(tiles):
-            tile = Tile(*tile)
+        for position, given in enumerate(tiles):
+            tile = as_tile(given, position)
             if not order.contains(tile):
-                raise ValueError(f"schedule gives {tile} at {position}, no tile of the problem")
+                raise ValueError(
+                    f"schedule gives {tile} at {position}, no tile of the problem: they have "
+                    f"m_block < {order.num_m_blocks}, head < {order.num_heads}, "
+                    f"batch < {order.batch}"
+                )
             first = place.setdefault(order.index(tile), position)
             if first != position:
                 raise ValueError(f"schedule gives {tile} twice, at {first} and {position}")
@@ -88,14 +95,8 @@ class TileList(Planned):
             raise ValueError(f"schedule leaves out {order.tile(missing)}")
         indices = np.fromiter(place, np.int64, order.num_tiles)
         owners, _ = hand_out(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
-        return cls.of_owners(order, num_clusters, indices, owners)
-
-    @classmethod
-    def of_owners(
-        cls, order: TileOrder, num_clusters: int, indices: np.ndarray, owners: np.ndarray
-    ) -> "TileList":
-        """Give every tile of `indices`, in this order, to the cluster that `owners` has for it."""
-        return cls(order, num_clusters, columns_of_owners(indices, owners, num_clusters))
+        table = columns_of_owners(indices, owners, num_clusters)
+        return cls(order, num_clusters, table, is_users=True)
 
     @property
     def owners(self) -> np.ndarray:
@@ -124,6 +125,15 @@ class TileList(Planned):
 
     def tile(self, cursor: Cursor) -> Tile:
         return self.order.tile(cursor.entry)
+
+
+def as_tile(given: object, position: int) -> Tile:
+    """What a user's order has at a position, if that is a tile."""
+    try:
+        return Tile(*map(operator.index, given))
+    except TypeError:
+        message = f"schedule gives {given!r} at {position}, not a Tile(m_block, head, batch)"
+        raise TypeError(message) from None
 
 
 def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int) -> np.ndarray:

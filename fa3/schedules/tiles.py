@@ -17,7 +17,8 @@ class Tile(NamedTuple):
     """One unit of work: some query rows of one query head of one sequence.
 
     A unit belongs to a cluster. With c CTAs along M, `m_block` counts groups of c query tiles,
-    and the CTA of rank r in the cluster takes query tile `m_block * c + r`.
+    and the CTA of rank r in the cluster takes query tile `m_block * c + r`. With c CTAs along
+    heads, `head` counts groups of c query heads in the same way.
     """
 
     m_block: int
