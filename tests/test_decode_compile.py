@@ -32,7 +32,6 @@ CACHES = {
     "contiguous": CacheLayout(),
     "padded": CacheLayout(0, batch_indexed=True, left_padded=True),
     "page64": CacheLayout(64),
-    "page192": CacheLayout(192),
     "page16": CacheLayout(16, batch_indexed=True),
     "page24": CacheLayout(24),
     "page1": CacheLayout(1),
