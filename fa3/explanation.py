@@ -6,7 +6,7 @@ from typing import NamedTuple
 from fa3.costs import LEAST_GAIN_US, MARGIN, Costs, Gpu, Prediction
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
-from fa3.schedules import Schedule, SingleTile, TileList
+from fa3.schedules import Schedule, SingleTile
 from fa3.tiling import Config
 from fa3.timeline import Timeline
 
@@ -35,6 +35,7 @@ class Explanation:
     """Everything there is to say about a plan. `print` it.
 
     Fields:
+        is_arranged: whether the tiles are in an order of the caller's.
         chosen: the plan itself.
         candidates: what the planner compares for this problem, best first.
     """
@@ -42,6 +43,7 @@ class Explanation:
     problem: Problem
     gpu: Gpu
     schedule: Schedule
+    is_arranged: bool
     chosen: Candidate
     candidates: tuple[Candidate, ...]
     timeline: Timeline
@@ -118,9 +120,8 @@ class Explanation:
         together = counted(heads, "head") + " together"
         if sections > 1:
             together = f"{heads:,} heads in {sections} sections that share L2"
-        if isinstance(self.schedule, TileList) and self.schedule.is_users:
-            return f"{type(self.schedule).__name__}; {together}, in the caller's order."
-        return f"{type(self.schedule).__name__}; {together}, last query rows first."
+        first = "in the caller's order" if self.is_arranged else "last query rows first"
+        return f"{type(self.schedule).__name__}; {together}, {first}."
 
     @property
     def work(self) -> str:

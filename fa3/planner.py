@@ -142,12 +142,16 @@ IDLE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one problem runs: the kernel's config, and the schedule its clusters walk."""
+    """How one problem runs: the kernel's config, and the schedule its clusters walk.
+
+    `is_arranged` says that the tiles are in an order of the caller's.
+    """
 
     problem: Problem
     gpu: Gpu
     config: Config
     schedule: Schedule
+    is_arranged: bool = False
 
     @property
     def schedule_name(self) -> str:
@@ -243,6 +247,7 @@ class Plan:
             self.problem,
             self.gpu,
             self.schedule,
+            self.is_arranged,
             self.as_candidate(),
             tuple(found),
             self.simulate(),
@@ -298,7 +303,8 @@ def plan_forward(
     config, name = best.config, best.schedule
     order = tile_order(problem, gpu, config)
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
-    return Plan(problem, gpu, config, make_schedule(problem, gpu, config, order, name, arrange))
+    made = make_schedule(problem, gpu, config, order, name, arrange)
+    return Plan(problem, gpu, config, made, arrange is not None)
 
 
 def check_types(problem: Problem, gpu: Gpu, config: Config | None) -> None:

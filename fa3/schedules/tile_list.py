@@ -43,13 +43,12 @@ class TileList(Planned):
 
     `table` is the matrix (rounds, num_clusters) of int32, flat in row order: a numpy array on the
     host, a tensor on the device. The next entry is read while the kernel works on the present
-    tile, so the read costs nothing. `is_users` says on the host that the order is the user's.
+    tile, so the read costs nothing.
     """
 
     order: TileOrder
     num_clusters: int
     table: np.ndarray
-    is_users: bool = False
 
     reads_state: ClassVar[bool] = True
     splits: ClassVar[bool] = False
@@ -96,7 +95,7 @@ class TileList(Planned):
         indices = np.fromiter(place, np.int64, order.num_tiles)
         owners, _ = hand_out(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
         table = columns_of_owners(indices, owners, num_clusters)
-        return cls(order, num_clusters, table, is_users=True)
+        return cls(order, num_clusters, table)
 
     @property
     def owners(self) -> np.ndarray:
