@@ -253,11 +253,10 @@ def flash_attn_func(
             attention_chunk=attention_chunk, num_splits=num_splits > 1, pack_gqa=pack_gqa,
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs
-    if type(window_size) is not tuple or any(type(n) is not int for n in window_size):
-        window_size = as_pair(window_size)
-    if not isinstance(schedule, Hashable):
+    window_size = as_pair(window_size)
+    if schedule is not None and not isinstance(schedule, Hashable):
         raise TypeError(f"schedule must be hashable, to be remembered, got {schedule!r}")
-    if not isinstance(plan, Plan | None):
+    if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
     modifiers = UNMODIFIED
     if softcap or any(x is not None for x in (alibi_slopes, sinks, score, mask)):
@@ -334,8 +333,8 @@ def prepare(
     window = tighten(check_window(window_size, causal), seqlen_q, seqlen_k)
     head_dim_v = v.shape[-1]
     out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
-    schedule_name(schedule)
     if 0 in (batch, seqlen_q, seqlen_k, heads_q):
+        schedule_name(schedule)
         return PreparedCall(None, None, (), out_shape, lse_shape)
     band = Band.of(window)
     spec = AttentionSpec(

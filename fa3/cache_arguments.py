@@ -316,7 +316,7 @@ def check_values(call: CacheCall, values: HostValues, query_step: int) -> None:
         if call.rotary_cos is not None:
             check_positions(call, values, query_step)
     if values.leftpads is not None:
-        check_leftpads(call, values)
+        check_leftpads(values.leftpads, values.seqlens or [call.capacity] * call.batch)
     if values.batch_idx is not None:
         check_batch_idx(call, values.batch_idx)
     seen = values.seqlens, values.counts, values.pages
@@ -364,10 +364,9 @@ def check_seqlens(call: CacheCall, values: HostValues) -> None:
             )
 
 
-def check_leftpads(call: CacheCall, values: HostValues) -> None:
+def check_leftpads(leftpads: list[int], limits: list[int]) -> None:
     """Raise unless the padding is part of its sequence."""
-    limits = values.seqlens or [call.capacity] * call.batch
-    for sequence, (leftpad, limit) in enumerate(zip(values.leftpads, limits, strict=True)):
+    for sequence, (leftpad, limit) in enumerate(zip(leftpads, limits, strict=True)):
         if not 0 <= leftpad <= limit:
             raise ValueError(
                 f"cache_leftpad must be from 0 to the sequence's length of {limit}, got "

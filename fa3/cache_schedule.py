@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fa3.api import as_pair, check_window, gpu_of, reject_unsupported, reserve_sms, tighten
-from fa3.cache_arguments import is_visible, read
+from fa3.cache_arguments import check_leftpads, is_visible, read
 from fa3.decode import TILE_N, Sizes
 from fa3.masks import Band, Sequence
 from fa3.operands import DTYPES, check_dtype, check_shape, describe_unaligned
@@ -214,20 +214,23 @@ def host_lengths(
     if ends is not None:
         new = [b - a for a, b in itertools.pairwise(ends)]
     padding = padding or [0] * batch
-    for sequence, (length, count, pad) in enumerate(zip(lengths, new, padding, strict=True)):
-        total = length + count
+    totals = [a + b for a, b in zip(lengths, new, strict=True)]
+    for sequence, (length, count, total) in enumerate(zip(lengths, new, totals, strict=True)):
         if length < 0:
-            raise ValueError(f"cache_seqlens must be 0 or more, got {length} for {sequence}")
+            raise ValueError(
+                f"cache_seqlens must be 0 or more, got {length} for sequence {sequence}"
+            )
         if count < 0:
-            raise ValueError(f"cu_seqlens_k_new must not fall, does by {-count} for {sequence}")
+            raise ValueError(
+                f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
+            )
         if total > max_seqlen_k:
             raise ValueError(
                 f"max_seqlen_k must be the longest length with new tokens, {total}, or more, got "
                 f"{max_seqlen_k}"
             )
-        if not 0 <= pad <= total:
-            raise ValueError(f"cache_leftpad must be 0 to {total} for {sequence}, got {pad}")
-    return [a + b - c for a, b, c in zip(lengths, new, padding, strict=True)]
+    check_leftpads(padding, totals)
+    return [total - pad for total, pad in zip(totals, padding, strict=True)]
 
 
 def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_ctas: int) -> bool:

@@ -53,6 +53,12 @@ MARGIN = 0.01
 LEAST_GAIN_US = 0.5
 """The same in microseconds, for calls that take but a few."""
 
+
+def least_gain(us: float, margin: float = MARGIN) -> float:
+    """Microseconds that a way to run must gain beside one that takes `us`, to count as faster."""
+    return max(margin * us, LEAST_GAIN_US)
+
+
 EXACT_ROUNDS = 2
 """Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fa3.costs import LEAST_GAIN_US, MARGIN, Costs, Gpu, Prediction
+from fa3.costs import Costs, Gpu, Prediction, least_gain
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
 from fa3.schedules import Schedule, SingleTile
@@ -175,7 +175,7 @@ class Explanation:
         for other in others:
             difference = other.prediction.us / us - 1 if us else 0.0
             remark = "" if other.measured else ", not measured"
-            if 0 < us - other.prediction.us <= max(MARGIN * us, LEAST_GAIN_US):
+            if 0 < us - other.prediction.us <= least_gain(us):
                 remark += ", less than the model can tell"
             lines.append(
                 f"{other.name}: {microseconds(other.prediction.us)} us, {difference:+.1%}{remark}."
@@ -211,7 +211,9 @@ def describe_problem(problem: Problem) -> str:
     if spec.head_dim_v != spec.head_dim:
         head_dim += f" and {spec.head_dim_v}"
     kinds = [template.kind.__name__ for template in (*spec.scores, *spec.mask.templates)]
-    modifiers = "".join(f", {kind}" for kind in [*kinds, *["sinks"] * (spec.sinks is not None)])
+    if spec.sinks is not None:
+        kinds.append("sinks")
+    modifiers = "".join(f", {kind}" for kind in kinds)
     return (
         f"{problem.batch} x {problem.seqlen_q:,} queries on {problem.seqlen_k:,} keys, {heads}, "
         f"{head_dim}, {spec.dtype}, {describe_window(problem.window)}{modifiers}"

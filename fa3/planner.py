@@ -11,7 +11,6 @@ import numpy as np
 from fa3 import masks
 from fa3.costs import (
     H200,
-    LEAST_GAIN_US,
     MARGIN,
     Gpu,
     Prediction,
@@ -22,6 +21,7 @@ from fa3.costs import (
     costs_of,
     durations,
     has_mask,
+    least_gain,
     predict,
     units_of_parts,
     units_of_tiles,
@@ -134,7 +134,7 @@ WHOLE_TILES = ("list", "static")
 model cannot tell which is faster (dynamic was by 3% in two of 22 cells), and looking takes time."""
 
 UNSURE = 0.25
-"""`MARGIN` for ways to run of which nothing like them was measured."""
+"""`MARGIN` for ways to run that were not measured."""
 
 IDLE = 0.02
 """Share of the SMs' time that whole tiles must leave for parts of tiles to be looked at."""
@@ -334,7 +334,7 @@ def plan_of_schedule(
     config = choose(fitting).config
     blocks = blocks_of_tiles(problem, config, schedule.order)
     check_schedule(schedule, blocks.begin, blocks.end)
-    return Plan(problem, gpu, config, schedule)
+    return Plan(problem, gpu, config, schedule, is_arranged=True)
 
 
 def schedule_name(choice: ScheduleChoice) -> str | None:
@@ -414,14 +414,14 @@ def as_cut(problem: Problem, gpu: Gpu, config: Config) -> Candidate:
 def choose(found: list[Candidate]) -> Candidate:
     """The first, unless others are predicted to gain more than the model can tell: the fastest."""
     first = found[0]
-    better = [one for one in found if gains(one.prediction.mean_us, first, one.measured)]
+
+    def is_faster(one: Candidate) -> bool:
+        us = one.prediction.mean_us
+        margin = MARGIN if one.measured else UNSURE
+        return first.prediction.mean_us - us > least_gain(us, margin)
+
+    better = filter(is_faster, found)
     return min(better, key=lambda one: one.prediction.mean_us, default=first)
-
-
-def gains(us: float, first: Candidate, measured: bool) -> bool:
-    """Whether a predicted time is enough below that of the first candidate."""
-    margin = MARGIN if measured else UNSURE
-    return first.prediction.mean_us - us > max(margin * us, LEAST_GAIN_US)
 
 
 def configs(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -210,14 +210,19 @@ def test_a_forced_split_is_kept_in_the_batch_invariant_mode():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "complaint"),
     [
-        ((2, 1, 64, 8, 8, 128, integers(-3, 4)), {}, ValueError, "^cache_seqlens .* got -3 for 0"),
+        (
+            (2, 1, 64, 8, 8, 128, integers(-3, 4)),
+            {},
+            ValueError,
+            "^cache_seqlens .* got -3 for sequence 0",
+        ),
         ((2, 1, 64, 8, 8, 128, None), {}, TypeError, "^cache_seqlens must be an int"),
         (("2", 1, 64, 8, 8, 128, 4), {}, TypeError, "^batch_size must be an integer, got '2'"),
         (
             (2, 1, 64, 8, 8, 128, integers(3, 4)),
             {"cache_leftpad": integers(0, 5)},
             ValueError,
-            "^cache_leftpad must be 0 to 4 for 1, got 5",
+            "^cache_leftpad must be from 0 to .* of 4, got 5 for sequence 1",
         ),
         (
             (2, 1, 64, 8, 8, 128, integers(3, 70)),

@@ -149,43 +149,34 @@ class MaskReturnsNothing(fa3.Mask):
 
 
 @dataclass(frozen=True)
-class WrongRow(fa3.Mask):
-    lengths: torch.Tensor
-
+class FirstKeys(fa3.Mask):
     @cute.jit
     def visible(self, at):
         return at.key < 3
+
+
+@dataclass(frozen=True)
+class WrongRow(FirstKeys):
+    lengths: torch.Tensor
 
     def key_range(self, rows):
         return 0, self.lengths[rows.document]  # the line
 
 
 @dataclass(frozen=True)
-class OneNumber(fa3.Mask):
-    @cute.jit
-    def visible(self, at):
-        return at.key < 3
-
+class OneNumber(FirstKeys):
     def open_range(self, rows):  # the line
         return rows.seqlen_k
 
 
 @dataclass(frozen=True)
-class NoBound(fa3.Mask):
-    @cute.jit
-    def visible(self, at):
-        return at.key < 3
-
+class NoBound(FirstKeys):
     def key_range(self, rows):  # the line
         return 0, None
 
 
 @dataclass(frozen=True)
-class HalfABound(fa3.Mask):
-    @cute.jit
-    def visible(self, at):
-        return at.key < 3
-
+class HalfABound(FirstKeys):
     def open_range(self, rows):  # the line
         return 0, rows.seqlen_k / 2
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from fa3.schedules.split_tiles import WHOLE, Unit
+from fa3.schedules.split_tiles import Unit
 from fa3.schedules.tiles import Schedule, Tile, walk
 
 
@@ -48,8 +48,7 @@ def check_parts(units: list[Unit], first_block: int, end_block: int) -> None:
                 f"{begin} to at most {end_block - 1} are left"
             )
         expected = (len(units), units[0].slot + which, units[0].slot)
-        agrees = (unit.num_parts, unit.slot, unit.first_slot) == expected
-        if not agrees and (len(units) > 1 or unit.part != WHOLE):
+        if (unit.num_parts, unit.slot, unit.first_slot) != expected:
             raise ValueError(f"schedule numbers the parts of {tile} inconsistently: {unit}")
         begin = end
     if begin < end_block:
