@@ -31,14 +31,14 @@ from fa3.costs import (
     Rule,
     TileCosts,
     TileKey,
-    Units,
-    predict,
     write_costs,
 )
-from fa3.planner import plan_forward
+from fa3.planner import lanes_of, plan_forward
+from fa3.prediction import predict, unit_name
 from fa3.problem import Problem
 from fa3.schedules import TileOrder
 from fa3.tiling import Config
+from fa3.work import Units, Work
 
 SCHEDULES_CSV = "schedules.csv"
 
@@ -56,11 +56,19 @@ START = Costs(
     schedules=(),
     bytes_per_us=4_300_000,
     launch_us=1.5,
-    unit_us={"single": 1.5},
+    unit_us={"single": 1.5, "single in pairs": 1.5},
     call_us={"split": 1.0, AGAIN: 1.0},
-    partial_us=1.5,
+    memory_power=0.3,
     tiles={},
-    rule=Rule(tensor=0.00055, exponential=0.0004, masked=1.3, tile_us=1.2, steady=1.14, fixed=0.92),
+    rule=Rule(
+        tensor=0.00055,
+        exponential=0.0004,
+        masked=1.3,
+        tile_us=1.2,
+        steady=1.14,
+        part_us=2.0,
+        fixed=0.92,
+    ),
 )
 """Where a fit starts and what holds it: bandwidth of a device-to-device copy; what a tile costs
 more with one tile a CTA (d128 causal 2k and 8k: 1.4 to 1.6 us), what a part takes to be left, and
@@ -87,11 +95,17 @@ class Observation(NamedTuple):
     def key(self) -> TileKey:
         return TileKey.of(self.problem.spec, self.config)
 
+    @property
+    def unit_name(self) -> str:
+        return unit_name(self.schedule, self.config)
+
 
 def predicted_us(costs: Costs, gpu: Gpu, seen: Observation) -> float:
     """What a cost model says of an observation."""
+    tile = costs.tile(seen.key)
+    work = Work.of(seen.units, tile, lanes_of(gpu, seen.config))
     prediction = predict(
-        costs, seen.problem, gpu, seen.config, seen.order, seen.schedule, seen.units
+        costs, seen.problem, gpu, seen.config, seen.order, seen.schedule, tile, work
     )
     return prediction.us if seen.regime == "steady" else prediction.burst_us
 
@@ -220,7 +234,10 @@ def tile_parameters(key: TileKey, prior: TileCosts) -> list[Parameter]:
     def touches(seen: Observation) -> bool:
         return seen.key == key
 
-    def parameter(name: str, spread: float) -> Parameter:
+    def splits(seen: Observation) -> bool:
+        return touches(seen) and seen.units.num_partial > 0
+
+    def parameter(name: str, spread: float, touches: Callable = touches) -> Parameter:
         def put(costs: Costs, value: float) -> Costs:
             tile = costs.tiles[key]
             if name == "full_us":
@@ -257,6 +274,7 @@ def tile_parameters(key: TileKey, prior: TileCosts) -> list[Parameter]:
         masked,
         parameter("tile_us", 0.25),
         parameter("steady", 0.02),
+        parameter("part_us", 0.25, splits),
     ]
 
 
@@ -278,25 +296,33 @@ def common_parameters(prior: Costs, seen: Sequence[Observation]) -> list[Paramet
     ]
     for name in comparable_schedules(seen):
         # A split schedule's units are few and of many sizes: it costs more by the call.
-        table = "call_us" if name in prior.call_us else "unit_us"
-        found.append(of_schedule(name, table, prior))
+        if name in prior.call_us:
+            found.append(of_schedule(name, "call_us", prior, lambda one: one.schedule))
+            continue
+        places = {one.unit_name for one in seen if one.schedule == name}
+        for place in sorted(places):
+            found.append(of_schedule(place, "unit_us", prior, lambda one: one.unit_name))
     if not all(observation.key.follows for observation in seen):
         found.append(of_second_launch(prior))
-    if any(observation.units.num_partial for observation in seen):
-        found.append(
-            on_log_scale(
-                lambda costs: costs.partial_us,
-                lambda costs, value: replace(costs, partial_us=value),
-                prior.partial_us,
-                0.5,
-                lambda observation: observation.units.num_partial > 0,
-            )
+    found.append(
+        on_log_scale(
+            lambda costs: costs.memory_power,
+            lambda costs, value: replace(costs, memory_power=value),
+            prior.memory_power,
+            0.5,
+            lambda observation: observation.regime == "steady",
         )
+    )
     return found
 
 
-def of_schedule(name: str, table: str, prior: Costs) -> Parameter:
-    """What a schedule adds, in one of a model's tables by schedule; microseconds."""
+def of_schedule(
+    name: str, table: str, prior: Costs, name_of: Callable[[Observation], str]
+) -> Parameter:
+    """What a schedule adds, in one of a model's tables by schedule; microseconds.
+
+    `name_of` gives the entry that an observation depends on.
+    """
 
     def of(costs: Costs) -> float:
         return getattr(costs, table).get(name, 0.0)
@@ -305,7 +331,7 @@ def of_schedule(name: str, table: str, prior: Costs) -> Parameter:
         return replace(costs, **{table: {**getattr(costs, table), name: value}})
 
     spread = max(0.2, 0.3 * of(prior))
-    return Parameter(of, put, of(prior), spread, lambda observation: observation.schedule == name)
+    return Parameter(of, put, of(prior), spread, lambda observation: name_of(observation) == name)
 
 
 def of_second_launch(prior: Costs) -> Parameter:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fa3.costs import Costs, Gpu, Prediction, least_gain
+from fa3.costs import Costs, Gpu, least_gain
+from fa3.prediction import Prediction
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
 from fa3.schedules import Schedule, SingleTile

@@ -9,25 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fa3 import masks
-from fa3.costs import (
-    H200,
-    MARGIN,
-    Gpu,
-    Prediction,
-    TileKey,
-    Units,
-    back_and_forth,
-    blocks_of_tiles,
-    costs_of,
-    durations,
-    has_mask,
-    least_gain,
-    predict,
-    units_of_parts,
-    units_of_tiles,
-)
+from fa3.costs import H200, MARGIN, Gpu, TileCosts, TileKey, costs_of, has_mask, least_gain
 from fa3.explanation import Candidate, Explanation, describe_config
 from fa3.kernels.forward import Forward
+from fa3.prediction import Prediction, predict
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import (
@@ -45,10 +30,20 @@ from fa3.schedules import (
 )
 from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import Marked
-from fa3.schedules.split_tiles import SHORTEST, WHOLE
+from fa3.schedules.split_tiles import WHOLE
 from fa3.scores import Alibi
 from fa3.tiling import HOLDS_POWERS, Config
 from fa3.timeline import Cost, Timeline
+from fa3.work import (
+    RowWork,
+    Units,
+    Work,
+    back_and_forth,
+    blocks_of_tiles,
+    durations,
+    units_of_parts,
+    units_of_tiles,
+)
 
 ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] | None
 
@@ -117,9 +112,6 @@ FEW_TILES = 8
 """Query tiles of a head below which an odd one costs a cluster of two more than it saves."""
 
 
-CUT_ROUNDS = 1.5
-"""Rounds of tiles, of many, that end up in parts: all but the last one or two are dealt whole."""
-
 PART_US = 2.3
 """Microseconds that a part takes more than a whole tile, as the cut counts them: about what the
 instrumented kernel saw (docs/experiments.md). Predictions add a fitted number instead; if the cut
@@ -129,9 +121,9 @@ FIXED_FLOPS = 1.5e10
 """Work of a call, some 30 us, from which a fixed reference saves more than its second launch
 takes."""
 
-WHOLE_TILES = ("list", "static")
-"""Schedules that the planner chooses from, beside "split". The others hand out the same tiles; the
-model cannot tell which is faster (dynamic was by 3% in two of 22 cells), and looking takes time."""
+WHOLE_TILES = ("list", "static", "dynamic")
+"""Schedules that the planner chooses from, beside "split". The one left out hands out the same
+tiles as "dynamic", with a launch for each."""
 
 UNSURE = 0.25
 """`MARGIN` for ways to run that were not measured."""
@@ -194,24 +186,29 @@ class Plan:
 
     def as_candidate(self) -> Candidate:
         """The plan with its prediction, to stand beside those that the planner compares."""
+        tile = tile_costs(self.problem, self.gpu, self.config)
+        work = Work.of(self.units, tile, lanes_of(self.gpu, self.config))
         order = self.schedule.order
-        return candidate(self.problem, self.gpu, self.config, order, self.schedule_name, self.units)
+        return candidate(self.problem, self.gpu, self.config, order, self.schedule_name, tile, work)
 
     @property
     def units(self) -> Units:
         """The units of work of its clusters; exactly, where the planner compares by estimates."""
-        if isinstance(self.schedule, SplitTiles):
-            return units_of_parts(self.problem, self.config, self.schedule)
-        order = self.schedule.order
-        units = WORK.get(self.schedule_name, handed_out)(self.problem, self.gpu, self.config, order)
-        if isinstance(self.schedule, TileList):
-            return units._replace(owner=self.schedule.owners)
+        schedule = self.schedule
+        if isinstance(schedule, SplitTiles):
+            return units_of_parts(self.problem, self.config, schedule)
+        units = units_of_tiles(self.problem, self.config, schedule.order)
+        if isinstance(schedule, TileList):
+            return units._replace(owner=schedule.owners)
+        if isinstance(schedule, StaticPersistent):
+            owners = back_and_forth(schedule.order.num_tiles, schedule.num_clusters)
+            return units._replace(owner=owners)
         return units
 
     def simulate(self) -> Timeline:
         """Which SM works on which tile when, in microseconds, by the cost model."""
-        costs, config, problem = costs_of(self.gpu.name), self.config, self.problem
-        tile_costs = costs.tile(TileKey.of(problem.spec, config))
+        config, problem = self.config, self.problem
+        costs = tile_costs(problem, self.gpu, config)
         sequence = masks.Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
         rows = config.tile_m * config.cluster_m
 
@@ -223,11 +220,11 @@ class Plan:
             blocks, part_us = blocks_of_rows(tile.m_block), 0.0
             if isinstance(tile, Unit):
                 blocks = blocks.between(tile.first_block, tile.end_block)
-                part_us = costs.partial_us * (tile.part != WHOLE)
+                part_us = costs.part_us * (tile.part != WHOLE)
             full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
-            return Cost(tile_costs.us(full, touched - full) + part_us, touched, full)
+            return Cost(costs.us(full, touched - full) + part_us, touched, full)
 
-        lanes = self.gpu.num_sms // config.cluster
+        lanes = lanes_of(self.gpu, config)
         schedule = self.schedule
         if isinstance(schedule, Dynamic):
             # Who takes which tile follows from time, as when the GPU hands CTAs out.
@@ -373,16 +370,36 @@ def candidates(
     found = []
     for tiling in [config] if config else configs(problem, gpu):
         order = tile_order(problem, gpu, tiling)
-        for name in names:
-            run = tiling
-            if SCHEDULES[name].splits and problem.spec.scores and not config:
-                # Under a bias parts far from the diagonal vanish, as they should; a fixed
-                # reference could not tell that from failing.
-                run = replace(tiling, fixed_reference=False)
-            units = WORK.get(name, handed_out)(problem, gpu, run, order)
-            if units is not None:
-                found.append(candidate(problem, gpu, run, order, name, units))
+        for run, run_names in with_parts(tiling, names, problem, is_given=config is not None):
+            tile = tile_costs(problem, gpu, run)
+            rows = RowWork.of(problem, run, order, lanes_of(gpu, run), tile)
+            found += [
+                candidate(problem, gpu, run, order, name, tile, work_of(name, rows))
+                for name in run_names
+            ]
     return found
+
+
+def with_parts(
+    config: Config, schedules: list[str], problem: Problem, is_given: bool
+) -> list[tuple[Config, list[str]]]:
+    """A tiling with the schedules that it can run."""
+    parts = [name for name in schedules if SCHEDULES[name].splits]
+    if problem.spec.has_user_functions:
+        return [(config, [name for name in schedules if name not in parts])]
+    if not (parts and problem.spec.scores and config.fixed_reference) or is_given:
+        return [(config, schedules)]
+    # Under a bias parts far from the diagonal vanish, as they should; a fixed reference could not
+    # tell that from failing.
+    whole = [name for name in schedules if name not in parts]
+    return [(config, whole), (replace(config, fixed_reference=False), parts)]
+
+
+def work_of(schedule: str, rows: RowWork) -> Work:
+    """The work of a schedule's clusters: exactly, or nearly."""
+    if SCHEDULES[schedule].splits:
+        return rows.cut_evenly
+    return rows.dealt_back_and_forth if schedule == "static" else rows.handed_out
 
 
 def takes_fixed_reference(spec: AttentionSpec) -> bool:
@@ -394,21 +411,37 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
 
 
 def candidate(
-    problem: Problem, gpu: Gpu, config: Config, order: TileOrder, schedule: str, units: Units
+    problem: Problem,
+    gpu: Gpu,
+    config: Config,
+    order: TileOrder,
+    schedule: str,
+    tile: TileCosts,
+    work: Work,
 ) -> Candidate:
     """One way to run a problem, with its predicted time."""
     costs = costs_of(gpu.name)
-    prediction = predict(costs, problem, gpu, config, order, schedule, units)
-    measured = costs.knows(TileKey.of(problem.spec, config)) and costs.knows_schedule(schedule)
-    return Candidate(config, schedule, prediction, measured)
+    prediction = predict(costs, problem, gpu, config, order, schedule, tile, work)
+    return Candidate(config, schedule, prediction, tile.is_known and costs.knows(schedule))
 
 
 def as_cut(problem: Problem, gpu: Gpu, config: Config) -> Candidate:
     """The candidate that splits tiles with this tiling, predicted from its parts as they are."""
     order = tile_order(problem, gpu, config)
     schedule = split_tiles(problem, gpu, config, order)
-    units = units_of_parts(problem, config, schedule)
-    return candidate(problem, gpu, config, order, "split", units)
+    tile, lanes = tile_costs(problem, gpu, config), lanes_of(gpu, config)
+    work = Work.of(units_of_parts(problem, config, schedule), tile, lanes)
+    return candidate(problem, gpu, config, order, "split", tile, work)
+
+
+def tile_costs(problem: Problem, gpu: Gpu, config: Config) -> TileCosts:
+    """What tiles of a tiling cost."""
+    return costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
+
+
+def lanes_of(gpu: Gpu, config: Config) -> int:
+    """Clusters that the GPU holds at a time."""
+    return max(1, gpu.num_sms // config.cluster)
 
 
 def choose(found: list[Candidate]) -> Candidate:
@@ -427,12 +460,12 @@ def choose(found: list[Candidate]) -> Candidate:
 def configs(problem: Problem, gpu: Gpu) -> list[Config]:
     """The table's choice for a problem, then others of it whose times are measured."""
     first = choose_config(problem, gpu)
-    costs = costs_of(gpu.name)
     found = [first]
     for tiling in alternatives(problem):
         for config in with_clusters(with_reference(tiling.config, problem), problem):
-            known = costs.knows(TileKey.of(problem.spec, config))
-            if known and config not in found and config.cluster <= gpu.num_sms:
+            if config in found or config.cluster > gpu.num_sms:
+                continue
+            if tile_costs(problem, gpu, config).is_known:
                 found.append(config)
     return found
 
@@ -494,51 +527,6 @@ def tile_order(problem: Problem, gpu: Gpu, config: Config) -> TileOrder:
     )
 
 
-def handed_out(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units:
-    """Tiles that go, in order, to the cluster that is free first."""
-    return units_of_tiles(problem, config, order)
-
-
-def dealt_back_and_forth(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units:
-    """Tiles of `StaticPersistent`."""
-    clusters = max(1, min(gpu.num_sms // config.cluster, order.num_tiles))
-    return units_of_tiles(problem, config, order)._replace(
-        owner=back_and_forth(order.num_tiles, clusters)
-    )
-
-
-def cut_evenly(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
-    """About the tiles of `SplitTiles`, at best: a stretch for each cluster, all of one length.
-
-    A stretch is whole tiles and then one part. It counts its tiles' prologues as key blocks.
-    """
-    if problem.spec.has_user_functions:
-        return None
-    tile = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
-    whole = units_of_tiles(problem, config, order)
-    full, masked = int(whole.full.sum()), int(whole.masked.sum())
-    stretches = max(1, min(gpu.num_sms // config.cluster, (full + masked) // SHORTEST))
-    full += max(0, order.num_tiles - stretches) * tile.tile_us / tile.full_us
-    of_parts = min(1.0, CUT_ROUNDS * stretches / max(1, order.num_tiles))
-    shares = np.repeat((1 - of_parts, of_parts), stretches) / stretches
-    partial = np.repeat((0, 1), stretches)
-    return Units(full * shares, masked * shares, partial, np.tile(np.arange(stretches), 2))
-
-
-def taken_one_by_one(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> Units | None:
-    """Tiles of `Dynamic`."""
-    return units_of_tiles(problem, config, order)
-
-
-WORK: dict[str, Callable[[Problem, Gpu, Config, TileOrder], Units | None]] = {
-    "static": dealt_back_and_forth,
-    "split": cut_evenly,
-    "dynamic": taken_one_by_one,
-}
-"""By schedule, the units of work that the cost model looks at, or None where it does not apply;
-`handed_out` for schedules that are not here."""
-
-
 def make_schedule(
     problem: Problem,
     gpu: Gpu,
@@ -551,8 +539,7 @@ def make_schedule(
     kind = SCHEDULES[name]
     if kind is SingleTile:
         return SingleTile(order)
-    lanes = gpu.num_sms // config.cluster
-    clusters = min(lanes, order.num_tiles)
+    clusters = min(lanes_of(gpu, config), order.num_tiles)
     if kind is StaticPersistent:
         return StaticPersistent(order, clusters)
     if kind is Dynamic:
@@ -570,22 +557,20 @@ def make_schedule(
 
 def tile_times(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> np.ndarray:
     """How many microseconds each tile of an order takes, by the cost model."""
-    tile_costs = costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
-    return durations(units_of_tiles(problem, config, order), tile_costs)
+    return durations(units_of_tiles(problem, config, order), tile_costs(problem, gpu, config))
 
 
 # Remembered from the choice to the plan.
 @functools.lru_cache(maxsize=4)
 def split_tiles(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> SplitTiles:
     """Tiles in whole and in parts, for all clusters that the GPU holds."""
-    lanes = gpu.num_sms // config.cluster
+    lanes = lanes_of(gpu, config)
     return SplitTiles.cut(order, lanes, key_ranges(problem, gpu, config, order))
 
 
 def key_ranges(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> KeyRanges:
     """What `SplitTiles` goes by: key blocks of each tile, and what units cost beside them."""
-    costs = costs_of(gpu.name)
-    tile = costs.tile(TileKey.of(problem.spec, config))
+    tile = tile_costs(problem, gpu, config)
     blocks = blocks_of_tiles(problem, config, order)
     unit, part = tile.tile_us / tile.full_us, PART_US / tile.full_us
     return KeyRanges(blocks.begin, blocks.end, unit, part)

@@ -172,7 +172,8 @@ def test_rows_go_into_a_file_by_the_names_of_its_columns(tmp_path):
 def test_the_fit_finds_a_model_again():
     """Times that follow the model, with other parameters than the fit starts from."""
     rule = START.rule._replace(tensor=6.5e-4, exponential=3e-4, tile_us=1.5)
-    truth = replace(START, rule=rule, unit_us={"single": 1.1, "static": 0.1}, launch_us=3.4)
+    unit_us = {"single": 1.1, "static": 0.1, "single in pairs": 1.3, "dynamic in pairs": 0.8}
+    truth = replace(START, rule=rule, unit_us=unit_us, launch_us=3.4)
     seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, truth)]
     fitted = fit_costs.fit_all(START, H200, seen)
     misses = [fit_costs.predicted_us(fitted, H200, one) / one.us - 1 for one in seen]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import make_problem
 from score_problems import RelativeBias
@@ -21,14 +21,8 @@ from fa3.costs import (
     Rule,
     TileCosts,
     TileKey,
-    Units,
-    back_and_forth,
-    bytes_moved,
     costs_of,
-    makespan,
-    predict,
     read_costs,
-    units_of_tiles,
     write_costs,
 )
 from fa3.explanation import Candidate
@@ -38,14 +32,18 @@ from fa3.planner import (
     candidates,
     choose,
     choose_config,
+    lanes_of,
     plan_forward,
+    tile_costs,
     tile_order,
 )
+from fa3.prediction import bytes_moved, predict
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
 from fa3.schedules.tile_list import deal
 from fa3.templates import Template
 from fa3.tiling import Config
+from fa3.work import RowWork, Units, Work, back_and_forth, makespan, units_of_tiles
 
 CAUSAL = Window(right=0)
 TILES = Config(128, 128, q_stages=2)
@@ -68,6 +66,13 @@ def handed_out(times, lanes: int) -> float:
     for us in times:
         heapq.heapreplace(free_at, free_at[0] + us)
     return max(free_at)
+
+
+TILE = TileCosts(1.5, 1.8, 1.1, 1.1, 2.0)
+
+
+def work_of_units(units: Units) -> Work:
+    return Work.of(units, TILE, 132)
 
 
 # --------------------------------------------------------------------------------- parameters
@@ -99,11 +104,13 @@ def test_an_h100_is_derived_and_says_so():
 
 
 def test_a_tile_that_was_not_measured_follows_the_rule():
-    rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1)
+    rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1, part_us=5)
     # 128 x 128 scores take 2 * 256 FLOP each, of 4096 in a clock.
     tile = rule.tile(TileKey(128, 128, True, 128, 128, 1))
-    assert tile == TileCosts(2.048, 4.096, 3, 1)
+    assert tile == TileCosts(2.048, 4.096, 3, 1, 5)
     assert tile.us(10, 1) == pytest.approx(3 + 20.48 + 4.096)
+    assert not tile.is_known
+    assert rule.tile(TileKey(64, 64, True, 192, 128, 1)).part_us == 5 * 1.5 / 4
 
 
 # --------------------------------------------------------------------------------- units and time
@@ -147,6 +154,44 @@ def test_back_and_forth_is_what_the_static_schedule_does(tiles, clusters):
             assert owners[order.index(tile)] == cluster
 
 
+@given(
+    st.integers(1, 3),
+    st.integers(0, 9000),
+    st.sampled_from([1, 2, 7, 32]),
+    st.sampled_from([Window(), CAUSAL, Window(300, 20), Window(left=100)]),
+    st.sampled_from([1, 5, 132]),
+)
+@settings(max_examples=60, deadline=None)
+def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, lanes):
+    """What the planner compares by, without a look at each tile."""
+    problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=window)
+    order = tile_order(problem, H200, TILES)
+    rows = RowWork.of(problem, TILES, order, lanes, TILE)
+    units = units_of_tiles(problem, TILES, order)
+    assert rows.handed_out == pytest.approx(Work.of(units, TILE, lanes), rel=1e-6, abs=1e-6)
+    owner = back_and_forth(order.num_tiles, lanes)
+    dealt = Work.of(units._replace(owner=owner), TILE, lanes)
+    assert rows.dealt_back_and_forth == pytest.approx(dealt, rel=1e-6, abs=1e-6)
+
+
+@given(st.integers(1, 3), st.integers(1, 9000), st.sampled_from([1, 2, 7, 32]))
+@settings(max_examples=60, deadline=None)
+def test_an_even_cut_has_all_of_the_work(batch, seqlen, heads):
+    problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=CAUSAL)
+    config = replace(TILES, cluster_m=2)
+    order, lanes = tile_order(problem, H200, config), lanes_of(H200, config)
+    rows = RowWork.of(problem, config, order, lanes, TILE)
+    whole, cut = rows.handed_out, rows.cut_evenly
+    assert cut.blocks == whole.blocks
+    assert cut.num_parts <= lanes
+    assert 0 < cut.blocks_of_parts <= cut.blocks
+    # Each cluster has two units, whatever there were before, and one of them is a part.
+    units = 2 * cut.num_parts - min(order.num_tiles, cut.num_parts)
+    extra = units * TILE.tile_us + cut.num_parts * TILE.part_us
+    assert whole.total - 1e-6 <= cut.total <= whole.total + extra + 1e-6
+    assert cut.last >= whole.total / lanes - 1e-6
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("cluster_m", [1, 2])
 def test_predictions_agree_with_the_simulation(schedule, cluster_m):
@@ -183,10 +228,10 @@ def test_what_bounds_a_plan_is_named():
 def test_keys_that_overflow_l2_are_read_again():
     problem = make_problem(1, 4096, 1 << 18, 1, 8, head_dim=128)
     order = tile_order(problem, H200, TILES)
-    units = units_of_tiles(problem, TILES, order)
-    assert bytes_moved(problem, H200, TILES, order, units) > 1.3 * problem.bytes
+    work = work_of_units(units_of_tiles(problem, TILES, order))
+    assert bytes_moved(problem, H200, TILES, order, work) > 1.3 * problem.bytes
     large = Gpu("large", 132, 1 << 40)
-    assert bytes_moved(problem, large, TILES, order, units) == problem.bytes
+    assert bytes_moved(problem, large, TILES, order, work) == problem.bytes
 
 
 def test_a_tile_in_parts_is_shorter_but_moves_more():
@@ -200,8 +245,8 @@ def test_a_tile_in_parts_is_shorter_but_moves_more():
         partial=np.ones(128, bool),
         owner=np.arange(128),
     )
-    together = predict(costs, problem, H200, TILES, order, "list", whole)
-    apart = predict(costs, problem, H200, TILES, order, "list", parts)
+    what = costs, problem, H200, TILES, order, "list", TILE
+    together, apart = (predict(*what, work_of_units(units)) for units in (whole, parts))
     assert apart.us < together.us / 4
     assert apart.memory_us > together.memory_us
     assert parts.num_partial == 128 and whole.num_partial == 0
@@ -242,10 +287,8 @@ def test_candidates_begin_with_the_table_s_choice(shape, window):
     assert found[0].config == choose_config(problem, H200)
     assert found[0].schedule == ("static" if window == Window() else "list")
     assert len({one.name for one in found}) == len(found)
-    costs = costs_of(H200.name)
     for one in found:
-        tile = TileKey.of(problem.spec, one.config)
-        assert one.config == found[0].config or costs.knows(tile)
+        assert one.config == found[0].config or tile_costs(problem, H200, one.config).is_known
     plan = plan_forward(problem)
     assert plan.name in {one.name for one in found}
     assert plan.predict().us <= found[0].prediction.us * 1.01
@@ -298,7 +341,7 @@ def test_a_balanced_list_ends_like_the_hand_out(shape):
     for config in {chosen, replace(chosen, cluster_m=2)}:
         order = tile_order(problem, H200, config)
         clusters = min(H200.num_sms // config.cluster_m, order.num_tiles)
-        times = TileCosts(1.5, 1.8, 1.1, 1.1).us(*units_of_tiles(problem, config, order)[:2])
+        times = TILE.us(*units_of_tiles(problem, config, order)[:2])
         owners = deal(times, clusters)
         assert np.bincount(owners, times).max() <= 1.005 * handed_out(times, clusters)
         assert len(owners) == order.num_tiles

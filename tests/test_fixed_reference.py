@@ -80,12 +80,14 @@ def test_counters_of_a_launch_do_not_overlap(counts, monkeypatch):
 
 
 def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():
-    rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1, fixed=0.9)
+    rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1, part_us=2, fixed=0.9)
     follows = TileKey(128, 128, True, 128, 128, 1)
     fixed, other = follows._replace(follows=False), follows._replace(follows=False, tile_n=64)
     costs = costs_of(H200.name)
-    costs = Costs(**vars(costs) | {"rule": rule, "tiles": {follows: TileCosts(1.0, 2.0, 3.0, 1.1)}})
-    assert costs.tile(fixed) == TileCosts(0.9, 1.8, 3.0, 1.1)
+    costs = Costs(
+        **vars(costs) | {"rule": rule, "tiles": {follows: TileCosts(1.0, 2.0, 3.0, 1.1, 2.0)}}
+    )
+    assert costs.tile(fixed) == TileCosts(0.9, 1.8, 3.0, 1.1, 2.0)
     assert costs.tile(other).full_us == pytest.approx(0.9 * rule.tile(follows).full_us / 2)
 
 

@@ -18,6 +18,8 @@ LAYERS = (
     ("lengths", "modifiers", "diagnostics", "tiling"),
     ("kernels",),
     ("costs", "timeline"),
+    ("work",),
+    ("prediction",),
     ("explanation",),
     ("planner",),
     ("compiler", "executor", "operands"),

@@ -3,6 +3,7 @@
 Source: Osama et al., Stream-K (arXiv 2301.03598).
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -189,45 +190,50 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Piec
         level += left / len(clusters)
         level = low + SHORTEST if high is None else min(max(level, (3 * low + high) / 4), high)
         tries += 1
-    columns = np.array(sorted(pieces), np.int64).reshape(-1, len(Pieces._fields)).T
-    return Pieces(*columns)
+    columns = np.array(pieces, np.int64).reshape(-1, len(Pieces._fields))
+    in_order = np.lexsort((columns[:, 1], columns[:, 0]))
+    return Pieces(*columns[in_order].T)
 
 
 def fill(
     lengths: list[int], loads: list[float], ranges: KeyRanges, level: float
-) -> tuple[list[tuple[int, int, int, int]], float]:
+) -> tuple[list[int], float]:
     """Fill one cluster after the other up to a level with tiles, and parts where they end.
 
     Where too little is left for a part, whole tiles come from the end of the order: the shortest
     ones under a causal mask.
 
     Returns:
-        `Pieces`, one by one; and what is left of the tiles, or if nothing is, minus the room that
-        clusters have left.
+        `Pieces`, one behind the other; and what is left of the tiles, or if nothing is, minus the
+        room that clusters have left.
     """
-    unit, part = ranges.unit, ranges.part
+    unit, of_part = ranges.unit, ranges.unit + ranges.part
     pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
-    # What is left of the tile, and what that costs.
+    # What is left of the tile, and what that costs; nothing fits behind the last one.
     rest = lengths[0] if lengths else 0
-    cost = rest + unit
+    cost = rest + unit if lengths else math.inf
     for owner, load in enumerate(loads):
         room = level - load
-        while cost <= room and tile <= last:
-            pieces.append((tile, begin, begin + rest, owner))
+        while cost <= room:
+            pieces += (tile, begin, begin + rest, owner)
             room -= cost
             tile, begin = tile + 1, 0
             if tile <= last:
                 rest = lengths[tile]
                 cost = rest + unit
+            else:
+                cost = math.inf
         if tile <= last:
-            some = min(int(room - unit - part), rest - SHORTEST)
+            some = int(room - of_part)
+            if some > rest - SHORTEST:
+                some = rest - SHORTEST
             if some >= SHORTEST:
-                pieces.append((tile, begin, begin + some, owner))
-                begin, rest, room = begin + some, rest - some, room - some - unit - part
-                cost = rest + unit + part
+                pieces += (tile, begin, begin + some, owner)
+                begin, rest, room = begin + some, rest - some, room - some - of_part
+                cost = rest + of_part
             else:
                 while last > tile and lengths[last] + unit <= room:
-                    pieces.append((last, 0, lengths[last], owner))
+                    pieces += (last, 0, lengths[last], owner)
                     last, room = last - 1, room - lengths[last] - unit
         if room > 0.0:
             spare += room

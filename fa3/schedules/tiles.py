@@ -44,13 +44,17 @@ class TileOrder:
     def num_tiles(self):
         return self.num_m_blocks * self.num_heads * self.batch
 
-    def m_blocks(self) -> np.ndarray:
-        """The m_block of every tile in order; what `tile` gives, without its arithmetic."""
-        flat_heads = self.num_heads * self.batch
+    def m_blocks(self, count: int | None = None) -> np.ndarray:
+        """The m_block of every tile in order, or of the last `count`: what `tile` gives, without
+        its arithmetic."""
+        count = self.num_tiles if count is None else count
         downwards = np.arange(self.num_m_blocks - 1, -1, -1)
-        sections, last = divmod(flat_heads, self.heads_per_section)
+        sections, last = divmod(self.num_heads * self.batch, self.heads_per_section)
+        ends = np.repeat(downwards, last)
         section = np.repeat(downwards, self.heads_per_section)
-        return np.concatenate((np.tile(section, sections), np.repeat(downwards, last)))
+        needed = min(sections, -(-max(0, count - len(ends)) // max(1, len(section))))
+        found = np.concatenate((np.tile(section, needed), ends))
+        return found[len(found) - count :]
 
     def tile(self, index) -> Tile:
         """The tile with this number, 0 <= index < num_tiles."""

@@ -1,0 +1,270 @@
+"""The work of a plan's clusters: units of work, their key blocks, and when the last one is done."""
+
+import functools
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from fa3 import masks
+from fa3.costs import TileCosts
+from fa3.problem import Problem
+from fa3.schedules import SplitTiles, TileOrder
+from fa3.schedules.split_tiles import SHORTEST, UNIT_FIELDS, WHOLE
+from fa3.schedules.tile_list import END
+from fa3.tiling import Config
+
+EXACT_ROUNDS = 2
+"""Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
+
+
+CUT_ROUNDS = 1.5
+"""Rounds of tiles, of many, that end up in parts: all but the last one or two are dealt whole."""
+
+
+class Units(NamedTuple):
+    """Units of work in the order in which clusters take them; arrays of one length.
+
+    Fields:
+        full, masked: key blocks without and with the mask applied.
+        partial: whether the unit is a part of its tile's key range; None if none is.
+        owner: the cluster that works on the unit, if the schedule fixes it beforehand; None if
+            each unit goes to the cluster that is free first.
+    """
+
+    full: np.ndarray
+    masked: np.ndarray
+    partial: np.ndarray | None = None
+    owner: np.ndarray | None = None
+
+    @property
+    def num_partial(self) -> int:
+        return 0 if self.partial is None else int(self.partial.sum())
+
+
+# Remembered from one candidate of a problem to the next.
+@functools.lru_cache(maxsize=8)
+def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.KeyBlocks:
+    """The key blocks of every `rows` query rows, from the first on, in arrays."""
+    sequence = masks.Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
+    first_rows = np.arange(0, problem.seqlen_q, rows)
+    blocks = problem.spec.mask.key_blocks(first_rows, rows, tile_n, sequence)
+    # Without a mask all rows have the same blocks, as numbers.
+    return masks.KeyBlocks(*(np.broadcast_to(numbers, first_rows.shape) for numbers in blocks))
+
+
+def blocks_of_tiles(problem: Problem, config: Config, order: TileOrder) -> masks.KeyBlocks:
+    """The key blocks of every tile, by its number, in arrays."""
+    blocks = blocks_of_rows(problem, config.tile_m * config.cluster_m, config.tile_n)
+    m_blocks = order.m_blocks()
+    return masks.KeyBlocks(*(array[m_blocks] for array in blocks))
+
+
+def units_of_blocks(blocks: masks.KeyBlocks) -> Units:
+    """Units of work that take these blocks."""
+    full = blocks.full_end - blocks.full_begin
+    return Units(full, blocks.end - blocks.begin - full)
+
+
+def units_of_tiles(problem: Problem, config: Config, order: TileOrder) -> Units:
+    """The tiles of an order as units of work."""
+    return units_of_blocks(blocks_of_tiles(problem, config, order))
+
+
+def units_of_parts(problem: Problem, config: Config, schedule: SplitTiles) -> Units:
+    """The whole tiles and parts of tiles that a schedule's clusters work on."""
+    entries = schedule.table.reshape(-1, UNIT_FIELDS)
+    places = np.flatnonzero(entries[:, 0] != END)
+    tile, first, end, part = entries[places].astype(np.int64).T
+    blocks = masks.KeyBlocks(
+        *(array[tile] for array in blocks_of_tiles(problem, config, schedule.order))
+    )
+    return units_of_blocks(blocks.between(first, end))._replace(
+        partial=part != WHOLE, owner=places % schedule.num_clusters
+    )
+
+
+def durations(units: Units, tile: TileCosts) -> np.ndarray:
+    """Microseconds of every unit at the clock of a burst, without what its schedule adds."""
+    times = tile.us(units.full, units.masked)
+    return times if units.partial is None else times + units.partial * tile.part_us
+
+
+def back_and_forth(count: int, lanes: int) -> np.ndarray:
+    """The lane of every unit when they are dealt in rounds of changing direction."""
+    turn, place = np.divmod(np.arange(count), lanes)
+    return np.where(turn % 2, lanes - 1 - place, place)
+
+
+def makespan(times: np.ndarray, lanes: int) -> float:
+    """When the last lane is done, if each takes the next unit as soon as it is free.
+
+    All but the last rounds count by their mean: the hand-out levels them.
+    """
+    if len(times) <= lanes:
+        return float(times.max(initial=0.0))
+    if times.min() == times.max():
+        return float(times[0]) * -(-len(times) // lanes)
+    head = rounds_before(len(times), lanes) * lanes
+    return end_of_hand_out(times[head:], lanes, float(times[:head].sum()) / lanes)
+
+
+def rounds_before(count: int, lanes: int) -> int:
+    """Rounds of units whose hand-out is not followed."""
+    return max(0, count // lanes - EXACT_ROUNDS)
+
+
+def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
+    """When the last lane is done, if from `level` on each takes the next unit once it is free."""
+    units = times.tolist()
+    free_at = [level + us for us in units[:lanes]]
+    heapq.heapify(free_at)
+    replace_first = heapq.heapreplace
+    for us in units[lanes:]:
+        replace_first(free_at, free_at[0] + us)
+    return max(free_at)
+
+
+class Work(NamedTuple):
+    """How long units of work take, in microseconds, without what their schedule adds to each.
+
+    Fields:
+        last: when the last cluster is done.
+        total: of all units together, and `of_blocks` of their key blocks alone.
+        longest: the longest unit.
+        count: units.
+        rounds: units of the cluster that has the most.
+        blocks: key blocks, and `blocks_of_parts` those of units that are parts of tiles.
+        num_parts: units that are.
+    """
+
+    last: float
+    total: float
+    of_blocks: float
+    longest: float
+    count: int
+    rounds: int
+    blocks: float
+    blocks_of_parts: float = 0.0
+    num_parts: int = 0
+
+    @classmethod
+    def of(cls, units: Units, tile: TileCosts, lanes: int) -> "Work":
+        """The work of units as they are, on so many clusters at a time."""
+        times = durations(units, tile)
+        if units.owner is None:
+            last, rounds = makespan(times, lanes), -(-len(times) // lanes)
+        else:
+            last = float(np.bincount(units.owner, times).max(initial=0.0))
+            rounds = int(np.bincount(units.owner).max(initial=0))
+        total, num_parts = float(times.sum()), units.num_partial
+        blocks = units.full + units.masked
+        return cls(
+            last,
+            total,
+            max(0.0, total - num_parts * tile.part_us - len(times) * tile.tile_us),
+            float(times.max(initial=0.0)),
+            len(times),
+            rounds,
+            float(blocks.sum()),
+            float(blocks[units.partial > 0].sum()) if num_parts else 0.0,
+            num_parts,
+        )
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """The tiles of an order, known by their rows: tiles of the same rows take equally long.
+
+    Gives the `Work` of whole tiles, and an estimate of that of parts, without a look at each.
+
+    Fields:
+        lanes: clusters at a time.
+        times: microseconds of a tile, by its m_block.
+        blocks: key blocks of all tiles, and `of_blocks` the microseconds that these take.
+    """
+
+    order: TileOrder
+    lanes: int
+    tile: TileCosts
+    times: np.ndarray
+    blocks: float
+    of_blocks: float
+
+    @classmethod
+    def of(
+        cls, problem: Problem, config: Config, order: TileOrder, lanes: int, tile: TileCosts
+    ) -> "RowWork":
+        rows = units_of_blocks(
+            blocks_of_rows(problem, config.tile_m * config.cluster_m, config.tile_n)
+        )
+        times, heads = tile.us(rows.full, rows.masked), order.num_heads * order.batch
+        of_blocks = float(times.sum()) - len(times) * tile.tile_us
+        blocks = float(rows.full.sum() + rows.masked.sum())
+        return cls(order, lanes, tile, times, blocks * heads, of_blocks * heads)
+
+    @property
+    def total(self) -> float:
+        return self.of_blocks + self.order.num_tiles * self.tile.tile_us
+
+    def whole(self, last: float) -> Work:
+        """The work of whole tiles, of which the last is done at `last`."""
+        count, longest = self.order.num_tiles, float(self.times.max(initial=0.0))
+        rounds = -(-count // self.lanes)
+        return Work(last, self.total, self.of_blocks, longest, count, rounds, self.blocks)
+
+    @cached_property
+    def in_equal_rounds(self) -> float | None:
+        """When the last of equal tiles is done; None if they are not, and of several rounds."""
+        times, rounds = self.times, -(-self.order.num_tiles // self.lanes)
+        longest = float(times.max(initial=0.0))
+        return longest * rounds if rounds <= 1 or times.min() == longest else None
+
+    @cached_property
+    def handed_out(self) -> Work:
+        """If each tile goes to the cluster that is free first."""
+        last = self.in_equal_rounds
+        if last is None:
+            count, lanes = self.order.num_tiles, self.lanes
+            followed = count - rounds_before(count, lanes) * lanes
+            times = self.times[self.order.m_blocks(followed)]
+            last = end_of_hand_out(times, lanes, (self.total - float(times.sum())) / lanes)
+        return self.whole(last)
+
+    @property
+    def dealt_back_and_forth(self) -> Work:
+        """If they are dealt in rounds of changing direction."""
+        last = self.in_equal_rounds
+        if last is None:
+            count, lanes = self.order.num_tiles, self.lanes
+            times = np.zeros(-(-count // lanes) * lanes)
+            times[:count] = self.times[self.order.m_blocks()]
+            rounds = times.reshape(-1, lanes)
+            last = float((rounds[::2].sum(axis=0) + rounds[1::2, ::-1].sum(axis=0)).max())
+        return self.whole(last)
+
+    @property
+    def cut_evenly(self) -> Work:
+        """About that of `SplitTiles`, at best: a stretch for each cluster, all of one length.
+
+        A stretch is whole tiles and then one part. It counts its tiles' prologues as key blocks.
+        """
+        tile, tiles = self.tile, self.order.num_tiles
+        stretches = max(1, min(self.lanes, int(self.blocks) // SHORTEST))
+        of_blocks = self.of_blocks + max(0, tiles - stretches) * tile.tile_us
+        share_of_parts = min(1.0, CUT_ROUNDS * stretches / max(1, tiles))
+        part = tile.tile_us + of_blocks / stretches * share_of_parts + tile.part_us
+        whole = tile.tile_us + of_blocks / stretches * (1 - share_of_parts)
+        return Work(
+            whole + part,
+            stretches * (whole + part),
+            of_blocks,
+            max(whole, part),
+            2 * stretches,
+            2,
+            self.blocks,
+            self.blocks * share_of_parts,
+            stretches,
+        )
