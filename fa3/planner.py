@@ -397,9 +397,15 @@ def with_parts(
 
 def work_of(schedule: str, rows: RowWork) -> Work:
     """The work of a schedule's clusters: exactly, or nearly."""
-    if SCHEDULES[schedule].splits:
-        return rows.cut_evenly
-    return rows.dealt_back_and_forth if schedule == "static" else rows.handed_out
+    match schedule:
+        case "split":
+            return rows.cut_evenly
+        case "list":
+            return rows.balanced
+        case "static":
+            return rows.dealt_back_and_forth
+        case _:
+            return rows.handed_out
 
 
 def takes_fixed_reference(spec: AttentionSpec) -> bool:

@@ -13,7 +13,7 @@ from fa3.costs import TileCosts
 from fa3.problem import Problem
 from fa3.schedules import SplitTiles, TileOrder
 from fa3.schedules.split_tiles import SHORTEST, UNIT_FIELDS, WHOLE
-from fa3.schedules.tile_list import END
+from fa3.schedules.tile_list import END, LATE
 from fa3.tiling import Config
 
 EXACT_ROUNDS = 2
@@ -226,12 +226,29 @@ class RowWork:
     def handed_out(self) -> Work:
         """If each tile goes to the cluster that is free first."""
         last = self.in_equal_rounds
-        if last is None:
-            count, lanes = self.order.num_tiles, self.lanes
-            followed = count - rounds_before(count, lanes) * lanes
-            times = self.times[self.order.m_blocks(followed)]
-            last = end_of_hand_out(times, lanes, (self.total - float(times.sum())) / lanes)
-        return self.whole(last)
+        return self.whole(self.end_of_last_rounds(self.last_rounds) if last is None else last)
+
+    @property
+    def balanced(self) -> Work:
+        """About that of a `TileList`: where a hand-out ends late, the longest of the last tiles
+        come first."""
+        work = self.handed_out
+        if self.in_equal_rounds is not None or work.last <= LATE * self.total / self.lanes:
+            return work
+        longest_first = np.sort(self.last_rounds)[::-1]
+        return self.whole(min(work.last, self.end_of_last_rounds(longest_first)))
+
+    @cached_property
+    def last_rounds(self) -> np.ndarray:
+        """Times of the tiles whose hand-out is followed."""
+        count = self.order.num_tiles
+        followed = count - rounds_before(count, self.lanes) * self.lanes
+        return self.times[self.order.m_blocks(followed)]
+
+    def end_of_last_rounds(self, times: np.ndarray) -> float:
+        """When the last of these tiles is done; those before them count by their mean."""
+        level = (self.total - float(times.sum())) / self.lanes
+        return end_of_hand_out(times, self.lanes, level)
 
     @property
     def dealt_back_and_forth(self) -> Work:

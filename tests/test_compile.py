@@ -95,6 +95,9 @@ def cases():
         spec = spec_of(head_dim, mask)
         yield spec, config_of(spec).again, Marked
     yield spec_of(128, "full"), replace(config_of(spec_of(128, "full")), cluster_m=2), Dynamic
+    for head_dim in (64, 128, 256):
+        spec = spec_of(head_dim, "causal")
+        yield spec, config_of(spec), Dynamic
     for head_dim, head_dim_v in PADDED_HEAD_DIMS:
         spec = spec_of(head_dim, "causal", head_dim_v=head_dim_v)
         if (spec, config_of(spec)) not in seen:
@@ -177,7 +180,7 @@ def modified_cases():
     for size, mask, name in MODIFIED:
         head_dim, head_dim_v = SIZES[size]
         spec = modified(head_dim, mask, *MODIFIERS[name], head_dim_v=head_dim_v)
-        schedule_type = StaticPersistent if mask == "full" else TileList
+        schedule_type = {"full": StaticPersistent, "window": Dynamic}.get(mask, TileList)
         case = (spec, config_of(spec), schedule_type)
         yield pytest.param(case, id=f"d{size}-{mask}-{name}")
 
