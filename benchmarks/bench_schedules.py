@@ -134,7 +134,7 @@ def report(console: Console, directories: Sequence[Path]) -> None:
         console.print(f"{regime}: {regret.describe(regret.standing(found))}")
     timed = [row for found in regret.by_cell(rows).values() for row in found]
     costs = costs_of(gpu.name)
-    predicted = [predicted_us(costs, gpu, observe(row, gpu)) for row in timed]
+    predicted = [predicted_us(costs, observe(row, gpu)) for row in timed]
     regret.draw(timed, predicted, verdicts, directories[0] / "schedules.png")
     (directories[0] / "schedules.md").write_text(regret.markdown(verdicts))
     console.print(directories[0] / "schedules.png")

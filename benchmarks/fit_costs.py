@@ -33,11 +33,9 @@ from fa3.costs import (
     TileKey,
     write_costs,
 )
-from fa3.planner import lanes_of, plan_forward
+from fa3.planner import plan_forward
 from fa3.prediction import predict, unit_name
-from fa3.problem import Problem
-from fa3.schedules import TileOrder
-from fa3.tiling import Config
+from fa3.tiled import Tiled
 from fa3.work import Units, Work
 
 SCHEDULES_CSV = "schedules.csv"
@@ -85,28 +83,23 @@ class Observation(NamedTuple):
     cell: str
     regime: str
     us: float
-    problem: Problem
-    config: Config
+    tiled: Tiled
     schedule: str
-    order: TileOrder
     units: Units
 
     @property
     def key(self) -> TileKey:
-        return TileKey.of(self.problem.spec, self.config)
+        return self.tiled.key
 
     @property
     def unit_name(self) -> str:
-        return unit_name(self.schedule, self.config)
+        return unit_name(self.schedule, self.tiled.config)
 
 
-def predicted_us(costs: Costs, gpu: Gpu, seen: Observation) -> float:
+def predicted_us(costs: Costs, seen: Observation) -> float:
     """What a cost model says of an observation."""
-    tile = costs.tile(seen.key)
-    work = Work.of(seen.units, tile, lanes_of(gpu, seen.config))
-    prediction = predict(
-        costs, seen.problem, gpu, seen.config, seen.order, seen.schedule, tile, work
-    )
+    work = Work.of(seen.units, costs.tile(seen.key), seen.tiled.lanes)
+    prediction = predict(costs, seen.tiled, seen.schedule, work)
     return prediction.us if seen.regime == "steady" else prediction.burst_us
 
 
@@ -118,8 +111,7 @@ def observe(row: Measurement, gpu: Gpu) -> Observation:
     else:
         config, schedule = recorded_config(row)
     plan = plan_forward(problem, gpu, config, schedule)
-    order = plan.schedule.order
-    return Observation(row.cell, row.regime, row.us, problem, config, schedule, order, plan.units)
+    return Observation(row.cell, row.regime, row.us, plan.tiled, schedule, plan.units)
 
 
 def read_observations(directories: Iterable[Path], gpu: Gpu) -> list[Observation]:
@@ -166,12 +158,12 @@ def on_log_scale(
     )
 
 
-def fit(costs: Costs, gpu: Gpu, seen: Sequence[Observation], fitted: list[Parameter]) -> Costs:
+def fit(costs: Costs, seen: Sequence[Observation], fitted: list[Parameter]) -> Costs:
     """Change some parameters of a model so that it predicts what was observed (Gauss-Newton)."""
     measured = np.log([observation.us for observation in seen])
 
     def misses(model: Costs, of: Sequence[int]) -> np.ndarray:
-        return np.array([np.log(predicted_us(model, gpu, seen[i])) - measured[i] for i in of])
+        return np.array([np.log(predicted_us(model, seen[i])) - measured[i] for i in of])
 
     everything = range(len(seen))
     values = np.array([parameter.of(costs) for parameter in fitted])
@@ -355,10 +347,10 @@ def comparable_schedules(seen: Sequence[Observation]) -> list[str]:
     return sorted(name for name, found in places.items() if found & reference)
 
 
-def fit_all(start: Costs, gpu: Gpu, seen: Sequence[Observation]) -> Costs:
+def fit_all(start: Costs, seen: Sequence[Observation]) -> Costs:
     """Fit the rule to all tiles, then each tile's own parameters from there."""
     common = common_parameters(start, seen)
-    ruled = fit(replace(start, tiles={}), gpu, seen, [*common, *rule_parameters(start.rule)])
+    ruled = fit(replace(start, tiles={}), seen, [*common, *rule_parameters(start.rule)])
     cells: dict[TileKey, set[str]] = {}
     for observation in seen:
         cells.setdefault(observation.key, set()).add(observation.cell)
@@ -367,7 +359,7 @@ def fit_all(start: Costs, gpu: Gpu, seen: Sequence[Observation]) -> Costs:
     tiles = {key: ruled.rule.tile(key)._replace(cells=len(cells[key])) for key in keys}
     of_tiles = [parameter for key in keys for parameter in tile_parameters(key, tiles[key])]
     known = replace(ruled, tiles=tiles, schedules=schedules)
-    return fit(known, gpu, seen, [*common, *of_tiles])
+    return fit(known, seen, [*common, *of_tiles])
 
 
 def halves(seen: Sequence[Observation]) -> tuple[set[str], set[str]]:
@@ -404,19 +396,15 @@ class Accuracy(NamedTuple):
         )
 
 
-def held_out_errors(
-    start: Costs, gpu: Gpu, seen: Sequence[Observation]
-) -> list[tuple[Observation, float]]:
+def held_out_errors(start: Costs, seen: Sequence[Observation]) -> list[tuple[Observation, float]]:
     """Errors of both halves, each predicted from the other."""
     found = []
     first, second = halves(seen)
     for learn, test in ((first, second), (second, first)):
-        model = fit_all(
-            start, gpu, [observation for observation in seen if observation.cell in learn]
-        )
+        model = fit_all(start, [observation for observation in seen if observation.cell in learn])
         tested = [observation for observation in seen if observation.cell in test]
         found += [
-            (observation, predicted_us(model, gpu, observation) / observation.us - 1)
+            (observation, predicted_us(model, observation) / observation.us - 1)
             for observation in tested
         ]
     return found
@@ -471,10 +459,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     seen = read_observations(options.directories, H200)
-    held_out = held_out_errors(START, H200, seen)
+    held_out = held_out_errors(START, seen)
     report(held_out)
-    model = fit_all(START, H200, seen)
-    fitted = [predicted_us(model, H200, observation) / observation.us - 1 for observation in seen]
+    model = fit_all(START, seen)
+    fitted = [predicted_us(model, observation) / observation.us - 1 for observation in seen]
     print(f"fitted to all: {Accuracy.of(fitted)}")
     accuracy = Accuracy.of(error for _, error in held_out)
     cells = len({observation.cell for observation in seen})

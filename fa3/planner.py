@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from fa3 import masks
-from fa3.costs import H200, MARGIN, Gpu, TileCosts, TileKey, costs_of, has_mask, least_gain
+from fa3.costs import H200, MARGIN, Gpu, costs_of, has_mask, least_gain
 from fa3.explanation import Candidate, Explanation, describe_config
 from fa3.kernels.forward import Forward
 from fa3.prediction import Prediction, predict
@@ -25,13 +23,13 @@ from fa3.schedules import (
     StaticPersistent,
     Tile,
     TileList,
-    TileOrder,
     Unit,
 )
 from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import Marked
 from fa3.schedules.split_tiles import WHOLE
 from fa3.scores import Alibi
+from fa3.tiled import Tiled
 from fa3.tiling import HOLDS_POWERS, Config
 from fa3.timeline import Cost, Timeline
 from fa3.work import (
@@ -39,7 +37,6 @@ from fa3.work import (
     Units,
     Work,
     back_and_forth,
-    blocks_of_tiles,
     durations,
     units_of_parts,
     units_of_tiles,
@@ -170,7 +167,7 @@ class Plan:
         if not self.config.fixed_reference:
             return None
         config = self.config.again
-        order = tile_order(self.problem, self.gpu, config)
+        order = Tiled(self.problem, self.gpu, config).order
         schedule = Marked(order, min(self.gpu.num_sms, order.num_tiles))
         return replace(self, config=config, schedule=schedule)
 
@@ -186,18 +183,21 @@ class Plan:
 
     def as_candidate(self) -> Candidate:
         """The plan with its prediction, to stand beside those that the planner compares."""
-        tile = tile_costs(self.problem, self.gpu, self.config)
-        work = Work.of(self.units, tile, lanes_of(self.gpu, self.config))
-        order = self.schedule.order
-        return candidate(self.problem, self.gpu, self.config, order, self.schedule_name, tile, work)
+        work = Work.of(self.units, self.tiled.costs, self.tiled.lanes)
+        return candidate(self.tiled, self.schedule_name, work)
+
+    @property
+    def tiled(self) -> Tiled:
+        """The problem in the plan's tiles."""
+        return Tiled(self.problem, self.gpu, self.config)
 
     @property
     def units(self) -> Units:
         """The units of work of its clusters; exactly, where the planner compares by estimates."""
         schedule = self.schedule
         if isinstance(schedule, SplitTiles):
-            return units_of_parts(self.problem, self.config, schedule)
-        units = units_of_tiles(self.problem, self.config, schedule.order)
+            return units_of_parts(self.tiled, schedule)
+        units = units_of_tiles(self.tiled)
         if isinstance(schedule, TileList):
             return units._replace(owner=schedule.owners)
         if isinstance(schedule, StaticPersistent):
@@ -207,14 +207,10 @@ class Plan:
 
     def simulate(self) -> Timeline:
         """Which SM works on which tile when, in microseconds, by the cost model."""
-        config, problem = self.config, self.problem
-        costs = tile_costs(problem, self.gpu, config)
-        sequence = masks.Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-        rows = config.tile_m * config.cluster_m
+        costs, all_blocks = self.tiled.costs, self.tiled.blocks_of_rows
 
-        @functools.cache
         def blocks_of_rows(m_block: int) -> masks.KeyBlocks:
-            return problem.spec.mask.key_blocks(m_block * rows, rows, config.tile_n, sequence)
+            return masks.KeyBlocks(*(int(array[m_block]) for array in all_blocks))
 
         def cost_of(tile: Tile | Unit) -> Cost:
             blocks, part_us = blocks_of_rows(tile.m_block), 0.0
@@ -224,19 +220,18 @@ class Plan:
             full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
             return Cost(costs.us(full, touched - full) + part_us, touched, full)
 
-        lanes = lanes_of(self.gpu, config)
         schedule = self.schedule
         if isinstance(schedule, Dynamic):
             # Who takes which tile follows from time, as when the GPU hands CTAs out.
             schedule = SingleTile(schedule.order)
-        timeline = Timeline.of(schedule, lanes, cost_of)
+        timeline = Timeline.of(schedule, self.tiled.lanes, cost_of)
         prediction = self.predict()
         return timeline.stretched(prediction.us - prediction.launch_us)
 
     def explain(self) -> Explanation:
         """What the plan does, how long it should take, what bounds it, and what else there was."""
         found = [
-            as_cut(self.problem, self.gpu, one.config) if one.schedule == "split" else one
+            as_cut(Tiled(self.problem, self.gpu, one.config)) if one.schedule == "split" else one
             for one in candidates(self.problem, self.gpu)
         ]
         found.sort(key=lambda candidate: candidate.prediction.us)
@@ -296,12 +291,10 @@ def plan_forward(
         best = choose(found)
     if SCHEDULES[best.schedule].splits:
         whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
-        best = choose([*whole, as_cut(problem, gpu, best.config)])
-    config, name = best.config, best.schedule
-    order = tile_order(problem, gpu, config)
+        best = choose([*whole, as_cut(Tiled(problem, gpu, best.config))])
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
-    made = make_schedule(problem, gpu, config, order, name, arrange)
-    return Plan(problem, gpu, config, made, arrange is not None)
+    made = make_schedule(Tiled(problem, gpu, best.config), best.schedule, arrange)
+    return Plan(problem, gpu, best.config, made, arrange is not None)
 
 
 def check_types(problem: Problem, gpu: Gpu, config: Config | None) -> None:
@@ -321,7 +314,7 @@ def plan_of_schedule(
     Raises:
         ValueError: no tiling has its tiles, or it does not work on each of them once.
     """
-    orders = {one.config: tile_order(problem, gpu, one.config) for one in found}
+    orders = {one.config: Tiled(problem, gpu, one.config).order for one in found}
     fitting = [one for one in found if orders[one.config] == schedule.order]
     if not fitting:
         raise ValueError(
@@ -329,7 +322,7 @@ def plan_of_schedule(
             f"one of {list(dict.fromkeys(orders.values()))}"
         )
     config = choose(fitting).config
-    blocks = blocks_of_tiles(problem, config, schedule.order)
+    blocks = Tiled(problem, gpu, config).blocks_of_tiles()
     check_schedule(schedule, blocks.begin, blocks.end)
     return Plan(problem, gpu, config, schedule, is_arranged=True)
 
@@ -369,14 +362,10 @@ def candidates(
     names = sorted(schedules, key=lambda name: name != default)
     found = []
     for tiling in [config] if config else configs(problem, gpu):
-        order = tile_order(problem, gpu, tiling)
         for run, run_names in with_parts(tiling, names, problem, is_given=config is not None):
-            tile = tile_costs(problem, gpu, run)
-            rows = RowWork.of(problem, run, order, lanes_of(gpu, run), tile)
-            found += [
-                candidate(problem, gpu, run, order, name, tile, work_of(name, rows))
-                for name in run_names
-            ]
+            tiled = Tiled(problem, gpu, run)
+            rows = RowWork.of(tiled)
+            found += [candidate(tiled, name, work_of(name, rows)) for name in run_names]
     return found
 
 
@@ -416,38 +405,17 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
     return HOLDS_POWERS[spec.dtype] and all(score.kind is Alibi for score in spec.scores)
 
 
-def candidate(
-    problem: Problem,
-    gpu: Gpu,
-    config: Config,
-    order: TileOrder,
-    schedule: str,
-    tile: TileCosts,
-    work: Work,
-) -> Candidate:
+def candidate(tiled: Tiled, schedule: str, work: Work) -> Candidate:
     """One way to run a problem, with its predicted time."""
-    costs = costs_of(gpu.name)
-    prediction = predict(costs, problem, gpu, config, order, schedule, tile, work)
-    return Candidate(config, schedule, prediction, tile.is_known and costs.knows(schedule))
+    costs = costs_of(tiled.gpu.name)
+    measured = tiled.costs.is_known and costs.knows(schedule)
+    return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, work), measured)
 
 
-def as_cut(problem: Problem, gpu: Gpu, config: Config) -> Candidate:
+def as_cut(tiled: Tiled) -> Candidate:
     """The candidate that splits tiles with this tiling, predicted from its parts as they are."""
-    order = tile_order(problem, gpu, config)
-    schedule = split_tiles(problem, gpu, config, order)
-    tile, lanes = tile_costs(problem, gpu, config), lanes_of(gpu, config)
-    work = Work.of(units_of_parts(problem, config, schedule), tile, lanes)
-    return candidate(problem, gpu, config, order, "split", tile, work)
-
-
-def tile_costs(problem: Problem, gpu: Gpu, config: Config) -> TileCosts:
-    """What tiles of a tiling cost."""
-    return costs_of(gpu.name).tile(TileKey.of(problem.spec, config))
-
-
-def lanes_of(gpu: Gpu, config: Config) -> int:
-    """Clusters that the GPU holds at a time."""
-    return max(1, gpu.num_sms // config.cluster)
+    units = units_of_parts(tiled, split_tiles(tiled))
+    return candidate(tiled, "split", Work.of(units, tiled.costs, tiled.lanes))
 
 
 def choose(found: list[Candidate]) -> Candidate:
@@ -471,7 +439,7 @@ def configs(problem: Problem, gpu: Gpu) -> list[Config]:
         for config in with_clusters(with_reference(tiling.config, problem), problem):
             if config in found or config.cluster > gpu.num_sms:
                 continue
-            if tile_costs(problem, gpu, config).is_known:
+            if Tiled(problem, gpu, config).costs.is_known:
                 found.append(config)
     return found
 
@@ -515,44 +483,21 @@ def choose_config(problem: Problem, gpu: Gpu) -> Config:
     return config
 
 
-def heads_per_section(problem: Problem, gpu: Gpu) -> int:
-    """How many consecutive query heads share an L2-sized section of K and V."""
-    spec = problem.spec
-    kv_bytes = 2 * problem.seqlen_k * (spec.head_dim + spec.head_dim_v)
-    kv_heads = max(1, gpu.l2_bytes // max(1, kv_bytes))
-    return max(1, min(kv_heads * spec.qhead_per_kvhead, problem.batch * problem.num_heads_q))
-
-
-def tile_order(problem: Problem, gpu: Gpu, config: Config) -> TileOrder:
-    """The numbers of a problem's tiles."""
-    return TileOrder(
-        -(-problem.seqlen_q // (config.tile_m * config.cluster_m)),
-        problem.num_heads_q // config.cluster_h,
-        problem.batch,
-        max(1, heads_per_section(problem, gpu) // config.cluster_h),
-    )
-
-
 def make_schedule(
-    problem: Problem,
-    gpu: Gpu,
-    config: Config,
-    order: TileOrder,
-    name: str,
-    arrange: Callable[[list[Tile]], Iterable[Tile]] | None,
+    tiled: Tiled, name: str, arrange: Callable[[list[Tile]], Iterable[Tile]] | None
 ) -> Schedule:
     """The schedule of this name; `arrange` puts the tiles of a list in order."""
-    kind = SCHEDULES[name]
+    kind, order = SCHEDULES[name], tiled.order
     if kind is SingleTile:
         return SingleTile(order)
-    clusters = min(lanes_of(gpu, config), order.num_tiles)
+    clusters = min(tiled.lanes, order.num_tiles)
     if kind is StaticPersistent:
         return StaticPersistent(order, clusters)
     if kind is Dynamic:
         return Dynamic(order, clusters)
     if kind is SplitTiles:
-        return split_tiles(problem, gpu, config, order)
-    times = tile_times(problem, gpu, config, order)
+        return split_tiles(tiled)
+    times = durations(units_of_tiles(tiled), tiled.costs)
     if arrange is None:
         return TileList.balanced(order, clusters, times)
     arranged = arrange([order.tile(index) for index in range(order.num_tiles)])
@@ -561,22 +506,10 @@ def make_schedule(
     return TileList.in_order_of(order, clusters, arranged, times)
 
 
-def tile_times(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> np.ndarray:
-    """How many microseconds each tile of an order takes, by the cost model."""
-    return durations(units_of_tiles(problem, config, order), tile_costs(problem, gpu, config))
-
-
 # Remembered from the choice to the plan.
 @functools.lru_cache(maxsize=4)
-def split_tiles(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> SplitTiles:
+def split_tiles(tiled: Tiled) -> SplitTiles:
     """Tiles in whole and in parts, for all clusters that the GPU holds."""
-    lanes = lanes_of(gpu, config)
-    return SplitTiles.cut(order, lanes, key_ranges(problem, gpu, config, order))
-
-
-def key_ranges(problem: Problem, gpu: Gpu, config: Config, order: TileOrder) -> KeyRanges:
-    """What `SplitTiles` goes by: key blocks of each tile, and what units cost beside them."""
-    tile = tile_costs(problem, gpu, config)
-    blocks = blocks_of_tiles(problem, config, order)
+    tile, blocks = tiled.costs, tiled.blocks_of_tiles()
     unit, part = tile.tile_us / tile.full_us, PART_US / tile.full_us
-    return KeyRanges(blocks.begin, blocks.end, unit, part)
+    return SplitTiles.cut(tiled.order, tiled.lanes, KeyRanges(blocks.begin, blocks.end, unit, part))

@@ -17,9 +17,8 @@ compute takes `steady` times as long.
 
 from typing import NamedTuple
 
-from fa3.costs import AGAIN, Costs, Gpu, TileCosts
-from fa3.problem import Problem
-from fa3.schedules import TileOrder
+from fa3.costs import AGAIN, Costs
+from fa3.tiled import Tiled
 from fa3.tiling import Config
 from fa3.work import Work
 
@@ -35,8 +34,9 @@ clusters that share keys do not walk them together. From 128 queries on 32k keys
 and in pairs of heads: 117 and 103.5 us, of which compute takes 101."""
 
 
-def bytes_moved(problem: Problem, gpu: Gpu, config: Config, order: TileOrder, work: Work) -> float:
+def bytes_moved(tiled: Tiled, work: Work) -> float:
     """Bytes through device memory."""
+    problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
     spec = problem.spec
     kv_heads = max(1, order.heads_per_section * config.cluster_h // spec.qhead_per_kvhead)
     bytes_of_key = 2 * (spec.head_dim + spec.head_dim_v)
@@ -102,28 +102,19 @@ class Prediction(NamedTuple):
         return "an uneven last wave"
 
 
-def predict(
-    costs: Costs,
-    problem: Problem,
-    gpu: Gpu,
-    config: Config,
-    order: TileOrder,
-    schedule: str,
-    tile: TileCosts,
-    work: Work,
-) -> Prediction:
+def predict(costs: Costs, tiled: Tiled, schedule: str, work: Work) -> Prediction:
     """Predict the time of a plan.
 
     Args:
-        order: the order of its tiles.
+        tiled: the problem in the plan's tiles; what these cost is looked up in `costs`.
         schedule: the name of its schedule in `fa3.schedules.SCHEDULES`.
-        tile: what its tiles cost, and `work` that of its clusters.
+        work: that of its clusters.
     """
-    lanes = max(1, gpu.num_sms // config.cluster)
+    tile, config, lanes = costs.tile(tiled.key), tiled.config, tiled.lanes
     unit_us = costs.unit_us.get(unit_name(schedule, config), 0.0)
     burst = work.last + work.rounds * unit_us
-    of_all = config.cluster / (gpu.num_sms * burst) if burst else 0.0
-    memory_us = bytes_moved(problem, gpu, config, order, work) / costs.bytes_per_us
+    of_all = config.cluster / (tiled.gpu.num_sms * burst) if burst else 0.0
+    memory_us = bytes_moved(tiled, work) / costs.bytes_per_us
     at_work = work.of_blocks * of_all
     if burst:
         at_work += costs.memory_power * min(1.0, memory_us / burst)

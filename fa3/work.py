@@ -1,6 +1,5 @@
 """The work of a plan's clusters: units of work, their key blocks, and when the last one is done."""
 
-import functools
 import heapq
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +9,10 @@ import numpy as np
 
 from fa3 import masks
 from fa3.costs import TileCosts
-from fa3.problem import Problem
 from fa3.schedules import SplitTiles, TileOrder
 from fa3.schedules.split_tiles import SHORTEST, UNIT_FIELDS, WHOLE
 from fa3.schedules.tile_list import END, LATE
-from fa3.tiling import Config
+from fa3.tiled import Tiled
 
 EXACT_ROUNDS = 2
 """Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
@@ -44,43 +42,23 @@ class Units(NamedTuple):
         return 0 if self.partial is None else int(self.partial.sum())
 
 
-# Remembered from one candidate of a problem to the next.
-@functools.lru_cache(maxsize=8)
-def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.KeyBlocks:
-    """The key blocks of every `rows` query rows, from the first on, in arrays."""
-    sequence = masks.Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-    first_rows = np.arange(0, problem.seqlen_q, rows)
-    blocks = problem.spec.mask.key_blocks(first_rows, rows, tile_n, sequence)
-    # Without a mask all rows have the same blocks, as numbers.
-    return masks.KeyBlocks(*(np.broadcast_to(numbers, first_rows.shape) for numbers in blocks))
-
-
-def blocks_of_tiles(problem: Problem, config: Config, order: TileOrder) -> masks.KeyBlocks:
-    """The key blocks of every tile, by its number, in arrays."""
-    blocks = blocks_of_rows(problem, config.tile_m * config.cluster_m, config.tile_n)
-    m_blocks = order.m_blocks()
-    return masks.KeyBlocks(*(array[m_blocks] for array in blocks))
-
-
 def units_of_blocks(blocks: masks.KeyBlocks) -> Units:
     """Units of work that take these blocks."""
     full = blocks.full_end - blocks.full_begin
     return Units(full, blocks.end - blocks.begin - full)
 
 
-def units_of_tiles(problem: Problem, config: Config, order: TileOrder) -> Units:
-    """The tiles of an order as units of work."""
-    return units_of_blocks(blocks_of_tiles(problem, config, order))
+def units_of_tiles(tiled: Tiled) -> Units:
+    """Whole tiles, in order, as units of work."""
+    return units_of_blocks(tiled.blocks_of_tiles())
 
 
-def units_of_parts(problem: Problem, config: Config, schedule: SplitTiles) -> Units:
+def units_of_parts(tiled: Tiled, schedule: SplitTiles) -> Units:
     """The whole tiles and parts of tiles that a schedule's clusters work on."""
     entries = schedule.table.reshape(-1, UNIT_FIELDS)
     places = np.flatnonzero(entries[:, 0] != END)
     tile, first, end, part = entries[places].astype(np.int64).T
-    blocks = masks.KeyBlocks(
-        *(array[tile] for array in blocks_of_tiles(problem, config, schedule.order))
-    )
+    blocks = masks.KeyBlocks(*(array[tile] for array in tiled.blocks_of_tiles()))
     return units_of_blocks(blocks.between(first, end))._replace(
         partial=part != WHOLE, owner=places % schedule.num_clusters
     )
@@ -194,16 +172,13 @@ class RowWork:
     of_blocks: float
 
     @classmethod
-    def of(
-        cls, problem: Problem, config: Config, order: TileOrder, lanes: int, tile: TileCosts
-    ) -> "RowWork":
-        rows = units_of_blocks(
-            blocks_of_rows(problem, config.tile_m * config.cluster_m, config.tile_n)
-        )
+    def of(cls, tiled: Tiled) -> "RowWork":
+        order, tile = tiled.order, tiled.costs
+        rows = units_of_blocks(tiled.blocks_of_rows)
         times, heads = tile.us(rows.full, rows.masked), order.num_heads * order.batch
         of_blocks = float(times.sum()) - len(times) * tile.tile_us
         blocks = float(rows.full.sum() + rows.masked.sum())
-        return cls(order, lanes, tile, times, blocks * heads, of_blocks * heads)
+        return cls(order, tiled.lanes, tile, times, blocks * heads, of_blocks * heads)
 
     @property
     def total(self) -> float:

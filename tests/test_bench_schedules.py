@@ -83,7 +83,7 @@ def rows_of(cells, model, schedules=("list", "static", "single")) -> list[PlanRo
             for regime in ("burst", "steady"):
                 plan = plan_forward(problem, H200, choose_config(problem, H200), schedule)
                 row = plan_row(cell, plan, 1.0, regime)
-                us = fit_costs.predicted_us(model, H200, fit_costs.observe(row, H200))
+                us = fit_costs.predicted_us(model, fit_costs.observe(row, H200))
                 rows.append(replace(row, us=us))
     return rows
 
@@ -175,12 +175,12 @@ def test_the_fit_finds_a_model_again():
     unit_us = {"single": 1.1, "static": 0.1, "single in pairs": 1.3, "dynamic in pairs": 0.8}
     truth = replace(START, rule=rule, unit_us=unit_us, launch_us=3.4)
     seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, truth)]
-    fitted = fit_costs.fit_all(START, H200, seen)
-    misses = [fit_costs.predicted_us(fitted, H200, one) / one.us - 1 for one in seen]
+    fitted = fit_costs.fit_all(START, seen)
+    misses = [fit_costs.predicted_us(fitted, one) / one.us - 1 for one in seen]
     assert Accuracy.of(misses).largest < 0.01
     assert fitted.unit_us["single"] == pytest.approx(1.1, abs=0.15)
     assert fitted.schedules == ("list", "single", "static")
-    held_out = fit_costs.held_out_errors(START, H200, seen)
+    held_out = fit_costs.held_out_errors(START, seen)
     assert len(held_out) == len(seen)
     assert Accuracy.of(error for _, error in held_out).largest < 0.03
 

@@ -32,16 +32,14 @@ from fa3.planner import (
     candidates,
     choose,
     choose_config,
-    lanes_of,
     plan_forward,
-    tile_costs,
-    tile_order,
 )
 from fa3.prediction import bytes_moved, predict
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
 from fa3.schedules.tile_list import deal
 from fa3.templates import Template
+from fa3.tiled import Tiled
 from fa3.tiling import Config
 from fa3.work import RowWork, Units, Work, back_and_forth, makespan, units_of_tiles
 
@@ -121,7 +119,7 @@ def test_units_are_the_tiles_blocks(window):
     problem = make_problem(2, 1000, 1500, 3, 2, window=window)
     plan = plan_forward(problem, config=TILES)
     order = plan.schedule.order
-    units = units_of_tiles(problem, TILES, order)
+    units = units_of_tiles(plan.tiled)
     spans = {order.index(span.tile): span.cost for span in plan.simulate().spans}
     assert len(units.full) == order.num_tiles
     for index, cost in spans.items():
@@ -165,12 +163,14 @@ def test_back_and_forth_is_what_the_static_schedule_does(tiles, clusters):
 def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, lanes):
     """What the planner compares by, without a look at each tile."""
     problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=window)
-    order = tile_order(problem, H200, TILES)
-    rows = RowWork.of(problem, TILES, order, lanes, TILE)
-    units = units_of_tiles(problem, TILES, order)
-    assert rows.handed_out == pytest.approx(Work.of(units, TILE, lanes), rel=1e-6, abs=1e-6)
-    owner = back_and_forth(order.num_tiles, lanes)
-    dealt = Work.of(units._replace(owner=owner), TILE, lanes)
+    gpu = Gpu(H200.name, lanes, H200.l2_bytes)
+    tiled = Tiled(problem, gpu, TILES)
+    rows, units = RowWork.of(tiled), units_of_tiles(tiled)
+    whole = Work.of(units, tiled.costs, lanes)
+    assert rows.handed_out == pytest.approx(whole, rel=1e-6, abs=1e-6)
+    assert whole.total / lanes - 1e-6 <= rows.balanced.last <= whole.last + 1e-6
+    owner = back_and_forth(tiled.order.num_tiles, lanes)
+    dealt = Work.of(units._replace(owner=owner), tiled.costs, lanes)
     assert rows.dealt_back_and_forth == pytest.approx(dealt, rel=1e-6, abs=1e-6)
 
 
@@ -178,18 +178,17 @@ def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, l
 @settings(max_examples=60, deadline=None)
 def test_an_even_cut_has_all_of_the_work(batch, seqlen, heads):
     problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=CAUSAL)
-    config = replace(TILES, cluster_m=2)
-    order, lanes = tile_order(problem, H200, config), lanes_of(H200, config)
-    rows = RowWork.of(problem, config, order, lanes, TILE)
+    tiled = Tiled(problem, H200, replace(TILES, cluster_m=2))
+    rows, tile = RowWork.of(tiled), tiled.costs
     whole, cut = rows.handed_out, rows.cut_evenly
     assert cut.blocks == whole.blocks
-    assert cut.num_parts <= lanes
+    assert cut.num_parts <= tiled.lanes
     assert 0 < cut.blocks_of_parts <= cut.blocks
     # Each cluster has two units, whatever there were before, and one of them is a part.
-    units = 2 * cut.num_parts - min(order.num_tiles, cut.num_parts)
-    extra = units * TILE.tile_us + cut.num_parts * TILE.part_us
+    units = 2 * cut.num_parts - min(tiled.order.num_tiles, cut.num_parts)
+    extra = units * tile.tile_us + cut.num_parts * tile.part_us
     assert whole.total - 1e-6 <= cut.total <= whole.total + extra + 1e-6
-    assert cut.last >= whole.total / lanes - 1e-6
+    assert cut.last >= whole.total / tiled.lanes - 1e-6
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -227,26 +226,27 @@ def test_what_bounds_a_plan_is_named():
 
 def test_keys_that_overflow_l2_are_read_again():
     problem = make_problem(1, 4096, 1 << 18, 1, 8, head_dim=128)
-    order = tile_order(problem, H200, TILES)
-    work = work_of_units(units_of_tiles(problem, TILES, order))
-    assert bytes_moved(problem, H200, TILES, order, work) > 1.3 * problem.bytes
-    large = Gpu("large", 132, 1 << 40)
-    assert bytes_moved(problem, large, TILES, order, work) == problem.bytes
+    tiled = Tiled(problem, H200, TILES)
+    work = work_of_units(units_of_tiles(tiled))
+    assert bytes_moved(tiled, work) > 1.3 * problem.bytes
+    large = replace(tiled, gpu=Gpu("large", 132, 1 << 40))
+    assert bytes_moved(large, work) == problem.bytes
 
 
 def test_a_tile_in_parts_is_shorter_but_moves_more():
     """Units of work may be parts of a tile's key range: what a split schedule gives."""
     problem = make_problem(1, 128, 16384, 8, head_dim=128)
-    costs, order = costs_of(H200.name), tile_order(problem, H200, TILES)
-    whole = units_of_tiles(problem, TILES, order)
+    costs, tiled = costs_of(H200.name), Tiled(problem, H200, TILES)
+    whole = units_of_tiles(tiled)
     parts = Units(
         np.repeat(whole.full // 16, 16),
         np.repeat(whole.masked, 16),
         partial=np.ones(128, bool),
         owner=np.arange(128),
     )
-    what = costs, problem, H200, TILES, order, "list", TILE
-    together, apart = (predict(*what, work_of_units(units)) for units in (whole, parts))
+    together, apart = (
+        predict(costs, tiled, "list", work_of_units(units)) for units in (whole, parts)
+    )
     assert apart.us < together.us / 4
     assert apart.memory_us > together.memory_us
     assert parts.num_partial == 128 and whole.num_partial == 0
@@ -288,7 +288,7 @@ def test_candidates_begin_with_the_table_s_choice(shape, window):
     assert found[0].schedule == ("static" if window == Window() else "list")
     assert len({one.name for one in found}) == len(found)
     for one in found:
-        assert one.config == found[0].config or tile_costs(problem, H200, one.config).is_known
+        assert one.config == found[0].config or Tiled(problem, H200, one.config).costs.is_known
     plan = plan_forward(problem)
     assert plan.name in {one.name for one in found}
     assert plan.predict().us <= found[0].prediction.us * 1.01
@@ -339,9 +339,9 @@ def test_a_balanced_list_ends_like_the_hand_out(shape):
     problem = grid_problem(*shape)
     chosen = choose_config(problem, H200)
     for config in {chosen, replace(chosen, cluster_m=2)}:
-        order = tile_order(problem, H200, config)
-        clusters = min(H200.num_sms // config.cluster_m, order.num_tiles)
-        times = TILE.us(*units_of_tiles(problem, config, order)[:2])
+        tiled = Tiled(problem, H200, config)
+        order, clusters = tiled.order, min(tiled.lanes, tiled.order.num_tiles)
+        times = TILE.us(*units_of_tiles(tiled)[:2])
         owners = deal(times, clusters)
         assert np.bincount(owners, times).max() <= 1.005 * handed_out(times, clusters)
         assert len(owners) == order.num_tiles

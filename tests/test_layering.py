@@ -18,6 +18,7 @@ LAYERS = (
     ("lengths", "modifiers", "diagnostics", "tiling"),
     ("kernels",),
     ("costs", "timeline"),
+    ("tiled",),
     ("work",),
     ("prediction",),
     ("explanation",),
