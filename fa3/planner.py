@@ -118,15 +118,15 @@ FIXED_FLOPS = 1.5e10
 """Work of a call, some 30 us, from which a fixed reference saves more than its second launch
 takes."""
 
-WHOLE_TILES = ("list", "static", "dynamic")
-"""Schedules that the planner chooses from, beside "split". The one left out hands out the same
-tiles as "dynamic", with a launch for each."""
+CHOICES = ("list", "static", "dynamic", "split")
+"""Schedules that the planner chooses from. The one left out hands out the same tiles as "dynamic",
+with a CTA for each."""
 
 UNSURE = 0.25
 """`MARGIN` for ways to run that were not measured."""
 
 IDLE = 0.02
-"""Share of the SMs' time that whole tiles must leave for parts of tiles to be looked at."""
+"""Share of the SMs' time that whole tiles must leave for parts of tiles to be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,16 +281,15 @@ def plan_forward(
             "schedule 'split' cannot run scores or masks of the user's: they leave no registers in "
             "which parts of a tile could be merged"
         )
-    found = candidates(problem, gpu, config, (name,) if name else WHOLE_TILES)
+    found = candidates(problem, gpu, config, (name,) if name else CHOICES)
     if isinstance(schedule, tuple(SCHEDULES.values())):
         return plan_of_schedule(problem, gpu, found, schedule)
-    best = choose(found)
-    if not name and best.prediction.busy < 1 - IDLE:
+    whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
+    best = choose(whole or found)
+    if best.prediction.busy < 1 - IDLE:
         # SMs have time left, which parts of tiles could fill.
-        found += candidates(problem, gpu, config, ("split",))
         best = choose(found)
     if SCHEDULES[best.schedule].splits:
-        whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
         best = choose([*whole, as_cut(Tiled(problem, gpu, best.config))])
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
     made = make_schedule(Tiled(problem, gpu, best.config), best.schedule, arrange)

@@ -14,7 +14,7 @@ from fa3.schedules.split_tiles import SHORTEST, UNIT_FIELDS, WHOLE
 from fa3.schedules.tile_list import END, LATE
 from fa3.tiled import Tiled
 
-EXACT_ROUNDS = 2
+EXACT_ROUNDS = 1
 """Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
 
 
