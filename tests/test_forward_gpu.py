@@ -280,7 +280,7 @@ def test_schedules_and_clusters_give_the_same_bits(seqlen_q, seqlen_k, head_dim,
     config = plan_forward(problem).config
     of_clusters = []
     for cluster_m in (1, 2):
-        paired = replace(config, cluster_m=cluster_m)
+        paired = replace(config, cluster_m=cluster_m, cluster_h=1)
         plan = plan_forward(problem, config=paired, schedule=TileList)
         out, lse = attend(q, k, v, window, plan=plan)
         check_attention(out, lse, q, k, v, window=window)
@@ -380,7 +380,7 @@ SANITIZED = """
         for window in (Window(), Window(right=0), Window(70, 10)):
             problem = make_problem(1, 200, 900, 1, 2, head_dim, window, head_dim_v=head_dim_v)
             config = plan_forward(problem).config
-            one, two = (replace(config, cluster_m=n) for n in (1, 2))
+            one, two = (replace(config, cluster_m=n, cluster_h=1) for n in (1, 2))
             pair = replace(one, cluster_h=2)
             kinds = ((one, "list"), (two, "static"), (pair, "list"), (one, "dynamic"))
             q, k, v = make_operands(problem, device="cuda")
