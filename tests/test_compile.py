@@ -95,7 +95,7 @@ def cases():
         spec = spec_of(head_dim, mask)
         yield spec, config_of(spec).again, Marked
     yield spec_of(128, "full"), replace(config_of(spec_of(128, "full")), cluster_m=2), Dynamic
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 256):
         spec = spec_of(head_dim, "causal")
         yield spec, config_of(spec), Dynamic
     for head_dim, head_dim_v in PADDED_HEAD_DIMS:
@@ -154,7 +154,6 @@ MODIFIERS = {
     "gate": ((GATE,), None, None),
     "mask": ((), DOCUMENTS, None),
     "prefix": ((), PREFIX, None),
-    "score-mask": ((RELATIVE,), DOCUMENTS, None),
     "everything": ((CAP, AROUND, RELATIVE), DOCUMENTS, "float32"),
     "everything-prefix": ((CAP, BEHIND_BY_BATCH, GATE), PREFIX, "bfloat16"),
 }
@@ -162,15 +161,14 @@ MODIFIERS = {
 
 MODIFIED = (
     *((size, "causal", "softcap-alibi-sinks") for size in SIZES),
-    *((size, "full", "softcap-around-sinks") for size in ("64", "128", "256")),
+    *((size, "full", "softcap-around-sinks") for size in ("64", "256")),
     *((size, "causal", "everything") for size in ("64", "128", "192.128", "256")),
     *((size, "window", "everything-prefix") for size in ("64", "256")),
     *(("128", "full", name) for name in ("softcap", "alibi-around-batch")),
-    *(("128", "causal", name) for name in ("alibi", "alibi-batch", "sinks16")),
+    *(("128", "causal", name) for name in ("alibi-batch", "sinks16")),
     *(("128", "window", name) for name in ("alibi", "softcap-sinks")),
     *(("128", "full", name) for name in ("score", "mask")),
     *(("128", "causal", name) for name in ("gate", "prefix")),
-    ("64", "causal", "score-mask"),
 )
 """What is compiled of all combinations of size, band and modifiers."""
 
