@@ -74,7 +74,7 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
     if tensors or not plan.problem.spec.modifier_types:
         _, mask, _ = bind(plan.problem.spec, map(HostTensor, tensors))
     schedule, config = plan.schedule, plan.config
-    sequence = sequence_of(plan)
+    sequence = Sequence.of(plan.problem)
     rows_of_cluster = config.cluster_m * config.tile_m
     walks = [walk(schedule, cluster) for cluster in range(schedule.num_clusters)]
     for units in zip_longest(*walks):
@@ -209,7 +209,7 @@ def attend(
     are whole; scores and mask are bound to their tensors.
     """
     tile_n, blocks = plan.config.tile_n, step.blocks
-    sequence = sequence_of(plan)
+    sequence = Sequence.of(plan.problem)
     query = torch.arange(step.rows.start, step.rows.stop)[:, None]
     unit = 1.0 if scores else softmax_scale
     softmax = RunningSoftmax(len(step.rows), v.shape[1], unit * math.log2(math.e))
@@ -247,9 +247,3 @@ def key_block(keys: torch.Tensor, n_block: int, tile_n: int) -> torch.Tensor:
     """Return block `n_block` of k or v; rows past the end are 0, as TMA fills them."""
     block = keys[n_block * tile_n : (n_block + 1) * tile_n]
     return pad(block, (0, 0, 0, tile_n - block.shape[0]))
-
-
-def sequence_of(plan: Plan) -> Sequence:
-    """Return what the mask needs to know of a plan's problem."""
-    problem = plan.problem
-    return Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from fa3 import masks
 from fa3.costs import H200, MARGIN, Gpu, costs_of, has_mask, least_gain
 from fa3.explanation import Candidate, Explanation, describe_config
@@ -183,8 +185,9 @@ class Plan:
 
     def as_candidate(self) -> Candidate:
         """The plan with its prediction, to stand beside those that the planner compares."""
-        work = Work.of(self.units, self.tiled.costs, self.tiled.lanes)
-        return candidate(self.tiled, self.schedule_name, work)
+        tiled = self.tiled
+        work = Work.of(self.units, tiled.costs, tiled.lanes)
+        return candidate(tiled, self.schedule_name, work)
 
     @property
     def tiled(self) -> Tiled:
@@ -194,10 +197,10 @@ class Plan:
     @property
     def units(self) -> Units:
         """The units of work of its clusters; exactly, where the planner compares by estimates."""
-        schedule = self.schedule
+        tiled, schedule = self.tiled, self.schedule
         if isinstance(schedule, SplitTiles):
-            return units_of_parts(self.tiled, schedule)
-        units = units_of_tiles(self.tiled)
+            return units_of_parts(tiled, schedule)
+        units = units_of_tiles(tiled)
         if isinstance(schedule, TileList):
             return units._replace(owner=schedule.owners)
         if isinstance(schedule, StaticPersistent):
@@ -207,13 +210,11 @@ class Plan:
 
     def simulate(self) -> Timeline:
         """Which SM works on which tile when, in microseconds, by the cost model."""
-        costs, all_blocks = self.tiled.costs, self.tiled.blocks_of_rows
-
-        def blocks_of_rows(m_block: int) -> masks.KeyBlocks:
-            return masks.KeyBlocks(*(int(array[m_block]) for array in all_blocks))
+        tiled = self.tiled
+        costs, by_m_block = tiled.costs, np.stack(tiled.blocks_of_rows, axis=1).tolist()
 
         def cost_of(tile: Tile | Unit) -> Cost:
-            blocks, part_us = blocks_of_rows(tile.m_block), 0.0
+            blocks, part_us = masks.KeyBlocks(*by_m_block[tile.m_block]), 0.0
             if isinstance(tile, Unit):
                 blocks = blocks.between(tile.first_block, tile.end_block)
                 part_us = costs.part_us * (tile.part != WHOLE)
@@ -224,7 +225,7 @@ class Plan:
         if isinstance(schedule, Dynamic):
             # Who takes which tile follows from time, as when the GPU hands CTAs out.
             schedule = SingleTile(schedule.order)
-        timeline = Timeline.of(schedule, self.tiled.lanes, cost_of)
+        timeline = Timeline.of(schedule, tiled.lanes, cost_of)
         prediction = self.predict()
         return timeline.stretched(prediction.us - prediction.launch_us)
 
@@ -373,13 +374,13 @@ def with_parts(
 ) -> list[tuple[Config, list[str]]]:
     """A tiling with the schedules that it can run."""
     parts = [name for name in schedules if SCHEDULES[name].splits]
+    whole = [name for name in schedules if name not in parts]
     if problem.spec.has_user_functions:
-        return [(config, [name for name in schedules if name not in parts])]
-    if not (parts and problem.spec.scores and config.fixed_reference) or is_given:
+        return [(config, whole)]
+    if is_given or not (parts and problem.spec.scores and config.fixed_reference):
         return [(config, schedules)]
     # Under a bias parts far from the diagonal vanish, as they should; a fixed reference could not
     # tell that from failing.
-    whole = [name for name in schedules if name not in parts]
     return [(config, whole), (replace(config, fixed_reference=False), parts)]
 
 

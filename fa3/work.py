@@ -11,12 +11,11 @@ from fa3 import masks
 from fa3.costs import TileCosts
 from fa3.schedules import SplitTiles, TileOrder
 from fa3.schedules.split_tiles import SHORTEST, UNIT_FIELDS, WHOLE
-from fa3.schedules.tile_list import END, LATE
+from fa3.schedules.tile_list import END, LATE, dealt_back_and_forth
 from fa3.tiled import Tiled
 
 EXACT_ROUNDS = 1
 """Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
-
 
 CUT_ROUNDS = 1.5
 """Rounds of tiles, of many, that end up in parts: all but the last one or two are dealt whole."""
@@ -81,10 +80,6 @@ def makespan(times: np.ndarray, lanes: int) -> float:
 
     All but the last rounds count by their mean: the hand-out levels them.
     """
-    if len(times) <= lanes:
-        return float(times.max(initial=0.0))
-    if times.min() == times.max():
-        return float(times[0]) * -(-len(times) // lanes)
     head = rounds_before(len(times), lanes) * lanes
     return end_of_hand_out(times[head:], lanes, float(times[:head].sum()) / lanes)
 
@@ -102,7 +97,7 @@ def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
     replace_first = heapq.heapreplace
     for us in units[lanes:]:
         replace_first(free_at, free_at[0] + us)
-    return max(free_at)
+    return max(free_at, default=level)
 
 
 class Work(NamedTuple):
@@ -142,13 +137,13 @@ class Work(NamedTuple):
         return cls(
             last,
             total,
-            max(0.0, total - num_parts * tile.part_us - len(times) * tile.tile_us),
-            float(times.max(initial=0.0)),
-            len(times),
-            rounds,
-            float(blocks.sum()),
-            float(blocks[units.partial > 0].sum()) if num_parts else 0.0,
-            num_parts,
+            of_blocks=max(0.0, total - num_parts * tile.part_us - len(times) * tile.tile_us),
+            longest=float(times.max(initial=0.0)),
+            count=len(times),
+            rounds=rounds,
+            blocks=float(blocks.sum()),
+            blocks_of_parts=float(blocks[units.partial > 0].sum()) if num_parts else 0.0,
+            num_parts=num_parts,
         )
 
 
@@ -192,7 +187,8 @@ class RowWork:
 
     @cached_property
     def in_equal_rounds(self) -> float | None:
-        """When the last of equal tiles is done; None if they are not, and of several rounds."""
+        """When the last tile is done if all take equally long, or each cluster has at most one;
+        None if neither holds."""
         times, rounds = self.times, -(-self.order.num_tiles // self.lanes)
         longest = float(times.max(initial=0.0))
         return longest * rounds if rounds <= 1 or times.min() == longest else None
@@ -233,8 +229,7 @@ class RowWork:
             count, lanes = self.order.num_tiles, self.lanes
             times = np.zeros(-(-count // lanes) * lanes)
             times[:count] = self.times[self.order.m_blocks()]
-            rounds = times.reshape(-1, lanes)
-            last = float((rounds[::2].sum(axis=0) + rounds[1::2, ::-1].sum(axis=0)).max())
+            last = float(dealt_back_and_forth(times.reshape(-1, lanes)).max())
         return self.whole(last)
 
     @property
@@ -250,13 +245,13 @@ class RowWork:
         part = tile.tile_us + of_blocks / stretches * share_of_parts + tile.part_us
         whole = tile.tile_us + of_blocks / stretches * (1 - share_of_parts)
         return Work(
-            whole + part,
-            stretches * (whole + part),
-            of_blocks,
-            max(whole, part),
-            2 * stretches,
-            2,
-            self.blocks,
-            self.blocks * share_of_parts,
-            stretches,
+            last=whole + part,
+            total=stretches * (whole + part),
+            of_blocks=of_blocks,
+            longest=max(whole, part),
+            count=2 * stretches,
+            rounds=2,
+            blocks=self.blocks,
+            blocks_of_parts=self.blocks * share_of_parts,
+            num_parts=stretches,
         )

@@ -1,4 +1,4 @@
-"""Every config that the planner can choose, compiled for sm_90a and read back as machine code.
+"""Every tiling of the planner's table, compiled for sm_90a and read back as machine code.
 
 No GPU is needed. The properties here are those that cost speed without changing a result:
 registers that spill, WGMMAs that the compiler serialised, a softmax that does not run under P V.

@@ -182,7 +182,7 @@ def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
     bounds = np.linspace(0, rounds, min(rounds, STEPS) + 1).astype(int) * num_clusters
     for first, end in itertools.pairwise(bounds.tolist()):
         hands = ticks[first:end].reshape(-1, num_clusters)
-        work = hands[::2].sum(axis=0) + hands[1::2, ::-1].sum(axis=0)
+        work = dealt_back_and_forth(hands)
         cluster = np.empty(num_clusters, np.int64)
         cluster[np.argsort(-work)] = np.argsort(free_at)
         free_at[cluster] += work
@@ -197,6 +197,11 @@ def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
             in_order[longest_first] = by_length
     owners[rounds * num_clusters :] = in_order
     return owners
+
+
+def dealt_back_and_forth(rounds: np.ndarray) -> np.ndarray:
+    """The work of every hand when (rounds, hands) units are dealt in changing direction."""
+    return rounds[::2].sum(axis=0) + rounds[1::2, ::-1].sum(axis=0)
 
 
 def rounds_to_deal(ticks: np.ndarray, num_clusters: int) -> int:
