@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from fa3.captures import capture_of, current_stream
 from fa3.compiler import load_kernel
 from fa3.costs import H100
-from fa3.counters import zeros_for_launch
+from fa3.counters import counters_of
 from fa3.executor import execute
 from fa3.masks import Band, Intersection, Mask
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
@@ -34,12 +34,18 @@ from fa3.operands import (
     describe,
 )
 from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward, schedule_name
-from fa3.primitives.part_merge import ROWS_OF_WARP, numbers_of_parts
+from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
+from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores import Score
+from fa3.tables import Table
 
 NOT_GIVEN = (None, None, None, None)
+
+REMEMBERED = 2048
+"""Calls of different shapes, strides or options whose plans are remembered: some 2 KiB each, and
+4 KiB on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class PreparedCall:
         table: what the schedule reads.
         num_counters: counters that the marks, the schedule and the parts take, each 0 for none.
         parts: what the kernel takes if the plan splits tiles.
-        again: the launch that follows if the softmax has a fixed reference.
+        again: the launch that follows if the softmax has a reference that does not follow.
     """
 
     plan: Plan | None
@@ -61,7 +67,7 @@ class PreparedCall:
     plan_arguments: tuple
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    table: torch.Tensor | None = None
+    table: Table | None = None
     num_counters: tuple[int, int, int] = (0, 0, 0)
     parts: "Parts | None" = None
     again: "Again | None" = None
@@ -84,7 +90,7 @@ class PreparedCall:
             plan.kernel_arguments,
             out_shape,
             lse_shape,
-            upload(plan.schedule.table, device),
+            None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
             tuple(-(-count // ALIGNED) * ALIGNED for count in counts),
             parts,
             Again(load_kernel(again.kernel()), again.kernel_arguments) if again else None,
@@ -102,23 +108,32 @@ class PreparedCall:
         recording: torch.Tensor | None = None,
     ) -> None:
         """Run the kernel on the current stream of q's GPU."""
-        marks, counters, of_parts = self.counters(q)
-        state = self.table if counters is None else counters
-        parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
+        device = q.device
+        stream = current_stream(device)
+        capture = capture_of(stream)
+        state = None if self.table is None else self.table.on(stream, capture)
         tensors = (q, k, v, out, lse, modifiers, scale)
+        total = sum(self.num_counters)
+        if not total:
+            self.kernel(*tensors, *self.plan_arguments, state, *NO_PARTS, None, recording)
+            return
+        stream_counters = counters_of(device, stream, capture)
+        counters = stream_counters.take(total)
+        marks, of_schedule, of_parts = self.divide(counters)
+        if of_schedule is not None:
+            state = of_schedule
+        parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
         self.kernel(*tensors, *self.plan_arguments, state, *parts, marks, recording)
         if self.again is not None:
             self.again.kernel(*tensors, *self.again.plan_arguments, marks, *NO_PARTS, None, None)
+        # Not if anything was raised: then they need not be zero.
+        stream_counters.give_back(counters)
 
-    def counters(self, q: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Zeros for the marks, the schedule and the parts of one launch."""
-        total = sum(self.num_counters)
-        if not total:
-            return None, None, None
-        zeros = zeros_for_launch(total, q)
-        if total in self.num_counters:
-            return tuple(zeros if count else None for count in self.num_counters)
-        those = zeros.split(self.num_counters)
+    def divide(self, counters: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The counters of the marks, the schedule and the parts."""
+        if sum(self.num_counters) in self.num_counters:
+            return tuple(counters if count else None for count in self.num_counters)
+        those = counters[: sum(self.num_counters)].split(self.num_counters)
         return tuple(part if len(part) else None for part in those)
 
 
@@ -312,8 +327,7 @@ def reject_unsupported(**arguments) -> None:
             raise NotImplementedError(f"{name} is not supported yet; leave it at its default")
 
 
-# Without a bound: a captured CUDA graph goes on reading the table of a call's schedule.
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def prepare(
     q: Operand,
     k: Operand,
@@ -357,18 +371,6 @@ def prepare(
     if q.device.type == "cpu":
         return PreparedCall(plan, None, (), out_shape, lse_shape)
     return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)
-
-
-def upload(table: np.ndarray | None, device: torch.device) -> torch.Tensor | None:
-    """Copy what a schedule reads to the GPU, where it stays as long as the process lives."""
-    if table is None:
-        return None
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "q, k and v pose a problem that was not planned before, and its tile order cannot be "
-            "copied to the GPU while a CUDA graph is captured: call once before capturing"
-        )
-    return torch.from_numpy(table).to(device)
 
 
 def check_operands(q: Operand, k: Operand, v: Operand) -> None:

@@ -1,81 +1,130 @@
 """Counters that kernels find at zero and leave at zero.
 
-Launches on one stream follow each other, so they share their counters; those of other streams
-must not. Launches that a CUDA graph captures on one stream follow each other whenever the graph
-runs, but it may run beside anything else: every capture has counters of its own.
+A call owns its counters from before its first launch until its last one has been issued. Then
+they are the next call's on the same stream, whose launches follow. So what another thread launches
+in between has counters of its own, and those of a call that was interrupted are not used again:
+
+    counters = stream_counters.take(count)
+    ...                                       # launches
+    stream_counters.give_back(counters)
+
+Launches that a CUDA graph captures on one stream follow each other whenever the graph runs, but it
+may run beside anything else: every capture has counters of its own (`fa3.captures`).
 """
 
 import threading
 from dataclasses import dataclass, field
 
 import torch
-from cuda.bindings import driver
+
+from fa3.captures import Capture
 
 RESERVE = 1 << 18
 """Counters of a device that are set aside for captures."""
 
 FEWEST = 1 << 12
-"""Counters of a stream at least, so that larger launches seldom need new ones."""
+"""Counters that a call gets at least, so that larger calls seldom need new ones."""
 
-Capture = tuple[int, int]
-"""The number of a capture, and one of its streams."""
+MOST_STREAMS = 256
+"""Streams whose counters are remembered."""
+
+PER_THREAD = 2
+"""The handle of `cudaStreamPerThread`, which is another stream in every thread."""
 
 
 @dataclass(slots=True)
 class Reserve:
-    """Zeroed counters of one device for captures.
-
-    Fields:
-        given: what each stream of a capture got, the largest last. It is never taken back: nobody
-            knows how long the graph will live.
-    """
+    """Zeroed counters of one device for captures. A graph must not make them: what it allocates
+    is torch's, which wants it back when the capture ends."""
 
     free: torch.Tensor | None = None
-    given: dict[Capture, list[torch.Tensor]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fill(self, count: int, device: torch.device) -> None:
-        """Have zeros at hand for a launch of `count`; not while capturing: they outlive graphs."""
+        """Have zeros at hand for a launch of `count`; not while capturing."""
         needed = max(count, RESERVE // 2)
-        with self.lock:
-            if self.free is None or len(self.free) < needed:
+        if self.free is None or len(self.free) < needed:
+            with self.lock:
                 self.free = torch.zeros(2 * needed, dtype=torch.int32, device=device)
 
-    def take(self, count: int, capture: Capture, device: torch.device) -> torch.Tensor:
-        """Counters for a captured launch; if there are none left, the graph zeroes its own."""
+    def take(self, count: int) -> torch.Tensor | None:
+        """Counters for a capture; None if there are not enough left."""
         with self.lock:
-            given = self.given.setdefault(capture, [])
-            if not given or len(given[-1]) < count:
-                if self.free is None or len(self.free) < count:
-                    return torch.zeros(count, dtype=torch.int32, device=device)
-                given.append(self.free[:count])
-                self.free = self.free[count:]
-            return given[-1][:count]
+            if self.free is None or len(self.free) < count:
+                return None
+            taken, self.free = self.free[:count], self.free[count:]
+            return taken
 
 
-BY_STREAM: dict[tuple[torch.device, int], torch.Tensor] = {}
+@dataclass(slots=True)
+class StreamCounters:
+    """The counters of one stream.
+
+    Fields:
+        free: those that no call has. Appending and popping are atomic.
+    """
+
+    device: torch.device
+    free: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, count: int) -> torch.Tensor:
+        """At least `count` counters (int32), all zero."""
+        reserve = RESERVES.get(self.device) or RESERVES.setdefault(self.device, Reserve())
+        reserve.fill(count, self.device)
+        try:
+            counters = self.free.pop()
+        except IndexError:
+            counters = None
+        if counters is None or len(counters) < count:
+            size = max(count, FEWEST)
+            counters = torch.zeros(size, dtype=torch.int32, device=self.device)
+        return counters
+
+    def give_back(self, counters: torch.Tensor) -> None:
+        self.free.append(counters)
+
+
+@dataclass(slots=True)
+class CaptureCounters:
+    """The counters of one stream of a capture."""
+
+    device: torch.device
+    capture: Capture
+    free: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, count: int) -> torch.Tensor:
+        """At least `count` counters (int32), all zero whenever the graph runs."""
+        fitting = (i for i, counters in enumerate(self.free) if len(counters) >= count)
+        if (first := next(fitting, None)) is not None:
+            return self.free.pop(first)
+        reserve = RESERVES.get(self.device)
+        taken = reserve.take(count) if reserve else None
+        if taken is None:
+            # Zeroed by the graph itself, whenever it runs.
+            return torch.zeros(count, dtype=torch.int32, device=self.device)
+        self.capture.keep(taken)
+        return taken
+
+    def give_back(self, counters: torch.Tensor) -> None:
+        if self.capture.keeps(counters):
+            self.free.append(counters)
+
+
+BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
 RESERVES: dict[torch.device, Reserve] = {}
 
 
-def zeros_for_launch(count: int, q: torch.Tensor) -> torch.Tensor:
-    """Counters (int32) for one launch on the current stream of q's GPU."""
-    device = q.device
-    reserve = RESERVES.get(device) or RESERVES.setdefault(device, Reserve())
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if torch.cuda.is_current_stream_capturing():
-        return reserve.take(count, (capture_of(stream), stream), device)
-    reserve.fill(count, device)
-    key = device, stream
-    counters = BY_STREAM.get(key)
-    if counters is None or len(counters) < count:
-        counters = torch.zeros(max(count, FEWEST), dtype=torch.int32, device=device)
-        BY_STREAM[key] = counters
-    return counters[:count]
-
-
-def capture_of(stream: int) -> int:
-    """The number of the capture that a stream takes part in."""
-    error, _, number, *_ = driver.cuStreamGetCaptureInfo(stream)
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA does not say what stream {stream} captures: {error.name}")
-    return int(number)
+def counters_of(
+    device: torch.device, stream: int, capture: Capture | None
+) -> StreamCounters | CaptureCounters:
+    """The counters of a stream, or of a stream of a capture."""
+    if capture is not None:
+        return capture.counters.setdefault(stream, CaptureCounters(device, capture))
+    key = device, stream if stream != PER_THREAD else -threading.get_ident()
+    found = BY_STREAM.get(key)
+    if found is None:
+        # Memory of a stream goes back to the same stream, so it can be let go at any time.
+        while len(BY_STREAM) >= MOST_STREAMS:
+            BY_STREAM.pop(next(iter(BY_STREAM)), None)
+        found = BY_STREAM.setdefault(key, StreamCounters(device))
+    return found

@@ -1,89 +1,123 @@
-"""Counters for launches: shared by those of a stream, or of a capture's stream."""
+"""Counters of calls: those of a stream are taken in turns, a capture has its own."""
+
+import threading
 
 import pytest
 import torch
 
-from fa3 import counters
-from fa3.counters import FEWEST, RESERVE, Reserve, zeros_for_launch
+from fa3 import captures, counters
+from fa3.captures import Capture
+from fa3.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
 
 CPU = torch.device("cpu")
 
 
-class Stream:
-    """Stands in for a CUDA stream."""
-
-    def __init__(self, number: int):
-        self.cuda_stream = number
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """Stand in for the CUDA runtime; set `stream` and `capturing` on it."""
-
-    class Runtime:
-        stream, capturing, capture = 1, False, 1
-
+@pytest.fixture(autouse=True)
+def nothing_taken(monkeypatch):
     monkeypatch.setattr(counters, "BY_STREAM", {})
     monkeypatch.setattr(counters, "RESERVES", {})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(Runtime.stream))
-    monkeypatch.setattr(counters, "capture_of", lambda stream: Runtime.capture)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Runtime.capturing)
-    return Runtime
 
 
 def places(tensor: torch.Tensor) -> set[int]:
     return {tensor.data_ptr() + 4 * i for i in range(len(tensor))}
 
 
-def test_launches_of_a_stream_share_and_streams_do_not(cuda):
-    q = torch.empty(0)
-    first, again = zeros_for_launch(5, q), zeros_for_launch(9, q)
-    assert first.data_ptr() == again.data_ptr()
-    cuda.stream = 2
-    assert not places(zeros_for_launch(9, q)) & places(again)
+def test_calls_that_follow_each_other_share():
+    of_stream = counters_of(CPU, 1, None)
+    first = of_stream.take(5)
+    of_stream.give_back(first)
+    assert counters_of(CPU, 1, None).take(9).data_ptr() == first.data_ptr()
 
 
-def test_a_stream_gets_more_when_it_needs_more(cuda):
-    q = torch.empty(0)
-    zeros_for_launch(1, q)
-    many = zeros_for_launch(2 * FEWEST, q)
+def test_a_call_between_the_launches_of_another_has_its_own():
+    of_stream = counters_of(CPU, 1, None)
+    first, between = of_stream.take(5), of_stream.take(5)
+    assert not places(first) & places(between)
+
+
+def test_streams_do_not_share():
+    assert not places(counters_of(CPU, 1, None).take(9)) & places(counters_of(CPU, 2, None).take(9))
+
+
+def test_what_an_interrupted_call_left_is_not_used_again():
+    of_stream = counters_of(CPU, 1, None)
+    of_stream.take(5).fill_(7)
+    assert not of_stream.take(5).any()
+    assert not of_stream.free
+
+
+def test_a_call_gets_more_when_it_needs_more():
+    of_stream = counters_of(CPU, 1, None)
+    of_stream.give_back(of_stream.take(1))
+    many = of_stream.take(2 * FEWEST)
     assert len(many) == 2 * FEWEST and not many.any()
-    assert zeros_for_launch(3, q).data_ptr() == many.data_ptr()
+    of_stream.give_back(many)
+    assert of_stream.take(3).data_ptr() == many.data_ptr()
+    assert not of_stream.free
 
 
-def test_captures_share_with_nobody_and_their_launches_with_each_other(cuda):
-    q = torch.empty(0)
-    eager = zeros_for_launch(8, q)
-    cuda.capturing = True
+def test_every_thread_has_a_default_stream_of_its_own():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(counters_of(CPU, PER_THREAD, None)))
+    thread.start()
+    thread.join()
+    assert found[0] is not counters_of(CPU, PER_THREAD, None)
+    assert counters_of(CPU, PER_THREAD, None) is counters_of(CPU, PER_THREAD, None)
+
+
+def test_streams_that_come_and_go_are_not_remembered_for_ever():
+    for stream in range(10, 10 + 3 * MOST_STREAMS):
+        counters_of(CPU, stream, None).give_back(torch.zeros(1))
+    assert len(counters.BY_STREAM) == MOST_STREAMS
+
+
+def test_captures_share_with_nobody_and_their_launches_with_each_other():
+    eager = counters_of(CPU, 1, None).take(8)
     taken = [places(eager)]
-    for cuda.capture, cuda.stream in ((7, 1), (7, 2), (8, 1)):
-        first, again = zeros_for_launch(8, q), zeros_for_launch(6, q)
-        assert first.data_ptr() == again.data_ptr() and not first.any()
-        taken.append(places(first))
-    assert len(set.union(*taken)) == 4 * 8
+    first, second = Capture(0), Capture(0)
+    for capture, stream in ((first, 1), (first, 2), (second, 1)):
+        of_capture = counters_of(CPU, stream, capture)
+        once = of_capture.take(FEWEST)
+        of_capture.give_back(once)
+        assert counters_of(CPU, stream, capture).take(6).data_ptr() == once.data_ptr()
+        assert not once.any() and capture.keeps(once)
+        taken.append(places(once))
+    assert len(set.union(*taken)) == 4 * FEWEST
 
 
-def test_a_larger_launch_of_a_capture_gets_more(cuda):
-    q = torch.empty(0)
-    zeros_for_launch(8, q)
-    cuda.capturing = True
-    few, many = zeros_for_launch(8, q), zeros_for_launch(9, q)
+def test_a_larger_launch_of_a_capture_gets_more():
+    counters_of(CPU, 1, None).take(8)
+    of_capture = counters_of(CPU, 1, Capture(0))
+    few, many = of_capture.take(8), of_capture.take(9)
     assert not places(few) & places(many)
-    assert zeros_for_launch(8, q).data_ptr() == many.data_ptr()
+    of_capture.give_back(few), of_capture.give_back(many)
+    assert of_capture.take(9).data_ptr() == many.data_ptr()
 
 
 def test_what_captures_got_stays_theirs():
-    reserve = Reserve()
-    taken = []
-    for capture in range(10):
+    reserve, taken = Reserve(), []
+    for _ in range(10):
         reserve.fill(1, CPU)
-        taken.append(places(reserve.take(RESERVE // 3, (capture, 0), CPU)))
-    assert len(set.union(*taken)) == 10 * (RESERVE // 3)
+        taken.append(reserve.take(RESERVE // 3))
+    assert len(set.union(*map(places, taken))) == 10 * (RESERVE // 3)
 
 
 def test_an_empty_reserve_is_not_filled_by_a_graph():
-    reserve = Reserve()
-    assert not reserve.take(7, (1, 0), CPU).any()
-    assert reserve.free is None
-    reserve.fill(2 * RESERVE, CPU)
-    assert len(reserve.take(2 * RESERVE, (2, 0), CPU)) == 2 * RESERVE
+    capture = Capture(0)
+    of_capture = counters_of(CPU, 1, capture)
+    own = of_capture.take(7)
+    assert not own.any() and not capture.keeps(own)
+    # It may be memory of the graph's, which torch wants back.
+    of_capture.give_back(own)
+    assert not of_capture.free and not counters.RESERVES
+
+
+def test_what_a_graph_used_goes_with_it(monkeypatch):
+    monkeypatch.setattr(captures, "LIVE", {})
+    libc = captures.library()
+    for number in (1, 2):
+        captures.LIVE[number] = Capture(libc.calloc(1, captures.SEMAPHORE_BYTES))
+        captures.LIVE[number].keep(torch.zeros(1))
+    libc.sem_post(captures.LIVE[1].gone)
+    captures.forget_the_gone()
+    assert list(captures.LIVE) == [2] and not captures.LIVE[2].is_gone()

@@ -12,8 +12,8 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("problem", "cubin", "templates", "counters"),
-    ("primitives",),
+    ("problem", "cubin", "templates", "captures"),
+    ("primitives", "counters", "tables"),
     ("masks", "schedules", "scores"),
     ("lengths", "modifiers", "diagnostics", "tiling"),
     ("kernels",),
@@ -40,6 +40,7 @@ USE_TORCH = (
     "cache_arguments",
     "cache_executor",
     "cache_schedule",
+    "captures",
     "counters",
     "decode",
     "demo",
@@ -48,6 +49,7 @@ USE_TORCH = (
     "modifiers",
     "operands",
     "recording",
+    "tables",
     "__main__",
 )
 
