@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from fa3.explanation import Candidate, Explanation, describe_config
 from fa3.kernels.forward import Forward
 from fa3.prediction import Prediction, predict
 from fa3.primitives.shared_memory import padded
+from fa3.primitives.softmax import SLACK
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import (
     SCHEDULES,
@@ -30,9 +32,9 @@ from fa3.schedules import (
 from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import Marked
 from fa3.schedules.split_tiles import WHOLE
-from fa3.scores import Alibi
+from fa3.scores import Alibi, Softcap
 from fa3.tiled import Tiled
-from fa3.tiling import HOLDS_POWERS, Config
+from fa3.tiling import BOUNDED, HOLDS_POWERS, Config
 from fa3.timeline import Cost, Timeline
 from fa3.work import (
     RowWork,
@@ -123,6 +125,13 @@ takes."""
 CHOICES = ("list", "static", "dynamic", "split")
 """Schedules that the planner chooses from. The one left out hands out the same tiles as "dynamic",
 with a CTA for each."""
+
+REFERENCE = os.environ.get("FA3_REFERENCE", "auto")
+"""What the planner's softmax takes scores relative to: "following" never fails and costs 5-12% of
+a call; "auto" lets it choose."""
+
+if REFERENCE not in ("auto", "following"):
+    raise ValueError(f"FA3_REFERENCE must be 'auto' or 'following', got {REFERENCE!r}")
 
 UNSURE = 0.25
 """`MARGIN` for ways to run that were not measured."""
@@ -398,11 +407,17 @@ def work_of(schedule: str, rows: RowWork) -> Work:
 
 
 def takes_fixed_reference(spec: AttentionSpec) -> bool:
-    """Whether a fixed reference of the softmax is possible, and likely to do.
+    """Whether a reference of the softmax that does not follow is possible, and likely to do.
 
-    Scores of the user's may be anything; those of a softcap are bounded, and need none at all.
+    Scores of the user's may be anything. Those of a softcap are bounded; up to `SLACK` powers of
+    two nothing can go wrong, so nothing needs to be marked.
     """
-    return HOLDS_POWERS[spec.dtype] and all(score.kind is Alibi for score in spec.scores)
+    if REFERENCE == "following" or not HOLDS_POWERS[spec.dtype]:
+        return False
+    if [score.kind for score in spec.scores] == [Softcap]:
+        (softcap,) = spec.scores
+        return SLACK * math.log(2.0) < softcap.bind(iter(())).bound <= BOUNDED
+    return all(score.kind is Alibi for score in spec.scores)
 
 
 def candidate(tiled: Tiled, schedule: str, work: Work) -> Candidate:

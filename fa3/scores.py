@@ -256,8 +256,12 @@ class Rules:
                 values, self.rows[i], self.coords, n_block, self.sequence, self.units[i]
             )
         if cutlass.const_expr(masked):
-            self.mask.apply(values, self.coords, n_block, self.sequence)
+            self.hide(values, n_block)
         return shifts
+
+    def hide(self, values: cute.Tensor, n_block) -> None:
+        """Hide the scores of a block that are masked."""
+        self.mask.apply(values, self.coords, n_block, self.sequence)
 
     def sinks_of_rows(self, sinks: cute.Tensor | None) -> tuple | None:
         """The rows' sinks as powers of two, or None without sinks."""

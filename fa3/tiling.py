@@ -12,8 +12,9 @@ REGISTERS = {2: (24, 240), 3: (32, 160)}
 OTHER_REGISTERS = 24
 """Registers that a consumer thread needs beside its fragments of S, P and O."""
 
-UNREFERENCED = {"bfloat16": 60.0, "float16": 5.0}
-"""Largest natural logits whose exponentials P holds as they are, and fp32 their sums."""
+BOUNDED = 60.0
+"""Largest natural logits of bounded scores that are taken relative to 0, where rows for which
+that fails are computed again."""
 
 HOLDS_POWERS = {"bfloat16": True, "float16": False}
 """Whether P has the range of fp32, as sums and O have."""
@@ -31,9 +32,10 @@ class Config:
         cluster_m: CTAs along M that share K and V by multicast (1 or 2).
         cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2): all
             of them walk the same key blocks, also under a mask.
-        fixed_reference: whether scores are taken relative to the maximum of the tile's first block
-            (`Reference.FIXED`). Tiles for which that does not do are marked, and a second launch
-            computes them again: `again`.
+        fixed_reference: whether scores are taken relative to a number that does not follow their
+            maximum: that of a row's first block of visible keys, or 0 if scores are bounded
+            (`fa3.primitives.softmax.Reference`). Rows for which that fails are marked, and a
+            second launch computes them again: `again`.
         own_o: whether O has shared memory of its own; otherwise it is staged where Q was, and
             the next Q waits until O has been stored.
     """

@@ -1,5 +1,9 @@
 """A softmax with a fixed reference: who gets it, and what of it runs on the host."""
 
+import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -8,20 +12,23 @@ import torch
 from problems import make_problem
 from score_problems import RelativeBias
 
-import fa3
 from fa3.api import ALIGNED, PreparedCall
 from fa3.costs import Costs, Rule, TileCosts, TileKey, costs_of
+from fa3.kernels.forward import Forward
 from fa3.planner import FIXED_FLOPS, H200, choose_config, plan_forward, takes_fixed_reference
+from fa3.primitives.softmax import Reference
+from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP
 from fa3.problem import Window
-from fa3.schedules import SCHEDULES, Tile
-from fa3.schedules.marked import Marks
+from fa3.schedules import SCHEDULES, Tile, TileList
+from fa3.schedules.marked import HEADER, MOST_WARPS, Marks
 from fa3.scores import Alibi, Softcap
 from fa3.templates import Template
-from fa3.tiling import Config
+from fa3.tiling import REGISTERS, Config
 
 CAUSAL = Window(right=0)
 LARGE = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL)
 SLOPES = torch.zeros(16)
+BIAS = RelativeBias(torch.zeros(16, 33), reach=16)
 
 
 def with_scores(*scores):
@@ -47,13 +54,42 @@ def test_float16_does_not():
         plan_forward(half, config=config)
 
 
-def test_scores_get_it_that_leave_logits_where_they_are():
-    assert takes_fixed_reference(with_scores(Alibi(SLOPES, behind=True)).spec)
-    assert takes_fixed_reference(with_scores(Alibi(SLOPES, behind=False)).spec)
-    for score in (Softcap(30.0), RelativeBias(torch.zeros(16, 33), reach=16)):
+def test_scores_get_it_that_are_bounded_or_leave_logits_where_they_are():
+    for score in (Alibi(SLOPES, behind=True), Alibi(SLOPES, behind=False), Softcap(50.0)):
         problem = with_scores(score)
+        assert takes_fixed_reference(problem.spec)
+        assert plan_forward(problem).config.fixed_reference
+    few, many = Softcap(5.0), Softcap(61.0)
+    for scores in ([few], [many], [Softcap(50.0), Alibi(SLOPES, behind=True)], [BIAS]):
+        problem = with_scores(*scores)
         assert not takes_fixed_reference(problem.spec)
         assert not plan_forward(problem).config.fixed_reference
+
+
+def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
+    follows, fixed = Config(128, 128), Config(128, 128, fixed_reference=True)
+    for config, bound, expected in (
+        (follows, 5.0, Reference.ZERO),
+        (follows, 6.0, Reference.FOLLOWING),
+        (fixed, 6.0, Reference.ZERO),
+        (fixed, 61.0, Reference.FIXED),
+        (fixed, math.inf, Reference.FIXED),
+    ):
+        assert Forward(LARGE.spec, config, TileList).reference(bound) is expected
+
+
+def test_a_variable_turns_it_off():
+    asks = "from fa3.planner import *; from fa3.problem import *; "
+    asks += "spec = AttentionSpec('bfloat16', 128, 128, 1, fa3.masks.Band(), False); "
+    asks += "print(plan_forward(Problem(spec, 4, 4096, 4096, 16, Window())).config.fixed_reference)"
+    for value, expected in (("following", "False"), ("auto", "True"), ("fixed", "must be 'auto'")):
+        ran = subprocess.run(
+            [sys.executable, "-c", "import fa3.masks; " + asks],
+            env={**os.environ, "FA3_REFERENCE": value},
+            capture_output=True,
+            text=True,
+        )
+        assert expected in (ran.stderr if "must" in expected else ran.stdout)
 
 
 def test_the_second_launch_needs_no_cluster():
@@ -61,20 +97,29 @@ def test_the_second_launch_needs_no_cluster():
     assert config.again == Config(128, 128, q_stages=2)
 
 
-def test_every_tile_has_a_mark_of_its_own():
-    marks = Marks(None, num_m_blocks=5, num_heads=3)
+def test_every_tile_has_marks_of_its_own():
+    marks = Marks(None, num_m_blocks=5, num_heads=3, batch=4)
     tiles = [Tile(m, head, batch) for batch, head, m in product(range(4), range(3), range(5))]
-    assert [marks.place(tile) for tile in tiles] == list(range(60))
-    assert [marks.tile(place) for place in range(60)] == tiles
+    numbers = [marks.place(tile) for tile in tiles]
+    assert numbers == list(range(60)) and [marks.tile(n) for n in numbers] == tiles
+    words = [marks.rows(n, warp) for n in numbers for warp in range(MOST_WARPS)]
+    words += [where(n) for where in (marks.entry, marks.flag) for n in numbers]
+    assert sorted(words) == list(range(HEADER, marks.size))
 
 
-@pytest.mark.parametrize("counts", [(0, 0, 0), (8, 0, 0), (0, 0, 4), (12, 4, 0), (12, 0, 8)])
-def test_counters_of_a_launch_do_not_overlap(counts, monkeypatch):
-    monkeypatch.setattr(fa3.api, "zeros_for_launch", lambda count, q: torch.arange(count))
+def test_a_tile_has_no_more_warps_than_there_are_marks_for():
+    assert max(REGISTERS) * ROWS // ROWS_OF_WARP <= MOST_WARPS
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 4), (8, 0, 0), (12, 4, 0), (12, 0, 8), (0, 4, 0)])
+def test_counters_of_a_launch_do_not_overlap(counts):
     call = PreparedCall(None, None, (), (), (), num_counters=counts)
-    found = call.counters(torch.zeros(1))
-    assert [0 if part is None else len(part) for part in found] == list(counts)
-    numbers = [number for part in found if part is not None for number in part.tolist()]
+    found = call.divide(torch.arange(100))
+    sizes = [0 if part is None else len(part) for part in found]
+    assert sizes == list(counts) or sizes == [100 if count else 0 for count in counts]
+    numbers = [
+        n for part, size in zip(found, counts, strict=True) if size for n in part[:size].tolist()
+    ]
     assert numbers == list(range(sum(counts)))
     assert all(part is None or part[0] % ALIGNED == 0 for part in found)
 

@@ -12,12 +12,16 @@ import fa3
 from fa3 import counters, planner
 from fa3.api import PreparedCall, prepare, tighten
 from fa3.planner import choose_config, plan_forward
+from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import Problem, Window
-from fa3.schedules.marked import HEADER, Marks
+from fa3.schedules.marked import HEADER, LISTED, MOST_WARPS, Marks
+from fa3.scores import Alibi
+from fa3.templates import Template
 
 pytestmark = pytest.mark.gpu
 
 CAUSAL = Window(right=0)
+SLOPES = torch.zeros(2)
 WAYS = (
     ("single", {}),
     ("static", {"cluster_m": 2}),
@@ -52,32 +56,48 @@ def attend(q, k, v, window: Window, **arguments):
         return fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **arguments)
 
 
-def marked(plan, q, k, v) -> set:
-    """The tiles that the first launch of a call marks."""
+def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, torch.Tensor]:
+    """What the first launch of a call marks, as (batch, head, query), and what it writes."""
     batch, seqlen_q, heads, _ = q.shape
-    out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(
-        batch, heads, seqlen_q, dtype=torch.float32
-    )  # fmt: skip
-    call, found = PreparedCall.on_gpu(plan, q.device, out.shape, lse.shape), []
+    out = q.new_full((*q.shape[:3], v.shape[3]), torch.nan)
+    lse = q.new_full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32)
+    call, found = PreparedCall.on_gpu(plan, q.device, out.shape, lse.shape), set()
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
-        num_m_blocks = -(-seqlen_q // plan.config.tile_m)
-        marks = Marks(words, num_m_blocks, heads)
-        places = words[HEADER:].nonzero().flatten()
-        assert bool(words[0]) == bool(len(places))
-        found.extend(marks.tile(place) for place in places.tolist())
+        marks = Marks(words, -(-seqlen_q // plan.config.tile_m), heads, batch)
+        numbers = words[: marks.size].tolist()
+        listed = numbers[HEADER : HEADER + numbers[LISTED]]
+        assert len(set(listed)) == len(listed)
+        flags = numbers[marks.flag(0) : marks.flag(marks.num_tiles)]
+        assert [place for place, flag in enumerate(flags) if flag] == sorted(listed)
+        for place in range(marks.num_tiles):
+            tile, of_tile = marks.tile(place), set()
+            for warp in range(MOST_WARPS):
+                bits = numbers[marks.rows(place, warp)]
+                first = tile.m_block * plan.config.tile_m + warp * ROWS_OF_WARP
+                of_tile |= {first + row for row in range(ROWS_OF_WARP) if bits >> row & 1}
+            assert bool(of_tile) == (place in listed)
+            found.update((tile.batch, tile.head, row) for row in of_tile)
         words.zero_()
 
+    modifiers = None if alibi_slopes is None else (alibi_slopes,)
     replace(call, again=call.again._replace(kernel=look)).launch(
-        q, k, v, out, lse, None, q.shape[3] ** -0.5
+        q, k, v, out, lse, modifiers, q.shape[3] ** -0.5
     )
-    return set(found)
+    return found, out, lse
+
+
+def marked(plan, q, k, v) -> set:
+    """The rows that the first launch of a call marks, as (batch, head, query)."""
+    return first_launch(plan, q, k, v)[0]
 
 
 def counters_are_zero() -> bool:
     torch.cuda.synchronize()
-    return not any(numbers.any() for numbers in counters.BY_STREAM.values())
+    free = [numbers for stream in counters.BY_STREAM.values() for numbers in stream.free]
+    assert free
+    return not any(numbers.any() for numbers in free)
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 40)])
@@ -109,31 +129,108 @@ def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
     rows = {(0, 5, 1), (0, 600, 3), (1, 899, 0), (1, 301, 2)}
     for batch, row, head in rows:
         toward = q[batch, row, head].float()
-        k[batch, 7 + row % 50, head // 2] = 70 * head_dim**0.5 / toward.norm() ** 2 * toward
+        k[batch, 7 + row % 50, head // 2] = 120 * head_dim**0.5 / toward.norm() ** 2 * toward
     plan = plan_of(problem, schedule, **cluster)
-    tiles, tile_m = marked(plan, q, k, v), plan.config.tile_m
-    assert {(row // tile_m, head, batch) for batch, row, head in rows} <= tiles
-    assert len(tiles) < plan.schedule.order.num_tiles
-    follows, _ = attend(q, k, v, Window(), plan=plan_of(problem, fixed=False))
+    failed, first, first_lse = first_launch(plan, q, k, v)
+    assert failed == {(batch, head, row) for batch, row, head in rows}
+    follows, follows_lse = attend(q, k, v, Window(), plan=plan_of(problem, fixed=False))
     for _ in range(2):
         out, lse = attend(q, k, v, Window(), plan=plan)
         check_attention(out, lse, q, k, v, lse_tolerance=3e-4)
-        for m_block, head, batch in tiles:
-            those = slice(m_block * tile_m, (m_block + 1) * tile_m)
-            assert torch.equal(out[batch, those, head], follows[batch, those, head])
+        for batch, head, row in failed:
+            first[batch, row, head] = follows[batch, row, head]
+            first_lse[batch, head, row] = follows_lse[batch, head, row]
+        # Of the rows that did not fail no bit has changed.
+        assert torch.equal(out, first) and torch.equal(lse, first_lse)
         assert counters_are_zero()
 
 
-def test_sums_that_vanish(device):
-    """The reference is that of keys that most rows do not see, and far above the others."""
-    problem = make_problem(1, 128, 256, 1, 2, 128, CAUSAL)
+@pytest.mark.parametrize("seqlen_k", [255, 256, 257, 4095])
+def test_keys_that_are_not_there_are_no_guess(seqlen_k, device):
+    """All logits are near -60; the zeros behind the last key would have logits of 0."""
+    problem = make_problem(1, 300, seqlen_k, 1, 2, 128)
     q, k, v = make_operands(problem, device=device)
-    q, k = q.abs() + 5, -k.abs() - 2
-    k[:, 250:] *= -1
+    q, k = q.abs() + 1, k * 0.05 - 60 / (2**0.5 * 128**0.5 * 1.3)
     plan = plan_of(problem)
-    assert marked(plan, q, k, v) == {(0, 0, 0), (0, 1, 0)}
+    assert not marked(plan, q, k, v)
+    out, lse = attend(q, k, v, Window(), plan=plan)
+    assert lse.max() < -20
+    check_attention(out, lse, q, k, v, lse_tolerance=1e-3)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63, 127, 128, 300])
+@pytest.mark.parametrize(("head_dim", "cluster"), [(64, {}), (128, {}), (128, {"cluster_m": 2})])
+def test_rows_that_see_nothing_of_their_tiles_first_block(head_dim, cluster, offset, device):
+    problem = make_problem(1, 700, 700 + offset, 1, 2, head_dim, CAUSAL)
+    q, k, v = make_operands(problem, device=device)
+    plan = plan_of(problem, **cluster)
+    assert not marked(plan, q, k, v)
     out, lse = attend(q, k, v, CAUSAL, plan=plan)
-    check_attention(out, lse, q, k, v, window=CAUSAL, lse_tolerance=1e-3)
+    check_attention(out, lse, q, k, v, window=CAUSAL)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("change", [1.0, 30.0, 3000.0, float("nan")])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(
+    fixed, head_dim, change, alibi, device
+):
+    problem = make_problem(1, 1024, 1024, 2, 2, head_dim, CAUSAL)
+    modifiers = {"alibi_slopes": torch.rand(4, device=device)} if alibi else {}
+    if alibi:
+        spec = replace(problem.spec, scores=(Template.of(Alibi(SLOPES, behind=True)),))
+        problem = replace(problem, spec=spec)
+    q, k, v = make_operands(problem, device=device)
+    plan = plan_of(problem, fixed=fixed)
+    out, lse = attend(q, k, v, CAUSAL, plan=plan, **modifiers)
+    generator = torch.Generator(device).manual_seed(1)
+    for first in (601, 1000):
+        other = k.clone()
+        noise = torch.randn(k[:, first:].shape, device=device, generator=generator)
+        other[:, first:] = (noise * change).to(k.dtype)
+        changed, changed_lse = attend(q, other, v, CAUSAL, plan=plan, **modifiers)
+        assert torch.equal(out[:, :first], changed[:, :first])
+        assert torch.equal(lse[..., :first], changed_lse[..., :first])
+        assert not torch.equal(out[:, first:], changed[:, first:])
+
+
+@pytest.mark.parametrize("power", [-110, -90, 30, 60, 100, 120])
+@pytest.mark.parametrize("logits", [-40.0, 0.0, 46.0])
+@pytest.mark.parametrize("softcap", [0.0, 60.0])
+def test_values_of_any_size(power, logits, softcap, device, always_fixed):
+    problem = make_problem(1, 300, 700, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    # Scores of about 0 in the last block, and of `logits` before.
+    q, k = q.abs() + 1, k * 0.05
+    k[:, :500] += logits / (1.3 * 128**0.5 * 1.4)
+    v = v * 2.0**power
+    out, lse = attend(q, k, v, Window(), softcap=softcap)
+    expected, expected_lse = attend(q, k, v * 2.0**-power, Window(), softcap=softcap)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double() * 2.0**-power, expected.double(), rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    check_attention(
+        expected, expected_lse, q, k, v * 2.0**-power, softcap=softcap, lse_tolerance=2e-2
+    )
+    assert counters_are_zero()
+
+
+def test_sums_that_vanish(device):
+    """ALiBi: the guess is without biases, which put the keys that a row sees far below it."""
+    problem = make_problem(1, 128, 256, 1, 2, 128)
+    problem = replace(
+        problem, spec=replace(problem.spec, scores=(Template.of(Alibi(SLOPES, behind=False)),))
+    )
+    q, k, v = make_operands(problem, device=device)
+    slopes = torch.tensor([1.0, 0.0], device=device)
+    q, k = q.abs() + 5, -k.abs() - 2
+    k[:, 255:] *= -1
+    plan = plan_of(problem)
+    failed, *_ = first_launch(plan, q, k, v, slopes)
+    assert {head for _, head, _ in failed} == {0}
+    out, lse = attend(q, k, v, Window(), plan=plan, alibi_slopes=slopes)
+    check_attention(out, lse, q, k, v, alibi_slopes=slopes, lse_tolerance=1e-2)
 
 
 def test_rows_without_a_key(device):

@@ -42,17 +42,18 @@ from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
+from fa3.primitives.row_store import RowStore
 from fa3.primitives.slab_store import SlabStore
-from fa3.primitives.softmax import OnlineSoftmax, Reference
+from fa3.primitives.softmax import SLACK, OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
-from fa3.schedules.marked import Marks
+from fa3.schedules.marked import Marked, Marks
 from fa3.scores import Rules, bind
-from fa3.tiling import REGISTERS, UNREFERENCED, Config
+from fa3.tiling import BOUNDED, REGISTERS, Config
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
@@ -65,8 +66,9 @@ class Operands(NamedTuple):
         q, k, v, o: (seqlen, head_dim, heads, batch).
         lse: (batch, heads, seqlen_q), or None.
         modifiers: the tensors of the spec's scores, mask and sinks.
+        rows: where single rows go; None if only whole tiles are written.
         parts: where parts of tiles go; None if no tile is split.
-        marks: of tiles to compute again; None if the softmax's reference follows the scores.
+        marks: of rows to compute again; None if the softmax's reference follows the scores.
         recorder: notes the times of every tile in an instrumented kernel.
     """
 
@@ -76,6 +78,7 @@ class Operands(NamedTuple):
     o: TmaTensor
     lse: cute.Tensor | None
     modifiers: tuple | None
+    rows: RowStore | None
     parts: PartMerge | None
     marks: Marks | None
     recorder: Recorder | NoRecorder
@@ -191,6 +194,7 @@ class Forward(AttentionKernel):
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        rows = RowStore(mO, mLSE) if self.repeats or self.schedule_type.splits else None
         operands = Operands(
             TmaTensor.of(load, mQ, layouts.q),
             TmaTensor.of(load_kv, mK, layouts.k, config.cluster),
@@ -198,10 +202,9 @@ class Forward(AttentionKernel):
             TmaTensor.of(store, mO, layouts.o),
             mLSE,
             modifiers,
-            self.part_merge(buffer, counters, num_slots, mO, mLSE),
-            None
-            if marks is None
-            else Marks(marks, cute.ceil_div(mQ.shape[0], config.tile_m), mQ.shape[2]),
+            rows,
+            self.part_merge(buffer, counters, num_slots, rows),
+            self.marks(schedule_state if self.repeats else marks, mQ),
             Recorder(recording) if self.is_recorded else NoRecorder(),
         )
         order = TileOrder(
@@ -221,12 +224,23 @@ class Forward(AttentionKernel):
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
 
-    def part_merge(self, buffer, counters, num_slots, mO, mLSE) -> PartMerge | None:
+    @property
+    def repeats(self) -> bool:
+        """Whether this computes what another launch has marked."""
+        return self.schedule_type is Marked
+
+    def marks(self, words: cute.Tensor | None, mQ: cute.Tensor) -> Marks | None:
+        """Marks of the tiles of Q (seqlen, head_dim, heads, batch)."""
+        if words is None:
+            return None
+        return Marks(words, cute.ceil_div(mQ.shape[0], self.config.tile_m), *mQ.shape[2:])
+
+    def part_merge(self, buffer, counters, num_slots, row_store) -> PartMerge | None:
         """Where parts of tiles go: a slot has the rows of a cluster's CTAs."""
         if buffer is None:
             return None
         rows = self.config.tile_m * self.config.cluster
-        return PartMerge.of(buffer, counters, num_slots, rows, self.columns_v, mO, mLSE)
+        return PartMerge.of(buffer, counters, num_slots, rows, self.columns_v, row_store)
 
     def smem_layouts(self) -> SmemLayouts:
         """Where each buffer's elements lie; swizzled for WGMMA and TMA."""
@@ -442,7 +456,10 @@ class Forward(AttentionKernel):
             n_block = blocks.end - 1
             k_state = attention.first(n_block, k_state)
             started = recorder.now()
-            while n_block > cutlass.max(blocks.full_end, blocks.begin):
+            full_end = blocks.full_end
+            if cutlass.const_expr(reference is Reference.FIXED and self.spec.mask.right):
+                full_end = cutlass.min(full_end, self.last_keys(rules.mask, unit, sequence))
+            while n_block > cutlass.max(full_end, blocks.begin):
                 n_block -= 1
                 k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
             while n_block > blocks.full_begin:
@@ -455,7 +472,7 @@ class Forward(AttentionKernel):
             if cutlass.const_expr(config.own_o):
                 pipelines.q.consumer_release(q_state)
             if cutlass.const_expr(self.schedule_type.splits):
-                warp = self.warp_of_tile(rank, thread_idx)
+                warp = self.warp_of_cluster(rank, thread_idx)
                 number = operands.parts.take_number(unit, warp)
             cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
@@ -465,13 +482,16 @@ class Forward(AttentionKernel):
                 if unit.num_parts > 1:
                     acc_O, free = attention.regs.acc_O, config.fragment_registers
                     lse = attention.softmax.finish(as_rows_and_columns(acc_O))
+                    self.mark(operands, attention, tile, thread_idx, None)
                     operands.parts.finish(acc_O, lse, coords, unit, warp, number, of_rows, free)
                 else:
                     self.finish_tile(operands, attention, out, of_rows, tile, slab)
+                    self.mark(operands, attention, tile, thread_idx, of_rows)
+            elif cutlass.const_expr(self.repeats):
+                self.finish_rows(operands, attention, of_rows, tile, thread_idx)
             else:
                 self.finish_tile(operands, attention, out, of_rows, tile, slab)
-            if cutlass.const_expr(reference is Reference.FIXED):
-                operands.marks.add_if(attention.has_failed(blocks), tile)
+                self.mark(operands, attention, tile, thread_idx, of_rows)
             recorder.note(thread, group, unit, blocks, (began, started, computed))
             if cutlass.const_expr(not config.own_o):
                 out.wait()
@@ -482,9 +502,25 @@ class Forward(AttentionKernel):
 
     def reference(self, bound: float) -> Reference:
         """What the softmax takes scores relative to, whose natural logits reach `bound`."""
-        if bound <= UNREFERENCED[self.spec.dtype]:
+        if bound * math.log2(math.e) <= SLACK or (self.config.fixed_reference and bound <= BOUNDED):
             return Reference.ZERO
         return Reference.FIXED if self.config.fixed_reference else Reference.FOLLOWING
+
+    def last_keys(self, mask, unit, sequence: Sequence):
+        """The first block in which a row of the cluster has the last of the keys that it sees.
+
+        From here on blocks are masked, so that every row has met a key behind them.
+        """
+        rows = self.config.tile_m * self.config.cluster_m
+        _, end = mask.key_range(unit.m_block * rows, sequence)
+        return cutlass.max(end - 1, 0) // self.config.tile_n
+
+    @cute.jit
+    def mark(self, operands: Operands, attention: Attention, tile, thread_idx, sinks: tuple | None):
+        """Mark this thread's rows if their reference failed, once they are finished."""
+        if cutlass.const_expr(self.config.fixed_reference):
+            failed = attention.failed_rows(sinks is not None)
+            operands.marks.add(failed, tile, self.warp_of_tile(thread_idx))
 
     @cute.jit
     def finish_tile(
@@ -507,8 +543,20 @@ class Forward(AttentionKernel):
                     operands.lse[tile.batch, tile.head, row] = lse[r]
         out.store(acc_O, slab, tile.head, tile.batch)
 
-    def warp_of_tile(self, rank, thread_idx):
+    @cute.jit
+    def finish_rows(
+        self, operands: Operands, attention: Attention, sinks: tuple | None, tile, thread_idx
+    ):
+        """Finish a tile of which only the marked rows are written: the others have their bits."""
+        acc_O = attention.regs.acc_O
+        lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
+        is_marked = operands.marks.take_rows(tile, self.warp_of_tile(thread_idx))
+        operands.rows.store(acc_O, lse, attention.rules.coords, is_marked)
+
+    def warp_of_tile(self, thread_idx):
+        """This warp's place among the consumers of a CTA."""
+        return cute.arch.make_warp_uniform(thread_idx // WARP - WARPS)
+
+    def warp_of_cluster(self, rank, thread_idx):
         """This warp's place among the consumers of a cluster."""
-        return cute.arch.make_warp_uniform(
-            (rank * self.config.consumers - 1) * WARPS + thread_idx // WARP
-        )
+        return rank * self.config.consumers * WARPS + self.warp_of_tile(thread_idx)

@@ -128,6 +128,11 @@ class Attention:
         p, vt = as_operand_a(self.regs.p), self.regs.vt[None, None, None, v_state.index]
         wgmma.issue(self.mmas.pv.op, self.regs.acc_O, p, vt, accumulate=True)
 
+    @property
+    def guesses_beside_biases(self) -> bool:
+        """Whether a reference is taken from scores without their biases."""
+        return self.softmax.reference is Reference.FIXED and bool(self.rules.scores)
+
     @cute.jit
     def first(self, n_block, k_state):
         """S = Q K^T and softmax of a tile's first block, which is always masked."""
@@ -137,8 +142,9 @@ class Attention:
         self.pipeline_k.consumer_release(k_state)
         k_state.advance()
         scores = as_rows_and_columns(acc_S)
-        if cutlass.const_expr(self.softmax.reference is Reference.FIXED):
-            # A guess for all blocks: this one may be hidden, or far from where biases are small.
+        if cutlass.const_expr(self.guesses_beside_biases):
+            # A guess for all blocks: this one may be far from where biases are small.
+            self.rules.hide(scores, n_block)
             self.softmax.start(scores)
             shifts = self.rules.apply(scores, n_block, masked=True)
         else:
@@ -165,7 +171,10 @@ class Attention:
         if cutlass.const_expr(self.softmax.follows):
             acc_O = as_rows_and_columns(self.regs.acc_O)
             self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
-        self.softmax.exponentiate(scores, masked or self.rules.may_hide, shifts)
+        elif cutlass.const_expr(self.may_lack_reference(masked)):
+            self.softmax.adopt(scores, shifts)
+        may_hide = masked or self.rules.may_hide or self.may_lack_reference(masked)
+        self.softmax.exponentiate(scores, may_hide, shifts)
         # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
         # P V above the exponentials, which are meant to run under it. Where nothing before it
         # branched, it must depend on them.
@@ -188,21 +197,18 @@ class Attention:
         v_state.advance()
         return v_state
 
-    @cute.jit
-    def has_failed(self, blocks) -> cutlass.Boolean:
-        """Whether a fixed reference did not do for a row of this thread, once all are finished.
+    def may_lack_reference(self, masked: bool) -> bool:
+        """Whether a row may meet its first visible key behind the tile's first block."""
+        is_fixed = self.softmax.reference is Reference.FIXED
+        return is_fixed and (masked or bool(self.rules.mask.templates))
 
-        Args:
-            blocks: the key blocks that the rows were to attend to.
-        """
-        rules, tile_n = self.rules, self.rules.coords.tile_n
-        failed = cutlass.Boolean(False)
-        for r in cutlass.range_constexpr(cute.size(self.softmax.row_sum)):
-            row = rules.coords.query(r)
-            first, end = rules.mask.key_range(row, rules.sequence)
-            first = cutlass.max(first, blocks.begin * tile_n)
-            end = cutlass.min(end, blocks.end * tile_n)
-            # Of rows that see no key here the sum is 0, as it should be.
-            sees_keys = row < rules.sequence.seqlen_q and first < end
-            failed = failed or (sees_keys and self.softmax.failed(r))
-        return failed
+    @cute.jit
+    def failed_rows(self, has_sinks: cutlass.Constexpr) -> tuple:
+        """For each row of this thread, once all are finished, whether its reference failed."""
+        rules, acc_O = self.rules, as_rows_and_columns(self.regs.acc_O)
+        rows = range(cute.size(self.softmax.row_sum))
+        return tuple(
+            rules.coords.query(r) < rules.sequence.seqlen_q
+            and self.softmax.failed(acc_O[r, None], r, has_sinks)
+            for r in rows
+        )

@@ -16,14 +16,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.fragments import as_rows_and_columns, convert
-from fa3.primitives.packed_rows import store_row
+from fa3.primitives.row_store import RowStore
 from fa3.primitives.softmax import finite
-from fa3.primitives.wgmma import WARP
+from fa3.primitives.wgmma import ROWS_OF_WARP, WARP
 
 LOG2_E = math.log2(math.e)
 
-ROWS_OF_WARP = 16
 ROWS_OF_THREAD = 2
 
 VECTOR = 4
@@ -54,15 +52,13 @@ class PartMerge:
         counters: (num_slots * warps,) int32, 0 before a launch and after it; those of a tile's
             first slot count.
         warps: warps that share a tile.
-        out: (seqlen_q, head_dim_v, heads, batch).
-        lse: (batch, heads, seqlen_q), or None.
+        rows: where merged rows go.
     """
 
     parts: cute.Tensor
     counters: cute.Tensor
     warps: int
-    out: cute.Tensor
-    lse: cute.Tensor | None
+    rows: RowStore
 
     @classmethod
     def of(
@@ -72,8 +68,7 @@ class PartMerge:
         num_slots: Int32,
         rows: int,
         columns: int,
-        out: cute.Tensor,
-        lse: cute.Tensor | None,
+        row_store: RowStore,
     ) -> "PartMerge":
         """Lay out a buffer of `numbers_of_parts` for tiles of (rows, columns)."""
         warps = rows // ROWS_OF_WARP
@@ -84,8 +79,7 @@ class PartMerge:
             cute.make_tensor(buffer.iterator.align(16), layout),
             counters,
             warps,
-            out,
-            lse,
+            row_store,
         )
 
     @cute.jit
@@ -128,7 +122,7 @@ class PartMerge:
         else:
             self.await_others(unit, warp)
             merged_lse = self.merge(acc_O, lse, unit, warp, sinks, registers)
-            self.store(acc_O, merged_lse, coords)
+            self.rows.store_all(acc_O, merged_lse, coords)
 
     @cute.jit
     def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, unit, warp: Int32):
@@ -229,27 +223,6 @@ class PartMerge:
             row_of(own, r).store(row_of(merged, r).load() * inverse)
             log2_sum = finite(maximum[r]) + cute.math.log2(total[r], fastmath=True)
             merged_lse[r] = -Float32.inf if hidden else log2_sum * math.log(2.0)
-
-    @cute.jit
-    def store(self, acc_O: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords):
-        """Write a merged tile's rows and their log-sum-exps."""
-        rows = as_rows_and_columns(acc_O)
-        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-            query = coords.query(r)
-            if query < self.out.shape[0]:
-                row = rows[r, None]
-                converted = cute.make_rmem_tensor(row.shape, self.out.element_type)
-                convert(row, converted)
-                place = self.out[query, None, coords.head, coords.batch]
-                store_row(converted, place, coords.column)
-                if cutlass.const_expr(self.lse is not None):
-                    self.store_lse(lse[r], coords, query)
-
-    @cute.jit
-    def store_lse(self, lse: Float32, coords: ScoreCoords, query: Int32):
-        """Write the log-sum-exp of a row; one thread of the four that share it does."""
-        if coords.column == 0:
-            self.lse[coords.batch, coords.head, query] = lse
 
 
 def row_of(vectors: cute.Tensor, r: int) -> cute.Tensor:

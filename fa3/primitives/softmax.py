@@ -12,21 +12,32 @@ from cutlass import Float32
 SLACK = 8.0
 """Powers of two by which scores may outgrow the reference before sums and O are rescaled."""
 
-FEWEST, MOST = 2.0**-64, 2.0**80
-"""Sums of a row between which a fixed reference did: terms below 2**-126, which vanished, do not
-count beside the former; below the latter O does not overflow either, with values up to 2**47."""
+MARGIN = 24.0
+"""Powers of two by which a fixed reference lies above the scores that it was taken from: its sums
+have more room to grow than to shrink."""
+
+FEWEST, MOST = 2.0**-64, 2.0**120
+"""Sums of a row between which a reference that does not follow did: terms below 2**-149, which
+vanished, do not count beside the former; the latter is far enough below infinity."""
+
+FAINTEST, STRONGEST = 2.0**-100, 2.0**120
+"""Squares of a row's output, summed over a thread's columns, between which O neither lost digits
+nor overflowed, whatever V holds. Beyond them only zeros are sure."""
 
 
 class Reference(Enum):
     """What a row's scores are taken relative to before they are exponentiated.
 
+    A row's reference depends on nothing but the scores that it sees.
+
     FOLLOWING: their running maximum; lazily (FlashAttention-4): while no row of the warp has
         outgrown its reference by more than `SLACK` powers of two, nothing is rescaled and no
         value crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
-    FIXED: the maximum of the tile's first block, before biases and masks. It is a guess: no
-        maximum is looked for in other blocks, and whether sums stayed between `FEWEST` and `MOST`
-        tells at the end whether that did. It takes a P with the range of fp32.
-    ZERO: 0, for scores that are bounded to a range in which nothing overflows.
+    FIXED: the maximum of the first block in which the row sees a key, and `MARGIN`. It is a guess:
+        no maximum is looked for in other blocks, and the sums and O tell at the end whether that
+        did (`failed`). It takes a P with the range of fp32.
+    ZERO: 0, for scores that are bounded. Nothing can go wrong up to `SLACK` powers of two; beyond,
+        sums and O tell, as above.
     """
 
     FOLLOWING = "following"
@@ -98,7 +109,26 @@ class OnlineSoftmax:
         else:
             maxima = self.maxima(scores, shifts)
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                self.row_max[r] = quad_reduce(maxima[r], cute.arch.fmax)
+                self.row_max[r] = quad_reduce(maxima[r], cute.arch.fmax) + self.margin
+
+    @property
+    def margin(self):
+        """How far a reference lies above the scores that it is taken from, in their units."""
+        return MARGIN / self.scale_log2 if self.reference is Reference.FIXED else 0.0
+
+    @cute.jit
+    def adopt(self, scores: cute.Tensor, shifts: tuple | None = None):
+        """Take the references of rows that saw no key so far from this block of scores."""
+        num_rows = cute.size(scores, mode=[0])
+        references, margin = self.row_max, self.margin
+        is_missing = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(num_rows):
+            is_missing = is_missing or references[r] == -Float32.inf
+        if cute.arch.vote_any_sync(is_missing):
+            maxima = self.maxima(scores, shifts)
+            for r in cutlass.range_constexpr(num_rows):
+                found = quad_reduce(maxima[r], cute.arch.fmax) + margin
+                references[r] = found if references[r] == -Float32.inf else references[r]
 
     def maxima(self, scores: cute.Tensor, shifts: tuple | None) -> list[Float32]:
         """The largest score of each row of this thread."""
@@ -127,6 +157,9 @@ class OnlineSoftmax:
             acc_ready()
             for r in cutlass.range_constexpr(num_rows):
                 row_max = quad_reduce(cute.arch.fmax(maxima[r], self.row_max[r]), cute.arch.fmax)
+                # Each row by itself: the others of its warp may have seen keys that it does not.
+                has_outgrown = (row_max - self.row_max[r]) * self.scale_log2 > SLACK
+                row_max = row_max if has_outgrown else self.row_max[r]
                 correction = cute.math.exp2(
                     (self.row_max[r] - finite(row_max)) * self.scale_log2, fastmath=True
                 )
@@ -144,7 +177,7 @@ class OnlineSoftmax:
             exponents = row.load() * self.scale_log2
             if cutlass.const_expr(self.reference is not Reference.ZERO):
                 reference = self.row_max[r]
-                if cutlass.const_expr(masked and self.follows):
+                if cutlass.const_expr(masked):
                     reference = finite(reference)
                 if cutlass.const_expr(shifts is not None):
                     reference = reference - shifts[r]
@@ -190,10 +223,34 @@ class OnlineSoftmax:
         return lse
 
     @cute.jit
-    def failed(self, r: cutlass.Constexpr):
-        """Whether a fixed reference did not do for a row that saw keys, once it is finished."""
-        # Also true of a sum that is no number.
-        return not (self.row_sum[r] >= FEWEST and self.row_sum[r] <= MOST)
+    def failed(
+        self, row: cute.Tensor, r: cutlass.Constexpr, has_sink: cutlass.Constexpr
+    ) -> cutlass.Boolean:
+        """Whether a reference that does not follow did not do for row r, once it is finished.
+
+        Args:
+            row: this thread's part of the row's output.
+            has_sink: whether a sink has joined the sum: then an output near 0 says nothing.
+        """
+        squares = [row[i] * row[i] for i in range(4)]
+        for i in cutlass.range_constexpr(4, cute.size(row), 4):
+            for j in cutlass.range_constexpr(4):
+                squares[j] = squares[j] + row[i + j] * row[i + j]
+        square = (squares[0] + squares[1]) + (squares[2] + squares[3])
+        # Written so that what is no number fails.
+        failed = not (self.row_sum[r] >= FEWEST and self.row_sum[r] <= MOST)
+        faintest = 0.0 if has_sink else FAINTEST
+        if not (square >= faintest and square <= STRONGEST):
+            for i in cutlass.range_constexpr(cute.size(row)):
+                failed = failed or row[i] != 0.0
+        # Where no key was seen the sum is 0, as it should be.
+        return failed and not self.saw_nothing(r)
+
+    def saw_nothing(self, r: int):
+        """Whether row r saw no key; of scores that are bounded no exponential vanishes."""
+        if self.reference is Reference.ZERO:
+            return self.row_sum[r] == 0.0
+        return self.row_max[r] == -Float32.inf
 
 
 class FixedSoftmax(OnlineSoftmax):

@@ -16,6 +16,9 @@ WARPS = WARPGROUP // WARP
 ROWS = 64
 """Rows of one WGMMA."""
 
+ROWS_OF_WARP = ROWS // WARPS
+"""Rows of a WGMMA whose accumulators one warp holds."""
+
 
 @cute.jit
 def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate: cutlass.Constexpr):

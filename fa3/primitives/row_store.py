@@ -1,0 +1,42 @@
+"""The way out for single rows: from registers to global memory, past shared memory."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean
+
+from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.fragments import as_rows_and_columns, convert
+from fa3.primitives.packed_rows import store_lse, store_row
+
+
+class RowStore(NamedTuple):
+    """Where rows and their log-sum-exps go.
+
+    Fields:
+        out: (seqlen_q, head_dim_v, heads, batch).
+        lse: (batch, heads, seqlen_q), or None.
+    """
+
+    out: cute.Tensor
+    lse: cute.Tensor | None
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords, is_written: tuple):
+        """Write those of this thread's rows of an accumulator that are to be written."""
+        rows = as_rows_and_columns(acc)
+        for r in cutlass.range_constexpr(len(is_written)):
+            query = coords.query(r)
+            if is_written[r] and query < self.out.shape[0]:
+                row = rows[r, None]
+                converted = cute.make_rmem_tensor(row.shape, self.out.element_type)
+                convert(row, converted)
+                place = self.out[query, None, coords.head, coords.batch]
+                store_row(converted, place, coords.column)
+                if cutlass.const_expr(self.lse is not None):
+                    store_lse(self.lse, (coords.batch, coords.head, query), lse[r], coords)
+
+    def store_all(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords):
+        """Write all of this thread's rows."""
+        self.store(acc, lse, coords, tuple(Boolean(True) for _ in coords.row_steps))
