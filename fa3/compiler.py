@@ -1,30 +1,35 @@
-"""Compiled kernels: the only call of cute.compile, and the cache in front of it on disk.
+"""Compiled kernels: the only call of cute.compile, and what is remembered of it.
 
 A kernel is an immutable object that says all that shapes its code, and it is compiled once, with
-tensors of unknown sizes and strides. The object file is kept under `cache_dir()`, keyed by the
-kernel and a fingerprint of our sources and tools; processes that want the same kernel wait for
-one of them to compile it. No GPU is needed to compile.
+tensors of unknown sizes and strides: once in a process, and, through `code_cache`, once on a
+machine. No GPU is needed to compile.
 """
 
 import contextlib
-import fcntl
 import functools
-import hashlib
-import importlib.metadata
 import io
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import cutlass
 import cutlass.cute as cute
 
+from fa3 import code_cache
 from fa3.diagnostics import explain
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
+
+DSL_SETTINGS = sorted(
+    (name, value)
+    for name, value in os.environ.items()
+    if name.startswith("CUTE_DSL_") and name != "CUTE_DSL_ARCH"
+)
+"""What the environment tells the DSL, which reads it once. OPTIONS overrule the architecture."""
 
 
 class Kernel(Protocol):
@@ -32,8 +37,8 @@ class Kernel(Protocol):
 
     Fields:
         entry_name: name of the host function in the object file.
-        is_storable: whether repr and fingerprint say all that shapes the code, so that the
-            kernel may be kept on disk.
+        is_storable: whether repr and sources say all that shapes the code, so that the kernel may
+            be kept on disk.
     """
 
     entry_name: str
@@ -61,25 +66,6 @@ class CompiledKernel:
     ptxas_log: str
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: $FA3_CACHE_DIR, else a folder in the user's cache."""
-    if path := os.environ.get("FA3_CACHE_DIR"):
-        return Path(path)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa3"
-
-
-@functools.cache
-def fingerprint() -> str:
-    """Digest of everything beside the key that shapes the code: sources and tool versions."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        digest.update(importlib.metadata.version(package).encode())
-    digest.update(platform.machine().encode())
-    return digest.hexdigest()
-
-
 def compiled(kernel: Kernel, options: str) -> Callable:
     """Compile a kernel.
 
@@ -97,7 +83,11 @@ def compiled(kernel: Kernel, options: str) -> Callable:
 
 
 def compile_kernel(kernel: Kernel) -> CompiledKernel:
-    """Compile a kernel with its machine code and the compiler's remarks, past the cache."""
+    """Compile a kernel with its machine code and the compiler's remarks, past the cache.
+
+    Raises:
+        ValueError: a score or a mask of the user's does not compile.
+    """
     remarks = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(remarks):
         entry = compiled(kernel, f"{OPTIONS} --keep-cubin --dump-dir {folder} remarks{{ptx}}")
@@ -106,19 +96,44 @@ def compile_kernel(kernel: Kernel) -> CompiledKernel:
 
 @functools.cache
 def load_kernel(kernel: Kernel) -> Callable:
-    """The kernel's callable: from memory, else from disk, else compiled and kept."""
-    if not kernel.is_storable:
-        return compiled(kernel, OPTIONS)
-    key = repr((kernel, fingerprint()))
-    path = cache_dir() / f"{hashlib.sha256(key.encode()).hexdigest()}.o"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            unfinished = path.with_suffix(".tmp")
-            compiled(kernel, OPTIONS).export_to_c(
-                object_file_path=str(unfinished), function_name=kernel.entry_name
-            )
-            unfinished.rename(path)
-    module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
+    """The kernel's callable: from memory, else from disk, else compiled and kept.
+
+    Raises:
+        ValueError: a score or a mask of the user's does not compile.
+    """
+    return from_disk(kernel) if kernel.is_storable else compiled(kernel, OPTIONS)
+
+
+def from_disk(kernel: Kernel) -> Callable:
+    """The callable of the object on disk, which is compiled and written if it is not there."""
+
+    def exported() -> bytes:
+        compilation = compiled(kernel, OPTIONS)
+        with file_in_memory() as path:
+            compilation.export_to_c(object_file_path=path, function_name=kernel.entry_name)
+            return Path(path).read_bytes()
+
+    code = code_cache.fetch(key_of(kernel), exported)
+    with file_in_memory() as path:
+        Path(path).write_bytes(code)
+        module = cute.runtime.load_module(path, enable_tvm_ffi=True)
     return getattr(module, kernel.entry_name)
+
+
+def key_of(kernel: Kernel) -> str:
+    """All that shapes a kernel's code, beside fa3's sources."""
+    # Only kernels need it, and importing it takes 20 ms.
+    import tvm_ffi
+
+    tools = (cutlass.__version__, cutlass.CUDA_VERSION, tvm_ffi.__version__, platform.machine())
+    return repr((kernel, OPTIONS, DSL_SETTINGS, tools))
+
+
+@contextlib.contextmanager
+def file_in_memory() -> Iterator[str]:
+    """The path of an empty file in memory: the DSL reads and writes objects by their paths only."""
+    descriptor = os.memfd_create("fa3")
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
