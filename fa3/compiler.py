@@ -2,15 +2,15 @@
 
 A kernel is an immutable object that says all that shapes its code, and it is compiled once, with
 tensors of unknown sizes and strides: once in a process, and, through `code_cache`, once on a
-machine. No GPU is needed to compile.
+machine. No GPU is needed to compile. Every function may be called from several threads.
 """
 
 import contextlib
-import functools
 import io
 import os
 import platform
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,16 @@ DSL_SETTINGS = sorted(
 )
 """What the environment tells the DSL, which reads it once. OPTIONS overrule the architecture."""
 
+COMPILING = threading.RLock()
+"""Held while a kernel is compiled or loaded: the DSL keeps what it works on in globals."""
+
+# A fork waits too, since the child would inherit half a compilation and a lock that nobody frees.
+os.register_at_fork(
+    before=COMPILING.acquire,
+    after_in_parent=COMPILING.release,
+    after_in_child=COMPILING.release,
+)
+
 
 class Kernel(Protocol):
     """What is compiled: hashable, with a repr that tells two different kernels apart.
@@ -49,6 +59,10 @@ class Kernel(Protocol):
 
     def __call__(self, *arguments) -> None:
         """The host function: a `cute.jit` method that launches the kernel."""
+
+
+LOADED: dict[Kernel, Callable] = {}
+"""The callables of all kernels that this process has used."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,8 @@ def compiled(kernel: Kernel, options: str) -> Callable:
         ValueError: a score or a mask of the user's does not compile.
     """
     try:
-        return cute.compile(kernel, *kernel.arguments(), options=options)
+        with COMPILING:
+            return cute.compile(kernel, *kernel.arguments(), options=options)
     except Exception as error:
         # Only kernels with functions of the user's are not kept on disk.
         explained = None if kernel.is_storable else explain(error, kernel.spec)
@@ -94,14 +109,21 @@ def compile_kernel(kernel: Kernel) -> CompiledKernel:
     return CompiledKernel(entry, entry.__cubin__, remarks.getvalue())
 
 
-@functools.cache
 def load_kernel(kernel: Kernel) -> Callable:
     """The kernel's callable: from memory, else from disk, else compiled and kept.
 
     Raises:
         ValueError: a score or a mask of the user's does not compile.
     """
-    return from_disk(kernel) if kernel.is_storable else compiled(kernel, OPTIONS)
+    try:
+        return LOADED[kernel]
+    except KeyError:
+        pass
+    with COMPILING:
+        # Another thread may have loaded it meanwhile.
+        if kernel not in LOADED:
+            LOADED[kernel] = from_disk(kernel) if kernel.is_storable else compiled(kernel, OPTIONS)
+        return LOADED[kernel]
 
 
 def from_disk(kernel: Kernel) -> Callable:
