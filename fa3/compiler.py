@@ -6,9 +6,9 @@ machine. No GPU is needed to compile. Every function may be called from several 
 """
 
 import contextlib
-import io
 import os
 import platform
+import shlex
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -103,10 +103,11 @@ def compile_kernel(kernel: Kernel) -> CompiledKernel:
     Raises:
         ValueError: a score or a mask of the user's does not compile.
     """
-    remarks = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(remarks):
-        entry = compiled(kernel, f"{OPTIONS} --keep-cubin --dump-dir {folder} remarks{{ptx}}")
-    return CompiledKernel(entry, entry.__cubin__, remarks.getvalue())
+    with tempfile.TemporaryDirectory() as folder:
+        remarks = Path(folder, "remarks.yaml")
+        outputs = ("--keep-cubin", "--dump-dir", folder, "--remark-output", str(remarks))
+        entry = compiled(kernel, f"{OPTIONS} {shlex.join(outputs)} remarks{{ptx}}")
+        return CompiledKernel(entry, entry.__cubin__, remarks.read_text())
 
 
 def load_kernel(kernel: Kernel) -> Callable:
