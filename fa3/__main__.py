@@ -10,7 +10,7 @@ import torch
 
 import fa3
 from fa3.api import gpu_of
-from fa3.compiler import cache_dir
+from fa3.code_cache import cache_dir
 from fa3.drawing import draw_tile_order
 from fa3.explanation import microseconds
 from fa3.masks import Band

@@ -327,6 +327,7 @@ def test_spills_are_seen(monkeypatch):
     report = inspect(kernel.cubin)
     assert report.stack_bytes > 0
     assert report.spill_instructions > 0
+    assert "(C7512)" in kernel.ptxas_log, "ptxas's warnings are not in its log"
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
