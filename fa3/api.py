@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch.cuda import is_current_stream_capturing
 
 from fa3.captures import capture_of, current_stream
 from fa3.compiler import load_kernel
@@ -57,7 +58,8 @@ class PreparedCall:
         kernel: the compiled kernel on a GPU, None on the CPU.
         plan_arguments: the kernel's arguments after the scale, up to what the schedule reads.
         table: what the schedule reads.
-        num_counters: counters that the marks, the schedule and the parts take, each 0 for none.
+        num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
+            and `total_counters` all of them.
         parts: what the kernel takes if the plan splits tiles.
         again: the launch that follows if the softmax has a reference that does not follow.
     """
@@ -71,6 +73,7 @@ class PreparedCall:
     num_counters: tuple[int, int, int] = (0, 0, 0)
     parts: "Parts | None" = None
     again: "Again | None" = None
+    total_counters: int = 0
 
     @classmethod
     def on_gpu(
@@ -84,6 +87,7 @@ class PreparedCall:
             plan.schedule.num_counters,
             parts.num_counters if parts else 0,
         )
+        counts = tuple(-(-count // ALIGNED) * ALIGNED for count in counts)
         return cls(
             plan,
             load_kernel(plan.kernel(is_recorded)),
@@ -91,9 +95,10 @@ class PreparedCall:
             out_shape,
             lse_shape,
             None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
-            tuple(-(-count // ALIGNED) * ALIGNED for count in counts),
+            counts,
             parts,
             Again(load_kernel(again.kernel()), again.kernel_arguments) if again else None,
+            sum(counts),
         )
 
     def launch(
@@ -109,16 +114,15 @@ class PreparedCall:
     ) -> None:
         """Run the kernel on the current stream of q's GPU."""
         device = q.device
-        stream = current_stream(device)
-        capture = capture_of(stream)
+        stream = current_stream(device.index)
+        capture = capture_of(stream) if is_current_stream_capturing() else None
         state = None if self.table is None else self.table.on(stream, capture)
         tensors = (q, k, v, out, lse, modifiers, scale)
-        total = sum(self.num_counters)
-        if not total:
-            self.kernel(*tensors, *self.plan_arguments, state, *NO_PARTS, None, recording)
+        if not self.total_counters:
+            self.kernel(*tensors, *self.plan_arguments, state, None, None, 0, None, recording)
             return
         stream_counters = counters_of(device, stream, capture)
-        counters = stream_counters.take(total)
+        counters = stream_counters.take(self.total_counters)
         marks, of_schedule, of_parts = self.divide(counters)
         if of_schedule is not None:
             state = of_schedule
@@ -131,9 +135,9 @@ class PreparedCall:
 
     def divide(self, counters: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The counters of the marks, the schedule and the parts."""
-        if sum(self.num_counters) in self.num_counters:
+        if self.total_counters in self.num_counters:
             return tuple(counters if count else None for count in self.num_counters)
-        those = counters[: sum(self.num_counters)].split(self.num_counters)
+        those = counters[: self.total_counters].split(self.num_counters)
         return tuple(part if len(part) else None for part in those)
 
 

@@ -20,9 +20,14 @@ FEWEST, MOST = 2.0**-64, 2.0**120
 """Sums of a row between which a reference that does not follow did: terms below 2**-149, which
 vanished, do not count beside the former; the latter is far enough below infinity."""
 
-FAINTEST, STRONGEST = 2.0**-100, 2.0**120
-"""Squares of a row's output, summed over a thread's columns, between which O neither lost digits
-nor overflowed, whatever V holds. Beyond them only zeros are sure."""
+SURE = 0.5
+"""Sums of a row below which O cannot overflow, whatever V holds."""
+
+FAINT = 2.0**-60
+"""Outputs below which O may have lost digits, since V is that small; zeros excepted."""
+
+STRONGEST = 2.0**120
+"""Squares of a row's output, summed over a thread's columns, from which O may have overflowed."""
 
 
 class Reference(Enum):
@@ -114,7 +119,9 @@ class OnlineSoftmax:
     @property
     def margin(self):
         """How far a reference lies above the scores that it is taken from, in their units."""
-        return MARGIN / self.scale_log2 if self.reference is Reference.FIXED else 0.0
+        if self.reference is Reference.FIXED:
+            return MARGIN * cute.arch.rcp_approx(self.scale_log2)
+        return 0.0
 
     @cute.jit
     def adopt(self, scores: cute.Tensor, shifts: tuple | None = None):
@@ -232,17 +239,19 @@ class OnlineSoftmax:
             row: this thread's part of the row's output.
             has_sink: whether a sink has joined the sum: then an output near 0 says nothing.
         """
-        squares = [row[i] * row[i] for i in range(4)]
-        for i in cutlass.range_constexpr(4, cute.size(row), 4):
-            for j in cutlass.range_constexpr(4):
-                squares[j] = squares[j] + row[i + j] * row[i + j]
-        square = (squares[0] + squares[1]) + (squares[2] + squares[3])
         # Written so that what is no number fails.
         failed = not (self.row_sum[r] >= FEWEST and self.row_sum[r] <= MOST)
-        faintest = 0.0 if has_sink else FAINTEST
-        if not (square >= faintest and square <= STRONGEST):
+        is_sure = self.row_sum[r] < SURE
+        if cutlass.const_expr(not has_sink):
+            is_sure = is_sure and cute.arch.fmax(row[0], -row[0]) >= FAINT
+        if not is_sure:
+            faintest = 0.0 if has_sink else FAINT * FAINT
+            square = Float32(0.0)
             for i in cutlass.range_constexpr(cute.size(row)):
-                failed = failed or row[i] != 0.0
+                square = square + row[i] * row[i]
+            if not (square >= faintest and square <= STRONGEST):
+                for i in cutlass.range_constexpr(cute.size(row)):
+                    failed = failed or row[i] != 0.0
         # Where no key was seen the sum is 0, as it should be.
         return failed and not self.saw_nothing(r)
 

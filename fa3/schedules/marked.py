@@ -70,31 +70,33 @@ class Marks(NamedTuple):
 
     @cute.jit
     def add(self, failed: tuple, tile: Tile, warp: Int32):
-        """Mark the rows of this thread that failed, and list their tile.
+        """Mark a warp's rows that failed, and list their tile; all threads of the warp call this.
 
         Args:
             failed: for each row of this thread whether it failed; threads that share a row may
                 differ.
             warp: this warp's place among those of the tile.
         """
-        failed_here = cutlass.Boolean(False)
+        mask = Int32(0)
         for r in cutlass.range_constexpr(len(failed)):
-            failed_here = failed_here or failed[r]
-        if failed_here:
-            place = self.place(tile)
-            mask = Int32(0)
-            for r in cutlass.range_constexpr(len(failed)):
-                mask = mask | (bit_of_row(r) if failed[r] else Int32(0))
-            words = self.words.iterator
-            cute.arch.atomic_or(words + self.rows(place, warp), mask, sem="relaxed", scope="gpu")
-            was_listed = cute.arch.atomic_exch(
-                words + self.flag(place), Int32(1), sem="relaxed", scope="gpu"
-            )
-            if was_listed == 0:
-                position = cute.arch.atomic_add(
-                    words + LISTED, Int32(1), sem="relaxed", scope="gpu"
+            mask = mask | (bit_of_row(r) if failed[r] else Int32(0))
+        if cute.arch.vote_any_sync(mask != 0):
+            mask = cute.arch.warp_redux_sync(mask, "or")
+            if cute.arch.lane_idx() == 0:
+                place = self.place(tile)
+                words = self.words.iterator
+                # Several CTAs may have parts of a tile.
+                cute.arch.atomic_or(
+                    words + self.rows(place, warp), mask, sem="relaxed", scope="gpu"
                 )
-                self.words[self.entry(position)] = place
+                was_listed = cute.arch.atomic_exch(
+                    words + self.flag(place), Int32(1), sem="relaxed", scope="gpu"
+                )
+                if was_listed == 0:
+                    position = cute.arch.atomic_add(
+                        words + LISTED, Int32(1), sem="relaxed", scope="gpu"
+                    )
+                    self.words[self.entry(position)] = place
 
     @cute.jit
     def take_rows(self, tile: Tile, warp: Int32) -> tuple[Boolean, Boolean]:
