@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from fa3.decode import TILE_N, CacheOperands, Sizes, choose_cut, tighten
 from fa3.executor import RunningSoftmax, merge, with_sink
 from fa3.kernels.append import Append, Rotary
+from fa3.lengths import capacity_of
 from fa3.masks import Band, Sequence
 from fa3.modifiers import Modifiers
 from fa3.planner import H200
@@ -106,7 +107,7 @@ def attend_with_cache(
     q, k_cache, out = operands.q, operands.k_cache, operands.out
     batch, seqlen_q, heads_q, _ = q.shape
     heads_kv, pages = k_cache.shape[2], operands.page_table
-    capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    capacity = capacity_of(k_cache.shape[1], 1 if pages is None else pages.shape[1])
     sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
     window, num_ctas = tighten(window, sizes), H200.num_sms - sm_margin
     modifiers = Modifiers.of(

@@ -1,20 +1,17 @@
 """Whether a schedule works on every tile once; for schedules that did not come from the planner.
 
-What a schedule's fields and table may hold is checked first, and tables are looked at as arrays:
-no schedule is walked before it is known that its walks end.
+Nothing is walked: of a table of unknown making that might never end. It is looked at as an array.
 """
 
 import numpy as np
 
+from fa3.primitives.arithmetic import LARGEST
 from fa3.schedules.dynamic import Dynamic
 from fa3.schedules.single_tile import SingleTile
 from fa3.schedules.split_tiles import MOST_PARTS, UNIT_FIELDS, WHOLE, SplitTiles, Unit
 from fa3.schedules.static_persistent import StaticPersistent
 from fa3.schedules.tile_list import END, TileList
 from fa3.schedules.tiles import Schedule, TileOrder
-
-LARGEST = 2**31 - 1
-"""The largest number of a kernel's arithmetic."""
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
