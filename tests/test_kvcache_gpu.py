@@ -7,12 +7,12 @@ import pytest
 import torch
 from kvcache_bad_values import (
     BAD_VALUES_OF_TENSORS,
+    FAR_VALUES,
     INDEXED,
     PAGED,
     PLAIN,
     RAGGED,
     changed,
-    integers,
     naming,
 )
 from kvcache_problems import CacheProblem, make_call, random_problem
@@ -335,15 +335,6 @@ def watched(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     memory = tensor.new_full((tensor.numel() + 2 * MARGIN,), torch.nan)
     copy = memory[MARGIN:-MARGIN].view(tensor.shape)
     return copy.copy_(tensor), memory
-
-
-FAR_VALUES = [
-    (replace(INDEXED, page_size=16), "cache_leftpad", integers(-7, 2**31 - 1)),
-    (replace(INDEXED, page_size=16), "cache_batch_idx", integers(-(2**31), 2**31 - 1)),
-    (replace(PAGED, page_size=1), "page_table", lambda x: x - 2**30),
-    (PLAIN, "cache_seqlens", integers(-(2**31), 2**31 - 1)),
-    (RAGGED, "cu_seqlens_k_new", integers(2 - 2**31, 1, 5)),
-]
 
 
 @pytest.mark.parametrize(
