@@ -37,6 +37,12 @@ for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; 
 64.0, 64.2 and 64.3 us.
 """
 
+REMEMBERED = 4096
+"""Calls of which it is remembered what their shapes and options lead to: those of hundreds of batch
+sizes with page tables of some widths each. One takes 3 KB, and none holds device memory or the
+last reference to a kernel, so a captured graph misses nothing when it is forgotten.
+"""
+
 MOST_ROWS = 1 << 30
 """Query rows of a key/value head of a sequence."""
 
@@ -185,7 +191,7 @@ def attend_with_cache(
         call.combine(out, lse, sinks, None, None, workspace, *call.combine_arguments)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def prepare(
     q: tuple[int, ...],
     k: tuple[int, ...],

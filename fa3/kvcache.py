@@ -32,7 +32,7 @@ from fa3.cache_arguments import (
 )
 from fa3.cache_schedule import SchedulerMetadata
 from fa3.compiler import load_kernel
-from fa3.decode import CacheOperands
+from fa3.decode import REMEMBERED, CacheOperands
 from fa3.executor import merge
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
 from fa3.kernels.combine import Combine
@@ -269,7 +269,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_lse else out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def prepare(
     call: CacheCall,
     causal: bool,
@@ -305,7 +305,7 @@ def prepare(
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def check_metadata(
     metadata: SchedulerMetadata,
     call: CacheCall,
@@ -437,7 +437,7 @@ class PreparedCombine(NamedTuple):
     num_ctas: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def prepare_combine(
     partial: Operand, lse: Operand, out: Operand | None, out_dtype: torch.dtype
 ) -> PreparedCombine | None:
