@@ -22,7 +22,7 @@ from fa3.schedules import (
 )
 from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import Marked
-from fa3.schedules.split_tiles import MOST_PARTS
+from fa3.schedules.split_tiles import MOST_PARTS, MOST_SLOTS
 from fa3.schedules.tile_list import END
 
 ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_section=2)
@@ -307,6 +307,22 @@ def test_a_tile_in_too_many_parts():
         ValueError, match=r"^schedule cuts Tile\(.*\) into 300 parts, more than 255"
     ):
         check_schedule(schedule, np.zeros(1, int), most)
+
+
+def halves(num_tiles: int) -> SplitTiles:
+    """Return a schedule of one cluster that works on each tile in two parts."""
+    part = np.arange(2 * num_tiles)
+    second, half = part % 2, BLOCKS // 2
+    numbers = 2 + MOST_PARTS * (second + MOST_PARTS * part)
+    units = np.stack((part // 2, second * half, (second + 1) * half, numbers), axis=1)
+    table = np.append(units, [END] * 4).astype(np.int32)
+    return SplitTiles(TileOrder(num_tiles, 1, 1, 1), 1, table, 2 * num_tiles)
+
+
+def test_too_many_parts():
+    check(halves(MOST_SLOTS // 2))
+    with pytest.raises(ValueError, match=r"^schedule has 16386 parts of tiles, more than 16384$"):
+        check(halves(MOST_SLOTS // 2 + 1))
 
 
 def test_a_call_refuses_it():

@@ -8,7 +8,14 @@ import numpy as np
 from fa3.primitives.arithmetic import LARGEST
 from fa3.schedules.dynamic import Dynamic
 from fa3.schedules.single_tile import SingleTile
-from fa3.schedules.split_tiles import MOST_PARTS, UNIT_FIELDS, WHOLE, SplitTiles, Unit
+from fa3.schedules.split_tiles import (
+    MOST_PARTS,
+    MOST_SLOTS,
+    UNIT_FIELDS,
+    WHOLE,
+    SplitTiles,
+    Unit,
+)
 from fa3.schedules.static_persistent import StaticPersistent
 from fa3.schedules.tile_list import END, TileList
 from fa3.schedules.tiles import Schedule, TileOrder
@@ -183,6 +190,8 @@ def check_parts(schedule: SplitTiles, units: np.ndarray, num_parts: np.ndarray) 
         )
     check_integer("num_slots", schedule.num_slots)
     slots = np.sort(slot[is_part])
+    if len(slots) > MOST_SLOTS:
+        raise ValueError(f"schedule has {len(slots)} parts of tiles, more than {MOST_SLOTS}")
     if schedule.num_slots != len(slots):
         raise ValueError(
             f"schedule must have num_slots {len(slots)}, as many as it has parts of tiles, got "
