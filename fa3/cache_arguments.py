@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from fa3.decode import Sizes
+from fa3.lengths import LONGEST, capacity_of
 from fa3.operands import (
     DIMENSIONS,
     Operand,
@@ -30,6 +32,7 @@ from fa3.operands import (
     describe,
     describe_unaligned,
 )
+from fa3.primitives.arithmetic import LARGEST
 
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
@@ -107,7 +110,7 @@ class CacheCall(NamedTuple):
     @property
     def capacity(self) -> int:
         """Tokens that a sequence can have."""
-        return self.page_size * (self.page_table.shape[1] if self.page_table else 1)
+        return capacity_of(self.page_size, self.page_table.shape[1] if self.page_table else 1)
 
     @property
     def seqlen_new(self) -> int:
@@ -142,6 +145,24 @@ def check_tensors(call: CacheCall) -> None:
         raise ValueError("cu_seqlens_k_new must be None without k and v: nothing is appended")
     if call.rotary_cos is not None or call.rotary_sin is not None:
         check_rotary(call)
+    check_counts(call)
+
+
+def check_counts(call: CacheCall) -> None:
+    """Raise if 32 bits, in which kernels count, do not do for a size or what follows from it."""
+    for name, operand in zip(call._fields, call, strict=True):
+        if operand is not None and max(operand.shape, default=0) > LARGEST:
+            raise ValueError(
+                f"{name} must have sizes of at most {LARGEST}, got shape {tuple(operand.shape)}"
+            )
+    if call.page_size > LONGEST:
+        raise ValueError(
+            f"k_cache must have at most {LONGEST} tokens of a sequence, or in a page, got "
+            f"{call.page_size}"
+        )
+    heads_q, heads_kv = call.q.shape[2], call.k_cache.shape[2]
+    group = heads_q // max(1, heads_kv)
+    Sizes(call.batch, call.seqlen_q, heads_kv, group, call.capacity).check("q")
 
 
 def check_indices(call: CacheCall) -> None:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from fa3.decode import TILE_N, CacheOperands, Sizes, choose_cut, tighten
 from fa3.executor import RunningSoftmax, merge, with_sink
 from fa3.kernels.append import Append, Rotary
+from fa3.lengths import capacity_of
 from fa3.masks import Band, Sequence
 from fa3.modifiers import Modifiers
 from fa3.planner import H200
@@ -27,7 +28,7 @@ from fa3.scores import Score
 
 @dataclass(frozen=True)
 class HostAppend:
-    """`fa3.kernels.append` on CPU tensors, whose values have been checked."""
+    """`fa3.kernels.append` on CPU tensors."""
 
     kernel: Append
 
@@ -49,41 +50,56 @@ class HostAppend:
         query_step: int,
     ) -> None:
         """Write k and v into the cache, the new lengths, and the rotated queries."""
-        rotary = self.kernel.rotary
-        for sequence, seqlen in enumerate(seqlens.tolist()):
+        rotary, capacity = self.kernel.rotary, tokens_of_sequence(k_cache, page_table)
+        for sequence, seqlen in enumerate(seqlens.clamp(0, capacity).tolist()):
             of_sequence = sequence
             if cu_seqlens is not None:
-                of_sequence = slice(*cu_seqlens[sequence : sequence + 2].tolist())
-            new_k, new_v = k[of_sequence], v[of_sequence]
+                of_sequence = slice(*cu_seqlens[sequence : sequence + 2].clamp(min=0).tolist())
+            room = capacity - seqlen
+            new_k, new_v = k[of_sequence][:room], v[of_sequence][:room]
             positions = torch.arange(seqlen, seqlen + len(new_k))
             if rotary is not None:
                 new_k = rotate(new_k, positions, cos, sin, rotary)
                 of_queries = seqlen + query_step * torch.arange(q.shape[1])
                 rotated[sequence] = rotate(q[sequence], of_queries, cos, sin, rotary)
-            rows = rows_of(sequence, positions, batch_idx, page_table, k_cache.shape[1])
-            k_cache[rows], v_cache[rows] = new_k, new_v
+            outer, inner, exists = find(sequence, positions, batch_idx, page_table, k_cache)
+            places = outer[exists], inner[exists]
+            k_cache[places], v_cache[places] = new_k[exists], new_v[exists]
             new_seqlens[sequence] = seqlen + len(new_k)
 
 
-def rows_of(
+def tokens_of_sequence(k_cache: torch.Tensor, page_table: torch.Tensor | None) -> int:
+    """Tokens that a sequence may have."""
+    return capacity_of(k_cache.shape[1], 1 if page_table is None else page_table.shape[1])
+
+
+def find(
     sequence: int,
     positions: torch.Tensor,
     batch_idx: torch.Tensor | None,
     page_table: torch.Tensor | None,
-    page_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and second index in the cache of a sequence's tokens at these positions."""
-    row = sequence if batch_idx is None else batch_idx[sequence].item()
-    if page_table is None:
-        return torch.full_like(positions, row), positions
-    return page_table[row, positions // page_size].long(), positions % page_size
+    k_cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """First and second index in the cache of a sequence's tokens at these positions, and whether
+    there is such a place. If not, the indices are those of another one.
+    """
+    row = torch.tensor(sequence) if batch_idx is None else batch_idx[sequence]
+    table = k_cache if page_table is None else page_table
+    exists = (row == row.clamp(0, len(table) - 1)).expand_as(positions)
+    outer, inner = row.clamp(0, len(table) - 1).long().expand_as(positions), positions
+    if page_table is not None:
+        page, inner = page_table[outer, positions // k_cache.shape[1]], inner % k_cache.shape[1]
+        outer = page.clamp(0, len(k_cache) - 1).long()
+        exists = exists & (page == outer)
+    return outer, inner, exists
 
 
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary
 ) -> torch.Tensor:
     """Turn the first columns of x (tokens, heads, head_dim) to its positions."""
-    cos, sin = (table[positions, None].float() for table in (cos, sin))
+    rows = positions.clamp(max=len(cos) - 1)
+    cos, sin = (table[rows, None].float() for table in (cos, sin))
     turning, rest = x.split([rotary.dim, x.shape[2] - rotary.dim], dim=2)
     pairs = (-1, 2) if rotary.interleaved else (2, -1)
     first, second = turning.float().unflatten(2, pairs).unbind(3 if rotary.interleaved else 2)
@@ -105,8 +121,7 @@ def attend_with_cache(
     """Do on CPU tensors what `fa3.decode.attend_with_cache` does on those of an H200."""
     q, k_cache, out = operands.q, operands.k_cache, operands.out
     batch, seqlen_q, heads_q, _ = q.shape
-    heads_kv, pages = k_cache.shape[2], operands.page_table
-    capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    heads_kv, capacity = k_cache.shape[2], tokens_of_sequence(k_cache, operands.page_table)
     sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
     window, num_ctas = tighten(window, sizes), H200.num_sms - sm_margin
     modifiers = Modifiers.of(
@@ -149,12 +164,15 @@ class CacheWalk:
 
     def sequence(self, batch: int) -> Sequence:
         """A sequence as the mask sees it: its keys are counted from behind the padding."""
-        seqlen, leftpad = self.operands.cache_seqlens[batch].item(), self.leftpad(batch)
-        return Sequence(self.sizes.seqlen_q, max(seqlen - leftpad, 0), self.window)
+        seqlen = self.count(self.operands.cache_seqlens, batch)
+        return Sequence(self.sizes.seqlen_q, max(seqlen - self.leftpad(batch), 0), self.window)
 
     def leftpad(self, batch: int) -> int:
-        leftpad = self.operands.cache_leftpad
-        return 0 if leftpad is None else leftpad[batch].item()
+        return self.count(self.operands.cache_leftpad, batch)
+
+    def count(self, table: torch.Tensor | None, batch: int) -> int:
+        """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
+        return 0 if table is None else min(max(table[batch].item(), 0), self.sizes.capacity)
 
     def blocks(self) -> list[tuple[int, int]]:
         """Key blocks that the queries of each sequence touch."""
@@ -209,12 +227,12 @@ class CacheWalk:
     def key_block(self, tile: Tile, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One head's keys and values at some positions, and zeros up to the size of a block."""
         operands = self.operands
-        first, second = rows_of(
+        first, second, _ = find(
             tile.batch,
             positions,
             operands.cache_batch_idx,
             operands.page_table,
-            operands.k_cache.shape[1],
+            operands.k_cache,
         )
         caches = operands.k_cache, operands.v_cache
         missing = (0, 0, 0, TILE_N - len(positions))

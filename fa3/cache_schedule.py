@@ -14,6 +14,7 @@ import torch
 from fa3.api import as_pair, check_window, gpu_of, reject_unsupported, reserve_sms, tighten
 from fa3.cache_arguments import check_leftpads, is_visible, read
 from fa3.decode import TILE_N, Sizes
+from fa3.lengths import LONGEST
 from fa3.masks import Band, Sequence
 from fa3.operands import DTYPES, check_dtype, check_shape, describe_unaligned
 from fa3.planner import H200, Gpu
@@ -153,8 +154,10 @@ def get_scheduler_metadata(
             raise TypeError(f"{name} must be an integer, got {size!r}")
         if size < least:
             raise ValueError(f"{name} must be {least} or more, got {size}")
-    if num_heads_q % num_heads_kv:
+    group, rest = divmod(num_heads_q, num_heads_kv)
+    if rest:
         raise ValueError(f"num_heads_q must be a multiple of {num_heads_kv}, got {num_heads_q}")
+    Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check("max_seqlen_q")
     if qkv_dtype not in DTYPES:
         raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {qkv_dtype}")
     window = check_window(as_pair(window_size), causal)
@@ -196,6 +199,8 @@ def host_lengths(
     if cache_seqlens is None:
         raise TypeError("cache_seqlens must be an int or an int32 tensor, got None")
     if isinstance(cache_seqlens, int):
+        if not 0 <= cache_seqlens <= LONGEST:
+            raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {cache_seqlens}")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32)
     tensors = {
         "cache_seqlens": (cache_seqlens, (batch,)),
@@ -224,6 +229,11 @@ def host_lengths(
             raise ValueError(
                 f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
             )
+        if total > LONGEST:
+            raise ValueError(
+                f"cache_seqlens must be at most {LONGEST} with new tokens, got {total} for "
+                f"sequence {sequence}"
+            )
         if total > max_seqlen_k:
             raise ValueError(
                 f"max_seqlen_k must be the longest length with new tokens, {total}, or more, got "
@@ -238,17 +248,26 @@ def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_cta
     group = metadata.heads_q // metadata.heads_kv
     sizes = Sizes(metadata.batch, metadata.seqlen_q, metadata.heads_kv, group, max(lengths))
     window = tighten(metadata.window, sizes.seqlen_q, sizes.capacity)
-    mask = Band.of(window)
+    most, total = most_of_whole_tiles(sizes, window, lengths, num_ctas)
+    block_bytes = TILE_N * (metadata.head_dim + metadata.head_dim_v) * metadata.dtype.itemsize
+    return most <= -(-total // num_ctas) + MERGE_BYTES / block_bytes
+
+
+def most_of_whole_tiles(
+    sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
+) -> tuple[int, int]:
+    """Key blocks of the CTA that has the most if tiles stay whole, and those of all CTAs."""
+    mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
     blocks = (
         mask.key_blocks(0, sizes.seqlen_q, TILE_N, Sequence(sizes.seqlen_q, max(0, n), window))
         for n in lengths
     )
-    of_tiles = np.repeat(
-        [of_sequence.end - of_sequence.begin for of_sequence in blocks],
-        sizes.heads_kv * sizes.num_m_blocks,
-    )
-    pieces = Pieces(int(of_tiles.sum()), num_ctas)
-    owners = pieces.cta_of(of_tiles.cumsum() - of_tiles)
-    most = np.bincount(owners, weights=of_tiles).max()
-    block_bytes = TILE_N * (metadata.head_dim + metadata.head_dim_v) * metadata.dtype.itemsize
-    return bool(most <= -(-pieces.total // num_ctas) + MERGE_BYTES / block_bytes)
+    of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
+    ends = (tiles * of_tile).cumsum()
+    pieces = Pieces(int(ends[-1]), num_ctas)
+    cuts = pieces.begin(np.arange(num_ctas + 1))
+    sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
+    begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]
+    # A piece goes on to where the next tile begins.
+    cuts = begin + -((begin - cuts) // blocks_of_tile) * blocks_of_tile
+    return int(np.diff(cuts).max()), pieces.total

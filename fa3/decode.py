@@ -17,12 +17,14 @@ import torch
 from fa3.compiler import load_kernel
 from fa3.kernels.combine import GROUPS, Combine
 from fa3.kernels.decode import Config, Decode
+from fa3.lengths import capacity_of
 from fa3.masks import Band
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS
-from fa3.primitives.workspace import WorkspaceSize
+from fa3.primitives.workspace import UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.split import StreamK, Units, Whole
 
@@ -34,6 +36,18 @@ BYTES_IN_FLIGHT = 128 << 10
 for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; head_dim 64: 76.8,
 64.0, 64.2 and 64.3 us.
 """
+
+REMEMBERED = 4096
+"""Calls of which it is remembered what their shapes and options lead to: those of hundreds of batch
+sizes with page tables of some widths each. One takes 3 KB, and none holds device memory or the
+last reference to a kernel, so a captured graph misses nothing when it is forgotten.
+"""
+
+MOST_ROWS = 1 << 30
+"""Query rows of a key/value head of a sequence."""
+
+MOST_TILES = 1 << 27
+"""Tiles of a call: 32 bits must do for all numbers of their records."""
 
 
 class CacheOperands(NamedTuple):
@@ -88,6 +102,30 @@ class Sizes(NamedTuple):
     @property
     def num_tiles(self) -> int:
         return self.batch * self.heads_kv * self.num_m_blocks
+
+    def check(self, queries: str) -> None:
+        """Raise ValueError if 32 bits do not count the rows, the tiles or the keys of a call.
+
+        Args:
+            queries: the argument that has them.
+        """
+        if self.rows > MOST_ROWS:
+            raise ValueError(
+                f"{queries} must give a key/value head at most {MOST_ROWS} rows, got {self.rows}"
+            )
+        if self.num_tiles > MOST_TILES:
+            raise ValueError(
+                f"{queries} must give at most {MOST_TILES} tiles of {ROWS} rows, got "
+                f"{self.num_tiles}: {self.num_m_blocks} for each of {self.heads_kv} key/value "
+                f"heads of {self.batch} sequences"
+            )
+        # A query's last key, counted from the first, with what a window and a block add to it.
+        most = (LARGEST - self.capacity) // 2 - ROWS
+        if self.seqlen_q > most:
+            raise ValueError(
+                f"{queries} must have at most {most} queries beside a cache of {self.capacity} "
+                f"tokens, got {self.seqlen_q}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +191,7 @@ def attend_with_cache(
         call.combine(out, lse, sinks, None, None, workspace, *call.combine_arguments)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def prepare(
     q: tuple[int, ...],
     k: tuple[int, ...],
@@ -172,7 +210,7 @@ def prepare(
     batch, seqlen_q, heads_q, head_dim = q
     _, rows_of_cache, heads_kv, _ = k
     write_lse, batch_indexed, left_padded = given
-    capacity = rows_of_cache if pages is None else pages * rows_of_cache
+    capacity = capacity_of(rows_of_cache, 1 if pages is None else pages)
     sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
     window = tighten(window, sizes)
     element = str(dtype).removeprefix("torch.")
@@ -181,20 +219,37 @@ def prepare(
         structure.scores, structure.sinks,
     )  # fmt: skip
     cache = CacheLayout(0 if pages is None else rows_of_cache, batch_indexed, left_padded)
-    num_ctas = multiprocessors(device) - sm_margin
+    properties = torch.cuda.get_device_properties(device)
+    num_ctas = properties.multi_processor_count - sm_margin
     cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant)
-    kernel = load_kernel(Decode(spec, config_of(spec), cache, type(cut)))
+    is_long = sizes.num_tiles * most_blocks(sizes, window) > LARGEST
+    kernel = load_kernel(Decode(spec, config_of(spec), cache, type(cut), is_long))
     units = (cut.num_splits, cut.unit_blocks, cut.max_parts) if type(cut) is Units else (1, 1, 1)
     arguments = (*window, *units, num_ctas)
     if not cut.has_parts:
         return PreparedDecode(kernel, arguments, None, (), 0)
     size = WorkspaceSize(cut.num_records, cut.num_slots, min(sizes.rows, ROWS))
+    check_workspace(size, head_dim_v, capacity, properties.total_memory)
     combine = load_kernel(
         Combine(element, head_dim_v, sizes.qhead_per_kvhead, write_lse, structure.sinks)
     )
     return PreparedDecode(
         kernel, arguments, combine, (*size, sets_of(size, num_ctas)), size.numbers(head_dim_v)
     )
+
+
+def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:
+    """Raise ValueError if a GPU with so many bytes of memory has no room for a call's parts.
+
+    Only `Units` has slots for as many parts as the cache has room for.
+    """
+    num_bytes = size.numbers(head_dim_v) * torch.float32.itemsize
+    if num_bytes > memory or size.num_slots * size.rows > LARGEST - UNIT:
+        raise ValueError(
+            f"num_splits or batch_invariant takes {num_bytes / 2**30:.1f} GB of workspace, for "
+            f"{size.num_slots} parts of sequences of up to {capacity} tokens: give a cache or a "
+            "page_table that has room for fewer"
+        )
 
 
 def sets_of(size: WorkspaceSize, num_ctas: int) -> int:
@@ -221,18 +276,24 @@ def choose_cut(
     sizes: Sizes, window: Window, num_ctas: int, num_splits: int, batch_invariant: bool
 ) -> StreamK | Units | Whole:
     """What may be cut; see `attend_with_cache`."""
-    keys = sizes.capacity
-    if window.left != NO_BOUND:
-        # The queries' own blocks, and those before that they see; both ends may share a block.
-        keys = min(keys, window.left + sizes.seqlen_q + TILE_N)
-    blocks = max(1, -(-keys // TILE_N))
+    blocks = most_blocks(sizes, window)
     if num_splits:
         # Follows from a sequence's own length, so it is invariant, too.
-        return units_of(sizes, num_splits, 1, min(num_splits, blocks))
+        num_splits = min(num_splits, blocks)
+        return units_of(sizes, num_splits, 1, num_splits)
     if batch_invariant:
         unit = keys_of_unit(sizes.rows) // TILE_N
         return units_of(sizes, blocks, unit, -(-blocks // unit))
     return StreamK(num_ctas, sizes.num_tiles)
+
+
+def most_blocks(sizes: Sizes, window: Window) -> int:
+    """Key blocks of a tile, at most."""
+    keys = sizes.capacity
+    if window.left != NO_BOUND:
+        # The queries' own blocks, and those before that they see; both ends may share a block.
+        keys = min(keys, window.left + sizes.seqlen_q + TILE_N)
+    return max(1, -(-keys // TILE_N))
 
 
 def keys_of_unit(rows: int) -> int:
@@ -249,8 +310,3 @@ def units_of(sizes: Sizes, num_splits: int, unit_blocks: int, max_parts: int) ->
     if max_parts == 1:
         return Whole()
     return Units(num_splits, unit_blocks, max_parts, sizes.num_tiles)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -32,9 +32,9 @@ from fa3.cache_arguments import (
 )
 from fa3.cache_schedule import SchedulerMetadata
 from fa3.compiler import load_kernel
-from fa3.decode import CacheOperands
+from fa3.decode import REMEMBERED, CacheOperands
 from fa3.executor import merge
-from fa3.kernels.append import Append, Rotary
+from fa3.kernels.append import MOST_VECTORS, Append, Rotary
 from fa3.kernels.combine import Combine
 from fa3.modifiers import check_alibi_slopes, check_sinks, check_softcap
 from fa3.operands import (
@@ -154,8 +154,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32: keys before this one are hidden. Positions stay as they
             are.
         page_table: (batch, max_pages) int32: the pages of each sequence, in order. Entries
-            behind its last token are not used. Those that a window has left behind are not read,
-            but where the table is checked they must exist.
+            behind its last token are not used, nor those behind 2^31 - 2^20 tokens. Those that a
+            window has left behind are not read, but where the table is checked they must exist.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
@@ -269,7 +269,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_lse else out
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def prepare(
     call: CacheCall,
     causal: bool,
@@ -305,7 +305,7 @@ def prepare(
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def check_metadata(
     metadata: SchedulerMetadata,
     call: CacheCall,
@@ -333,8 +333,8 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
     """The kernel that appends k and v of this call."""
     tokens, heads_kv = call.k.shape[:-2].numel(), call.k.shape[-2]
     for name, rows in (("k", tokens * heads_kv), ("q", call.q.shape[:3].numel())):
-        if rows * max(call.head_dim, call.head_dim_v) // VECTOR >= 2**31:
-            raise ValueError(f"{name} must have fewer than {2**31} vectors of 16 bytes")
+        if rows * max(call.head_dim, call.head_dim_v) // VECTOR > MOST_VECTORS:
+            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
     rotary = None
     if call.rotary_cos is not None:
         dtype = str(call.rotary_cos.dtype).removeprefix("torch.")
@@ -375,6 +375,8 @@ def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> t
 # ------------------------------------------------------------------------------------ combine
 
 MAX_COMBINED_HEAD_DIM = 512
+MOST_COMBINED = 1 << 30
+"""Parts, and rows of each, that 32 bits count with the steps of a walk over them."""
 COMBINE_CTAS = 16
 """CTAs of the kernel that merges, for each SM."""
 
@@ -435,7 +437,7 @@ class PreparedCombine(NamedTuple):
     num_ctas: int
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def prepare_combine(
     partial: Operand, lse: Operand, out: Operand | None, out_dtype: torch.dtype
 ) -> PreparedCombine | None:
@@ -449,6 +451,9 @@ def prepare_combine(
     *rows, head_dim = partial.shape
     if rows[0] == 0:
         raise ValueError("out_partial must have a part to merge, got none")
+    for what, count in (("parts", rows[0]), ("rows", math.prod(rows[1:]))):
+        if count > MOST_COMBINED:
+            raise ValueError(f"out_partial must have at most {MOST_COMBINED} {what}, got {count}")
     check_dtype("lse_partial", lse, torch.float32)
     check_shape("lse_partial", lse, tuple(rows), "out_partial")
     check_device("lse_partial", lse, "out_partial", partial)

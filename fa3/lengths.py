@@ -7,8 +7,20 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.masks import KeyBlocks, Sequence
+from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
 from fa3.problem import Window
+
+LONGEST = 2**31 - 2**20
+"""Keys of a sequence, at most: 32 bits must do for what is added to them, too."""
+
+
+def capacity_of(page_size, num_pages=1):
+    """Keys that a sequence may have; on the host and inside a kernel.
+
+    A page table may have room for more than `LONGEST`; its last pages are out of use then.
+    """
+    return page_size * smaller(num_pages, LONGEST // larger(page_size, 1))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What lies in the integer tensors of a call and does not fit, and what is said of it."""
 
 import re
+from dataclasses import replace
 
 import torch
 from kvcache_problems import CacheProblem
@@ -36,6 +37,15 @@ BAD_VALUES = [
 
 BAD_VALUES_OF_TENSORS = [case for case in BAD_VALUES if not isinstance(case[2], int)]
 """Those that can lie on a GPU."""
+
+FAR_VALUES = [
+    (replace(INDEXED, page_size=16), "cache_leftpad", integers(-7, 2**31 - 1)),
+    (replace(INDEXED, page_size=16), "cache_batch_idx", integers(-(2**31), 2**31 - 1)),
+    (replace(PAGED, page_size=1), "page_table", lambda x: x - 2**30),
+    (PLAIN, "cache_seqlens", integers(-(2**31), 2**31 - 1)),
+    (RAGGED, "cu_seqlens_k_new", integers(2 - 2**31, 1, 5)),
+]
+"""Those that lead far away: (problem, argument, change)."""
 
 
 class OnGpu(torch.Tensor):

@@ -76,6 +76,16 @@ def test_machine_code_of_decode(spec, cache, cut):
     check_dependent_launch(report)
 
 
+def test_machine_code_with_long_places():
+    """Places in the line take two registers each, and are passed on in two halves."""
+    spec, cache = spec_of(mask="causal"), CACHES["page64"]
+    compiled = compile_kernel(Decode(spec, config_of(spec), cache, StreamK, is_long=True))
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log)
+    check_wgmma(report, spec)
+    check_dependent_launch(report)
+
+
 def check_resources(report: CubinReport, ptxas_log: str):
     """All of a CTA's threads have the registers they need, so there is nothing to reallocate."""
     assert report.registers * report.threads <= REGISTERS_OF_AN_SM

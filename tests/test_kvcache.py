@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvcache_bad_values import (
     BAD_VALUES,
     BAD_VALUES_OF_TENSORS,
+    FAR_VALUES,
     INDEXED,
     PAGED,
     PLAIN,
@@ -545,6 +546,75 @@ def test_assertions_refuse_short_rotary_tables(assertions):
     tables = {name: call[name][:31] for name in ("rotary_cos", "rotary_sin")}
     complaint = "^rotary_cos has 31 positions, sequence 1 needs 32"
     refused(PLAIN, integers_on_gpu(call) | tables, ValueError, complaint)
+
+
+@pytest.mark.parametrize(
+    ("problem", "argument", "change"), [case[:3] for case in BAD_VALUES_OF_TENSORS] + FAR_VALUES
+)
+def test_whatever_it_is_a_call_ends(problem, argument, change):
+    call = changed(make_call(problem), argument, change)
+    out, lse, _ = run(call | integers_on_gpu(call))
+    assert out.shape == call["q"].shape and lse.shape == out.shape[0:3:2] + out.shape[1:2]
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("argument", ["cache_seqlens", "cache_leftpad"])
+@pytest.mark.parametrize("value", [-(2**31), -5000, 2**31 - 1])
+def test_lengths_and_paddings_count_as_if_cut(value, argument, page_size, options):
+    problem = CacheProblem((300, 30), 2, page_size=page_size, leftpads=(3, 0), room=100)
+    call = make_call(problem)
+    for name in ("k_cache", "v_cache"):
+        call[name] = call[name].nan_to_num(1.0)
+    if page_size is not None:
+        call["page_table"] = call["page_table"].clamp(0, call["k_cache"].shape[0] - 1)
+    wrong = changed(call, argument, lambda x: torch.full_like(x, value))
+    cut = changed(wrong, argument, lambda x: x.clamp(0, problem.capacity))
+    out, lse, _ = run(wrong | integers_on_gpu(wrong), **options)
+    same_out, same_lse, _ = run(cut | integers_on_gpu(cut), **options)
+    assert torch.equal(out, same_out) and torch.equal(lse, same_lse)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_what_does_not_fit_the_cache_is_dropped(page_size):
+    problem = CacheProblem(
+        (30, 9, 0), 2, (4, 4, 4), page_size=page_size, room=0, rotary=(32, True, "bfloat16")
+    )
+    call = make_call(problem)
+    for name in ("k_cache", "v_cache"):
+        call[name] = call[name].nan_to_num(1.0)
+    capacity = problem.capacity
+    if page_size is not None:
+        pages = torch.arange(3 * (capacity // page_size), dtype=torch.int32)
+        call["page_table"] = pages.view(3, -1)
+        for name in ("k_cache", "v_cache"):
+            call[name] = torch.randn(len(pages), page_size, 1, 64).bfloat16()
+    call["cache_seqlens"] = integers(capacity - 1, capacity + 100, -5)
+    # A position behind the rotary tables uses their last row.
+    short = {name: call[name][:20] for name in ("rotary_cos", "rotary_sin")}
+    long = {name: torch.cat((t, t[-1:].expand(200, -1))) for name, t in short.items()}
+    check_call(call | long, *run(call | short | integers_on_gpu(call)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes"),
+    [
+        (
+            CacheProblem((3, 4), 1, (2, 2), batch_idx=(1, 0), rows=2),
+            {"cache_batch_idx": integers(-1, 2)},
+        ),
+        (
+            CacheProblem((3, 4), 1, (2, 2), page_size=16),
+            {"page_table": integers(-1, 1 << 20).view(2, 1)},
+        ),
+    ],
+    ids=["rows", "pages"],
+)
+def test_tokens_without_a_place_are_dropped(problem, changes):
+    call = make_call(problem) | changes
+    _, _, caches = run(call | integers_on_gpu(call))
+    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        assert torch.equal(as_bits(cache), as_bits(call[name]))
 
 
 def test_assertions_let_right_calls_through(assertions):

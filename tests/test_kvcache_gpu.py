@@ -7,21 +7,22 @@ import pytest
 import torch
 from kvcache_bad_values import (
     BAD_VALUES_OF_TENSORS,
+    FAR_VALUES,
     INDEXED,
     PAGED,
     PLAIN,
     RAGGED,
     changed,
-    integers,
     naming,
 )
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call
 from problems import poisoned_allocations
-from reference import largest_difference
+from reference import dense, largest_difference
 
-from fa3 import cache_arguments
+from fa3 import cache_arguments, decode
 from fa3.cache_schedule import get_scheduler_metadata
+from fa3.kernels.decode import Decode
 from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.gpu
@@ -109,6 +110,105 @@ def test_many_sequences(page_size, device):
     seqlens = tuple((37 * n) % 400 for n in range(1500))
     problem = CacheProblem(seqlens, counts=(1,) * 1500, page_size=page_size, group=4, heads_kv=2)
     check(problem, device)
+
+
+@pytest.mark.parametrize("leftpads", [None, (5, 0, 3)])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"num_splits": 3}], ids=str)
+def test_a_page_table_wider_than_32_bits_count(options, leftpads, device):
+    """2,097,152 pages of 1,024 tokens make 2^31; of the sequences few are long."""
+    problem = CacheProblem(
+        (3000, 0, 1000), 2, (2, 2, 2), heads_kv=2, group=4, page_size=1024, leftpads=leftpads,
+        causal=True, rotary=(64, True, "bfloat16"),
+    )  # fmt: skip
+    call = make_call(problem, device=device)
+    check_call(call, *run(call | {"page_table": widened(call["page_table"])}, **options))
+
+
+def widened(table: torch.Tensor) -> torch.Tensor:
+    """Return a page table with 2^21 columns, of which those behind the given ones are no pages."""
+    wide = table.new_full((table.shape[0], 1 << 21), -1)
+    wide[:, : table.shape[1]] = table
+    return wide
+
+
+@pytest.mark.parametrize("options", [{}, {"num_splits": 1}, {"num_splits": 3}], ids=str)
+def test_a_wide_page_table_for_many_sequences(options, device):
+    """All their tiles might have more key blocks than 32 bits count."""
+    problem = CacheProblem(
+        tuple((37 * n) % 3000 for n in range(40)), heads_kv=2, group=4, page_size=1024, causal=True
+    )
+    call = make_call(problem, device=device)
+    results = run(call, **options)
+    assert_same_bits(results, run(call | {"page_table": widened(call["page_table"])}, **options))
+
+
+MANY = CacheProblem(tuple((37 * n) % 400 for n in range(1500)), group=4, heads_kv=2)
+ROWS = CacheProblem((9000, 41, 0, 3333), 30, heads_kv=2, group=8, page_size=16, causal=True)
+WINDOW = CacheProblem((5000, 300), 3, heads_kv=3, window=(1000, 0), leftpads=(7, 0), page_size=1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "options"),
+    [
+        (MANY, {}),
+        (ROWS, {}),
+        (ROWS, {"num_splits": 1}),
+        (ROWS, {"num_splits": 5}),
+        (WINDOW, {"batch_invariant": True}),
+    ],
+    ids=["many", "rows", "whole", "splits", "window"],
+)
+def test_long_places_change_no_bit(problem, options, device, monkeypatch):
+    call = make_call(problem, device=device)
+    results = run(call, **options)
+    loaded = []
+
+    def with_long_places(*fields):
+        loaded.append(Decode(*fields[:-1], is_long=True))
+        return loaded[-1]
+
+    monkeypatch.setattr(decode, "Decode", with_long_places)
+    decode.prepare.cache_clear()
+    try:
+        assert_same_bits(results, run(call, **options))
+    finally:
+        decode.prepare.cache_clear()
+    assert loaded
+
+
+@pytest.mark.timeout(600)
+def test_more_key_blocks_than_32_bits_count(device):
+    """133,120 tiles with 16,384 blocks each, 2.2e9 in all: one page, again and again."""
+    generator = torch.Generator(device).manual_seed(0)
+    batch, seqlen_q, repeats, page_size, head_dim = 65, 1 << 17, 1 << 10, 1 << 10, 8
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+    q = normal(batch, seqlen_q, 1, head_dim)
+    k, v = (normal(1, page_size, 1, head_dim) for _ in range(2))
+    pages = torch.zeros(batch, repeats, dtype=torch.int32, device=device)
+    with poisoned_allocations():
+        out, lse = flash_attn_with_kvcache(q, k, v, page_table=pages, return_lse=True)
+    for sequence in (0, 1, 33, 64):
+        rows = torch.arange(sequence, seqlen_q, 997, device=device)
+        expected, expected_lse = dense(q[sequence, rows][None], k, v)
+        torch.testing.assert_close(out[sequence, rows].double(), expected[0], rtol=2e-2, atol=5e-3)
+        expected_lse = expected_lse[0] + math.log(repeats)
+        torch.testing.assert_close(lse[sequence][:, rows].double(), expected_lse, rtol=0, atol=1e-2)
+
+
+def test_an_absurd_workspace_is_refused(device):
+    call = make_call(CacheProblem((3000,) * 64, heads_kv=8, page_size=1024), device=device)
+    call["page_table"] = widened(call["page_table"][:1]).expand(64, -1)
+    with pytest.raises(
+        ValueError, match=r"^num_splits or batch_invariant takes .* GB of workspace"
+    ):
+        flash_attn_with_kvcache(**call, batch_invariant=True)
+
+
+def test_more_splits_than_there_are_numbers(device):
+    check(CacheProblem((3000, 10), group=8, heads_kv=2), device, num_splits=1 << 40)
 
 
 @pytest.mark.parametrize("sm_margin", [1, 100, 131])
@@ -235,15 +335,6 @@ def watched(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     memory = tensor.new_full((tensor.numel() + 2 * MARGIN,), torch.nan)
     copy = memory[MARGIN:-MARGIN].view(tensor.shape)
     return copy.copy_(tensor), memory
-
-
-FAR_VALUES = [
-    (replace(INDEXED, page_size=16), "cache_leftpad", integers(-7, 2**31 - 1)),
-    (replace(INDEXED, page_size=16), "cache_batch_idx", integers(-(2**31), 2**31 - 1)),
-    (replace(PAGED, page_size=1), "page_table", lambda x: x - 2**30),
-    (PLAIN, "cache_seqlens", integers(-(2**31), 2**31 - 1)),
-    (RAGGED, "cu_seqlens_k_new", integers(2 - 2**31, 1, 5)),
-]
 
 
 @pytest.mark.parametrize(
@@ -413,6 +504,20 @@ def test_combine(num_splits, out_dtype, head_dim, device):
     torch.testing.assert_close(lse.cpu(), exact_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.cpu(), exact.to(out_dtype), rtol=2e-2, atol=1e-5)
     assert (out[0, 0, 0] == 0).all() and lse[0, 0, 0].item() == -math.inf
+
+
+def test_rows_of_a_merge_that_many_groups_share(device):
+    """16 groups work on each of 2^27 rows: 2^31 pairs. The parts are one and the same."""
+    rows, parts = (1 << 27) + 5, 61
+    part = torch.randn(1, 1, rows, 1, 8, device=device)
+    lses = torch.zeros(1, 1, rows, 1, device=device)
+    with poisoned_allocations():
+        out, lse = flash_attn_combine(
+            part.expand(parts, -1, -1, -1, -1), lses.expand(parts, -1, -1, -1),
+            out_dtype=torch.bfloat16,
+        )  # fmt: skip
+    torch.testing.assert_close(out, part[0].bfloat16(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(parts)), rtol=1e-5, atol=0.0)
 
 
 # ------------------------------------------------------------------- streams, graphs and devices

@@ -21,10 +21,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
+from fa3.lengths import capacity_of
 from fa3.primitives import arguments
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 
 THREADS = 256
+
+MOST_VECTORS = LARGEST - THREADS
+"""Vectors of k, of v or of q: 32 bits count the threads of whole blocks for them."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +77,14 @@ class Cache:
         k, v: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim).
         page_table: (sequences, pages of a sequence), int32; None for a cache without pages.
         batch_idx: (batch,), int32: the sequence's index in the cache; None if that in the batch.
+        capacity: tokens that a sequence may have.
     """
 
     k: cute.Tensor
     v: cute.Tensor
     page_table: cute.Tensor | None
     batch_idx: cute.Tensor | None
-
-    @property
-    def capacity(self):
-        """Tokens that a sequence may have."""
-        if self.page_table is None:
-            return self.k.shape[1]
-        return self.page_table.shape[1] * self.k.shape[1]
+    capacity: Int32
 
     @property
     def num_sequences(self):
@@ -260,7 +260,9 @@ class Append:
         stream,
     ):
         """Launch; `mNewSeqlens` receives the lengths of the sequences with their new tokens."""
-        cache = Cache(mKCache, mVCache, mPageTable, mBatchIdx)
+        pages = 1 if mPageTable is None else mPageTable.shape[1]
+        capacity = capacity_of(mKCache.shape[1], pages)
+        cache = Cache(mKCache, mVCache, mPageTable, mBatchIdx, capacity)
         new = NewTokens(mK, mV, mSeqlens, mCuSeqlens)
         rows = new.num_tokens * mKCache.shape[2]
         columns = max(self.head_dim, self.head_dim_v)

@@ -299,8 +299,9 @@ class Combine:
             # As many groups as a power of two share a row; shifts, as divisions take 100 cycles.
             share = cutlass.min((parts.count + FEW - 1) // FEW, GROUPS)
             shift = Int32(32 - cute.arch.clz(cutlass.max(share, 1) - 1))
+            rows_of_set = GROUPS >> shift
             nth = first_set
-            while nth * GROUPS < parts.rows << shift:
+            while nth * rows_of_set < parts.rows:
                 self.merge(source, parts, nth, shift, exchange, (mO, mLSE, sinks))
                 nth += sets
 
@@ -310,7 +311,7 @@ class Combine:
         mO, mLSE, sinks = results
         thread, _, _ = cute.arch.thread_idx()
         group, lane = thread // LANES, thread % LANES
-        share, index = 1 << shift, (nth * GROUPS + group) >> shift
+        share, index = 1 << shift, nth * (GROUPS >> shift) + (group >> shift)
         row = source.row(parts, cutlass.min(index, parts.rows - 1))
         sums = Sums.create()
         first = group & (share - 1)

@@ -42,7 +42,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.lengths import CacheLengths
+from fa3.lengths import CacheLengths, capacity_of
 from fa3.masks import KeyBlocks, Sequence
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
@@ -173,12 +173,16 @@ def publish():
 
 @dataclass(frozen=True)
 class Decode(AttentionKernel):
-    """The decode kernel of one (spec, config, layout of the cache, type of cut)."""
+    """The decode kernel of one (spec, config, layout of the cache, type of cut).
+
+    `is_long` says that the tiles may have more key blocks in all than 32 bits count.
+    """
 
     spec: AttentionSpec
     config: Config
     cache: CacheLayout
     cut_type: type
+    is_long: bool = False
 
     entry_name: ClassVar[str] = "fa3_decode"
 
@@ -255,9 +259,7 @@ class Decode(AttentionKernel):
     ):
         """Launch on tensors (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen_q)."""
         ratio = self.spec.qhead_per_kvhead
-        capacity = mK.shape[1]
-        if cutlass.const_expr(page_table is not None):
-            capacity = page_table.shape[1] * mK.shape[1]
+        capacity = capacity_of(mK.shape[1], 1 if page_table is None else page_table.shape[1])
         mK, mV = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mK, mV)
         )
@@ -342,7 +344,8 @@ class Decode(AttentionKernel):
         )
         cta, _, _ = cute.arch.block_idx()
         num_ctas, _, _ = cute.arch.grid_dim()
-        place = locate(lengths, num_m_blocks * num_heads, num_ctas, cta)
+        number = Int64 if self.is_long else Int32
+        place = locate(lengths, num_m_blocks * num_heads, num_ctas, cta, number)
         return Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
 
     @cute.jit

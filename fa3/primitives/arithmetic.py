@@ -8,6 +8,9 @@ import numpy as np
 
 HOST_TYPES = (int, np.integer, np.ndarray)
 
+LARGEST = 2**31 - 1
+"""The largest 32-bit integer. Sizes and indices in kernels are such; strides have 64 bits."""
+
 
 def smaller(a, b):
     """The smaller of two: integers, arrays of them element by element, or values in a kernel."""

@@ -1,11 +1,24 @@
-"""Whether a schedule works on every tile once; for schedules that did not come from the planner."""
+"""Whether a schedule works on every tile once; for schedules that did not come from the planner.
 
-from collections import defaultdict
+Nothing is walked: of a table of unknown making that might never end. It is looked at as an array.
+"""
 
 import numpy as np
 
-from fa3.schedules.split_tiles import Unit
-from fa3.schedules.tiles import Schedule, Tile, walk
+from fa3.primitives.arithmetic import LARGEST
+from fa3.schedules.dynamic import Dynamic
+from fa3.schedules.single_tile import SingleTile
+from fa3.schedules.split_tiles import (
+    MOST_PARTS,
+    MOST_SLOTS,
+    UNIT_FIELDS,
+    WHOLE,
+    SplitTiles,
+    Unit,
+)
+from fa3.schedules.static_persistent import StaticPersistent
+from fa3.schedules.tile_list import END, TileList
+from fa3.schedules.tiles import Schedule, TileOrder
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
@@ -15,41 +28,178 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
         first_blocks, end_blocks: key blocks of each tile, by its number.
 
     Raises:
-        ValueError: with the first tile that is none, comes twice, or is left out, or of whose key
-            blocks some are.
+        TypeError: it is no schedule of a user's, or a field has another type than it should.
+        ValueError: with what is wrong: a field's value, or the first tile that is none, comes
+            twice, or is left out, or of whose key blocks some are.
+    """
+    check_clusters(schedule)
+    if isinstance(schedule, Dynamic):
+        check_not_connected(schedule)
+    elif isinstance(schedule, TileList):
+        entries = entries_of(schedule.table, schedule.num_clusters, 1)
+        count = count_units(schedule.order, entries[:, 0])
+        if count.max(initial=0) > 1:
+            tile = schedule.order.tile(int(count.argmax()))
+            raise ValueError(f"schedule has {tile} {count.max()} times")
+    elif isinstance(schedule, SplitTiles):
+        units = entries_of(schedule.table, schedule.num_clusters, UNIT_FIELDS)
+        num_parts = count_units(schedule.order, units[:, 0])
+        units = units[np.lexsort((units[:, 1], units[:, 0]))]
+        check_key_blocks(schedule.order, units, first_blocks, end_blocks)
+        check_parts(schedule, units, num_parts)
+
+
+def check_clusters(schedule: Schedule) -> None:
+    """Raise unless there are clusters, as many as the tiles' numbers leave room for in 32 bits.
+
+    There may be more than the GPU holds at once: no cluster waits for one that has not begun.
+    """
+    kinds = SingleTile, StaticPersistent, TileList, Dynamic, SplitTiles
+    if type(schedule) not in kinds:
+        raise TypeError(
+            f"schedule must be a {', a '.join(kind.__name__ for kind in kinds)}, "
+            f"got {schedule!r:.200}"
+        )
+    for name, size in vars(schedule.order).items():
+        check_integer(f"order.{name}", size)
+    num_tiles, num_clusters = schedule.order.num_tiles, schedule.num_clusters
+    check_integer("num_clusters", num_clusters)
+    # A walk steps past the last tile by up to two rounds of clusters.
+    least, most = min(1, num_tiles), (LARGEST - num_tiles) // 2
+    if not least <= num_clusters <= most:
+        raise ValueError(
+            f"schedule must have num_clusters from {least} to {most} for {num_tiles} tiles, "
+            f"got {num_clusters}"
+        )
+
+
+def check_integer(name: str, value: object) -> None:
+    """Raise TypeError unless it is an integer of Python's, as kernels take them."""
+    if not isinstance(value, int):
+        raise TypeError(f"schedule must have an integer as its {name}, got {value!r:.200}")
+
+
+def check_not_connected(schedule: Dynamic) -> None:
+    """Raise if it has what only the schedule of a CTA has: a launch has counters of its own."""
+    check_integer("rank", schedule.rank)
+    if schedule.counters is not None or schedule.mailbox is not None or schedule.rank:
+        raise ValueError(
+            "schedule must have no counters, no mailbox and rank 0: every launch gets its own"
+        )
+
+
+def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:
+    """The entries of all clusters in front of `END`, (entries, fields), as 64-bit integers."""
+    if type(table) is not np.ndarray or table.dtype != np.int32:
+        got = table.dtype if isinstance(table, np.ndarray) else type(table).__name__
+        raise TypeError(f"schedule must have a numpy array of int32 as its table, got {got}")
+    if table.ndim != 1 or not table.flags.c_contiguous:
+        raise ValueError(
+            f"schedule must have a table that is flat and contiguous, got shape {table.shape} and "
+            f"strides {table.strides}"
+        )
+    round_size = num_clusters * fields
+    if not round_size <= table.size <= LARGEST or table.size % max(1, round_size):
+        raise ValueError(
+            f"schedule must have a table of whole rounds, each with {fields} numbers for each of "
+            f"{num_clusters} clusters, got {table.size} numbers"
+        )
+    if num_clusters == 0:
+        return np.empty((0, fields), np.int64)
+    rounds = table.reshape(-1, num_clusters, fields)
+    has_ended = rounds[:, :, 0] == END
+    if not has_ended[-1].all():
+        raise ValueError(
+            f"schedule must have END ({END}) behind the entries of every cluster, has none for "
+            f"cluster {has_ended[-1].argmin()}"
+        )
+    goes_on = (has_ended[:-1] & ~has_ended[1:]).any(axis=0)
+    if goes_on.any():
+        raise ValueError(f"schedule has entries behind END ({END}) of cluster {goes_on.argmax()}")
+    return rounds[~has_ended].astype(np.int64)
+
+
+def count_units(order: TileOrder, indices: np.ndarray) -> np.ndarray:
+    """How many units each tile has, by its number; raises ValueError if one is no tile, or has
+    none."""
+    foreign = (indices < 0) | (indices >= order.num_tiles)
+    if foreign.any():
+        raise ValueError(
+            f"schedule has tile number {indices[foreign.argmax()]}, no tile of its order: there "
+            f"are {order.num_tiles}"
+        )
+    count = np.bincount(indices, minlength=order.num_tiles)
+    if not count.all():
+        raise ValueError(f"schedule leaves out {order.tile(int(count.argmin()))}")
+    return count
+
+
+def check_key_blocks(
+    order: TileOrder, units: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
+) -> None:
+    """Raise ValueError unless the units of every tile are its key blocks, each once.
+
+    Args:
+        units: (units, 4), by tiles and in a tile by their first blocks.
+    """
+    index, first, end, _ = units.T
+    begins_tile = np.diff(index, prepend=-1) != 0
+    begin = np.where(begins_tile, first_blocks[index], np.roll(end, 1))
+    most = end_blocks[index]
+    wrong = (first != begin) | (end <= begin) | (end > most)
+    if wrong.any():
+        i = wrong.argmax()
+        raise ValueError(
+            f"schedule has key blocks {first[i]} to {end[i] - 1} of {order.tile(int(index[i]))}, "
+            f"where {begin[i]} to at most {most[i] - 1} are left"
+        )
+    stops = np.roll(begins_tile, -1) & (end < most)
+    if stops.any():
+        i = stops.argmax()
+        raise ValueError(
+            f"schedule leaves out key blocks {end[i]} to {most[i] - 1} of "
+            f"{order.tile(int(index[i]))}"
+        )
+
+
+def check_parts(schedule: SplitTiles, units: np.ndarray, num_parts: np.ndarray) -> None:
+    """Raise unless the parts of a tile agree on their slots, and every slot has one part.
+
+    Args:
+        units: (units, 4), by tiles and in a tile by their key blocks.
+        num_parts: units of every tile.
     """
     order = schedule.order
-    units: dict[int, list] = defaultdict(list)
-    for cluster in range(schedule.num_clusters):
-        for unit in walk(schedule, cluster):
-            tile = Tile(*unit[:3])
-            if not order.contains(tile):
-                raise ValueError(f"schedule has {tile} in cluster {cluster}, no tile of its order")
-            units[order.index(tile)].append(unit)
-    for index in range(order.num_tiles):
-        found = units[index]
-        if not found:
-            raise ValueError(f"schedule leaves out {order.tile(index)}")
-        if schedule.splits:
-            check_parts(found, int(first_blocks[index]), int(end_blocks[index]))
-        elif len(found) > 1:
-            raise ValueError(f"schedule has {order.tile(index)} {len(found)} times")
-
-
-def check_parts(units: list[Unit], first_block: int, end_block: int) -> None:
-    """Raise ValueError unless a tile's units are its key blocks, and agree on their slots."""
-    units = sorted(units, key=lambda unit: unit.first_block)
-    tile, begin = Tile(*units[0][:3]), first_block
-    for which, unit in enumerate(units):
-        end = unit.end_block
-        if unit.first_block != begin or not begin < end <= end_block:
-            raise ValueError(
-                f"schedule has key blocks {unit.first_block} to {end - 1} of {tile}, where "
-                f"{begin} to at most {end_block - 1} are left"
-            )
-        expected = (len(units), units[0].slot + which, units[0].slot)
-        if (unit.num_parts, unit.slot, unit.first_slot) != expected:
-            raise ValueError(f"schedule numbers the parts of {tile} inconsistently: {unit}")
-        begin = end
-    if begin < end_block:
-        raise ValueError(f"schedule leaves out key blocks {begin} to {end_block - 1} of {tile}")
+    if num_parts.max(initial=0) >= MOST_PARTS:
+        raise ValueError(
+            f"schedule cuts {order.tile(int(num_parts.argmax()))} into {num_parts.max()} parts, "
+            f"more than {MOST_PARTS - 1}"
+        )
+    index, _, _, part = units.T
+    which = np.arange(len(units)) - np.searchsorted(index, index)
+    first_slot = (part // MOST_PARTS**2)[which == 0]
+    slot = first_slot[index] + which
+    is_part = num_parts[index] > 1
+    numbered = num_parts[index] + MOST_PARTS * (which + MOST_PARTS * slot)
+    wrong = part != np.where(is_part, numbered, WHOLE)
+    if wrong.any():
+        number, *others = units[wrong.argmax()].tolist()
+        raise ValueError(
+            f"schedule numbers the parts of {order.tile(number)} inconsistently: "
+            f"{Unit(*order.tile(number), *others)}"
+        )
+    check_integer("num_slots", schedule.num_slots)
+    slots = np.sort(slot[is_part])
+    if len(slots) > MOST_SLOTS:
+        raise ValueError(f"schedule has {len(slots)} parts of tiles, more than {MOST_SLOTS}")
+    if schedule.num_slots != len(slots):
+        raise ValueError(
+            f"schedule must have num_slots {len(slots)}, as many as it has parts of tiles, got "
+            f"{schedule.num_slots}"
+        )
+    shared = slots != np.arange(len(slots))
+    if shared.any():
+        raise ValueError(
+            f"schedule must give its parts the slots from 0 to {len(slots) - 1}, each once; got "
+            f"slot {slots[shared.argmax()]} instead of {shared.argmax()}"
+        )

@@ -12,7 +12,8 @@ parts).
 What may be a segment is the cut: `StreamK` cuts tiles anywhere, `Units` only between units.
 
 Everything but `locate` is plain arithmetic on the fields, so the same code runs on Python ints
-(executor, tests) and on Int32 values inside a kernel: host and device cannot drift.
+(executor, tests) and on values inside a kernel: host and device cannot drift. Those are Int32; only
+places in the line are Int64 where the line may be that long.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,19 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.tiles import Tile
+
+MOST_ROOM = 2**30
+"""More blocks than a tile has."""
+
+
+def as_int32(number):
+    """What follows from places in a long line, in 32 bits: blocks, cut off at `MOST_ROOM`."""
+    return Int32(smaller(number, MOST_ROOM)) if isinstance(number, Int64) else number
 
 
 class Part(NamedTuple):
@@ -123,7 +132,8 @@ class StreamK:
         return smaller(num_blocks, block + room)
 
     def part(self, pieces: Pieces, cta, tile_number, tile_begin, block, num_blocks) -> Part:
-        first, last = pieces.cta_of(tile_begin), pieces.cta_of(tile_begin + num_blocks - 1)
+        first = as_int32(pieces.cta_of(tile_begin))
+        last = as_int32(pieces.cta_of(tile_begin + num_blocks - 1))
         by_tile = smaller(self.num_ctas // self.num_tiles, 1)
         record = cta + by_tile * (tile_number - cta)
         return Part(first + cta, 2 * first, last - first + 1, record)
@@ -250,9 +260,9 @@ class Walk:
         length = self.lengths.read(batch)
         num_blocks = self.lengths.num_blocks(length)
         tile = (position - batch_begin) // num_blocks
-        block = position - batch_begin - tile * num_blocks
+        block = as_int32(position - batch_begin - tile * num_blocks)
         # The length may have changed since the search, if it is read early.
-        tile = smaller(tile, self.tiles - 1)
+        tile = as_int32(smaller(tile, self.tiles - 1))
         cursor = Cursor(position, batch, tile, block, length, self.read(batch + 1))
         return self.advance(cursor, self.cut.begin(block, num_blocks) - block)
 
@@ -280,7 +290,7 @@ class Walk:
 
     def end(self, cursor: Cursor):
         """Where the segment at the cursor ends."""
-        room = self.place.pieces.begin(self.cta + 1) - cursor.position
+        room = as_int32(self.place.pieces.begin(self.cta + 1) - cursor.position)
         return self.cut.end(cursor.block, self.lengths.num_blocks(cursor.length), room)
 
     def advance(self, cursor: Cursor, blocks) -> Cursor:
@@ -311,22 +321,23 @@ class Walk:
 
 
 @cute.jit
-def locate(lengths: Lengths, tiles, num_ctas, cta) -> Place:
+def locate(lengths: Lengths, tiles, num_ctas, cta, number: cutlass.Constexpr) -> Place:
     """Find the sequence in which the piece of a CTA begins. Every lane of a warp calls this.
 
-    The lanes add up a range of sequences each, and narrow in on the one in question.
+    The lanes add up a range of sequences each, and narrow in on the one in question. `number` is
+    the type of a place in the line.
     """
     span = Int32(WARP)
     while span < lengths.num_sequences:
         span = span * WARP
-    batch, batch_begin, total = Int32(0), Int32(0), Int32(-1)
+    batch, batch_begin, total = Int32(0), number(0), number(-1)
     lane = cute.arch.lane_idx()
     while span > 1:
         share = span // WARP
         begin = batch + lane * share
-        blocks = Int32(0)
+        blocks = number(0)
         for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
-            blocks += tiles * lengths.num_blocks(lengths.read(i))
+            blocks += number(tiles) * lengths.num_blocks(lengths.read(i))
         upto = blocks
         for shift in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)

@@ -21,6 +21,9 @@ UNIT_FIELDS = 4
 MOST_PARTS = 256
 """One more than the parts that a tile may have."""
 
+MOST_SLOTS = 1 << 14
+"""Parts of all tiles: 32 bits count what they leave in memory, up to 100,000 numbers each."""
+
 TRIES = 4
 """Steps of the search for the level to which clusters are filled."""
 

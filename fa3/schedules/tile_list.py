@@ -145,7 +145,7 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
         (rounds, num_clusters) or (rounds, num_clusters, fields) int32, flat.
     """
     # NumPy sorts small integers by their digits.
-    by_owner = np.argsort(owners.astype(np.int16), kind="stable")
+    by_owner = np.argsort(owners.astype(np.min_scalar_type(num_clusters)), kind="stable")
     counts = np.bincount(owners, minlength=num_clusters)
     rows = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     shape = (counts.max(initial=0) + 1, num_clusters, *entries.shape[1:])

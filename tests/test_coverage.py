@@ -1,0 +1,335 @@
+"""Schedules that a caller makes by hand: what no kernel could walk is refused, and said."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from problems import make_operands, make_problem
+
+import fa3
+from fa3.planner import plan_forward
+from fa3.problem import Window
+from fa3.schedules import (
+    Dynamic,
+    KeyRanges,
+    SingleTile,
+    SplitTiles,
+    StaticPersistent,
+    TileList,
+    TileOrder,
+)
+from fa3.schedules.coverage import check_schedule
+from fa3.schedules.marked import Marked
+from fa3.schedules.split_tiles import MOST_PARTS, MOST_SLOTS
+from fa3.schedules.tile_list import END
+
+ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_section=2)
+BLOCKS = 10
+"""Key blocks of each of its tiles."""
+
+LISTED = TileList.balanced(ORDER, 4, np.ones(6))
+IN_PARTS = SplitTiles.cut(ORDER, 4, KeyRanges(np.zeros(6, int), np.full(6, BLOCKS), 1.5, 1.0))
+
+
+def check(schedule) -> None:
+    count = schedule.order.num_tiles
+    check_schedule(schedule, np.zeros(count, int), np.full(count, BLOCKS))
+
+
+def table_of(schedule, change):
+    """Return the schedule with a table that `change` makes of its own, or changes in place."""
+    table = schedule.table.copy()
+    changed = change(table)
+    return replace(schedule, table=table if changed is None else changed)
+
+
+def parts_of(change) -> SplitTiles:
+    """Return the schedule in parts after `change(units, places)`, which says where parts are.
+
+    `places` are the places of every tile's parts among the units, in the order of their keys.
+    """
+
+    def change_units(table):
+        units = table.reshape(-1, 4)
+        places = defaultdict(list)
+        for place in np.lexsort((units[:, 1], units[:, 0])):
+            if units[place, 0] != END and units[place, 3] != 1:
+                places[int(units[place, 0])].append(place)
+        change(units, list(places.values()))
+
+    return table_of(IN_PARTS, change_units)
+
+
+class Endless:
+    """A table without an end."""
+
+    def __getitem__(self, position):
+        return 0
+
+
+def test_they_pass_unchanged():
+    schedules = (
+        SingleTile(ORDER),
+        StaticPersistent(ORDER, 4),
+        # More clusters than tiles, or than a GPU holds, are of no use and do no harm.
+        StaticPersistent(ORDER, 1000),
+        Dynamic(ORDER, 1000),
+        TileList.balanced(ORDER, 1000, np.ones(6)),
+        LISTED,
+        IN_PARTS,
+        parts_of(swap_slots),
+    )
+    for schedule in schedules:
+        check(schedule)
+    check(TileList.balanced(TileOrder(0, 2, 1, 1), 0, np.ones(0)))
+
+
+def swap_slots(units, places):
+    """Give the first tile in parts the slots of the second."""
+    first, second = places[:2]
+    assert len(first) == len(second)
+    units[[*first, *second], 3] = units[[*second, *first], 3]
+
+
+def test_some_tiles_are_in_parts():
+    assert IN_PARTS.num_slots == 4
+
+
+@pytest.mark.parametrize("num_clusters", [200, 300, 40_000, 70_000])
+def test_any_number_of_clusters_can_be_dealt_to(num_clusters):
+    num_tiles = num_clusters + num_clusters // 2
+    check(TileList.balanced(TileOrder(num_tiles, 1, 1, 1), num_clusters, np.ones(num_tiles)))
+
+
+# ----------------------------------------------------------------------------------- clusters
+
+
+@pytest.mark.parametrize("kind", [StaticPersistent, Dynamic, LISTED, IN_PARTS], ids=str)
+@pytest.mark.parametrize(
+    ("num_clusters", "error", "complaint"),
+    [
+        (0, ValueError, "^schedule must have num_clusters from 1 .* got 0$"),
+        (-4, ValueError, "^schedule must have num_clusters from 1 .* got -4$"),
+        (
+            1 << 40,
+            ValueError,
+            r"^schedule must have num_clusters .* to \d{10} .* got 1099511627776",
+        ),
+        (4.0, TypeError, "^schedule must have an integer as its num_clusters, got 4.0"),
+        (np.int64(4), TypeError, "^schedule must have an integer as its num_clusters"),
+    ],
+)
+def test_numbers_of_clusters(kind, num_clusters, error, complaint):
+    made = kind(ORDER, num_clusters) if isinstance(kind, type) else None
+    with pytest.raises(error, match=complaint):
+        check(made or replace(kind, num_clusters=num_clusters))
+
+
+def test_sizes_of_an_order_are_integers():
+    order = replace(ORDER, heads_per_section=2.0)
+    with pytest.raises(TypeError, match=r"integer as its order.heads_per_section, got 2.0"):
+        check(StaticPersistent(order, 4))
+
+
+@pytest.mark.parametrize(
+    "field", [{"counters": torch.zeros(2, dtype=torch.int32)}, {"mailbox": Endless()}, {"rank": 1}]
+)
+def test_counters_are_not_the_callers(field):
+    schedule = replace(Dynamic(ORDER, 4), **field)
+    with pytest.raises(ValueError, match=r"^schedule must have no counters, no mailbox and rank 0"):
+        check(schedule)
+
+
+def test_other_classes_are_refused():
+    class Other(TileList):
+        pass
+
+    for schedule in (Marked(ORDER, 4), Other(ORDER, 4, LISTED.table)):
+        with pytest.raises(TypeError, match=r"^schedule must be a SingleTile, a Static.* got "):
+            check(schedule)
+
+
+# ------------------------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "complaint"),
+    [
+        (lambda table: table.astype(np.int64), TypeError, "int32 as its table, got int64$"),
+        (lambda table: table.astype(">i4"), TypeError, "int32 as its table, got >i4$"),
+        (lambda table: table.tolist(), TypeError, "int32 as its table, got list$"),
+        (lambda table: torch.from_numpy(table), TypeError, "int32 as its table, got Tensor$"),
+        (lambda table: Endless(), TypeError, "int32 as its table, got Endless$"),
+        (lambda table: table.reshape(-1, 4), ValueError, "flat and contiguous, got shape"),
+        (lambda table: table.repeat(2)[::2], ValueError, r"flat and .* strides \(8,\)$"),
+        (lambda table: table[:-1], ValueError, "whole rounds, each with . numbers for each of 4"),
+        (lambda table: table[:0], ValueError, "whole rounds, .* got 0 numbers"),
+    ],
+)
+@pytest.mark.parametrize("schedule", [LISTED, IN_PARTS], ids=["listed", "in parts"])
+def test_tables(schedule, change, error, complaint):
+    with pytest.raises(error, match=f"^schedule must have a .*{complaint}"):
+        check(table_of(schedule, change))
+
+
+def cut_off(table):
+    """Leave out the round with the clusters' last END."""
+    return table[:-4]
+
+
+def behind_the_end(table):
+    """Put an entry below the END of the last cluster."""
+    longer = np.append(table, [END] * 4).astype(np.int32)
+    assert longer[-9] == END
+    longer[-5] = table[0]
+    return longer
+
+
+def outside(number):
+    def change(table):
+        table[0] = number
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (cut_off, r"^schedule must have END \(-1\) behind the entries of every cluster"),
+        (behind_the_end, r"^schedule has entries behind END \(-1\) of cluster 3$"),
+        (outside(6), "^schedule has tile number 6, no tile of its order: there are 6$"),
+        (outside(-2), "^schedule has tile number -2, no tile of its order"),
+        (outside(LISTED.table[1]), r"^schedule leaves out Tile\("),
+    ],
+)
+def test_entries(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check(table_of(LISTED, change))
+
+
+def test_an_entry_that_comes_twice():
+    table = np.append(LISTED.table, [END] * 4).astype(np.int32)
+    ends = np.flatnonzero(table == END)
+    table[ends[0]] = table[0]
+    with pytest.raises(ValueError, match=r"^schedule has Tile\(.*\) 2 times$"):
+        check(replace(LISTED, table=table))
+
+
+# -------------------------------------------------------------------------------------- parts
+
+
+def same_slots(units, places):
+    """Let two tiles share their slots."""
+    first, second = places[:2]
+    units[second, 3] = units[first, 3]
+
+
+def later_slots(units, places):
+    """Move all slots behind those that there are."""
+    for place in np.concatenate(places):
+        units[place, 3] += MOST_PARTS**2
+
+
+def negative_slots(units, places):
+    for place in np.concatenate(places):
+        units[place, 3] -= 3 * MOST_PARTS**2
+
+
+def other_part(units, places):
+    units[places[0][0], 3] += MOST_PARTS
+
+
+def one_part_more(units, places):
+    units[places[0][0], 3] += 1
+
+
+def whole_in_a_slot(units, places):
+    whole = np.flatnonzero(units[:, 3] == 1)[0]
+    units[whole, 3] += MOST_PARTS**2
+
+
+def overlap(units, places):
+    units[places[0][1], 1] -= 1
+
+
+def gap(units, places):
+    units[places[0][1], 1] += 1
+
+
+def no_blocks(units, places):
+    units[places[0][0], 2] = units[places[0][0], 1]
+
+
+def too_short(units, places):
+    units[places[0][-1], 2] -= 1
+
+
+def too_long(units, places):
+    units[places[0][-1], 2] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (same_slots, "^schedule must give its parts the slots from 0 to 3, each once"),
+        (later_slots, "^schedule must give its parts the slots from 0 to 3, each once"),
+        (negative_slots, "^schedule must give its parts the slots from 0 to 3, each once"),
+        (other_part, "^schedule numbers the parts of .* inconsistently"),
+        (one_part_more, "^schedule numbers the parts of .* inconsistently"),
+        (whole_in_a_slot, "^schedule numbers the parts of .* inconsistently"),
+        (overlap, "^schedule has key blocks"),
+        (gap, "^schedule has key blocks"),
+        (no_blocks, "^schedule has key blocks"),
+        (too_long, "^schedule has key blocks"),
+        (too_short, "^schedule leaves out key blocks 9 to 9"),
+    ],
+)
+def test_parts(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check(parts_of(change))
+
+
+@pytest.mark.parametrize("num_slots", [0, 3, 5, 1 << 40])
+def test_numbers_of_slots(num_slots):
+    complaint = f"^schedule must have num_slots 4, as many as .* got {num_slots}$"
+    with pytest.raises(ValueError, match=complaint):
+        check(replace(IN_PARTS, num_slots=num_slots))
+    with pytest.raises(TypeError, match=r"^schedule must have an integer as its num_slots"):
+        check(replace(IN_PARTS, num_slots=float(num_slots)))
+
+
+def test_a_tile_in_too_many_parts():
+    order, most = TileOrder(1, 1, 1, 1), np.array([3000])
+    schedule = SplitTiles.cut(order, 300, KeyRanges(np.zeros(1, int), most, 0.1, 0.1))
+    with pytest.raises(
+        ValueError, match=r"^schedule cuts Tile\(.*\) into 300 parts, more than 255"
+    ):
+        check_schedule(schedule, np.zeros(1, int), most)
+
+
+def halves(num_tiles: int) -> SplitTiles:
+    """Return a schedule of one cluster that works on each tile in two parts."""
+    part = np.arange(2 * num_tiles)
+    second, half = part % 2, BLOCKS // 2
+    numbers = 2 + MOST_PARTS * (second + MOST_PARTS * part)
+    units = np.stack((part // 2, second * half, (second + 1) * half, numbers), axis=1)
+    table = np.append(units, [END] * 4).astype(np.int32)
+    return SplitTiles(TileOrder(num_tiles, 1, 1, 1), 1, table, 2 * num_tiles)
+
+
+def test_too_many_parts():
+    check(halves(MOST_SLOTS // 2))
+    with pytest.raises(ValueError, match=r"^schedule has 16386 parts of tiles, more than 16384$"):
+        check(halves(MOST_SLOTS // 2 + 1))
+
+
+def test_a_call_refuses_it():
+    problem = make_problem(1, 300, 4000, 1, 2, 64, Window())
+    q, k, v = make_operands(problem)
+    made = plan_forward(problem, schedule="split").schedule
+    assert made.num_slots > 0
+    fa3.flash_attn_func(q, k, v, schedule=made)
+    with pytest.raises(ValueError, match=r"^schedule must have num_slots"):
+        fa3.flash_attn_func(q, k, v, schedule=replace(made, num_slots=made.num_slots - 1))
