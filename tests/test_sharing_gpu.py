@@ -65,7 +65,7 @@ def test_threads_on_one_stream(num_threads, device):
 
 
 def test_threads_on_streams_of_their_own(device):
-    calls = [failing_call(device, seed, 2500 + 300 * seed) for seed in range(4)]
+    calls = [failing_call(device, seed, 3000 + 300 * seed) for seed in range(4)]
     expected = [attend(*call) for call in calls]
     torch.cuda.synchronize()
 
@@ -165,7 +165,7 @@ def test_a_graph_keeps_what_it_reads(device):
 
 
 def test_what_a_graph_used_comes_back_when_it_goes(device):
-    call = failing_call(device, seqlen=2500)
+    call = failing_call(device, seqlen=3000)
     attend(*call)
     sizes = []
     for _ in range(60):

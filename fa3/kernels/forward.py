@@ -482,16 +482,19 @@ class Forward(AttentionKernel):
                 if unit.num_parts > 1:
                     acc_O, free = attention.regs.acc_O, config.fragment_registers
                     lse = attention.softmax.finish(as_rows_and_columns(acc_O))
-                    self.mark(operands, attention, tile, thread_idx, None)
+                    if cutlass.const_expr(config.fixed_reference):
+                        self.mark(operands, attention, tile, thread_idx, None)
                     operands.parts.finish(acc_O, lse, coords, unit, warp, number, of_rows, free)
                 else:
                     self.finish_tile(operands, attention, out, of_rows, tile, slab)
-                    self.mark(operands, attention, tile, thread_idx, of_rows)
+                    if cutlass.const_expr(config.fixed_reference):
+                        self.mark(operands, attention, tile, thread_idx, of_rows)
             elif cutlass.const_expr(self.repeats):
                 self.finish_rows(operands, attention, of_rows, tile, thread_idx)
             else:
                 self.finish_tile(operands, attention, out, of_rows, tile, slab)
-                self.mark(operands, attention, tile, thread_idx, of_rows)
+                if cutlass.const_expr(config.fixed_reference):
+                    self.mark(operands, attention, tile, thread_idx, of_rows)
             recorder.note(thread, group, unit, blocks, (began, started, computed))
             if cutlass.const_expr(not config.own_o):
                 out.wait()
@@ -518,9 +521,10 @@ class Forward(AttentionKernel):
     @cute.jit
     def mark(self, operands: Operands, attention: Attention, tile, thread_idx, sinks: tuple | None):
         """Mark this thread's rows if their reference failed, once they are finished."""
-        if cutlass.const_expr(self.config.fixed_reference):
-            failed = attention.failed_rows(sinks is not None)
-            operands.marks.add(failed, tile, self.warp_of_tile(thread_idx))
+        has_sinks = sinks is not None
+        if attention.may_have_failed(has_sinks):
+            warp = self.warp_of_tile(thread_idx)
+            operands.marks.add(attention.failed_rows(has_sinks), tile, warp)
 
     @cute.jit
     def finish_tile(

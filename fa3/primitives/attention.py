@@ -203,6 +203,12 @@ class Attention:
         return is_fixed and (masked or bool(self.rules.mask.templates))
 
     @cute.jit
+    def may_have_failed(self, has_sinks: cutlass.Constexpr) -> cutlass.Boolean:
+        """Whether a row of this warp may need to be computed again, once all are finished."""
+        acc_O = as_rows_and_columns(self.regs.acc_O)
+        return cute.arch.vote_any_sync(not self.softmax.is_sure(acc_O, has_sinks))
+
+    @cute.jit
     def failed_rows(self, has_sinks: cutlass.Constexpr) -> tuple:
         """For each row of this thread, once all are finished, whether its reference failed."""
         rules, acc_O = self.rules, as_rows_and_columns(self.regs.acc_O)

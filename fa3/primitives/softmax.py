@@ -26,8 +26,8 @@ SURE = 0.5
 FAINT = 2.0**-60
 """Outputs below which O may have lost digits, since V is that small; zeros excepted."""
 
-STRONGEST = 2.0**120
-"""Squares of a row's output, summed over a thread's columns, from which O may have overflowed."""
+STRONG = 2.0**60
+"""Outputs above which O may have overflowed in part."""
 
 
 class Reference(Enum):
@@ -239,21 +239,31 @@ class OnlineSoftmax:
             row: this thread's part of the row's output.
             has_sink: whether a sink has joined the sum: then an output near 0 says nothing.
         """
+        square = Float32(0.0)
+        for i in cutlass.range_constexpr(cute.size(row)):
+            square = square + row[i] * row[i]
+        faintest = 0.0 if has_sink else FAINT**2
         # Written so that what is no number fails.
         failed = not (self.row_sum[r] >= FEWEST and self.row_sum[r] <= MOST)
-        is_sure = self.row_sum[r] < SURE
-        if cutlass.const_expr(not has_sink):
-            is_sure = is_sure and cute.arch.fmax(row[0], -row[0]) >= FAINT
-        if not is_sure:
-            faintest = 0.0 if has_sink else FAINT * FAINT
-            square = Float32(0.0)
+        if not (square >= faintest and square <= STRONG**2):
             for i in cutlass.range_constexpr(cute.size(row)):
-                square = square + row[i] * row[i]
-            if not (square >= faintest and square <= STRONGEST):
-                for i in cutlass.range_constexpr(cute.size(row)):
-                    failed = failed or row[i] != 0.0
+                failed = failed or row[i] != 0.0
         # Where no key was seen the sum is 0, as it should be.
         return failed and not self.saw_nothing(r)
+
+    @cute.jit
+    def is_sure(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
+        """Whether no row of this thread can have failed, as a few numbers tell almost always.
+
+        Args:
+            acc: the rows' finished output (rows, columns).
+        """
+        first, second = self.row_sum[0], self.row_sum[1]
+        is_sure = cute.arch.fmin(first, second) >= FEWEST and first + second < SURE
+        if cutlass.const_expr(not has_sink):
+            one, other = (cute.arch.fmax(acc[r, 0], -acc[r, 0]) for r in range(2))
+            is_sure = is_sure and cute.arch.fmin(one, other) >= FAINT
+        return is_sure
 
     def saw_nothing(self, r: int):
         """Whether row r saw no key; of scores that are bounded no exponential vanishes."""
