@@ -174,11 +174,12 @@ class Plan:
 
     @property
     def again(self) -> "Plan | None":
-        """The second launch: that of the tiles for which a fixed reference did not do."""
+        """The second launch: that of the rows for which a fixed reference did not do."""
         if not self.config.fixed_reference:
             return None
         config = self.config.again
-        order = Tiled(self.problem, self.gpu, config).order
+        heads = self.schedule.order.heads_per_section * self.config.cluster_h
+        order = replace(Tiled(self.problem, self.gpu, config).order, heads_per_section=heads)
         schedule = Marked(order, min(self.gpu.num_sms, order.num_tiles))
         return replace(self, config=config, schedule=schedule)
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from fa3.planner import FIXED_FLOPS, H200, choose_config, plan_forward, takes_fi
 from fa3.primitives.softmax import Reference
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP
 from fa3.problem import Window
-from fa3.schedules import SCHEDULES, Tile, TileList
+from fa3.schedules import SCHEDULES, TileList, TileOrder
 from fa3.schedules.marked import HEADER, MOST_WARPS, Marks
 from fa3.scores import Alibi, Softcap
 from fa3.templates import Template
@@ -97,14 +96,24 @@ def test_the_second_launch_needs_no_cluster():
     assert config.again == Config(128, 128, q_stages=2)
 
 
-def test_every_tile_has_marks_of_its_own():
-    marks = Marks(None, num_m_blocks=5, num_heads=3, batch=4)
-    tiles = [Tile(m, head, batch) for batch, head, m in product(range(4), range(3), range(5))]
-    numbers = [marks.place(tile) for tile in tiles]
-    assert numbers == list(range(60)) and [marks.tile(n) for n in numbers] == tiles
-    words = [marks.rows(n, warp) for n in numbers for warp in range(MOST_WARPS)]
-    words += [where(n) for where in (marks.entry, marks.flag) for n in numbers]
+@pytest.mark.parametrize(
+    "order", [TileOrder(5, 3, 4, 5), TileOrder(1, 1, 1, 1), TileOrder(8, 4, 2, 8)]
+)
+def test_every_tile_has_marks_of_its_own(order):
+    marks = Marks(None, order)
+    words = [marks.rows(i, warp) for i in range(order.num_tiles) for warp in range(MOST_WARPS)]
+    words += [marks.group(i) for i in range(-(-order.num_tiles // 32))]
     assert sorted(words) == list(range(HEADER, marks.size))
+
+
+@pytest.mark.parametrize("cluster", [{}, {"cluster_m": 2}, {"cluster_h": 2}])
+def test_both_launches_number_tiles_alike(cluster):
+    """The first one marks tiles of CTAs by the numbers that they have for the second."""
+    problem = make_problem(3, 5000, 5000, 3, 2, 128, CAUSAL)
+    plan = plan_forward(problem, config=Config(128, 128, fixed_reference=True, **cluster))
+    first, again = plan.schedule.order, plan.again.schedule.order
+    heads = first.heads_per_section * plan.config.cluster_h
+    assert again == TileOrder(40, 6, 3, heads)
 
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():

@@ -14,7 +14,7 @@ from fa3.api import PreparedCall, prepare, tighten
 from fa3.planner import choose_config, plan_forward
 from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import Problem, Window
-from fa3.schedules.marked import HEADER, LISTED, MOST_WARPS, Marks
+from fa3.schedules.marked import ANY, MOST_WARPS, Marks
 from fa3.scores import Alibi
 from fa3.templates import Template
 
@@ -65,20 +65,17 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
-        marks = Marks(words, -(-seqlen_q // plan.config.tile_m), heads, batch)
+        marks = Marks(words, plan.again.schedule.order)
         numbers = words[: marks.size].tolist()
-        listed = numbers[HEADER : HEADER + numbers[LISTED]]
-        assert len(set(listed)) == len(listed)
-        flags = numbers[marks.flag(0) : marks.flag(marks.num_tiles)]
-        assert [place for place, flag in enumerate(flags) if flag] == sorted(listed)
-        for place in range(marks.num_tiles):
-            tile, of_tile = marks.tile(place), set()
+        for index in range(marks.order.num_tiles):
+            tile, of_tile = marks.order.tile(index), set()
             for warp in range(MOST_WARPS):
-                bits = numbers[marks.rows(place, warp)]
+                bits = numbers[marks.rows(index, warp)]
                 first = tile.m_block * plan.config.tile_m + warp * ROWS_OF_WARP
                 of_tile |= {first + row for row in range(ROWS_OF_WARP) if bits >> row & 1}
-            assert bool(of_tile) == (place in listed)
+            assert bool(of_tile) == bool(numbers[marks.group(index // 32)] >> index % 32 & 1)
             found.update((tile.batch, tile.head, row) for row in of_tile)
+        assert bool(found) == bool(numbers[ANY])
         words.zero_()
 
     modifiers = None if alibi_slopes is None else (alibi_slopes,)

@@ -30,7 +30,7 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -51,7 +51,7 @@ from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
-from fa3.schedules.marked import Marked, Marks
+from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
 from fa3.scores import Rules, bind
 from fa3.tiling import BOUNDED, REGISTERS, Config
 
@@ -204,7 +204,7 @@ class Forward(AttentionKernel):
             modifiers,
             rows,
             self.part_merge(buffer, counters, num_slots, rows),
-            self.marks(schedule_state if self.repeats else marks, mQ),
+            self.marks(schedule_state if self.repeats else marks, mQ, heads_per_section),
             Recorder(recording) if self.is_recorded else NoRecorder(),
         )
         order = TileOrder(
@@ -229,11 +229,13 @@ class Forward(AttentionKernel):
         """Whether this computes what another launch has marked."""
         return self.schedule_type is Marked
 
-    def marks(self, words: cute.Tensor | None, mQ: cute.Tensor) -> Marks | None:
+    def marks(self, words: cute.Tensor | None, mQ: cute.Tensor, heads_per_section) -> Marks | None:
         """Marks of the tiles of Q (seqlen, head_dim, heads, batch)."""
         if words is None:
             return None
-        return Marks(words, cute.ceil_div(mQ.shape[0], self.config.tile_m), *mQ.shape[2:])
+        num_m_blocks = cute.ceil_div(mQ.shape[0], self.config.tile_m)
+        heads = heads_per_section * self.config.cluster_h
+        return Marks(words, TileOrder(num_m_blocks, *mQ.shape[2:], heads))
 
     def part_merge(self, buffer, counters, num_slots, row_store) -> PartMerge | None:
         """Where parts of tiles go: a slot has the rows of a cluster's CTAs."""
@@ -490,7 +492,7 @@ class Forward(AttentionKernel):
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, tile, thread_idx, of_rows)
             elif cutlass.const_expr(self.repeats):
-                self.finish_rows(operands, attention, of_rows, tile, thread_idx)
+                self.finish_again(operands, attention, out, of_rows, tile, slab, thread_idx)
             else:
                 self.finish_tile(operands, attention, out, of_rows, tile, slab)
                 if cutlass.const_expr(config.fixed_reference):
@@ -548,14 +550,34 @@ class Forward(AttentionKernel):
         out.store(acc_O, slab, tile.head, tile.batch)
 
     @cute.jit
-    def finish_rows(
-        self, operands: Operands, attention: Attention, sinks: tuple | None, tile, thread_idx
+    def finish_again(
+        self,
+        operands: Operands,
+        attention: Attention,
+        out: SlabStore,
+        sinks: tuple | None,
+        tile,
+        slab,
+        thread_idx,
     ):
         """Finish a tile of which only the marked rows are written: the others have their bits."""
-        acc_O = attention.regs.acc_O
-        lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
-        is_marked = operands.marks.take_rows(tile, self.warp_of_tile(thread_idx))
-        operands.rows.store(acc_O, lse, attention.rules.coords, is_marked)
+        warp = self.warp_of_tile(thread_idx)
+        of_group = operands.marks.rows_of_group(tile, warp // WARPS * WARPS)
+        own = Int32(0)
+        is_whole = Boolean(True)
+        for i in cutlass.range_constexpr(WARPS):
+            own = of_group[i] if warp % WARPS == i else own
+            is_whole = is_whole and of_group[i] == ALL_ROWS
+        # All warps of the group have read their marks.
+        out.meet()
+        operands.marks.wipe_out(tile, warp)
+        if is_whole:
+            self.finish_tile(operands, attention, out, sinks, tile, slab)
+        else:
+            acc_O = attention.regs.acc_O
+            lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
+            is_marked = tuple((own & bit_of_row(r)) != 0 for r in range(2))
+            operands.rows.store(acc_O, lse, attention.rules.coords, is_marked)
 
     def warp_of_tile(self, thread_idx):
         """This warp's place among the consumers of a CTA."""

@@ -30,11 +30,10 @@ class SlabStore:
     def store(self, acc: cute.Tensor, slab: Int32, head: Int32, batch: Int32):
         """Write an accumulator as rows [64 slab, 64 slab + 64); TMA clips what is outside."""
         dtype = self.smem.element_type
-        barrier = pipeline.NamedBarrier(self.first_barrier + self.group, WARPGROUP)
         is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
         if is_storing_warp:
             self.wait()
-        barrier.arrive_and_wait()
+        self.meet()
         converted = cute.make_rmem_tensor_like(acc, dtype)
         convert(acc, converted)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
@@ -42,11 +41,15 @@ class SlabStore:
         target = copy.partition_D(self.smem[None, None, self.group])
         cute.copy(atom, copy.retile(converted), target)
         cute.arch.fence_proxy("async.shared", space="cta")
-        barrier.arrive_and_wait()
+        self.meet()
         if is_storing_warp:
             from_smem, to_gmem = self.tma.tiles_of_head(self.smem, head, batch)
             cute.copy(self.tma.atom, from_smem[None, self.group], to_gmem[None, slab])
             cute.arch.cp_async_bulk_commit_group()
+
+    def meet(self) -> None:
+        """Wait for the other warps of this warpgroup."""
+        pipeline.NamedBarrier(self.first_barrier + self.group, WARPGROUP).arrive_and_wait()
 
     def wait(self):
         """Wait until the last store has read its shared memory."""

@@ -5,72 +5,59 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
-from fa3.primitives.wgmma import ROWS_OF_WARP
-from fa3.schedules.dynamic import Cursor, Dynamic
-from fa3.schedules.tiles import Tile
+from fa3.primitives.wgmma import ROWS_OF_WARP, WARP, WARPS
+from fa3.schedules.dynamic import Dynamic
+from fa3.schedules.tiles import Tile, TileOrder
 
 HEADER = 4
-"""Numbers before those of the tiles: tiles that are listed, tiles that were taken from the list,
-and CTAs that found none left."""
+"""Numbers before those of the tiles: whether any is marked, how many of these were taken, and how
+many CTAs found none left."""
 
-LISTED, TAKEN, DONE = range(3)
+ANY, TAKEN, DONE = range(3)
 
 MOST_WARPS = 12
 """Warps that share the rows of a tile at most: 192 rows, 16 each."""
 
+ALL_ROWS = (1 << ROWS_OF_WARP) - 1
+"""The marks of a warp all of whose rows are marked."""
+
 
 class Marks(NamedTuple):
-    """Marks of a launch: a list of tiles, and which of their rows.
+    """Marks of a launch: a bit for every tile, and one for every row, by warps.
 
-    Every tile has a place in `words` for an entry of the list, for whether it is listed, and for
-    a mask of the rows of each of its warps.
+    To mark takes no answer from memory, so nothing waits for it.
 
     Fields:
         words: (size,) int32, zero before a call and after it.
-        num_m_blocks, num_heads, batch: of the problem, in tiles of a CTA.
+        order: numbers the tiles of CTAs.
     """
 
     words: cute.Tensor
-    num_m_blocks: int
-    num_heads: int
-    batch: int
+    order: TileOrder
 
     @property
-    def num_tiles(self):
-        return self.num_m_blocks * self.num_heads * self.batch
+    def num_groups(self):
+        """Numbers that hold the bits of the tiles: 32 each."""
+        return (self.order.num_tiles + 31) // 32
 
     @property
     def size(self):
         """Numbers that the marks take."""
-        return HEADER + self.num_tiles * (2 + MOST_WARPS)
+        return HEADER + self.num_groups + self.order.num_tiles * MOST_WARPS
 
-    def place(self, tile: Tile):
-        """The number of a tile."""
-        return (tile.batch * self.num_heads + tile.head) * self.num_m_blocks + tile.m_block
+    def group(self, index):
+        """Where the bits of 32 tiles are."""
+        return HEADER + index
 
-    def tile(self, place) -> Tile:
-        """The tile with this number; the inverse of `place`."""
-        head = place // self.num_m_blocks
-        batch = head // self.num_heads
-        return Tile(place - head * self.num_m_blocks, head - batch * self.num_heads, batch)
-
-    def entry(self, position):
-        """Where the list has its entry of this position."""
-        return HEADER + position
-
-    def flag(self, place):
-        """Where it says whether a tile is listed."""
-        return HEADER + self.num_tiles + place
-
-    def rows(self, place, warp):
-        """Where the rows of a tile's warp are marked."""
-        return HEADER + 2 * self.num_tiles + place * MOST_WARPS + warp
+    def rows(self, index, warp):
+        """Where the rows of a tile's warp are marked, by the tile's number."""
+        return HEADER + self.num_groups + index * MOST_WARPS + warp
 
     @cute.jit
     def add(self, failed: tuple, tile: Tile, warp: Int32):
-        """Mark a warp's rows that failed, and list their tile; all threads of the warp call this.
+        """Mark a warp's rows that failed, and their tile; all threads of the warp call this.
 
         Args:
             failed: for each row of this thread whether it failed; threads that share a row may
@@ -80,33 +67,27 @@ class Marks(NamedTuple):
         mask = Int32(0)
         for r in cutlass.range_constexpr(len(failed)):
             mask = mask | (bit_of_row(r) if failed[r] else Int32(0))
-        if cute.arch.vote_any_sync(mask != 0):
-            mask = cute.arch.warp_redux_sync(mask, "or")
-            if cute.arch.lane_idx() == 0:
-                place = self.place(tile)
-                words = self.words.iterator
-                # Several CTAs may have parts of a tile.
-                cute.arch.atomic_or(
-                    words + self.rows(place, warp), mask, sem="relaxed", scope="gpu"
-                )
-                was_listed = cute.arch.atomic_exch(
-                    words + self.flag(place), Int32(1), sem="relaxed", scope="gpu"
-                )
-                if was_listed == 0:
-                    position = cute.arch.atomic_add(
-                        words + LISTED, Int32(1), sem="relaxed", scope="gpu"
-                    )
-                    self.words[self.entry(position)] = place
+        mask = cute.arch.warp_redux_sync(mask, "or")
+        if mask != 0 and cute.arch.lane_idx() == 0:
+            index, words = self.order.index(tile), self.words.iterator
+            # Several warps share a tile's bit, and CTAs that have parts of a tile its rows.
+            of_rows, of_tiles = self.rows(index, warp), self.group(index // 32)
+            cute.arch.atomic_or(words + of_rows, mask, sem="relaxed", scope="gpu")
+            bit = Int32(1) << (index % 32)
+            cute.arch.atomic_or(words + of_tiles, bit, sem="relaxed", scope="gpu")
+            self.words[ANY] = 1
 
     @cute.jit
-    def take_rows(self, tile: Tile, warp: Int32) -> tuple[Boolean, Boolean]:
-        """Whether each row of this thread is marked; wipes out the marks of its warp."""
-        at = self.rows(self.place(tile), warp)
-        mask = self.words[at]
-        cute.arch.sync_warp()
+    def rows_of_group(self, tile: Tile, first_warp: Int32) -> list[Int32]:
+        """The marks of the warps of a consumer warpgroup, from its first warp on."""
+        index = self.order.index(tile)
+        return [self.words[self.rows(index, first_warp + i)] for i in range(WARPS)]
+
+    @cute.jit
+    def wipe_out(self, tile: Tile, warp: Int32):
+        """Wipe out the marks of a warp's rows."""
         if cute.arch.lane_idx() == 0:
-            self.words[at] = 0
-        return tuple((mask & bit_of_row(r)) != 0 for r in range(2))
+            self.words[self.rows(self.order.index(tile), warp)] = 0
 
 
 def bit_of_row(r: int) -> Int32:
@@ -114,15 +95,26 @@ def bit_of_row(r: int) -> Int32:
     return Int32(1) << (cute.arch.lane_idx() // 4 + r * (ROWS_OF_WARP // 2))
 
 
+class MarkedCursor(NamedTuple):
+    """A CTA's tile, and how many it had before.
+
+    Fields:
+        group, before: where the producer looks for marks, and how many there are before that.
+    """
+
+    index: int
+    count: int
+    group: int
+    before: int
+
+
 @dataclass(frozen=True)
 class Marked(Dynamic):
-    """CTAs take tiles from the list of those with marked rows.
+    """CTAs take the marked tiles of an order, as they get ready for one.
 
-    They were listed as they were done, so the longest ones come first if they did before.
-    Producers take them, and tell their consumers, who wipe out the marks. Almost always the list
-    is empty, which one number says. Users do not choose this schedule: it belongs to the second
-    launch of a call whose softmax has a reference that does not follow
-    (`fa3.primitives.softmax.Reference`).
+    Producers look for marks, and tell their consumers. Almost always there is none, which one
+    number says. Users do not choose this schedule: it belongs to the second launch of a call whose
+    softmax has a reference that does not follow (`fa3.primitives.softmax.Reference`).
 
     Fields:
         counters: the words of `Marks`.
@@ -134,21 +126,21 @@ class Marked(Dynamic):
 
     @property
     def marks(self) -> Marks:
-        order = self.order
-        return Marks(self.counters, order.num_m_blocks, order.num_heads, order.batch)
+        return Marks(self.counters, self.order)
 
     def for_producer(self) -> "MarkedProducer":
         return MarkedProducer(**vars(self))
 
-    def first(self, cluster) -> Cursor:
+    def first(self, cluster) -> MarkedCursor:
         """Before this CTA's first tile: the marks are not there yet."""
-        return Cursor(cluster * 0, cluster * 0)
+        zero = cluster * 0
+        return MarkedCursor(zero, zero, zero, zero)
 
-    def begin(self, cursor: Cursor) -> Cursor:
+    def begin(self, cursor: MarkedCursor) -> MarkedCursor:
         return self.next(cursor)
 
-    def tile(self, cursor: Cursor) -> Tile:
-        return self.marks.tile(cursor.index)
+    def next(self, cursor: MarkedCursor) -> MarkedCursor:
+        return cursor._replace(index=self.following(cursor.count), count=cursor.count + 1)
 
 
 @dataclass(frozen=True)
@@ -156,30 +148,63 @@ class MarkedProducer(Marked):
     """The producer's half of `Marked`."""
 
     @cute.jit
-    def next(self, cursor: Cursor) -> Cursor:
-        """Take the next tile of the list, and put its number into the mailbox."""
-        place = Int32(self.order.num_tiles)
-        num_listed = self.counters[LISTED]
-        if num_listed > 0 and cute.arch.lane_idx() == 0:
-            position = cute.arch.atomic_add(
-                self.counters.iterator + TAKEN, Int32(1), sem="relaxed", scope="gpu"
-            )
-            if position < num_listed:
-                entry = self.marks.entry(position)
-                place = self.counters[entry]
-                self.counters[entry] = 0
-                self.counters[self.marks.flag(place)] = 0
-        place = cute.arch.shuffle_sync(place, 0)
-        self.tell(cursor.count, place)
-        return Cursor(place, cursor.count + 1)
+    def next(self, cursor: MarkedCursor) -> MarkedCursor:
+        """Take the next marked tile, and put its number into the mailbox."""
+        index, group, before = Int32(self.order.num_tiles), cursor.group, cursor.before
+        if self.counters[ANY] != 0:
+            taken = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                taken = cute.arch.atomic_add(
+                    self.counters.iterator + TAKEN, Int32(1), sem="relaxed", scope="gpu"
+                )
+            taken = cute.arch.shuffle_sync(taken, 0)
+            # Every lane looks at 32 tiles; marks are counted from the first tile on.
+            bits, upto = self.look(group)
+            count = cute.arch.shuffle_sync(upto, WARP - 1)
+            while before + count <= taken and group < self.marks.num_groups:
+                before += count
+                group += WARP
+                bits, upto = self.look(group)
+                count = cute.arch.shuffle_sync(upto, WARP - 1)
+            if before + count > taken:
+                index = self.find(bits, upto, taken - before, group)
+        self.tell(cursor.count, index)
+        return MarkedCursor(index, cursor.count + 1, group, before)
+
+    @cute.jit
+    def look(self, group: Int32) -> tuple[Int32, Int32]:
+        """This lane's bits of 32 groups from `group` on, and marks up to this lane's last one."""
+        lane = cute.arch.lane_idx()
+        bits = Int32(0)
+        if group + lane < self.marks.num_groups:
+            bits = self.counters[self.marks.group(group + lane)]
+        upto = Int32(cute.arch.popc(bits))
+        for i in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(upto, 1 << i)
+            upto = upto + other if lane >= 1 << i else upto
+        return bits, upto
+
+    @cute.jit
+    def find(self, bits: Int32, upto: Int32, number: Int32, group: Int32) -> Int32:
+        """The index of the tile whose mark is this number among those of 32 groups."""
+        is_later = cute.arch.vote_ballot_sync(upto > number)
+        lane = Int32(cute.arch.popc(~is_later & (is_later - 1)))
+        first = upto - cute.arch.popc(bits)
+        rest = cute.arch.shuffle_sync(bits, lane)
+        for _ in range(number - cute.arch.shuffle_sync(first, lane)):
+            rest = rest & (rest - 1)
+        return (group + lane) * 32 + Int32(cute.arch.popc(~rest & (rest - 1)))
 
     @cute.jit
     def finish(self):
-        """Once all CTAs have found no tile left, empty the list."""
-        if cute.arch.lane_idx() == 0 and self.counters[LISTED] != 0:
-            before = cute.arch.atomic_add(
-                self.counters.iterator + DONE, Int32(1), sem="relaxed", scope="gpu"
-            )
-            if before == self.num_clusters - 1:
-                for i in cutlass.range_constexpr(HEADER):
+        """Once all CTAs have found no tile left, wipe out the marks of tiles."""
+        if self.counters[ANY] != 0:
+            before = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                before = cute.arch.atomic_add(
+                    self.counters.iterator + DONE, Int32(1), sem="acq_rel", scope="gpu"
+                )
+            if cute.arch.shuffle_sync(before, 0) == self.num_clusters - 1:
+                # The header, too.
+                for i in range(cute.arch.lane_idx(), self.marks.group(self.marks.num_groups), WARP):
                     self.counters[i] = 0

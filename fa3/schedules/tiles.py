@@ -67,12 +67,12 @@ class TileOrder:
         batch = flat_head // self.num_heads
         return Tile(self.num_m_blocks - 1 - rank, flat_head - batch * self.num_heads, batch)
 
-    def index(self, tile: Tile) -> int:
+    def index(self, tile: Tile):
         """The number of a tile; the inverse of `tile`."""
         flat_heads = self.num_heads * self.batch
         flat_head = tile.batch * self.num_heads + tile.head
         first_head = flat_head - flat_head % self.heads_per_section
-        heads = min(self.heads_per_section, flat_heads - first_head)
+        heads = smaller(self.heads_per_section, flat_heads - first_head)
         rank = self.num_m_blocks - 1 - tile.m_block
         return first_head * self.num_m_blocks + rank * heads + flat_head - first_head
 
