@@ -12,7 +12,7 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("problem", "cubin", "templates", "counters"),
+    ("problem", "cubin", "templates", "counters", "overlap"),
     ("primitives",),
     ("masks", "schedules", "scores"),
     ("lengths", "modifiers", "diagnostics", "tiling"),
@@ -34,7 +34,7 @@ LAYERS = (
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 BUILT_OF_SIBLINGS = ("primitives", "schedules")
-STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates")
+STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates", "overlap")
 USE_TORCH = (
     "api",
     "cache_arguments",
