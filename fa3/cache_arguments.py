@@ -34,6 +34,9 @@ from fa3.operands import (
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
 
+LENGTHS = "an integer or an int32 torch.Tensor"
+"""What cache_seqlens may be."""
+
 ROTARY_UNIT = 16
 """A rotary embedding turns a multiple of this many columns."""
 
@@ -138,8 +141,6 @@ def check_tensors(call: CacheCall) -> None:
     check_indices(call)
     if call.k is not None or call.v is not None:
         check_new_tokens(call)
-    elif call.cu_seqlens_k_new is not None:
-        raise ValueError("cu_seqlens_k_new must be None without k and v: nothing is appended")
     if call.rotary_cos is not None or call.rotary_sin is not None:
         check_rotary(call)
 

@@ -24,6 +24,7 @@ from fa3.api import (
     tighten,
 )
 from fa3.cache_arguments import (
+    LENGTHS,
     CacheCall,
     check_tensors,
     check_values,
@@ -50,13 +51,11 @@ from fa3.operands import (
     check_rank,
     check_shape,
     describe,
-    describe_unaligned,
 )
+from fa3.options import flag, integer, real, shown
 from fa3.planner import H200
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, Window
-
-NOT_GIVEN = (None,) * 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +156,11 @@ def flash_attn_with_kvcache(
             behind its last token are not used. Those that a window has left behind are not read,
             but where the table is checked they must exist.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
-            and v.
+            and v. Ignored without them.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
         window_size: (left, right) keys that a query sees beside its own position; -1 for all.
-            causal sets right to 0.
+            causal sets right to 0, whatever it is.
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none.
         rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
             i + rotary_dim / 2 do (GPT-NeoX).
@@ -200,22 +199,42 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
-    unsupported = (
-        qv, cu_seqlens_q, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale
-    )  # fmt: skip
-    if unsupported != NOT_GIVEN or attention_chunk or pack_gqa is False:
+    # All types in one look, since nearly all calls have the right ones.
+    if not (
+        type(causal) is type(rotary_interleaved) is type(batch_invariant) is bool
+        and type(return_lse) is type(return_softmax_lse) is bool
+        and type(attention_chunk) is type(num_splits) is type(sm_margin) is int
+        and type(softcap) is float
+    ):
+        causal = flag("causal", causal)
+        rotary_interleaved = flag("rotary_interleaved", rotary_interleaved)
+        batch_invariant = flag("batch_invariant", batch_invariant)
+        return_lse = flag("return_lse", return_lse)
+        return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
+        attention_chunk = integer("attention_chunk", attention_chunk, 0)
+        num_splits = integer("num_splits", num_splits, 0)
+        sm_margin = integer("sm_margin", sm_margin, 0)
+        softcap = real("softcap", softcap)
+    if (
+        not (qv is cu_seqlens_q is max_seqlen_q is rotary_seqlens is pack_gqa is None)
+        or not (q_descale is k_descale is v_descale is None)
+        or attention_chunk
+    ):
         reject_unsupported(
+            attention_chunk, pack_gqa, has_packing=True,
             qv=qv, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
             rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale, attention_chunk=attention_chunk, pack_gqa=pack_gqa is False,
+            v_descale=v_descale,
         )  # fmt: skip
     return_lse = return_lse or return_softmax_lse
     window_size = as_pair(window_size)
-    call = CacheCall.of(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
-        None if isinstance(cache_seqlens, int) else cache_seqlens,
-        cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
-    )  # fmt: skip
+    if k is None and v is None:
+        cu_seqlens_k_new = None
+    lengths = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
+    if lengths is None and cache_seqlens is not None:
+        cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
+    tensors = lengths, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new
+    call = CacheCall.of(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, *tensors)
     if scheduler_metadata is not None:
         if not isinstance(scheduler_metadata, SchedulerMetadata):
             came = type(scheduler_metadata).__name__
@@ -233,7 +252,7 @@ def flash_attn_with_kvcache(
         if k is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         cache_seqlens = call.capacity
-    integers = cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new
+    integers = cache_seqlens, *tensors[1:]
     if any(map(is_visible, integers)):
         check_values(call, values_on_host(call, *integers), prepared.query_step)
         integers = tuple(
@@ -281,8 +300,6 @@ def prepare(
     """Validate a call's description and load the kernel that appends."""
     check_tensors(call)
     given = check_window(window_size, causal)
-    if not isinstance(num_splits, int):
-        raise TypeError(f"num_splits must be an integer, got {type(num_splits).__name__}")
     if num_splits < 0:
         raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {num_splits}")
     on_gpu = call.q.device.type == "cuda"
@@ -409,12 +426,13 @@ def flash_attn_combine(
     out_operand = None if out is None else describe("out", out)
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else out.dtype
-    call = prepare_combine(
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {shown(out_dtype)}")
+    parts = (
         describe("out_partial", out_partial),
-        describe_unaligned("lse_partial", lse_partial),
-        out_operand,
-        out_dtype,
+        describe("lse_partial", lse_partial, alignment=1),
     )
+    call = prepare_combine(*parts, out_operand, out_dtype)
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)

@@ -85,8 +85,6 @@ UNMODIFIED = Modifiers(Structure(), None)
 
 
 def check_softcap(softcap: float) -> None:
-    if not isinstance(softcap, int | float):
-        raise TypeError(f"softcap must be a float, got {type(softcap).__name__}")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
 

@@ -28,7 +28,7 @@ class Operand(NamedTuple):
     device: torch.device
 
 
-def describe(name: str, tensor: torch.Tensor) -> Operand:
+def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Operand:
     """Check what may change from call to call, and describe the rest."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -36,10 +36,11 @@ def describe(name: str, tensor: torch.Tensor) -> Operand:
         raise ValueError(
             f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
         )
-    if tensor.data_ptr() % ALIGNMENT:
+    address = tensor.data_ptr()
+    if address % alignment:
         raise ValueError(
-            f"{name} starts {tensor.data_ptr() % ALIGNMENT} bytes after a multiple of "
-            f"{ALIGNMENT}; its storage must be {ALIGNMENT}-byte aligned"
+            f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
+            f"storage must be {alignment}-byte aligned"
         )
     return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
@@ -48,9 +49,7 @@ def describe_unaligned(name: str, tensor: torch.Tensor | None) -> Operand | None
     """Describe a tensor that may begin at any address, if there is one."""
     if tensor is None:
         return None
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return describe(name, tensor, alignment=1)
 
 
 # ---------------------------------------------------------------------------------- attention
