@@ -17,6 +17,7 @@ import torch
 from fa3.compiler import load_kernel
 from fa3.costs import H100
 from fa3.counters import zeros_for_launch
+from fa3.eager import check_untraced
 from fa3.executor import execute
 from fa3.masks import Band, Intersection, Mask
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
@@ -246,7 +247,8 @@ def flash_attn_func(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong value, shape, layout or device, or a score or mask
             does not compile.
-        NotImplementedError: the combination is not supported.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
+            a graph is being traced.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -282,6 +284,7 @@ def flash_attn_func(
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
     operands = describe("q", q), describe("k", k), describe("v", v)
+    check_untraced(q)
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         check_rank("q", operands[0])

@@ -131,7 +131,7 @@ def get_scheduler_metadata(
         TypeError: an argument has the wrong type.
         ValueError: an argument has a wrong value.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported.
+        NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
     reject_unsupported(attention_chunk, pack_gqa, has_packing=True, cu_seqlens_q=cu_seqlens_q)
     causal, has_softcap = flag("causal", causal), flag("has_softcap", has_softcap)

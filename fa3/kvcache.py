@@ -34,6 +34,7 @@ from fa3.cache_arguments import (
 from fa3.cache_schedule import SchedulerMetadata
 from fa3.compiler import load_kernel
 from fa3.decode import CacheOperands
+from fa3.eager import check_resolved, check_untraced
 from fa3.executor import merge
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.combine import Combine
@@ -195,7 +196,8 @@ def flash_attn_with_kvcache(
             FA3_ASSERTIONS=1, also a length, index or page that does not fit the cache. Nothing
             has been appended then.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
+            a graph is being traced.
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
@@ -235,6 +237,7 @@ def flash_attn_with_kvcache(
         cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
     tensors = lengths, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new
     call = CacheCall.of(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, *tensors)
+    check_untraced(q)
     if scheduler_metadata is not None:
         if not isinstance(scheduler_metadata, SchedulerMetadata):
             came = type(scheduler_metadata).__name__
@@ -420,6 +423,7 @@ def flash_attn_combine(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong shape, layout or device.
+        NotImplementedError: a tensor does not lie in memory, or a graph is being traced.
 
     Source: Dao et al., Flash-Decoding.
     """
@@ -432,6 +436,8 @@ def flash_attn_combine(
         describe("out_partial", out_partial),
         describe("lse_partial", lse_partial, alignment=1),
     )
+    check_resolved("lse_partial", lse_partial)
+    check_untraced(out_partial)
     call = prepare_combine(*parts, out_operand, out_dtype)
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:

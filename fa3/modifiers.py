@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fa3.eager import address_of, check_resolved
 from fa3.masks import Mask
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.scores import Alibi, Score, Softcap
@@ -121,6 +122,8 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires grad, but there is no backward yet: detach it")
+    address_of(name, tensor)
+    check_resolved(name, tensor)
 
 
 def check_function(name: str, instance: object, base: type, q: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fa3.eager import address_of, check_resolved, lies_nowhere
 from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -36,20 +37,28 @@ def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Ope
         raise ValueError(
             f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
         )
-    address = tensor.data_ptr()
+    address = address_of(name, tensor)
     if address % alignment:
         raise ValueError(
             f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
             f"storage must be {alignment}-byte aligned"
         )
-    return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    try:
+        found = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except RuntimeError as error:
+        # Nested tensors have an address, but no strides.
+        raise lies_nowhere(name, tensor) from error
+    # Operand(...) would take half as long again.
+    return tuple.__new__(Operand, found)
 
 
 def describe_unaligned(name: str, tensor: torch.Tensor | None) -> Operand | None:
     """Describe a tensor that may begin at any address, if there is one."""
     if tensor is None:
         return None
-    return describe(name, tensor, alignment=1)
+    operand = describe(name, tensor, alignment=1)
+    check_resolved(name, tensor)
+    return operand
 
 
 # ---------------------------------------------------------------------------------- attention

@@ -12,7 +12,7 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("problem", "cubin", "templates", "counters", "options", "overlap"),
+    ("problem", "cubin", "templates", "counters", "eager", "options", "overlap"),
     ("primitives",),
     ("masks", "schedules", "scores"),
     ("lengths", "modifiers", "diagnostics", "tiling"),
@@ -43,6 +43,7 @@ USE_TORCH = (
     "counters",
     "decode",
     "demo",
+    "eager",
     "executor",
     "kvcache",
     "modifiers",
