@@ -32,6 +32,7 @@ from fa3.operands import (
     check_rank,
     check_shape,
     describe,
+    describe_unaligned,
 )
 from fa3.options import flag, integer, real, shown
 from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward, schedule_name
@@ -225,7 +226,8 @@ def flash_attn_func(
         sm_margin: SMs to leave to other kernels.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. Must
+            not share memory with another tensor of the call; it may lie between their elements.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
             of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
             their order; chosen by the planner if not given. If the planner pairs CTAs, tiles are
@@ -297,7 +299,12 @@ def flash_attn_func(
     if out is None:
         out = q.new_empty(call.out_shape)
     else:
-        check_out(out, call.out_shape, operands[0])
+        tensors = modifiers.tensors or ()
+        names = modifiers.structure.names if tensors else ()
+        check_out(
+            out, call.out_shape, operands[0], ("q", "k", "v", *names),
+            (*operands, *map(describe_unaligned, names, tensors)), (q, k, v, *tensors),
+        )  # fmt: skip
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.kernel is not None:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)

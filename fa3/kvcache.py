@@ -42,7 +42,9 @@ from fa3.modifiers import check_alibi_slopes, check_sinks, check_softcap
 from fa3.operands import (
     DIMENSIONS,
     DTYPES,
+    Footprint,
     Operand,
+    check_apart,
     check_device,
     check_dtype,
     check_head_dim,
@@ -52,6 +54,8 @@ from fa3.operands import (
     check_rank,
     check_shape,
     describe,
+    describe_unaligned,
+    footprint,
 )
 from fa3.options import flag, integer, real, shown
 from fa3.planner import H200
@@ -67,6 +71,7 @@ class PreparedCacheCall:
         append: appends and rotates; None if nothing is appended.
         attend: computes the output; None if there is nothing to compute.
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
+        footprint: of `TENSORS`.
     """
 
     append: Callable | None
@@ -75,6 +80,7 @@ class PreparedCacheCall:
     query_step: int
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    footprint: Footprint
 
 
 def flash_attn_with_kvcache(
@@ -180,7 +186,9 @@ def flash_attn_with_kvcache(
             a part of every 512 keys (2048 from 17 query rows of a key/value head on) that the
             cache has room for.
         return_lse: also return the log-sum-exp.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
+            caches that are appended to, must not share memory with another tensor of the call;
+            they may lie between each other's elements, as the halves of one buffer do.
         qv, cu_seqlens_q, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
             attention_chunk: in the signature for compatibility; anything but their default is
             not supported.
@@ -255,6 +263,17 @@ def flash_attn_with_kvcache(
         if k is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         cache_seqlens = call.capacity
+    if prepared.append is not None or out is not None:
+        used = k_cache, v_cache, q, k, v, rotary_cos, rotary_sin, *tensors
+        if prepared.append is not None:
+            check_apart(prepared.footprint, used, 2)
+        if out is not None:
+            rest = "alibi_slopes", "sinks"
+            of_rest = map(describe_unaligned, rest, (alibi_slopes, sinks))
+            check_out(
+                out, prepared.out_shape, call.q, (*prepared.footprint.names, *rest),
+                (*prepared.footprint.operands, *of_rest), (*used, alibi_slopes, sinks),
+            )  # fmt: skip
     integers = cache_seqlens, *tensors[1:]
     if any(map(is_visible, integers)):
         check_values(call, values_on_host(call, *integers), prepared.query_step)
@@ -264,8 +283,6 @@ def flash_attn_with_kvcache(
     seqlens, batch_idx, leftpad, pages, cu_seqlens = integers
     if out is None:
         out = q.new_empty(prepared.out_shape)
-    else:
-        check_out(out, prepared.out_shape, call.q)
     lse = q.new_empty(prepared.lse_shape, dtype=torch.float32) if return_lse else None
 
     if prepared.append is not None:
@@ -322,6 +339,7 @@ def prepare(
         int(given != Window()),
         (*call.q.shape[:3], call.head_dim_v),
         (call.batch, call.q.shape[2], call.seqlen_q),
+        footprint(TENSORS, (call.k_cache, call.v_cache, call.q, *call[3:])),
     )
 
 
@@ -371,6 +389,8 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
 
 
 INTEGERS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_k_new")
+TENSORS = ("k_cache", "v_cache", "q", "k", "v", "rotary_cos", "rotary_sin", *INTEGERS)
+"""Those that appending writes, then all others."""
 
 
 def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
@@ -412,7 +432,8 @@ def flash_attn_combine(
             normalised by itself; head_dim a multiple of 8 up to 512.
         lse_partial: (num_splits, batch, seqlen, heads), float32: their log-sum-exps, natural
             logarithm, in any strides. A part with -inf counts nothing; its output must not be NaN.
-        out: (batch, seqlen, heads, head_dim) tensor that receives the output.
+        out: (batch, seqlen, heads, head_dim) tensor that receives the output; must not share
+            memory with the parts.
         out_dtype: of the output: torch.float32, torch.bfloat16 or torch.float16; out's, or
             float32 if there is none.
 
@@ -439,6 +460,9 @@ def flash_attn_combine(
     check_resolved("lse_partial", lse_partial)
     check_untraced(out_partial)
     call = prepare_combine(*parts, out_operand, out_dtype)
+    if out is not None:
+        used = footprint(("out", "out_partial", "lse_partial"), (out_operand, *parts))
+        check_apart(used, (out, out_partial, lse_partial), 1)
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)

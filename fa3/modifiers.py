@@ -26,6 +26,17 @@ class Structure(NamedTuple):
     mask: Template | None = None
     sinks: str | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a call knows the tensors as, in their order."""
+        of_scores = [
+            "alibi_slopes" if score.kind is Alibi else f"score.{tensor.name}"
+            for score in self.scores
+            for tensor in score.tensors
+        ]
+        of_mask = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
+        return (*of_scores, *of_mask, *(("sinks",) if self.sinks else ()))
+
 
 class Modifiers(NamedTuple):
     """Scores, mask and sinks of a call.
