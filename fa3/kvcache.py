@@ -24,6 +24,7 @@ from fa3.api import (
     tighten,
 )
 from fa3.cache_arguments import (
+    INTEGERS,
     LENGTHS,
     CacheCall,
     check_tensors,
@@ -388,7 +389,6 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
     )
 
 
-INTEGERS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_k_new")
 TENSORS = ("k_cache", "v_cache", "q", "k", "v", "rotary_cos", "rotary_sin", *INTEGERS)
 """Those that appending writes, then all others."""
 
