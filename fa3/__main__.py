@@ -3,6 +3,8 @@
 import argparse
 import importlib.metadata
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,9 +28,23 @@ LLAMA_PREFILL = "1,4096,4096,32,8,128"
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command."""
+    try:
+        try:
+            run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # As a program ends that knows nothing of signals; what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def run(arguments: list[str] | None) -> None:
     options = parser().parse_args(arguments)
     try:
         options.command(options)
+    except BrokenPipeError:
+        raise
     except (ModuleNotFoundError, OSError, ValueError) as error:
         sys.exit(f"fa3: {error}")
 
@@ -54,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar=("L", "R"),
         default=(NO_BOUND, NO_BOUND),
-        help="keys to either side of a query's position, -1 for all",
+        help="keys to either side of a query's position, -1 for all; --causal sets R to 0",
     )
     plan.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     plan.add_argument("--schedule", choices=SCHEDULES, help="tile schedule; planned if not given")
@@ -154,8 +170,6 @@ def problem_of(options: argparse.Namespace) -> Problem:
     left, right = options.window
     if min(left, right) < NO_BOUND:
         raise ValueError(f"--window needs integers from -1, got {left} {right}")
-    if options.causal and right > 0:
-        raise ValueError(f"--causal needs a right window of -1 or 0, got {right}")
     window = Window(left, 0 if options.causal else right)
     spec = AttentionSpec(
         DTYPES[options.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), False

@@ -7,9 +7,8 @@ allocation of its outputs and the launch.
 
 import functools
 import math
-import operator
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from fa3.captures import capture_of, current_stream
 from fa3.compiler import load_kernel
 from fa3.costs import H100
 from fa3.counters import counters_of
+from fa3.eager import check_untraced
 from fa3.executor import execute
 from fa3.masks import Band, Intersection, Mask
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
@@ -33,8 +33,19 @@ from fa3.operands import (
     check_rank,
     check_shape,
     describe,
+    describe_unaligned,
 )
-from fa3.planner import H200, Gpu, Plan, ScheduleChoice, plan_forward, schedule_name
+from fa3.options import flag, integer, real, shown
+from fa3.planner import (
+    H200,
+    Gpu,
+    Plan,
+    ScheduleChoice,
+    check_plan,
+    plan_forward,
+    schedule_name,
+)
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
@@ -42,7 +53,16 @@ from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores import Score
 from fa3.tables import Table
 
-NOT_GIVEN = (None, None, None, None)
+FROM_FLASH_ATTENTION_2 = (
+    "; without names the fourth and fifth argument are softmax_scale and causal, as in "
+    "FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale: pass them by name"
+)
+
+SPARE = 1024
+"""Positions beyond the last key that kernels count, in blocks."""
+
+FEWEST_ROWS, MOST_TILES = 128, 1 << 25
+"""Rows of a tile at least; tiles at most, whose marks are counted in 32 bits."""
 
 REMEMBERED = 2048
 """Calls of different shapes, strides or options whose plans are remembered: some 2 KiB each, and
@@ -227,7 +247,7 @@ def flash_attn_func(
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
         window_size: (left, right) keys that a query sees beside its own position; -1 for all.
-            causal sets right to 0.
+            causal sets right to 0, whatever it is.
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
             everything else that changes scores.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
@@ -240,7 +260,8 @@ def flash_attn_func(
         sm_margin: SMs to leave to other kernels.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. Must
+            not share memory with another tensor of the call; it may lie between their elements.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
             of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
             their order; chosen by the planner if not given. If the planner pairs CTAs, tiles are
@@ -248,8 +269,10 @@ def flash_attn_func(
             and adds them up, which changes the last place. A function is asked once for every
             shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
-        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa: in the
-            signature for compatibility; anything but their default is not supported.
+        num_splits: 0 or 1, which are the same: the planner decides whether to split.
+        pack_gqa: None or False, which are the same.
+        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
+            anything but their default is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
@@ -260,37 +283,62 @@ def flash_attn_func(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong value, shape, layout or device, or a score or mask
             does not compile.
-        NotImplementedError: the combination is not supported.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
+            a graph is being traced.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    unsupported = (qv, q_descale, k_descale, v_descale)
-    if unsupported != NOT_GIVEN or attention_chunk or num_splits > 1 or pack_gqa:
+    # All types in one look, since nearly all calls have the right ones.
+    if not (
+        type(causal) is type(deterministic) is type(return_lse) is type(return_attn_probs) is bool
+        and type(attention_chunk) is type(num_splits) is type(sm_margin) is int
+        and type(softcap) is float
+    ):
+        causal = flag("causal", causal, FROM_FLASH_ATTENTION_2)
+        flag("deterministic", deterministic)
+        return_lse = flag("return_lse", return_lse)
+        return_attn_probs = flag("return_attn_probs", return_attn_probs)
+        attention_chunk = integer("attention_chunk", attention_chunk, 0)
+        num_splits = integer("num_splits", num_splits, 0)
+        sm_margin = integer("sm_margin", sm_margin, 0)
+        softcap = real("softcap", softcap)
+    if (
+        not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
+        or attention_chunk
+        or num_splits not in (0, 1)
+    ):
         reject_unsupported(
+            attention_chunk, pack_gqa, has_packing=False,
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            attention_chunk=attention_chunk, num_splits=num_splits > 1, pack_gqa=pack_gqa,
+            num_splits=integer("num_splits", num_splits, 0) if num_splits not in (0, 1) else None,
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs
     window_size = as_pair(window_size)
-    if schedule is not None and not isinstance(schedule, Hashable):
-        raise TypeError(f"schedule must be hashable, to be remembered, got {schedule!r}")
+    if schedule is not None:
+        check_hashable("schedule", schedule)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
+    operands = describe("q", q), describe("k", k), describe("v", v)
+    check_untraced(q)
     modifiers = UNMODIFIED
-    if softcap or any(x is not None for x in (alibi_slopes, sinks, score, mask)):
-        check_rank("q", describe("q", q))
+    if softcap or not (alibi_slopes is sinks is score is mask is None):
+        check_rank("q", operands[0])
         behind = check_window(window_size, causal).right == 0
         modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, behind)
     call = prepare(
-        describe("q", q), describe("k", k), describe("v", v),
-        causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan,
-    )  # fmt: skip
-    scale = check_scale(softmax_scale, q.shape[-1])
+        *operands, causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan
+    )
+    scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
     if out is None:
         out = q.new_empty(call.out_shape)
     else:
-        check_out(out, call.out_shape, describe("q", q))
+        tensors = modifiers.tensors or ()
+        names = modifiers.structure.names if tensors else ()
+        check_out(
+            out, call.out_shape, operands[0], ("q", "k", "v", *names),
+            (*operands, *map(describe_unaligned, names, tensors)), (q, k, v, *tensors),
+        )  # fmt: skip
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.kernel is not None:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)
@@ -307,27 +355,53 @@ def flash_attn_func(
 
 
 def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
+    """The bounds of a window as plain integers; `check_window` looks at what they are."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is type(right) is int:
+            return window_size
+    if not isinstance(window_size, Sequence):
+        raise TypeError(f"window_size must be two integers (left, right), got {shown(window_size)}")
+    return tuple(
+        integer("window_size", bound, kind="two integers (left, right)") for bound in window_size
+    )
+
+
+def check_hashable(name: str, value: object) -> None:
+    """Raise unless calls can be remembered by a value."""
     try:
-        return tuple(map(operator.index, window_size))
+        hash(value)
     except TypeError:
-        message = f"window_size must be two integers (left, right), got {window_size!r}"
+        message = f"{name} must be hashable, to be remembered, got {value!r}"
         raise TypeError(message) from None
 
 
-def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> float:
+    """The factor of the scores; `note` is added to the complaint."""
     if softmax_scale is None:
         return head_dim**-0.5
-    if not isinstance(softmax_scale, int | float):
-        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    if type(softmax_scale) is not float:
+        softmax_scale = real("softmax_scale", softmax_scale)
     if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}{note}")
     return softmax_scale
 
 
-def reject_unsupported(**arguments) -> None:
-    """Raise for arguments of FlashAttention's signature that do nothing here."""
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) or value:
+def reject_unsupported(
+    attention_chunk: int, pack_gqa: bool | None, has_packing: bool, **given: object
+) -> None:
+    """Raise for arguments of FlashAttention's signature that do nothing here.
+
+    Args:
+        has_packing: whether query heads share the reads of their key/value head, always or never.
+        given: what must be None.
+    """
+    if integer("attention_chunk", attention_chunk, 0):
+        given["attention_chunk"] = attention_chunk
+    if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing:
+        given["pack_gqa"] = pack_gqa
+    for name, value in given.items():
+        if value is not None:
             raise NotImplementedError(f"{name} is not supported yet; leave it at its default")
 
 
@@ -369,9 +443,12 @@ def prepare(
     gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
     if given_plan is not None and schedule is not None:
         raise ValueError("schedule must be None when plan is given: a plan has a schedule")
+    if given_plan is not None and sm_margin:
+        raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
     plan = given_plan or plan_forward(problem, reserve_sms(gpu, sm_margin), schedule=schedule)
-    if plan.problem != problem:
-        raise ValueError(f"plan was made for {plan.problem}, the tensors give {problem}")
+    check_same_problem(plan, problem)
+    if given_plan is not None:
+        check_plan(given_plan)
     if q.device.type == "cpu":
         return PreparedCall(plan, None, (), out_shape, lse_shape)
     return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)
@@ -387,22 +464,54 @@ def check_operands(q: Operand, k: Operand, v: Operand) -> None:
     check_shape("k", k, (q.shape[0], *k.shape[1:3], q.shape[3]), "q")
     check_shape("v", v, (*k.shape[:3], v.shape[3]), "k")
     check_heads_divide(q, "k", k)
+    check_counts(q, k)
 
 
-def check_window(window_size: tuple[int, int], causal: bool) -> Window:
-    """The window with causal folded in."""
-    if not all(isinstance(n, int) for n in window_size):
-        raise TypeError(f"window_size must be two integers (left, right), got {window_size!r}")
+def check_counts(q: Operand, k: Operand) -> None:
+    """Raise unless kernels can count queries, keys and tiles in 32 bits."""
+    batch, seqlen_q, heads, _ = q.shape
+    reach = k.shape[1] + 2 * seqlen_q
+    if reach > LARGEST - SPARE:
+        raise ValueError(
+            f"k must have fewer than {LARGEST - SPARE - 2 * seqlen_q} keys with {seqlen_q} "
+            f"queries, got {k.shape[1]}"
+        )
+    if batch * heads * (seqlen_q // FEWEST_ROWS + 1) > MOST_TILES:
+        raise ValueError(
+            f"q must have at most {MOST_TILES} tiles of {FEWEST_ROWS} rows, got shape "
+            f"{tuple(q.shape)}"
+        )
+
+
+def check_same_problem(plan: Plan, problem: Problem) -> None:
+    """Raise unless a plan is one of this problem."""
+    made, asked = sizes_and_spec(plan.problem), sizes_and_spec(problem)
+    differing = [name for name in asked if made[name] != asked[name]]
+    if differing:
+        ours, theirs = (
+            ", ".join(f"{name} {values[name]}" for name in differing) for values in (asked, made)
+        )
+        raise ValueError(f"plan was made for {theirs}; the call has {ours}")
+
+
+def sizes_and_spec(problem: Problem) -> dict[str, object]:
+    """All that a problem says, by name."""
+    return {
+        field.name: getattr(owner, field.name)
+        for owner in (problem, problem.spec)
+        for field in fields(owner)
+        if field.name != "spec"
+    }
+
+
+def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
+    """The window with causal folded in: whatever its right bound, no key ahead is seen."""
     if len(window_size) != 2 or any(n < NO_BOUND for n in window_size):
         raise ValueError(
             f"window_size must be two integers (left, right), each -1 or more, got {window_size}"
         )
     left, right = window_size
-    if not causal:
-        return Window(left, right)
-    if right > 0:
-        raise ValueError(f"causal=True needs window_size[1] to be -1 or 0, got {right}")
-    return Window(left, 0)
+    return Window(left, 0 if causal else right)
 
 
 def tighten(window: Window, seqlen_q: int, seqlen_k: int) -> Window:
@@ -429,8 +538,6 @@ def gpu_of(device: torch.device) -> Gpu:
 
 def reserve_sms(gpu: Gpu, sm_margin: int) -> Gpu:
     """The GPU without the SMs that the caller keeps for other work."""
-    if not isinstance(sm_margin, int):
-        raise TypeError(f"sm_margin must be an integer, got {sm_margin!r}")
     if not 0 <= sm_margin < gpu.num_sms:
         raise ValueError(f"sm_margin must be from 0 to {gpu.num_sms - 1}, got {sm_margin}")
     return replace(gpu, num_sms=gpu.num_sms - sm_margin)

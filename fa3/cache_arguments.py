@@ -30,12 +30,16 @@ from fa3.operands import (
     check_rank,
     check_shape,
     describe,
-    describe_unaligned,
 )
 from fa3.primitives.arithmetic import LARGEST
 
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
+
+INTEGERS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_k_new")
+
+LENGTHS = "an integer or an int32 torch.Tensor"
+"""What cache_seqlens may be."""
 
 ROTARY_UNIT = 16
 """A rotary embedding turns a multiple of this many columns."""
@@ -69,8 +73,8 @@ class CacheCall(NamedTuple):
         rotary_sin: torch.Tensor | None,
         *integers: torch.Tensor | None,
     ) -> "CacheCall":
-        """Describe a call's tensors; `integers` are those from cache_seqlens on."""
-        return cls(
+        """Describe a call's tensors; `integers` are the `INTEGERS`."""
+        found = (
             describe("q", q),
             describe("k_cache", k_cache),
             describe("v_cache", v_cache),
@@ -78,8 +82,13 @@ class CacheCall(NamedTuple):
             None if v is None else describe("v", v),
             None if rotary_cos is None else describe("rotary_cos", rotary_cos),
             None if rotary_sin is None else describe("rotary_sin", rotary_sin),
-            *map(describe_unaligned, cls._fields[-len(integers) :], integers),
+            *[
+                None if tensor is None else describe(name, tensor, alignment=1)
+                for name, tensor in zip(INTEGERS, integers, strict=True)
+            ],
         )
+        # By its own constructor it would take longer.
+        return tuple.__new__(cls, found)
 
     @property
     def batch(self) -> int:
@@ -141,8 +150,6 @@ def check_tensors(call: CacheCall) -> None:
     check_indices(call)
     if call.k is not None or call.v is not None:
         check_new_tokens(call)
-    elif call.cu_seqlens_k_new is not None:
-        raise ValueError("cu_seqlens_k_new must be None without k and v: nothing is appended")
     if call.rotary_cos is not None or call.rotary_sin is not None:
         check_rotary(call)
     check_counts(call)

@@ -109,6 +109,7 @@ def rotate(
     return torch.cat((turned.flatten(2).to(x.dtype), rest), dim=2)
 
 
+@torch.autocast("cpu", enabled=False)
 def attend_with_cache(
     operands: CacheOperands,
     softmax_scale: float,

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from fa3.api import as_pair, check_window, gpu_of, reject_unsupported, reserve_sms, tighten
-from fa3.cache_arguments import check_leftpads, is_visible, read
+from fa3.cache_arguments import LENGTHS, check_leftpads, is_visible, read
 from fa3.decode import TILE_N, Sizes
 from fa3.lengths import LONGEST
 from fa3.masks import Band, Sequence
 from fa3.operands import DTYPES, check_dtype, check_shape, describe_unaligned
+from fa3.options import flag, integer
 from fa3.planner import H200, Gpu
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules.split import Pieces
@@ -131,11 +132,10 @@ def get_scheduler_metadata(
         TypeError: an argument has the wrong type.
         ValueError: an argument has a wrong value.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported.
+        NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
-    reject_unsupported(
-        cu_seqlens_q=cu_seqlens_q, attention_chunk=attention_chunk, pack_gqa=pack_gqa is False
-    )
+    reject_unsupported(attention_chunk, pack_gqa, has_packing=True, cu_seqlens_q=cu_seqlens_q)
+    causal, has_softcap = flag("causal", causal), flag("has_softcap", has_softcap)
     headdim_v = headdim if headdim_v is None else headdim_v
     sizes = (
         ("batch_size", batch_size, 1),
@@ -145,25 +145,26 @@ def get_scheduler_metadata(
         ("num_heads_kv", num_heads_kv, 1),
         ("headdim", headdim, 1),
         ("headdim_v", headdim_v, 1),
-        ("page_size", 1 if page_size is None else page_size, 1),
         ("max_seqlen_k_new", max_seqlen_k_new, 0),
         ("num_splits", num_splits, 0),
+        ("sm_margin", sm_margin, 0),
     )
-    for name, size, least in sizes:
-        if not isinstance(size, int):
-            raise TypeError(f"{name} must be an integer, got {size!r}")
-        if size < least:
-            raise ValueError(f"{name} must be {least} or more, got {size}")
+    (
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v,
+        max_seqlen_k_new, num_splits, sm_margin,
+    ) = (integer(name, size, least) for name, size, least in sizes)  # fmt: skip
+    if page_size is not None:
+        page_size = integer("page_size", page_size, 1)
     group, rest = divmod(num_heads_q, num_heads_kv)
     if rest:
         raise ValueError(f"num_heads_q must be a multiple of {num_heads_kv}, got {num_heads_q}")
     Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check("max_seqlen_q")
-    if qkv_dtype not in DTYPES:
+    if not isinstance(qkv_dtype, torch.dtype) or qkv_dtype not in DTYPES:
         raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {qkv_dtype}")
     window = check_window(as_pair(window_size), causal)
     metadata = SchedulerMetadata(
         batch_size, max_seqlen_q, num_heads_q, num_heads_kv, headdim, headdim_v,
-        qkv_dtype, page_size, window, bool(has_softcap), num_splits, sm_margin,
+        qkv_dtype, page_size, window, has_softcap, num_splits, sm_margin,
     )  # fmt: skip
     gpu = reserve_sms(gpu_of_calls(cache_seqlens), sm_margin)
     lengths = host_lengths(
@@ -196,12 +197,11 @@ def host_lengths(
     max_seqlen_k: int,
 ) -> list[int] | None:
     """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
-    if cache_seqlens is None:
-        raise TypeError("cache_seqlens must be an int or an int32 tensor, got None")
-    if isinstance(cache_seqlens, int):
-        if not 0 <= cache_seqlens <= LONGEST:
-            raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {cache_seqlens}")
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32)
+    if not isinstance(cache_seqlens, torch.Tensor):
+        length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
+        if not 0 <= length <= LONGEST:
+            raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {length}")
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32)
     tensors = {
         "cache_seqlens": (cache_seqlens, (batch,)),
         "cu_seqlens_k_new": (cu_seqlens_k_new, (batch + 1,)),

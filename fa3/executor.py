@@ -95,6 +95,8 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
                 yield Step(cluster, rank, unit, head + of_head, rows, blocks)
 
 
+# Whoever computes in 16 bits around a call still gets sums in 32 from it, as from the kernels.
+@torch.autocast("cpu", enabled=False)
 def execute(
     plan: Plan,
     q: torch.Tensor,

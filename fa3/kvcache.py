@@ -24,6 +24,8 @@ from fa3.api import (
     tighten,
 )
 from fa3.cache_arguments import (
+    INTEGERS,
+    LENGTHS,
     CacheCall,
     check_tensors,
     check_values,
@@ -33,6 +35,7 @@ from fa3.cache_arguments import (
 from fa3.cache_schedule import SchedulerMetadata
 from fa3.compiler import load_kernel
 from fa3.decode import REMEMBERED, CacheOperands
+from fa3.eager import check_resolved, check_untraced
 from fa3.executor import merge
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
 from fa3.kernels.combine import Combine
@@ -40,7 +43,9 @@ from fa3.modifiers import check_alibi_slopes, check_sinks, check_softcap
 from fa3.operands import (
     DIMENSIONS,
     DTYPES,
+    Footprint,
     Operand,
+    check_apart,
     check_device,
     check_dtype,
     check_head_dim,
@@ -51,12 +56,12 @@ from fa3.operands import (
     check_shape,
     describe,
     describe_unaligned,
+    footprint,
 )
+from fa3.options import flag, integer, real, shown
 from fa3.planner import H200
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, Window
-
-NOT_GIVEN = (None,) * 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class PreparedCacheCall:
         append: appends and rotates; None if nothing is appended.
         attend: computes the output; None if there is nothing to compute.
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
+        footprint: of `TENSORS`.
     """
 
     append: Callable | None
@@ -75,6 +81,7 @@ class PreparedCacheCall:
     query_step: int
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    footprint: Footprint
 
 
 def flash_attn_with_kvcache(
@@ -157,11 +164,11 @@ def flash_attn_with_kvcache(
             behind its last token are not used, nor those behind 2^31 - 2^20 tokens. Those that a
             window has left behind are not read, but where the table is checked they must exist.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
-            and v.
+            and v. Ignored without them.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
         window_size: (left, right) keys that a query sees beside its own position; -1 for all.
-            causal sets right to 0.
+            causal sets right to 0, whatever it is.
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none.
         rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
             i + rotary_dim / 2 do (GPT-NeoX).
@@ -180,7 +187,9 @@ def flash_attn_with_kvcache(
             a part of every 512 keys (2048 from 17 query rows of a key/value head on) that the
             cache has room for.
         return_lse: also return the log-sum-exp.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
+            caches that are appended to, must not share memory with another tensor of the call;
+            they may lie between each other's elements, as the halves of one buffer do.
         qv, cu_seqlens_q, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
             attention_chunk: in the signature for compatibility; anything but their default is
             not supported.
@@ -196,26 +205,48 @@ def flash_attn_with_kvcache(
             FA3_ASSERTIONS=1, also a length, index or page that does not fit the cache. Nothing
             has been appended then.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
+            a graph is being traced.
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
-    unsupported = (
-        qv, cu_seqlens_q, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale
-    )  # fmt: skip
-    if unsupported != NOT_GIVEN or attention_chunk or pack_gqa is False:
+    # All types in one look, since nearly all calls have the right ones.
+    if not (
+        type(causal) is type(rotary_interleaved) is type(batch_invariant) is bool
+        and type(return_lse) is type(return_softmax_lse) is bool
+        and type(attention_chunk) is type(num_splits) is type(sm_margin) is int
+        and type(softcap) is float
+    ):
+        causal = flag("causal", causal)
+        rotary_interleaved = flag("rotary_interleaved", rotary_interleaved)
+        batch_invariant = flag("batch_invariant", batch_invariant)
+        return_lse = flag("return_lse", return_lse)
+        return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
+        attention_chunk = integer("attention_chunk", attention_chunk, 0)
+        num_splits = integer("num_splits", num_splits, 0)
+        sm_margin = integer("sm_margin", sm_margin, 0)
+        softcap = real("softcap", softcap)
+    if (
+        not (qv is cu_seqlens_q is max_seqlen_q is rotary_seqlens is pack_gqa is None)
+        or not (q_descale is k_descale is v_descale is None)
+        or attention_chunk
+    ):
         reject_unsupported(
+            attention_chunk, pack_gqa, has_packing=True,
             qv=qv, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
             rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale, attention_chunk=attention_chunk, pack_gqa=pack_gqa is False,
+            v_descale=v_descale,
         )  # fmt: skip
     return_lse = return_lse or return_softmax_lse
     window_size = as_pair(window_size)
-    call = CacheCall.of(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
-        None if isinstance(cache_seqlens, int) else cache_seqlens,
-        cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
-    )  # fmt: skip
+    if k is None and v is None:
+        cu_seqlens_k_new = None
+    lengths = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
+    if lengths is None and cache_seqlens is not None:
+        cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
+    tensors = lengths, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new
+    call = CacheCall.of(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, *tensors)
+    check_untraced(q)
     if scheduler_metadata is not None:
         if not isinstance(scheduler_metadata, SchedulerMetadata):
             came = type(scheduler_metadata).__name__
@@ -233,7 +264,18 @@ def flash_attn_with_kvcache(
         if k is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         cache_seqlens = call.capacity
-    integers = cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new
+    if prepared.append is not None or out is not None:
+        used = k_cache, v_cache, q, k, v, rotary_cos, rotary_sin, *tensors
+        if prepared.append is not None:
+            check_apart(prepared.footprint, used, 2)
+        if out is not None:
+            rest = "alibi_slopes", "sinks"
+            of_rest = map(describe_unaligned, rest, (alibi_slopes, sinks))
+            check_out(
+                out, prepared.out_shape, call.q, (*prepared.footprint.names, *rest),
+                (*prepared.footprint.operands, *of_rest), (*used, alibi_slopes, sinks),
+            )  # fmt: skip
+    integers = cache_seqlens, *tensors[1:]
     if any(map(is_visible, integers)):
         check_values(call, values_on_host(call, *integers), prepared.query_step)
         integers = tuple(
@@ -242,8 +284,6 @@ def flash_attn_with_kvcache(
     seqlens, batch_idx, leftpad, pages, cu_seqlens = integers
     if out is None:
         out = q.new_empty(prepared.out_shape)
-    else:
-        check_out(out, prepared.out_shape, call.q)
     lse = q.new_empty(prepared.lse_shape, dtype=torch.float32) if return_lse else None
 
     if prepared.append is not None:
@@ -281,8 +321,6 @@ def prepare(
     """Validate a call's description and load the kernel that appends."""
     check_tensors(call)
     given = check_window(window_size, causal)
-    if not isinstance(num_splits, int):
-        raise TypeError(f"num_splits must be an integer, got {type(num_splits).__name__}")
     if num_splits < 0:
         raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {num_splits}")
     on_gpu = call.q.device.type == "cuda"
@@ -302,6 +340,7 @@ def prepare(
         int(given != Window()),
         (*call.q.shape[:3], call.head_dim_v),
         (call.batch, call.q.shape[2], call.seqlen_q),
+        footprint(TENSORS, (call.k_cache, call.v_cache, call.q, *call[3:])),
     )
 
 
@@ -350,7 +389,8 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
     )
 
 
-INTEGERS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_k_new")
+TENSORS = ("k_cache", "v_cache", "q", "k", "v", "rotary_cos", "rotary_sin", *INTEGERS)
+"""Those that appending writes, then all others."""
 
 
 def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
@@ -394,7 +434,8 @@ def flash_attn_combine(
             normalised by itself; head_dim a multiple of 8 up to 512.
         lse_partial: (num_splits, batch, seqlen, heads), float32: their log-sum-exps, natural
             logarithm, in any strides. A part with -inf counts nothing; its output must not be NaN.
-        out: (batch, seqlen, heads, head_dim) tensor that receives the output.
+        out: (batch, seqlen, heads, head_dim) tensor that receives the output; must not share
+            memory with the parts.
         out_dtype: of the output: torch.float32, torch.bfloat16 or torch.float16; out's, or
             float32 if there is none.
 
@@ -405,18 +446,25 @@ def flash_attn_combine(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong shape, layout or device.
+        NotImplementedError: a tensor does not lie in memory, or a graph is being traced.
 
     Source: Dao et al., Flash-Decoding.
     """
     out_operand = None if out is None else describe("out", out)
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else out.dtype
-    call = prepare_combine(
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {shown(out_dtype)}")
+    parts = (
         describe("out_partial", out_partial),
-        describe_unaligned("lse_partial", lse_partial),
-        out_operand,
-        out_dtype,
+        describe("lse_partial", lse_partial, alignment=1),
     )
+    check_resolved("lse_partial", lse_partial)
+    check_untraced(out_partial)
+    call = prepare_combine(*parts, out_operand, out_dtype)
+    if out is not None:
+        used = footprint(("out", "out_partial", "lse_partial"), (out_operand, *parts))
+        check_apart(used, (out, out_partial, lse_partial), 1)
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fa3.eager import address_of, check_resolved
 from fa3.masks import Mask
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.scores import Alibi, Score, Softcap
@@ -24,6 +25,17 @@ class Structure(NamedTuple):
     scores: tuple[Template, ...] = ()
     mask: Template | None = None
     sinks: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a call knows the tensors as, in their order."""
+        of_scores = [
+            "alibi_slopes" if score.kind is Alibi else f"score.{tensor.name}"
+            for score in self.scores
+            for tensor in score.tensors
+        ]
+        of_mask = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
+        return (*of_scores, *of_mask, *(("sinks",) if self.sinks else ()))
 
 
 class Modifiers(NamedTuple):
@@ -85,8 +97,6 @@ UNMODIFIED = Modifiers(Structure(), None)
 
 
 def check_softcap(softcap: float) -> None:
-    if not isinstance(softcap, int | float):
-        raise TypeError(f"softcap must be a float, got {type(softcap).__name__}")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
 
@@ -123,6 +133,8 @@ def check_tensor(
         raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires grad, but there is no backward yet: detach it")
+    address_of(name, tensor)
+    check_resolved(name, tensor)
 
 
 def check_function(name: str, instance: object, base: type, q: torch.Tensor) -> None:

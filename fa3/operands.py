@@ -3,10 +3,14 @@
 The checks look at descriptions, so that their outcome can be remembered for repeated calls.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from fa3.eager import address_of, lies_nowhere
+from fa3.overlap import Layout, repeats, share
 from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -27,8 +31,13 @@ class Operand(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def layout(self) -> Layout:
+        """Where the elements lie, from the first on."""
+        return Layout(self.shape, self.stride, self.dtype.itemsize)
 
-def describe(name: str, tensor: torch.Tensor) -> Operand:
+
+def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Operand:
     """Check what may change from call to call, and describe the rest."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -36,21 +45,24 @@ def describe(name: str, tensor: torch.Tensor) -> Operand:
         raise ValueError(
             f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
         )
-    if tensor.data_ptr() % ALIGNMENT:
+    address = address_of(name, tensor)
+    if address % alignment:
         raise ValueError(
-            f"{name} starts {tensor.data_ptr() % ALIGNMENT} bytes after a multiple of "
-            f"{ALIGNMENT}; its storage must be {ALIGNMENT}-byte aligned"
+            f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
+            f"storage must be {alignment}-byte aligned"
         )
-    return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    try:
+        found = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except RuntimeError as error:
+        # Nested tensors have an address, but no strides.
+        raise lies_nowhere(name, tensor) from error
+    # By its own constructor it would take longer.
+    return tuple.__new__(Operand, found)
 
 
 def describe_unaligned(name: str, tensor: torch.Tensor | None) -> Operand | None:
     """Describe a tensor that may begin at any address, if there is one."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    return Operand(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return None if tensor is None else describe(name, tensor, 1)
 
 
 # ---------------------------------------------------------------------------------- attention
@@ -97,12 +109,30 @@ def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
         )
 
 
-def check_out(out: torch.Tensor, shape: tuple[int, ...], q: Operand) -> None:
-    """Raise unless the output of a call on q can be written to a tensor of the caller's."""
-    operand = describe("out", out)
-    check_like_q("out", operand, q)
-    check_shape("out", operand, shape, "q and the values")
-    check_no_overlap("out", operand)
+def check_out(
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    q: Operand,
+    names: tuple[str, ...],
+    operands: tuple[Operand | None, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Raise unless a call on q can write its output to a tensor of the caller's.
+
+    Args:
+        names, operands, tensors: what else the call uses; None where none is given.
+    """
+    described = describe("out", out)
+    check_output(described, shape, q)
+    check_apart(footprint(("out", *names), (described, *operands)), (out, *tensors), 1)
+
+
+@functools.cache
+def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
+    """Raise unless the output of a call on q can lie like this."""
+    check_like_q("out", out, q)
+    check_shape("out", out, shape, "q and the values")
+    check_no_overlap("out", out)
 
 
 # --------------------------------------------------------------------------------- any tensor
@@ -162,8 +192,53 @@ def check_contiguous(name: str, operand: Operand) -> None:
 
 def check_no_overlap(name: str, operand: Operand) -> None:
     """Raise if elements of a tensor that is written share their memory."""
-    sizes = zip(operand.shape, operand.stride, strict=True)
-    if any(size > 1 and stride == 0 for size, stride in sizes):
+    if repeats(operand.layout):
         raise ValueError(
-            f"{name} must not overlap itself when it is written, got strides {operand.stride}"
+            f"{name} must not overlap itself when it is written, got shape "
+            f"{tuple(operand.shape)} with strides {operand.stride}"
+        )
+
+
+class Footprint(NamedTuple):
+    """What `check_apart` needs to know of a call's tensors; those that are written come first.
+
+    Fields:
+        names: of the tensors.
+        operands: their descriptions; None where none is given.
+        sizes: (index, bytes from the first to the last) of those that are given.
+    """
+
+    names: tuple[str, ...]
+    operands: tuple[Operand | None, ...]
+    sizes: tuple[tuple[int, int], ...]
+
+
+@functools.cache
+def footprint(names: tuple[str, ...], operands: tuple[Operand | None, ...]) -> Footprint:
+    given = ((i, operand) for i, operand in enumerate(operands) if operand is not None)
+    return Footprint(names, operands, tuple((i, operand.layout.bytes) for i, operand in given))
+
+
+def check_apart(
+    footprint: Footprint, tensors: Sequence[torch.Tensor | None], num_written: int
+) -> None:
+    """Raise if a tensor that a call writes shares memory with another one of the call.
+
+    Where tensors begin changes from call to call, so this is looked at every time.
+    """
+    spans = [(tensors[i].data_ptr(), size, i) for i, size in footprint.sizes]
+    for begin, size, i in spans[:num_written]:
+        end = begin + size
+        for other, other_size, j in spans:
+            # Most do not even come near each other.
+            if other < end and begin < other + other_size and i < j:
+                check_pair(footprint, i, j, other - begin)
+
+
+def check_pair(footprint: Footprint, i: int, j: int, distance: int) -> None:
+    """Raise if two tensors share memory; j begins `distance` bytes after i, which is written."""
+    if share(footprint.operands[i].layout, footprint.operands[j].layout, distance):
+        written, other = footprint.names[i], footprint.names[j]
+        raise ValueError(
+            f"{written} must not overlap {other}: it is written in a call that uses {other}"
         )

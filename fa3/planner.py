@@ -316,6 +316,37 @@ def check_types(problem: Problem, gpu: Gpu, config: Config | None) -> None:
         raise TypeError(f"config must be a Config or None, got {config!r}")
 
 
+def check_plan(plan: Plan) -> None:
+    """Raise unless a plan, which may have been put together by hand, can run its problem.
+
+    Raises:
+        TypeError: its problem, GPU, config or schedule is of a wrong type.
+        ValueError: its config or its schedule cannot run the problem.
+    """
+    check_types(plan.problem, plan.gpu, plan.config)
+    plan.config.validate(plan.problem.spec)
+    if plan.gpu.num_sms < plan.config.cluster:
+        raise ValueError(
+            f"plan has clusters of {plan.config.cluster} CTAs, which do not fit "
+            f"{plan.gpu.num_sms} SMs"
+        )
+    if type(plan.schedule) not in SCHEDULES.values():
+        raise TypeError(
+            f"plan must have a schedule of one of the classes of {sorted(SCHEDULES)}, got "
+            f"{plan.schedule!r:.200}"
+        )
+    if plan.schedule.splits and plan.problem.spec.has_user_functions:
+        raise ValueError("plan must not split tiles with scores or masks of the user's")
+    tiled = plan.tiled
+    if plan.schedule.order != tiled.order:
+        raise ValueError(
+            f"plan has a schedule with tiles of another problem, GPU or tiling: "
+            f"{plan.schedule.order}; here they are {tiled.order}"
+        )
+    blocks = tiled.blocks_of_tiles()
+    check_schedule(plan.schedule, blocks.begin, blocks.end)
+
+
 def plan_of_schedule(
     problem: Problem, gpu: Gpu, found: list[Candidate], schedule: Schedule
 ) -> Plan:

@@ -4,7 +4,7 @@ import torch
 
 from fa3.api import PreparedCall, gpu_of
 from fa3.explanation import counted
-from fa3.planner import Plan
+from fa3.planner import Plan, check_plan
 from fa3.primitives.recorder import HEADER, Note
 from fa3.problem import Problem
 from fa3.schedules import Tile, Unit
@@ -33,11 +33,14 @@ def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline
         one was done. With clusters of two CTAs a unit has two spans, on two SMs.
 
     Raises:
-        ValueError: the device is no Hopper GPU, or there is nothing to compute.
+        TypeError: a field of the plan is of a wrong type.
+        ValueError: the device is no Hopper GPU, there is nothing to compute, or the plan cannot
+            run its problem.
         NotImplementedError: the plan's scores, mask or sinks have tensors.
     """
     device = hopper_device(device)
     check_recordable(plan.problem)
+    check_plan(plan)
     _, notes = run_recorded(plan, *random_operands(plan.problem, device))
     return timeline_of(notes, plan)
 

@@ -1,6 +1,8 @@
 """What the command line prints and draws, and the timelines behind it."""
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -88,6 +90,23 @@ def test_info_names_the_versions(capsys):
     assert {line.split()[0] for line in printed.splitlines()} >= {"fa3", "GPU", "torch", "cache"}
 
 
+@pytest.mark.parametrize("command", ["info", "plan", "--help"])
+def test_a_reader_that_has_gone_is_no_error(command, monkeypatch):
+    """As in `python -m fa3 plan | head`; what is printed last is written last."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended:
+            main([command])
+        print("what is still to come goes nowhere", flush=True)
+    assert ended.value.code == 141
+
+
+def test_causal_sets_the_right_bound():
+    assert problem("--window", "5", "7", "--causal") == problem("--window", "5", "0")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -96,7 +115,6 @@ def test_info_names_the_versions(capsys):
         (("--shape", "1,64,64,2,2,100"), "head_dim must be a multiple of 8 up to 256, got 100"),
         (("--shape", "1,64,64,2,2,264"), "head_dim must be a multiple of 8 up to 256, got 264"),
         (("--window", "-2", "0"), "--window"),
-        (("--window", "5", "7", "--causal"), "--causal"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

@@ -12,7 +12,7 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("problem", "cubin", "templates", "captures", "code_cache"),
+    ("problem", "cubin", "templates", "captures", "code_cache", "eager", "options", "overlap"),
     ("primitives", "counters", "tables"),
     ("masks", "schedules", "scores"),
     ("lengths", "modifiers", "diagnostics", "tiling"),
@@ -34,7 +34,7 @@ LAYERS = (
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 BUILT_OF_SIBLINGS = ("primitives", "schedules")
-STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates", "code_cache")
+STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates", "code_cache", "overlap")
 USE_TORCH = (
     "api",
     "cache_arguments",
@@ -44,6 +44,7 @@ USE_TORCH = (
     "counters",
     "decode",
     "demo",
+    "eager",
     "executor",
     "kvcache",
     "modifiers",

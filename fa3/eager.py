@@ -1,0 +1,100 @@
+"""Whether a call may run here and now, on the memory of its tensors.
+
+A kernel is launched on addresses. What torch hangs on its own operators passes it by: a node of a
+graph that is being traced, a tangent of forward mode, the batch of a vmap. A call that would lose
+one of these is refused, and so is a tensor that lies nowhere.
+"""
+
+import torch
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _is_torch_function_mode_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd import forward_ad
+
+RECORDERS = (
+    _TorchDispatchModeKey.PROXY,
+    _TorchDispatchModeKey.FAKE,
+    _TorchDispatchModeKey.FUNCTIONAL,
+)
+"""Modes that keep what operators do, or do not let them do it. Others, that count or print what
+goes by, are none of our business."""
+
+LOWEST_ADDRESS = 1 << 33
+"""Nearly all memory lies above, on GPUs too. An address below may be an offset from nowhere."""
+
+
+def check_untraced(tensor: torch.Tensor) -> None:
+    """Raise if what is done to a tensor now is recorded, or done to what stands for others.
+
+    Raises:
+        NotImplementedError: it is, and a launch would be lost.
+    """
+    if (
+        _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or _is_torch_function_mode_enabled()
+        or _is_tracing()
+    ):
+        check_modes(tensor)
+
+
+def check_modes(tensor: torch.Tensor) -> None:
+    """Raise if one of the modes that are active would lose a launch."""
+    tracing = _is_tracing() or _len_torch_dispatch_stack_pre_dispatch()
+    if tracing or any(_get_dispatch_mode(key) is not None for key in RECORDERS):
+        raise NotImplementedError(
+            "a graph is being traced (torch.compile, torch.export, make_fx, torch.jit.trace or a "
+            "FakeTensorMode), which cannot see the kernels: call fa3 outside of it"
+        )
+    if _are_functorch_transforms_active():
+        # It may wrap what is allocated under it, also beside tensors that it knows nothing of.
+        address_of("what a call allocates", tensor.new_empty(1))
+
+
+def address_of(name: str, tensor: torch.Tensor) -> int:
+    """Where a tensor begins.
+
+    Raises:
+        NotImplementedError: it lies nowhere, or carries what a kernel would drop.
+    """
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        raise lies_nowhere(name, tensor) from error
+    if address < LOWEST_ADDRESS and is_offset(tensor, address):
+        raise lies_nowhere(name, tensor)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            f"{name} carries a forward-mode tangent, which is not supported yet: pass "
+            "torch.autograd.forward_ad.unpack_dual of it, without the tangent"
+        )
+    return address
+
+
+def is_offset(tensor: torch.Tensor, address: int) -> bool:
+    """Whether an address is counted from 0. On the meta device it may be: no kernel runs there."""
+    if tensor.is_meta or not tensor.numel():
+        return False
+    return address == tensor.storage_offset() * tensor.element_size()
+
+
+def lies_nowhere(name: str, tensor: torch.Tensor) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} must lie in memory, got a {type(tensor).__name__} that does not: sparse, nested "
+        "and fake tensors, subclasses that wrap others and the tensors of torch.func's transforms "
+        "(vmap, grad, jvp) are not supported"
+    )
+
+
+def check_resolved(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless a tensor is what lies in memory: in strides, and not its negative."""
+    if tensor.is_nested:
+        raise lies_nowhere(name, tensor)
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a lazily negated view: pass {name}.resolve_neg()")

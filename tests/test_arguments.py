@@ -1,0 +1,255 @@
+"""Options of all public calls: accepted for what they mean, or refused by name."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+import torch
+from problems import make_operands, make_problem
+
+import fa3
+
+Q, K, V = make_operands(make_problem(1, 20, 20, 2))
+CACHE = {
+    "q": Q[:, :2],
+    "k_cache": K,
+    "v_cache": V,
+    "cache_seqlens": torch.tensor([7], dtype=torch.int32),
+}
+PARTS = torch.zeros(2, 1, 4, 2, 64), torch.zeros(2, 1, 4, 2)
+CALLS = {
+    "attend": functools.partial(fa3.flash_attn_func, Q, K, V),
+    "cache": functools.partial(fa3.flash_attn_with_kvcache, **CACHE),
+    "combine": functools.partial(fa3.flash_attn_combine, *PARTS),
+    "metadata": functools.partial(
+        fa3.get_scheduler_metadata, 1, 2, 20, 2, 2, 64, cache_seqlens=CACHE["cache_seqlens"]
+    ),
+}
+FLAGS = {
+    "attend": ("causal", "deterministic", "return_lse", "return_attn_probs"),
+    "cache": (
+        "causal",
+        "rotary_interleaved",
+        "return_softmax_lse",
+        "batch_invariant",
+        "return_lse",
+    ),
+    "metadata": ("causal", "has_softcap"),
+}
+COUNTS = {
+    "attend": ("attention_chunk", "num_splits", "sm_margin"),
+    "cache": ("attention_chunk", "num_splits", "sm_margin"),
+    "metadata": (
+        "attention_chunk", "num_splits", "sm_margin", "max_seqlen_k_new", "page_size", "headdim_v"
+    ),
+}  # fmt: skip
+REALS = {"attend": ("softmax_scale", "softcap"), "cache": ("softmax_scale", "softcap")}
+TENSORS = {
+    "attend": ("alibi_slopes", "sinks", "out"),
+    "cache": (
+        "k", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "page_table",
+        "alibi_slopes", "sinks", "out",
+    ),
+    "combine": ("out",),
+    "metadata": ("cu_seqlens_k_new", "cache_leftpad"),
+}  # fmt: skip
+UNSUPPORTED = {
+    "attend": ("qv", "q_descale", "k_descale", "v_descale"),
+    "cache": (
+        "qv", "cu_seqlens_q", "max_seqlen_q", "rotary_seqlens",
+        "q_descale", "k_descale", "v_descale",
+    ),
+    "metadata": ("cu_seqlens_q",),
+}  # fmt: skip
+A_TENSOR = torch.tensor(1)
+
+BAD = [
+    *(
+        (call, name, value, TypeError, f"^{name} must be a bool, got {came}")
+        for call, names in FLAGS.items()
+        for name in names
+        for value, came in (("no", "'no'"), (1, "1"), (0.0, "0.0"), (None, "None"), ([], "list"),
+                            (A_TENSOR == 1, "Tensor"))
+    ),
+    *(
+        (call, name, value, TypeError, f"^{name} must be an integer, got {came}")
+        for call, names in COUNTS.items()
+        for name in names
+        for value, came in ((True, "True"), (1.0, "1.0"), ("1", "'1'"), (A_TENSOR, "Tensor"))
+    ),
+    *(
+        (call, name, -1, ValueError, f"^{name} must be .*got -1$")
+        for call, names in COUNTS.items()
+        for name in names
+    ),
+    *(
+        (call, name, value, TypeError, f"^{name} must be a float, got {came}")
+        for call, names in REALS.items()
+        for name in names
+        for value, came in ((True, "True"), ("1", "'1'"), (1j, "1j"), (A_TENSOR, "Tensor"))
+    ),
+    *(
+        (call, name, value, ValueError, f"^{name} must be .*positive and finite, got {came}")
+        for call, names in REALS.items()
+        for name in names
+        for value, came in ((-1, "-1"), (np.float32("nan"), "nan"), (np.inf, "inf"),
+                            (10**400, "inf"))
+    ),
+    *(
+        (call, name, value, TypeError, f"^{name} must be a torch.Tensor, got {came}")
+        for call, names in TENSORS.items()
+        for name in names
+        for value, came in (([1.0], "list"), (1, "int"), (np.ones(3), "ndarray"))
+    ),
+    *(
+        (call, name, value, NotImplementedError, f"^{name} is not supported yet")
+        for call, names in UNSUPPORTED.items()
+        for name in names
+        for value in (A_TENSOR, np.ones(2), False, 0, "x")
+    ),
+    *(
+        (call, "window_size", value, error, "^window_size must be two integers .*got " + came)
+        for call in ("attend", "cache", "metadata")
+        for value, error, came in (
+            ((True, False), TypeError, "True"),
+            ((1, 0.0), TypeError, "0.0"),
+            ("ab", TypeError, "'a'"),
+            ((A_TENSOR, 0), TypeError, "Tensor"),
+            (A_TENSOR, TypeError, "Tensor"),
+            ({3, 0}, TypeError, "set"),
+            (None, TypeError, "None"),
+            (3, TypeError, "3"),
+            ((3,), ValueError, r"\(3,\)"),
+            ((3, -2), ValueError, r"\(3, -2\)"),
+        )
+    ),
+    *(
+        (call, "pack_gqa", value, TypeError, "^pack_gqa must be a bool, got ")
+        for call in ("attend", "cache", "metadata")
+        for value in ("x", 0, 1.0, A_TENSOR)
+    ),
+    ("attend", "pack_gqa", True, NotImplementedError, "^pack_gqa"),
+    ("cache", "pack_gqa", False, NotImplementedError, "^pack_gqa"),
+    ("metadata", "pack_gqa", False, NotImplementedError, "^pack_gqa"),
+    ("attend", "attention_chunk", 64, NotImplementedError, "^attention_chunk"),
+    ("attend", "num_splits", 2, NotImplementedError, "^num_splits"),
+    ("attend", "sm_margin", 132, ValueError, "^sm_margin must be from 0 to 131, got 132"),
+    ("attend", "softmax_scale", 0, ValueError, "^softmax_scale .*dropout_p.*by name"),
+    ("attend", "score", Q, TypeError, "^score must be a fa3.Score, got Tensor"),
+    ("attend", "mask", True, TypeError, "^mask must be a fa3.Mask, got bool"),
+    ("attend", "schedule", ([],), TypeError, "^schedule must be hashable"),
+    ("attend", "schedule", True, TypeError, "^schedule must be "),
+    ("attend", "plan", "list", TypeError, "^plan must come from fa3.plan_forward, got 'list'"),
+    ("cache", "cache_seqlens", True, TypeError, "^cache_seqlens must be an integer or .* got True"),
+    ("cache", "cache_seqlens", 7.0, TypeError, "^cache_seqlens must be an integer or .* got 7.0"),
+    ("cache", "cache_seqlens", [7], TypeError, "^cache_seqlens must be an integer or .* got list"),
+    ("cache", "cache_seqlens", 10**12, ValueError, "^cache_seqlens must be from 0 to 20"),
+    ("cache", "scheduler_metadata", 1, TypeError, "^scheduler_metadata must come from"),
+    ("combine", "out_dtype", "float32", TypeError, "^out_dtype must be .* got 'float32'"),
+    ("combine", "out_dtype", [], TypeError, "^out_dtype must be a torch.dtype, got list"),
+    ("combine", "out_dtype", torch.int8, TypeError, "^out_dtype must be float32, bfloat16 or"),
+    ("combine", "lse_partial", None, TypeError, "^lse_partial must be .* got NoneType"),
+    ("metadata", "cache_seqlens", True, TypeError, "^cache_seqlens must be an integer or"),
+    ("metadata", "cache_seqlens", "7", TypeError, "^cache_seqlens must be an integer or"),
+    ("metadata", "qkv_dtype", "bfloat16", TypeError, "^qkv_dtype must be torch.bfloat16 or"),
+    ("metadata", "qkv_dtype", [], TypeError, "^qkv_dtype must be torch.bfloat16 or"),
+]  # fmt: skip
+
+
+def shown(value) -> str | None:
+    return type(value).__name__ if isinstance(value, torch.Tensor | np.ndarray | int) else None
+
+
+def with_argument(call: str, name: str, value) -> functools.partial:
+    """Bind an argument, also one that the call has by position."""
+    if name == "lse_partial":
+        return functools.partial(fa3.flash_attn_combine, PARTS[0], value)
+    return functools.partial(CALLS[call], **{name: value})
+
+
+@pytest.mark.parametrize(("call", "name", "value", "error", "complaint"), BAD, ids=shown)
+def test_bad_options(call, name, value, error, complaint):
+    with pytest.raises(error) as caught:
+        with_argument(call, name, value)()
+    assert type(caught.value) is error and re.search(complaint, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "value", "same"),
+    [
+        *((call, "causal", np.True_, True) for call in ("attend", "cache", "metadata")),
+        *((call, "window_size", [np.int64(3), 2], (3, 2)) for call in FLAGS),
+        *((call, "sm_margin", np.int32(4), 4) for call in FLAGS),
+        *((call, "softcap", np.float32(3), 3.0) for call in REALS),
+        *((call, "softcap", 3, 3.0) for call in REALS),
+        *((call, "softmax_scale", np.float32(0.5), 0.5) for call in REALS),
+        *((call, "softmax_scale", 1, 1.0) for call in REALS),
+        *(("attend", "num_splits", value, 0) for value in (1, np.int64(1))),
+        ("attend", "pack_gqa", False, None),
+        ("cache", "pack_gqa", True, None),
+        ("cache", "num_splits", np.int64(3), 3),
+        ("cache", "cache_seqlens", np.int64(7), 7),
+        ("metadata", "cache_seqlens", np.int64(7), 7),
+        ("metadata", "page_size", np.int64(16), 16),
+        ("metadata", "num_splits", np.int64(3), 3),
+    ],
+    ids=str,
+)
+def test_other_types_that_mean_the_same(call, name, value, same):
+    given, plain = with_argument(call, name, value)(), with_argument(call, name, same)()
+    assert torch.equal(given, plain) if isinstance(plain, torch.Tensor) else given == plain
+
+
+@pytest.mark.parametrize("call", ["attend", "cache"])
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [("causal", True, 1.0), ("causal", False, 0), ("window_size", (1, 0), (True, False)),
+     ("sm_margin", 1, True), ("sm_margin", 0, 0.0)],
+)  # fmt: skip
+def test_what_was_remembered_lets_no_other_type_through(call, name, good, bad):
+    with_argument(call, name, good)()
+    with pytest.raises(TypeError, match=f"^{name} must be"):
+        with_argument(call, name, bad)()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "complaint"),
+    [
+        ((0.0,), ValueError, "^softmax_scale"),
+        ((0.0, None, True), TypeError, "^causal must be a bool, got None"),
+        ((0.1, 0.125), TypeError, "^causal must be a bool, got 0.125"),
+        ((0.1, 1, True), TypeError, "^causal must be a bool, got 1"),
+    ],
+)
+def test_the_order_of_flash_attention_2_is_told_from_that_of_3(arguments, error, complaint):
+    with pytest.raises(error, match=complaint + ".*not FlashAttention-2's dropout_p.*by name"):
+        fa3.flash_attn_func(Q, K, V, *arguments)
+
+
+def test_a_plan_that_does_not_fit_is_told_in_what():
+    plan = fa3.plan_forward(make_problem(2, 20, 20, 2))
+    expected = "plan was made for batch 2, write_lse True; the call has batch 1, write_lse False"
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        fa3.flash_attn_func(Q, K, V, plan=plan)
+
+
+def test_a_plan_has_its_own_sms():
+    plan = fa3.plan_forward(make_problem(1, 20, 20, 2))
+    with pytest.raises(ValueError, match=r"^sm_margin must be 0 when plan is given"):
+        fa3.flash_attn_func(Q, K, V, plan=plan, return_lse=True, sm_margin=4)
+
+
+def test_ends_of_new_tokens_are_ignored_without_new_tokens():
+    out = fa3.flash_attn_with_kvcache(**CACHE)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    assert torch.equal(fa3.flash_attn_with_kvcache(**CACHE, cu_seqlens_k_new=ends), out)
+
+
+@pytest.mark.parametrize("right", [-1, 0, 1, 9])
+def test_causal_sets_the_right_bound(right):
+    window = {"causal": True, "window_size": (5, right)}
+    plain = {"window_size": (5, 0)}
+    for call in ("attend", "cache"):
+        assert torch.equal(CALLS[call](**window), CALLS[call](**plain))
+    assert CALLS["metadata"](**window) == CALLS["metadata"](**plain)

@@ -1,0 +1,249 @@
+"""What a call writes must not be what it reads; it may lie between the elements of that."""
+
+import pytest
+import torch
+from kvcache_problems import CacheProblem, make_call
+from kvcache_reference import check_call
+from score_problems import RelativeBias, Span
+
+import fa3
+
+HEADS, DIM = 4, 64
+END = torch.ones(HEADS).int()
+
+
+def packed(slots: int, seqlen: int = 40) -> torch.Tensor:
+    """Draw a buffer (batch, seqlen, slots, heads, head_dim)."""
+    return torch.randn(2, seqlen, slots, HEADS, DIM).bfloat16()
+
+
+def bytes_at(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like another one in the memory of a third, `begin` bytes after its start."""
+    flat = memory.view(-1).view(torch.uint8)[begin:]
+    return flat[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+# --------------------------------------------------------------------------- flash_attn_func
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("rows", [0, 1, 39])
+def test_an_output_in_an_input_s_place(name, rows):
+    """`rows` behind it; the input itself is a part of a longer tensor."""
+    call = dict(zip("qkv", packed(3).unbind(2), strict=True))
+    long = torch.randn(2, 80, HEADS, DIM).bfloat16()
+    call[name] = long[:, :40]
+    out = long[:, rows : rows + 40]
+    before = long.clone()
+    with pytest.raises(ValueError, match=f"^out must not overlap {name}: "):
+        fa3.flash_attn_func(**call, out=out)
+    assert torch.equal(long, before)
+
+
+def test_an_output_that_crosses_an_input():
+    """Its elements lie in another order: heads before tokens."""
+    q, k, v = packed(3).unbind(2)
+    q = q.contiguous()
+    out = q.view(2, HEADS, 40, DIM).transpose(1, 2)
+    with pytest.raises(ValueError, match=r"^out must not overlap q: "):
+        fa3.flash_attn_func(q, k, v, out=out)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [
+        ((2, 40, HEADS, DIM), (0, HEADS * DIM, DIM, 1)),
+        ((2, 40, HEADS, DIM), (40 * HEADS * DIM, 8, 40 * DIM, 1)),
+        ((2, 40, HEADS, DIM), (8, HEADS * DIM, DIM, 1)),
+        ((2, 40, HEADS, DIM), (40 * HEADS * DIM, HEADS * DIM, DIM - 8, 1)),
+    ],
+)
+def test_an_output_whose_rows_share_memory(shape, stride):
+    q, k, v = packed(3).unbind(2)
+    out = torch.zeros(2 * 40 * HEADS * DIM, dtype=q.dtype).as_strided(shape, stride)
+    with pytest.raises(ValueError, match=r"^out must not overlap itself"):
+        fa3.flash_attn_func(q, k, v, out=out)
+    assert (out == 0).all()
+
+
+def test_an_output_beside_the_inputs_in_one_buffer():
+    buffer = packed(4)
+    q, k, v, out = buffer.unbind(2)
+    expected = fa3.flash_attn_func(q, k, v, causal=True)
+    fa3.flash_attn_func(q, k, v, causal=True, out=out)
+    assert torch.equal(out, expected)
+
+
+def test_an_output_in_the_other_half_of_an_input_s_rows():
+    wide = torch.randn(2, 40, HEADS, 2 * DIM).bfloat16()
+    q, k = packed(2).unbind(2)
+    v, out = wide.split(DIM, dim=3)
+    expected = fa3.flash_attn_func(q, k, v)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, out=out), expected)
+
+
+def test_an_output_of_rows_that_are_dealt_in_turns():
+    q, k, v = packed(3).unbind(2)
+    long = torch.zeros(2, 80, HEADS, DIM).bfloat16()
+    fa3.flash_attn_func(q, k, v, out=long[:, 1::2])
+    assert torch.equal(long[:, 1::2], fa3.flash_attn_func(q, k, v)) and (long[:, ::2] == 0).all()
+    with pytest.raises(ValueError, match=r"^out must not overlap q: "):
+        fa3.flash_attn_func(long[:, ::2], k, v, out=long[:, :40])
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks", "score.table", "mask.end"])
+def test_an_output_over_what_changes_scores(name):
+    q, k, v = packed(3).unbind(2)
+    out = torch.zeros_like(q.contiguous())
+    changes = {
+        "alibi_slopes": lambda: {"alibi_slopes": bytes_at(out, 256, torch.ones(HEADS))},
+        "sinks": lambda: {"sinks": bytes_at(out, 256, torch.ones(HEADS))},
+        "score.table": lambda: {"score": RelativeBias(bytes_at(out, 64, torch.ones(HEADS, 7)), 3)},
+        "mask.end": lambda: {"mask": Span(END, bytes_at(out, 0, END))},
+    }
+    with pytest.raises(ValueError, match=f"^out must not overlap {name}: "):
+        fa3.flash_attn_func(q, k, v, out=out, **changes[name]())
+
+
+# -------------------------------------------------------------------------------- the cache
+
+APPENDS = CacheProblem(
+    (20, 30), 2, (2, 2), heads_kv=2, group=2, page_size=16, batch_idx=(1, 0), rows=2,
+    leftpads=(1, 2), rotary=(32, True, "float32"),
+)  # fmt: skip
+
+
+def large(call: dict) -> dict:
+    """Return the call with caches that have room for other tensors in pages that nobody uses."""
+    for name in ("k_cache", "v_cache"):
+        call[name] = torch.cat((call[name], torch.zeros(64, *call[name].shape[1:]).bfloat16()))
+    return call
+
+
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+@pytest.mark.parametrize(
+    "name",
+    ["q", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad",
+     "page_table"],
+)  # fmt: skip
+def test_caches_over_what_is_appended_to_them(name, cache):
+    call = large(make_call(APPENDS))
+    given = call[name].contiguous()
+    call[name] = bytes_at(call[cache][-60:], 0, given)
+    call[name].copy_(given)
+    before = call[cache].clone()
+    with pytest.raises(ValueError, match=f"^{cache} must not overlap {name}: "):
+        fa3.flash_attn_with_kvcache(**call)
+    assert torch.equal(call[cache].view(torch.int16), before.view(torch.int16))
+
+
+def test_caches_over_each_other():
+    call = large(make_call(APPENDS))
+    call["v_cache"] = call["k_cache"]
+    with pytest.raises(ValueError, match=r"^k_cache must not overlap v_cache: "):
+        fa3.flash_attn_with_kvcache(**call)
+    memory = torch.zeros(200, 16, 2, 64).bfloat16()
+    call["k_cache"], call["v_cache"] = memory[:100], memory[99:199]
+    with pytest.raises(ValueError, match=r"^k_cache must not overlap v_cache: "):
+        fa3.flash_attn_with_kvcache(**call)
+
+
+def test_caches_may_be_one_if_nothing_is_written():
+    call = make_call(CacheProblem((20, 30), heads_kv=2, page_size=16))
+    call["v_cache"] = call["k_cache"]
+    out, lse = fa3.flash_attn_with_kvcache(**call, return_lse=True)
+    check_call(call, out, lse, (call["k_cache"], call["v_cache"]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens",
+     "cache_batch_idx", "cache_leftpad", "page_table", "alibi_slopes", "sinks"],
+)  # fmt: skip
+def test_an_output_over_a_tensor_of_the_call(name):
+    call = make_call(APPENDS) | {"alibi_slopes": torch.ones(4), "sinks": torch.ones(4)}
+    memory = torch.zeros(1 << 20).bfloat16()
+    given = call[name].contiguous()
+    call[name] = bytes_at(memory, 512, given)
+    call[name].copy_(given)
+    end = 512 + (given.numel() * given.element_size() - 1) // 16 * 16
+    before = call["k_cache"].clone()
+    for begin in (0, end):
+        out = bytes_at(memory, begin, torch.empty_like(call["q"]))
+        with pytest.raises(ValueError, match=f"^out must not overlap {name}: "):
+            fa3.flash_attn_with_kvcache(**call, out=out)
+    assert torch.equal(call["k_cache"].view(torch.int16), before.view(torch.int16))
+
+
+def interlaced(layout: str, cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return two caches in one piece of memory, as servers lay them out."""
+    pages, size, heads, dim = cache.shape
+    like = {"dtype": cache.dtype}
+    if layout == "pages":
+        return torch.zeros(pages, 2, size, heads, dim, **like).unbind(1)
+    if layout == "halves":
+        return torch.zeros(2, pages, size, heads, dim, **like).unbind(0)
+    if layout == "tokens":
+        return torch.zeros(pages, size, 2, heads, dim, **like).unbind(2)
+    if layout == "columns":
+        return torch.zeros(pages, size, heads, 2 * dim, **like).split(dim, dim=3)
+    if layout == "heads first":
+        return torch.zeros(pages, 2, heads, size, dim, **like).transpose(2, 3).unbind(1)
+    assert layout == "layers"
+    return torch.zeros(pages, 3, 2, size, heads, dim, **like)[:, 1].unbind(1)
+
+
+@pytest.mark.parametrize(
+    "layout", ["pages", "halves", "tokens", "columns", "heads first", "layers"]
+)
+@pytest.mark.parametrize("page_size", [16, None])
+def test_caches_between_each_other_s_elements(layout, page_size):
+    problem = CacheProblem((20, 30), 2, (2, 2), heads_kv=2, group=2, page_size=page_size)
+    call = make_call(problem)
+    caches = interlaced(layout, call["k_cache"])
+    for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+        cache.copy_(call[name])
+    given = call | {"k_cache": caches[0], "v_cache": caches[1]}
+    out, lse = fa3.flash_attn_with_kvcache(**given, return_lse=True)
+    check_call(call, out, lse, caches)
+
+
+def test_queries_keys_and_output_of_one_buffer_go_to_a_cache():
+    call = make_call(CacheProblem((20, 30), 2, (2, 2), heads_kv=2))
+    buffer = torch.zeros(2, 2, 4, 2, 64).bfloat16()
+    q, k, v, out = buffer.unbind(2)
+    for view, name in zip((q, k, v), "qkv", strict=True):
+        view.copy_(call[name])
+    caches = call["k_cache"].clone(), call["v_cache"].clone()
+    given = call | {"q": q, "k": k, "v": v, "k_cache": caches[0], "v_cache": caches[1], "out": out}
+    _, lse = fa3.flash_attn_with_kvcache(**given, return_lse=True)
+    check_call(call, out, lse, caches)
+
+
+def test_a_cache_that_is_appended_to_must_not_overlap_itself():
+    call = make_call(CacheProblem((3, 4), counts=(1, 1)))
+    rows = call["k_cache"].shape[1]
+    call["k_cache"] = torch.zeros(64 * rows * 2).bfloat16().as_strided(
+        call["k_cache"].shape, (64 * (rows - 1), 64, 64, 1)
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^k_cache must not overlap itself"):
+        fa3.flash_attn_with_kvcache(**call)
+
+
+# -------------------------------------------------------------------------------- the merge
+
+
+def test_a_merge_over_its_parts():
+    parts, lses = torch.randn(3, 2, 5, 4, 64), torch.randn(3, 2, 5, 4)
+    for out in (parts[1], parts.view(-1)[64:][: parts[0].numel()].view(parts[0].shape)):
+        with pytest.raises(ValueError, match=r"^out must not overlap out_partial: "):
+            fa3.flash_attn_combine(parts, lses, out)
+    out = torch.zeros_like(parts[0])
+    with pytest.raises(ValueError, match=r"^out must not overlap lse_partial: "):
+        fa3.flash_attn_combine(parts, bytes_at(out, 64, lses), out)
+    with pytest.raises(ValueError, match=r"^out must not overlap itself"):
+        fa3.flash_attn_combine(parts, lses, out.as_strided(out.shape, (1280, 256, 32, 1)))
+    both = torch.randn(3, 2, 5, 4, 2, 64)
+    both[..., 1, :] = 0
+    merged, _ = fa3.flash_attn_combine(both[..., 0, :], lses, both[0, ..., 1, :])
+    assert torch.equal(merged, fa3.flash_attn_combine(both[..., 0, :], lses)[0])
