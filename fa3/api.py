@@ -49,7 +49,7 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
-from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.scores import Score
 from fa3.tables import Table
 
@@ -63,10 +63,6 @@ SPARE = 1024
 
 FEWEST_ROWS, MOST_TILES = 128, 1 << 25
 """Rows of a tile at least; tiles at most, whose marks are counted in 32 bits."""
-
-REMEMBERED = 2048
-"""Calls of different shapes, strides or options whose plans are remembered: some 2 KiB each, and
-4 KiB on the GPU."""
 
 
 @dataclass(frozen=True, slots=True)

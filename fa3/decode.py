@@ -25,7 +25,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import UNIT, WorkspaceSize
-from fa3.problem import NO_BOUND, AttentionSpec, Window
+from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Window
 from fa3.schedules.split import StreamK, Units, Whole
 
 TILE_N = 64
@@ -35,12 +35,6 @@ BYTES_IN_FLIGHT = 128 << 10
 """Bytes of K and V that a CTA loads ahead. Measured on an H200, 2026-11-21, head_dim 128, 16 x 8k,
 for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; head_dim 64: 76.8,
 64.0, 64.2 and 64.3 us.
-"""
-
-REMEMBERED = 4096
-"""Calls of which it is remembered what their shapes and options lead to: those of hundreds of batch
-sizes with page tables of some widths each. One takes 3 KB, and none holds device memory or the
-last reference to a kernel, so a captured graph misses nothing when it is forgotten.
 """
 
 MOST_ROWS = 1 << 30

@@ -34,7 +34,7 @@ from fa3.cache_arguments import (
 )
 from fa3.cache_schedule import SchedulerMetadata
 from fa3.compiler import load_kernel
-from fa3.decode import REMEMBERED, CacheOperands
+from fa3.decode import CacheOperands
 from fa3.eager import check_resolved, check_untraced
 from fa3.executor import merge
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
@@ -61,7 +61,7 @@ from fa3.operands import (
 from fa3.options import flag, integer, real, shown
 from fa3.planner import H200
 from fa3.primitives.vectors import VECTOR
-from fa3.problem import NO_BOUND, Window
+from fa3.problem import NO_BOUND, REMEMBERED, Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from fa3.eager import address_of, lies_nowhere
 from fa3.overlap import Layout, repeats, share
 from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM
+from fa3.problem import REMEMBERED
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What q, k, v and out may have, and the kernels' names for it."""
@@ -127,7 +128,7 @@ def check_out(
     check_apart(footprint(("out", *names), (described, *operands)), (out, *tensors), 1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
     """Raise unless the output of a call on q can lie like this."""
     check_like_q("out", out, q)
@@ -213,7 +214,7 @@ class Footprint(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=REMEMBERED)
 def footprint(names: tuple[str, ...], operands: tuple[Operand | None, ...]) -> Footprint:
     given = ((i, operand) for i, operand in enumerate(operands) if operand is not None)
     return Footprint(names, operands, tuple((i, operand.layout.bytes) for i, operand in given))

@@ -12,6 +12,8 @@ from itertools import count
 from math import gcd
 from typing import NamedTuple
 
+from fa3.problem import REMEMBERED
+
 MOST_TRIES = 10_000
 """Ways to begin a sum that are looked at; some milliseconds. Nested strides take a handful."""
 
@@ -54,7 +56,7 @@ def repeats(layout: Layout) -> bool:
 
 
 # A call's buffers lie the same way again and again.
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=REMEMBERED)
 def share(first: Layout, second: Layout, distance: int) -> bool:
     """Whether two tensors share a byte; `second` begins `distance` bytes after `first`."""
     if not first.bytes or not second.bytes:

@@ -12,8 +12,8 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("problem", "cubin", "templates", "captures", "code_cache", "eager", "options", "overlap"),
-    ("primitives", "counters", "tables"),
+    ("problem", "cubin", "templates", "captures", "code_cache", "eager", "options"),
+    ("primitives", "counters", "overlap", "tables"),
     ("masks", "schedules", "scores"),
     ("lengths", "modifiers", "diagnostics", "tiling"),
     ("kernels",),

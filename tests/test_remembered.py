@@ -9,10 +9,9 @@ import torch
 from fa3 import decode, kvcache
 from fa3.cache_arguments import CacheCall
 from fa3.cache_schedule import SchedulerMetadata
-from fa3.decode import REMEMBERED
 from fa3.modifiers import UNMODIFIED
 from fa3.operands import Operand
-from fa3.problem import Window
+from fa3.problem import REMEMBERED, Window
 
 SWEEP = REMEMBERED + 100
 
