@@ -43,20 +43,20 @@ from fa3.modifiers import check_alibi_slopes, check_sinks, check_softcap
 from fa3.operands import (
     DIMENSIONS,
     DTYPES,
-    Footprint,
+    CheckOfAddresses,
     Operand,
-    check_apart,
+    addresses,
     check_device,
     check_dtype,
     check_head_dim,
     check_layout,
     check_no_overlap,
+    check_of_addresses,
     check_out,
     check_rank,
     check_shape,
     describe,
     describe_unaligned,
-    footprint,
 )
 from fa3.options import flag, integer, real, shown
 from fa3.planner import H200
@@ -72,7 +72,7 @@ class PreparedCacheCall:
         append: appends and rotates; None if nothing is appended.
         attend: computes the output; None if there is nothing to compute.
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
-        footprint: of `TENSORS`.
+        apart: checks that the caches share no memory with other `TENSORS`, if they are written.
     """
 
     append: Callable | None
@@ -81,7 +81,7 @@ class PreparedCacheCall:
     query_step: int
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    footprint: Footprint
+    apart: CheckOfAddresses
 
 
 def flash_attn_with_kvcache(
@@ -267,13 +267,13 @@ def flash_attn_with_kvcache(
     if prepared.append is not None or out is not None:
         used = k_cache, v_cache, q, k, v, rotary_cos, rotary_sin, *tensors
         if prepared.append is not None:
-            check_apart(prepared.footprint, used, 2)
+            prepared.apart(*addresses(used))
         if out is not None:
             rest = "alibi_slopes", "sinks"
             of_rest = map(describe_unaligned, rest, (alibi_slopes, sinks))
             check_out(
-                out, prepared.out_shape, call.q, (*prepared.footprint.names, *rest),
-                (*prepared.footprint.operands, *of_rest), (*used, alibi_slopes, sinks),
+                out, prepared.out_shape, call.q, (*TENSORS, *rest),
+                (*in_order_of_tensors(call), *of_rest), (*used, alibi_slopes, sinks),
             )  # fmt: skip
     integers = cache_seqlens, *tensors[1:]
     if any(map(is_visible, integers)):
@@ -340,7 +340,7 @@ def prepare(
         int(given != Window()),
         (*call.q.shape[:3], call.head_dim_v),
         (call.batch, call.q.shape[2], call.seqlen_q),
-        footprint(TENSORS, (call.k_cache, call.v_cache, call.q, *call[3:])),
+        check_of_addresses(TENSORS, in_order_of_tensors(call), 2),
     )
 
 
@@ -391,6 +391,11 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
 
 TENSORS = ("k_cache", "v_cache", "q", "k", "v", "rotary_cos", "rotary_sin", *INTEGERS)
 """Those that appending writes, then all others."""
+
+
+def in_order_of_tensors(call: CacheCall) -> tuple[Operand | None, ...]:
+    """The descriptions of `TENSORS`."""
+    return call.k_cache, call.v_cache, call.q, *call[3:]
 
 
 def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
@@ -463,8 +468,9 @@ def flash_attn_combine(
     check_untraced(out_partial)
     call = prepare_combine(*parts, out_operand, out_dtype)
     if out is not None:
-        used = footprint(("out", "out_partial", "lse_partial"), (out_operand, *parts))
-        check_apart(used, (out, out_partial, lse_partial), 1)
+        names = "out", "out_partial", "lse_partial"
+        check = check_of_addresses(names, (out_operand, *parts), 1)
+        check(*addresses((out, out_partial, lse_partial)))
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)

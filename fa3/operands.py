@@ -4,7 +4,7 @@ The checks look at descriptions, so that their outcome can be remembered for rep
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -125,7 +125,7 @@ def check_out(
     """
     described = describe("out", out)
     check_output(described, shape, q)
-    check_apart(footprint(("out", *names), (described, *operands)), (out, *tensors), 1)
+    check_of_addresses(("out", *names), (described, *operands), 1)(*addresses((out, *tensors)))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -200,46 +200,46 @@ def check_no_overlap(name: str, operand: Operand) -> None:
         )
 
 
-class Footprint(NamedTuple):
-    """What `check_apart` needs to know of a call's tensors; those that are written come first.
+CheckOfAddresses = Callable[..., None]
+"""Takes the addresses of the tensors that are given."""
 
-    Fields:
-        names: of the tensors.
-        operands: their descriptions; None where none is given.
-        sizes: (index, bytes from the first to the last) of those that are given.
+MOST_REMEMBERED = 128
+"""Addresses that a check remembers: those of a step's layers, which come again step by step."""
+
+
+# Fewer than of other things: each remembers many addresses.
+@functools.lru_cache(maxsize=REMEMBERED // 16)
+def check_of_addresses(
+    names: tuple[str, ...], operands: tuple[Operand | None, ...], num_written: int
+) -> CheckOfAddresses:
+    """The check that what a call writes shares no memory with what else it uses.
+
+    Args:
+        names: of the call's tensors; those that are written come first.
+        operands: what they are like; None where none is given.
+        num_written: how many are written, all of which are given.
     """
+    given = [pair for pair in zip(names, operands, strict=True) if pair[1] is not None]
+    layouts = [operand.layout for _, operand in given]
+    sizes = [layout.bytes for layout in layouts]
 
-    names: tuple[str, ...]
-    operands: tuple[Operand | None, ...]
-    sizes: tuple[tuple[int, int], ...]
+    @functools.lru_cache(maxsize=MOST_REMEMBERED)
+    def check(*begins: int) -> None:
+        for i in range(num_written):
+            for j in range(i + 1, len(begins)):
+                distance = begins[j] - begins[i]
+                # Most do not even come near each other.
+                near = -sizes[j] < distance < sizes[i]
+                if near and share(layouts[i], layouts[j], distance):
+                    written, other = given[i][0], given[j][0]
+                    raise ValueError(
+                        f"{written} must not overlap {other}: it is written in a call that uses "
+                        f"{other}"
+                    )
 
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def footprint(names: tuple[str, ...], operands: tuple[Operand | None, ...]) -> Footprint:
-    given = ((i, operand) for i, operand in enumerate(operands) if operand is not None)
-    return Footprint(names, operands, tuple((i, operand.layout.bytes) for i, operand in given))
-
-
-def check_apart(
-    footprint: Footprint, tensors: Sequence[torch.Tensor | None], num_written: int
-) -> None:
-    """Raise if a tensor that a call writes shares memory with another one of the call.
-
-    Where tensors begin changes from call to call, so this is looked at every time.
-    """
-    spans = [(tensors[i].data_ptr(), size, i) for i, size in footprint.sizes]
-    for begin, size, i in spans[:num_written]:
-        end = begin + size
-        for other, other_size, j in spans:
-            # Most do not even come near each other.
-            if other < end and begin < other + other_size and i < j:
-                check_pair(footprint, i, j, other - begin)
+    return check
 
 
-def check_pair(footprint: Footprint, i: int, j: int, distance: int) -> None:
-    """Raise if two tensors share memory; j begins `distance` bytes after i, which is written."""
-    if share(footprint.operands[i].layout, footprint.operands[j].layout, distance):
-        written, other = footprint.names[i], footprint.names[j]
-        raise ValueError(
-            f"{written} must not overlap {other}: it is written in a call that uses {other}"
-        )
+def addresses(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """Where the tensors begin that are given."""
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]

@@ -34,7 +34,7 @@ LAYERS = (
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 BUILT_OF_SIBLINGS = ("primitives", "schedules")
-STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates", "code_cache", "overlap")
+STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates", "code_cache")
 USE_TORCH = (
     "api",
     "cache_arguments",

@@ -40,6 +40,16 @@ def test_an_output_in_an_input_s_place(name, rows):
     assert torch.equal(long, before)
 
 
+def test_what_was_remembered_of_other_addresses_does_not_count():
+    memory = torch.randn(3, 2, 40, HEADS, DIM).bfloat16()
+    q, k, out = memory
+    for _ in range(2):
+        fa3.flash_attn_func(q, k, k, out=out)
+        for other, name in ((q, "q"), (k, "k")):
+            with pytest.raises(ValueError, match=f"^out must not overlap {name}: "):
+                fa3.flash_attn_func(q, k, k, out=other)
+
+
 def test_an_output_that_crosses_an_input():
     """Its elements lie in another order: heads before tokens."""
     q, k, v = packed(3).unbind(2)
