@@ -135,7 +135,7 @@ class Explanation:
     def softmax(self) -> str:
         if not self.config.fixed_reference:
             return ""
-        return "Reference fixed at a tile's first block; a second launch repeats tiles it fails."
+        return "Reference fixed at a row's first keys; a second launch repeats rows for which it fails."
 
     @property
     def balance(self) -> str:
