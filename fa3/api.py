@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch.cuda import is_current_stream_capturing
 
-from fa3.captures import capture_of, current_stream
 from fa3.compiler import load_kernel
 from fa3.costs import H100
 from fa3.counters import counters_of
 from fa3.eager import check_untraced
 from fa3.executor import execute
+from fa3.graphs import capture_of, current_stream
 from fa3.masks import Band, Intersection, Mask
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.operands import (

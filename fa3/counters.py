@@ -9,7 +9,7 @@ in between has counters of its own, and those of a call that was interrupted are
     stream_counters.give_back(counters)
 
 Launches that a CUDA graph captures on one stream follow each other whenever the graph runs, but it
-may run beside anything else: every capture has counters of its own (`fa3.captures`).
+may run beside anything else: every capture has counters of its own (`fa3.graphs`).
 """
 
 import threading
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fa3.captures import Capture
+from fa3.graphs import Capture
 
 RESERVE = 1 << 18
 """Counters of a device that are set aside for captures."""

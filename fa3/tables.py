@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fa3.captures import Capture
+from fa3.graphs import Capture
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from fa3 import captures, counters
-from fa3.captures import Capture
+from fa3 import counters, graphs
 from fa3.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
+from fa3.graphs import Capture
 
 CPU = torch.device("cpu")
 
@@ -113,11 +113,11 @@ def test_an_empty_reserve_is_not_filled_by_a_graph():
 
 
 def test_what_a_graph_used_goes_with_it(monkeypatch):
-    monkeypatch.setattr(captures, "LIVE", {})
-    libc = captures.library()
+    monkeypatch.setattr(graphs, "LIVE", {})
+    libc = graphs.library()
     for number in (1, 2):
-        captures.LIVE[number] = Capture(libc.calloc(1, captures.SEMAPHORE_BYTES))
-        captures.LIVE[number].keep(torch.zeros(1))
-    libc.sem_post(captures.LIVE[1].gone)
-    captures.forget_the_gone()
-    assert list(captures.LIVE) == [2] and not captures.LIVE[2].is_gone()
+        graphs.LIVE[number] = Capture(libc.calloc(1, graphs.SEMAPHORE_BYTES))
+        graphs.LIVE[number].keep(torch.zeros(1))
+    libc.sem_post(graphs.LIVE[1].gone)
+    graphs.forget_the_gone()
+    assert list(graphs.LIVE) == [2] and not graphs.LIVE[2].is_gone()

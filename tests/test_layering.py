@@ -12,7 +12,7 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("problem", "cubin", "templates", "captures", "code_cache", "eager", "options"),
+    ("problem", "cubin", "templates", "graphs", "code_cache", "eager", "options"),
     ("primitives", "counters", "overlap", "tables"),
     ("masks", "schedules", "scores"),
     ("lengths", "modifiers", "diagnostics", "tiling"),
@@ -40,7 +40,7 @@ USE_TORCH = (
     "cache_arguments",
     "cache_executor",
     "cache_schedule",
-    "captures",
+    "graphs",
     "counters",
     "decode",
     "demo",

@@ -10,7 +10,7 @@ from problems import make_operands, make_problem
 from reference import check_attention
 
 import fa3
-from fa3 import api, captures, counters
+from fa3 import api, counters, graphs
 from fa3.api import PreparedCall, prepare
 from fa3.planner import plan_forward
 from fa3.problem import Window
@@ -176,8 +176,8 @@ def test_what_a_graph_used_comes_back_when_it_goes(device):
         gc.collect()
         attend(*call)
         sizes.append(torch.cuda.memory_allocated())
-    captures.forget_the_gone()
-    assert len(captures.LIVE) <= 2
+    graphs.forget_the_gone()
+    assert len(graphs.LIVE) <= 2
     # At most one reserve that is being used up beside the first.
     assert max(sizes) - sizes[0] <= 3 * 4 * counters.RESERVE
 

@@ -199,8 +199,9 @@ class Attention:
 
     def may_lack_reference(self, masked: bool) -> bool:
         """Whether a row may meet its first visible key behind the tile's first block."""
+        mask = self.rules.mask
         is_fixed = self.softmax.reference is Reference.FIXED
-        return is_fixed and (masked or bool(self.rules.mask.templates))
+        return is_fixed and ((masked and mask.right) or bool(mask.templates))
 
     @cute.jit
     def may_have_failed(self, has_sinks: cutlass.Constexpr) -> cutlass.Boolean:
