@@ -1,0 +1,204 @@
+"""This tree beside another checkout of it, in one process: what a change costs or gains.
+
+    git worktree add ../before 03c846c
+    python -m benchmarks.bench_against ../before                  # grid, both regimes
+    python -m benchmarks.bench_against ../before --head-dims 128 --seqlens 1024 4096
+    python -m benchmarks.bench_against ../before --parts host failing
+
+Ratios are time before over time now, taken inside a round; above 1 is faster now.
+"""
+
+import argparse
+import importlib
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import fa3
+from benchmarks.harness import REGIMES, Regime
+from benchmarks.shapes import HIDDEN, TOKENS
+
+PARTS = ("host", "grid", "failing")
+LEAST_BLOCK_MS = 20
+"""Work of a block in bursts: shorter than for records, since only ratios count."""
+
+HOST_CALLS = 100
+"""Calls that are queued while the host is timed."""
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def load_tree(path: Path) -> ModuleType:
+    """Import the fa3 of another checkout beside this one's."""
+    ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "fa3"}
+    for name in ours:
+        del sys.modules[name]
+    sys.path.insert(0, str(path.resolve()))
+    try:
+        theirs = importlib.import_module("fa3")
+        if not Path(theirs.__file__).is_relative_to(path.resolve()):
+            raise FileNotFoundError(f"{path} is no checkout of fa3: found {theirs.__file__}")
+        return theirs
+    finally:
+        sys.path.remove(str(path.resolve()))
+        for name in [name for name in sys.modules if name.split(".")[0] == "fa3"]:
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+
+def draw(batch: int, seqlen: int, heads: int, head_dim: int) -> Operands:
+    """Draw q, k and v from the normal distribution."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, seqlen, heads, head_dim)
+    q, k, v = (
+        torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
+        for _ in range(3)
+    )
+    return q, k, v
+
+
+def block_us(call: Callable[[], object], calls: int) -> float:
+    """Microseconds of a call in a block of them."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / calls
+
+
+def compare(
+    calls: dict[str, Callable[[], object]], regime: Regime, rounds: int
+) -> dict[str, list[float]]:
+    """Microseconds of each call in each round, in random order inside a round."""
+    for call in calls.values():
+        call(), call()
+    torch.cuda.synchronize()
+    draw_order, times = random.Random(0), {name: [] for name in calls}
+    length = regime.block_ms if regime.load_s else LEAST_BLOCK_MS
+    count = max(3, round(length * 1000 / block_us(next(iter(calls.values())), 3)))
+    deadline = time.monotonic() + regime.load_s
+    while time.monotonic() < deadline:
+        block_us(next(iter(calls.values())), count)
+    for _ in range(rounds):
+        for name in draw_order.sample(list(calls), len(calls)):
+            if regime.idle_s:
+                torch.cuda.synchronize()
+                time.sleep(regime.idle_s / 10)
+            times[name].append(block_us(calls[name], count))
+    return times
+
+
+def ratio(times: dict[str, list[float]], over: str, under: str) -> float:
+    """Median of the ratios of two calls inside a round."""
+    return statistics.median(a / b for a, b in zip(times[over], times[under], strict=True))
+
+
+def measure_grid(before: ModuleType, options: argparse.Namespace) -> list[dict]:
+    """Every cell of the grid, in both regimes."""
+    rows = []
+    for regime in map(REGIMES.get, options.regimes):
+        for head_dim in options.head_dims:
+            for causal in (False, True):
+                for seqlen in options.seqlens:
+                    q, k, v = draw(max(1, TOKENS // seqlen), seqlen, HIDDEN // head_dim, head_dim)
+                    calls = {
+                        name: partial(tree.flash_attn_func, q, k, v, causal=causal)
+                        for name, tree in (("now", fa3), ("before", before))
+                    }
+                    times = compare(calls, regime, options.rounds)
+                    rows.append(
+                        {
+                            "regime": regime.name,
+                            "head_dim": head_dim,
+                            "causal": causal,
+                            "seqlen": seqlen,
+                            "us": statistics.median(times["now"]),
+                            "ratio": ratio(times, "before", "now"),
+                        }
+                    )
+                ratios = " ".join(f"{row['ratio']:.3f}" for row in rows[-len(options.seqlens) :])
+                mask = "causal" if causal else "full"
+                print(f"{regime.name} d{head_dim} {mask}: {ratios}", flush=True)
+        ratios = [row["ratio"] for row in rows if row["regime"] == regime.name]
+        print(f"{regime.name}: {statistics.geometric_mean(ratios):.4f}, worst {min(ratios):.3f}")
+    return rows
+
+
+def measure_failing(before: ModuleType, options: argparse.Namespace) -> list[dict]:
+    """Data for which every fixed reference fails, over the same call on ordinary data."""
+    rows = []
+    for seqlen in (4096, 8448):
+        q, k, v = draw(max(1, TOKENS // seqlen), seqlen, HIDDEN // 128, 128)
+        high = k * 0.1
+        high[:, :40] += 300 / (1.8 * 128**0.5)
+        for data, operands in (
+            ("logits x64", (q * 64, k)),
+            ("first keys +300", (q.abs() + 1, high)),
+        ):
+            for regime in map(REGIMES.get, options.regimes):
+                calls = {
+                    "usual": partial(fa3.flash_attn_func, q, k, v, causal=True),
+                    "now": partial(fa3.flash_attn_func, *operands, v, causal=True),
+                    "before": partial(before.flash_attn_func, *operands, v, causal=True),
+                }
+                times = compare(calls, regime, max(3, options.rounds // 2))
+                row = {"regime": regime.name, "data": data, "seqlen": seqlen}
+                row |= {name: ratio(times, name, "usual") for name in ("now", "before")}
+                rows.append(row)
+                print(f"failing {row}", flush=True)
+    return rows
+
+
+def measure_host(before: ModuleType) -> list[dict]:
+    """Microseconds of the host for a call whose plan is known."""
+    q, k, v = draw(1, 512, 2, 64)
+    rows = []
+    for _ in range(3):
+        for name, tree in (("before", before), ("now", fa3)):
+            best = float("inf")
+            for _ in range(30):
+                begin = time.perf_counter()
+                for _ in range(HOST_CALLS):
+                    tree.flash_attn_func(q, k, v, causal=True)
+                best = min(best, (time.perf_counter() - begin) * 1e6 / HOST_CALLS)
+                torch.cuda.synchronize()
+            rows.append({"tree": name, "us": best})
+            print(f"host {name}: {best:.2f} us", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path, help="the other checkout")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument(
+        "--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384]
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    before, found = load_tree(options.before), {}
+    if "host" in options.parts:
+        found["host"] = measure_host(before)
+    if "grid" in options.parts:
+        found["grid"] = measure_grid(before, options)
+    if "failing" in options.parts:
+        found["failing"] = measure_failing(before, options)
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
