@@ -72,6 +72,15 @@ def add(a, b):
 
 
 @cute.jit
+def sum_of_squares(row: cute.Tensor, factor: cutlass.Constexpr) -> Float32:
+    """The sum of the squares of this thread's part of a row, times a factor each."""
+    squares = cute.make_rmem_tensor(row.shape, Float32)
+    values = row.load() * factor
+    squares.store(values * values)
+    return row_reduce(squares, add)
+
+
+@cute.jit
 def finite(row_max: Float32) -> Float32:
     """The maximum, or 0 for a row hidden so far: exp2(-inf - 0) is the 0 that it needs."""
     return Float32(0.0) if row_max == -Float32.inf else row_max
@@ -239,15 +248,13 @@ class OnlineSoftmax:
             row: this thread's part of the row's output.
             has_sink: whether a sink has joined the sum: then an output near 0 says nothing.
         """
-        square = Float32(0.0)
-        for i in cutlass.range_constexpr(cute.size(row)):
-            square = square + row[i] * row[i]
+        square = sum_of_squares(row, 1.0)
         faintest = 0.0 if has_sink else FAINT**2
         # Written so that what is no number fails.
         failed = not (self.row_sum[r] >= FEWEST and self.row_sum[r] <= MOST)
         if not (square >= faintest and square <= STRONG**2):
-            for i in cutlass.range_constexpr(cute.size(row)):
-                failed = failed or row[i] != 0.0
+            # Zeros are as they should be; raised so far, the square of anything else is not 0.
+            failed = failed or sum_of_squares(row, 2.0**100) != 0.0
         # Where no key was seen the sum is 0, as it should be.
         return failed and not self.saw_nothing(r)
 
