@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
-from torch.cuda import is_current_stream_capturing
+from torch.cuda import current_device, is_current_stream_capturing
 
 from fa3.compiler import load_kernel
 from fa3.costs import H100
@@ -130,6 +130,10 @@ class PreparedCall:
     ) -> None:
         """Run the kernel on the current stream of q's GPU."""
         device = q.device
+        if device.index != current_device():
+            with torch.cuda.device(device):
+                self.launch(q, k, v, out, lse, modifiers, scale, recording)
+            return
         stream = current_stream(device.index)
         capture = capture_of(stream) if is_current_stream_capturing() else None
         state = None if self.table is None else self.table.on(stream, capture)

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fa3.graphs import Capture
+from fa3.graphs import Capture, idle_stream
 
 RESERVE = 1 << 18
-"""Counters of a device that are set aside for captures."""
+"""Counters of a device that are set aside for captures at a time; a graph zeroes its own if it
+takes more."""
 
 FEWEST = 1 << 12
 """Counters that a call gets at least, so that larger calls seldom need new ones."""
@@ -40,12 +41,15 @@ class Reserve:
     free: torch.Tensor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def fill(self, count: int, device: torch.device) -> None:
-        """Have zeros at hand for a launch of `count`; not while capturing."""
-        needed = max(count, RESERVE // 2)
-        if self.free is None or len(self.free) < needed:
-            with self.lock:
-                self.free = torch.zeros(2 * needed, dtype=torch.int32, device=device)
+    def fill(self, device: torch.device) -> None:
+        """Have zeros at hand; not while capturing."""
+        if self.free is None or len(self.free) < RESERVE // 2:
+            idle = idle_stream(device)
+            with self.lock, torch.cuda.stream(idle):
+                zeros = torch.zeros(RESERVE, dtype=torch.int32, device=device)
+                # Graphs run on any stream.
+                idle.synchronize()
+                self.free = zeros
 
     def take(self, count: int) -> torch.Tensor | None:
         """Counters for a capture; None if there are not enough left."""
@@ -70,7 +74,8 @@ class StreamCounters:
     def take(self, count: int) -> torch.Tensor:
         """At least `count` counters (int32), all zero."""
         reserve = RESERVES.get(self.device) or RESERVES.setdefault(self.device, Reserve())
-        reserve.fill(count, self.device)
+        if self.device.type == "cuda":
+            reserve.fill(self.device)
         try:
             counters = self.free.pop()
         except IndexError:
@@ -124,7 +129,7 @@ def counters_of(
     found = BY_STREAM.get(key)
     if found is None:
         # Memory of a stream goes back to the same stream, so it can be let go at any time.
-        while len(BY_STREAM) >= MOST_STREAMS:
-            BY_STREAM.pop(next(iter(BY_STREAM)), None)
+        for old in tuple(BY_STREAM)[: max(0, len(BY_STREAM) - MOST_STREAMS + 1)]:
+            BY_STREAM.pop(old, None)
         found = BY_STREAM.setdefault(key, StreamCounters(device))
     return found

@@ -71,6 +71,12 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+@functools.cache
+def idle_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nothing waits in: what is done there is done beside all queued work."""
+    return torch.cuda.Stream(device)
+
+
 def capture_of(stream: int) -> Capture | None:
     """The capture that a stream takes part in, if there is one."""
     number, graph = capture_info(stream)

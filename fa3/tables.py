@@ -1,12 +1,11 @@
 """What a schedule reads on the GPU."""
 
-import functools
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from fa3.graphs import Capture
+from fa3.graphs import Capture, idle_stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +26,9 @@ class Table:
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        if torch.cuda.is_current_stream_capturing():
+        with torch.cuda.device(device):
+            is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing:
             raise RuntimeError(
                 "q, k and v pose a problem that was not planned before, and its tile order cannot "
                 "be copied to the GPU while a CUDA graph is captured: call once before capturing"
@@ -44,9 +45,3 @@ class Table:
             self.numbers.record_stream(torch.cuda.current_stream(self.numbers.device))
             self.streams.add(stream)
         return self.numbers
-
-
-@functools.cache
-def idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nothing else uses."""
-    return torch.cuda.Stream(device)

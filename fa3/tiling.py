@@ -108,6 +108,8 @@ class Config:
             )
         if self.fixed_reference and not HOLDS_POWERS[spec.dtype]:
             raise ValueError(f"fixed_reference must be False with {spec.dtype}: its range is small")
+        if self.fixed_reference and any(score.kind.hides for score in spec.scores):
+            raise ValueError("fixed_reference must be False with scores of the user's")
         check_fits(self.smem_bytes(spec), self, spec)
         fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
         if fragments > self.fragment_registers:

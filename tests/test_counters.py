@@ -1,6 +1,8 @@
 """Counters of calls: those of a stream are taken in turns, a capture has its own."""
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def nothing_taken(monkeypatch):
     monkeypatch.setattr(counters, "BY_STREAM", {})
-    monkeypatch.setattr(counters, "RESERVES", {})
+    monkeypatch.setattr(counters, "RESERVES", {CPU: Reserve(torch.zeros(RESERVE).int())})
 
 
 def places(tensor: torch.Tensor) -> set[int]:
@@ -95,14 +97,29 @@ def test_a_larger_launch_of_a_capture_gets_more():
 
 
 def test_what_captures_got_stays_theirs():
-    reserve, taken = Reserve(), []
-    for _ in range(10):
-        reserve.fill(1, CPU)
-        taken.append(reserve.take(RESERVE // 3))
-    assert len(set.union(*map(places, taken))) == 10 * (RESERVE // 3)
+    reserve = Reserve(torch.zeros(RESERVE, dtype=torch.int32))
+    taken = [reserve.take(RESERVE // 3) for _ in range(3)]
+    assert len(set.union(*map(places, taken))) == 3 * (RESERVE // 3)
+    assert reserve.take(RESERVE // 3) is None
+
+
+def test_threads_may_bring_new_streams_at_the_same_time():
+    def bring(first: int) -> None:
+        for stream in range(first, first + 4000):
+            counters_of(CPU, stream, None)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(bring, range(0, 40_000, 10_000)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(counters.BY_STREAM) <= MOST_STREAMS + 4
 
 
 def test_an_empty_reserve_is_not_filled_by_a_graph():
+    counters.RESERVES.clear()
     capture = Capture(0)
     of_capture = counters_of(CPU, 1, capture)
     own = of_capture.take(7)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from problems import make_operands, make_problem, poisoned_allocations
-from reference import check_attention
+from reference import check_attention, dense
 
 import fa3
 from fa3 import counters, planner
@@ -213,6 +213,53 @@ def test_values_of_any_size(power, logits, softcap, device, always_fixed):
     assert counters_are_zero()
 
 
+@pytest.mark.parametrize("count", [1, 128, 256, 300])
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(600, -1)])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_visible_scores_of_minus_infinity(fixed, window, count, device):
+    """The last keys are as good as hidden, also where they are all of a row's first blocks."""
+    problem = make_problem(1, 640, 640, 1, 2, 128, window)
+    q, k, v = make_operands(problem, device=device)
+    q[..., 0] = 1
+    k[:, -count:, :, 0] = -torch.inf
+    out, lse = attend(q, k, v, window, plan=plan_of(problem, fixed=fixed))
+    at = torch.arange(640, device=device)
+    ahead = at - at[:, None]
+    seen = (at < 640 - count) & (ahead <= (window.right if window.right >= 0 else 640))
+    seen = seen & (-ahead <= (window.left if window.left >= 0 else 640))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat(1, 1, 2, 1)) * 128**-0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    exact_lse = scores.logsumexp(-1)
+    weights = (scores - exact_lse.masked_fill(exact_lse.isinf(), 0.0)[..., None]).exp()
+    exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double().repeat(1, 1, 2, 1))
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    assert not fixed or counters_are_zero()
+
+
+def test_values_as_large_as_the_sum_of_all_keys_allows(device):
+    """A following reference overflows here; sums of the fixed one are small: no row fails."""
+    problem = make_problem(1, 256, 1024, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    q, v = q * 0, v * 0 + 2.0**120
+    v[..., 0] = 0
+    plan = plan_of(problem)
+    assert not marked(plan, q, k, v)
+    out, _ = attend(q, k, v, Window(), plan=plan)
+    assert (out[..., 1:] == 2.0**120).all() and (out[..., 0] == 0).all()
+
+
+def test_sinks_far_above_the_first_keys(device, always_fixed):
+    problem = make_problem(1, 128, 512, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    q, k = q.abs() + 1, k * 0.01
+    k[:, :300] += 86 / (1.8 * 128**0.5)
+    sinks = torch.tensor([104.0, 20.0], device=device)
+    out, lse = attend(q, k, v * 2.0**15, Window(), sinks=sinks)
+    check_attention(out, lse, q, k, v * 2.0**15, sinks=sinks, lse_tolerance=1e-2)
+    assert out[:, :, 0].count_nonzero() > 0.9 * out[:, :, 0].numel()
+
+
 def test_sums_that_vanish(device):
     """ALiBi: the guess is without biases, which put the keys that a row sees far below it."""
     problem = make_problem(1, 128, 256, 1, 2, 128)
@@ -224,10 +271,13 @@ def test_sums_that_vanish(device):
     q, k = q.abs() + 5, -k.abs() - 2
     k[:, 255:] *= -1
     plan = plan_of(problem)
-    failed, *_ = first_launch(plan, q, k, v, slopes)
-    assert {head for _, head, _ in failed} == {0}
-    out, lse = attend(q, k, v, Window(), plan=plan, alibi_slopes=slopes)
-    check_attention(out, lse, q, k, v, alibi_slopes=slopes, lse_tolerance=1e-2)
+    for power in (0, -100):
+        failed, *_ = first_launch(plan, q, k, v * 2.0**power, slopes)
+        assert {head for _, head, _ in failed} == {0}
+        out, _ = attend(q, k, v * 2.0**power, Window(), plan=plan, alibi_slopes=slopes)
+        exact, _ = dense(q, k, v * 2.0**power, alibi_slopes=slopes)
+        error = (out.double() - exact).abs().max() * 2.0**-power
+        assert error <= 2.0**-7 * v.abs().max()
 
 
 def test_rows_without_a_key(device):

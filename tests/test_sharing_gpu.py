@@ -12,9 +12,9 @@ from reference import check_attention
 import fa3
 from fa3 import api, counters, graphs
 from fa3.api import PreparedCall, prepare
+from fa3.graphs import idle_stream
 from fa3.planner import plan_forward
 from fa3.problem import Window
-from fa3.tables import idle_stream
 
 pytestmark = pytest.mark.gpu
 

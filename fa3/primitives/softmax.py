@@ -20,6 +20,13 @@ FEWEST, MOST = 2.0**-64, 2.0**120
 """Sums of a row between which a reference that does not follow did: terms below 2**-149, which
 vanished, do not count beside the former; the latter is far enough below infinity."""
 
+MOST_BESIDE_SINKS = 2.0**40
+"""The same for rows with a sink, which may lie far above a reference: what then vanishes beside it
+is less than 2**-86 of the sums."""
+
+LEAST_OF_ZEROS = 2.0**-39
+"""Sums of a row from which an output of 0 is one, for values from 2**-110 on."""
+
 SURE = 0.5
 """Sums of a row below which O cannot overflow, whatever V holds."""
 
@@ -193,7 +200,7 @@ class OnlineSoftmax:
             exponents = row.load() * self.scale_log2
             if cutlass.const_expr(self.reference is not Reference.ZERO):
                 reference = self.row_max[r]
-                if cutlass.const_expr(masked):
+                if cutlass.const_expr(masked or self.follows):
                     reference = finite(reference)
                 if cutlass.const_expr(shifts is not None):
                     reference = reference - shifts[r]
@@ -218,7 +225,7 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             row_sum = quad_reduce(self.row_sum[r], add)
             self.row_sum[r] = row_sum
-            scaled = self.row_max[r] * self.scale_log2
+            scaled = finite(self.row_max[r]) * self.scale_log2
             if cutlass.const_expr(sinks is None):
                 hidden = row_sum == 0.0
                 inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(row_sum)
@@ -248,13 +255,17 @@ class OnlineSoftmax:
             row: this thread's part of the row's output.
             has_sink: whether a sink has joined the sum: then an output near 0 says nothing.
         """
-        square = sum_of_squares(row, 1.0)
-        faintest = 0.0 if has_sink else FAINT**2
+        row_sum, square = self.row_sum[r], sum_of_squares(row, 1.0)
         # Written so that what is no number fails.
-        failed = not (self.row_sum[r] >= FEWEST and self.row_sum[r] <= MOST)
-        if not (square >= faintest and square <= STRONG**2):
+        if cutlass.const_expr(has_sink):
+            failed = not (row_sum >= LEAST_OF_ZEROS and row_sum <= MOST_BESIDE_SINKS)
+            may_be_faint = cutlass.Boolean(False)
+        else:
+            failed = not (row_sum >= FEWEST and row_sum <= MOST)
+            may_be_faint = square < FAINT**2
+        if may_be_faint or (row_sum >= SURE and not square <= STRONG**2):
             # Zeros are as they should be; raised so far, the square of anything else is not 0.
-            failed = failed or sum_of_squares(row, 2.0**100) != 0.0
+            failed = failed or sum_of_squares(row, 2.0**100) != 0.0 or row_sum < LEAST_OF_ZEROS
         # Where no key was seen the sum is 0, as it should be.
         return failed and not self.saw_nothing(r)
 
@@ -266,17 +277,20 @@ class OnlineSoftmax:
             acc: the rows' finished output (rows, columns).
         """
         first, second = self.row_sum[0], self.row_sum[1]
-        is_sure = cute.arch.fmin(first, second) >= FEWEST and first + second < SURE
+        fewest = LEAST_OF_ZEROS if has_sink else FEWEST
+        is_sure = cute.arch.fmin(first, second) >= fewest and first + second < SURE
         if cutlass.const_expr(not has_sink):
             one, other = (cute.arch.fmax(acc[r, 0], -acc[r, 0]) for r in range(2))
             is_sure = is_sure and cute.arch.fmin(one, other) >= FAINT
         return is_sure
 
-    def saw_nothing(self, r: int):
+    @cute.jit
+    def saw_nothing(self, r: cutlass.Constexpr) -> cutlass.Boolean:
         """Whether row r saw no key; of scores that are bounded no exponential vanishes."""
-        if self.reference is Reference.ZERO:
-            return self.row_sum[r] == 0.0
-        return self.row_max[r] == -Float32.inf
+        is_empty = self.row_sum[r] == 0.0
+        if cutlass.const_expr(self.reference is not Reference.ZERO):
+            is_empty = is_empty and self.row_max[r] == -Float32.inf
+        return is_empty
 
 
 class FixedSoftmax(OnlineSoftmax):
