@@ -16,8 +16,8 @@ from fa3.code_cache import cache_dir
 from fa3.drawing import draw_tile_order
 from fa3.explanation import microseconds
 from fa3.masks import Band
-from fa3.planner import H200, HEAD_DIM_UNIT, MAX_HEAD_DIM, Plan, plan_forward
-from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.planner import H200, Plan, plan_forward
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, AttentionSpec, Problem, Window
 from fa3.recording import hopper_device, record_timeline
 from fa3.schedules import SCHEDULES
 from fa3.timeline import Timeline

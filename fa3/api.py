@@ -49,7 +49,15 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
-from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
+from fa3.problem import (
+    LEAST_FLOAT,
+    MOST_FLOAT,
+    NO_BOUND,
+    REMEMBERED,
+    AttentionSpec,
+    Problem,
+    Window,
+)
 from fa3.scores import Score
 from fa3.tables import Table
 
@@ -382,8 +390,10 @@ def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> f
         return head_dim**-0.5
     if type(softmax_scale) is not float:
         softmax_scale = real("softmax_scale", softmax_scale)
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}{note}")
+    if not LEAST_FLOAT <= softmax_scale <= MOST_FLOAT:
+        raise ValueError(
+            f"softmax_scale must be positive and finite in float32, got {softmax_scale}{note}"
+        )
     return softmax_scale
 
 
@@ -446,9 +456,9 @@ def prepare(
     if given_plan is not None and sm_margin:
         raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
     plan = given_plan or plan_forward(problem, reserve_sms(gpu, sm_margin), schedule=schedule)
-    check_same_problem(plan, problem)
     if given_plan is not None:
         check_plan(given_plan)
+        check_same_problem(given_plan, problem)
     if q.device.type == "cpu":
         return PreparedCall(plan, None, (), out_shape, lse_shape)
     return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from fa3.eager import address_of, check_resolved
 from fa3.masks import Mask
 from fa3.primitives.arguments import ELEMENT_TYPES
+from fa3.problem import LEAST_FLOAT, MOST_FLOAT
 from fa3.scores import Alibi, Score, Softcap
 from fa3.templates import Template, tensors_of
 
@@ -97,8 +97,10 @@ UNMODIFIED = Modifiers(Structure(), None)
 
 
 def check_softcap(softcap: float) -> None:
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be 0 (none) or positive and finite, got {softcap}")
+    if softcap != 0 and not LEAST_FLOAT <= softcap <= MOST_FLOAT:
+        raise ValueError(
+            f"softcap must be 0 (none) or positive and finite in float32, got {softcap}"
+        )
 
 
 def check_alibi_slopes(slopes: torch.Tensor, q: torch.Tensor) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from fa3.eager import address_of, lies_nowhere
 from fa3.overlap import Layout, repeats, share
-from fa3.planner import HEAD_DIM_UNIT, MAX_HEAD_DIM
-from fa3.problem import REMEMBERED
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What q, k, v and out may have, and the kernels' names for it."""

@@ -13,6 +13,7 @@ from fa3 import masks
 from fa3.costs import H200, MARGIN, Gpu, costs_of, has_mask, least_gain
 from fa3.explanation import Candidate, Explanation, describe_config
 from fa3.kernels.forward import Forward
+from fa3.plan_checks import check_types
 from fa3.prediction import Prediction, predict
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import SLACK
@@ -105,9 +106,6 @@ docs/experiments.md. The first row that fits and reaches up to the problem's que
 the cost model has measured times of another one that fits and predicts it to be faster. The
 128 x 48 rows for unequal sizes are not measured.
 """
-
-HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 256
-"""Head sizes are multiples of 16 bytes, as TMA wants; a WGMMA has at most 256 columns of O."""
 
 FEW_TILES = 8
 """Query tiles of a head below which an odd one costs a cluster of two more than it saves."""
@@ -307,15 +305,6 @@ def plan_forward(
     return Plan(problem, gpu, best.config, made, arrange is not None)
 
 
-def check_types(problem: Problem, gpu: Gpu, config: Config | None) -> None:
-    """Raise TypeError for what is not what it should be."""
-    for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
-    if not isinstance(config, Config | None):
-        raise TypeError(f"config must be a Config or None, got {config!r}")
-
-
 def check_plan(plan: Plan) -> None:
     """Raise unless a plan, which may have been put together by hand, can run its problem.
 
@@ -324,6 +313,8 @@ def check_plan(plan: Plan) -> None:
         ValueError: its config or its schedule cannot run the problem.
     """
     check_types(plan.problem, plan.gpu, plan.config)
+    if plan.config is None:
+        raise TypeError("plan must have a config, got None")
     plan.config.validate(plan.problem.spec)
     if plan.gpu.num_sms < plan.config.cluster:
         raise ValueError(

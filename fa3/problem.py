@@ -20,6 +20,13 @@ class Window(NamedTuple):
     right: int = NO_BOUND
 
 
+LEAST_FLOAT, MOST_FLOAT = 2.0**-126, 2.0**127 * (2.0 - 2.0**-23)
+"""The least and the largest positive float32 of full precision."""
+
+HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 256
+"""Head sizes are multiples of 16 bytes, as TMA wants; a WGMMA has at most 256 columns of O."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Everything that changes generated code except tiling. The spec is the compile key.

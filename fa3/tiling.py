@@ -1,6 +1,6 @@
 """How the forward kernel is tiled, and what fits a CTA."""
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
@@ -82,7 +82,20 @@ class Config:
         return 2 * (q + kv + o) + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
-        """Raise ValueError if the kernel cannot run this config for this spec."""
+        """Raise unless the kernel can run this config for this spec.
+
+        Raises:
+            TypeError: a field has the wrong type.
+            ValueError: a field has a value that the kernel cannot run.
+        """
+        for field in fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            kind = int if field.default is MISSING else kind
+            if type(value) is not kind:
+                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
+        for name in ("q_stages", "kv_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.consumers not in REGISTERS or self.tile_m % ROWS:
             raise ValueError(f"tile_m must be 128 or 192, got {self.tile_m}")
         if not (16 <= self.tile_n <= 256 and self.tile_n % 16 == 0):

@@ -90,7 +90,7 @@ BAD = [
         for value, came in ((True, "True"), ("1", "'1'"), (1j, "1j"), (A_TENSOR, "Tensor"))
     ),
     *(
-        (call, name, value, ValueError, f"^{name} must be .*positive and finite, got {came}")
+        (call, name, value, ValueError, f"^{name} must be .*positive and finite in .*, got {came}")
         for call, names in REALS.items()
         for name in names
         for value, came in ((-1, "-1"), (np.float32("nan"), "nan"), (np.inf, "inf"),

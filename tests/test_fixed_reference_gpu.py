@@ -273,7 +273,8 @@ def test_sums_that_vanish(device):
     plan = plan_of(problem)
     for power in (0, -100):
         failed, *_ = first_launch(plan, q, k, v * 2.0**power, slopes)
-        assert {head for _, head, _ in failed} == {0}
+        # Such small values are looked at again under any guess.
+        assert {head for _, head, _ in failed} == ({0} if power == 0 else {0, 1})
         out, _ = attend(q, k, v * 2.0**power, Window(), plan=plan, alibi_slopes=slopes)
         exact, _ = dense(q, k, v * 2.0**power, alibi_slopes=slopes)
         error = (out.double() - exact).abs().max() * 2.0**-power

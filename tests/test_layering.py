@@ -18,7 +18,7 @@ LAYERS = (
     ("lengths", "modifiers", "diagnostics", "tiling"),
     ("kernels",),
     ("costs", "timeline"),
-    ("tiled",),
+    ("tiled", "plan_checks"),
     ("work",),
     ("prediction",),
     ("explanation",),

@@ -131,7 +131,11 @@ MASK = Span(*torch.zeros(2, HEADS).int())
 META = torch.zeros(HEADS, device="meta")
 
 BAD = [
-    ({"softcap": -1.0}, ValueError, "softcap must be 0 .* or positive and finite, got -1.0"),
+    (
+        {"softcap": -1.0},
+        ValueError,
+        "softcap must be 0 .* or positive and finite in float32, got -1.0",
+    ),
     ({"softcap": math.nan}, ValueError, "softcap must be .* got nan"),
     ({"softcap": math.inf}, ValueError, "softcap must be .* got inf"),
     ({"softcap": "30"}, TypeError, "softcap must be a float, got '30'"),
