@@ -1,6 +1,7 @@
 """The command line: `python -m fa3 info | plan | demo`."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 import fa3
-from fa3.api import gpu_of
+from fa3.api import check_counts, gpu_of, tighten
 from fa3.code_cache import cache_dir
 from fa3.drawing import draw_tile_order
 from fa3.explanation import microseconds
@@ -107,14 +108,13 @@ def show_info(options: argparse.Namespace) -> None:
         gpu = f"{properties.name}, {properties.multi_processor_count} SMs, capability {capability}"
         if capability != "9.0":
             gpu += "; the kernels need 9.0"
-    kernels = [path.stat().st_size for path in cache_dir().glob("*.o")]
     for name, value in (
         ("fa3", fa3.__version__),
         ("GPU", gpu),
         ("driver", driver_version()),
         ("torch", torch.__version__),
         ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
-        ("cache", f"{cache_dir()}, {len(kernels)} kernels, {sum(kernels) / 1e6:.1f} MB"),
+        ("cache", describe_cache()),
     ):
         print(f"{name:9} {value}")
 
@@ -125,6 +125,19 @@ def driver_version() -> str:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return "none"
+
+
+def describe_cache() -> str:
+    """Where compiled kernels are kept, and how many."""
+    try:
+        folder = cache_dir()
+    except RuntimeError as error:
+        return f"none: {error}"
+    sizes = []
+    for path in folder.glob("*.o"):
+        with contextlib.suppress(OSError):  # a link to nowhere, or just removed
+            sizes.append(path.stat().st_size)
+    return f"{folder}, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
 
 
 def show_plan(options: argparse.Namespace) -> None:
@@ -156,7 +169,7 @@ def describe_recording(recorded: Timeline, plan: Plan) -> str:
 
 
 def problem_of(options: argparse.Namespace) -> Problem:
-    """The problem that the options describe."""
+    """The problem of a call that the options describe."""
     sizes = options.shape.split(",")
     if len(sizes) != 6 or not all(size.isdecimal() and int(size) for size in sizes):
         raise ValueError(f"--shape needs six positive integers, got {options.shape!r}")
@@ -170,7 +183,8 @@ def problem_of(options: argparse.Namespace) -> Problem:
     left, right = options.window
     if min(left, right) < NO_BOUND:
         raise ValueError(f"--window needs integers from -1, got {left} {right}")
-    window = Window(left, 0 if options.causal else right)
+    check_counts(batch, seqlen_q, seqlen_k, heads_q)
+    window = tighten(Window(left, 0 if options.causal else right), seqlen_q, seqlen_k)
     spec = AttentionSpec(
         DTYPES[options.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), False
     )

@@ -435,15 +435,12 @@ def prepare(
     window = tighten(check_window(window_size, causal), seqlen_q, seqlen_k)
     head_dim_v = v.shape[-1]
     out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
-    if 0 in (batch, seqlen_q, seqlen_k, heads_q):
-        schedule_name(schedule)
-        return PreparedCall(None, None, (), out_shape, lse_shape)
     band = Band.of(window)
     spec = AttentionSpec(
         DTYPES[q.dtype],
         head_dim,
         head_dim_v,
-        heads_q // heads_kv,
+        heads_q // max(1, heads_kv),
         Intersection(band, modifiers.mask) if modifiers.mask else band,
         write_lse,
         modifiers.scores,
@@ -451,14 +448,20 @@ def prepare(
     )
     problem = Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
     gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
-    if given_plan is not None and schedule is not None:
+    if given_plan is None:
+        gpu = reserve_sms(gpu, sm_margin)
+    elif schedule is not None:
         raise ValueError("schedule must be None when plan is given: a plan has a schedule")
-    if given_plan is not None and sm_margin:
+    elif sm_margin:
         raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
-    plan = given_plan or plan_forward(problem, reserve_sms(gpu, sm_margin), schedule=schedule)
-    if given_plan is not None:
+    else:
         check_plan(given_plan)
         check_same_problem(given_plan, problem)
+    if 0 in (batch, seqlen_q, seqlen_k, heads_q):
+        # There is no tile, so no plan either.
+        schedule_name(schedule)
+        return PreparedCall(None, None, (), out_shape, lse_shape)
+    plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if q.device.type == "cpu":
         return PreparedCall(plan, None, (), out_shape, lse_shape)
     return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)
@@ -474,22 +477,23 @@ def check_operands(q: Operand, k: Operand, v: Operand) -> None:
     check_shape("k", k, (q.shape[0], *k.shape[1:3], q.shape[3]), "q")
     check_shape("v", v, (*k.shape[:3], v.shape[3]), "k")
     check_heads_divide(q, "k", k)
-    check_counts(q, k)
+    check_counts(q.shape[0], q.shape[1], k.shape[1], q.shape[2])
 
 
-def check_counts(q: Operand, k: Operand) -> None:
-    """Raise unless kernels can count queries, keys and tiles in 32 bits."""
-    batch, seqlen_q, heads, _ = q.shape
-    reach = k.shape[1] + 2 * seqlen_q
-    if reach > LARGEST - SPARE:
+def check_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
+    """Raise unless kernels can count queries, keys and tiles in 32 bits; `heads` are q's."""
+    most_keys = LARGEST - SPARE - 2 * seqlen_q
+    if seqlen_k > most_keys:
+        if most_keys < 1:
+            most_queries = (LARGEST - SPARE - 1) // 2
+            raise ValueError(f"q must have at most {most_queries} queries, got {seqlen_q}")
         raise ValueError(
-            f"k must have fewer than {LARGEST - SPARE - 2 * seqlen_q} keys with {seqlen_q} "
-            f"queries, got {k.shape[1]}"
+            f"k must have at most {most_keys} keys with {seqlen_q} queries, got {seqlen_k}"
         )
     if batch * heads * (seqlen_q // FEWEST_ROWS + 1) > MOST_TILES:
         raise ValueError(
-            f"q must have at most {MOST_TILES} tiles of {FEWEST_ROWS} rows, got shape "
-            f"{tuple(q.shape)}"
+            f"q must have at most {MOST_TILES} tiles of {FEWEST_ROWS} rows, got batch {batch}, "
+            f"{seqlen_q} queries and {heads} heads"
         )
 
 

@@ -16,6 +16,7 @@ from torch._C import (
 )
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 RECORDERS = (
     _TorchDispatchModeKey.PROXY,
@@ -48,26 +49,34 @@ def check_modes(tensor: torch.Tensor) -> None:
     """Raise if one of the modes that are active would lose a launch."""
     tracing = _is_tracing() or _len_torch_dispatch_stack_pre_dispatch()
     if tracing or any(_get_dispatch_mode(key) is not None for key in RECORDERS):
-        raise NotImplementedError(
-            "a graph is being traced (torch.compile, torch.export, make_fx, torch.jit.trace or a "
-            "FakeTensorMode), which cannot see the kernels: call fa3 outside of it"
-        )
+        raise is_traced()
     if _are_functorch_transforms_active():
         # It may wrap what is allocated under it, also beside tensors that it knows nothing of.
         address_of("what a call allocates", tensor.new_empty(1))
+
+
+def is_traced() -> NotImplementedError:
+    return NotImplementedError(
+        "a graph is being traced (torch.compile, torch.export, make_fx, torch.jit.trace or a "
+        "FakeTensorMode), which cannot see the kernels: call fa3 outside of it"
+    )
 
 
 def address_of(name: str, tensor: torch.Tensor) -> int:
     """Where a tensor begins.
 
     Raises:
-        NotImplementedError: it lies nowhere, or carries what a kernel would drop.
+        NotImplementedError: it lies nowhere, or carries what a kernel would drop, or torch.compile
+            reads this function.
     """
     try:
         address = tensor.data_ptr()
-    except RuntimeError as error:
-        raise lies_nowhere(name, tensor) from error
-    if address < LOWEST_ADDRESS and is_offset(tensor, address):
+        is_low = address < LOWEST_ADDRESS
+    except (RuntimeError, TypeError) as error:
+        # What stands for an address under torch.compile compares with nothing. Asking only here
+        # costs other calls no time.
+        raise is_traced() if is_dynamo_compiling() else lies_nowhere(name, tensor) from error
+    if is_low and is_offset(tensor, address):
         raise lies_nowhere(name, tensor)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(

@@ -372,6 +372,17 @@ def test_an_unknown_schedule_is_refused_where_there_is_nothing_to_compute():
         fa3.flash_attn_func(q, q, q, schedule="foo")
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 2, 64), (1, 0, 2, 64), (1, 4, 0, 64)])
+def test_the_sms_and_the_plan_are_checked_where_there_is_nothing_to_compute(shape):
+    q = torch.empty(shape, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^sm_margin must be from 0 to 131, got -1"):
+        fa3.flash_attn_func(q, q, q, sm_margin=-1)
+    plan = fa3.plan_forward(make_problem(1, 4, 4, 2))
+    with pytest.raises(ValueError, match=r"^plan was made for .*; the call has "):
+        fa3.flash_attn_func(q, q, q, plan=plan)
+    assert fa3.flash_attn_func(q, q, q, sm_margin=4).shape == shape
+
+
 def test_a_head_size_that_is_not_supported_is_named():
     q = torch.zeros(1, 4, 2, 12, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"^q has head_dim 12"):
@@ -384,10 +395,10 @@ HUGE = 2**31 - 1
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "heads", "complaint"),
     [
-        (64, HUGE - 63, 1, "k must have fewer than"),
-        (2048, HUGE - 1023, 1, "k must have fewer than"),
-        (1, 2**32 + 5, 1, "k must have fewer than"),
-        (2**32 + 1, 1, 1, "k must have fewer than"),
+        (64, HUGE - 63, 1, "k must have at most"),
+        (2048, HUGE - 1023, 1, "k must have at most"),
+        (1, 2**32 + 5, 1, "k must have at most"),
+        (2**32 + 1, 1, 1, "q must have at most 1073741311 queries, got 4294967297"),
         (2**24, 128, 256, "q must have at most 33554432 tiles"),
     ],
 )

@@ -108,6 +108,38 @@ def test_causal_sets_the_right_bound():
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--shape", "1,1,4096,8,8,64", "--causal"),
+        ("--shape", "1,4096,4096,8,8,64", "--window", "8192", "8192"),
+        ("--shape", "1,4096,4096,8,8,64", "--window", "9" * 20, "4095"),
+    ],
+)
+def test_bounds_that_hide_nothing_are_no_mask(arguments):
+    """As in a call, which runs without them."""
+    assert problem(*arguments) == problem(*arguments[:2])
+
+
+def test_a_window_beyond_64_bits_is_planned(capsys):
+    main(["plan", "--shape", "1,64,64,2,2,64", "--window", "9" * 20, "0"])
+    assert "head_dim 64," in capsys.readouterr().out
+
+
+def test_info_without_a_folder_for_the_cache(monkeypatch, capsys):
+    monkeypatch.setenv("FA3_CACHE_DIR", "~nouser/x")
+    main(["info"])
+    assert "cache     none: Could not determine home directory" in capsys.readouterr().out
+
+
+def test_info_counts_only_kernels_that_are_there(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
+    (tmp_path / "kept.o").write_bytes(bytes(2_000_000))
+    (tmp_path / "dangling.o").symlink_to(tmp_path / "gone.o")
+    main(["info"])
+    assert f"{tmp_path}, 1 kernels, 2.0 MB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--shape", "1,2,3"), "six positive integers"),
@@ -115,6 +147,8 @@ def test_causal_sets_the_right_bound():
         (("--shape", "1,64,64,2,2,100"), "head_dim must be a multiple of 8 up to 256, got 100"),
         (("--shape", "1,64,64,2,2,264"), "head_dim must be a multiple of 8 up to 256, got 264"),
         (("--window", "-2", "0"), "--window"),
+        (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
+        (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 33554432 tiles"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

@@ -321,6 +321,15 @@ def test_subclasses_with_memory(call, change):
     assert torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_compiled_function_that_must_be_one_graph_is_told_why_it_cannot(call):
+    run, tensors = CALLS[call]
+    given = tensors()
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="a graph is being traced"):
+        torch.compile(lambda: run(given), backend="eager", fullgraph=True)()
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_compiled_function_breaks_its_graph_around_a_call():
     q, k, v = make_operands(make_problem(1, 20, 20, 2))
