@@ -124,12 +124,9 @@ CHOICES = ("list", "static", "dynamic", "split")
 """Schedules that the planner chooses from. The one left out hands out the same tiles as "dynamic",
 with a CTA for each."""
 
-REFERENCE = os.environ.get("FA3_REFERENCE", "auto")
+REFERENCE = os.environ.get("FA3_REFERENCE") or "auto"
 """What the planner's softmax takes scores relative to: "following" never fails and costs 5-12% of
 a call; "auto" lets it choose."""
-
-if REFERENCE not in ("auto", "following"):
-    raise ValueError(f"FA3_REFERENCE must be 'auto' or 'following', got {REFERENCE!r}")
 
 UNSURE = 0.25
 """`MARGIN` for ways to run that were not measured."""
@@ -435,6 +432,8 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
     Scores of the user's may be anything. Those of a softcap are bounded; up to `SLACK` powers of
     two nothing can go wrong, so nothing needs to be marked.
     """
+    if REFERENCE not in ("auto", "following"):
+        raise ValueError(f"FA3_REFERENCE must be 'auto' or 'following', got {REFERENCE!r}")
     if REFERENCE == "following" or not HOLDS_POWERS[spec.dtype]:
         return False
     if [score.kind for score in spec.scores] == [Softcap]:
