@@ -144,6 +144,11 @@ def check_tensors(call: CacheCall) -> None:
     check_head_dim("q", call.q)
     check_head_dim("v_cache", call.v_cache)
     outer, inner, heads_kv, _ = call.k_cache.shape
+    if call.page_table is not None and inner == 0:
+        raise ValueError(
+            "k_cache must have pages of 1 token or more to go with page_table, got shape "
+            f"{tuple(call.k_cache.shape)}"
+        )
     check_shape("k_cache", call.k_cache, (outer, inner, heads_kv, call.head_dim), "q")
     check_shape("v_cache", call.v_cache, (outer, inner, heads_kv, call.head_dim_v), "k_cache")
     check_heads_divide(call.q, "k_cache", call.k_cache)
@@ -305,9 +310,16 @@ def values_on_host(
 
     Raises:
         RuntimeError: a tensor would have to be read back while a CUDA graph is captured.
-        ValueError: cu_seqlens_k_new does not cut k into one piece for each sequence.
+        ValueError: cache_seqlens is a number that does not fit the cache, or cu_seqlens_k_new
+            does not cut k into one piece for each sequence.
     """
     if isinstance(cache_seqlens, int):
+        # Also in an empty batch, where no sequence has it.
+        if not 0 <= cache_seqlens <= call.capacity:
+            raise ValueError(
+                f"cache_seqlens must be from 0 to {call.capacity}, what the cache holds of a "
+                f"sequence, got {cache_seqlens}"
+            )
         seqlens = [cache_seqlens] * call.batch
     else:
         seqlens = read("cache_seqlens", cache_seqlens)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from fa3.decode import TILE_N, CacheOperands, Sizes, choose_cut, tighten
-from fa3.executor import RunningSoftmax, merge, with_sink
+from fa3.executor import RunningSoftmax, merge, own_defaults, with_sink
 from fa3.kernels.append import Append, Rotary
 from fa3.lengths import capacity_of
 from fa3.masks import Band, Sequence
@@ -32,6 +32,7 @@ class HostAppend:
 
     kernel: Append
 
+    @own_defaults()
     def __call__(
         self,
         k: torch.Tensor,
@@ -109,7 +110,7 @@ def rotate(
     return torch.cat((turned.flatten(2).to(x.dtype), rest), dim=2)
 
 
-@torch.autocast("cpu", enabled=False)
+@own_defaults()
 def attend_with_cache(
     operands: CacheOperands,
     softmax_scale: float,

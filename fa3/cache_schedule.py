@@ -18,7 +18,8 @@ from fa3.lengths import LONGEST
 from fa3.masks import Band, Sequence
 from fa3.operands import DTYPES, check_dtype, check_shape, describe_unaligned
 from fa3.options import flag, integer
-from fa3.planner import H200, Gpu
+from fa3.planner import H200, HEAD_DIM_UNIT, MAX_HEAD_DIM, Gpu
+from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules.split import Pieces
 
@@ -112,10 +113,10 @@ def get_scheduler_metadata(
         max_seqlen_q: queries of a sequence.
         max_seqlen_k: longest length that a sequence may have in these calls.
         num_heads_q, num_heads_kv: heads of q and of the cache.
-        headdim: columns of q and k_cache.
+        headdim: columns of q and k_cache: a multiple of 8 up to 256.
         cache_seqlens: int or (batch_size,) int32, as in the call.
         qkv_dtype: torch.bfloat16 or torch.float16.
-        headdim_v: columns of v_cache; headdim if not given.
+        headdim_v: columns of v_cache, like headdim, which it is if not given.
         cu_seqlens_k_new: as in the call.
         cache_leftpad: as in the call.
         page_size: tokens of a page; None without pages.
@@ -155,10 +156,27 @@ def get_scheduler_metadata(
     ) = (integer(name, size, least) for name, size, least in sizes)  # fmt: skip
     if page_size is not None:
         page_size = integer("page_size", page_size, 1)
+    for name, size, most in (
+        ("batch_size", batch_size, LARGEST),
+        ("max_seqlen_q", max_seqlen_q, LARGEST),
+        ("num_heads_q", num_heads_q, LARGEST),
+        ("num_heads_kv", num_heads_kv, LARGEST),
+        ("page_size", page_size or 0, LONGEST),
+        ("max_seqlen_k_new", max_seqlen_k_new, LONGEST),
+    ):
+        if size > most:
+            raise ValueError(f"{name} must be at most {most}, got {size}")
+    for name, size in (("headdim", headdim), ("headdim_v", headdim_v)):
+        if size % HEAD_DIM_UNIT or size > MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {size}"
+            )
     group, rest = divmod(num_heads_q, num_heads_kv)
     if rest:
         raise ValueError(f"num_heads_q must be a multiple of {num_heads_kv}, got {num_heads_q}")
-    Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check("max_seqlen_q")
+    Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check(
+        "batch_size, max_seqlen_q and the heads"
+    )
     if not isinstance(qkv_dtype, torch.dtype) or qkv_dtype not in DTYPES:
         raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {qkv_dtype}")
     window = check_window(as_pair(window_size), causal)
@@ -201,7 +219,7 @@ def host_lengths(
         length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
         if not 0 <= length <= LONGEST:
             raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {length}")
-        cache_seqlens = torch.full((batch,), length, dtype=torch.int32)
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
     tensors = {
         "cache_seqlens": (cache_seqlens, (batch,)),
         "cu_seqlens_k_new": (cu_seqlens_k_new, (batch + 1,)),
@@ -217,6 +235,8 @@ def host_lengths(
     lengths, ends, padding = (read(name, tensor) for name, (tensor, _) in tensors.items())
     new = [max_seqlen_k_new] * batch
     if ends is not None:
+        if ends[0] != 0:
+            raise ValueError(f"cu_seqlens_k_new must begin with 0, got {ends[0]}")
         new = [b - a for a, b in itertools.pairwise(ends)]
     padding = padding or [0] * batch
     totals = [a + b for a, b in zip(lengths, new, strict=True)]
@@ -228,6 +248,11 @@ def host_lengths(
         if count < 0:
             raise ValueError(
                 f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
+            )
+        if count > max_seqlen_k_new:
+            raise ValueError(
+                f"max_seqlen_k_new must be the most tokens that a sequence gets, {count}, or "
+                f"more, got {max_seqlen_k_new}: sequence {sequence} of cu_seqlens_k_new has them"
             )
         if total > LONGEST:
             raise ValueError(

@@ -15,6 +15,7 @@ a fixed reference or none, so that no tile is computed a second time.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -95,8 +96,18 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
                 yield Step(cluster, rank, unit, head + of_head, rows, blocks)
 
 
-# Whoever computes in 16 bits around a call still gets sums in 32 from it, as from the kernels.
-@torch.autocast("cpu", enabled=False)
+@contextmanager
+def own_defaults() -> Iterator[None]:
+    """Compute as the kernels do, whatever the caller has set.
+
+    In 32 bits also where they compute in 16, and on the CPU whichever device they took for new
+    tensors.
+    """
+    with torch.autocast("cpu", enabled=False), torch.device("cpu"):
+        yield
+
+
+@own_defaults()
 def execute(
     plan: Plan,
     q: torch.Tensor,

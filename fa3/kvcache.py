@@ -55,6 +55,7 @@ from fa3.operands import (
     check_out,
     check_rank,
     check_shape,
+    check_writable,
     describe,
     describe_unaligned,
 )
@@ -267,6 +268,8 @@ def flash_attn_with_kvcache(
     if prepared.append is not None or out is not None:
         used = k_cache, v_cache, q, k, v, rotary_cos, rotary_sin, *tensors
         if prepared.append is not None:
+            check_writable("k_cache", k_cache)
+            check_writable("v_cache", v_cache)
             prepared.apart(*addresses(used))
         if out is not None:
             rest = "alibi_slopes", "sinks"
@@ -468,6 +471,7 @@ def flash_attn_combine(
     check_untraced(out_partial)
     call = prepare_combine(*parts, out_operand, out_dtype)
     if out is not None:
+        check_writable("out", out)
         names = "out", "out_partial", "lse_partial"
         check = check_of_addresses(names, (out_operand, *parts), 1)
         check(*addresses((out, out_partial, lse_partial)))

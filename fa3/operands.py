@@ -123,6 +123,7 @@ def check_out(
         names, operands, tensors: what else the call uses; None where none is given.
     """
     described = describe("out", out)
+    check_writable("out", out)
     check_output(described, shape, q)
     check_of_addresses(("out", *names), (described, *operands), 1)(*addresses((out, *tensors)))
 
@@ -196,6 +197,15 @@ def check_no_overlap(name: str, operand: Operand) -> None:
         raise ValueError(
             f"{name} must not overlap itself when it is written, got shape "
             f"{tuple(operand.shape)} with strides {operand.stride}"
+        )
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raise if torch lets nobody write a tensor here, which it would say in the midst of a call."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} must not be an inference tensor when it is written outside of "
+            "torch.inference_mode()"
         )
 
 

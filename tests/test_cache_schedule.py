@@ -140,6 +140,10 @@ def test_nothing_else_is_metadata():
         ({"window_size": (-2, 0)}, ValueError, "^window_size must"),
         ({"qkv_dtype": torch.float32}, TypeError, "^qkv_dtype must"),
         ({"page_size": 0}, ValueError, "^page_size must"),
+        ({"page_size": 1 << 31}, ValueError, "^page_size must be at most 2146435072"),
+        ({"headdim_v": 60}, ValueError, "^headdim_v must be a multiple of 8 up to 256, got 60"),
+        ({"headdim_v": 264}, ValueError, "^headdim_v must be a multiple of 8 up to 256, got 264"),
+        ({"max_seqlen_k_new": 1 << 31}, ValueError, "^max_seqlen_k_new must be at most"),
         ({"cache_leftpad": torch.zeros(2)}, TypeError, "^cache_leftpad must be torch.int32"),
         (
             {"cache_leftpad": torch.zeros(3, dtype=torch.int32)},
@@ -217,6 +221,7 @@ def test_a_forced_split_is_kept_in_the_batch_invariant_mode():
             "^cache_seqlens .* got -3 for sequence 0",
         ),
         ((2, 1, 64, 8, 8, 128, None), {}, TypeError, "^cache_seqlens must be an int"),
+        ((2, 1, 64, 8, 8, 100, 4), {}, ValueError, "^headdim must be a multiple of 8"),
         (("2", 1, 64, 8, 8, 128, 4), {}, TypeError, "^batch_size must be an integer, got '2'"),
         (
             (2, 1, 64, 8, 8, 128, integers(3, 4)),
@@ -235,6 +240,18 @@ def test_a_forced_split_is_kept_in_the_batch_invariant_mode():
             {"cu_seqlens_k_new": integers(0, 3, 2), "max_seqlen_k_new": 3},
             ValueError,
             "^cu_seqlens_k_new must not fall",
+        ),
+        (
+            (2, 1, 64, 8, 8, 128, integers(3, 4)),
+            {"cu_seqlens_k_new": integers(1, 2, 3), "max_seqlen_k_new": 3},
+            ValueError,
+            "^cu_seqlens_k_new must begin with 0, got 1",
+        ),
+        (
+            (2, 1, 64, 8, 8, 128, integers(3, 4)),
+            {"cu_seqlens_k_new": integers(0, 2, 5), "max_seqlen_k_new": 2},
+            ValueError,
+            "^max_seqlen_k_new must be .* 3, or more, got 2: sequence 1",
         ),
     ],
 )

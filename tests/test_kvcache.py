@@ -23,8 +23,9 @@ from kvcache_bad_values import (
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call, expected
 
-from fa3 import cache_arguments
+from fa3 import cache_arguments, flash_attn_func
 from fa3.cache_arguments import CacheCall, HostValues, values_on_host
+from fa3.cache_schedule import get_scheduler_metadata
 from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
 
 DTYPES = ("bfloat16", "float16")
@@ -195,8 +196,52 @@ def test_a_page_table_without_rows(poisoned_memory):
 def test_an_empty_batch():
     call = make_call(CacheProblem((3, 4), counts=(1, 1)))
     names = ("q", "k", "v", "cache_seqlens", "k_cache", "v_cache")
-    out, lse, _ = run(call | {name: call[name][:0] for name in names})
+    empty = call | {name: call[name][:0] for name in names}
+    out, lse, _ = run(empty)
     assert out.shape == (0, 1, 1, 64) and lse.shape == (0, 1, 1)
+    for seqlen in (-5, 1 << 31):
+        with pytest.raises(ValueError, match=rf"^cache_seqlens must be from 0 .* got {seqlen}$"):
+            run(empty, cache_seqlens=seqlen)
+
+
+def test_another_default_device_changes_nothing():
+    call = make_call(CacheProblem((150, 9), 2, (2, 2), page_size=16, rotary=(32, False, "float32")))
+    before = run(call, num_splits=3, cache_seqlens=9)
+    torch.set_default_device("meta")
+    try:
+        after = run(call, num_splits=3, cache_seqlens=9)
+        metadata = get_scheduler_metadata(2, 2, 200, 8, 1, 64, 9)
+        full = flash_attn_func(call["q"], call["k"], call["v"])
+    finally:
+        torch.set_default_device(None)
+    for a, b in zip(before, after, strict=True):
+        assert all(map(torch.equal, map(as_bits_of, a), map(as_bits_of, b)))
+    assert metadata == get_scheduler_metadata(2, 2, 200, 8, 1, 64, 9)
+    assert torch.equal(full, flash_attn_func(call["q"], call["k"], call["v"]))
+
+
+@pytest.mark.parametrize("argument", ["out", "k_cache", "v_cache"])
+def test_inference_tensors_are_written_in_inference_mode_only(argument):
+    call = make_call(CacheProblem((20, 30), 2, (2, 2)))
+    with torch.inference_mode():
+        written = call.get(argument, call["q"]).clone()
+        flash_attn_with_kvcache(**(call | {argument: written.clone()}))
+    complaint = f"^{argument} must not be an inference tensor"
+    refused(CacheProblem((20, 30), 2, (2, 2)), {argument: written}, ValueError, complaint)
+
+
+def test_outputs_of_other_calls_may_be_inference_tensors_in_inference_mode_only():
+    call = make_call(CacheProblem((20, 30)))
+    qkv = call["q"], call["k_cache"], call["v_cache"]
+    out_partial, lse_partial = partial_results()
+    with torch.inference_mode():
+        out, merged = torch.empty_like(qkv[0]), torch.empty_like(out_partial[0])
+        flash_attn_func(*qkv, out=out)
+        flash_attn_combine(out_partial, lse_partial, out=merged)
+    with pytest.raises(ValueError, match=r"^out must not be an inference tensor"):
+        flash_attn_func(*qkv, out=out)
+    with pytest.raises(ValueError, match=r"^out must not be an inference tensor"):
+        flash_attn_combine(out_partial, lse_partial, out=merged)
 
 
 @pytest.mark.parametrize("batch_idx", [None, (2, 0)])
@@ -324,6 +369,7 @@ BAD_TENSORS = [
     (PLAIN, "cache_seqlens", lambda x: None, ValueError, ["given with k"]),
     (PLAIN, "cache_seqlens", lambda x: x.to("meta"), ValueError, ["CPU", "meta"]),
     (PLAIN, "cache_seqlens", lambda x: x.repeat_interleave(2)[::2], ValueError, ["contiguous"]),
+    (PAGED, "k_cache", lambda x: x[:, :0], ValueError, ["pages of 1 token or more", "page_table"]),
     (PAGED, "page_table", lambda x: x.long(), TypeError, ["int32"]),
     (PAGED, "page_table", lambda x: x[0], ValueError, ["2 dim"]),
     (PAGED, "page_table", lambda x: x[:1], ValueError, ["2 rows", "1"]),

@@ -348,9 +348,12 @@ def test_a_merge_that_32_bits_do_not_count_is_refused(parts, seqlen, what):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((1 << 40, 1, 100, 8, 8, 128, 5), r"^max_seqlen_q must give at most \d+ tiles of 64 rows"),
-        ((1, 1 << 40, 100, 8, 8, 128, 5), r"^max_seqlen_q must give a key/value head at most"),
-        ((1, 1, 100, 1 << 33, 1 << 32, 128, 5), r"^max_seqlen_q must give at most \d+ tiles"),
+        ((1 << 63, 1, 100, 8, 8, 128, 5), r"^batch_size must be at most 2147483647"),
+        ((1, 1 << 40, 100, 8, 8, 128, 5), r"^max_seqlen_q must be at most 2147483647"),
+        ((1, 1, 100, 1 << 63, 8, 128, 5), r"^num_heads_q must be at most 2147483647"),
+        ((1 << 30, 1, 100, 8, 8, 128, 5), r"^batch_size, .* heads must give at most \d+ tiles of"),
+        ((1, LARGEST, 100, 8, 8, 128, 5), r"^batch_size, max_seqlen_q .* must give a key/value"),
+        ((1, 1, 100, 1 << 30, 1 << 29, 128, 5), r"^batch_size, .* heads must give at most \d+ til"),
         ((1, 1, 1 << 40, 8, 8, 128, 1 << 39), r"^cache_seqlens must be from 0 to 2146435072"),
         ((1, 1, 1 << 40, 8, 8, 128, -(1 << 39)), r"^cache_seqlens must be from 0 to 2146435072"),
         (
