@@ -18,9 +18,9 @@ from fa3.lengths import LONGEST
 from fa3.masks import Band, Sequence
 from fa3.operands import DTYPES, check_dtype, check_shape, describe_unaligned
 from fa3.options import flag, integer
-from fa3.planner import H200, HEAD_DIM_UNIT, MAX_HEAD_DIM, Gpu
+from fa3.planner import H200, Gpu
 from fa3.primitives.arithmetic import LARGEST
-from fa3.problem import NO_BOUND, Window
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
 from fa3.schedules.split import Pieces
 
 MERGE_BYTES = 100_000
