@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from fa3.decode import TILE_N, CacheOperands, Sizes, choose_cut, tighten
-from fa3.executor import RunningSoftmax, merge, own_defaults, with_sink
+from fa3.executor import CPU, RunningSoftmax, merge, with_sink
 from fa3.kernels.append import Append, Rotary
 from fa3.lengths import capacity_of
 from fa3.masks import Band, Sequence
@@ -32,7 +32,7 @@ class HostAppend:
 
     kernel: Append
 
-    @own_defaults()
+    @torch.autocast("cpu", enabled=False)
     def __call__(
         self,
         k: torch.Tensor,
@@ -58,10 +58,10 @@ class HostAppend:
                 of_sequence = slice(*cu_seqlens[sequence : sequence + 2].clamp(min=0).tolist())
             room = capacity - seqlen
             new_k, new_v = k[of_sequence][:room], v[of_sequence][:room]
-            positions = torch.arange(seqlen, seqlen + len(new_k))
+            positions = torch.arange(seqlen, seqlen + len(new_k), device=CPU)
             if rotary is not None:
                 new_k = rotate(new_k, positions, cos, sin, rotary)
-                of_queries = seqlen + query_step * torch.arange(q.shape[1])
+                of_queries = seqlen + query_step * torch.arange(q.shape[1], device=CPU)
                 rotated[sequence] = rotate(q[sequence], of_queries, cos, sin, rotary)
             outer, inner, exists = find(sequence, positions, batch_idx, page_table, k_cache)
             places = outer[exists], inner[exists]
@@ -84,7 +84,7 @@ def find(
     """First and second index in the cache of a sequence's tokens at these positions, and whether
     there is such a place. If not, the indices are those of another one.
     """
-    row = torch.tensor(sequence) if batch_idx is None else batch_idx[sequence]
+    row = torch.tensor(sequence, device=CPU) if batch_idx is None else batch_idx[sequence]
     table = k_cache if page_table is None else page_table
     exists = (row == row.clamp(0, len(table) - 1)).expand_as(positions)
     outer, inner = row.clamp(0, len(table) - 1).long().expand_as(positions), positions
@@ -110,7 +110,7 @@ def rotate(
     return torch.cat((turned.flatten(2).to(x.dtype), rest), dim=2)
 
 
-@own_defaults()
+@torch.autocast("cpu", enabled=False)
 def attend_with_cache(
     operands: CacheOperands,
     softmax_scale: float,
@@ -188,7 +188,7 @@ class CacheWalk:
         """Query and query head of each row of a tile."""
         group = self.sizes.qhead_per_kvhead
         end = min((tile.m_block + 1) * ROWS, self.sizes.rows)
-        rows = torch.arange(tile.m_block * ROWS, end)
+        rows = torch.arange(tile.m_block * ROWS, end, device=CPU)
         return rows // group, tile.head * group + rows % group
 
     def sinks(self, tile: Tile) -> torch.Tensor | None:
@@ -202,13 +202,13 @@ class CacheWalk:
         sequence, leftpad = self.sequence(tile.batch), self.leftpad(tile.batch)
         q = self.operands.q[tile.batch, query, head].float()
         visible = Band.of(self.window).key_range(query.numpy(), sequence)
-        first, end = (torch.as_tensor(bound).reshape(-1, 1) for bound in visible)
+        first, end = (torch.as_tensor(bound, device=CPU).reshape(-1, 1) for bound in visible)
         unit_scale = 1.0 if self.scores else self.softmax_scale
         softmax = RunningSoftmax(
             len(query), self.operands.out.shape[3], unit_scale * math.log2(math.e)
         )
         for n_block in reversed(range(unit.begin, unit.end)):
-            key = n_block * TILE_N + torch.arange(TILE_N)
+            key = n_block * TILE_N + torch.arange(TILE_N, device=CPU)
             k, v = self.key_block(tile, leftpad + key[key < sequence.seqlen_k])
             at = Position(
                 tile.batch,

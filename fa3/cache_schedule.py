@@ -249,7 +249,7 @@ def host_lengths(
             raise ValueError(
                 f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
             )
-        if count > max_seqlen_k_new:
+        if 0 < max_seqlen_k_new < count:
             raise ValueError(
                 f"max_seqlen_k_new must be the most tokens that a sequence gets, {count}, or "
                 f"more, got {max_seqlen_k_new}: sequence {sequence} of cu_seqlens_k_new has them"

@@ -15,7 +15,6 @@ a fixed reference or none, so that no tile is computed a second time.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -96,18 +95,12 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
                 yield Step(cluster, rank, unit, head + of_head, rows, blocks)
 
 
-@contextmanager
-def own_defaults() -> Iterator[None]:
-    """Compute as the kernels do, whatever the caller has set.
-
-    In 32 bits also where they compute in 16, and on the CPU whichever device they took for new
-    tensors.
-    """
-    with torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        yield
+CPU = torch.device("cpu")
+"""Where new tensors are, whatever default the caller has set."""
 
 
-@own_defaults()
+# Whoever computes in 16 bits around a call still gets sums in 32 from it, as from the kernels.
+@torch.autocast("cpu", enabled=False)
 def execute(
     plan: Plan,
     q: torch.Tensor,
@@ -179,9 +172,9 @@ class RunningSoftmax:
 
     def __init__(self, num_rows: int, head_dim_v: int, scale_log2: float):
         self.scale_log2 = scale_log2
-        self.reference = torch.full((num_rows, 1), -torch.inf)
-        self.row_sum = torch.zeros(num_rows, 1)
-        self.acc_O = torch.zeros(num_rows, head_dim_v)
+        self.reference = torch.full((num_rows, 1), -torch.inf, device=CPU)
+        self.row_sum = torch.zeros(num_rows, 1, device=CPU)
+        self.acc_O = torch.zeros(num_rows, head_dim_v, device=CPU)
 
     def add(self, scores: torch.Tensor, v: torch.Tensor) -> None:
         """Take a block's scores (rows, keys) and values (keys, head_dim_v)."""
@@ -223,11 +216,11 @@ def attend(
     """
     tile_n, blocks = plan.config.tile_n, step.blocks
     sequence = Sequence.of(plan.problem)
-    query = torch.arange(step.rows.start, step.rows.stop)[:, None]
+    query = torch.arange(step.rows.start, step.rows.stop, device=CPU)[:, None]
     unit = 1.0 if scores else softmax_scale
     softmax = RunningSoftmax(len(step.rows), v.shape[1], unit * math.log2(math.e))
     for n_block in reversed(range(blocks.begin, blocks.end)):
-        key = n_block * tile_n + torch.arange(tile_n)
+        key = n_block * tile_n + torch.arange(tile_n, device=CPU)
         at = Position(
             step.tile.batch,
             step.head,
@@ -251,7 +244,8 @@ def visible(mask, at: Position, key: torch.Tensor, sequence: Sequence) -> torch.
     """Which keys of a block the rows see, (rows, keys)."""
     band = mask.band if isinstance(mask, Intersection) else mask
     ranges = [band.key_range(row, sequence) for row in at.query.flatten().tolist()]
-    first_key, end_key = torch.tensor(ranges, dtype=torch.int64).view(-1, 2, 1).unbind(1)
+    bounds = torch.tensor(ranges, dtype=torch.int64, device=CPU)
+    first_key, end_key = bounds.view(-1, 2, 1).unbind(1)
     seen = (key >= first_key) & (key < end_key)
     return seen & mask.function.reference(at) if isinstance(mask, Intersection) else seen
 
