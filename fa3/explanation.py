@@ -135,7 +135,7 @@ class Explanation:
     def softmax(self) -> str:
         if not self.config.fixed_reference:
             return ""
-        return "Reference fixed at a row's first keys; a second launch repeats rows it fails for."
+        return "Reference does not follow the maximum; a second launch repeats rows it fails for."
 
     @property
     def balance(self) -> str:

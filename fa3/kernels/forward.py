@@ -514,7 +514,7 @@ class Forward(AttentionKernel):
     def last_keys(self, mask, unit, sequence: Sequence):
         """The first block in which a row of the cluster has the last of the keys that it sees.
 
-        From here on blocks are masked, so that every row has met a key behind them.
+        Blocks from here on are masked: once they are done, every row has met a key that it sees.
         """
         rows = self.config.tile_m * self.config.cluster_m
         _, end = mask.key_range(unit.m_block * rows, sequence)

@@ -198,7 +198,7 @@ class Attention:
         return v_state
 
     def may_lack_reference(self, masked: bool) -> bool:
-        """Whether a row may meet its first visible key behind the tile's first block."""
+        """Whether a row may meet its first visible key in a later block than the tile's first."""
         mask = self.rules.mask
         is_fixed = self.softmax.reference is Reference.FIXED
         return is_fixed and ((masked and mask.right) or bool(mask.templates))
