@@ -134,17 +134,28 @@ def measure_grid(before: ModuleType, options: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def failing_data(q: torch.Tensor, k: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Queries and keys whose scores leave what a fixed reference serves, everywhere."""
+    head_dim = q.shape[-1]
+    channels, sink_keys, first_keys = k.clone(), k.clone(), k * 0.1
+    channels[..., :4] *= 20
+    sink_keys[:, :4] += 50 / (0.8 * head_dim**0.5)
+    first_keys[:, :40] += 300 / (1.8 * head_dim**0.5)
+    return {
+        "logits x32": (q * 32, k),
+        "outlier channels x20": (torch.cat((q[..., :4] * 20, q[..., 4:]), dim=-1), channels),
+        "sink keys +50": (q.abs(), sink_keys),
+        "logits x64": (q * 64, k),
+        "first keys +300": (q.abs() + 1, first_keys),
+    }
+
+
 def measure_failing(before: ModuleType, options: argparse.Namespace) -> list[dict]:
     """Data for which every fixed reference fails, over the same call on ordinary data."""
     rows = []
-    for seqlen in (4096, 8448):
+    for seqlen in (4096, 8448, 8576):
         q, k, v = draw(max(1, TOKENS // seqlen), seqlen, HIDDEN // 128, 128)
-        high = k * 0.1
-        high[:, :40] += 300 / (1.8 * 128**0.5)
-        for data, operands in (
-            ("logits x64", (q * 64, k)),
-            ("first keys +300", (q.abs() + 1, high)),
-        ):
+        for data, operands in failing_data(q, k).items():
             for regime in map(REGIMES.get, options.regimes):
                 calls = {
                     "usual": partial(fa3.flash_attn_func, q, k, v, causal=True),

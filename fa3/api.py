@@ -12,14 +12,13 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
-from torch.cuda import current_device, is_current_stream_capturing
 
 from fa3.compiler import load_kernel
 from fa3.costs import H100
 from fa3.counters import counters_of
 from fa3.eager import check_untraced
 from fa3.executor import execute
-from fa3.graphs import capture_of, current_stream
+from fa3.graphs import capture_of, current_device, current_stream
 from fa3.masks import Band, Intersection, Mask
 from fa3.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.operands import (
@@ -143,7 +142,7 @@ class PreparedCall:
                 self.launch(q, k, v, out, lse, modifiers, scale, recording)
             return
         stream = current_stream(device.index)
-        capture = capture_of(stream) if is_current_stream_capturing() else None
+        capture = capture_of(stream)
         state = None if self.table is None else self.table.on(stream, capture)
         tensors = (q, k, v, out, lse, modifiers, scale)
         if not self.total_counters:

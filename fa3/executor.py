@@ -3,9 +3,9 @@
 Same plan, same tiles in the same order, same key blocks, same running softmax in base 2 with fp32
 accumulators and P rounded to the input dtype. What differs from `fa3.kernels.forward` is what
 happens at once: there, the CTAs of a GPU work side by side, a tile's rows are spread over
-warpgroups, P V of one block runs beside Q K^T of the next, and the rows of a warp renew the
-references of their softmax together; here each row does so by itself, also where the kernel takes
-a fixed reference or none, so that no tile is computed a second time.
+warpgroups that skip blocks which none of their rows sees, and P V of one block runs beside Q K^T of
+the next; and here references follow, also where the kernel takes a fixed one or none, so that no
+tile is computed a second time.
 
     for step in steps(plan):                             # watch the walk
         print(step)

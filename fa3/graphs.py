@@ -66,6 +66,15 @@ LIVE: dict[int, Capture] = {}
 LOCK = threading.Lock()
 
 
+LEGACY = 0
+"""The handle of the default stream, which nobody can capture."""
+
+
+def current_device() -> int:
+    """The index of torch's current GPU; `torch.cuda.current_device` takes 0.13 us more."""
+    return torch._C._cuda_getDevice()
+
+
 def current_stream(device_index: int) -> int:
     """The handle of torch's current stream on a GPU; `torch.cuda.current_stream` takes 1 us."""
     return torch._C._cuda_getCurrentRawStream(device_index)
@@ -78,7 +87,13 @@ def idle_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def capture_of(stream: int) -> Capture | None:
-    """The capture that a stream takes part in, if there is one."""
+    """The capture that torch's current stream takes part in, if there is one.
+
+    Args:
+        stream: its handle.
+    """
+    if stream == LEGACY or not torch._C._cuda_isCurrentStreamCapturing():
+        return None
     number, graph = capture_info(stream)
     if number is None:
         return None

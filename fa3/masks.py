@@ -49,8 +49,9 @@ class KeyBlocks(NamedTuple):
     end: int
 
     def between(self, first, end) -> "KeyBlocks":
-        """Those of the blocks that lie in [first, end); at least one must."""
-        begin, end = larger(self.begin, first), smaller(self.end, end)
+        """Those of the blocks that lie in [first, end), first < end; one is hidden if none does."""
+        end = smaller(larger(self.end, first + 1), end)
+        begin = smaller(larger(self.begin, first), end - 1)
         full_end = smaller(larger(self.full_end, begin), end)
         return KeyBlocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
 

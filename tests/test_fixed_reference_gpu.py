@@ -237,6 +237,37 @@ def test_visible_scores_of_minus_infinity(fixed, window, count, device):
     assert not fixed or counters_are_zero()
 
 
+@pytest.mark.parametrize("high", [0.0, -300.0, 300.0])
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(200, 0)])
+def test_keys_without_a_guess(window, high, device):
+    """Those that it is taken from have scores of -inf, in every block; others see to the row."""
+    problem = make_problem(1, 384, 640, 1, 2, 128, window)
+    q, k, v = make_operands(problem, device=device)
+    q, k = q.abs() + 1, k * 0.05 + high / (1.8 * 128**0.5)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, torch.arange(640) % 128 < 32, :, 0] = -torch.inf
+    expected = attend(q, k, v, window, plan=plan_of(problem, fixed=False))
+    out, lse = attend(q, k, v, window, plan=plan_of(problem))
+    assert out.isfinite().all() and lse.isfinite().all()
+    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-3)
+    assert counters_are_zero()
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(70, -1), Window(100, 10)])
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("seqlen_q", [1, 60, 64, 65, 200, 577])
+@pytest.mark.parametrize(("head_dim", "cluster"), [(64, {}), (128, {"cluster_m": 2}), (256, {})])
+def test_warpgroups_without_a_block_in_common(head_dim, cluster, seqlen_q, fixed, window, device):
+    """Some skip blocks at the begin or at the end, some lie past the last query."""
+    problem = make_problem(2, seqlen_q, seqlen_q + 190, 1, 2, head_dim, window)
+    q, k, v = make_operands(problem, device=device)
+    for schedule in ("list", "split"):
+        plan = plan_of(problem, schedule, fixed, **cluster)
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window)
+
+
 def test_values_as_large_as_the_sum_of_all_keys_allows(device):
     """A following reference overflows here; sums of the fixed one are small: no row fails."""
     problem = make_problem(1, 256, 1024, 1, 2, 128)
@@ -269,7 +300,7 @@ def test_sums_that_vanish(device):
     q, k, v = make_operands(problem, device=device)
     slopes = torch.tensor([1.0, 0.0], device=device)
     q, k = q.abs() + 5, -k.abs() - 2
-    k[:, 255:] *= -1
+    k[:, 128] *= -1  # one of the keys that the guess is taken from
     plan = plan_of(problem)
     for power in (0, -100):
         failed, *_ = first_launch(plan, q, k, v * 2.0**power, slopes)

@@ -49,6 +49,19 @@ def test_every_visible_key_is_in_a_touched_block(tile):
     assert not seen[:, blocks.end * tile_n :].any()
 
 
+@given(tiles(), st.integers(0, 12), st.integers(1, 12))
+def test_blocks_between_bounds_are_what_is_left_of_each_kind(tile, first, count):
+    blocks, bounds = key_blocks(*tile), range(first, first + count)
+    between = blocks.between(bounds.start, bounds.stop)
+    assert bounds.start <= between.begin < between.end <= bounds.stop
+    assert between.begin <= between.full_begin <= between.full_end <= between.end
+    touched = set(range(blocks.begin, blocks.end)) & set(bounds)
+    full = set(range(blocks.full_begin, blocks.full_end)) & set(bounds)
+    assert set(range(between.full_begin, between.full_end)) == full
+    found = set(range(between.begin, between.end))
+    assert found == touched or (not touched and len(found) == 1)
+
+
 @given(tiles())
 def test_full_blocks_are_visible_throughout(tile):
     row_begin, num_rows, tile_n, sequence = tile

@@ -512,19 +512,10 @@ class Decode(AttentionKernel):
             attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoTurns())
 
             blocks = self.key_blocks(mask, tile, sequence)
-            begin, n_block = first_block + segment.begin, first_block + segment.end - 1
-            k_state = attention.first(n_block, k_state)
-            self.clear_behind(attention, smem.v, n_block, v_state, thread)
-            while n_block > cutlass.max(blocks.full_end, begin):
-                n_block -= 1
-                k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
-            while n_block > cutlass.max(blocks.full_begin, begin):
-                n_block -= 1
-                k_state, v_state = attention.next(n_block, k_state, v_state, masked=False)
-            if cutlass.const_expr(self.spec.mask.left):
-                while n_block > begin:
-                    n_block -= 1
-                    k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
+            blocks = blocks.between(first_block + segment.begin, first_block + segment.end)
+            k_state = attention.first(blocks.end - 1, k_state)
+            self.clear_behind(attention, smem.v, blocks.end - 1, v_state, thread)
+            k_state, v_state = attention.rest(blocks, k_state, v_state)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage

@@ -2,7 +2,8 @@
 
 A CTA computes one tile of query rows of one head after another. For each tile it streams the
 key blocks that the mask touches, from the last to the first, and keeps a running softmax, so
-the scores never leave registers. Each consumer warpgroup owns 64 of the tile's rows.
+the scores never leave registers. Each consumer warpgroup owns 64 of the tile's rows, and lets
+blocks go by that none of them sees.
 
 Roles per CTA
     warpgroup 0    producer   one warp issues all TMA loads; 24-32 registers a thread
@@ -35,7 +36,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.masks import Sequence
+from fa3.masks import KeyBlocks, Sequence
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
 from fa3.primitives.coords import ScoreCoords
@@ -449,28 +450,17 @@ class Forward(AttentionKernel):
                 scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
             )
             blocks = self.key_blocks(rules.mask, unit, sequence)
+            own = self.own_blocks(rules.mask, blocks, slab * ROWS, sequence)
             reference = self.reference(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e), reference)
             pipelines.q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
             attention = Attention(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns)
 
-            n_block = blocks.end - 1
-            k_state = attention.first(n_block, k_state)
+            k_state, v_state = attention.skip(blocks.end - own.end, k_state, v_state)
+            k_state = attention.first(own.end - 1, k_state)
             started = recorder.now()
-            full_end = blocks.full_end
-            if cutlass.const_expr(reference is Reference.FIXED and self.spec.mask.right):
-                full_end = cutlass.min(full_end, self.last_keys(rules.mask, unit, sequence))
-            while n_block > cutlass.max(full_end, blocks.begin):
-                n_block -= 1
-                k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
-            while n_block > blocks.full_begin:
-                n_block -= 1
-                k_state, v_state = attention.next(n_block, k_state, v_state, masked=False)
-            if cutlass.const_expr(self.spec.mask.left):
-                while n_block > blocks.begin:
-                    n_block -= 1
-                    k_state, v_state = attention.next(n_block, k_state, v_state, masked=True)
+            k_state, v_state = attention.rest(own, k_state, v_state)
             if cutlass.const_expr(config.own_o):
                 pipelines.q.consumer_release(q_state)
             if cutlass.const_expr(self.schedule_type.splits):
@@ -478,6 +468,9 @@ class Forward(AttentionKernel):
                 number = operands.parts.take_number(unit, warp)
             cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
+            if cutlass.const_expr(self.spec.mask.left):
+                below = own.begin - blocks.begin
+                k_state, v_state = attention.skip(below, k_state, v_state)
             computed = recorder.now()
             of_rows = rules.sinks_of_rows(sinks)
             if cutlass.const_expr(self.schedule_type.splits):
@@ -511,14 +504,20 @@ class Forward(AttentionKernel):
             return Reference.ZERO
         return Reference.FIXED if self.config.fixed_reference else Reference.FOLLOWING
 
-    def last_keys(self, mask, unit, sequence: Sequence):
-        """The first block in which a row of the cluster has the last of the keys that it sees.
-
-        Blocks from here on are masked: once they are done, every row has met a key that it sees.
-        """
-        rows = self.config.tile_m * self.config.cluster_m
-        _, end = mask.key_range(unit.m_block * rows, sequence)
-        return cutlass.max(end - 1, 0) // self.config.tile_n
+    @cute.jit
+    def own_blocks(self, mask, blocks: KeyBlocks, row_begin, sequence: Sequence) -> KeyBlocks:
+        """Of the cluster's blocks those that a warpgroup's rows touch; one past the last query."""
+        tile_n, last_row = self.config.tile_n, sequence.seqlen_q - 1
+        first_row = cutlass.min(row_begin, last_row)
+        own = mask.key_blocks(first_row, ROWS, tile_n, sequence)
+        if cutlass.const_expr(self.config.fixed_reference and self.spec.mask.right):
+            # Blocks are masked from the first in which a row has the last of the keys that it
+            # sees: once they are done, every row has met a key that it sees.
+            _, end = mask.key_range(first_row, sequence)
+            full_end = cutlass.min(own.full_end, cutlass.max(end - 1, 0) // tile_n)
+            own = KeyBlocks(own.begin, cutlass.min(own.full_begin, full_end), full_end, own.end)
+        end = blocks.end if row_begin <= last_row else blocks.begin + 1
+        return own.between(blocks.begin, end)
 
     @cute.jit
     def mark(self, operands: Operands, attention: Attention, tile, thread_idx, sinks: tuple | None):

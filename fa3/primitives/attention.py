@@ -4,6 +4,7 @@ In the main loop S = Q K^T of the next block is started, then O += P V of the bl
 softmax of S runs while P V is still in flight.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -145,15 +146,52 @@ class Attention:
         if cutlass.const_expr(self.guesses_beside_biases):
             # A guess for all blocks: this one may be far from where biases are small.
             self.rules.hide(scores, n_block)
-            self.softmax.start(scores)
+            self.softmax.start(scores, None, self.sees(n_block))
             shifts = self.rules.apply(scores, n_block, masked=True)
         else:
             shifts = self.rules.apply(scores, n_block, masked=True)
-            self.softmax.start(scores, shifts)
+            self.softmax.start(scores, shifts, self.sees(n_block))
         self.softmax.exponentiate(scores, True, shifts)
         convert(acc_S, self.regs.p)
         self.regs.acc_O.fill(0.0)
         return k_state
+
+    @cute.jit
+    def rest(self, blocks, k_state, v_state):
+        """All blocks of a tile before its first one, of which P V is still to come in the end.
+
+        Args:
+            blocks: `fa3.masks.KeyBlocks`, of which the one before `end` is done.
+        """
+        n_block = blocks.end - 1
+        while n_block > blocks.full_end:
+            n_block -= 1
+            k_state, v_state = self.next(n_block, k_state, v_state, masked=True)
+        while n_block > blocks.full_begin:
+            n_block -= 1
+            k_state, v_state = self.next(n_block, k_state, v_state, masked=False)
+        if cutlass.const_expr(self.rules.mask.left):
+            while n_block > blocks.begin:
+                n_block -= 1
+                k_state, v_state = self.next(n_block, k_state, v_state, masked=True)
+        return k_state, v_state
+
+    @cute.jit
+    def skip(self, count, k_state, v_state):
+        """Let blocks go by that other warpgroups work on, in which no row of this one sees a key.
+
+        Takes as many turns.
+        """
+        for _ in cutlass.range(count, unroll=1):
+            self.wait(self.pipeline_k, k_state)
+            self.turns.wait()
+            self.turns.pass_on()
+            self.pipeline_k.consumer_release(k_state)
+            self.wait(self.pipeline_v, v_state)
+            self.pipeline_v.consumer_release(v_state)
+            k_state.advance()
+            v_state.advance()
+        return k_state, v_state
 
     @cute.jit
     def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
@@ -172,7 +210,7 @@ class Attention:
             acc_O = as_rows_and_columns(self.regs.acc_O)
             self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
         elif cutlass.const_expr(self.may_lack_reference(masked)):
-            self.softmax.adopt(scores, shifts)
+            self.softmax.adopt(scores, shifts, self.sees(n_block))
         may_hide = masked or self.rules.may_hide or self.may_lack_reference(masked)
         self.softmax.exponentiate(scores, may_hide, shifts)
         # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
@@ -196,6 +234,21 @@ class Attention:
         self.pipeline_v.consumer_release(v_state)
         v_state.advance()
         return v_state
+
+    def sees(self, n_block) -> Callable | None:
+        """Whether row r sees a key of a block, for a guess by the first ones.
+
+        None if nothing is guessed, or a row may see later ones alone.
+        """
+        rules = self.rules
+        if self.softmax.reference is not Reference.FIXED or rules.mask.left:
+            return None
+
+        def sees_first_key(r: int):
+            _, end = rules.mask.key_range(rules.coords.query(r), rules.sequence)
+            return end > n_block * rules.coords.tile_n
+
+        return sees_first_key
 
     def may_lack_reference(self, masked: bool) -> bool:
         """Whether a row may meet its first visible key in a later block than the tile's first."""

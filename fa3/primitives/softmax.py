@@ -16,6 +16,10 @@ MARGIN = 24.0
 """Powers of two by which a fixed reference lies above the scores that it was taken from: its sums
 have more room to grow than to shrink."""
 
+GUESSED = 8
+"""Columns of a thread from which a reference is guessed: the first 32 keys of a block. More would
+hold up the exponentials of a tile's first block, which wait for it."""
+
 FEWEST, MOST = 2.0**-64, 2.0**120
 """Sums of a row between which a reference that does not follow did: terms below 2**-149, which
 vanished, do not count beside the former; the latter is far enough below infinity."""
@@ -45,9 +49,9 @@ class Reference(Enum):
     FOLLOWING: their running maximum; lazily (FlashAttention-4): while no row of the warp has
         outgrown its reference by more than `SLACK` powers of two, nothing is rescaled and no
         value crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
-    FIXED: the maximum of the first block in which the row sees a key, and `MARGIN`. It is a guess:
-        no maximum is looked for in other blocks, and the sums and O tell at the end whether that
-        did (`failed`). It takes a P with the range of fp32.
+    FIXED: the maximum of some keys of the first block in which the row sees one, and `MARGIN`. It
+        is a guess: no maximum is looked for in other blocks, and the sums and O tell at the end
+        whether that did (`failed`). It takes a P with the range of fp32.
     ZERO: 0, for scores that are bounded. Nothing can go wrong up to `SLACK` powers of two; beyond,
         sums and O tell, as above.
     """
@@ -58,10 +62,10 @@ class Reference(Enum):
 
 
 @cute.jit
-def row_reduce(row: cute.Tensor, op: cutlass.Constexpr) -> Float32:
-    """Reduce this thread's part of a row in four independent chains."""
+def row_reduce(row: cute.Tensor, op: cutlass.Constexpr, columns: cutlass.Constexpr) -> Float32:
+    """Reduce the first columns of this thread's part of a row in four independent chains."""
     lanes = [row[i] for i in range(4)]
-    for i in cutlass.range_constexpr(4, cute.size(row), 4):
+    for i in cutlass.range_constexpr(4, columns, 4):
         for j in cutlass.range_constexpr(4):
             lanes[j] = op(lanes[j], row[i + j])
     return op(op(lanes[0], lanes[1]), op(lanes[2], lanes[3]))
@@ -84,7 +88,7 @@ def sum_of_squares(row: cute.Tensor, factor: cutlass.Constexpr) -> Float32:
     squares = cute.make_rmem_tensor(row.shape, Float32)
     values = row.load() * factor
     squares.store(values * values)
-    return row_reduce(squares, add)
+    return row_reduce(squares, add, cute.size(squares))
 
 
 @cute.jit
@@ -122,15 +126,50 @@ class OnlineSoftmax:
         return self.reference is Reference.FOLLOWING
 
     @cute.jit
-    def start(self, scores: cute.Tensor, shifts: tuple | None = None):
-        """Take the reference from a tile's first block of scores (rows, columns)."""
+    def start(
+        self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
+    ):
+        """Take the references from a tile's first block of scores (rows, columns).
+
+        Args:
+            sees: for each row whether it sees a key of the block, and then the first one: a guess
+                takes the first columns alone. None to look at all.
+        """
         self.row_sum.fill(0.0)
         if cutlass.const_expr(self.reference is Reference.ZERO):
             self.row_max.fill(0.0)
         else:
-            maxima = self.maxima(scores, shifts)
-            for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                self.row_max[r] = quad_reduce(maxima[r], cute.arch.fmax) + self.margin
+            self.row_max.store(self.references(scores, shifts, sees).load())
+
+    @cute.jit
+    def adopt(
+        self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
+    ):
+        """Take the references of rows that saw no key so far from this block, as `start` does."""
+        num_rows, references = cute.size(scores, mode=[0]), self.row_max
+        is_missing = cutlass.Boolean(False)
+        for r in cutlass.range_constexpr(num_rows):
+            is_missing = is_missing or references[r] == -Float32.inf
+        if cute.arch.vote_any_sync(is_missing):
+            found = self.references(scores, shifts, sees)
+            for r in cutlass.range_constexpr(num_rows):
+                references[r] = found[r] if references[r] == -Float32.inf else references[r]
+
+    @cute.jit
+    def references(
+        self, scores: cute.Tensor, shifts: tuple | None, sees: cutlass.Constexpr
+    ) -> cute.Tensor:
+        """The rows' references by one block alone; -inf where a row sees no key in it."""
+        found, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
+        maxima = self.maxima(scores, shifts, None if sees is None else GUESSED)
+        for r in cutlass.range_constexpr(cute.size(found)):
+            reference = quad_reduce(maxima[r], cute.arch.fmax) + margin
+            if cutlass.const_expr(sees is not None):
+                # Any number will do: if it does not, the row fails.
+                no_guess = reference == -Float32.inf and sees(r)
+                reference = Float32(0.0) if no_guess else reference
+            found[r] = reference
+        return found
 
     @property
     def margin(self):
@@ -139,24 +178,12 @@ class OnlineSoftmax:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
         return 0.0
 
-    @cute.jit
-    def adopt(self, scores: cute.Tensor, shifts: tuple | None = None):
-        """Take the references of rows that saw no key so far from this block of scores."""
-        num_rows = cute.size(scores, mode=[0])
-        references, margin = self.row_max, self.margin
-        is_missing = cutlass.Boolean(False)
-        for r in cutlass.range_constexpr(num_rows):
-            is_missing = is_missing or references[r] == -Float32.inf
-        if cute.arch.vote_any_sync(is_missing):
-            maxima = self.maxima(scores, shifts)
-            for r in cutlass.range_constexpr(num_rows):
-                found = quad_reduce(maxima[r], cute.arch.fmax) + margin
-                references[r] = found if references[r] == -Float32.inf else references[r]
-
-    def maxima(self, scores: cute.Tensor, shifts: tuple | None) -> list[Float32]:
-        """The largest score of each row of this thread."""
-        rows = range(cute.size(scores, mode=[0]))
-        maxima = [row_reduce(scores[r, None], cute.arch.fmax) for r in rows]
+    def maxima(
+        self, scores: cute.Tensor, shifts: tuple | None, columns: int | None = None
+    ) -> list[Float32]:
+        """The largest score of each row of this thread, or of its first columns."""
+        rows, columns = range(cute.size(scores, mode=[0])), columns or cute.size(scores, mode=[1])
+        maxima = [row_reduce(scores[r, None], cute.arch.fmax, columns) for r in rows]
         return maxima if shifts is None else [maxima[r] + shifts[r] for r in rows]
 
     @cute.jit
@@ -206,7 +233,7 @@ class OnlineSoftmax:
                     reference = reference - shifts[r]
                 exponents = exponents - reference * self.scale_log2
             row.store(cute.math.exp2(exponents, fastmath=True))
-            self.row_sum[r] = self.row_sum[r] + row_reduce(row, add)
+            self.row_sum[r] = self.row_sum[r] + row_reduce(row, add, cute.size(row))
 
     def has_summed(self):
         """True; unless the reference follows, known only when the exponentials are."""
