@@ -21,9 +21,9 @@ from benchmarks.plans import Planned, all_plans, present_gpu, problem_of
 from benchmarks.results import PlanRow
 from benchmarks.runs import Timed
 from benchmarks.shapes import Cell
-from fa3.compiler import load_kernel
-from fa3.costs import costs_of
 from fa3.kernels.forward import Forward
+from fa3.planning.costs import costs_of
+from fa3.running.compiler import load_kernel
 
 SHAPES = ["grid", "low-wave"]
 HEAD_DIMS = [64, 128, 256]

@@ -25,7 +25,7 @@ from benchmarks.shapes import Cell, named
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
-from fa3.scores import Alibi, Softcap
+from fa3.scores.scores import Alibi, Softcap
 
 CSV_NAME = "scores.csv"
 PLAIN = "fa3"

@@ -22,21 +22,12 @@ import numpy as np
 from benchmarks import results
 from benchmarks.plans import cell_of, config_of, problem_of, recorded_config
 from benchmarks.results import OK, Measurement, PlanRow, Row
-from fa3.costs import (
-    AGAIN,
-    H200,
-    H200_COSTS,
-    Costs,
-    Gpu,
-    Rule,
-    TileCosts,
-    TileKey,
-    write_costs,
-)
-from fa3.planner import plan_forward
-from fa3.prediction import predict, unit_name
-from fa3.tiled import Tiled
-from fa3.work import Units, Work
+from fa3.planning.costs import AGAIN, H200_COSTS, Costs, Rule, TileCosts, TileKey, write_costs
+from fa3.planning.gpu import H200, Gpu
+from fa3.planning.load import Units, Work
+from fa3.planning.planner import plan_forward
+from fa3.planning.prediction import predict, unit_name
+from fa3.planning.tiled import Tiled
 
 SCHEDULES_CSV = "schedules.csv"
 

@@ -11,22 +11,16 @@ import fa3
 from benchmarks.peers import Call, Tensors, window_size
 from benchmarks.results import Measurement, PlanRow
 from benchmarks.shapes import Cell
-from fa3.api import check_window, gpu_of, tighten
-from fa3.costs import H200, Gpu
-from fa3.explanation import describe_config
-from fa3.masks import Band
-from fa3.planner import (
-    Plan,
-    alternatives,
-    choose_config,
-    has_mask,
-    plan_forward,
-    with_clusters,
-    with_reference,
-)
+from fa3.calls.forward import check_window, gpu_of, tighten
+from fa3.kernels.forward_config import Config
+from fa3.planning.explanation import describe_config
+from fa3.planning.gpu import H200, Gpu
+from fa3.planning.plan import Plan
+from fa3.planning.planner import has_mask, plan_forward
+from fa3.planning.tilings import alternatives, choose_config, with_clusters, with_reference
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SCHEDULES
-from fa3.tiling import Config
+from fa3.scores.masks import Band
 
 HOPELESS = 1.5
 """Plans that are predicted to take so many times the best one's time are not measured."""

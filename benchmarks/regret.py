@@ -16,9 +16,9 @@ from rich.table import Table
 
 from benchmarks.plans import cell_of, problem_of
 from benchmarks.results import OK, PlanRow
-from fa3.costs import Gpu
-from fa3.planner import plan_forward
-from fa3.prediction import Prediction
+from fa3.planning.gpu import Gpu
+from fa3.planning.planner import plan_forward
+from fa3.planning.prediction import Prediction
 
 NEAR = 0.03
 """A choice within this of the best is as good: the model cannot tell plans apart more finely."""

@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 
 import fa3
-from fa3.api import check_counts, gpu_of, tighten
-from fa3.code_cache import cache_dir
-from fa3.drawing import draw_tile_order
-from fa3.explanation import microseconds
-from fa3.masks import Band
-from fa3.planner import H200, Plan, plan_forward
+from fa3.calls.forward import check_counts, gpu_of, tighten
+from fa3.planning.explanation import microseconds
+from fa3.planning.gpu import H200
+from fa3.planning.plan import Plan
+from fa3.planning.planner import plan_forward
+from fa3.planning.timeline import Timeline
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, AttentionSpec, Problem, Window
-from fa3.recording import hopper_device, record_timeline
+from fa3.running.code_cache import cache_dir
 from fa3.schedules import SCHEDULES
-from fa3.timeline import Timeline
+from fa3.scores.masks import Band
+from fa3.tools.drawing import draw_tile_order
+from fa3.tools.recording import hopper_device, record_timeline
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 LLAMA_PREFILL = "1,4096,4096,32,8,128"
@@ -192,7 +194,7 @@ def problem_of(options: argparse.Namespace) -> Problem:
 
 
 def run_demo(options: argparse.Namespace) -> None:
-    from fa3.demo import demo
+    from fa3.tools.demo import demo
 
     demo(options.png)
 

@@ -36,10 +36,10 @@ class AttentionSpec:
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
         qhead_per_kvhead: query heads that share one key/value head (1 is MHA).
-        mask: a mask of `fa3.masks`; its compile-time half.
+        mask: a mask of `fa3.scores.masks`; its compile-time half.
         write_lse: whether the kernel writes the log-sum-exp.
         scores: what is done to the scores before the softmax, in this order: templates of
-            objects of `fa3.scores`.
+            objects of `fa3.scores.scores`.
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
     """
 

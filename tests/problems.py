@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 from reference import NO_WINDOW
 
-from fa3.masks import Band
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.scores.masks import Band
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

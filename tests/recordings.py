@@ -2,7 +2,7 @@
 
 import random
 
-from fa3.planner import Plan
+from fa3.planning.plan import Plan
 from fa3.primitives.recorder import Note
 
 START = 1_700_000_000_000_000_000

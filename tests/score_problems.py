@@ -12,9 +12,9 @@ import fa3
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
-from fa3.masks import Intersection
-from fa3.modifiers import Modifiers
+from fa3.calls.modifiers import Modifiers
 from fa3.problem import Problem
+from fa3.scores.masks import Intersection
 
 NOTHING = {"softcap": 0.0, "alibi_slopes": None, "sinks": None, "score": None, "mask": None}
 """The arguments of a call that changes no scores."""

@@ -10,7 +10,7 @@ from problems import make_operands, make_problem
 from reference import check_attention
 
 import fa3
-from fa3.planner import plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.schedules import SingleTile
 

@@ -25,8 +25,10 @@ from benchmarks.fit_costs import START, Accuracy
 from benchmarks.meter import Meter
 from benchmarks.peers import Tensors
 from benchmarks.results import OK, PlanRow, Row
-from fa3.costs import H200, costs_of, read_costs
-from fa3.planner import choose_config, plan_forward
+from fa3.planning.costs import costs_of, read_costs
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
 from fa3.schedules import SCHEDULES
 
 CELLS = shapes.grid([64, 128], list(shapes.MASKS), [512, 1024, 2048, 4096])

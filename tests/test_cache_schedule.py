@@ -8,11 +8,13 @@ from kvcache_bad_values import OnGpu, integers
 from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import check_call
 
-from fa3 import cache_arguments, cache_executor, decode
-from fa3.cache_schedule import get_scheduler_metadata
-from fa3.kvcache import flash_attn_with_kvcache
+from fa3.calls import cache_call as cache_arguments
+from fa3.calls import decode as calls
+from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.scheduler_metadata import get_scheduler_metadata
+from fa3.planning import decode
 from fa3.problem import Window
-from fa3.schedules.split import Units, Whole
+from fa3.schedules.stream_k import Units, Whole
 
 
 def metadata(seqlens, seqlen_q=1, heads=(8, 8), **options):
@@ -95,7 +97,8 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
         cuts.append(decode.choose_cut(*arguments))
         return cuts[-1]
 
-    monkeypatch.setattr(cache_executor, "choose_cut", choose_cut)
+    monkeypatch.setattr(calls, "choose_cut", choose_cut)
+    calls.prepare.cache_clear()
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     made = made_for(call, num_splits=num_splits)
     out, lse = flash_attn_with_kvcache(**(call | caches), scheduler_metadata=made, return_lse=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fa3 import code_cache
+from fa3.running import code_cache
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -243,12 +243,12 @@ def test_an_object_that_others_may_have_written_is_made_again(folder, make, monk
 
 
 def test_objects_of_sources_that_have_changed_are_not_kept(folder, make, tmp_path):
-    package = shutil.copytree(Path(code_cache.__file__).parent, tmp_path / "fa3")
-    (package / ".#masks.py").symlink_to("nowhere")
-    old, new = (runpy.run_path(str(package / "code_cache.py")) for _ in range(2))
+    package = shutil.copytree(Path(code_cache.__file__).parents[1], tmp_path / "fa3")
+    (package / "scores" / ".#masks.py").symlink_to("nowhere")
+    old, new = (runpy.run_path(str(package / "running" / "code_cache.py")) for _ in range(2))
     assert old["fetch"]("a kernel", make) == new["fetch"]("a kernel", make) == OBJECT
     assert make.count == 1
-    masks = package / "masks.py"
+    masks = package / "scores" / "masks.py"
     text = masks.read_text()
     for content in (text + "# edited\n", text):
         masks.write_text(content)
@@ -258,10 +258,10 @@ def test_objects_of_sources_that_have_changed_are_not_kept(folder, make, tmp_pat
         assert len(list(folder.glob("*.o"))) == 1
         assert old["fetch"]("a kernel", lambda: b"not asked for") == OBJECT
     masks.write_text(text + "# edited\n")
-    new = runpy.run_path(str(package / "code_cache.py"))
+    new = runpy.run_path(str(package / "running" / "code_cache.py"))
     assert new["fetch"]("a kernel", lambda: b"of new sources") == b"of new sources"
-    masks.rename(package / "masks_2.py")
-    new = runpy.run_path(str(package / "code_cache.py"))
+    masks.rename(masks.with_name("masks_2.py"))
+    new = runpy.run_path(str(package / "running" / "code_cache.py"))
     assert new["fetch"]("a kernel", lambda: b"of other names") == b"of other names"
 
 
@@ -272,7 +272,8 @@ def test_nothing_is_kept_without_sources(make, monkeypatch):
 
 
 def test_sources_are_read_before_anything_else_is_imported():
-    assert next(name for name in sys.modules if name.startswith("fa3.")) == "fa3.code_cache"
+    modules = (name for name, module in sys.modules.items() if not hasattr(module, "__path__"))
+    assert next(name for name in modules if name.startswith("fa3.")) == "fa3.running.code_cache"
 
 
 PROCESS = """

@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from fa3.__main__ import LLAMA_PREFILL, main, parser, problem_of
-from fa3.masks import Sequence
-from fa3.planner import H200, choose_config, plan_forward
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
 from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.scores.masks import Sequence
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -15,21 +15,22 @@ from score_problems import Gate, RelativeBias
 
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
-from fa3 import tiling
-from fa3.compiler import compile_kernel
-from fa3.cubin import CubinReport, inspect
+from fa3.kernels import forward_config as tiling
 from fa3.kernels.forward import Forward
-from fa3.masks import Band, Intersection, Mask
-from fa3.planner import H200, TILINGS, Tiling, choose_config
+from fa3.kernels.forward_config import Config
+from fa3.planning.gpu import H200
+from fa3.planning.tilings import TILINGS, Tiling, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import GUESSED
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
+from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
 from fa3.schedules.marked import Marked
-from fa3.scores import Alibi, Softcap
-from fa3.templates import Template
-from fa3.tiling import Config
+from fa3.scores.masks import Band, Intersection, Mask
+from fa3.scores.scores import Alibi, Softcap
+from fa3.scores.templates import Template
+from fa3.tools.cubin import CubinReport, inspect
 
 WGMMA_K = 16
 """Depth of one WGMMA with 16-bit operands."""

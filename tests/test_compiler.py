@@ -16,8 +16,8 @@ import cutlass.cute as cute
 import pytest
 
 import fa3
-from fa3 import compiler
 from fa3.kernels.combine import Combine
+from fa3.running import compiler
 
 ROOT = Path(fa3.__file__).parent.parent
 TESTS = Path(__file__).parent
@@ -127,7 +127,7 @@ def test_a_forked_process_can_compile(fake_compiler):
 
 
 IN_THREADS = """
-from fa3.compiler import load_kernel
+from fa3.running.compiler import load_kernel
 from fa3.kernels.combine import Combine
 from test_compiler import in_threads
 
@@ -167,7 +167,7 @@ EDIT = """
 import warnings
 from pathlib import Path
 
-from fa3.compiler import load_kernel
+from fa3.running.compiler import load_kernel
 from fa3.kernels import combine
 
 source = Path("fa3/kernels/combine.py").resolve()

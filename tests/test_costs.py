@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from problems import make_problem
 from score_problems import RelativeBias
 
-from fa3.costs import (
-    H100,
-    H200,
+from fa3.kernels.forward_config import Config
+from fa3.planning.costs import (
     H200_COSTS,
-    Gpu,
     Rule,
     TileCosts,
     TileKey,
@@ -25,23 +23,9 @@ from fa3.costs import (
     read_costs,
     write_costs,
 )
-from fa3.explanation import Candidate
-from fa3.planner import (
-    MARGIN,
-    alternatives,
-    candidates,
-    choose,
-    choose_config,
-    plan_forward,
-)
-from fa3.prediction import bytes_moved, predict
-from fa3.problem import Window
-from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
-from fa3.schedules.tile_list import deal
-from fa3.templates import Template
-from fa3.tiled import Tiled
-from fa3.tiling import Config
-from fa3.work import (
+from fa3.planning.explanation import Candidate
+from fa3.planning.gpu import H100, H200, Gpu
+from fa3.planning.load import (
     EXACT_ROUNDS,
     RowWork,
     Units,
@@ -50,6 +34,14 @@ from fa3.work import (
     makespan,
     units_of_tiles,
 )
+from fa3.planning.planner import CHOICES, MARGIN, candidates, choose, plan_forward
+from fa3.planning.prediction import bytes_moved, predict
+from fa3.planning.tiled import Tiled
+from fa3.planning.tilings import alternatives, choose_config
+from fa3.problem import Window
+from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
+from fa3.schedules.tile_list import deal
+from fa3.scores.templates import Template
 
 CAUSAL = Window(right=0)
 TILES = Config(128, 128, q_stages=2)
@@ -335,7 +327,7 @@ def test_explanation_says_how_long_why_and_what_else():
     assert plan.name in text
     assert "us predicted under steady load" in text
     assert "15.52 waves" in text
-    for schedule in SCHEDULES:
+    for schedule in CHOICES:
         assert f"{schedule} 128x128" in text
 
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fa3 import counters, graphs
-from fa3.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
-from fa3.graphs import Capture
+from fa3.running import counters, graphs
+from fa3.running.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
+from fa3.running.graphs import Capture
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from problems import make_operands, make_problem
 
 import fa3
-from fa3.planner import plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.schedules import (
     Dynamic,
@@ -22,7 +22,7 @@ from fa3.schedules import (
 )
 from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import Marked
-from fa3.schedules.split_tiles import MOST_PARTS, MOST_SLOTS
+from fa3.schedules.split import MOST_PARTS, MOST_SLOTS
 from fa3.schedules.tile_list import END
 
 ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_section=2)

@@ -9,19 +9,19 @@ import re
 import pytest
 import torch
 
-from fa3.compiler import compile_kernel
-from fa3.cubin import CubinReport, inspect
-from fa3.decode import BYTES_IN_FLIGHT, TILE_N, config_of
+from fa3.calls.decode import BYTES_IN_FLIGHT, TILE_N, config_of
 from fa3.kernels.combine import GROUPS, IN_FLIGHT, LANES, Combine
 from fa3.kernels.decode import Config, Decode
-from fa3.masks import Band
 from fa3.primitives.cache_blocks import CacheLayout, box_columns
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
-from fa3.schedules.split import StreamK, Units, Whole
-from fa3.scores import Alibi, Softcap
-from fa3.templates import Template
+from fa3.running.compiler import compile_kernel
+from fa3.schedules.stream_k import StreamK, Units, Whole
+from fa3.scores.masks import Band
+from fa3.scores.scores import Alibi, Softcap
+from fa3.scores.templates import Template
+from fa3.tools.cubin import CubinReport, inspect
 
 WGMMA_K = 16
 REGISTERS_OF_AN_SM = 65536

@@ -13,7 +13,7 @@ import torch
 from problems import DTYPES, poisoned_allocations
 from reference import check_attention, dense
 
-from fa3.decode import CacheOperands, attend_with_cache
+from fa3.calls.decode import CacheOperands, attend_with_cache
 from fa3.problem import NO_BOUND, Window
 
 pytestmark = pytest.mark.gpu

@@ -13,15 +13,15 @@ import torch
 from score_problems import Gate
 
 import fa3
-from fa3.compiler import compile_kernel, load_kernel
-from fa3.diagnostics import explain
 from fa3.kernels.forward import Forward
-from fa3.masks import Band, Intersection
+from fa3.kernels.forward_config import Config
 from fa3.primitives.attention import Attention
 from fa3.problem import AttentionSpec
+from fa3.running.compiler import compile_kernel, load_kernel
 from fa3.schedules import StaticPersistent
-from fa3.templates import Template
-from fa3.tiling import Config
+from fa3.scores.diagnostics import explain
+from fa3.scores.masks import Band, Intersection
+from fa3.scores.templates import Template
 
 SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=True)
 

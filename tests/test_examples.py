@@ -11,13 +11,13 @@ from score_problems import NOTHING, modify
 
 import fa3
 from docs.examples import documents, prefix_lm, relative_bias
-from fa3.compiler import compile_kernel
-from fa3.cubin import inspect
-from fa3.executor import steps
 from fa3.kernels.forward import Forward
-from fa3.planner import plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.problem import Window
+from fa3.reference.forward import steps
+from fa3.running.compiler import compile_kernel
 from fa3.schedules import StaticPersistent
+from fa3.tools.cubin import inspect
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = (prefix_lm, documents, relative_bias)

@@ -12,13 +12,14 @@ from problems import head_dims, make_operands, make_problem, windows
 from reference import check_attention
 
 import fa3
-from fa3.executor import execute, steps
-from fa3.masks import Intersection
-from fa3.planner import Gpu, plan_forward
+from fa3.kernels.forward_config import Config
+from fa3.planning.gpu import Gpu
+from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
+from fa3.reference.forward import execute, steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
-from fa3.templates import Template
-from fa3.tiling import Config
+from fa3.scores.masks import Intersection
+from fa3.scores.templates import Template
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
 SMALL_TILES = Config(128, 32)

@@ -11,19 +11,21 @@ import torch
 from problems import make_problem
 from score_problems import RelativeBias
 
-from fa3 import planner
-from fa3.api import ALIGNED, PreparedCall
-from fa3.costs import Costs, Rule, TileCosts, TileKey, costs_of
+from fa3.calls.forward import ALIGNED, PreparedCall
 from fa3.kernels.forward import Forward
-from fa3.planner import FIXED_FLOPS, H200, choose_config, plan_forward, takes_fixed_reference
+from fa3.kernels.forward_config import REGISTERS, Config
+from fa3.planning import tilings
+from fa3.planning.costs import Costs, Rule, TileCosts, TileKey, costs_of
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
 from fa3.primitives.softmax import Reference
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, TileList, TileOrder
 from fa3.schedules.marked import HEADER, MOST_WARPS, Marks
-from fa3.scores import Alibi, Softcap
-from fa3.templates import Template
-from fa3.tiling import REGISTERS, Config
+from fa3.scores.scores import Alibi, Softcap
+from fa3.scores.templates import Template
 
 CAUSAL = Window(right=0)
 LARGE = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL)
@@ -79,9 +81,9 @@ def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
 
 
 def test_a_variable_turns_it_off(monkeypatch):
-    monkeypatch.setattr(planner, "REFERENCE", "following")
+    monkeypatch.setattr(tilings, "REFERENCE", "following")
     assert not plan_forward(LARGE).config.fixed_reference
-    monkeypatch.setattr(planner, "REFERENCE", "fixed")
+    monkeypatch.setattr(tilings, "REFERENCE", "fixed")
     with pytest.raises(
         ValueError, match="FA3_REFERENCE must be 'auto' or 'following', got 'fixed'"
     ):
@@ -89,7 +91,7 @@ def test_a_variable_turns_it_off(monkeypatch):
 
 
 def test_the_variable_is_read():
-    asked = "import fa3.planner; print(fa3.planner.REFERENCE)"
+    asked = "import fa3.planning.tilings; print(fa3.planning.tilings.REFERENCE)"
     environment = {**os.environ, "FA3_REFERENCE": "following"}
     ran = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True)
     assert ran.stdout == b"following\n"

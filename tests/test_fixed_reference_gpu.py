@@ -9,14 +9,17 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention, dense
 
 import fa3
-from fa3 import counters, planner
-from fa3.api import PreparedCall, prepare, tighten
-from fa3.planner import choose_config, plan_forward
+from fa3.calls.forward import PreparedCall, prepare, tighten
+from fa3.planning import tilings
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
 from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import Problem, Window
+from fa3.running import counters
 from fa3.schedules.marked import ANY, MOST_WARPS, Marks
-from fa3.scores import Alibi
-from fa3.templates import Template
+from fa3.scores.scores import Alibi
+from fa3.scores.templates import Template
 
 pytestmark = pytest.mark.gpu
 
@@ -38,14 +41,14 @@ WAYS = (
 @pytest.fixture
 def always_fixed(monkeypatch):
     """Calls of any size get a fixed reference."""
-    monkeypatch.setattr(planner, "FIXED_FLOPS", 0)
+    monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
     prepare.cache_clear()
     yield
     prepare.cache_clear()
 
 
 def plan_of(problem: Problem, schedule: str = "list", fixed: bool = True, **cluster):
-    config = replace(choose_config(problem, planner.H200), cluster_m=1)
+    config = replace(choose_config(problem, H200), cluster_m=1)
     return plan_forward(
         problem, config=replace(config, fixed_reference=fixed, **cluster), schedule=schedule
     )

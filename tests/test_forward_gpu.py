@@ -15,7 +15,7 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import NO_WINDOW, check_attention, largest_difference
 
 import fa3
-from fa3.planner import plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.problem import NO_BOUND, Problem, Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 

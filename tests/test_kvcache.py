@@ -23,10 +23,11 @@ from kvcache_bad_values import (
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call, expected
 
-from fa3 import cache_arguments, flash_attn_func
-from fa3.cache_arguments import CacheCall, HostValues, values_on_host
-from fa3.cache_schedule import get_scheduler_metadata
-from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
+from fa3 import flash_attn_func
+from fa3.calls import cache_call as cache_arguments
+from fa3.calls.cache_call import CacheCall, HostValues, values_on_host
+from fa3.calls.kvcache import flash_attn_combine, flash_attn_with_kvcache
+from fa3.calls.scheduler_metadata import get_scheduler_metadata
 
 DTYPES = ("bfloat16", "float16")
 

@@ -20,10 +20,11 @@ from kvcache_reference import as_bits, check_call
 from problems import poisoned_allocations
 from reference import dense, largest_difference
 
-from fa3 import cache_arguments, decode
-from fa3.cache_schedule import get_scheduler_metadata
+from fa3.calls import cache_call as cache_arguments
+from fa3.calls import decode
+from fa3.calls.kvcache import flash_attn_combine, flash_attn_with_kvcache
+from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.decode import Decode
-from fa3.kvcache import flash_attn_combine, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.gpu
 

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,52 +12,33 @@ import fa3
 ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
-LAYERS = (
-    ("problem", "cubin", "templates", "graphs", "code_cache", "eager", "options"),
-    ("primitives", "counters", "overlap", "tables"),
-    ("masks", "schedules", "scores"),
-    ("lengths", "modifiers", "diagnostics", "tiling"),
+FLOORS = (
+    ("problem",),
+    ("primitives",),
+    ("scores",),
+    ("schedules",),
     ("kernels",),
-    ("costs", "timeline"),
-    ("tiled", "plan_checks"),
-    ("work",),
-    ("prediction",),
-    ("explanation",),
-    ("planner",),
-    ("compiler", "executor", "operands"),
-    ("drawing", "decode"),
-    ("api", "cache_executor", "cache_arguments"),
-    ("cache_schedule",),
-    ("kvcache", "recording"),
+    ("planning", "running"),
+    ("reference",),
+    ("calls",),
+    ("tools",),
     ("__init__",),
-    ("demo",),
     ("__main__",),
 )
-LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-BUILT_OF_SIBLINGS = ("primitives", "schedules")
-STANDARD_LIBRARY_ONLY = ("problem", "cubin", "templates", "code_cache")
-USE_TORCH = (
-    "api",
-    "cache_arguments",
-    "cache_executor",
-    "cache_schedule",
-    "graphs",
-    "counters",
-    "decode",
-    "demo",
-    "eager",
-    "executor",
-    "kvcache",
-    "modifiers",
-    "operands",
-    "recording",
-    "tables",
-    "__main__",
+"""Rooms: a file or a folder of `fa3` each. Rooms of one floor do not know each other."""
+
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+STANDARD_LIBRARY_ONLY = (
+    "problem.py",
+    "scores/templates.py",
+    "running/code_cache.py",
+    "tools/cubin.py",
 )
+USE_TORCH = ("calls", "reference", "running", "tools", "__main__")
 
 
-def part_of(path: Path) -> str:
-    """Return the part of the package that a module belongs to: a file or a folder of `fa3`."""
+def room_of(path: Path) -> str:
+    """Return the room of a module."""
     return path.parts[1].removesuffix(".py")
 
 
@@ -72,40 +54,52 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def imported_parts(path: Path) -> set[str]:
-    """Return the parts of the package that a module imports."""
-    parts = set()
+def imported_modules(path: Path) -> set[Path]:
+    """Return the modules of the package that a module imports."""
+    found = set()
     for name in imported(path):
-        root, *rest = name.split(".")
-        if root == "fa3":
-            parts.add(rest[0] if rest and rest[0] in LEVEL else "__init__")
-    return parts
+        parts = name.split(".")
+        if parts[0] != "fa3":
+            continue
+        # The last part may be a name in a module.
+        for module in (Path(*parts), Path(*parts[:-1])):
+            for file in (module.with_suffix(".py"), module / "__init__.py"):
+                if file in MODULES:
+                    found.add(file)
+                    break
+            else:
+                continue
+            break
+    return found
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_imports_point_down(path):
-    part = part_of(path)
-    assert part in LEVEL, f"give {part} a place in LAYERS"
-    for other in imported_parts(path):
-        if other == part and part in BUILT_OF_SIBLINGS:
-            continue
-        assert LEVEL[other] < LEVEL[part], f"{path} imports {other}"
+    room = room_of(path)
+    assert room in FLOOR, f"give {room} a place in FLOORS"
+    for other in imported_modules(path):
+        below = FLOOR[room_of(other)] < FLOOR[room]
+        assert below or room_of(other) == room, f"{path} imports {other}"
 
 
-def test_every_layer_is_there():
-    assert set(LEVEL) == {part_of(path) for path in MODULES}
+def test_no_circles():
+    TopologicalSorter({path: imported_modules(path) - {path} for path in MODULES}).prepare()
 
 
-@pytest.mark.parametrize("part", STANDARD_LIBRARY_ONLY)
-def test_the_bottom_needs_the_standard_library_only(part):
-    roots = {name.split(".")[0] for name in imported(Path("fa3", f"{part}.py"))}
+def test_every_room_is_there():
+    assert set(FLOOR) == {room_of(path) for path in MODULES}
+
+
+@pytest.mark.parametrize("file", STANDARD_LIBRARY_ONLY)
+def test_some_need_the_standard_library_only(file):
+    roots = {name.split(".")[0] for name in imported(Path("fa3", file))}
     assert roots <= set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_torch_stays_at_the_edge(path):
     roots = {name.split(".")[0] for name in imported(path)}
-    assert "torch" not in roots or part_of(path) in USE_TORCH
+    assert "torch" not in roots or room_of(path) in USE_TORCH
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -115,7 +109,7 @@ def test_only_the_compiler_compiles(path):
         for node in ast.walk(ast.parse((ROOT.parent / path).read_text()))
         if isinstance(node, ast.Call)
     )
-    assert "cute.compile" not in calls or part_of(path) == "compiler"
+    assert "cute.compile" not in calls or path == Path("fa3", "running", "compiler.py")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from kvcache_bad_values import integers
 from kvcache_problems import CacheProblem, make_call
 
-from fa3 import decode, kvcache
-from fa3.cache_arguments import CacheCall, check_tensors
-from fa3.cache_schedule import get_scheduler_metadata, most_of_whole_tiles
-from fa3.decode import MOST_ROWS, MOST_TILES, Sizes, choose_cut, most_blocks
+from fa3.calls import decode, kvcache
+from fa3.calls.cache_call import CacheCall, check_tensors
+from fa3.calls.kvcache import MOST_COMBINED, flash_attn_with_kvcache
+from fa3.calls.modifiers import UNMODIFIED
+from fa3.calls.operands import Operand
+from fa3.calls.scheduler_metadata import get_scheduler_metadata, most_of_whole_tiles
 from fa3.kernels.append import MOST_VECTORS, THREADS
-from fa3.kvcache import MOST_COMBINED, flash_attn_with_kvcache
-from fa3.lengths import LONGEST, capacity_of
-from fa3.masks import Band, Sequence
-from fa3.modifiers import UNMODIFIED
-from fa3.operands import Operand
+from fa3.planning.decode import MOST_ROWS, MOST_TILES, Sizes, check_workspace, choose_cut
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.workspace import WorkspaceSize
 from fa3.problem import NO_BOUND, Window
-from fa3.schedules import split
-from fa3.schedules.split import HostLengths, Pieces, Place, StreamK, Units, Walk, Whole, units
+from fa3.schedules import stream_k
+from fa3.schedules.cached_lengths import LONGEST, capacity_of
+from fa3.schedules.stream_k import HostLengths, Pieces, Place, StreamK, Units, Walk, Whole, units
+from fa3.scores.masks import Band, Sequence
 
 
 class Fixed(int):
@@ -93,7 +93,7 @@ def sequences(draw):
     left, right = draw(st.integers(NO_BOUND, LARGEST)), draw(st.integers(NO_BOUND, LARGEST))
     sizes = Sizes(1, seqlen_q, 1, 1, capacity)
     sizes.check("q")
-    window = decode.tighten(Window(left, right), sizes)
+    window = sizes.tighten(Window(left, right))
     return sizes, window, Sequence(*map(Int32, (seqlen_q, seqlen_k)), Window(*map(Int32, window)))
 
 
@@ -102,7 +102,7 @@ def test_masks_count_the_keys_of_the_longest_sequences(case):
     sizes, window, sequence = case
     mask = Band.of(window)
     blocks = mask.key_blocks(0, sequence.seqlen_q, 64, sequence)
-    assert 0 < blocks.end - blocks.begin <= most_blocks(sizes, window)
+    assert 0 < blocks.end - blocks.begin <= sizes.most_blocks(window)
     # The last row of a tile may lie behind the queries.
     for row in (0, sizes.seqlen_q - 1, sizes.seqlen_q + 63):
         mask.key_range(Int32(row), sequence)
@@ -154,8 +154,8 @@ LINES = [
 @pytest.mark.parametrize("num_ctas", [1, 132])
 @pytest.mark.parametrize("cut", [StreamK, Units, Whole])
 def test_walks_of_long_lines(blocks, num_m_blocks, num_heads, kind, num_ctas, cut, monkeypatch):
-    monkeypatch.setattr(split, "Int32", Int32)
-    monkeypatch.setattr(split, "Int64", Int64)
+    monkeypatch.setattr(stream_k, "Int32", Int32)
+    monkeypatch.setattr(stream_k, "Int64", Int64)
     num_tiles = len(blocks) * num_m_blocks * num_heads
     made = {
         StreamK: StreamK(num_ctas, num_tiles),
@@ -164,7 +164,7 @@ def test_walks_of_long_lines(blocks, num_m_blocks, num_heads, kind, num_ctas, cu
     }[cut]
     total = num_m_blocks * num_heads * sum(end - begin for begin, end in blocks)
     assert (total > LARGEST) == (kind is Int64)
-    walks = split.walks(made, HostLengths(blocks), num_m_blocks, num_heads, num_ctas)
+    walks = stream_k.walks(made, HostLengths(blocks), num_m_blocks, num_heads, num_ctas)
     for walk in walks:
         assert segments_of(as_fixed(walk, kind), 20) == segments_of(walk, 20)
 
@@ -256,9 +256,9 @@ def test_a_large_workspace_is_not(prepared):
 
 
 def test_parts_that_32_bits_do_not_count_are_refused():
-    decode.check_workspace(WorkspaceSize(1, 2**25, 32), 8, 1000, 1 << 60)
+    check_workspace(WorkspaceSize(1, 2**25, 32), 8, 1000, 1 << 60)
     with pytest.raises(ValueError, match=r"^num_splits or batch_invariant takes"):
-        decode.check_workspace(WorkspaceSize(1, 2**26, 32), 8, 1000, 1 << 60)
+        check_workspace(WorkspaceSize(1, 2**26, 32), 8, 1000, 1 << 60)
 
 
 # --------------------------------------------------------------------------------------- calls

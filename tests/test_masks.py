@@ -10,9 +10,9 @@ from problems import windows
 from reference import visible
 
 import fa3
-from fa3.masks import Band, Intersection, KeyBlocks, Rows, Sequence
 from fa3.problem import NO_BOUND, Window
-from fa3.templates import Template
+from fa3.scores.masks import Band, Intersection, KeyBlocks, Rows, Sequence
+from fa3.scores.templates import Template
 
 
 @st.composite

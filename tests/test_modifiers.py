@@ -11,9 +11,9 @@ import torch
 from score_problems import NOTHING, Gate, RelativeBias, Span
 
 import fa3
-from fa3.modifiers import UNMODIFIED, Modifiers
-from fa3.scores import Alibi, Softcap
-from fa3.templates import Template
+from fa3.calls.modifiers import UNMODIFIED, Modifiers
+from fa3.scores.scores import Alibi, Softcap
+from fa3.scores.templates import Template
 
 HEADS = 4
 
@@ -77,7 +77,7 @@ def test_values_of_tensors_do_not_change_the_structure():
 def test_alibi_knows_when_no_key_lies_ahead(arguments, behind, monkeypatch):
     """With |distance| left out, keys ahead of a query would be favoured."""
     seen = []
-    monkeypatch.setattr("fa3.modifiers.Alibi", lambda s, b: seen.append(b) or Alibi(s, b))
+    monkeypatch.setattr("fa3.calls.modifiers.Alibi", lambda s, b: seen.append(b) or Alibi(s, b))
     q, k, v = operands()
     fa3.flash_attn_func(q, k, v, alibi_slopes=torch.rand(HEADS), **arguments)
     assert seen == [behind]

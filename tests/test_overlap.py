@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fa3 import overlap
-from fa3.overlap import Layout, repeats, share
+from fa3.calls import overlap
+from fa3.calls.overlap import Layout, repeats, share
 
 
 @st.composite

@@ -7,10 +7,11 @@ import torch
 from problems import make_problem
 
 import fa3
-from fa3.masks import Band
-from fa3.planner import H200, plan_forward
+from fa3.kernels.forward_config import Config
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
 from fa3.problem import Window
-from fa3.tiling import Config
+from fa3.scores.masks import Band
 
 PROBLEM = make_problem(1, 300, 300, 2, 2, 64, Window(right=0))
 CONFIG = Config(128, 64)

@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import head_dims, make_problem, windows
 
-from fa3.masks import Band
-from fa3.planner import H200, TILINGS, Gpu, choose_config, plan_forward
+from fa3.kernels.forward_config import Config
+from fa3.planning.gpu import H200, Gpu
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import TILINGS, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.schedules import SCHEDULES, SingleTile, SplitTiles, StaticPersistent, Tile, TileList, walk
 from fa3.schedules.marked import Marked
-from fa3.scores import Alibi
-from fa3.templates import Template
-from fa3.tiling import Config
+from fa3.scores.masks import Band
+from fa3.scores.scores import Alibi
+from fa3.scores.templates import Template
 
 SCHEDULE_TYPES = (None, SingleTile, StaticPersistent, TileList)
 HEAD_DIMS = range(8, 257, 8)

@@ -13,16 +13,18 @@ from recordings import made_up_notes
 
 import fa3
 from fa3.__main__ import describe_recording, main
-from fa3.drawing import draw_tile_order
-from fa3.masks import Band, Intersection
-from fa3.planner import H200, choose_config, plan_forward
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
+from fa3.planning.timeline import Cost, Span, Timeline
 from fa3.primitives.recorder import Note
 from fa3.problem import Window
-from fa3.recording import timeline_of
 from fa3.schedules import SCHEDULES, Tile, Unit
-from fa3.scores import Alibi
-from fa3.templates import Template
-from fa3.timeline import Cost, Span, Timeline
+from fa3.scores.masks import Band, Intersection
+from fa3.scores.scores import Alibi
+from fa3.scores.templates import Template
+from fa3.tools.drawing import draw_tile_order
+from fa3.tools.recording import timeline_of
 
 CAUSAL = Window(right=0)
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -236,7 +238,7 @@ def test_other_devices_are_rejected(device):
 
 
 def test_what_cannot_be_recorded_is_rejected(monkeypatch):
-    monkeypatch.setattr("fa3.recording.hopper_device", torch.device)
+    monkeypatch.setattr("fa3.tools.recording.hopper_device", torch.device)
     problem = PLANS["list"].problem
     slopes = Template.of(Alibi(torch.zeros(8), True))
     hidden = Template.of(score_problems.Span(*torch.zeros(2, 8).int()))

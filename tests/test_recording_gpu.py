@@ -9,9 +9,11 @@ import torch
 from problems import make_operands, make_problem
 
 import fa3
-from fa3.planner import H200, choose_config, plan_forward
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
 from fa3.problem import Window
-from fa3.recording import run_recorded, timeline_of
+from fa3.tools.recording import run_recorded, timeline_of
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa3 import decode, kvcache
-from fa3.cache_arguments import CacheCall
-from fa3.cache_schedule import SchedulerMetadata
-from fa3.modifiers import UNMODIFIED
-from fa3.operands import Operand
+from fa3.calls import decode, kvcache
+from fa3.calls.cache_call import CacheCall
+from fa3.calls.modifiers import UNMODIFIED
+from fa3.calls.operands import Operand
+from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.problem import REMEMBERED, Window
 
 SWEEP = REMEMBERED + 100

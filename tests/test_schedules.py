@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import make_problem
 
-from fa3.masks import Sequence
-from fa3.planner import plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, Tile, TileList, TileOrder, walk
+from fa3.scores.masks import Sequence
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
 

@@ -10,11 +10,13 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3 import counters
-from fa3.api import tighten
-from fa3.counters import FEWEST
-from fa3.planner import choose_config, plan_forward
+from fa3.calls.forward import tighten
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
 from fa3.problem import Problem, Window
+from fa3.running import counters
+from fa3.running.counters import FEWEST
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +44,7 @@ def output(plan, tensors) -> torch.Tensor:
 
 def plan_of(problem: Problem, schedule: str, **changes):
     """A plan with the planner's tiling for this schedule, without clusters unless told."""
-    config = replace(choose_config(problem, fa3.planner.H200), cluster_m=1)
+    config = replace(choose_config(problem, H200), cluster_m=1)
     return plan_forward(problem, config=replace(config, **changes), schedule=schedule)
 
 

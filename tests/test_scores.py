@@ -12,12 +12,13 @@ from reference import check_attention, dense
 from score_problems import NOTHING, RECIPES, Gate, Recipe, RelativeBias, Span, modify
 
 import fa3
-from fa3.executor import execute, steps
-from fa3.masks import Rows
-from fa3.planner import Gpu, plan_forward
+from fa3.kernels.forward_config import Config
+from fa3.planning.gpu import Gpu
+from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
+from fa3.reference.forward import execute, steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
-from fa3.tiling import Config
+from fa3.scores.masks import Rows
 
 CAUSAL = Window(right=0)
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)

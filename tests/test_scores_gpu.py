@@ -13,7 +13,7 @@ from reference import check_attention, largest_difference
 from score_problems import NOTHING, Recipe, RelativeBias, Span, modify
 
 import fa3
-from fa3.planner import plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.problem import NO_BOUND, Problem, Window
 
 pytestmark = pytest.mark.gpu

@@ -10,11 +10,12 @@ from problems import make_operands, make_problem
 from reference import check_attention
 
 import fa3
-from fa3 import api, counters, graphs
-from fa3.api import PreparedCall, prepare
-from fa3.graphs import idle_stream
-from fa3.planner import plan_forward
+from fa3.calls import forward as api
+from fa3.calls.forward import PreparedCall, prepare
+from fa3.planning.planner import plan_forward
 from fa3.problem import Window
+from fa3.running import counters, graphs
+from fa3.running.graphs import idle_stream
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa3.schedules.split import (
+from fa3.schedules.stream_k import (
     HostLengths,
     Pieces,
     StreamK,

@@ -11,12 +11,14 @@ from problems import make_operands, make_problem, windows
 from reference import check_attention
 
 import fa3
-from fa3.masks import Sequence
-from fa3.planner import H200, choose_config, plan_forward
+from fa3.kernels.forward_config import Config
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
 from fa3.problem import Window
 from fa3.schedules import KeyRanges, SplitTiles, Tile, TileOrder, walk
-from fa3.schedules.split_tiles import WHOLE
-from fa3.tiling import Config
+from fa3.schedules.split import WHOLE
+from fa3.scores.masks import Sequence
 
 UNIT, PART = 1.5, 1.0
 

@@ -9,14 +9,14 @@ import torch
 from score_problems import Gate, Span
 
 import fa3
-from fa3 import compiler
 from fa3.kernels.forward import Forward
-from fa3.masks import Band, Intersection
+from fa3.kernels.forward_config import Config
 from fa3.problem import AttentionSpec
+from fa3.running import compiler
 from fa3.schedules import StaticPersistent
-from fa3.scores import Alibi, Softcap, bind
-from fa3.templates import Template, TensorType
-from fa3.tiling import Config
+from fa3.scores.masks import Band, Intersection
+from fa3.scores.scores import Alibi, Softcap, bind
+from fa3.scores.templates import Template, TensorType
 
 
 @dataclass(frozen=True)

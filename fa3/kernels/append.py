@@ -21,10 +21,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from fa3.lengths import capacity_of
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
+from fa3.schedules.cached_lengths import capacity_of
 
 THREADS = 256
 

@@ -42,8 +42,6 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.lengths import CacheLengths, capacity_of
-from fa3.masks import KeyBlocks, Sequence
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
 from fa3.primitives.cache_blocks import (
@@ -70,9 +68,11 @@ from fa3.primitives.turns import NoTurns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules.split import Segment, StreamK, Units, Walk, Whole, locate
-from fa3.schedules.tiles import Tile
-from fa3.scores import Rules, bind
+from fa3.schedules.cached_lengths import CacheLengths, capacity_of
+from fa3.schedules.order import Tile
+from fa3.schedules.stream_k import Segment, StreamK, Units, Walk, Whole, locate
+from fa3.scores.masks import KeyBlocks, Sequence
+from fa3.scores.scores import Rules, bind
 
 CONSUMER_BARRIER = 1
 

@@ -36,7 +36,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.masks import KeyBlocks, Sequence
+from fa3.kernels.forward_config import BOUNDED, REGISTERS, Config
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
 from fa3.primitives.coords import ScoreCoords
@@ -53,8 +53,8 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile, TileOrder
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
-from fa3.scores import Rules, bind
-from fa3.tiling import BOUNDED, REGISTERS, Config
+from fa3.scores.masks import KeyBlocks, Sequence
+from fa3.scores.scores import Rules, bind
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5

@@ -1,11 +1,11 @@
 """Tile orders: which cluster works on which tiles, and in which order."""
 
 from fa3.schedules.dynamic import Dynamic
-from fa3.schedules.single_tile import SingleTile
-from fa3.schedules.split_tiles import KeyRanges, SplitTiles, Unit
-from fa3.schedules.static_persistent import StaticPersistent
+from fa3.schedules.order import Schedule, Tile, TileOrder, walk
+from fa3.schedules.single import SingleTile
+from fa3.schedules.split import KeyRanges, SplitTiles, Unit
+from fa3.schedules.static import StaticPersistent
 from fa3.schedules.tile_list import TileList
-from fa3.schedules.tiles import Schedule, Tile, TileOrder, walk
 
 SCHEDULES = {
     "single": SingleTile,

@@ -7,8 +7,9 @@ import numpy as np
 
 from fa3.primitives.arithmetic import LARGEST
 from fa3.schedules.dynamic import Dynamic
-from fa3.schedules.single_tile import SingleTile
-from fa3.schedules.split_tiles import (
+from fa3.schedules.order import Schedule, TileOrder
+from fa3.schedules.single import SingleTile
+from fa3.schedules.split import (
     MOST_PARTS,
     MOST_SLOTS,
     UNIT_FIELDS,
@@ -16,9 +17,8 @@ from fa3.schedules.split_tiles import (
     SplitTiles,
     Unit,
 )
-from fa3.schedules.static_persistent import StaticPersistent
+from fa3.schedules.static import StaticPersistent
 from fa3.schedules.tile_list import END, TileList
-from fa3.schedules.tiles import Schedule, TileOrder
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:

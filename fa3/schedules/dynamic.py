@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 
-from fa3.schedules.tiles import Tile, TileOrder
+from fa3.schedules.order import Tile, TileOrder
 
 SLOTS = 2
 """Tile numbers on their way from the producer to the consumers of a CTA."""

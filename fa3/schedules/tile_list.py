@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from fa3.schedules.tiles import Planned, Tile, TileOrder
+from fa3.schedules.order import Planned, Tile, TileOrder
 
 END = -1
 """Stands behind the last entry of every cluster."""

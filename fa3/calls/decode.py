@@ -1,0 +1,143 @@
+"""Attention of a few queries to the keys and values of a cache: loads kernels and runs them.
+
+What follows from shapes and options is worked out once and remembered, so that a repeated call
+costs a look-up, the allocation of the workspace and the launches. Lengths are read on the device
+only: a captured graph stays right while they grow.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
+from fa3.planning.gpu import H200
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.problem import REMEMBERED, AttentionSpec, Window
+from fa3.reference import cache as reference
+from fa3.reference.cache import CacheOperands
+from fa3.running.compiler import load_kernel
+from fa3.schedules.cached_lengths import capacity_of
+from fa3.scores.masks import Band
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDecode:
+    """What a call's shapes and options lead to.
+
+    Fields:
+        kernel: the compiled decode kernel, None on the CPU; `arguments` what it takes after the
+            scale.
+        combine: the compiled combine kernel, and `combine_arguments` what it takes after the
+            workspace; None if tiles are never split.
+        workspace: numbers of 32 bits.
+    """
+
+    plan: DecodePlan
+    kernel: Callable | None = None
+    arguments: tuple[int, ...] = ()
+    combine: Callable | None = None
+    combine_arguments: tuple[int, ...] = ()
+    workspace: int = 0
+
+    @classmethod
+    def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
+        """Load the kernels of a plan."""
+        kernel, combine = load_kernel(plan.kernel()), plan.combine()
+        if combine is None:
+            return cls(plan, kernel, plan.kernel_arguments)
+        return cls(
+            plan,
+            kernel,
+            plan.kernel_arguments,
+            load_kernel(combine),
+            plan.combine_arguments,
+            plan.workspace.numbers(plan.spec.head_dim_v),
+        )
+
+
+def attend_with_cache(
+    operands: CacheOperands,
+    softmax_scale: float,
+    window: Window,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    sm_margin: int = 0,
+) -> None:
+    """Attend to a cache: on the current stream of the tensors' GPU, or on the CPU.
+
+    Args:
+        operands: tensors on one device, already validated.
+        softmax_scale: factor of the scores.
+        window: keys that a query sees beside its own position, aligned bottom-right.
+        softcap: see `fa3.scores.scores.Softcap`; 0 for none.
+        num_splits, batch_invariant: see `fa3.planning.decode.choose_cut`.
+        sm_margin: SMs to leave to other kernels.
+    """
+    q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks = operands
+    modifiers = UNMODIFIED
+    if softcap or slopes is not None or sinks is not None:
+        behind = window.right == 0 or q.shape[1] == 1
+        modifiers = Modifiers.of(q, softcap, slopes, sinks, None, None, behind)
+    if 0 in out.shape:
+        return
+    call = prepare(
+        q.shape, k.shape, v.shape[-1], q.dtype, q.device,
+        None if page_table is None else page_table.shape[1],
+        (lse is not None, batch_idx is not None, leftpad is not None),
+        modifiers.structure, window, num_splits, batch_invariant, sm_margin,
+    )  # fmt: skip
+    if call.kernel is None:
+        reference.attend_with_cache(call.plan, operands, softmax_scale, modifiers.tensors)
+        return
+    workspace = None
+    if call.combine is not None:
+        workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
+    call.kernel(
+        q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table,
+        modifiers.tensors, workspace, softmax_scale, *call.arguments,
+    )  # fmt: skip
+    if call.combine is not None:
+        call.combine(out, lse, sinks, None, None, workspace, *call.combine_arguments)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    head_dim_v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    pages: int | None,
+    given: tuple[bool, bool, bool],
+    structure: Structure,
+    window: Window,
+    num_splits: int,
+    batch_invariant: bool,
+    sm_margin: int,
+) -> PreparedDecode:
+    """Choose how a call runs, and load its kernels. q and k are shapes."""
+    batch, seqlen_q, heads_q, head_dim = q
+    _, rows_of_cache, heads_kv, _ = k
+    write_lse, batch_indexed, left_padded = given
+    capacity = capacity_of(rows_of_cache, 1 if pages is None else pages)
+    sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
+    window = sizes.tighten(window)
+    spec = AttentionSpec(
+        str(dtype).removeprefix("torch."), head_dim, head_dim_v, sizes.qhead_per_kvhead,
+        Band.of(window), write_lse, structure.scores, structure.sinks,
+    )  # fmt: skip
+    cache = CacheLayout(0 if pages is None else rows_of_cache, batch_indexed, left_padded)
+    on_gpu = device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
+    cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant)
+    plan = DecodePlan(spec, cache, sizes, window, cut, num_ctas)
+    if not on_gpu:
+        return PreparedDecode(plan)
+    if cut.has_parts:
+        check_workspace(plan.workspace, head_dim_v, capacity, properties.total_memory)
+    return PreparedDecode.on_gpu(plan)

@@ -1,0 +1,549 @@
+"""The torch functions: validate, plan, run. CPU tensors go to the executor, CUDA tensors to Hopper.
+
+What follows from a call's shapes, strides, types and options (is it valid, how will it run, which
+compiled kernel) is worked out once and remembered, so that a repeated call costs a look-up, the
+allocation of its outputs and the launch.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+
+from fa3.calls.eager import check_untraced
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.calls.operands import (
+    DTYPES,
+    Operand,
+    check_head_dim,
+    check_heads_divide,
+    check_like_q,
+    check_out,
+    check_q,
+    check_rank,
+    check_shape,
+    describe,
+    describe_unaligned,
+)
+from fa3.calls.options import flag, integer, real, shown
+from fa3.planning.gpu import H100, H200, Gpu
+from fa3.planning.plan import Plan, check_plan
+from fa3.planning.planner import ScheduleChoice, plan_forward, schedule_name
+from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.part_merge import numbers_of_parts
+from fa3.primitives.shared_memory import padded
+from fa3.primitives.wgmma import ROWS_OF_WARP
+from fa3.problem import (
+    LEAST_FLOAT,
+    MOST_FLOAT,
+    NO_BOUND,
+    REMEMBERED,
+    AttentionSpec,
+    Problem,
+    Window,
+)
+from fa3.reference.forward import execute
+from fa3.running.compiler import load_kernel
+from fa3.running.counters import counters_of
+from fa3.running.graphs import capture_of, current_device, current_stream
+from fa3.running.tables import Table
+from fa3.scores.masks import Band, Intersection, Mask
+from fa3.scores.scores import Score
+
+FROM_FLASH_ATTENTION_2 = (
+    "; without names the fourth and fifth argument are softmax_scale and causal, as in "
+    "FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale: pass them by name"
+)
+
+SPARE = 1024
+"""Positions beyond the last key that kernels count, in blocks."""
+
+FEWEST_ROWS, MOST_TILES = 128, 1 << 25
+"""Rows of a tile at least; tiles at most, whose marks are counted in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """What a call's description leads to.
+
+    Fields:
+        plan: how it runs; None if there is nothing to compute.
+        kernel: the compiled kernel on a GPU, None on the CPU.
+        plan_arguments: the kernel's arguments after the scale, up to what the schedule reads.
+        table: what the schedule reads.
+        num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
+            and `total_counters` all of them.
+        parts: what the kernel takes if the plan splits tiles.
+        again: the launch that follows if the softmax has a reference that does not follow.
+    """
+
+    plan: Plan | None
+    kernel: Callable | None
+    plan_arguments: tuple
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    table: Table | None = None
+    num_counters: tuple[int, int, int] = (0, 0, 0)
+    parts: "Parts | None" = None
+    again: "Again | None" = None
+    total_counters: int = 0
+
+    @classmethod
+    def on_gpu(
+        cls, plan: Plan, device: torch.device, out_shape, lse_shape, is_recorded: bool = False
+    ) -> "PreparedCall":
+        """Load the kernel of a plan, the instrumented one if it `is_recorded`."""
+        parts = Parts.of(plan) if plan.schedule.splits else None
+        again = plan.again
+        counts = (
+            again.schedule.num_counters if again else 0,
+            plan.schedule.num_counters,
+            parts.num_counters if parts else 0,
+        )
+        counts = tuple(-(-count // ALIGNED) * ALIGNED for count in counts)
+        return cls(
+            plan,
+            load_kernel(plan.kernel(is_recorded)),
+            plan.kernel_arguments,
+            out_shape,
+            lse_shape,
+            None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
+            counts,
+            parts,
+            Again(load_kernel(again.kernel()), again.kernel_arguments) if again else None,
+            sum(counts),
+        )
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        modifiers: tuple[torch.Tensor, ...] | None,
+        scale: float,
+        recording: torch.Tensor | None = None,
+    ) -> None:
+        """Run the kernel on the current stream of q's GPU."""
+        device = q.device
+        if device.index != current_device():
+            with torch.cuda.device(device):
+                self.launch(q, k, v, out, lse, modifiers, scale, recording)
+            return
+        stream = current_stream(device.index)
+        capture = capture_of(stream)
+        state = None if self.table is None else self.table.on(stream, capture)
+        tensors = (q, k, v, out, lse, modifiers, scale)
+        if not self.total_counters:
+            self.kernel(*tensors, *self.plan_arguments, state, None, None, 0, None, recording)
+            return
+        stream_counters = counters_of(device, stream, capture)
+        counters = stream_counters.take(self.total_counters)
+        marks, of_schedule, of_parts = self.divide(counters)
+        if of_schedule is not None:
+            state = of_schedule
+        parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
+        self.kernel(*tensors, *self.plan_arguments, state, *parts, marks, recording)
+        if self.again is not None:
+            self.again.kernel(*tensors, *self.again.plan_arguments, marks, *NO_PARTS, None, None)
+        # Not if anything was raised: then they need not be zero.
+        stream_counters.give_back(counters)
+
+    def divide(self, counters: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The counters of the marks, the schedule and the parts."""
+        if self.total_counters in self.num_counters:
+            return tuple(counters if count else None for count in self.num_counters)
+        those = counters[: self.total_counters].split(self.num_counters)
+        return tuple(part if len(part) else None for part in those)
+
+
+class Again(NamedTuple):
+    """The second launch, with its arguments as those of `PreparedCall`."""
+
+    kernel: Callable
+    plan_arguments: tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the kernel takes beside a call's tensors if the plan splits tiles.
+
+    Fields:
+        numbers: of float32 that the parts take.
+        num_counters: counters of the warps that share tiles.
+        num_slots: parts.
+    """
+
+    numbers: int
+    num_counters: int
+    num_slots: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Parts":
+        num_slots, rows = plan.schedule.num_slots, plan.config.tile_m * plan.config.cluster
+        columns = padded(plan.problem.spec.head_dim_v)
+        return cls(
+            numbers_of_parts(num_slots, rows, columns),
+            # The kernel wants a tensor also where no tile is split.
+            max(1, num_slots * rows // ROWS_OF_WARP),
+            num_slots,
+        )
+
+    def arguments(self, q: torch.Tensor, counters: torch.Tensor) -> tuple:
+        """Memory, counters and number of parts of one launch."""
+        return q.new_empty(self.numbers, dtype=torch.float32), counters, self.num_slots
+
+
+NO_PARTS = (None, None, 0)
+
+ALIGNED = 4
+"""Counters in 16 bytes, as kernels want them to be aligned."""
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    schedule: ScheduleChoice = None,
+    plan: Plan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax(score(softmax_scale * q k^T) + mask) v.
+
+    Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
+    may share one key/value head (GQA, MQA): query head h uses key/value head
+    h // (heads_q / heads_kv). Runs on the current stream of the tensors' GPU; CPU tensors run
+    through `fa3.reference.forward`.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
+            up to 256. Any strides that are multiples of 16 bytes with a contiguous last dimension.
+        k: (batch, seqlen_k, heads_kv, head_dim), like q.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
+        softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
+        causal: hide the keys after a query's own position.
+        window_size: (left, right) keys that a query sees beside its own position; -1 for all.
+            causal sets right to 0, whatever it is.
+        softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
+            everything else that changes scores.
+        alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
+            -slope |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
+        sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its
+            head's softmax, and so the log-sum-exp.
+        score: a function of scores of your own, see `fa3.Score`; applied last.
+        mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
+        deterministic: accepted for compatibility; the forward pass always is.
+        sm_margin: SMs to leave to other kernels.
+        return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
+            for the same.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. Must
+            not share memory with another tensor of the call; it may lie between their elements.
+        schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
+            of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
+            their order; chosen by the planner if not given. If the planner pairs CTAs, tiles are
+            those of pairs. No order changes a bit of the output; "split" computes parts of tiles
+            and adds them up, which changes the last place. A function is asked once for every
+            shape: pass the same one each time.
+        plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
+        num_splits: 0 or 1, which are the same: the planner decides whether to split.
+        pack_gqa: None or False, which are the same.
+        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
+            anything but their default is not supported.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
+        log-sum-exp of the scaled scores, (batch, heads_q, seqlen_q), float32, natural logarithm.
+        A query that sees no key gives 0 and -inf, or 0 and its head's sink.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has a wrong value, shape, layout or device, or a score or mask
+            does not compile.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
+            a graph is being traced.
+
+    Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
+        (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
+    """
+    # All types in one look, since nearly all calls have the right ones.
+    if not (
+        type(causal) is type(deterministic) is type(return_lse) is type(return_attn_probs) is bool
+        and type(attention_chunk) is type(num_splits) is type(sm_margin) is int
+        and type(softcap) is float
+    ):
+        causal = flag("causal", causal, FROM_FLASH_ATTENTION_2)
+        flag("deterministic", deterministic)
+        return_lse = flag("return_lse", return_lse)
+        return_attn_probs = flag("return_attn_probs", return_attn_probs)
+        attention_chunk = integer("attention_chunk", attention_chunk, 0)
+        num_splits = integer("num_splits", num_splits, 0)
+        sm_margin = integer("sm_margin", sm_margin, 0)
+        softcap = real("softcap", softcap)
+    if (
+        not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
+        or attention_chunk
+        or num_splits not in (0, 1)
+    ):
+        reject_unsupported(
+            attention_chunk, pack_gqa, has_packing=False,
+            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            num_splits=integer("num_splits", num_splits, 0) if num_splits not in (0, 1) else None,
+        )  # fmt: skip
+    return_lse = return_lse or return_attn_probs
+    window_size = as_pair(window_size)
+    if schedule is not None:
+        check_hashable("schedule", schedule)
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
+    operands = describe("q", q), describe("k", k), describe("v", v)
+    check_untraced(q)
+    modifiers = UNMODIFIED
+    if softcap or not (alibi_slopes is sinks is score is mask is None):
+        check_rank("q", operands[0])
+        behind = check_window(window_size, causal).right == 0
+        modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, behind)
+    call = prepare(
+        *operands, causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan
+    )
+    scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
+    if out is None:
+        out = q.new_empty(call.out_shape)
+    else:
+        tensors = modifiers.tensors or ()
+        names = modifiers.structure.names if tensors else ()
+        check_out(
+            out, call.out_shape, operands[0], ("q", "k", "v", *names),
+            (*operands, *map(describe_unaligned, names, tensors)), (q, k, v, *tensors),
+        )  # fmt: skip
+    lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
+    if call.kernel is not None:
+        call.launch(q, k, v, out, lse, modifiers.tensors, scale)
+    elif call.plan is not None:
+        computed, computed_lse = execute(call.plan, q, k, v, scale, modifiers.tensors)
+        out.copy_(computed)
+        if lse is not None:
+            lse.copy_(computed_lse)
+    else:
+        out.zero_()
+        if lse is not None:
+            lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
+    return (out, lse) if return_lse else out
+
+
+def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
+    """The bounds of a window as plain integers; `check_window` looks at what they are."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is type(right) is int:
+            return window_size
+    if not isinstance(window_size, Sequence):
+        raise TypeError(f"window_size must be two integers (left, right), got {shown(window_size)}")
+    return tuple(
+        integer("window_size", bound, kind="two integers (left, right)") for bound in window_size
+    )
+
+
+def check_hashable(name: str, value: object) -> None:
+    """Raise unless calls can be remembered by a value."""
+    try:
+        hash(value)
+    except TypeError:
+        message = f"{name} must be hashable, to be remembered, got {value!r}"
+        raise TypeError(message) from None
+
+
+def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> float:
+    """The factor of the scores; `note` is added to the complaint."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if type(softmax_scale) is not float:
+        softmax_scale = real("softmax_scale", softmax_scale)
+    if not LEAST_FLOAT <= softmax_scale <= MOST_FLOAT:
+        raise ValueError(
+            f"softmax_scale must be positive and finite in float32, got {softmax_scale}{note}"
+        )
+    return softmax_scale
+
+
+def reject_unsupported(
+    attention_chunk: int, pack_gqa: bool | None, has_packing: bool, **given: object
+) -> None:
+    """Raise for arguments of FlashAttention's signature that do nothing here.
+
+    Args:
+        has_packing: whether query heads share the reads of their key/value head, always or never.
+        given: what must be None.
+    """
+    if integer("attention_chunk", attention_chunk, 0):
+        given["attention_chunk"] = attention_chunk
+    if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing:
+        given["pack_gqa"] = pack_gqa
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported yet; leave it at its default")
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    causal: bool,
+    window_size: tuple[int, int],
+    modifiers: Structure,
+    write_lse: bool,
+    sm_margin: int,
+    schedule: ScheduleChoice,
+    given_plan: Plan | None,
+) -> PreparedCall:
+    """Validate a call, plan it and load its kernel."""
+    check_operands(q, k, v)
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    _, seqlen_k, heads_kv, _ = k.shape
+    window = tighten(check_window(window_size, causal), seqlen_q, seqlen_k)
+    head_dim_v = v.shape[-1]
+    out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
+    band = Band.of(window)
+    spec = AttentionSpec(
+        DTYPES[q.dtype],
+        head_dim,
+        head_dim_v,
+        heads_q // max(1, heads_kv),
+        Intersection(band, modifiers.mask) if modifiers.mask else band,
+        write_lse,
+        modifiers.scores,
+        modifiers.sinks,
+    )
+    problem = Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
+    gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
+    if given_plan is None:
+        gpu = reserve_sms(gpu, sm_margin)
+    elif schedule is not None:
+        raise ValueError("schedule must be None when plan is given: a plan has a schedule")
+    elif sm_margin:
+        raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
+    else:
+        check_plan(given_plan)
+        check_same_problem(given_plan, problem)
+    if 0 in (batch, seqlen_q, seqlen_k, heads_q):
+        # There is no tile, so no plan either.
+        schedule_name(schedule)
+        return PreparedCall(None, None, (), out_shape, lse_shape)
+    plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
+    if q.device.type == "cpu":
+        return PreparedCall(plan, None, (), out_shape, lse_shape)
+    return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)
+
+
+def check_operands(q: Operand, k: Operand, v: Operand) -> None:
+    """Raise if q, k and v do not describe one attention problem."""
+    check_q(q)
+    check_like_q("k", k, q)
+    check_like_q("v", v, q)
+    check_head_dim("q", q)
+    check_head_dim("v", v)
+    check_shape("k", k, (q.shape[0], *k.shape[1:3], q.shape[3]), "q")
+    check_shape("v", v, (*k.shape[:3], v.shape[3]), "k")
+    check_heads_divide(q, "k", k)
+    check_counts(q.shape[0], q.shape[1], k.shape[1], q.shape[2])
+
+
+def check_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
+    """Raise unless kernels can count queries, keys and tiles in 32 bits; `heads` are q's."""
+    most_keys = LARGEST - SPARE - 2 * seqlen_q
+    if seqlen_k > most_keys:
+        if most_keys < 1:
+            most_queries = (LARGEST - SPARE - 1) // 2
+            raise ValueError(f"q must have at most {most_queries} queries, got {seqlen_q}")
+        raise ValueError(
+            f"k must have at most {most_keys} keys with {seqlen_q} queries, got {seqlen_k}"
+        )
+    if batch * heads * (seqlen_q // FEWEST_ROWS + 1) > MOST_TILES:
+        raise ValueError(
+            f"q must have at most {MOST_TILES} tiles of {FEWEST_ROWS} rows, got batch {batch}, "
+            f"{seqlen_q} queries and {heads} heads"
+        )
+
+
+def check_same_problem(plan: Plan, problem: Problem) -> None:
+    """Raise unless a plan is one of this problem."""
+    made, asked = sizes_and_spec(plan.problem), sizes_and_spec(problem)
+    differing = [name for name in asked if made[name] != asked[name]]
+    if differing:
+        ours, theirs = (
+            ", ".join(f"{name} {values[name]}" for name in differing) for values in (asked, made)
+        )
+        raise ValueError(f"plan was made for {theirs}; the call has {ours}")
+
+
+def sizes_and_spec(problem: Problem) -> dict[str, object]:
+    """All that a problem says, by name."""
+    return {
+        field.name: getattr(owner, field.name)
+        for owner in (problem, problem.spec)
+        for field in fields(owner)
+        if field.name != "spec"
+    }
+
+
+def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
+    """The window with causal folded in: whatever its right bound, no key ahead is seen."""
+    if len(window_size) != 2 or any(n < NO_BOUND for n in window_size):
+        raise ValueError(
+            f"window_size must be two integers (left, right), each -1 or more, got {window_size}"
+        )
+    left, right = window_size
+    return Window(left, 0 if causal else right)
+
+
+def tighten(window: Window, seqlen_q: int, seqlen_k: int) -> Window:
+    """The window without bounds that hide nothing at these lengths."""
+    left, right = window
+    return Window(
+        NO_BOUND if left >= seqlen_k - 1 else left,
+        NO_BOUND if right >= seqlen_q - 1 else right,
+    )
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """What the planner needs to know of a device; raises unless it is a Hopper GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    if (properties.major, properties.minor) != (9, 0):
+        raise ValueError(
+            f"q is on {properties.name} (compute capability {properties.major}."
+            f"{properties.minor}); the kernels need a Hopper GPU (9.0)"
+        )
+    like = H100 if properties.name.startswith(H100.name) else H200
+    return Gpu(properties.name, properties.multi_processor_count, like.l2_bytes)
+
+
+def reserve_sms(gpu: Gpu, sm_margin: int) -> Gpu:
+    """The GPU without the SMs that the caller keeps for other work."""
+    if not 0 <= sm_margin < gpu.num_sms:
+        raise ValueError(f"sm_margin must be from 0 to {gpu.num_sms - 1}, got {sm_margin}")
+    return replace(gpu, num_sms=gpu.num_sms - sm_margin)

@@ -1,0 +1,254 @@
+"""What a tensor of a call is, and the checks that all calls share.
+
+The checks look at descriptions, so that their outcome can be remembered for repeated calls.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from fa3.calls.eager import address_of, lies_nowhere
+from fa3.calls.overlap import Layout, repeats, share
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""What q, k, v and out may have, and the kernels' names for it."""
+
+DIMENSIONS = ("batch", "seqlen", "heads", "head_dim")
+"""Of q, k, v and out."""
+
+ALIGNMENT = 16
+"""Bytes to which TMA wants storage and strides aligned."""
+
+
+class Operand(NamedTuple):
+    """All of a tensor that validation and planning look at; hashable, and cheap to make."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def layout(self) -> Layout:
+        """Where the elements lie, from the first on."""
+        return Layout(self.shape, self.stride, self.dtype.itemsize)
+
+
+def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Operand:
+    """Check what may change from call to call, and describe the rest."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
+        )
+    address = address_of(name, tensor)
+    if address % alignment:
+        raise ValueError(
+            f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
+            f"storage must be {alignment}-byte aligned"
+        )
+    try:
+        found = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except RuntimeError as error:
+        # Nested tensors have an address, but no strides.
+        raise lies_nowhere(name, tensor) from error
+    # By its own constructor it would take longer.
+    return tuple.__new__(Operand, found)
+
+
+def describe_unaligned(name: str, tensor: torch.Tensor | None) -> Operand | None:
+    """Describe a tensor that may begin at any address, if there is one."""
+    return None if tensor is None else describe(name, tensor, 1)
+
+
+# ---------------------------------------------------------------------------------- attention
+
+
+def check_q(q: Operand) -> None:
+    """Raise unless q can be attended from; what other tensors are like follows from it."""
+    check_rank("q", q)
+    check_dtype("q", q, *DTYPES)
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
+    check_head_dim("q", q)
+    check_layout("q", q)
+
+
+def check_like_q(
+    name: str, operand: Operand, q: Operand, dimensions: tuple[str, ...] = DIMENSIONS
+) -> None:
+    """Raise unless a tensor has these dimensions, q's dtype and device, and a layout for TMA."""
+    check_rank(name, operand, dimensions)
+    if operand.dtype != q.dtype:
+        raise TypeError(f"{name} must be {q.dtype} like q, got {operand.dtype}")
+    check_device(name, operand, "q", q)
+    check_layout(name, operand)
+
+
+def check_head_dim(name: str, operand: Operand, largest: int = MAX_HEAD_DIM) -> None:
+    """Raise unless the kernels can take rows of this length."""
+    head_dim = operand.shape[-1]
+    if head_dim % HEAD_DIM_UNIT or not 0 < head_dim <= largest:
+        raise ValueError(
+            f"{name} has head_dim {head_dim}, supported are multiples of {HEAD_DIM_UNIT} "
+            f"up to {largest}"
+        )
+
+
+def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
+    """Raise unless each key/value head has the same number of query heads."""
+    heads_q, heads_kv = q.shape[2], keys.shape[2]
+    if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
+        raise ValueError(
+            f"q must have a multiple of {name}'s heads, got {heads_q} query heads "
+            f"and {heads_kv} key/value heads"
+        )
+
+
+def check_out(
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    q: Operand,
+    names: tuple[str, ...],
+    operands: tuple[Operand | None, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Raise unless a call on q can write its output to a tensor of the caller's.
+
+    Args:
+        names, operands, tensors: what else the call uses; None where none is given.
+    """
+    described = describe("out", out)
+    check_writable("out", out)
+    check_output(described, shape, q)
+    check_of_addresses(("out", *names), (described, *operands), 1)(*addresses((out, *tensors)))
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
+    """Raise unless the output of a call on q can lie like this."""
+    check_like_q("out", out, q)
+    check_shape("out", out, shape, "q and the values")
+    check_no_overlap("out", out)
+
+
+# --------------------------------------------------------------------------------- any tensor
+
+
+def check_rank(name: str, operand: Operand, dimensions: tuple[str, ...] = DIMENSIONS) -> None:
+    """Raise unless a tensor has as many dimensions as are named."""
+    if len(operand.shape) != len(dimensions):
+        raise ValueError(
+            f"{name} must have {len(dimensions)} dimensions ({', '.join(dimensions)}), "
+            f"got shape {tuple(operand.shape)}"
+        )
+
+
+def check_shape(name: str, operand: Operand, shape: tuple[int, ...], other: str) -> None:
+    """Raise unless a tensor has the shape that follows from `other`."""
+    if tuple(operand.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {shape} to go with {other}, got {tuple(operand.shape)}"
+        )
+
+
+def check_dtype(name: str, operand: Operand, *accepted: torch.dtype) -> None:
+    """Raise unless a tensor has one of the accepted dtypes."""
+    if operand.dtype not in accepted:
+        raise TypeError(f"{name} must be {' or '.join(map(str, accepted))}, got {operand.dtype}")
+
+
+def check_device(name: str, operand: Operand, other_name: str, other: Operand) -> None:
+    """Raise unless a tensor is where another one is."""
+    if operand.device != other.device:
+        raise ValueError(
+            f"{name} must be on {other.device} like {other_name}, got {operand.device}"
+        )
+
+
+def check_layout(name: str, operand: Operand) -> None:
+    """Raise unless TMA can walk the tensor where it lies."""
+    check_contiguous(name, operand)
+    unit = ALIGNMENT // operand.dtype.itemsize
+    outer = operand.stride[:-1]
+    for dim, (size, stride) in enumerate(zip(operand.shape, outer, strict=False)):
+        if size > 1 and stride % unit:
+            raise ValueError(
+                f"{name} must have strides that are multiples of {unit} elements "
+                f"({ALIGNMENT} bytes), got stride {stride} in dimension {dim}"
+            )
+
+
+def check_contiguous(name: str, operand: Operand) -> None:
+    """Raise unless the elements of a row lie side by side."""
+    if operand.shape[-1] > 1 and operand.stride[-1] != 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got stride {operand.stride[-1]}"
+        )
+
+
+def check_no_overlap(name: str, operand: Operand) -> None:
+    """Raise if elements of a tensor that is written share their memory."""
+    if repeats(operand.layout):
+        raise ValueError(
+            f"{name} must not overlap itself when it is written, got shape "
+            f"{tuple(operand.shape)} with strides {operand.stride}"
+        )
+
+
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raise if torch lets nobody write a tensor here, which it would say in the midst of a call."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} must not be an inference tensor when it is written outside of "
+            "torch.inference_mode()"
+        )
+
+
+CheckOfAddresses = Callable[..., None]
+"""Takes the addresses of the tensors that are given."""
+
+MOST_REMEMBERED = 128
+"""Addresses that a check remembers: those of a step's layers, which come again step by step."""
+
+
+# Fewer than of other things: each remembers many addresses.
+@functools.lru_cache(maxsize=REMEMBERED // 16)
+def check_of_addresses(
+    names: tuple[str, ...], operands: tuple[Operand | None, ...], num_written: int
+) -> CheckOfAddresses:
+    """The check that what a call writes shares no memory with what else it uses.
+
+    Args:
+        names: of the call's tensors; those that are written come first.
+        operands: what they are like; None where none is given.
+        num_written: how many are written, all of which are given.
+    """
+    given = [pair for pair in zip(names, operands, strict=True) if pair[1] is not None]
+    layouts = [operand.layout for _, operand in given]
+    sizes = [layout.bytes for layout in layouts]
+
+    @functools.lru_cache(maxsize=MOST_REMEMBERED)
+    def check(*begins: int) -> None:
+        for i in range(num_written):
+            for j in range(i + 1, len(begins)):
+                distance = begins[j] - begins[i]
+                # Most do not even come near each other.
+                near = -sizes[j] < distance < sizes[i]
+                if near and share(layouts[i], layouts[j], distance):
+                    written, other = given[i][0], given[j][0]
+                    raise ValueError(
+                        f"{written} must not overlap {other}: it is written in a call that uses "
+                        f"{other}"
+                    )
+
+    return check
+
+
+def addresses(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """Where the tensors begin that are given."""
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]

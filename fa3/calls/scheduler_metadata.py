@@ -1,0 +1,305 @@
+"""How the attention of one decoding step is cut, decided once for all layers of a model.
+
+The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
+the host can add, where it knows the lengths, is that cutting does not pay: whole tiles need no
+workspace and no merge.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from fa3.calls.cache_call import LENGTHS, check_leftpads, is_visible, read
+from fa3.calls.forward import (
+    as_pair,
+    check_window,
+    gpu_of,
+    reject_unsupported,
+    reserve_sms,
+    tighten,
+)
+from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned
+from fa3.calls.options import flag, integer
+from fa3.planning.decode import TILE_N, Sizes
+from fa3.planning.gpu import H200, Gpu
+from fa3.primitives.arithmetic import LARGEST
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
+from fa3.schedules.cached_lengths import LONGEST
+from fa3.schedules.stream_k import Pieces
+from fa3.scores.masks import Band, Sequence
+
+MERGE_BYTES = 100_000
+"""What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerMetadata:
+    """What calls of one shape have in common, and how they are run.
+
+    Fields:
+        dtype: of q and the cache.
+        page_size: tokens of a page; None without pages.
+        window: the keys that a query sees, with causal folded in.
+        num_splits, sm_margin: as asked for; the calls' own are to be these, or left at 0.
+        keeps_tiles_whole: whether cutting tiles was found not to pay.
+    """
+
+    batch: int
+    seqlen_q: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    page_size: int | None
+    window: Window
+    has_softcap: bool
+    num_splits: int
+    sm_margin: int
+    keeps_tiles_whole: bool = False
+
+    def check(self, **of_call) -> None:
+        """Raise ValueError unless a call is what this was made for."""
+        for name, value in of_call.items():
+            expected = getattr(self, name)
+            if value != expected:
+                raise ValueError(
+                    f"scheduler_metadata was made for {name} {expected}, the call has {value}"
+                )
+
+    def options(self, num_splits: int, sm_margin: int, batch_invariant: bool) -> tuple[int, int]:
+        """num_splits and sm_margin of a call, given its own.
+
+        What was found for these lengths does not count where bits must not depend on them.
+        """
+        for name, given in (("num_splits", num_splits), ("sm_margin", sm_margin)):
+            asked = getattr(self, name)
+            if given not in (0, asked):
+                raise ValueError(
+                    f"{name} must be 0 or, as in scheduler_metadata, {asked}, got {given}"
+                )
+        whole = self.keeps_tiles_whole and not batch_invariant
+        return 1 if whole else self.num_splits, self.sm_margin
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: int | torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> SchedulerMetadata:
+    """Decide how calls of `flash_attn_with_kvcache` are run; made once, for all layers.
+
+    A call checks that it is what this was made for. Where num_splits is 0 and cache_seqlens is on
+    the CPU, finds out whether whole tiles keep the SMs as busy as tiles that are cut and merged;
+    then the calls run without workspace and merge. Lengths on a GPU are not read, but with
+    FA3_ASSERTIONS=1, as in the call, to be checked only. When a call comes the lengths may have
+    changed: that can cost time, but does not change what is computed.
+
+    Args:
+        batch_size: sequences.
+        max_seqlen_q: queries of a sequence.
+        max_seqlen_k: longest length that a sequence may have in these calls.
+        num_heads_q, num_heads_kv: heads of q and of the cache.
+        headdim: columns of q and k_cache: a multiple of 8 up to 256.
+        cache_seqlens: int or (batch_size,) int32, as in the call.
+        qkv_dtype: torch.bfloat16 or torch.float16.
+        headdim_v: columns of v_cache, like headdim, which it is if not given.
+        cu_seqlens_k_new: as in the call.
+        cache_leftpad: as in the call.
+        page_size: tokens of a page; None without pages.
+        max_seqlen_k_new: most tokens that a sequence gets.
+        causal, window_size, num_splits, pack_gqa, sm_margin: as in the call.
+        has_softcap: whether the call has a softcap.
+        cu_seqlens_q, attention_chunk: in the signature for compatibility; anything but their
+            default is not supported.
+
+    Returns:
+        What the calls' scheduler_metadata takes.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a wrong value.
+        RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
+        NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
+    """
+    reject_unsupported(attention_chunk, pack_gqa, has_packing=True, cu_seqlens_q=cu_seqlens_q)
+    causal, has_softcap = flag("causal", causal), flag("has_softcap", has_softcap)
+    headdim_v = headdim if headdim_v is None else headdim_v
+    sizes = (
+        ("batch_size", batch_size, 1),
+        ("max_seqlen_q", max_seqlen_q, 1),
+        ("max_seqlen_k", max_seqlen_k, 0),
+        ("num_heads_q", num_heads_q, 1),
+        ("num_heads_kv", num_heads_kv, 1),
+        ("headdim", headdim, 1),
+        ("headdim_v", headdim_v, 1),
+        ("max_seqlen_k_new", max_seqlen_k_new, 0),
+        ("num_splits", num_splits, 0),
+        ("sm_margin", sm_margin, 0),
+    )
+    (
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v,
+        max_seqlen_k_new, num_splits, sm_margin,
+    ) = (integer(name, size, least) for name, size, least in sizes)  # fmt: skip
+    if page_size is not None:
+        page_size = integer("page_size", page_size, 1)
+    for name, size, most in (
+        ("batch_size", batch_size, LARGEST),
+        ("max_seqlen_q", max_seqlen_q, LARGEST),
+        ("num_heads_q", num_heads_q, LARGEST),
+        ("num_heads_kv", num_heads_kv, LARGEST),
+        ("page_size", page_size or 0, LONGEST),
+        ("max_seqlen_k_new", max_seqlen_k_new, LONGEST),
+    ):
+        if size > most:
+            raise ValueError(f"{name} must be at most {most}, got {size}")
+    for name, size in (("headdim", headdim), ("headdim_v", headdim_v)):
+        if size % HEAD_DIM_UNIT or size > MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {size}"
+            )
+    group, rest = divmod(num_heads_q, num_heads_kv)
+    if rest:
+        raise ValueError(f"num_heads_q must be a multiple of {num_heads_kv}, got {num_heads_q}")
+    Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check(
+        "batch_size, max_seqlen_q and the heads"
+    )
+    if not isinstance(qkv_dtype, torch.dtype) or qkv_dtype not in DTYPES:
+        raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {qkv_dtype}")
+    window = check_window(as_pair(window_size), causal)
+    metadata = SchedulerMetadata(
+        batch_size, max_seqlen_q, num_heads_q, num_heads_kv, headdim, headdim_v,
+        qkv_dtype, page_size, window, has_softcap, num_splits, sm_margin,
+    )  # fmt: skip
+    gpu = reserve_sms(gpu_of_calls(cache_seqlens), sm_margin)
+    lengths = host_lengths(
+        batch_size, cache_seqlens, cu_seqlens_k_new, cache_leftpad, max_seqlen_k_new, max_seqlen_k
+    )
+    if lengths is None:
+        return metadata
+    tensors = cache_seqlens, cu_seqlens_k_new, cache_leftpad
+    on_gpu = any(isinstance(tensor, torch.Tensor) and not tensor.is_cpu for tensor in tensors)
+    if num_splits or on_gpu:
+        return metadata
+    return replace(metadata, keeps_tiles_whole=whole_tiles_suffice(metadata, lengths, gpu.num_sms))
+
+
+def gpu_of_calls(cache_seqlens: int | torch.Tensor) -> Gpu:
+    """The GPU of the calls: that of the lengths, else the current one."""
+    if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type == "cuda":
+        return gpu_of(cache_seqlens.device)
+    if torch.cuda.is_available():
+        return gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    return H200
+
+
+def host_lengths(
+    batch: int,
+    cache_seqlens: int | torch.Tensor,
+    cu_seqlens_k_new: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    max_seqlen_k_new: int,
+    max_seqlen_k: int,
+) -> list[int] | None:
+    """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
+    if not isinstance(cache_seqlens, torch.Tensor):
+        length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
+        if not 0 <= length <= LONGEST:
+            raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {length}")
+        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
+    tensors = {
+        "cache_seqlens": (cache_seqlens, (batch,)),
+        "cu_seqlens_k_new": (cu_seqlens_k_new, (batch + 1,)),
+        "cache_leftpad": (cache_leftpad, (batch,)),
+    }
+    for name, (tensor, shape) in tensors.items():
+        operand = describe_unaligned(name, tensor)
+        if operand is not None:
+            check_dtype(name, operand, torch.int32)
+            check_shape(name, operand, shape, "batch_size")
+    if not all(tensor is None or is_visible(tensor) for tensor, _ in tensors.values()):
+        return None
+    lengths, ends, padding = (read(name, tensor) for name, (tensor, _) in tensors.items())
+    new = [max_seqlen_k_new] * batch
+    if ends is not None:
+        if ends[0] != 0:
+            raise ValueError(f"cu_seqlens_k_new must begin with 0, got {ends[0]}")
+        new = [b - a for a, b in itertools.pairwise(ends)]
+    padding = padding or [0] * batch
+    totals = [a + b for a, b in zip(lengths, new, strict=True)]
+    for sequence, (length, count, total) in enumerate(zip(lengths, new, totals, strict=True)):
+        if length < 0:
+            raise ValueError(
+                f"cache_seqlens must be 0 or more, got {length} for sequence {sequence}"
+            )
+        if count < 0:
+            raise ValueError(
+                f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
+            )
+        if 0 < max_seqlen_k_new < count:
+            raise ValueError(
+                f"max_seqlen_k_new must be the most tokens that a sequence gets, {count}, or "
+                f"more, got {max_seqlen_k_new}: sequence {sequence} of cu_seqlens_k_new has them"
+            )
+        if total > LONGEST:
+            raise ValueError(
+                f"cache_seqlens must be at most {LONGEST} with new tokens, got {total} for "
+                f"sequence {sequence}"
+            )
+        if total > max_seqlen_k:
+            raise ValueError(
+                f"max_seqlen_k must be the longest length with new tokens, {total}, or more, got "
+                f"{max_seqlen_k}"
+            )
+    check_leftpads(padding, totals)
+    return [total - pad for total, pad in zip(totals, padding, strict=True)]
+
+
+def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_ctas: int) -> bool:
+    """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
+    group = metadata.heads_q // metadata.heads_kv
+    sizes = Sizes(metadata.batch, metadata.seqlen_q, metadata.heads_kv, group, max(lengths))
+    window = tighten(metadata.window, sizes.seqlen_q, sizes.capacity)
+    most, total = most_of_whole_tiles(sizes, window, lengths, num_ctas)
+    block_bytes = TILE_N * (metadata.head_dim + metadata.head_dim_v) * metadata.dtype.itemsize
+    return most <= -(-total // num_ctas) + MERGE_BYTES / block_bytes
+
+
+def most_of_whole_tiles(
+    sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
+) -> tuple[int, int]:
+    """Key blocks of the CTA that has the most if tiles stay whole, and those of all CTAs."""
+    mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
+    blocks = (
+        mask.key_blocks(0, sizes.seqlen_q, TILE_N, Sequence(sizes.seqlen_q, max(0, n), window))
+        for n in lengths
+    )
+    of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
+    ends = (tiles * of_tile).cumsum()
+    pieces = Pieces(int(ends[-1]), num_ctas)
+    cuts = pieces.begin(np.arange(num_ctas + 1))
+    sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
+    begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]
+    # A piece goes on to where the next tile begins.
+    cuts = begin + -((begin - cuts) // blocks_of_tile) * blocks_of_tile
+    return int(np.diff(cuts).max()), pieces.total

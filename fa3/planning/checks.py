@@ -1,0 +1,79 @@
+"""Whether what a caller gives the planner makes sense: problems, GPUs and configs made by hand.
+
+Sizes must be integers proper: 300.0 equals 300, and would be remembered in its place.
+"""
+
+from fa3.kernels.forward_config import HOLDS_POWERS, Config
+from fa3.planning.gpu import Gpu
+from fa3.problem import (
+    HEAD_DIM_UNIT,
+    MAX_HEAD_DIM,
+    NO_BOUND,
+    AttentionSpec,
+    Problem,
+    Window,
+)
+from fa3.scores.masks import Band, Intersection
+
+
+def check_types(problem: Problem, gpu: Gpu, config: Config | None) -> None:
+    """Raise for what is not what it should be.
+
+    Raises:
+        TypeError: an argument or one of its fields has the wrong type.
+        ValueError: a field has a value that nothing can run.
+    """
+    for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r:.200}")
+    if not isinstance(config, Config | None):
+        raise TypeError(f"config must be a Config or None, got {config!r}")
+    check_type("gpu.name", gpu.name, str)
+    check_size("gpu.num_sms", gpu.num_sms)
+    check_size("gpu.l2_bytes", gpu.l2_bytes)
+    check_problem(problem)
+
+
+def check_problem(problem: Problem) -> None:
+    """Raise unless a problem is one that a call could pose."""
+    for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_kv"):
+        check_size(f"problem.{name}", getattr(problem, name), least=0)
+    spec, window = problem.spec, problem.window
+    check_type("problem.spec", spec, AttentionSpec)
+    check_type("problem.window", window, Window)
+    for name, bound in window._asdict().items():
+        check_type(f"problem.window.{name}", bound, int)
+        if bound < NO_BOUND:
+            raise ValueError(f"problem.window.{name} must be -1 (none) or more, got {bound}")
+    if spec.dtype not in HOLDS_POWERS:
+        raise ValueError(f"problem.spec.dtype must be one of {[*HOLDS_POWERS]}, got {spec.dtype!r}")
+    for name in ("head_dim", "head_dim_v"):
+        size = getattr(spec, name)
+        check_size(f"problem.spec.{name}", size)
+        if size % HEAD_DIM_UNIT or size > MAX_HEAD_DIM:
+            raise ValueError(
+                f"problem.spec.{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, "
+                f"got {size}"
+            )
+    check_size("problem.spec.qhead_per_kvhead", spec.qhead_per_kvhead)
+    check_type("problem.spec.write_lse", spec.write_lse, bool)
+    band = spec.mask.band if isinstance(spec.mask, Intersection) else spec.mask
+    check_type("problem.spec.mask", band, Band)
+    if band != Band.of(window):
+        raise ValueError(
+            f"problem.spec.mask must have the bounds that problem.window has, got {band} and "
+            f"{window}"
+        )
+
+
+def check_type(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless a value is of a type; a bool is no int."""
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r:.200}")
+
+
+def check_size(name: str, value: object, least: int = 1) -> None:
+    """Raise unless a value is an integer from `least` on."""
+    check_type(name, value, int)
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more, got {value}")

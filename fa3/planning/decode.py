@@ -1,0 +1,210 @@
+"""How attention to a cache will run: `plan_decode(...) -> DecodePlan`. Pure Python; needs no GPU.
+
+Two launches: `kernels.decode` reads the cache, cut so that all SMs read equally much;
+`kernels.combine` merges what it left in parts. Where the keys are cut follows from the lengths,
+which the kernels read on the device, so a plan serves all lengths that a cache has room for.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fa3.kernels.combine import GROUPS, Combine
+from fa3.kernels.decode import Config, Decode
+from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.shared_memory import padded
+from fa3.primitives.wgmma import ROWS
+from fa3.primitives.workspace import UNIT, WorkspaceSize
+from fa3.problem import NO_BOUND, AttentionSpec, Window
+from fa3.schedules.stream_k import StreamK, Units, Whole
+
+TILE_N = 64
+"""Keys of a block."""
+
+BYTES_IN_FLIGHT = 128 << 10
+"""Bytes of K and V that a CTA loads ahead. Measured on an H200, 2026-11-21, head_dim 128, 16 x 8k,
+for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; head_dim 64: 76.8,
+64.0, 64.2 and 64.3 us.
+"""
+
+MOST_ROWS = 1 << 30
+"""Query rows of a key/value head of a sequence."""
+
+MOST_TILES = 1 << 27
+"""Tiles of a call: 32 bits must do for all numbers of their records."""
+
+FLOAT_BYTES = 4
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call; `capacity` is how many keys a sequence may have."""
+
+    batch: int
+    seqlen_q: int
+    heads_kv: int
+    qhead_per_kvhead: int
+    capacity: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a key/value head."""
+        return self.seqlen_q * self.qhead_per_kvhead
+
+    @property
+    def num_m_blocks(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.batch * self.heads_kv * self.num_m_blocks
+
+    def check(self, queries: str) -> None:
+        """Raise ValueError if 32 bits do not count the rows, the tiles or the keys of a call.
+
+        Args:
+            queries: the argument that has them.
+        """
+        if self.rows > MOST_ROWS:
+            raise ValueError(
+                f"{queries} must give a key/value head at most {MOST_ROWS} rows, got {self.rows}"
+            )
+        if self.num_tiles > MOST_TILES:
+            raise ValueError(
+                f"{queries} must give at most {MOST_TILES} tiles of {ROWS} rows, got "
+                f"{self.num_tiles}: {self.num_m_blocks} for each of {self.heads_kv} key/value "
+                f"heads of {self.batch} sequences"
+            )
+        # A query's last key, counted from the first, with what a window and a block add to it.
+        most = (LARGEST - self.capacity) // 2 - ROWS
+        if self.seqlen_q > most:
+            raise ValueError(
+                f"{queries} must have at most {most} queries beside a cache of {self.capacity} "
+                f"tokens, got {self.seqlen_q}"
+            )
+
+    def tighten(self, window: Window) -> Window:
+        """The window without bounds that hide nothing at any length."""
+        left, right = window
+        return Window(
+            NO_BOUND if left >= self.capacity - 1 else left,
+            NO_BOUND if right >= self.seqlen_q - 1 else right,
+        )
+
+    def most_blocks(self, window: Window) -> int:
+        """Key blocks of a tile, at most."""
+        keys = self.capacity
+        if window.left != NO_BOUND:
+            # The queries' own blocks, and those before that they see; both ends may share a block.
+            keys = min(keys, window.left + self.seqlen_q + TILE_N)
+        return max(1, -(-keys // TILE_N))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How calls of one shape run, whatever their lengths are.
+
+    Fields:
+        spec, cache: what the kernels are compiled for, beside their tiling.
+        window: without bounds that hide nothing.
+        cut: where tiles may be cut.
+        num_ctas: CTAs of the decode kernel, one for each SM that it may use.
+    """
+
+    spec: AttentionSpec
+    cache: CacheLayout
+    sizes: Sizes
+    window: Window
+    cut: StreamK | Units | Whole
+    num_ctas: int
+
+    def kernel(self) -> Decode:
+        """The kernel that attends."""
+        is_long = self.sizes.num_tiles * self.sizes.most_blocks(self.window) > LARGEST
+        return Decode(self.spec, config_of(self.spec), self.cache, type(self.cut), is_long)
+
+    @property
+    def kernel_arguments(self) -> tuple[int, ...]:
+        """The integers that it takes after the softmax scale."""
+        cut, units = self.cut, (1, 1, 1)
+        if isinstance(cut, Units):
+            units = cut.num_splits, cut.unit_blocks, cut.max_parts
+        return (*self.window, *units, self.num_ctas)
+
+    def combine(self) -> Combine | None:
+        """The kernel that merges parts; None if there are none."""
+        if not self.cut.has_parts:
+            return None
+        spec = self.spec
+        return Combine(
+            spec.dtype, spec.head_dim_v, spec.qhead_per_kvhead, spec.write_lse, spec.sinks
+        )
+
+    @property
+    def workspace(self) -> WorkspaceSize:
+        """What the parts take."""
+        return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
+
+    @property
+    def combine_arguments(self) -> tuple[int, ...]:
+        """The integers that `combine` takes after the workspace."""
+        size = self.workspace
+        # CTAs that share a tile's rows: enough that there is one for each SM.
+        sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
+        return (*size, sets)
+
+
+def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:
+    """Raise ValueError if a GPU with so many bytes of memory has no room for a call's parts.
+
+    Only `Units` has slots for as many parts as the cache has room for.
+    """
+    num_bytes = size.numbers(head_dim_v) * FLOAT_BYTES
+    if num_bytes > memory or size.num_slots * size.rows > LARGEST - UNIT:
+        raise ValueError(
+            f"num_splits or batch_invariant takes {num_bytes / 2**30:.1f} GB of workspace, for "
+            f"{size.num_slots} parts of sequences of up to {capacity} tokens: give a cache or a "
+            "page_table that has room for fewer"
+        )
+
+
+def config_of(spec: AttentionSpec) -> Config:
+    """Blocks of 64 keys, as many as are of use."""
+    block = 2 * TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
+    return Config(TILE_N, max(2, -(-BYTES_IN_FLIGHT // block)), q_stages=2)
+
+
+def choose_cut(
+    sizes: Sizes, window: Window, num_ctas: int, num_splits: int = 0, batch_invariant: bool = False
+) -> StreamK | Units | Whole:
+    """What may be cut.
+
+    Args:
+        num_splits: 0 cuts keys so that all SMs read equally much; 1 never cuts; n cuts the keys of
+            every sequence into n parts.
+        batch_invariant: make the bits of a sequence's result independent of the others.
+    """
+    blocks = sizes.most_blocks(window)
+    if num_splits:
+        # Follows from a sequence's own length, so it is invariant, too.
+        num_splits = min(num_splits, blocks)
+        return units_of(sizes, num_splits, 1, num_splits)
+    if batch_invariant:
+        unit = keys_of_unit(sizes.rows) // TILE_N
+        return units_of(sizes, blocks, unit, -(-blocks // unit))
+    return StreamK(num_ctas, sizes.num_tiles)
+
+
+def keys_of_unit(rows: int) -> int:
+    """Keys of a unit where bits must not depend on other sequences, by a head's query rows.
+
+    A unit leaves its rows in float32, which costs the more the fewer keys it has: 32 rows on
+    16 x 8k keys took 157 us with 512, 127 us with 2048. But short sequences need many units to
+    keep the SMs busy: 16 rows on 1 x 8k took 10.7 us with 512, 14.8 us with 1024.
+    """
+    return 512 if rows <= 16 else 2048
+
+
+def units_of(sizes: Sizes, num_splits: int, unit_blocks: int, max_parts: int) -> Units | Whole:
+    if max_parts == 1:
+        return Whole()
+    return Units(num_splits, unit_blocks, max_parts, sizes.num_tiles)

@@ -1,0 +1,232 @@
+"""A plan in words: what it does, how long it should take, what bounds it, what else there was."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fa3.kernels.forward_config import Config
+from fa3.planning.costs import Costs, least_gain
+from fa3.planning.gpu import Gpu
+from fa3.planning.prediction import Prediction
+from fa3.planning.timeline import Timeline
+from fa3.primitives.shared_memory import CAPACITY
+from fa3.problem import NO_BOUND, Problem, Window
+from fa3.schedules import Schedule, SingleTile
+
+
+class Candidate(NamedTuple):
+    """A way to run a problem.
+
+    Fields:
+        schedule: a name of `fa3.schedules.SCHEDULES`.
+        measured: whether its tile and its schedule were measured; otherwise the prediction is a
+            guess, and the planner does not take it of its own accord.
+    """
+
+    config: Config
+    schedule: str
+    prediction: Prediction
+    measured: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.schedule} {describe_config(self.config)}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything there is to say about a plan. `print` it.
+
+    Fields:
+        is_arranged: whether the tiles are in an order of the caller's.
+        chosen: the plan itself.
+        candidates: what the planner compares for this problem, best first.
+    """
+
+    problem: Problem
+    gpu: Gpu
+    schedule: Schedule
+    is_arranged: bool
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    timeline: Timeline
+    costs: Costs
+
+    def __str__(self) -> str:
+        sentences = {
+            "Problem": f"{describe_problem(self.problem)}: {self.problem.flops / 1e9:,.1f} GFLOP "
+            f"on at least {self.problem.bytes / 1e6:,.1f} MB.",
+            "CTA": self.cta,
+            "Memory": self.memory,
+            "Grid": self.grid,
+            "Order": self.order,
+            "Work": self.work,
+            "Softmax": self.softmax,
+            "Balance": self.balance,
+            "Time": self.time,
+            "Bound": self.bound,
+            "Choice": self.choice,
+        }
+        return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
+
+    def trace(self, recorded: Timeline | None = None) -> dict:
+        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open.
+
+        Args:
+            recorded: what the GPU did (`fa3.record_timeline`), to stand beside it.
+        """
+        lanes = "SM" if self.config.cluster == 1 else "cluster"
+        return self.timeline.trace_events(describe_problem(self.problem), lanes, recorded)
+
+    @property
+    def config(self) -> Config:
+        return self.chosen.config
+
+    @property
+    def lane(self) -> str:
+        """What holds one cluster."""
+        return "SM" if self.config.cluster == 1 else f"cluster of {self.config.cluster} SMs"
+
+    @property
+    def cta(self) -> str:
+        config = self.config
+        return (
+            f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
+            f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups."
+        )
+
+    @property
+    def memory(self) -> str:
+        config = self.config
+        o_buffer = "O in a buffer of its own" if config.own_o else "O staged where Q was"
+        return (
+            f"{counted(config.q_stages, 'stage')} of Q, {config.kv_stages} of K and of V, "
+            f"{o_buffer}: {config.smem_bytes(self.problem.spec):,} of {CAPACITY:,} bytes."
+        )
+
+    @property
+    def grid(self) -> str:
+        cluster = self.config.cluster
+        kind = "CTA" if isinstance(self.schedule, SingleTile) else "persistent CTA"
+        clusters = "" if cluster == 1 else f" in clusters of {cluster}"
+        tiles = counted(self.schedule.order.num_tiles * cluster, "tile")
+        return (
+            f"{counted(self.schedule.num_clusters * cluster, kind)}{clusters} on "
+            f"{self.gpu.num_sms} SMs, for {tiles}: {self.chosen.prediction.waves:,.2f} waves."
+        )
+
+    @property
+    def order(self) -> str:
+        order = self.schedule.order
+        heads = self.problem.num_heads_q * self.problem.batch
+        sections = -(-order.num_heads * order.batch // order.heads_per_section)
+        together = counted(heads, "head") + " together"
+        if sections > 1:
+            together = f"{heads:,} heads in {sections} sections that share L2"
+        first = "in the caller's order" if self.is_arranged else "last query rows first"
+        return f"{type(self.schedule).__name__}; {together}, {first}."
+
+    @property
+    def work(self) -> str:
+        """What the CTAs of a cluster do together counts for each of them."""
+        timeline, cluster = self.timeline, self.config.cluster
+        blocks, full = timeline.blocks * cluster, timeline.full_blocks * cluster
+        return f"{counted(blocks, 'key block')}, {full:,} of them unmasked."
+
+    @property
+    def softmax(self) -> str:
+        if not self.config.fixed_reference:
+            return ""
+        return "Reference does not follow the maximum; a second launch repeats rows it fails for."
+
+    @property
+    def balance(self) -> str:
+        timeline = self.timeline
+        return (
+            f"{microseconds(min(timeline.busy, default=0.0))} to "
+            f"{microseconds(max(timeline.busy, default=0.0))} us of work for "
+            f"{'an' if self.lane == 'SM' else 'a'} {self.lane}, mean "
+            f"{microseconds(timeline.mean)}: {timeline.balance:.1%}."
+        )
+
+    @property
+    def time(self) -> str:
+        prediction = self.chosen.prediction
+        rate = self.problem.flops / prediction.us / 1e6
+        where = "" if self.costs.measured else f" Not measured on a {self.gpu.name}."
+        tile = "" if self.chosen.measured else " Its tile or schedule was not measured."
+        return (
+            f"{microseconds(prediction.us)} us predicted under steady load, {rate:,.0f} TFLOP/s; "
+            f"{microseconds(prediction.burst_us)} us in a burst.{where}{tile}"
+        )
+
+    @property
+    def bound(self) -> str:
+        prediction = self.chosen.prediction
+        return (
+            f"By {prediction.bound}: compute {microseconds(prediction.compute_us)} us with SMs "
+            f"busy for {prediction.busy:.1%} of it, device memory "
+            f"{microseconds(prediction.memory_us)} us, launch {prediction.launch_us:.1f} us."
+        )
+
+    @property
+    def choice(self) -> str:
+        """The candidates with their predicted times."""
+        us = self.chosen.prediction.us
+        others = [candidate for candidate in self.candidates if candidate.name != self.chosen.name]
+        lines = [f"{self.chosen.name}: {microseconds(us)} us."]
+        for other in others:
+            difference = other.prediction.us / us - 1 if us else 0.0
+            remark = "" if other.measured else ", not measured"
+            if 0 < us - other.prediction.us <= least_gain(us):
+                remark += ", less than the model can tell"
+            lines.append(
+                f"{other.name}: {microseconds(other.prediction.us)} us, {difference:+.1%}{remark}."
+            )
+        return ("\n" + " " * 9).join(lines)
+
+
+def microseconds(us: float) -> str:
+    """A time in three digits or whole microseconds."""
+    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 tile", "1,024 tiles"."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def describe_config(config: Config) -> str:
+    """A tiling in a few characters: "128x128", "128x80 in pairs of rows, fixed reference"."""
+    text = f"{config.tile_m}x{config.tile_n}"
+    if config.cluster > 1:
+        text += " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"
+    return f"{text}, fixed reference" if config.fixed_reference else text
+
+
+def describe_problem(problem: Problem) -> str:
+    """A problem in one line."""
+    spec = problem.spec
+    heads = counted(problem.num_heads_q, "head")
+    if spec.qhead_per_kvhead > 1:
+        heads = f"{problem.num_heads_q} query heads on {problem.num_heads_kv} key/value heads"
+    head_dim = f"head_dim {spec.head_dim}"
+    if spec.head_dim_v != spec.head_dim:
+        head_dim += f" and {spec.head_dim_v}"
+    kinds = [template.kind.__name__ for template in (*spec.scores, *spec.mask.templates)]
+    if spec.sinks is not None:
+        kinds.append("sinks")
+    modifiers = "".join(f", {kind}" for kind in kinds)
+    return (
+        f"{problem.batch} x {problem.seqlen_q:,} queries on {problem.seqlen_k:,} keys, {heads}, "
+        f"{head_dim}, {spec.dtype}, {describe_window(problem.window)}{modifiers}"
+    )
+
+
+def describe_window(window: Window) -> str:
+    """A window in a few words."""
+    if window == (NO_BOUND, NO_BOUND):
+        return "no mask"
+    if window == (NO_BOUND, 0):
+        return "causal"
+    left, right = ("all" if bound == NO_BOUND else f"{bound:,}" for bound in window)
+    return f"window of {left} keys to the left and {right} to the right"

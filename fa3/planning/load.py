@@ -1,0 +1,257 @@
+"""The work of a plan's clusters: units of work, their key blocks, and when the last one is done."""
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from fa3.planning.costs import TileCosts
+from fa3.planning.tiled import Tiled
+from fa3.schedules import SplitTiles, TileOrder
+from fa3.schedules.split import SHORTEST, UNIT_FIELDS, WHOLE
+from fa3.schedules.tile_list import END, LATE, dealt_back_and_forth
+from fa3.scores import masks
+
+EXACT_ROUNDS = 1
+"""Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
+
+CUT_ROUNDS = 1.5
+"""Rounds of tiles, of many, that end up in parts: all but the last one or two are dealt whole."""
+
+
+class Units(NamedTuple):
+    """Units of work in the order in which clusters take them; arrays of one length.
+
+    Fields:
+        full, masked: key blocks without and with the mask applied.
+        partial: whether the unit is a part of its tile's key range; None if none is.
+        owner: the cluster that works on the unit, if the schedule fixes it beforehand; None if
+            each unit goes to the cluster that is free first.
+    """
+
+    full: np.ndarray
+    masked: np.ndarray
+    partial: np.ndarray | None = None
+    owner: np.ndarray | None = None
+
+    @property
+    def num_partial(self) -> int:
+        return 0 if self.partial is None else int(self.partial.sum())
+
+
+def units_of_blocks(blocks: masks.KeyBlocks) -> Units:
+    """Units of work that take these blocks."""
+    full = blocks.full_end - blocks.full_begin
+    return Units(full, blocks.end - blocks.begin - full)
+
+
+def units_of_tiles(tiled: Tiled) -> Units:
+    """Whole tiles, in order, as units of work."""
+    return units_of_blocks(tiled.blocks_of_tiles())
+
+
+def units_of_parts(tiled: Tiled, schedule: SplitTiles) -> Units:
+    """The whole tiles and parts of tiles that a schedule's clusters work on."""
+    entries = schedule.table.reshape(-1, UNIT_FIELDS)
+    places = np.flatnonzero(entries[:, 0] != END)
+    tile, first, end, part = entries[places].astype(np.int64).T
+    blocks = masks.KeyBlocks(*(array[tile] for array in tiled.blocks_of_tiles()))
+    return units_of_blocks(blocks.between(first, end))._replace(
+        partial=part != WHOLE, owner=places % schedule.num_clusters
+    )
+
+
+def durations(units: Units, tile: TileCosts) -> np.ndarray:
+    """Microseconds of every unit at the clock of a burst, without what its schedule adds."""
+    times = tile.us(units.full, units.masked)
+    return times if units.partial is None else times + units.partial * tile.part_us
+
+
+def back_and_forth(count: int, lanes: int) -> np.ndarray:
+    """The lane of every unit when they are dealt in rounds of changing direction."""
+    turn, place = np.divmod(np.arange(count), lanes)
+    return np.where(turn % 2, lanes - 1 - place, place)
+
+
+def makespan(times: np.ndarray, lanes: int) -> float:
+    """When the last lane is done, if each takes the next unit as soon as it is free.
+
+    All but the last rounds count by their mean: the hand-out levels them.
+    """
+    head = rounds_before(len(times), lanes) * lanes
+    return end_of_hand_out(times[head:], lanes, float(times[:head].sum()) / lanes)
+
+
+def rounds_before(count: int, lanes: int) -> int:
+    """Rounds of units whose hand-out is not followed."""
+    return max(0, count // lanes - EXACT_ROUNDS)
+
+
+def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
+    """When the last lane is done, if from `level` on each takes the next unit once it is free."""
+    units = times.tolist()
+    free_at = [level + us for us in units[:lanes]]
+    heapq.heapify(free_at)
+    replace_first = heapq.heapreplace
+    for us in units[lanes:]:
+        replace_first(free_at, free_at[0] + us)
+    return max(free_at, default=level)
+
+
+class Work(NamedTuple):
+    """How long units of work take, in microseconds, without what their schedule adds to each.
+
+    Fields:
+        last: when the last cluster is done.
+        total: of all units together, and `of_blocks` of their key blocks alone.
+        longest: the longest unit.
+        count: units.
+        rounds: units of the cluster that has the most.
+        blocks: key blocks, and `blocks_of_parts` those of units that are parts of tiles.
+        num_parts: units that are.
+    """
+
+    last: float
+    total: float
+    of_blocks: float
+    longest: float
+    count: int
+    rounds: int
+    blocks: float
+    blocks_of_parts: float = 0.0
+    num_parts: int = 0
+
+    @classmethod
+    def of(cls, units: Units, tile: TileCosts, lanes: int) -> "Work":
+        """The work of units as they are, on so many clusters at a time."""
+        times = durations(units, tile)
+        if units.owner is None:
+            last, rounds = makespan(times, lanes), -(-len(times) // lanes)
+        else:
+            last = float(np.bincount(units.owner, times).max(initial=0.0))
+            rounds = int(np.bincount(units.owner).max(initial=0))
+        total, num_parts = float(times.sum()), units.num_partial
+        blocks = units.full + units.masked
+        return cls(
+            last,
+            total,
+            of_blocks=max(0.0, total - num_parts * tile.part_us - len(times) * tile.tile_us),
+            longest=float(times.max(initial=0.0)),
+            count=len(times),
+            rounds=rounds,
+            blocks=float(blocks.sum()),
+            blocks_of_parts=float(blocks[units.partial > 0].sum()) if num_parts else 0.0,
+            num_parts=num_parts,
+        )
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """The tiles of an order, known by their rows: tiles of the same rows take equally long.
+
+    Gives the `Work` of whole tiles, and an estimate of that of parts, without a look at each.
+
+    Fields:
+        lanes: clusters at a time.
+        times: microseconds of a tile, by its m_block.
+        blocks: key blocks of all tiles, and `of_blocks` the microseconds that these take.
+    """
+
+    order: TileOrder
+    lanes: int
+    tile: TileCosts
+    times: np.ndarray
+    blocks: float
+    of_blocks: float
+
+    @classmethod
+    def of(cls, tiled: Tiled) -> "RowWork":
+        order, tile = tiled.order, tiled.costs
+        rows = units_of_blocks(tiled.blocks_of_rows)
+        times, heads = tile.us(rows.full, rows.masked), order.num_heads * order.batch
+        of_blocks = float(times.sum()) - len(times) * tile.tile_us
+        blocks = float(rows.full.sum() + rows.masked.sum())
+        return cls(order, tiled.lanes, tile, times, blocks * heads, of_blocks * heads)
+
+    @property
+    def total(self) -> float:
+        return self.of_blocks + self.order.num_tiles * self.tile.tile_us
+
+    def whole(self, last: float) -> Work:
+        """The work of whole tiles, of which the last is done at `last`."""
+        count, longest = self.order.num_tiles, float(self.times.max(initial=0.0))
+        rounds = -(-count // self.lanes)
+        return Work(last, self.total, self.of_blocks, longest, count, rounds, self.blocks)
+
+    @cached_property
+    def in_equal_rounds(self) -> float | None:
+        """When the last tile is done if all take equally long, or each cluster has at most one;
+        None if neither holds."""
+        times, rounds = self.times, -(-self.order.num_tiles // self.lanes)
+        longest = float(times.max(initial=0.0))
+        return longest * rounds if rounds <= 1 or times.min() == longest else None
+
+    @cached_property
+    def handed_out(self) -> Work:
+        """If each tile goes to the cluster that is free first."""
+        last = self.in_equal_rounds
+        return self.whole(self.end_of_last_rounds(self.last_rounds) if last is None else last)
+
+    @property
+    def balanced(self) -> Work:
+        """About that of a `TileList`: where a hand-out ends late, the longest of the last tiles
+        come first."""
+        work = self.handed_out
+        if self.in_equal_rounds is not None or work.last <= LATE * self.total / self.lanes:
+            return work
+        longest_first = np.sort(self.last_rounds)[::-1]
+        return self.whole(min(work.last, self.end_of_last_rounds(longest_first)))
+
+    @cached_property
+    def last_rounds(self) -> np.ndarray:
+        """Times of the tiles whose hand-out is followed."""
+        count = self.order.num_tiles
+        followed = count - rounds_before(count, self.lanes) * self.lanes
+        return self.times[self.order.m_blocks(followed)]
+
+    def end_of_last_rounds(self, times: np.ndarray) -> float:
+        """When the last of these tiles is done; those before them count by their mean."""
+        level = (self.total - float(times.sum())) / self.lanes
+        return end_of_hand_out(times, self.lanes, level)
+
+    @property
+    def dealt_back_and_forth(self) -> Work:
+        """If they are dealt in rounds of changing direction."""
+        last = self.in_equal_rounds
+        if last is None:
+            count, lanes = self.order.num_tiles, self.lanes
+            times = np.zeros(-(-count // lanes) * lanes)
+            times[:count] = self.times[self.order.m_blocks()]
+            last = float(dealt_back_and_forth(times.reshape(-1, lanes)).max())
+        return self.whole(last)
+
+    @property
+    def cut_evenly(self) -> Work:
+        """About that of `SplitTiles`, at best: a stretch for each cluster, all of one length.
+
+        A stretch is whole tiles and then one part. It counts its tiles' prologues as key blocks.
+        """
+        tile, tiles = self.tile, self.order.num_tiles
+        stretches = max(1, min(self.lanes, int(self.blocks) // SHORTEST))
+        of_blocks = self.of_blocks + max(0, tiles - stretches) * tile.tile_us
+        share_of_parts = min(1.0, CUT_ROUNDS * stretches / max(1, tiles))
+        part = tile.tile_us + of_blocks / stretches * share_of_parts + tile.part_us
+        whole = tile.tile_us + of_blocks / stretches * (1 - share_of_parts)
+        return Work(
+            last=whole + part,
+            total=stretches * (whole + part),
+            of_blocks=of_blocks,
+            longest=max(whole, part),
+            count=2 * stretches,
+            rounds=2,
+            blocks=self.blocks,
+            blocks_of_parts=self.blocks * share_of_parts,
+            num_parts=stretches,
+        )

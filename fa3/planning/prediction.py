@@ -1,0 +1,139 @@
+"""The cost model: a plan's time, from the work of its clusters and the bytes it moves.
+
+    T = (compute^2.5 + memory^2.5)^(1/2.5) + launch
+
+    compute   when the last cluster is done. A unit of work takes tile_us, and full_us or masked_us
+              for each of its key blocks; clusters take units as their schedule says.
+    memory    bytes through device memory over its bandwidth. The K and V of a section of heads
+              are read once if they fit into L2, else once for every wave of clusters; those of
+              parts of tiles by each part, if L2 does not hold the keys of all heads.
+    launch    what a launch takes when kernels follow each other, and what the schedule adds.
+
+Times hold at the clock of short bursts. Under steady load the power cap lowers the clock. Power
+follows the 2.5th power of the clock, the share of the time in which SMs work on key blocks, and
+what goes through device memory; with every SM at blocks all the time and nothing through memory,
+compute takes `steady` times as long.
+"""
+
+from typing import NamedTuple
+
+from fa3.kernels.forward_config import Config
+from fa3.planning.costs import AGAIN, Costs
+from fa3.planning.load import Work
+from fa3.planning.tiled import Tiled
+
+EXPONENT = 2.5
+"""How sharply the larger of compute and memory wins."""
+
+POWER_EXPONENT = 2.5
+"""Power at full load over the clock. Assumed; only measured with all SMs busy."""
+
+APART = 0.6
+"""Share of the keys of parts that are read from device memory, where L2 does not hold them all:
+clusters that share keys do not walk them together. From 128 queries on 32k keys, 32/8 heads, alone
+and in pairs of heads: 117 and 103.5 us, of which compute takes 101."""
+
+
+def bytes_moved(tiled: Tiled, work: Work) -> float:
+    """Bytes through device memory."""
+    problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
+    spec = problem.spec
+    kv_heads = max(1, order.heads_per_section * config.cluster_h // spec.qhead_per_kvhead)
+    bytes_of_key = 2 * (spec.head_dim + spec.head_dim_v)
+    section = problem.seqlen_k * bytes_of_key * kv_heads
+    waves = order.num_m_blocks * order.heads_per_section * config.cluster / gpu.num_sms
+    spilled = max(0, section - gpu.l2_bytes)
+    sections = order.num_heads * order.batch / order.heads_per_section
+    again = sections * max(0.0, waves - 1) * spilled
+    all_keys = problem.batch * problem.num_heads_kv * problem.seqlen_k
+    if work.num_parts and all_keys * bytes_of_key > gpu.l2_bytes:
+        apart = APART * work.blocks_of_parts * config.tile_n
+        together = all_keys * work.blocks_of_parts / work.blocks
+        again += max(0.0, apart - together) * bytes_of_key
+    rows = config.tile_m * config.cluster
+    # Partial outputs and their log-sum-exp, written and read again.
+    partials = work.num_parts * rows * (spec.head_dim_v + 1) * 4 * 2
+    return problem.bytes + again + partials
+
+
+def unit_name(schedule: str, config: Config) -> str:
+    """Where `Costs.unit_us` has what a schedule adds to each unit: in clusters it differs."""
+    return schedule if config.cluster == 1 else f"{schedule} in pairs"
+
+
+class Prediction(NamedTuple):
+    """A plan's time and what it is made of.
+
+    Fields:
+        us: microseconds of a call under steady load.
+        burst_us: of a call at full clock.
+        compute_us: when the last cluster is done; under steady load.
+        memory_us: device memory alone.
+        launch_us: a launch among others, with what the schedule adds to a call.
+        longest_us: the longest unit of work; under steady load.
+        waves: units of work for each cluster that the GPU holds.
+        busy: share of the SMs' time until the last cluster is done in which they work.
+    """
+
+    us: float
+    burst_us: float
+    compute_us: float
+    memory_us: float
+    launch_us: float
+    longest_us: float
+    waves: float
+    busy: float
+
+    @property
+    def mean_us(self) -> float:
+        """The geometric mean of a call under steady load and at full clock: no planner can know
+        which of them it meets."""
+        return (self.us * self.burst_us) ** 0.5
+
+    @property
+    def bound(self) -> str:
+        """What sets the time, in a few words."""
+        if self.memory_us > self.compute_us:
+            return "device memory"
+        if self.busy > 0.9:
+            return "work on busy SMs"
+        if self.longest_us > 0.9 * self.compute_us:
+            return "its longest unit of work" if self.waves > 0.5 else "too few units of work"
+        return "an uneven last wave"
+
+
+def predict(costs: Costs, tiled: Tiled, schedule: str, work: Work) -> Prediction:
+    """Predict the time of a plan.
+
+    Args:
+        tiled: the problem in the plan's tiles; what these cost is looked up in `costs`.
+        schedule: the name of its schedule in `fa3.schedules.SCHEDULES`.
+        work: that of its clusters.
+    """
+    tile, config, lanes = costs.tile(tiled.key), tiled.config, tiled.lanes
+    unit_us = costs.unit_us.get(unit_name(schedule, config), 0.0)
+    burst = work.last + work.rounds * unit_us
+    of_all = config.cluster / (tiled.gpu.num_sms * burst) if burst else 0.0
+    memory_us = bytes_moved(tiled, work) / costs.bytes_per_us
+    at_work = work.of_blocks * of_all
+    if burst:
+        at_work += costs.memory_power * min(1.0, memory_us / burst)
+    slowdown = max(1.0, tile.steady * at_work ** (1 / POWER_EXPONENT))
+    launch_us = costs.launch_us + costs.call_us.get(schedule, 0.0)
+    if config.fixed_reference:
+        launch_us += costs.call_us.get(AGAIN, 0.0)
+    return Prediction(
+        joined(burst * slowdown, memory_us) + launch_us,
+        joined(burst, memory_us) + launch_us,
+        burst * slowdown,
+        memory_us,
+        launch_us,
+        (work.longest + unit_us) * slowdown if work.count else 0.0,
+        work.count / lanes,
+        (work.total + work.count * unit_us) * of_all,
+    )
+
+
+def joined(compute_us: float, memory_us: float) -> float:
+    """The time of compute and memory side by side."""
+    return (compute_us**EXPONENT + memory_us**EXPONENT) ** (1 / EXPONENT)

@@ -1,0 +1,84 @@
+"""A problem cut into tiles: what every way to run it with one config has in common."""
+
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fa3.kernels.forward_config import Config
+from fa3.planning.costs import TileCosts, TileKey, costs_of
+from fa3.planning.gpu import Gpu
+from fa3.problem import Problem
+from fa3.schedules import TileOrder
+from fa3.scores import masks
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A problem in the tiles of a config, on a GPU."""
+
+    problem: Problem
+    gpu: Gpu
+    config: Config
+
+    @cached_property
+    def order(self) -> TileOrder:
+        """The numbers of the tiles."""
+        problem, config = self.problem, self.config
+        return TileOrder(
+            -(-problem.seqlen_q // self.rows),
+            problem.num_heads_q // config.cluster_h,
+            problem.batch,
+            max(1, self.heads_per_section // config.cluster_h),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a cluster's tile."""
+        return self.config.tile_m * self.config.cluster_m
+
+    @property
+    def heads_per_section(self) -> int:
+        """How many consecutive query heads share an L2-sized section of K and V."""
+        problem, spec = self.problem, self.problem.spec
+        kv_bytes = 2 * problem.seqlen_k * (spec.head_dim + spec.head_dim_v)
+        kv_heads = max(1, self.gpu.l2_bytes // max(1, kv_bytes))
+        heads = problem.batch * problem.num_heads_q
+        return max(1, min(kv_heads * spec.qhead_per_kvhead, heads))
+
+    @property
+    def lanes(self) -> int:
+        """Clusters that the GPU holds at a time."""
+        return max(1, self.gpu.num_sms // self.config.cluster)
+
+    @cached_property
+    def key(self) -> TileKey:
+        """What the tiles' times depend on."""
+        return TileKey.of(self.problem.spec, self.config)
+
+    @property
+    def costs(self) -> TileCosts:
+        """What the tiles cost."""
+        return costs_of(self.gpu.name).tile(self.key)
+
+    @property
+    def blocks_of_rows(self) -> masks.KeyBlocks:
+        """The key blocks of the tiles of every m_block, in arrays."""
+        return blocks_of_rows(self.problem, self.rows, self.config.tile_n)
+
+    def blocks_of_tiles(self) -> masks.KeyBlocks:
+        """The key blocks of every tile, by its number, in arrays."""
+        m_blocks = self.order.m_blocks()
+        return masks.KeyBlocks(*(array[m_blocks] for array in self.blocks_of_rows))
+
+
+# Remembered from one config to the next: CTAs alone and in pairs of heads have the same rows.
+@functools.lru_cache(maxsize=8)
+def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.KeyBlocks:
+    """The key blocks of every `rows` query rows, from the first on, in arrays."""
+    sequence = masks.Sequence.of(problem)
+    first_rows = np.arange(0, problem.seqlen_q, rows)
+    blocks = problem.spec.mask.key_blocks(first_rows, rows, tile_n, sequence)
+    # Without a mask all rows have the same blocks, as numbers.
+    return masks.KeyBlocks(*(np.broadcast_to(numbers, first_rows.shape) for numbers in blocks))

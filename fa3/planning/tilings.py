@@ -1,0 +1,152 @@
+"""The tilings of the forward kernel: which ones there are, and which may run a problem."""
+
+import math
+import os
+from dataclasses import replace
+from typing import NamedTuple
+
+from fa3.kernels.forward_config import BOUNDED, HOLDS_POWERS, Config
+from fa3.planning.costs import has_mask
+from fa3.planning.gpu import Gpu
+from fa3.planning.tiled import Tiled
+from fa3.primitives.shared_memory import padded
+from fa3.primitives.softmax import SLACK
+from fa3.problem import AttentionSpec, Problem
+from fa3.scores.scores import Alibi, Softcap
+
+
+class Tiling(NamedTuple):
+    """A row of the config table: for heads of up to these sizes, with or without a mask, or for
+    scores or masks of the user's, which need registers.
+
+    Was the best that was measured up to `max_seqlen_q` queries.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    masked: bool
+    max_seqlen_q: float
+    config: Config
+    functions: bool = False
+
+    def fits(self, problem: Problem) -> bool:
+        spec = problem.spec
+        return (
+            spec.head_dim <= self.head_dim
+            and spec.head_dim_v <= self.head_dim_v
+            and spec.has_user_functions == self.functions
+            # With 160 registers a thread there is room for one score beside the fragments.
+            and (len(spec.scores) < 2 or self.config.consumers < 3)
+            and (self.functions or has_mask(spec) == self.masked)
+            and (self.config.own_o or padded(spec.head_dim) == padded(spec.head_dim_v))
+        )
+
+
+TILINGS = (
+    Tiling(64, 64, False, math.inf, Config(192, 128, q_stages=2)),
+    Tiling(64, 64, True, 512, Config(128, 128, q_stages=2, kv_stages=3)),
+    Tiling(64, 64, True, math.inf, Config(192, 128, q_stages=2)),
+    Tiling(96, 96, False, 1024, Config(128, 128, q_stages=2, cluster_m=2)),
+    Tiling(96, 96, False, math.inf, Config(192, 112, q_stages=2)),
+    Tiling(96, 96, True, 1024, Config(128, 128, q_stages=2)),
+    Tiling(96, 96, True, math.inf, Config(192, 112)),
+    Tiling(128, 128, False, math.inf, Config(128, 128, q_stages=2, cluster_m=2)),
+    Tiling(128, 128, True, math.inf, Config(128, 128, q_stages=2)),
+    Tiling(192, 128, False, math.inf, Config(128, 112)),
+    Tiling(192, 128, True, math.inf, Config(128, 112)),
+    Tiling(192, 192, False, math.inf, Config(128, 112, own_o=False)),
+    Tiling(192, 192, True, math.inf, Config(128, 80)),
+    Tiling(256, 256, False, 4096, Config(128, 80, own_o=False, cluster_m=2)),
+    Tiling(256, 256, False, math.inf, Config(128, 80, own_o=False)),
+    Tiling(256, 256, True, 512, Config(128, 64, own_o=False)),
+    Tiling(256, 256, True, math.inf, Config(128, 80, own_o=False)),
+    Tiling(256, 256, False, math.inf, Config(128, 48)),
+    Tiling(256, 256, True, math.inf, Config(128, 48)),
+    Tiling(128, 128, True, math.inf, Config(128, 64, q_stages=2), functions=True),
+    Tiling(192, 192, True, math.inf, Config(128, 64), functions=True),
+    Tiling(256, 256, True, math.inf, Config(128, 32), functions=True),
+)
+"""The best of what was measured on an H200 on 2026-11-21, bf16, steady, 16k tokens, with figures in
+docs/experiments.md. The first row that fits and reaches up to the problem's queries holds, unless
+the cost model has measured times of another one that fits and predicts it to be faster. The
+128 x 48 rows for unequal sizes are not measured.
+"""
+
+FEW_TILES = 8
+"""Query tiles of a head below which an odd one costs a cluster of two more than it saves."""
+
+FIXED_FLOPS = 1.5e10
+"""Work of a call, some 30 us, from which a fixed reference saves more than its second launch
+takes."""
+
+REFERENCE = os.environ.get("FA3_REFERENCE") or "auto"
+"""What the planner's softmax takes scores relative to: "following" never fails and costs 5-12% of
+a call; "auto" lets it choose."""
+
+
+def takes_fixed_reference(spec: AttentionSpec) -> bool:
+    """Whether a reference of the softmax that does not follow is possible, and likely to do.
+
+    Scores of the user's may be anything. Those of a softcap are bounded; up to `SLACK` powers of
+    two nothing can go wrong, so nothing needs to be marked.
+    """
+    if REFERENCE not in ("auto", "following"):
+        raise ValueError(f"FA3_REFERENCE must be 'auto' or 'following', got {REFERENCE!r}")
+    if REFERENCE == "following" or not HOLDS_POWERS[spec.dtype]:
+        return False
+    if [score.kind for score in spec.scores] == [Softcap]:
+        (softcap,) = spec.scores
+        return SLACK * math.log(2.0) < softcap.bind(iter(())).bound <= BOUNDED
+    return all(score.kind is Alibi for score in spec.scores)
+
+
+def configs(problem: Problem, gpu: Gpu) -> list[Config]:
+    """The table's choice for a problem, then others of it whose times are measured."""
+    first = choose_config(problem, gpu)
+    found = [first]
+    for tiling in alternatives(problem):
+        for config in with_clusters(with_reference(tiling.config, problem), problem):
+            if config in found or config.cluster > gpu.num_sms:
+                continue
+            if Tiled(problem, gpu, config).costs.is_known:
+                found.append(config)
+    return found
+
+
+def with_reference(config: Config, problem: Problem) -> Config:
+    """A tiling with a fixed reference where that pays."""
+    if problem.flops >= FIXED_FLOPS and takes_fixed_reference(problem.spec):
+        return replace(config, fixed_reference=True)
+    return config
+
+
+def with_clusters(config: Config, problem: Problem) -> list[Config]:
+    """A tiling with its CTAs alone, in pairs of rows, and if heads share keys in pairs of heads."""
+    found = [replace(config, cluster_m=n, cluster_h=1) for n in (1, 2)]
+    if problem.spec.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates:
+        found.append(replace(config, cluster_m=1, cluster_h=2))
+    return found
+
+
+def alternatives(problem: Problem) -> list[Tiling]:
+    """The table's rows for heads like these: those that fit, up to the first without a limit."""
+    found = []
+    for tiling in TILINGS:
+        if tiling.fits(problem):
+            found.append(tiling)
+            if tiling.max_seqlen_q == math.inf:
+                break
+    return found
+
+
+def choose_config(problem: Problem, gpu: Gpu) -> Config:
+    """The best tiling that was measured for problems like this one."""
+    config = next(
+        tiling.config for tiling in alternatives(problem) if problem.seqlen_q <= tiling.max_seqlen_q
+    )
+    config = with_reference(config, problem)
+    query_tiles = -(-problem.seqlen_q // config.tile_m)
+    wasteful = query_tiles % config.cluster_m and query_tiles < FEW_TILES
+    if wasteful or gpu.num_sms < config.cluster_m:
+        return replace(config, cluster_m=1)
+    return config

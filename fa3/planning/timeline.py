@@ -1,0 +1,172 @@
+"""Which SM works on which tile when, in microseconds; a trace of it for Perfetto."""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fa3.schedules import Schedule, Tile, Unit, walk
+
+PREDICTED, RECORDED = 1, 2
+"""Processes of a trace; 0 is the idle one to those who read it."""
+
+
+class Cost(NamedTuple):
+    """What a tile or a part of one takes: time, key blocks, and how many of these need no mask."""
+
+    us: float
+    blocks: int
+    full_blocks: int
+
+
+class Span(NamedTuple):
+    """A tile's stay on a lane, or that of a part of one, from `start` on, in microseconds."""
+
+    lane: int
+    start: float
+    tile: Tile | Unit
+    cost: Cost
+
+    @property
+    def end(self) -> float:
+        return self.start + self.cost.us
+
+    @property
+    def name(self) -> str:
+        """Which tile it is, and of a part of one which key blocks."""
+        tile = self.tile
+        name = f"rows {tile.m_block}, head {tile.head}, batch {tile.batch}"
+        if isinstance(tile, Unit) and tile.num_parts > 1:
+            name += f", key blocks {tile.first_block} to {tile.end_block - 1}"
+        return name
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Every tile of a plan with its place in time; 0 is when the first CTAs start.
+
+    In a simulation a lane is what holds one cluster: an SM, or several. When there are more
+    clusters than lanes, the next cluster starts on the lane that is free first, as the GPU does it.
+
+    In a recording (`fa3.tools.recording`) a lane is an SM. There may be gaps, and a tile may begin
+    a little before the one before it has ended: its warpgroups take turns.
+    """
+
+    spans: tuple[Span, ...]
+    num_lanes: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, num_lanes: int, cost_of: Callable[[Tile], Cost]) -> "Timeline":
+        """Follow a schedule's clusters on at most `num_lanes` lanes."""
+        num_lanes = min(schedule.num_clusters, num_lanes)
+        free = [(0.0, lane) for lane in range(num_lanes)]
+        spans = []
+        for cluster in range(schedule.num_clusters):
+            now, lane = heapq.heappop(free)
+            for tile in walk(schedule, cluster):
+                span = Span(lane, now, tile, cost_of(tile))
+                spans.append(span)
+                now = span.end
+            heapq.heappush(free, (now, lane))
+        return cls(tuple(spans), num_lanes)
+
+    def stretched(self, us: float) -> "Timeline":
+        """The same with every tile slowed alike, so that the last one ends at `us`."""
+        factor = us / self.us if self.us else 1.0
+        spans = (
+            span._replace(
+                start=span.start * factor, cost=span.cost._replace(us=span.cost.us * factor)
+            )
+            for span in self.spans
+        )
+        return Timeline(tuple(spans), self.num_lanes)
+
+    @cached_property
+    def ends(self) -> tuple[float, ...]:
+        """When the lane of every span is done with it: it ends, or the lane's next one begins."""
+        ends = [span.end for span in self.spans]
+        next_start: dict[int, float] = {}
+        for i in sorted(range(len(ends)), key=lambda i: self.spans[i].start, reverse=True):
+            lane, start, *_ = self.spans[i]
+            ends[i] = min(ends[i], next_start.get(lane, ends[i]))
+            next_start[lane] = start
+        return tuple(ends)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Microseconds in which every lane works."""
+        busy = [0.0] * self.num_lanes
+        for span, end in zip(self.spans, self.ends, strict=True):
+            busy[span.lane] += end - span.start
+        return tuple(busy)
+
+    @cached_property
+    def us(self) -> float:
+        """When the last tile ends."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def mean(self) -> float:
+        """Mean work of a lane that has any."""
+        working = [us for us in self.busy if us]
+        return sum(working) / max(1, len(working))
+
+    @property
+    def blocks(self) -> int:
+        """Key blocks of all tiles."""
+        return sum(span.cost.blocks for span in self.spans)
+
+    @property
+    def full_blocks(self) -> int:
+        """Key blocks that need no mask."""
+        return sum(span.cost.full_blocks for span in self.spans)
+
+    @property
+    def balance(self) -> float:
+        """Mean work of a lane over the whole time: 1 when all begin and finish together."""
+        return self.mean / self.us if self.us else 1.0
+
+    def trace_events(self, title: str, lane_name: str, recorded: "Timeline | None" = None) -> dict:
+        """The Trace Event Format that Perfetto and chrome://tracing open.
+
+        Args:
+            lane_name: what a lane of this timeline is.
+            recorded: what the GPU did, as a process of its own beside this one, the prediction.
+        """
+        events = self.events(PREDICTED, lane_name)
+        if recorded is not None:
+            processes = [
+                {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+                for pid, name in ((PREDICTED, "predicted"), (RECORDED, "recorded"))
+            ]
+            events = processes + events + recorded.events(RECORDED, "SM")
+        return {"traceEvents": events, "otherData": {"problem": title}}
+
+    def events(self, pid: int, lane_name: str) -> list[dict]:
+        """The events of one process: a name for every lane, and the tiles."""
+        names = [
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": pid,
+                "tid": lane,
+                "args": {"name": f"{lane_name} {lane}"},
+            }
+            for lane in range(self.num_lanes)
+        ]
+        tiles = [
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": f"head {span.tile.head}",
+                "pid": pid,
+                "tid": span.lane,
+                "ts": round(span.start, 3),
+                # In whole nanoseconds too, no tile may reach into the next one.
+                "dur": round(round(end, 3) - round(span.start, 3), 3),
+                "args": {"key blocks": span.cost.blocks, "unmasked": span.cost.full_blocks},
+            }
+            for span, end in zip(self.spans, self.ends, strict=True)
+        ]
+        return names + tiles

@@ -1,0 +1,264 @@
+"""Attention to a cache on the CPU: walks the very cut of the keys that the decode kernel walks.
+
+Appending is plain. Attention works off the units of `fa3.schedules.stream_k` CTA by CTA, keeps each
+part's output and log-sum-exp in float32 in its slot, and merges the slots of a tile in the order
+of its keys, as `fa3.kernels.combine` does.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from fa3.kernels.append import Append, Rotary
+from fa3.planning.decode import TILE_N, DecodePlan, Sizes
+from fa3.primitives.coords import Position
+from fa3.primitives.wgmma import ROWS
+from fa3.problem import Window
+from fa3.reference.forward import CPU, RunningSoftmax, merge, with_sink
+from fa3.schedules.cached_lengths import capacity_of
+from fa3.schedules.order import Tile
+from fa3.schedules.stream_k import Unit, records, units
+from fa3.scores.masks import Band, Sequence
+from fa3.scores.scores import Score, bind
+
+
+class CacheOperands(NamedTuple):
+    """The tensors of one call, on one device and already validated.
+
+    Fields:
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16.
+        k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim); with a page table
+            (num_pages, page_size, heads_kv, head_dim).
+        v_cache: like k_cache with head_dim_v.
+        out: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
+        lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp, or None.
+        cache_seqlens: (batch,) int32, keys of each sequence; read on the device only.
+        cache_batch_idx: (batch,) int32, the row of the cache that a sequence has; its own if None.
+        cache_leftpad: (batch,) int32, keys before this one are not there.
+        page_table: (batch, max_pages) int32.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32, or None.
+        sinks: (heads_q,) float32 or q's dtype, or None.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    cache_seqlens: torch.Tensor
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HostAppend:
+    """`fa3.kernels.append` on CPU tensors."""
+
+    kernel: Append
+
+    @torch.autocast("cpu", enabled=False)
+    def __call__(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        seqlens: torch.Tensor,
+        new_seqlens: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        batch_idx: torch.Tensor | None,
+        page_table: torch.Tensor | None,
+        q: torch.Tensor | None,
+        rotated: torch.Tensor | None,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        query_step: int,
+    ) -> None:
+        """Write k and v into the cache, the new lengths, and the rotated queries."""
+        rotary, capacity = self.kernel.rotary, tokens_of_sequence(k_cache, page_table)
+        for sequence, seqlen in enumerate(seqlens.clamp(0, capacity).tolist()):
+            of_sequence = sequence
+            if cu_seqlens is not None:
+                of_sequence = slice(*cu_seqlens[sequence : sequence + 2].clamp(min=0).tolist())
+            room = capacity - seqlen
+            new_k, new_v = k[of_sequence][:room], v[of_sequence][:room]
+            positions = torch.arange(seqlen, seqlen + len(new_k), device=CPU)
+            if rotary is not None:
+                new_k = rotate(new_k, positions, cos, sin, rotary)
+                of_queries = seqlen + query_step * torch.arange(q.shape[1], device=CPU)
+                rotated[sequence] = rotate(q[sequence], of_queries, cos, sin, rotary)
+            outer, inner, exists = find(sequence, positions, batch_idx, page_table, k_cache)
+            places = outer[exists], inner[exists]
+            k_cache[places], v_cache[places] = new_k[exists], new_v[exists]
+            new_seqlens[sequence] = seqlen + len(new_k)
+
+
+def tokens_of_sequence(k_cache: torch.Tensor, page_table: torch.Tensor | None) -> int:
+    """Tokens that a sequence may have."""
+    return capacity_of(k_cache.shape[1], 1 if page_table is None else page_table.shape[1])
+
+
+def find(
+    sequence: int,
+    positions: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    k_cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """First and second index in the cache of a sequence's tokens at these positions, and whether
+    there is such a place. If not, the indices are those of another one.
+    """
+    row = torch.tensor(sequence, device=CPU) if batch_idx is None else batch_idx[sequence]
+    table = k_cache if page_table is None else page_table
+    exists = (row == row.clamp(0, len(table) - 1)).expand_as(positions)
+    outer, inner = row.clamp(0, len(table) - 1).long().expand_as(positions), positions
+    if page_table is not None:
+        page, inner = page_table[outer, positions // k_cache.shape[1]], inner % k_cache.shape[1]
+        outer = page.clamp(0, len(k_cache) - 1).long()
+        exists = exists & (page == outer)
+    return outer, inner, exists
+
+
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary
+) -> torch.Tensor:
+    """Turn the first columns of x (tokens, heads, head_dim) to its positions."""
+    rows = positions.clamp(max=len(cos) - 1)
+    cos, sin = (table[rows, None].float() for table in (cos, sin))
+    turning, rest = x.split([rotary.dim, x.shape[2] - rotary.dim], dim=2)
+    pairs = (-1, 2) if rotary.interleaved else (2, -1)
+    first, second = turning.float().unflatten(2, pairs).unbind(3 if rotary.interleaved else 2)
+    turned = torch.stack(
+        (first * cos - second * sin, second * cos + first * sin), 3 if rotary.interleaved else 2
+    )
+    return torch.cat((turned.flatten(2).to(x.dtype), rest), dim=2)
+
+
+@torch.autocast("cpu", enabled=False)
+def attend_with_cache(
+    plan: DecodePlan,
+    operands: CacheOperands,
+    softmax_scale: float,
+    tensors: tuple[torch.Tensor, ...] | None = None,
+) -> None:
+    """Run a plan on CPU tensors.
+
+    Args:
+        tensors: those of the spec's scores and sinks.
+    """
+    out, sizes = operands.out, plan.sizes
+    scores, mask, sinks = bind(plan.spec, tensors)
+    walked = CacheWalk(operands, sizes, softmax_scale, scores, mask, sinks, plan.window)
+    work = plan.cut, walked.blocks(), sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas
+    slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def store(tile: Tile, rows_out: torch.Tensor, rows_lse: torch.Tensor) -> None:
+        query, head = walked.rows(tile)
+        out[tile.batch, query, head] = rows_out.to(out.dtype)
+        if operands.lse is not None:
+            operands.lse[tile.batch, head, query] = rows_lse
+
+    for unit in units(*work):
+        softmax = walked.attend(unit)
+        if unit.slot is None:
+            store(unit.tile, *softmax.finish(walked.sinks_of(unit.tile)))
+        else:
+            slots[unit.slot] = softmax.finish()
+    for _, tile, of_tile in records(*work):
+        merged = merge([slots[i] for i in of_tile])
+        store(tile, *with_sink(*merged, walked.sinks_of(tile)))
+
+
+@dataclass(frozen=True)
+class CacheWalk:
+    """The tiles of one call and what is needed to work on them."""
+
+    operands: CacheOperands
+    sizes: Sizes
+    softmax_scale: float
+    scores: tuple[Score, ...]
+    mask: Band
+    sinks: torch.Tensor | None
+    window: Window
+
+    def sequence(self, batch: int) -> Sequence:
+        """A sequence as the mask sees it: its keys are counted from behind the padding."""
+        seqlen = self.count(self.operands.cache_seqlens, batch)
+        return Sequence(self.sizes.seqlen_q, max(seqlen - self.leftpad(batch), 0), self.window)
+
+    def leftpad(self, batch: int) -> int:
+        return self.count(self.operands.cache_leftpad, batch)
+
+    def count(self, table: torch.Tensor | None, batch: int) -> int:
+        """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
+        return 0 if table is None else min(max(table[batch].item(), 0), self.sizes.capacity)
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Key blocks that the queries of each sequence touch."""
+        found = []
+        for batch in range(self.sizes.batch):
+            blocks = self.mask.key_blocks(0, self.sizes.seqlen_q, TILE_N, self.sequence(batch))
+            found.append((blocks.begin, blocks.end))
+        return found
+
+    def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and query head of each row of a tile."""
+        group = self.sizes.qhead_per_kvhead
+        end = min((tile.m_block + 1) * ROWS, self.sizes.rows)
+        rows = torch.arange(tile.m_block * ROWS, end, device=CPU)
+        return rows // group, tile.head * group + rows % group
+
+    def sinks_of(self, tile: Tile) -> torch.Tensor | None:
+        """The sink of each row of a tile."""
+        _, head = self.rows(tile)
+        return None if self.sinks is None else self.sinks[head].float()
+
+    def attend(self, unit: Unit) -> RunningSoftmax:
+        """Attend the rows of a tile to some of its key blocks, from the last to the first."""
+        tile, (query, head) = unit.tile, self.rows(unit.tile)
+        sequence, leftpad = self.sequence(tile.batch), self.leftpad(tile.batch)
+        q = self.operands.q[tile.batch, query, head].float()
+        visible = self.mask.key_range(query.numpy(), sequence)
+        first, end = (torch.as_tensor(bound, device=CPU).reshape(-1, 1) for bound in visible)
+        unit_scale = 1.0 if self.scores else self.softmax_scale
+        softmax = RunningSoftmax(
+            len(query), self.operands.out.shape[3], unit_scale * math.log2(math.e)
+        )
+        for n_block in reversed(range(unit.begin, unit.end)):
+            key = n_block * TILE_N + torch.arange(TILE_N, device=CPU)
+            k, v = self.key_block(tile, leftpad + key[key < sequence.seqlen_k])
+            at = Position(
+                tile.batch,
+                head[:, None],
+                query[:, None],
+                key.clamp(max=sequence.seqlen_k - 1),
+                sequence.seqlen_q,
+                sequence.seqlen_k,
+            )
+            values = q @ k.float().T
+            if self.scores:
+                values = values * self.softmax_scale
+            for score in self.scores:
+                values = score.reference(values, at)
+            softmax.add(values.masked_fill((key < first) | (key >= end), -torch.inf), v)
+        return softmax
+
+    def key_block(self, tile: Tile, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One head's keys and values at some positions, and zeros up to the size of a block."""
+        operands = self.operands
+        first, second, _ = find(
+            tile.batch,
+            positions,
+            operands.cache_batch_idx,
+            operands.page_table,
+            operands.k_cache,
+        )
+        caches = operands.k_cache, operands.v_cache
+        missing = (0, 0, 0, TILE_N - len(positions))
+        return tuple(pad(cache[first, second, tile.head], missing) for cache in caches)

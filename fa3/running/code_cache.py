@@ -1,0 +1,167 @@
+"""Object files of compiled kernels, kept on disk between processes.
+
+A file is named by the digest of a key and of fa3's sources, and ends with a digest of itself. One
+that is not whole is made anew and replaced.
+
+Loading an object runs its code. So a file counts only if nobody but the user and root can have
+written it: one of them owns the file and its folder, and neither group nor others may write to
+them. A sticky folder such as /tmp may be written by all, since there nobody can replace what is
+another one's. Folders further up are not looked at.
+
+Where a folder cannot be used, a warning says why, and each process makes its own objects.
+"""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import os
+import secrets
+import stat
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def read_sources() -> dict[str, tuple[int, str]]:
+    """When each of fa3's source files was changed, and the digest of what is in it."""
+    root = Path(__file__).parents[1]
+    return {
+        str(path.relative_to(root)): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in sorted(root.rglob("*.py"))
+        if path.stem.isidentifier()  # an editor's .#file.py is no module
+    }
+
+
+SOURCES = read_sources()
+"""The sources that this process runs.
+
+They are read before any other module that shapes code has been imported, so what is edited later is
+seen as a change. Only `compiler` has begun, which puts what it tells the DSL into its keys.
+"""
+
+
+def is_unchanged() -> bool:
+    """Whether the sources are still those that this process runs."""
+    try:
+        return read_sources() == SOURCES
+    except OSError:  # a file is being replaced
+        return False
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: $FA3_CACHE_DIR, else a folder in the user's cache.
+
+    Raises:
+        RuntimeError: the user has no home, and nothing else was asked for.
+    """
+    if path := os.environ.get("FA3_CACHE_DIR"):
+        return Path(path).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa3"
+
+
+def fetch(key: str, make: Callable[[], bytes]) -> bytes:
+    """The object of a key: from disk, else made and kept.
+
+    Processes that want the same object wait for one of them to make it. That takes locks on files;
+    where there are none, as on some network file systems, each makes its own.
+
+    Args:
+        key: says, with fa3's sources, all that shapes the object.
+        make: makes it. What it raises is passed on.
+    """
+    digests = [(name, digest) for name, (_, digest) in SOURCES.items()]
+    name = hashlib.sha256(repr((key, digests)).encode()).hexdigest()
+    try:
+        path = cache_dir() / f"{name}.o"
+    except RuntimeError as error:
+        warn(f"in a cache, since there is no folder for it ({error})")
+        return make()
+    code = read(path)
+    if code is None:
+        with exclusive(path):
+            code = read(path)
+            if code is None:
+                code = make()
+                keep(path, code)
+    return code
+
+
+def read(path: Path) -> bytes | None:
+    """The object in a file, or None unless it is whole and may be trusted."""
+    try:
+        check_trust(path.parent, path.parent.stat())
+        # A link is refused: who may change where it leads is not known.
+        check_trust(path, path.lstat())
+        content = path.read_bytes()
+    except OSError:
+        return None
+    code = content[: -hashlib.sha256().digest_size]
+    return code if content == sealed(path, code) else None
+
+
+def keep(path: Path, code: bytes) -> None:
+    """Write an object whole, or warn and leave what is there."""
+    if not SOURCES:
+        warn("in a cache, since its sources are not in files")
+        return
+    if not is_unchanged():
+        # The DSL reads a function's source when it first compiles it, so this object may be of
+        # old sources, new ones or some of both.
+        warn("until the process starts again: its sources have changed since they were imported")
+        return
+    unfinished = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
+    try:
+        check_trust(path.parent, path.parent.stat())
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+            file.write(sealed(path, code))
+        unfinished.replace(path)
+    except OSError as error:
+        warn(f"in {path.parent}: {error.strerror}. Set FA3_CACHE_DIR to a folder of your own")
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+
+
+def sealed(path: Path, code: bytes) -> bytes:
+    """What a file holds: the object, which may have any end, and a digest for this name only."""
+    return code + hashlib.sha256(path.name.encode() + code).digest()
+
+
+def check_trust(path: Path, status: os.stat_result) -> None:
+    """Check that nobody but the user and root can have written a file, or what is in a folder.
+
+    Raises:
+        PermissionError: somebody else can.
+    """
+    if status.st_uid not in (0, os.geteuid()):
+        reason = f"{path} belongs to uid {status.st_uid}, neither to you (uid {os.geteuid()})"
+        raise PermissionError(errno.EPERM, f"{reason} nor to root")
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
+        mode = stat.filemode(status.st_mode)
+        raise PermissionError(errno.EPERM, f"others may write to {path} ({mode}; chmod go-w it)")
+
+
+@contextlib.contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Keep other processes from making this object; the lock of one that died is free again."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            check_trust(path.parent, path.parent.stat())
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            # Who can open the file can hold the lock for ever, so nobody else may.
+            lock = stack.enter_context(open(os.open(path.with_suffix(".lock"), flags, 0o600), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def warn(what: str) -> None:
+    """Say once that objects are not kept."""
+    warnings.warn(f"fa3 does not keep compiled kernels {what}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,162 @@
+"""Compiled kernels: the only call of cute.compile, and what is remembered of it.
+
+A kernel is an immutable object that says all that shapes its code, and it is compiled once, with
+tensors of unknown sizes and strides: once in a process, and, through `code_cache`, once on a
+machine. No GPU is needed to compile. Every function may be called from several threads.
+"""
+
+import contextlib
+import os
+import platform
+import shlex
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import cutlass
+import cutlass.cute as cute
+
+from fa3.running import code_cache
+from fa3.scores.diagnostics import explain
+
+OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
+
+DSL_SETTINGS = sorted(
+    (name, value)
+    for name, value in os.environ.items()
+    if name.startswith("CUTE_DSL_") and name != "CUTE_DSL_ARCH"
+)
+"""What the environment tells the DSL, which reads it once. OPTIONS overrule the architecture."""
+
+COMPILING = threading.RLock()
+"""Held while a kernel is compiled or loaded: the DSL keeps what it works on in globals."""
+
+# A fork waits too, since the child would inherit half a compilation and a lock that nobody frees.
+os.register_at_fork(
+    before=COMPILING.acquire,
+    after_in_parent=COMPILING.release,
+    after_in_child=COMPILING.release,
+)
+
+
+class Kernel(Protocol):
+    """What is compiled: hashable, with a repr that tells two different kernels apart.
+
+    Fields:
+        entry_name: name of the host function in the object file.
+        is_storable: whether repr and sources say all that shapes the code, so that the kernel may
+            be kept on disk.
+    """
+
+    entry_name: str
+    is_storable: bool
+
+    def arguments(self) -> list:
+        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
+
+    def __call__(self, *arguments) -> None:
+        """The host function: a `cute.jit` method that launches the kernel."""
+
+
+LOADED: dict[Kernel, Callable] = {}
+"""The callables of all kernels that this process has used."""
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel with what the compiler said of it.
+
+    Fields:
+        entry: the callable; takes what the kernel's `__call__` takes, without the stream.
+        cubin: the machine code.
+        ptxas_log: registers, spills and warnings as ptxas prints them.
+    """
+
+    entry: Callable
+    cubin: bytes
+    ptxas_log: str
+
+
+def compiled(kernel: Kernel, options: str) -> Callable:
+    """Compile a kernel.
+
+    Raises:
+        ValueError: a score or a mask of the user's does not compile.
+    """
+    try:
+        with COMPILING:
+            return cute.compile(kernel, *kernel.arguments(), options=options)
+    except Exception as error:
+        # Only kernels with functions of the user's are not kept on disk.
+        explained = None if kernel.is_storable else explain(error, kernel.spec)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def compile_kernel(kernel: Kernel) -> CompiledKernel:
+    """Compile a kernel with its machine code and the compiler's remarks, past the cache.
+
+    Raises:
+        ValueError: a score or a mask of the user's does not compile.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        remarks = Path(folder, "remarks.yaml")
+        outputs = ("--keep-cubin", "--dump-dir", folder, "--remark-output", str(remarks))
+        entry = compiled(kernel, f"{OPTIONS} {shlex.join(outputs)} remarks{{ptx}}")
+        return CompiledKernel(entry, entry.__cubin__, remarks.read_text())
+
+
+def load_kernel(kernel: Kernel) -> Callable:
+    """The kernel's callable: from memory, else from disk, else compiled and kept.
+
+    Raises:
+        ValueError: a score or a mask of the user's does not compile.
+    """
+    try:
+        return LOADED[kernel]
+    except KeyError:
+        pass
+    with COMPILING:
+        # Another thread may have loaded it meanwhile.
+        if kernel not in LOADED:
+            LOADED[kernel] = from_disk(kernel) if kernel.is_storable else compiled(kernel, OPTIONS)
+        return LOADED[kernel]
+
+
+def from_disk(kernel: Kernel) -> Callable:
+    """The callable of the object on disk, which is compiled and written if it is not there."""
+
+    def exported() -> bytes:
+        compilation = compiled(kernel, OPTIONS)
+        with file_in_memory() as path:
+            compilation.export_to_c(object_file_path=path, function_name=kernel.entry_name)
+            return Path(path).read_bytes()
+
+    code = code_cache.fetch(key_of(kernel), exported)
+    with file_in_memory() as path:
+        Path(path).write_bytes(code)
+        module = cute.runtime.load_module(path, enable_tvm_ffi=True)
+    return getattr(module, kernel.entry_name)
+
+
+def key_of(kernel: Kernel) -> str:
+    """All that shapes a kernel's code, beside fa3's sources."""
+    # Only kernels need it, and importing it takes 20 ms.
+    import tvm_ffi
+
+    tools = (cutlass.__version__, cutlass.CUDA_VERSION, tvm_ffi.__version__, platform.machine())
+    return repr((kernel, OPTIONS, DSL_SETTINGS, tools))
+
+
+@contextlib.contextmanager
+def file_in_memory() -> Iterator[str]:
+    """The path of an empty file in memory: the DSL reads and writes objects by their paths only."""
+    descriptor = os.memfd_create("fa3")
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

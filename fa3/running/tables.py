@@ -1,0 +1,47 @@
+"""What a schedule reads on the GPU."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fa3.running.graphs import Capture, idle_stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A table in device memory, which lives until the last launch that reads it is done.
+
+    Fields:
+        streams: those on which launches have read it.
+    """
+
+    numbers: torch.Tensor
+    streams: set[int] = field(default_factory=set)
+
+    @classmethod
+    def upload(cls, table: np.ndarray, device: torch.device) -> "Table":
+        """Copy a table to the GPU, waiting for the copy alone.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        with torch.cuda.device(device):
+            is_capturing = torch.cuda.is_current_stream_capturing()
+        if is_capturing:
+            raise RuntimeError(
+                "q, k and v pose a problem that was not planned before, and its tile order cannot "
+                "be copied to the GPU while a CUDA graph is captured: call once before capturing"
+            )
+        # The current stream may have work for a long time.
+        with torch.cuda.stream(idle_stream(device)):
+            return cls(torch.from_numpy(table).to(device))
+
+    def on(self, stream: int, capture: Capture | None) -> torch.Tensor:
+        """The table for a launch on torch's current stream, whose handle is `stream`."""
+        if capture is not None:
+            capture.keep(self.numbers)
+        elif stream not in self.streams:
+            self.numbers.record_stream(torch.cuda.current_stream(self.numbers.device))
+            self.streams.add(stream)
+        return self.numbers

@@ -1,0 +1,242 @@
+"""Masks: which key blocks a query tile touches, and which of its elements are hidden.
+
+A mask has a compile-time half (the frozen dataclasses here: which bounds exist, what a function
+of the user's looks like) and a run-time half (`Window`: the bounds' values; tensors). A kernel
+binds the mask to the call's tensors and to a tile's head; its main loop walks `key_blocks` and
+never asks what the mask is. The block arithmetic is plain, so the CPU executor walks the very
+same ranges.
+
+A mask of your own is a subclass of `Mask` with two methods, and two more where it knows ranges:
+
+    @dataclass(frozen=True)
+    class Prefix(fa3.Mask):
+        length: torch.Tensor  # (batch,), int32: keys that every query sees
+
+        @cute.jit
+        def visible(self, at: fa3.Position):
+            return at.key < self.length[at.batch]
+
+        def reference(self, at):
+            return at.key < self.length[at.batch]
+
+        def key_range(self, rows):
+            return 0, self.length[rows.batch]
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.base_dsl.typing import Integer
+
+from fa3.primitives.arithmetic import larger, smaller
+from fa3.primitives.coords import Position, ScoreCoords
+from fa3.problem import NO_BOUND, Problem, Window
+from fa3.scores.templates import Template
+
+
+class KeyBlocks(NamedTuple):
+    """Half-open ranges of key blocks: [begin, end) is touched, [full_begin, full_end) unmasked.
+
+    begin <= full_begin <= full_end <= end and begin < end: a tile always works on one block, and
+    one that is hidden altogether gives 0 and -inf like any hidden row.
+    """
+
+    begin: int
+    full_begin: int
+    full_end: int
+    end: int
+
+    def between(self, first, end) -> "KeyBlocks":
+        """Those of the blocks that lie in [first, end), first < end; one is hidden if none does."""
+        end = smaller(larger(self.end, first + 1), end)
+        begin = smaller(larger(self.begin, first), end - 1)
+        full_end = smaller(larger(self.full_end, begin), end)
+        return KeyBlocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
+
+
+class Sequence(NamedTuple):
+    """Lengths of one sequence and the run-time window: all a mask needs beside coordinates."""
+
+    seqlen_q: int
+    seqlen_k: int
+    window: Window
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Sequence":
+        """That of every sequence of a problem."""
+        return cls(problem.seqlen_q, problem.seqlen_k, problem.window)
+
+    @property
+    def offset(self):
+        """Bottom-right alignment: query i stands at key i + offset."""
+        return self.seqlen_k - self.seqlen_q
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys j of query i with i + offset - left <= j <= i + offset + right.
+
+    `left` and `right` say at compile time whether the bound exists; the values come at run time.
+    Causal is Band(left=False, right=True) with Window(right=0).
+    """
+
+    left: bool = False
+    right: bool = False
+
+    @classmethod
+    def of(cls, window: Window) -> "Band":
+        """The band whose bounds exist where the window has them."""
+        return cls(left=window.left != NO_BOUND, right=window.right != NO_BOUND)
+
+    @property
+    def templates(self) -> tuple[Template, ...]:
+        """What of it comes from the user."""
+        return ()
+
+    def bind(self, tensors) -> "Band":
+        """The mask with its tensors, the next ones of an iterator."""
+        return self
+
+    def at(self, batch, head) -> "Band":
+        """The mask of one head."""
+        return self
+
+    def key_range(self, row, sequence: Sequence):
+        """Half-open range of the keys that query `row` sees; empty when end <= begin."""
+        begin, end = 0, sequence.seqlen_k
+        if self.left:
+            begin = larger(begin, row + sequence.offset - sequence.window.left)
+        if self.right:
+            end = smaller(end, row + sequence.offset + sequence.window.right + 1)
+        return begin, end
+
+    def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> KeyBlocks:
+        """Blocks of `tile_n` keys that rows [row_begin, row_begin + num_rows) touch."""
+        row_last = smaller(row_begin + num_rows, sequence.seqlen_q) - 1
+        first_begin, first_end = self.key_range(row_begin, sequence)
+        last_begin, last_end = self.key_range(row_last, sequence)
+        end = larger(1, (larger(0, last_end) + tile_n - 1) // tile_n)
+        begin = smaller(larger(0, first_begin) // tile_n, end - 1)
+        full_end = smaller(larger(larger(0, first_end) // tile_n, begin), end)
+        full_begin = (larger(0, last_begin) + tile_n - 1) // tile_n
+        full_begin = smaller(larger(full_begin, begin), full_end)
+        return KeyBlocks(begin, full_begin, full_end, end)
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, coords: ScoreCoords, n_block, sequence: Sequence):
+        """Set the hidden scores of one block to -inf."""
+        first_column = coords.first_key(n_block)
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            begin, end = self.key_range(coords.query(r), sequence)
+            begin, end = begin - first_column, end - first_column
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                hidden = coords.column_steps[c] >= end
+                if cutlass.const_expr(self.left):
+                    hidden = hidden or coords.column_steps[c] < begin
+                scores[r, c] = -cutlass.Float32.inf if hidden else scores[r, c]
+
+
+class Rows(NamedTuple):
+    """Queries [first, last] of one head: what a mask's ranges may depend on."""
+
+    batch: int
+    head: int
+    first: int
+    last: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Mask:
+    """Base of masks of the user's: whether a query sees a key."""
+
+    def visible(self, at: Position):
+        """Whether the query sees the key; a `@cute.jit` method of the subclass."""
+        raise NotImplementedError(f"{type(self).__name__} must define visible(self, at)")
+
+    def reference(self, at: Position):
+        """The same in torch: a bool tensor. The fields of `at` broadcast to (queries, keys)."""
+        raise NotImplementedError(f"{type(self).__name__} must define reference(self, at)")
+
+    def key_range(self, rows: Rows):
+        """Half-open range of keys outside of which none of the rows sees any: skipped."""
+        return 0, rows.seqlen_k
+
+    def open_range(self, rows: Rows):
+        """Half-open range of keys all of which every one of the rows sees: not masked."""
+        return 0, 0
+
+
+def as_integer(bound):
+    """A bound of a user's range, on the host or in a kernel.
+
+    Raises:
+        TypeError: it is no integer.
+    """
+    if not isinstance(bound, int | Integer):
+        raise TypeError(f"a bound of a range must be an integer, got {bound!r}")
+    return bound
+
+
+@dataclass(frozen=True)
+class Intersection:
+    """What both a band and a mask of the user's let through.
+
+    Until `bind`, `function` is the mask's template, and the ranges are those of the band.
+    """
+
+    band: Band
+    function: Template | Mask
+    batch: int | None = None
+    head: int | None = None
+
+    left = True
+    right = True
+
+    @property
+    def templates(self) -> tuple[Template, ...]:
+        return (self.function,)
+
+    def bind(self, tensors) -> "Intersection":
+        return Intersection(self.band, self.function.bind(tensors))
+
+    def at(self, batch, head) -> "Intersection":
+        return Intersection(self.band, self.function, batch, head)
+
+    def key_range(self, row, sequence: Sequence):
+        """Half-open range of keys outside of which query `row` sees none."""
+        return self.band.key_range(row, sequence)
+
+    def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> KeyBlocks:
+        """Blocks of `tile_n` keys that rows [row_begin, row_begin + num_rows) touch."""
+        blocks = self.band.key_blocks(row_begin, num_rows, tile_n, sequence)
+        if isinstance(self.function, Template):
+            return KeyBlocks(blocks.begin, blocks.begin, blocks.begin, blocks.end)
+        row_last = smaller(row_begin + num_rows, sequence.seqlen_q) - 1
+        rows = Rows(
+            self.batch, self.head, row_begin, row_last, sequence.seqlen_q, sequence.seqlen_k
+        )
+        first, last = map(as_integer, self.function.key_range(rows))
+        end = smaller(blocks.end, (larger(0, last) + tile_n - 1) // tile_n)
+        end = larger(1, end)
+        begin = larger(blocks.begin, larger(0, first) // tile_n)
+        begin = smaller(begin, end - 1)
+        first, last = map(as_integer, self.function.open_range(rows))
+        full_end = smaller(blocks.full_end, larger(0, last) // tile_n)
+        full_end = smaller(larger(full_end, begin), end)
+        full_begin = (larger(0, first) + tile_n - 1) // tile_n
+        full_begin = larger(blocks.full_begin, full_begin)
+        full_begin = smaller(larger(full_begin, begin), full_end)
+        return KeyBlocks(begin, full_begin, full_end, end)
+
+    @cute.jit
+    def apply(self, scores: cute.Tensor, coords: ScoreCoords, n_block, sequence: Sequence):
+        """Set the hidden scores of one block to -inf."""
+        self.band.apply(scores, coords, n_block, sequence)
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                at = coords.position(r, c, n_block, sequence)
+                visible = cutlass.Boolean(self.function.visible(at))
+                scores[r, c] = scores[r, c] if visible else -cutlass.Float32.inf

@@ -1,0 +1,140 @@
+"""What a plan's instrumented kernel did on a GPU: every unit of work with its SM and its times."""
+
+import torch
+
+from fa3.calls.forward import PreparedCall, gpu_of
+from fa3.planning.explanation import counted
+from fa3.planning.plan import Plan, check_plan
+from fa3.planning.timeline import Cost, Span, Timeline
+from fa3.primitives.recorder import HEADER, Note
+from fa3.problem import Problem
+from fa3.schedules import Tile, Unit
+
+RUNS = 5
+"""Launches of a recording; the last one counts."""
+
+NS_PER_US = 1000
+
+
+def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline:
+    """Run the instrumented kernel of a plan on random tensors, and tell what its last run did.
+
+    The kernel notes when each warpgroup turns to a unit of work, a tile or a part of one, and
+    when its output is on its way. It is compiled on first use, like the kernel that ships.
+
+    Args:
+        plan: how to run, from `fa3.plan_forward` for the GPU at hand.
+        device: a Hopper GPU.
+
+    Returns:
+        A timeline like that of `plan.simulate()`, in microseconds from when the first warpgroup
+        began; the clock ticks in steps of about 0.03. Lanes are the SMs by the GPU's numbers. A
+        span is a CTA's work on a unit: from when the first of its warpgroups began until the last
+        one was done. With clusters of two CTAs a unit has two spans, on two SMs.
+
+    Raises:
+        TypeError: a field of the plan is of a wrong type.
+        ValueError: the device is no Hopper GPU, there is nothing to compute, or the plan cannot
+            run its problem.
+        NotImplementedError: the plan's scores, mask or sinks have tensors.
+    """
+    device = hopper_device(device)
+    check_recordable(plan.problem)
+    check_plan(plan)
+    _, notes = run_recorded(plan, *random_operands(plan.problem, device))
+    return timeline_of(notes, plan)
+
+
+def hopper_device(device: torch.device | str = "cuda") -> torch.device:
+    """The device with its index; raises ValueError unless it is a Hopper GPU."""
+    device, seen = torch.device(device), torch.cuda.device_count()
+    if device.type != "cuda" or (device.index or 0) >= seen:
+        raise ValueError(
+            f"a recording needs a Hopper GPU (9.0); got device {str(device)!r}, and torch sees "
+            f"{counted(seen, 'GPU')}"
+        )
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    gpu_of(device)
+    return device
+
+
+def check_recordable(problem: Problem) -> None:
+    """Raise unless a kernel with nothing but q, k and v as its tensors runs the problem."""
+    if problem.spec.modifier_types:
+        raise NotImplementedError(
+            "scores, masks and sinks with tensors cannot be recorded yet: a plan does not have them"
+        )
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
+        raise ValueError(f"there is nothing to record: {problem} has nothing to compute")
+
+
+def random_operands(problem: Problem, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Draw q, k and v from the normal distribution."""
+    spec, batch = problem.spec, problem.batch
+    dtype = getattr(torch, spec.dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (
+        (batch, problem.seqlen_q, problem.num_heads_q, spec.head_dim),
+        (batch, problem.seqlen_k, problem.num_heads_kv, spec.head_dim),
+        (batch, problem.seqlen_k, problem.num_heads_kv, spec.head_dim_v),
+    )
+    return tuple(
+        torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes
+    )
+
+
+def run_recorded(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, list[Note]]:
+    """Run the instrumented kernel `RUNS` times.
+
+    Returns:
+        the output, and the notes of the last run in the order in which they were written.
+    """
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    out = q.new_empty(batch, seqlen_q, heads_q, v.shape[-1])
+    lse = None
+    if plan.problem.spec.write_lse:
+        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
+    rows = len(planned_units(plan)) * plan.config.cluster * plan.config.consumers
+    words = HEADER + rows * len(Note._fields)
+    recording = torch.empty(words, dtype=torch.int64, device=q.device)
+    call = PreparedCall.on_gpu(plan, q.device, out.shape, (batch, heads_q, seqlen_q), True)
+    for _ in range(RUNS):
+        recording.zero_()
+        call.launch(q, k, v, out, lse, None, head_dim**-0.5, recording)
+    count, *numbers = recording.tolist()
+    width = len(Note._fields)
+    return out, [Note(*numbers[i * width : (i + 1) * width]) for i in range(count)]
+
+
+def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
+    """What the warpgroups of a plan's CTAs noted: a span for every CTA's work on a unit."""
+    planned = planned_units(plan)
+    first = min((note.began for note in notes), default=0)
+    by_cta: dict[tuple, list[Note]] = {}
+    for note in notes:
+        by_cta.setdefault((note.sm, key_of(note, plan)), []).append(note)
+    spans = []
+    for (sm, key), group in by_cta.items():
+        began, ended = min(note.began for note in group), max(note.ended for note in group)
+        tile, cost = planned[key]
+        # A mask of the user's may touch fewer blocks than the plan can know.
+        blocks = group[0].end_block - group[0].first_block
+        cost = cost._replace(us=(ended - began) / NS_PER_US, blocks=blocks)
+        spans.append(Span(sm, (began - first) / NS_PER_US, tile, cost))
+    spans.sort(key=lambda span: (span.start, span.lane))
+    num_lanes = max((plan.gpu.num_sms, *(note.sm + 1 for note in notes)))
+    return Timeline(tuple(spans), num_lanes)
+
+
+def planned_units(plan: Plan) -> dict[tuple, tuple[Tile | Unit, Cost]]:
+    """The units of work of a plan, with what they should cost."""
+    return {key_of(span.tile, plan): (span.tile, span.cost) for span in plan.simulate().spans}
+
+
+def key_of(unit: Tile | Unit | Note, plan: Plan) -> tuple:
+    """What tells a unit of a plan from the others."""
+    tile = Tile(unit.m_block, unit.head, unit.batch)
+    return (tile, unit.first_block, unit.end_block) if plan.schedule.splits else tile
