@@ -24,7 +24,7 @@ from benchmarks.plans import cell_of, config_of, problem_of, recorded_config
 from benchmarks.results import OK, Measurement, PlanRow, Row
 from fa3.planning.costs import AGAIN, H200_COSTS, Costs, Rule, TileCosts, TileKey, write_costs
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.load import Units, Work
+from fa3.planning.load import Load, Segments, segments_of
 from fa3.planning.planner import plan_forward
 from fa3.planning.prediction import predict, unit_name
 from fa3.planning.tiled import Tiled
@@ -76,7 +76,7 @@ class Observation(NamedTuple):
     us: float
     tiled: Tiled
     schedule: str
-    units: Units
+    segments: Segments
 
     @property
     def key(self) -> TileKey:
@@ -89,8 +89,8 @@ class Observation(NamedTuple):
 
 def predicted_us(costs: Costs, seen: Observation) -> float:
     """What a cost model says of an observation."""
-    work = Work.of(seen.units, costs.tile(seen.key), seen.tiled.lanes)
-    prediction = predict(costs, seen.tiled, seen.schedule, work)
+    load = Load.of(seen.segments, costs.tile(seen.key), seen.tiled.lanes)
+    prediction = predict(costs, seen.tiled, seen.schedule, load)
     return prediction.us if seen.regime == "steady" else prediction.burst_us
 
 
@@ -102,7 +102,9 @@ def observe(row: Measurement, gpu: Gpu) -> Observation:
     else:
         config, schedule = recorded_config(row)
     plan = plan_forward(problem, gpu, config, schedule)
-    return Observation(row.cell, row.regime, row.us, plan.tiled, schedule, plan.units)
+    return Observation(
+        row.cell, row.regime, row.us, plan.tiled, schedule, segments_of(plan.tiled, plan.schedule)
+    )
 
 
 def read_observations(directories: Iterable[Path], gpu: Gpu) -> list[Observation]:
@@ -218,7 +220,7 @@ def tile_parameters(key: TileKey, prior: TileCosts) -> list[Parameter]:
         return seen.key == key
 
     def splits(seen: Observation) -> bool:
-        return touches(seen) and seen.units.num_partial > 0
+        return touches(seen) and seen.segments.num_partial > 0
 
     def parameter(name: str, spread: float, touches: Callable = touches) -> Parameter:
         def put(costs: Costs, value: float) -> Costs:

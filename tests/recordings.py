@@ -16,13 +16,13 @@ PAUSE = 100
 
 
 def made_up_notes(plan: Plan, seed: int = 0) -> list[Note]:
-    """Notes of every unit in any order: the simulation's times with noise, on shuffled SMs."""
+    """Notes of every segment in any order: the simulation's times with noise, on shuffled SMs."""
     chance, config = random.Random(seed), plan.config
     sms = chance.sample(range(plan.gpu.num_sms), plan.gpu.num_sms)
     free, notes = {}, []
     for span in sorted(plan.simulate().spans, key=lambda span: span.start):
-        tile, us = span.tile, span.cost.us
-        first, end = tile[3:5] if plan.schedule.splits else (0, span.cost.blocks)
+        (tile, first, end, _), us = span.segment, span.cost.us
+        first, end = (first, end) if plan.schedule.splits else (0, span.cost.blocks)
         for rank in range(config.cluster):
             sm = sms[span.lane * config.cluster + rank]
             length = round(1000 * us * chance.gauss(1, 0.02))
@@ -30,6 +30,6 @@ def made_up_notes(plan: Plan, seed: int = 0) -> list[Note]:
                 began = free.get((sm, warpgroup), START + TURN * warpgroup) + PAUSE
                 free[sm, warpgroup] = ended = began + length
                 times = (began, began + length // 4, ended - length // 4, ended)
-                notes.append(Note(sm, warpgroup, *tile[:3], first, end, *times))
+                notes.append(Note(sm, warpgroup, *tile, first, end, *times))
     chance.shuffle(notes)
     return notes

@@ -25,7 +25,7 @@ def problem(*arguments: str):
 def test_timeline_has_every_tile_once_and_no_overlap(arguments, schedule_type):
     plan = plan_forward(problem(*arguments), schedule=schedule_type)
     timeline = plan.simulate()
-    assert len({span.tile for span in timeline.spans}) == plan.schedule.order.num_tiles
+    assert len({span.segment.tile for span in timeline.spans}) == plan.schedule.order.num_tiles
     assert len(timeline.spans) == plan.schedule.order.num_tiles
     assert timeline.num_lanes == plan.gpu.num_sms // plan.config.cluster
     free_at = [0.0] * timeline.num_lanes

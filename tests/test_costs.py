@@ -27,12 +27,11 @@ from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.load import (
     EXACT_ROUNDS,
-    RowWork,
-    Units,
-    Work,
-    back_and_forth,
+    Load,
+    RowLoad,
+    Segments,
     makespan,
-    units_of_tiles,
+    segments_of_tiles,
 )
 from fa3.planning.planner import CHOICES, MARGIN, candidates, choose, plan_forward
 from fa3.planning.prediction import bytes_moved, predict
@@ -69,8 +68,8 @@ def handed_out(times, lanes: int) -> float:
 TILE = TileCosts(1.5, 1.8, 1.1, 1.1, 2.0)
 
 
-def work_of_units(units: Units) -> Work:
-    return Work.of(units, TILE, 132)
+def load_of(segments: Segments) -> Load:
+    return Load.of(segments, TILE, 132)
 
 
 # --------------------------------------------------------------------------------- parameters
@@ -111,7 +110,7 @@ def test_a_tile_that_was_not_measured_follows_the_rule():
     assert rule.tile(TileKey(64, 64, True, 192, 128, 1)).part_us == 5 * 1.5 / 4
 
 
-# --------------------------------------------------------------------------------- units and time
+# ----------------------------------------------------------------------------- segments and time
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 20), Window(left=100)])
@@ -119,11 +118,11 @@ def test_units_are_the_tiles_blocks(window):
     problem = make_problem(2, 1000, 1500, 3, 2, window=window)
     plan = plan_forward(problem, config=TILES)
     order = plan.schedule.order
-    units = units_of_tiles(plan.tiled)
-    spans = {order.index(span.tile): span.cost for span in plan.simulate().spans}
-    assert len(units.full) == order.num_tiles
+    segments = segments_of_tiles(plan.tiled)
+    spans = {order.index(span.segment.tile): span.cost for span in plan.simulate().spans}
+    assert len(segments.full) == order.num_tiles
     for index, cost in spans.items():
-        assert (units.full[index], units.masked[index]) == (
+        assert (segments.full[index], segments.masked[index]) == (
             cost.full_blocks,
             cost.blocks - cost.full_blocks,
         )
@@ -146,10 +145,10 @@ def test_back_and_forth_is_what_the_static_schedule_does(tiles, clusters):
     clusters = max(1, min(clusters, tiles))
     order = TileOrder(tiles, 1, 1, 1)
     schedule = StaticPersistent(order, clusters)
-    owners = back_and_forth(tiles, clusters)
+    owners = schedule.owners
     for cluster in range(clusters):
-        for tile in walk(schedule, cluster):
-            assert owners[order.index(tile)] == cluster
+        for segment in walk(schedule, cluster):
+            assert owners[order.index(segment.tile)] == cluster
 
 
 @given(
@@ -165,12 +164,12 @@ def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, l
     problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=window)
     gpu = Gpu(H200.name, lanes, H200.l2_bytes)
     tiled = Tiled(problem, gpu, TILES)
-    rows, units = RowWork.of(tiled), units_of_tiles(tiled)
-    whole = Work.of(units, tiled.costs, lanes)
+    rows, segments = RowLoad.of(tiled), segments_of_tiles(tiled)
+    whole = Load.of(segments, tiled.costs, lanes)
     assert rows.handed_out == pytest.approx(whole, rel=1e-6, abs=1e-6)
     assert whole.total / lanes - 1e-6 <= rows.balanced.last <= whole.last + 1e-6
-    owner = back_and_forth(tiled.order.num_tiles, lanes)
-    dealt = Work.of(units._replace(owner=owner), tiled.costs, lanes)
+    owner = StaticPersistent(tiled.order, lanes).owners
+    dealt = Load.of(segments._replace(owner=owner), tiled.costs, lanes)
     assert rows.dealt_back_and_forth == pytest.approx(dealt, rel=1e-6, abs=1e-6)
 
 
@@ -179,14 +178,14 @@ def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, l
 def test_an_even_cut_has_all_of_the_work(batch, seqlen, heads):
     problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=CAUSAL)
     tiled = Tiled(problem, H200, replace(TILES, cluster_m=2))
-    rows, tile = RowWork.of(tiled), tiled.costs
+    rows, tile = RowLoad.of(tiled), tiled.costs
     whole, cut = rows.handed_out, rows.cut_evenly
     assert cut.blocks == whole.blocks
     assert cut.num_parts <= tiled.lanes
     assert 0 < cut.blocks_of_parts <= cut.blocks
-    # Each cluster has two units, whatever there were before, and one of them is a part.
-    units = 2 * cut.num_parts - min(tiled.order.num_tiles, cut.num_parts)
-    extra = units * tile.tile_us + cut.num_parts * tile.part_us
+    # Each cluster has two segments, whatever there were before, and one of them is a part.
+    segments = 2 * cut.num_parts - min(tiled.order.num_tiles, cut.num_parts)
+    extra = segments * tile.tile_us + cut.num_parts * tile.part_us
     assert whole.total - 1e-6 <= cut.total <= whole.total + extra + 1e-6
     assert cut.last >= whole.total / tiled.lanes - 1e-6
 
@@ -227,25 +226,25 @@ def test_what_bounds_a_plan_is_named():
 def test_keys_that_overflow_l2_are_read_again():
     problem = make_problem(1, 4096, 1 << 18, 1, 8, head_dim=128)
     tiled = Tiled(problem, H200, TILES)
-    work = work_of_units(units_of_tiles(tiled))
+    work = load_of(segments_of_tiles(tiled))
     assert bytes_moved(tiled, work) > 1.3 * problem.bytes
     large = replace(tiled, gpu=Gpu("large", 132, 1 << 40))
     assert bytes_moved(large, work) == problem.bytes
 
 
 def test_a_tile_in_parts_is_shorter_but_moves_more():
-    """Units of work may be parts of a tile's key range: what a split schedule gives."""
+    """Segments may be parts of a tile's key range: what a split schedule gives."""
     problem = make_problem(1, 128, 16384, 8, head_dim=128)
     costs, tiled = costs_of(H200.name), Tiled(problem, H200, TILES)
-    whole = units_of_tiles(tiled)
-    parts = Units(
+    whole = segments_of_tiles(tiled)
+    parts = Segments(
         np.repeat(whole.full // 16, 16),
         np.repeat(whole.masked, 16),
         partial=np.ones(128, bool),
         owner=np.arange(128),
     )
     together, apart = (
-        predict(costs, tiled, "list", work_of_units(units)) for units in (whole, parts)
+        predict(costs, tiled, "list", load_of(segments)) for segments in (whole, parts)
     )
     assert apart.us < together.us / 4
     assert apart.memory_us > together.memory_us
@@ -341,7 +340,7 @@ def test_a_balanced_list_ends_like_the_hand_out(shape):
     for config in {chosen, replace(chosen, cluster_m=2)}:
         tiled = Tiled(problem, H200, config)
         order, clusters = tiled.order, min(tiled.lanes, tiled.order.num_tiles)
-        times = TILE.us(*units_of_tiles(tiled)[:2])
+        times = TILE.us(*segments_of_tiles(tiled)[:2])
         owners = deal(times, clusters)
         assert np.bincount(owners, times).max() <= 1.005 * handed_out(times, clusters)
         assert len(owners) == order.num_tiles

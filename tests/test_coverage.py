@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +22,7 @@ from fa3.schedules import (
     TileOrder,
 )
 from fa3.schedules.coverage import check_schedule
-from fa3.schedules.marked import Marked
-from fa3.schedules.split import MOST_PARTS, MOST_SLOTS
+from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS
 from fa3.schedules.tile_list import END
 
 ORDER = TileOrder(num_m_blocks=3, num_heads=2, batch=1, heads_per_section=2)
@@ -142,13 +142,9 @@ def test_counters_are_not_the_callers(field):
         check(schedule)
 
 
-def test_other_classes_are_refused():
-    class Other(TileList):
-        pass
-
-    for schedule in (Marked(ORDER, 4), Other(ORDER, 4, LISTED.table)):
-        with pytest.raises(TypeError, match=r"^schedule must be a SingleTile, a Static.* got "):
-            check(schedule)
+def test_what_is_no_schedule_is_refused():
+    with pytest.raises(TypeError, match=r"^schedule must be one of fa3.schedules, got "):
+        check(SimpleNamespace(order=ORDER, num_clusters=4))
 
 
 # ------------------------------------------------------------------------------------- tables

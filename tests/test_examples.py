@@ -76,7 +76,7 @@ def test_the_prefix_spares_what_it_hides_and_masks_only_the_diagonal():
     walked = list(steps(plan, modifiers.tensors))
     for step in walked:
         first, last = step.rows.start, step.rows.stop
-        prefix = (0, 512)[step.tile.batch]
+        prefix = (0, 512)[step.segment.tile.batch]
         assert step.blocks.end == max(prefix, last) // tile_n
         assert step.blocks.full_end == max(prefix, first) // tile_n
     touched = sum(step.blocks.end - step.blocks.begin for step in walked)

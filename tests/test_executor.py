@@ -198,7 +198,9 @@ def test_a_cluster_of_two_gives_the_bits_of_one():
 def test_steps_visit_every_row_once(data, problem):
     plan = data.draw(plans(problem))
     visits = Counter(
-        (step.tile.batch, step.tile.head, row) for step in steps(plan) for row in step.rows
+        (step.segment.tile.batch, step.segment.tile.head, row)
+        for step in steps(plan)
+        for row in step.rows
     )
     assert len(visits) == problem.batch * problem.num_heads_q * problem.seqlen_q
     assert set(visits.values()) <= {1}

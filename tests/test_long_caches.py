@@ -27,7 +27,7 @@ from fa3.primitives.workspace import WorkspaceSize
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules import stream_k
 from fa3.schedules.cached_lengths import LONGEST, capacity_of
-from fa3.schedules.stream_k import HostLengths, Pieces, Place, StreamK, Units, Walk, Whole, units
+from fa3.schedules.stream_k import HostLengths, Pieces, Place, StreamK, Units, Walk, Whole, segments
 from fa3.scores.masks import Band, Sequence
 
 
@@ -181,8 +181,8 @@ def test_the_most_of_whole_tiles_is_that_of_their_walk(lengths, queries, heads, 
     mask, work = Band.of(window), [0] * num_ctas
     blocks = [mask.key_blocks(0, queries, 64, Sequence(queries, n, window)) for n in lengths]
     ranges = [(of.begin, of.end) for of in blocks]
-    for unit in units(Whole(), ranges, sizes.num_m_blocks, heads, num_ctas):
-        work[unit.cta] += unit.end - unit.begin
+    for cta, segment in segments(Whole(), ranges, sizes.num_m_blocks, heads, num_ctas):
+        work[cta] += segment.end - segment.begin
     assert most_of_whole_tiles(sizes, window, lengths, num_ctas) == (max(work), sum(work))
 
 

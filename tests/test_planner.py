@@ -15,7 +15,7 @@ from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import TILINGS, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.schedules import SCHEDULES, SingleTile, SplitTiles, StaticPersistent, Tile, TileList, walk
+from fa3.schedules import SCHEDULES, SingleTile, SplitTiles, StaticPersistent, TileList, walk
 from fa3.schedules.marked import Marked
 from fa3.scores.masks import Band
 from fa3.scores.scores import Alibi
@@ -53,9 +53,9 @@ def test_a_plan_covers_every_row_of_every_head_once(problem, config, schedule_ty
     plan = plan_forward(problem, gpu, config, schedule_type)
     rows = plan.config.tile_m * plan.config.cluster_m
     tiles = [
-        Tile(unit.m_block, unit.head, unit.batch)
+        segment.tile
         for cluster in range(plan.schedule.num_clusters)
-        for unit in walk(plan.schedule, cluster)
+        for segment in walk(plan.schedule, cluster)
     ]
     assert plan.schedule.splits or len(tiles) == len(set(tiles))
     heads = plan.config.cluster_h

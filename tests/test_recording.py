@@ -19,7 +19,7 @@ from fa3.planning.tilings import choose_config
 from fa3.planning.timeline import Cost, Span, Timeline
 from fa3.primitives.recorder import Note
 from fa3.problem import Window
-from fa3.schedules import SCHEDULES, Tile, Unit
+from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
@@ -49,11 +49,11 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @every_plan
 def test_every_unit_is_a_span_of_every_cta_of_its_cluster(plan):
     recorded = timeline_of(made_up_notes(plan), plan)
-    planned = {span.tile: span.cost for span in plan.simulate().spans}
+    planned = {span.segment: span.cost for span in plan.simulate().spans}
     lanes = defaultdict(set)
     for span in recorded.spans:
-        assert span.cost[1:] == planned[span.tile][1:]
-        lanes[span.tile].add(span.lane)
+        assert span.cost[1:] == planned[span.segment][1:]
+        lanes[span.segment].add(span.lane)
     assert lanes.keys() == planned.keys()
     assert all(len(sms) == plan.config.cluster for sms in lanes.values())
     assert len(recorded.spans) == len(planned) * plan.config.cluster
@@ -61,7 +61,7 @@ def test_every_unit_is_a_span_of_every_cta_of_its_cluster(plan):
 
 
 def test_these_plans_have_parts_and_three_consumers():
-    assert any(isinstance(span.tile, Unit) for span in PLANS["split"].simulate().spans)
+    assert any(not span.segment.is_whole for span in PLANS["split"].simulate().spans)
     assert PLANS["split"].schedule.num_slots > 10
     assert PLANS["three consumers"].config.consumers == 3
 
@@ -110,8 +110,8 @@ def test_warpgroups_are_merged_and_gaps_stay():
     ]
     recorded = timeline_of(notes, plan)
     assert recorded.spans == (
-        Span(2, 0.0, early, Cost(10.5, 2, 2)),
-        Span(2, 15.0, late, Cost(10.0, 2, 2)),
+        Span(2, 0.0, Segment(early), Cost(10.5, 2, 2)),
+        Span(2, 15.0, Segment(late), Cost(10.0, 2, 2)),
     )
     assert recorded.num_lanes == 3
     assert recorded.busy == (0.0, 0.0, 20.5)
@@ -120,7 +120,7 @@ def test_warpgroups_are_merged_and_gaps_stay():
 
 def test_a_lane_is_never_busy_twice():
     """The next tile of one warpgroup begins before the other warpgroup's tile has ended."""
-    first, second = Tile(1, 0, 0), Tile(0, 0, 0)
+    first, second = Segment(Tile(1, 0, 0)), Segment(Tile(0, 0, 0))
     spans = (Span(0, 0.0, first, Cost(10.0, 1, 1)), Span(0, 9.0, second, Cost(10.0, 1, 1)))
     timeline = Timeline(spans, 1)
     assert timeline.ends == (9.0, 19.0)
@@ -179,10 +179,10 @@ def test_a_trace_says_which_keys_a_part_has():
     for timeline in (plan.simulate(), timeline_of(made_up_notes(plan), plan)):
         names = {event["name"] for event in events_of(timeline.trace_events("", "SM"), "X")}
         for span in timeline.spans:
-            tile = span.tile
+            tile, segment = span.segment.tile, span.segment
             name = f"rows {tile.m_block}, head {tile.head}, batch {tile.batch}"
-            if tile.num_parts > 1:
-                name += f", key blocks {tile.first_block} to {tile.end_block - 1}"
+            if not segment.is_whole:
+                name += f", key blocks {segment.begin} to {segment.end - 1}"
             assert name in names
         assert len(names) == len(timeline.spans)
 

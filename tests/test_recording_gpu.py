@@ -58,16 +58,16 @@ def operands(problem, device):
 def test_every_warpgroup_notes_every_unit_once(plan, operands):
     _, notes = run_recorded(plan, *operands)
     cluster, consumers = plan.config.cluster, plan.config.consumers
-    units = {span.tile: span.cost.blocks for span in plan.simulate().spans}
-    assert len(notes) == len(units) * cluster * consumers
+    segments = {span.segment: span.cost.blocks for span in plan.simulate().spans}
+    assert len(notes) == len(segments) * cluster * consumers
     ctas = {(note.sm, note[2:7]) for note in notes}
     assert Counter((note.sm, note[2:7], note.warpgroup) for note in notes) == Counter(
         (*cta, warpgroup) for cta in ctas for warpgroup in range(consumers)
     )
-    assert Counter(unit for _, unit in ctas) == Counter(
+    assert Counter(segment for _, segment in ctas) == Counter(
         {
-            (*tile[:3], *(tile[3:5] if plan.schedule.splits else (0, blocks))): cluster
-            for tile, blocks in units.items()
+            (*tile, *((begin, end) if plan.schedule.splits else (0, blocks))): cluster
+            for (tile, begin, end, _), blocks in segments.items()
         }
     )
 
@@ -79,9 +79,9 @@ def test_key_blocks_cover_each_tile_once(plan, operands):
     ranges = defaultdict(set)
     for note in notes:
         ranges[note[2:5]].add((note.first_block, note.end_block))
-    assert ranges.keys() == {span.tile for span in whole.spans}
+    assert ranges.keys() == {span.segment.tile for span in whole.spans}
     for span in whole.spans:
-        parts = sorted(ranges[span.tile])
+        parts = sorted(ranges[span.segment.tile])
         assert (parts[0][0], parts[-1][1]) == (0, span.cost.blocks)
         assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
 

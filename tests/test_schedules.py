@@ -50,7 +50,10 @@ def all_tiles(order: TileOrder) -> set[Tile]:
 
 
 def shares(schedule) -> list[list[Tile]]:
-    return [list(walk(schedule, cluster)) for cluster in range(schedule.num_clusters)]
+    return [
+        [segment.tile for segment in walk(schedule, cluster)]
+        for cluster in range(schedule.num_clusters)
+    ]
 
 
 @given(schedules())
@@ -149,7 +152,9 @@ TILES = [ORDER.tile(index) for index in range(ORDER.num_tiles)]
 @given(st.permutations(TILES), st.integers(1, 20))
 def test_any_order_is_dealt_as_it_comes(tiles, num_clusters):
     schedule = TileList.in_order_of(ORDER, num_clusters, tiles, np.ones(len(TILES)))
-    walks = [list(walk(schedule, cluster)) for cluster in range(num_clusters)]
+    walks = [
+        [segment.tile for segment in walk(schedule, cluster)] for cluster in range(num_clusters)
+    ]
     assert sorted(tile for column in walks for tile in column) == sorted(tiles)
     # Tiles of equal length go round the clusters.
     for cluster, column in enumerate(walks):

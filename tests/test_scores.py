@@ -258,7 +258,8 @@ def test_ranges_spare_blocks(window):
     problem = make_problem(1, 256, 256, 2, window=window)
     begin, end = torch.tensor([64, 90]).int(), torch.tensor([160, 95]).int()
     blocks = {
-        (step.tile.head, step.rows.start): step.blocks for step in walked(problem, Span(begin, end))
+        (step.segment.tile.head, step.rows.start): step.blocks
+        for step in walked(problem, Span(begin, end))
     }
     assert blocks[0, 128] == ((2, 2, 5, 5) if window == Window() else (2, 2, 4, 5))
     assert blocks[0, 0] == ((2, 2, 5, 5) if window == Window() else (2, 2, 2, 4))

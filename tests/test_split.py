@@ -15,7 +15,7 @@ from fa3.schedules.stream_k import (
     Units,
     Whole,
     records,
-    units,
+    segments,
     walks,
 )
 
@@ -39,9 +39,9 @@ def calls(draw, cuts=("stream", "splits", "fixed", "whole")):
         num_splits = draw(st.integers(2, 12))
         cut = Units(num_splits, 1, num_splits, num_tiles)
     else:
-        unit = draw(st.integers(1, 12))
+        segment = draw(st.integers(1, 12))
         longest = max(lengths)
-        cut = Units(longest, unit, -(-longest // unit), num_tiles)
+        cut = Units(longest, segment, -(-longest // segment), num_tiles)
     return cut, blocks, num_m_blocks, num_heads, num_ctas
 
 
@@ -58,7 +58,9 @@ def tiles_of(call) -> set[tuple[int, int, int]]:
 @given(calls())
 def test_every_block_is_worked_on_once(call):
     visits = Counter(
-        (*unit.tile, block) for unit in units(*call) for block in range(unit.begin, unit.end)
+        (*segment.tile, block)
+        for _, segment in segments(*call)
+        for block in range(segment.begin, segment.end)
     )
     blocks = call[1]
     assert visits == Counter(
@@ -69,27 +71,27 @@ def test_every_block_is_worked_on_once(call):
 @given(calls(cuts=("stream",)))
 def test_stream_k_gives_all_ctas_as_much(call):
     num_ctas, work = call[-1], Counter()
-    for unit in units(*call):
-        work[unit.cta] += unit.end - unit.begin
+    for cta, segment in segments(*call):
+        work[cta] += segment.end - segment.begin
     shares = [work[cta] for cta in range(num_ctas)]
     assert max(shares) - min(shares) <= 1
-    assert all(unit.end > unit.begin for unit in units(*call))
+    assert all(segment.end > segment.begin for _, segment in segments(*call))
 
 
 @given(calls())
 def test_parts_are_where_the_record_says_in_the_order_of_keys(call):
     cut, parts = call[0], defaultdict(list)
-    for unit in units(*call):
-        parts[unit.tile].append(unit)
+    for _, segment in segments(*call):
+        parts[segment.tile].append(segment)
     merged = {tile: slots for _, tile, slots in records(*call)}
     assert set(parts) == tiles_of(call)
     for tile, of_tile in parts.items():
-        of_tile.sort(key=lambda unit: unit.begin)
+        of_tile.sort(key=lambda segment: segment.begin)
         if len(of_tile) == 1:
-            assert of_tile[0].slot is None and tile not in merged
+            assert of_tile[0].is_whole and tile not in merged
         else:
-            assert [unit.slot for unit in of_tile] == list(merged[tile])
-    used = [unit.slot for unit in units(*call) if unit.slot is not None]
+            assert [segment.part.slot for segment in of_tile] == list(merged[tile])
+    used = [segment.part.slot for _, segment in segments(*call) if not segment.is_whole]
     assert len(used) == len(set(used))
     assert all(0 <= slot < cut.num_slots for slot in used)
     numbers = [record for record, _, _ in records(*call)]
@@ -105,9 +107,9 @@ def test_units_do_not_depend_on_the_neighbours(call, num_ctas):
     def cuts_of_last(cut, blocks, num_ctas):
         batch = len(blocks) - 1
         return sorted(
-            (unit.tile[:2], unit.begin, unit.end)
-            for unit in units(cut, blocks, num_m_blocks, num_heads, num_ctas)
-            if unit.tile.batch == batch
+            (segment.tile[:2], segment.begin, segment.end)
+            for _, segment in segments(cut, blocks, num_m_blocks, num_heads, num_ctas)
+            if segment.tile.batch == batch
         )
 
     together = cuts_of_last(cut, blocks, call[-1])
@@ -116,7 +118,7 @@ def test_units_do_not_depend_on_the_neighbours(call, num_ctas):
 
 @given(calls(cuts=("splits",)))
 def test_a_fixed_split_has_no_more_parts_than_asked(call):
-    parts = Counter(unit.tile for unit in units(*call))
+    parts = Counter(segment.tile for _, segment in segments(*call))
     assert max(parts.values()) <= call[0].num_splits
 
 
@@ -155,7 +157,7 @@ def test_pieces_are_contiguous_and_equal(total, num_ctas):
 
 
 def test_more_ctas_than_blocks():
-    assert len(list(units(StreamK(132, 1), [(0, 1)], 1, 1, 132))) == 1
+    assert len(list(segments(StreamK(132, 1), [(0, 1)], 1, 1, 132))) == 1
 
 
 @pytest.mark.parametrize("num_ctas", [1, 132])

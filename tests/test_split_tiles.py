@@ -17,39 +17,42 @@ from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.problem import Window
 from fa3.schedules import KeyRanges, SplitTiles, Tile, TileOrder, walk
-from fa3.schedules.split import WHOLE
 from fa3.scores.masks import Sequence
 
-UNIT, PART = 1.5, 1.0
+TILE, PART = 1.5, 1.0
 
 
 def parts_of(schedule: SplitTiles) -> dict[Tile, list]:
-    """The units of every tile, by their key blocks."""
-    units = defaultdict(list)
+    """The segments of every tile, by their key blocks."""
+    segments = defaultdict(list)
     for cluster in range(schedule.num_clusters):
-        for unit in walk(schedule, cluster):
-            units[Tile(*unit[:3])].append(unit)
-    return {tile: sorted(parts, key=lambda unit: unit.first_block) for tile, parts in units.items()}
+        for segment in walk(schedule, cluster):
+            segments[segment.tile].append(segment)
+    return {
+        tile: sorted(parts, key=lambda segment: segment.begin) for tile, parts in segments.items()
+    }
 
 
 def check_cover(schedule: SplitTiles, ranges: KeyRanges) -> None:
-    """Assert that units are the tiles' key blocks, and that parts have slots of their own."""
+    """Assert that segments are the tiles' key blocks, and that parts have slots of their own."""
     order, parts = schedule.order, parts_of(schedule)
     assert set(parts) == {order.tile(index) for index in range(order.num_tiles)}
     slots = []
-    for tile, units in parts.items():
+    for tile, segments in parts.items():
         index = order.index(tile)
-        assert units[0].first_block == ranges.first_blocks[index]
-        assert units[-1].end_block == ranges.end_blocks[index]
-        assert all(unit.first_block < unit.end_block for unit in units)
-        assert all(a.end_block == b.first_block for a, b in itertools.pairwise(units))
-        if len(units) == 1:
-            assert units[0].part == WHOLE and units[0].num_parts == 1
+        assert segments[0].begin == ranges.first_blocks[index]
+        assert segments[-1].end == ranges.end_blocks[index]
+        assert all(segment.begin < segment.end for segment in segments)
+        assert all(a.end == b.begin for a, b in itertools.pairwise(segments))
+        if len(segments) == 1:
+            assert segments[0].is_whole
             continue
-        assert {unit.num_parts for unit in units} == {len(units)}
-        (first,) = {unit.first_slot for unit in units}
-        assert [unit.slot for unit in units] == list(range(first, first + len(units)))
-        slots += [unit.slot for unit in units]
+        assert {segment.part.num_parts for segment in segments} == {len(segments)}
+        (first,) = {segment.part.first_slot for segment in segments}
+        assert [segment.part.slot for segment in segments] == list(
+            range(first, first + len(segments))
+        )
+        slots += [segment.part.slot for segment in segments]
     assert sorted(slots) == list(range(schedule.num_slots))
 
 
@@ -62,7 +65,7 @@ def cuts(draw):
     firsts = draw(st.lists(st.integers(0, 9), min_size=num_m_blocks, max_size=num_m_blocks))
     m_blocks = order.m_blocks()
     first = np.array(firsts)[m_blocks]
-    ranges = KeyRanges(first, first + np.array(lengths)[m_blocks], UNIT, PART)
+    ranges = KeyRanges(first, first + np.array(lengths)[m_blocks], TILE, PART)
     return order, ranges, draw(st.integers(1, 140))
 
 
@@ -90,7 +93,7 @@ def test_plans_cover_what_the_mask_touches(batch, seqlen_q, seqlen_k, heads, win
         for m_block in order.m_blocks().tolist()
     ]
     first, end = (np.array([getattr(b, name) for b in blocks]) for name in ("begin", "end"))
-    check_cover(plan.schedule, KeyRanges(first, end, UNIT, PART))
+    check_cover(plan.schedule, KeyRanges(first, end, TILE, PART))
 
 
 @pytest.mark.parametrize(
@@ -100,11 +103,9 @@ def test_plans_cover_what_the_mask_touches(batch, seqlen_q, seqlen_k, heads, win
 def test_clusters_end_together(num_m_blocks, heads, blocks, most):
     order = TileOrder(num_m_blocks, heads, 1, heads)
     end = np.full(order.num_tiles, blocks)
-    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, UNIT, PART))
+    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, TILE, PART))
     work = [
-        sum(
-            u.end_block - u.first_block + UNIT + PART * (u.num_parts > 1) for u in walk(schedule, c)
-        )
+        sum(u.end - u.begin + TILE + PART * (u.part.num_parts > 1) for u in walk(schedule, c))
         for c in range(132)
     ]
     assert max(work) <= most * sum(work) / len(work)
@@ -113,7 +114,7 @@ def test_clusters_end_together(num_m_blocks, heads, blocks, most):
 def test_whole_tiles_stay_whole_where_they_come_out_even():
     order = TileOrder(4, 33, 1, 33)
     end = np.full(order.num_tiles, 10)
-    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, UNIT, PART))
+    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, TILE, PART))
     assert schedule.num_slots == 0
 
 

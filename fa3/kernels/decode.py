@@ -69,8 +69,8 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.cached_lengths import CacheLengths, capacity_of
-from fa3.schedules.order import Tile
-from fa3.schedules.stream_k import Segment, StreamK, Units, Walk, Whole, locate
+from fa3.schedules.segment import Segment, Tile
+from fa3.schedules.stream_k import StreamK, Units, Walk, Whole, locate
 from fa3.scores.masks import KeyBlocks, Sequence
 from fa3.scores.scores import Rules, bind
 

@@ -51,7 +51,7 @@ from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules import Tile, TileOrder
+from fa3.schedules import Segment, Tile, TileOrder
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
 from fa3.scores.masks import KeyBlocks, Sequence
 from fa3.scores.scores import Rules, bind
@@ -352,19 +352,19 @@ class Forward(AttentionKernel):
             return 0
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
-    def tile_of(self, unit, rank) -> Tile:
+    def tile_of(self, segment: Segment, rank) -> Tile:
         """The tile of one CTA of a cluster."""
-        config = self.config
+        config, (m_block, head, batch) = self.config, segment.tile
         if config.cluster_h > 1:
-            return Tile(unit.m_block, unit.head * config.cluster_h + rank, unit.batch)
-        return Tile(unit.m_block * config.cluster_m + rank, unit.head, unit.batch)
+            return Tile(m_block, head * config.cluster_h + rank, batch)
+        return Tile(m_block * config.cluster_m + rank, head, batch)
 
-    def key_blocks(self, mask, unit, sequence: Sequence):
+    def key_blocks(self, mask, segment: Segment, sequence: Sequence) -> KeyBlocks:
         """Blocks of all rows of the cluster, since its CTAs receive the same ones."""
         rows = self.config.tile_m * self.config.cluster_m
-        blocks = mask.key_blocks(unit.m_block * rows, rows, self.config.tile_n, sequence)
+        blocks = mask.key_blocks(segment.tile.m_block * rows, rows, self.config.tile_n, sequence)
         if self.schedule_type.splits:
-            return blocks.between(unit.first_block, unit.end_block)
+            return blocks.between(segment.begin, segment.end)
         return blocks
 
     # ------------------------------------------------------------------------------ producer
@@ -386,9 +386,9 @@ class Forward(AttentionKernel):
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
-            unit = schedule.tile(cursor)
-            tile = self.tile_of(unit, rank)
-            blocks = self.key_blocks(mask.at(tile.batch, tile.head), unit, sequence)
+            segment = schedule.segment(cursor)
+            tile = self.tile_of(segment, rank)
+            blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             head_kv = tile.head // self.spec.qhead_per_kvhead
             of_keys = (head_kv, tile.batch, 1, rank, config.cluster)
             load_q = tile_loader(
@@ -441,15 +441,15 @@ class Forward(AttentionKernel):
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
-            unit = schedule.tile(cursor)
+            segment = schedule.segment(cursor)
             began = recorder.now()
-            tile = self.tile_of(unit, rank)
+            tile = self.tile_of(segment, rank)
             slab = tile.m_block * config.consumers + group
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
             rules = Rules.of(
                 scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
             )
-            blocks = self.key_blocks(rules.mask, unit, sequence)
+            blocks = self.key_blocks(rules.mask, segment, sequence)
             own = self.own_blocks(rules.mask, blocks, slab * ROWS, sequence)
             reference = self.reference(rules.bound)
             softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e), reference)
@@ -465,7 +465,7 @@ class Forward(AttentionKernel):
                 pipelines.q.consumer_release(q_state)
             if cutlass.const_expr(self.schedule_type.splits):
                 warp = self.warp_of_cluster(rank, thread_idx)
-                number = operands.parts.take_number(unit, warp)
+                number = operands.parts.take_number(segment.part, warp)
             cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.spec.mask.left):
@@ -474,12 +474,14 @@ class Forward(AttentionKernel):
             computed = recorder.now()
             of_rows = rules.sinks_of_rows(sinks)
             if cutlass.const_expr(self.schedule_type.splits):
-                if unit.num_parts > 1:
+                if segment.part.num_parts > 1:
                     acc_O, free = attention.regs.acc_O, config.fragment_registers
                     lse = attention.softmax.finish(as_rows_and_columns(acc_O))
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, tile, thread_idx, None)
-                    operands.parts.finish(acc_O, lse, coords, unit, warp, number, of_rows, free)
+                    operands.parts.finish(
+                        acc_O, lse, coords, segment.part, warp, number, of_rows, free
+                    )
                 else:
                     self.finish_tile(operands, attention, out, of_rows, tile, slab)
                     if cutlass.const_expr(config.fixed_reference):
@@ -490,7 +492,7 @@ class Forward(AttentionKernel):
                 self.finish_tile(operands, attention, out, of_rows, tile, slab)
                 if cutlass.const_expr(config.fixed_reference):
                     self.mark(operands, attention, tile, thread_idx, of_rows)
-            recorder.note(thread, group, unit, blocks, (began, started, computed))
+            recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
             if cutlass.const_expr(not config.own_o):
                 out.wait()
                 pipelines.q.consumer_release(q_state)

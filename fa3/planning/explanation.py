@@ -10,7 +10,7 @@ from fa3.planning.prediction import Prediction
 from fa3.planning.timeline import Timeline
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
-from fa3.schedules import Schedule, SingleTile
+from fa3.schedules import Schedule
 
 
 class Candidate(NamedTuple):
@@ -106,7 +106,7 @@ class Explanation:
     @property
     def grid(self) -> str:
         cluster = self.config.cluster
-        kind = "CTA" if isinstance(self.schedule, SingleTile) else "persistent CTA"
+        kind = "persistent CTA" if self.schedule.is_persistent else "CTA"
         clusters = "" if cluster == 1 else f" in clusters of {cluster}"
         tiles = counted(self.schedule.order.num_tiles * cluster, "tile")
         return (

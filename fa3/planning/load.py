@@ -1,4 +1,8 @@
-"""The work of a plan's clusters: units of work, their key blocks, and when the last one is done."""
+"""The load of a plan's clusters: segments with their key blocks, and when the last one is done.
+
+`Load` is what the cost model predicts a time from. It is counted from a schedule's segments as they
+are, or estimated from a problem's tiles (`RowLoad`), which is what the planner compares.
+"""
 
 import heapq
 from dataclasses import dataclass
@@ -9,26 +13,26 @@ import numpy as np
 
 from fa3.planning.costs import TileCosts
 from fa3.planning.tiled import Tiled
-from fa3.schedules import SplitTiles, TileOrder
-from fa3.schedules.split import SHORTEST, UNIT_FIELDS, WHOLE
-from fa3.schedules.tile_list import END, LATE, dealt_back_and_forth
+from fa3.schedules import Schedule, TileOrder
+from fa3.schedules.split import SHORTEST
+from fa3.schedules.tile_list import LATE, dealt_back_and_forth
 from fa3.scores import masks
 
 EXACT_ROUNDS = 1
-"""Rounds of units before the last one whose hand-out is followed one by one in a prediction."""
+"""Rounds of segments before the last one whose hand-out is followed one by one in a prediction."""
 
 CUT_ROUNDS = 1.5
 """Rounds of tiles, of many, that end up in parts: all but the last one or two are dealt whole."""
 
 
-class Units(NamedTuple):
-    """Units of work in the order in which clusters take them; arrays of one length.
+class Segments(NamedTuple):
+    """Segments in the order in which clusters take them; arrays of one length.
 
     Fields:
         full, masked: key blocks without and with the mask applied.
-        partial: whether the unit is a part of its tile's key range; None if none is.
-        owner: the cluster that works on the unit, if the schedule fixes it beforehand; None if
-            each unit goes to the cluster that is free first.
+        partial: whether the segment is a part of its tile; None if none is.
+        owner: the cluster that works on it, if the schedule fixes it beforehand; None if each
+            goes to the cluster that is free first.
     """
 
     full: np.ndarray
@@ -41,42 +45,36 @@ class Units(NamedTuple):
         return 0 if self.partial is None else int(self.partial.sum())
 
 
-def units_of_blocks(blocks: masks.KeyBlocks) -> Units:
-    """Units of work that take these blocks."""
+def segments_of_blocks(blocks: masks.KeyBlocks) -> Segments:
+    """Segments that take these blocks."""
     full = blocks.full_end - blocks.full_begin
-    return Units(full, blocks.end - blocks.begin - full)
+    return Segments(full, blocks.end - blocks.begin - full)
 
 
-def units_of_tiles(tiled: Tiled) -> Units:
-    """Whole tiles, in order, as units of work."""
-    return units_of_blocks(tiled.blocks_of_tiles())
+def segments_of_tiles(tiled: Tiled) -> Segments:
+    """Whole tiles, in order."""
+    return segments_of_blocks(tiled.blocks_of_tiles())
 
 
-def units_of_parts(tiled: Tiled, schedule: SplitTiles) -> Units:
-    """The whole tiles and parts of tiles that a schedule's clusters work on."""
-    entries = schedule.table.reshape(-1, UNIT_FIELDS)
-    places = np.flatnonzero(entries[:, 0] != END)
-    tile, first, end, part = entries[places].astype(np.int64).T
-    blocks = masks.KeyBlocks(*(array[tile] for array in tiled.blocks_of_tiles()))
-    return units_of_blocks(blocks.between(first, end))._replace(
-        partial=part != WHOLE, owner=places % schedule.num_clusters
+def segments_of(tiled: Tiled, schedule: Schedule) -> Segments:
+    """What the clusters of a schedule work on."""
+    parts = schedule.parts
+    if parts is None:
+        return segments_of_tiles(tiled)._replace(owner=schedule.owners)
+    blocks = masks.KeyBlocks(*(array[parts.tile] for array in tiled.blocks_of_tiles()))
+    return segments_of_blocks(blocks.between(parts.first, parts.end))._replace(
+        partial=parts.is_part, owner=schedule.owners
     )
 
 
-def durations(units: Units, tile: TileCosts) -> np.ndarray:
-    """Microseconds of every unit at the clock of a burst, without what its schedule adds."""
-    times = tile.us(units.full, units.masked)
-    return times if units.partial is None else times + units.partial * tile.part_us
-
-
-def back_and_forth(count: int, lanes: int) -> np.ndarray:
-    """The lane of every unit when they are dealt in rounds of changing direction."""
-    turn, place = np.divmod(np.arange(count), lanes)
-    return np.where(turn % 2, lanes - 1 - place, place)
+def durations(segments: Segments, tile: TileCosts) -> np.ndarray:
+    """Microseconds of every segment at the clock of a burst, without what its schedule adds."""
+    times = tile.us(segments.full, segments.masked)
+    return times if segments.partial is None else times + segments.partial * tile.part_us
 
 
 def makespan(times: np.ndarray, lanes: int) -> float:
-    """When the last lane is done, if each takes the next unit as soon as it is free.
+    """When the last lane is done, if each takes the next segment as soon as it is free.
 
     All but the last rounds count by their mean: the hand-out levels them.
     """
@@ -85,12 +83,12 @@ def makespan(times: np.ndarray, lanes: int) -> float:
 
 
 def rounds_before(count: int, lanes: int) -> int:
-    """Rounds of units whose hand-out is not followed."""
+    """Rounds of segments whose hand-out is not followed."""
     return max(0, count // lanes - EXACT_ROUNDS)
 
 
 def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
-    """When the last lane is done, if from `level` on each takes the next unit once it is free."""
+    """When the last lane is done, if from `level` on each takes what is next once it is free."""
     units = times.tolist()
     free_at = [level + us for us in units[:lanes]]
     heapq.heapify(free_at)
@@ -100,17 +98,17 @@ def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
     return max(free_at, default=level)
 
 
-class Work(NamedTuple):
-    """How long units of work take, in microseconds, without what their schedule adds to each.
+class Load(NamedTuple):
+    """How long segments take, in microseconds, without what their schedule adds to each.
 
     Fields:
         last: when the last cluster is done.
-        total: of all units together, and `of_blocks` of their key blocks alone.
-        longest: the longest unit.
-        count: units.
-        rounds: units of the cluster that has the most.
-        blocks: key blocks, and `blocks_of_parts` those of units that are parts of tiles.
-        num_parts: units that are.
+        total: of all together, and `of_blocks` of their key blocks alone.
+        longest: the longest segment.
+        count: segments.
+        rounds: segments of the cluster that has the most.
+        blocks: key blocks, and `blocks_of_parts` those of parts of tiles.
+        num_parts: parts of tiles.
     """
 
     last: float
@@ -124,16 +122,16 @@ class Work(NamedTuple):
     num_parts: int = 0
 
     @classmethod
-    def of(cls, units: Units, tile: TileCosts, lanes: int) -> "Work":
-        """The work of units as they are, on so many clusters at a time."""
-        times = durations(units, tile)
-        if units.owner is None:
+    def of(cls, segments: Segments, tile: TileCosts, lanes: int) -> "Load":
+        """The load of segments as they are, on so many clusters at a time."""
+        times = durations(segments, tile)
+        if segments.owner is None:
             last, rounds = makespan(times, lanes), -(-len(times) // lanes)
         else:
-            last = float(np.bincount(units.owner, times).max(initial=0.0))
-            rounds = int(np.bincount(units.owner).max(initial=0))
-        total, num_parts = float(times.sum()), units.num_partial
-        blocks = units.full + units.masked
+            last = float(np.bincount(segments.owner, times).max(initial=0.0))
+            rounds = int(np.bincount(segments.owner).max(initial=0))
+        total, num_parts = float(times.sum()), segments.num_partial
+        blocks = segments.full + segments.masked
         return cls(
             last,
             total,
@@ -142,16 +140,16 @@ class Work(NamedTuple):
             count=len(times),
             rounds=rounds,
             blocks=float(blocks.sum()),
-            blocks_of_parts=float(blocks[units.partial > 0].sum()) if num_parts else 0.0,
+            blocks_of_parts=float(blocks[segments.partial > 0].sum()) if num_parts else 0.0,
             num_parts=num_parts,
         )
 
 
 @dataclass(frozen=True)
-class RowWork:
+class RowLoad:
     """The tiles of an order, known by their rows: tiles of the same rows take equally long.
 
-    Gives the `Work` of whole tiles, and an estimate of that of parts, without a look at each.
+    Gives the `Load` of whole tiles, and an estimate of that of parts, without a look at each.
 
     Fields:
         lanes: clusters at a time.
@@ -167,9 +165,9 @@ class RowWork:
     of_blocks: float
 
     @classmethod
-    def of(cls, tiled: Tiled) -> "RowWork":
+    def of(cls, tiled: Tiled) -> "RowLoad":
         order, tile = tiled.order, tiled.costs
-        rows = units_of_blocks(tiled.blocks_of_rows)
+        rows = segments_of_blocks(tiled.blocks_of_rows)
         times, heads = tile.us(rows.full, rows.masked), order.num_heads * order.batch
         of_blocks = float(times.sum()) - len(times) * tile.tile_us
         blocks = float(rows.full.sum() + rows.masked.sum())
@@ -179,11 +177,11 @@ class RowWork:
     def total(self) -> float:
         return self.of_blocks + self.order.num_tiles * self.tile.tile_us
 
-    def whole(self, last: float) -> Work:
+    def whole(self, last: float) -> Load:
         """The work of whole tiles, of which the last is done at `last`."""
         count, longest = self.order.num_tiles, float(self.times.max(initial=0.0))
         rounds = -(-count // self.lanes)
-        return Work(last, self.total, self.of_blocks, longest, count, rounds, self.blocks)
+        return Load(last, self.total, self.of_blocks, longest, count, rounds, self.blocks)
 
     @cached_property
     def in_equal_rounds(self) -> float | None:
@@ -194,13 +192,13 @@ class RowWork:
         return longest * rounds if rounds <= 1 or times.min() == longest else None
 
     @cached_property
-    def handed_out(self) -> Work:
+    def handed_out(self) -> Load:
         """If each tile goes to the cluster that is free first."""
         last = self.in_equal_rounds
         return self.whole(self.end_of_last_rounds(self.last_rounds) if last is None else last)
 
     @property
-    def balanced(self) -> Work:
+    def balanced(self) -> Load:
         """About that of a `TileList`: where a hand-out ends late, the longest of the last tiles
         come first."""
         work = self.handed_out
@@ -222,7 +220,7 @@ class RowWork:
         return end_of_hand_out(times, self.lanes, level)
 
     @property
-    def dealt_back_and_forth(self) -> Work:
+    def dealt_back_and_forth(self) -> Load:
         """If they are dealt in rounds of changing direction."""
         last = self.in_equal_rounds
         if last is None:
@@ -233,7 +231,7 @@ class RowWork:
         return self.whole(last)
 
     @property
-    def cut_evenly(self) -> Work:
+    def cut_evenly(self) -> Load:
         """About that of `SplitTiles`, at best: a stretch for each cluster, all of one length.
 
         A stretch is whole tiles and then one part. It counts its tiles' prologues as key blocks.
@@ -244,7 +242,7 @@ class RowWork:
         share_of_parts = min(1.0, CUT_ROUNDS * stretches / max(1, tiles))
         part = tile.tile_us + of_blocks / stretches * share_of_parts + tile.part_us
         whole = tile.tile_us + of_blocks / stretches * (1 - share_of_parts)
-        return Work(
+        return Load(
             last=whole + part,
             total=stretches * (whole + part),
             of_blocks=of_blocks,

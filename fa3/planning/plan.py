@@ -1,6 +1,5 @@
 """A plan: how one problem runs, as a value. What there is to say about it follows from it."""
 
-import functools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,32 +10,15 @@ from fa3.planning.checks import check_types
 from fa3.planning.costs import costs_of
 from fa3.planning.explanation import Candidate, Explanation, describe_config
 from fa3.planning.gpu import Gpu
-from fa3.planning.load import Units, Work, back_and_forth, units_of_parts, units_of_tiles
+from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
 from fa3.planning.tiled import Tiled
 from fa3.planning.timeline import Cost, Timeline
 from fa3.problem import Problem
-from fa3.schedules import (
-    SCHEDULES,
-    Dynamic,
-    KeyRanges,
-    Schedule,
-    SingleTile,
-    SplitTiles,
-    StaticPersistent,
-    Tile,
-    TileList,
-    Unit,
-)
+from fa3.schedules import SCHEDULES, Schedule, Segment, SplitTiles
 from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import Marked
-from fa3.schedules.split import WHOLE
 from fa3.scores import masks
-
-PART_US = 2.3
-"""Microseconds that a part takes more than a whole tile, as the cut counts them: about what the
-instrumented kernel saw (docs/experiments.md). Predictions add a fitted number instead; if the cut
-went by that, a fit would change the plans that it was fitted to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +40,7 @@ class Plan:
     @property
     def schedule_name(self) -> str:
         """The schedule's name in `SCHEDULES`."""
-        return next(name for name, kind in SCHEDULES.items() if kind is type(self.schedule))
+        return self.schedule.name
 
     @property
     def name(self) -> str:
@@ -98,53 +80,37 @@ class Plan:
     def as_candidate(self) -> Candidate:
         """The plan with its prediction, to stand beside those that the planner compares."""
         tiled = self.tiled
-        work = Work.of(self.units, tiled.costs, tiled.lanes)
-        return candidate(tiled, self.schedule_name, work)
+        segments = segments_of(tiled, self.schedule)
+        return candidate(tiled, self.schedule_name, Load.of(segments, tiled.costs, tiled.lanes))
 
     @property
     def tiled(self) -> Tiled:
         """The problem in the plan's tiles."""
         return Tiled(self.problem, self.gpu, self.config)
 
-    @property
-    def units(self) -> Units:
-        """The units of work of its clusters; exactly, where the planner compares by estimates."""
-        tiled, schedule = self.tiled, self.schedule
-        if isinstance(schedule, SplitTiles):
-            return units_of_parts(tiled, schedule)
-        units = units_of_tiles(tiled)
-        if isinstance(schedule, TileList):
-            return units._replace(owner=schedule.owners)
-        if isinstance(schedule, StaticPersistent):
-            owners = back_and_forth(schedule.order.num_tiles, schedule.num_clusters)
-            return units._replace(owner=owners)
-        return units
-
     def simulate(self) -> Timeline:
         """Which SM works on which tile when, in microseconds, by the cost model."""
         tiled = self.tiled
         costs, by_m_block = tiled.costs, np.stack(tiled.blocks_of_rows, axis=1).tolist()
 
-        def cost_of(tile: Tile | Unit) -> Cost:
-            blocks, part_us = masks.KeyBlocks(*by_m_block[tile.m_block]), 0.0
-            if isinstance(tile, Unit):
-                blocks = blocks.between(tile.first_block, tile.end_block)
-                part_us = costs.part_us * (tile.part != WHOLE)
+        def cost_of(segment: Segment) -> Cost:
+            blocks = masks.KeyBlocks(*by_m_block[segment.tile.m_block])
+            if segment.begin is not None:
+                blocks = blocks.between(segment.begin, segment.end)
+            part_us = 0.0 if segment.is_whole else costs.part_us
             full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
             return Cost(costs.us(full, touched - full) + part_us, touched, full)
 
-        schedule = self.schedule
-        if isinstance(schedule, Dynamic):
-            # Who takes which tile follows from time, as when the GPU hands CTAs out.
-            schedule = SingleTile(schedule.order)
-        timeline = Timeline.of(schedule, tiled.lanes, cost_of)
+        timeline = Timeline.of(self.schedule.simulated, tiled.lanes, cost_of)
         prediction = self.predict()
         return timeline.stretched(prediction.us - prediction.launch_us)
 
     def explain(self) -> Explanation:
         """What the plan does, how long it should take, what bounds it, and what else there was."""
         found = [
-            as_cut(Tiled(self.problem, self.gpu, one.config)) if one.schedule == "split" else one
+            one
+            if one.schedule != SplitTiles.name
+            else as_cut(replace(self.tiled, config=one.config))
             for one in self.considered
         ]
         found.sort(key=lambda candidate: candidate.prediction.us)
@@ -193,23 +159,14 @@ def check_plan(plan: Plan) -> None:
     check_schedule(plan.schedule, blocks.begin, blocks.end)
 
 
-def candidate(tiled: Tiled, schedule: str, work: Work) -> Candidate:
+def candidate(tiled: Tiled, schedule: str, load: Load) -> Candidate:
     """One way to run a problem, with its predicted time."""
     costs = costs_of(tiled.gpu.name)
     measured = tiled.costs.is_known and costs.knows(schedule)
-    return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, work), measured)
+    return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
 
 
 def as_cut(tiled: Tiled) -> Candidate:
     """The candidate that splits tiles with this tiling, predicted from its parts as they are."""
-    units = units_of_parts(tiled, split_tiles(tiled))
-    return candidate(tiled, "split", Work.of(units, tiled.costs, tiled.lanes))
-
-
-# Remembered from the choice to the plan.
-@functools.lru_cache(maxsize=4)
-def split_tiles(tiled: Tiled) -> SplitTiles:
-    """Tiles in whole and in parts, for all clusters that the GPU holds."""
-    tile, blocks = tiled.costs, tiled.blocks_of_tiles()
-    unit, part = tile.tile_us / tile.full_us, PART_US / tile.full_us
-    return SplitTiles.cut(tiled.order, tiled.lanes, KeyRanges(blocks.begin, blocks.end, unit, part))
+    segments = segments_of(tiled, SplitTiles.make(tiled))
+    return candidate(tiled, SplitTiles.name, Load.of(segments, tiled.costs, tiled.lanes))

@@ -8,21 +8,12 @@ from fa3.planning.checks import check_types
 from fa3.planning.costs import MARGIN, has_mask, least_gain
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.load import RowWork, Work, durations, units_of_tiles
-from fa3.planning.plan import Plan, as_cut, candidate, split_tiles
+from fa3.planning.load import RowLoad
+from fa3.planning.plan import Plan, as_cut, candidate
 from fa3.planning.tiled import Tiled
 from fa3.planning.tilings import configs
 from fa3.problem import Problem
-from fa3.schedules import (
-    SCHEDULES,
-    Dynamic,
-    Schedule,
-    SingleTile,
-    SplitTiles,
-    StaticPersistent,
-    Tile,
-    TileList,
-)
+from fa3.schedules import SCHEDULES, Schedule, StaticPersistent, Tile, TileList
 from fa3.schedules.coverage import check_schedule
 
 ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] | None
@@ -125,7 +116,7 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
             f"schedule must be one of {sorted(SCHEDULES)}, the class or an object of one of them, "
             f"or a function from the list of tiles to their order, got {choice!r:.200}"
         )
-    return "list"
+    return TileList.name
 
 
 def candidates(
@@ -140,14 +131,14 @@ def candidates(
         config: the only tiling to look at; those of `TILINGS` with measured times if not given.
         schedules: the schedules to look at.
     """
-    default = "list" if has_mask(problem.spec) else "static"
+    default = TileList.name if has_mask(problem.spec) else StaticPersistent.name
     names = sorted(schedules, key=lambda name: name != default)
     found = []
     for tiling in [config] if config else configs(problem, gpu):
         for run, run_names in with_parts(tiling, names, problem, is_given=config is not None):
             tiled = Tiled(problem, gpu, run)
-            rows = RowWork.of(tiled)
-            found += [candidate(tiled, name, work_of(name, rows)) for name in run_names]
+            rows = RowLoad.of(tiled)
+            found += [candidate(tiled, name, SCHEDULES[name].load(rows)) for name in run_names]
     return found
 
 
@@ -164,19 +155,6 @@ def with_parts(
     # Under a bias parts far from the diagonal vanish, as they should; a fixed reference could not
     # tell that from failing.
     return [(config, whole), (replace(config, fixed_reference=False), parts)]
-
-
-def work_of(schedule: str, rows: RowWork) -> Work:
-    """The work of a schedule's clusters: exactly, or nearly."""
-    match schedule:
-        case "split":
-            return rows.cut_evenly
-        case "list":
-            return rows.balanced
-        case "static":
-            return rows.dealt_back_and_forth
-        case _:
-            return rows.handed_out
 
 
 def choose(found: list[Candidate]) -> Candidate:
@@ -196,20 +174,10 @@ def make_schedule(
     tiled: Tiled, name: str, arrange: Callable[[list[Tile]], Iterable[Tile]] | None
 ) -> Schedule:
     """The schedule of this name; `arrange` puts the tiles of a list in order."""
-    kind, order = SCHEDULES[name], tiled.order
-    if kind is SingleTile:
-        return SingleTile(order)
-    clusters = min(tiled.lanes, order.num_tiles)
-    if kind is StaticPersistent:
-        return StaticPersistent(order, clusters)
-    if kind is Dynamic:
-        return Dynamic(order, clusters)
-    if kind is SplitTiles:
-        return split_tiles(tiled)
-    times = durations(units_of_tiles(tiled), tiled.costs)
     if arrange is None:
-        return TileList.balanced(order, clusters, times)
+        return SCHEDULES[name].make(tiled)
+    order = tiled.order
     arranged = arrange([order.tile(index) for index in range(order.num_tiles)])
     if not isinstance(arranged, Iterable):
         raise TypeError(f"schedule must return the tiles in their order, got {arranged!r}")
-    return TileList.in_order_of(order, clusters, arranged, times)
+    return TileList.in_order_of(order, tiled.num_clusters, arranged, tiled.times)

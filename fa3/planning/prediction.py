@@ -1,9 +1,9 @@
-"""The cost model: a plan's time, from the work of its clusters and the bytes it moves.
+"""The cost model: a plan's time, from the load of its clusters and the bytes it moves.
 
     T = (compute^2.5 + memory^2.5)^(1/2.5) + launch
 
-    compute   when the last cluster is done. A unit of work takes tile_us, and full_us or masked_us
-              for each of its key blocks; clusters take units as their schedule says.
+    compute   when the last cluster is done. A segment takes tile_us, and full_us or masked_us
+              for each of its key blocks; clusters take segments as their schedule says.
     memory    bytes through device memory over its bandwidth. The K and V of a section of heads
               are read once if they fit into L2, else once for every wave of clusters; those of
               parts of tiles by each part, if L2 does not hold the keys of all heads.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fa3.kernels.forward_config import Config
 from fa3.planning.costs import AGAIN, Costs
-from fa3.planning.load import Work
+from fa3.planning.load import Load
 from fa3.planning.tiled import Tiled
 
 EXPONENT = 2.5
@@ -34,7 +34,7 @@ clusters that share keys do not walk them together. From 128 queries on 32k keys
 and in pairs of heads: 117 and 103.5 us, of which compute takes 101."""
 
 
-def bytes_moved(tiled: Tiled, work: Work) -> float:
+def bytes_moved(tiled: Tiled, load: Load) -> float:
     """Bytes through device memory."""
     problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
     spec = problem.spec
@@ -46,13 +46,13 @@ def bytes_moved(tiled: Tiled, work: Work) -> float:
     sections = order.num_heads * order.batch / order.heads_per_section
     again = sections * max(0.0, waves - 1) * spilled
     all_keys = problem.batch * problem.num_heads_kv * problem.seqlen_k
-    if work.num_parts and all_keys * bytes_of_key > gpu.l2_bytes:
-        apart = APART * work.blocks_of_parts * config.tile_n
-        together = all_keys * work.blocks_of_parts / work.blocks
+    if load.num_parts and all_keys * bytes_of_key > gpu.l2_bytes:
+        apart = APART * load.blocks_of_parts * config.tile_n
+        together = all_keys * load.blocks_of_parts / load.blocks
         again += max(0.0, apart - together) * bytes_of_key
     rows = config.tile_m * config.cluster
     # Partial outputs and their log-sum-exp, written and read again.
-    partials = work.num_parts * rows * (spec.head_dim_v + 1) * 4 * 2
+    partials = load.num_parts * rows * (spec.head_dim_v + 1) * 4 * 2
     return problem.bytes + again + partials
 
 
@@ -72,7 +72,7 @@ class Prediction(NamedTuple):
         launch_us: a launch among others, with what the schedule adds to a call.
         longest_us: the longest unit of work; under steady load.
         waves: units of work for each cluster that the GPU holds.
-        busy: share of the SMs' time until the last cluster is done in which they work.
+        busy: share of the SMs' time until the last cluster is done in which they load.
     """
 
     us: float
@@ -102,20 +102,20 @@ class Prediction(NamedTuple):
         return "an uneven last wave"
 
 
-def predict(costs: Costs, tiled: Tiled, schedule: str, work: Work) -> Prediction:
+def predict(costs: Costs, tiled: Tiled, schedule: str, load: Load) -> Prediction:
     """Predict the time of a plan.
 
     Args:
         tiled: the problem in the plan's tiles; what these cost is looked up in `costs`.
         schedule: the name of its schedule in `fa3.schedules.SCHEDULES`.
-        work: that of its clusters.
+        load: that of its clusters.
     """
     tile, config, lanes = costs.tile(tiled.key), tiled.config, tiled.lanes
     unit_us = costs.unit_us.get(unit_name(schedule, config), 0.0)
-    burst = work.last + work.rounds * unit_us
+    burst = load.last + load.rounds * unit_us
     of_all = config.cluster / (tiled.gpu.num_sms * burst) if burst else 0.0
-    memory_us = bytes_moved(tiled, work) / costs.bytes_per_us
-    at_work = work.of_blocks * of_all
+    memory_us = bytes_moved(tiled, load) / costs.bytes_per_us
+    at_work = load.of_blocks * of_all
     if burst:
         at_work += costs.memory_power * min(1.0, memory_us / burst)
     slowdown = max(1.0, tile.steady * at_work ** (1 / POWER_EXPONENT))
@@ -128,9 +128,9 @@ def predict(costs: Costs, tiled: Tiled, schedule: str, work: Work) -> Prediction
         burst * slowdown,
         memory_us,
         launch_us,
-        (work.longest + unit_us) * slowdown if work.count else 0.0,
-        work.count / lanes,
-        (work.total + work.count * unit_us) * of_all,
+        (load.longest + unit_us) * slowdown if load.count else 0.0,
+        load.count / lanes,
+        (load.total + load.count * unit_us) * of_all,
     )
 
 

@@ -52,6 +52,18 @@ class Tiled:
         """Clusters that the GPU holds at a time."""
         return max(1, self.gpu.num_sms // self.config.cluster)
 
+    @property
+    def num_clusters(self) -> int:
+        """Persistent clusters: as many as the GPU holds, if there are tiles for them."""
+        return min(self.lanes, self.order.num_tiles)
+
+    @property
+    def times(self) -> np.ndarray:
+        """Microseconds of every tile, by its number."""
+        blocks = self.blocks_of_tiles()
+        full = blocks.full_end - blocks.full_begin
+        return self.costs.us(full, blocks.end - blocks.begin - full)
+
     @cached_property
     def key(self) -> TileKey:
         """What the tiles' times depend on."""

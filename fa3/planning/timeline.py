@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fa3.schedules import Schedule, Tile, Unit, walk
+from fa3.schedules import Schedule, Segment, walk
 
 PREDICTED, RECORDED = 1, 2
 """Processes of a trace; 0 is the idle one to those who read it."""
@@ -21,11 +21,11 @@ class Cost(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A tile's stay on a lane, or that of a part of one, from `start` on, in microseconds."""
+    """A segment's stay on a lane, from `start` on, in microseconds."""
 
     lane: int
     start: float
-    tile: Tile | Unit
+    segment: Segment
     cost: Cost
 
     @property
@@ -35,10 +35,10 @@ class Span(NamedTuple):
     @property
     def name(self) -> str:
         """Which tile it is, and of a part of one which key blocks."""
-        tile = self.tile
+        tile, segment = self.segment.tile, self.segment
         name = f"rows {tile.m_block}, head {tile.head}, batch {tile.batch}"
-        if isinstance(tile, Unit) and tile.num_parts > 1:
-            name += f", key blocks {tile.first_block} to {tile.end_block - 1}"
+        if not segment.is_whole:
+            name += f", key blocks {segment.begin} to {segment.end - 1}"
         return name
 
 
@@ -57,15 +57,17 @@ class Timeline:
     num_lanes: int
 
     @classmethod
-    def of(cls, schedule: Schedule, num_lanes: int, cost_of: Callable[[Tile], Cost]) -> "Timeline":
+    def of(
+        cls, schedule: Schedule, num_lanes: int, cost_of: Callable[[Segment], Cost]
+    ) -> "Timeline":
         """Follow a schedule's clusters on at most `num_lanes` lanes."""
         num_lanes = min(schedule.num_clusters, num_lanes)
         free = [(0.0, lane) for lane in range(num_lanes)]
         spans = []
         for cluster in range(schedule.num_clusters):
             now, lane = heapq.heappop(free)
-            for tile in walk(schedule, cluster):
-                span = Span(lane, now, tile, cost_of(tile))
+            for segment in walk(schedule, cluster):
+                span = Span(lane, now, segment, cost_of(segment))
                 spans.append(span)
                 now = span.end
             heapq.heappush(free, (now, lane))
@@ -159,7 +161,7 @@ class Timeline:
             {
                 "ph": "X",
                 "name": span.name,
-                "cat": f"head {span.tile.head}",
+                "cat": f"head {span.segment.tile.head}",
                 "pid": pid,
                 "tid": span.lane,
                 "ts": round(span.start, 3),

@@ -83,17 +83,17 @@ class PartMerge:
         )
 
     @cute.jit
-    def take_number(self, unit, warp: Int32) -> Int32:
+    def take_number(self, part, warp: Int32) -> Int32:
         """Say that a part is nearly done; return how many have said so before, in lane 0."""
         number = Int32(0)
-        if unit.num_parts > 1 and cute.arch.lane_idx() == 0:
+        if part.num_parts > 1 and cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add(
-                self.counter(unit, warp), Int32(HAS_COME), sem="relaxed", scope="gpu"
+                self.counter(part, warp), Int32(HAS_COME), sem="relaxed", scope="gpu"
             )
         return number
 
-    def counter(self, unit, warp: Int32) -> cute.Pointer:
-        return self.counters.iterator + (unit.first_slot * self.warps + warp)
+    def counter(self, part, warp: Int32) -> cute.Pointer:
+        return self.counters.iterator + (part.first_slot * self.warps + warp)
 
     @cute.jit
     def finish(
@@ -101,7 +101,7 @@ class PartMerge:
         acc_O: cute.Tensor,
         lse: cute.Tensor,
         coords: ScoreCoords,
-        unit,
+        part,
         warp: Int32,
         number: Int32,
         sinks: tuple | None,
@@ -111,43 +111,43 @@ class PartMerge:
 
         Args:
             acc_O: an accumulator, normalised by itself, and `lse` its rows' log-sum-exps.
-            unit: the part.
+            part: the part.
             warp: this warp's place among those of the tile.
             number: what `take_number` gave.
             sinks: the rows' sinks as powers of two.
             registers: those of a thread that parts may take.
         """
-        if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < unit.num_parts - 1:
-            self.leave(acc_O, lse, unit, warp)
+        if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < part.num_parts - 1:
+            self.leave(acc_O, lse, part, warp)
         else:
-            self.await_others(unit, warp)
-            merged_lse = self.merge(acc_O, lse, unit, warp, sinks, registers)
+            self.await_others(part, warp)
+            merged_lse = self.merge(acc_O, lse, part, warp, sinks, registers)
             self.rows.store_all(acc_O, merged_lse, coords)
 
     @cute.jit
-    def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, unit, warp: Int32):
+    def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, part, warp: Int32):
         """Write a part to memory, and say that it is there."""
         lane = cute.arch.lane_idx()
         vectors = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(VECTOR))
         count = cute.size(vectors, mode=[1])
         for i in cutlass.range_constexpr(count):
-            cute.autovec_copy(vectors[None, i], self.parts[None, lane, i, warp, unit.slot])
+            cute.autovec_copy(vectors[None, i], self.parts[None, lane, i, warp, part.slot])
         log_sums = cute.make_rmem_tensor(VECTOR, Float32)
         log_sums.fill(0.0)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             log_sums[r] = lse[r] * LOG2_E
-        cute.autovec_copy(log_sums, self.parts[None, lane, count, warp, unit.slot])
+        cute.autovec_copy(log_sums, self.parts[None, lane, count, warp, part.slot])
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.atomic_add(
-                self.counter(unit, warp), Int32(HAS_LEFT), sem="release", scope="gpu"
+                self.counter(part, warp), Int32(HAS_LEFT), sem="release", scope="gpu"
             )
 
     @cute.jit
-    def await_others(self, unit, warp: Int32):
+    def await_others(self, part, warp: Int32):
         """Wait until all other parts are in memory, and set their counter back."""
-        counter, count = self.counter(unit, warp), Int32(0)
-        while count // HAS_LEFT < unit.num_parts - 1:
+        counter, count = self.counter(part, warp), Int32(0)
+        while count // HAS_LEFT < part.num_parts - 1:
             count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
@@ -158,7 +158,7 @@ class PartMerge:
         self,
         acc_O: cute.Tensor,
         lse: cute.Tensor,
-        unit,
+        part,
         warp: Int32,
         sinks: tuple | None,
         registers: cutlass.Constexpr,
@@ -170,7 +170,7 @@ class PartMerge:
         step = vectors_at_once(vectors, registers)
         for begin in cutlass.range_constexpr(0, vectors, step):
             mine = cute.local_tile(own, (VECTOR, step), (0, begin // step))
-            self.merge_vectors(mine, begin, lse, merged_lse, unit, warp, sinks)
+            self.merge_vectors(mine, begin, lse, merged_lse, part, warp, sinks)
         return merged_lse
 
     @cute.jit
@@ -180,7 +180,7 @@ class PartMerge:
         begin: cutlass.Constexpr,
         lse: cute.Tensor,
         merged_lse: cute.Tensor,
-        unit,
+        part,
         warp: Int32,
         sinks: tuple | None,
     ):
@@ -194,19 +194,19 @@ class PartMerge:
         if cutlass.const_expr(sinks is not None):
             for r in rows:
                 maximum[r], total[r] = sinks[r], Float32(1.0)
-        merged, part = (cute.make_rmem_tensor(own.shape, Float32) for _ in range(2))
+        merged, other = (cute.make_rmem_tensor(own.shape, Float32) for _ in range(2))
         merged.fill(0.0)
         log_sums = cute.make_rmem_tensor(VECTOR, Float32)
         log_sums.fill(0.0)
-        for i in cutlass.range(unit.num_parts):
-            slot = unit.first_slot + i
-            if slot == unit.slot:
-                part.store(own.load())
+        for i in cutlass.range(part.num_parts):
+            slot = part.first_slot + i
+            if slot == part.slot:
+                other.store(own.load())
                 for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                     log_sums[r] = lse[r] * LOG2_E
             else:
                 for n in cutlass.range_constexpr(cute.size(own, mode=[1])):
-                    cute.autovec_copy(self.parts[None, lane, begin + n, warp, slot], part[None, n])
+                    cute.autovec_copy(self.parts[None, lane, begin + n, warp, slot], other[None, n])
                 last = cute.size(self.parts, mode=[2]) - 1
                 cute.autovec_copy(self.parts[None, lane, last, warp, slot], log_sums)
             for r in cutlass.range_constexpr(ROWS_OF_THREAD):
@@ -215,7 +215,7 @@ class PartMerge:
                 correction = cute.math.exp2(maximum[r] - reference, fastmath=True)
                 weight = cute.math.exp2(log_sums[r] - reference, fastmath=True)
                 maximum[r], total[r] = larger, total[r] * correction + weight
-                of_row, added = row_of(merged, r), row_of(part, r)
+                of_row, added = row_of(merged, r), row_of(other, r)
                 of_row.store(of_row.load() * correction + added.load() * weight)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             hidden = total[r] == 0.0

@@ -46,14 +46,14 @@ class Recorder(NamedTuple):
         return cute.arch.globaltimer()
 
     @cute.jit
-    def note(self, thread: Int32, warpgroup: Int32, unit, blocks, times: tuple):
+    def note(self, thread: Int32, warpgroup: Int32, tile, blocks, times: tuple):
         """Write a row; `times` are those of `Note` up to `computed`."""
         if thread == 0:
             now = self.now()
             count = cute.recast_ptr(self.words.iterator, dtype=Int32)
             row = cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="gpu")
-            tile = (unit.m_block, unit.head, unit.batch, blocks.begin, blocks.end)
-            note = Note(cute.arch.smid(), warpgroup, *tile, *times, now)
+            place = (tile.m_block, tile.head, tile.batch, blocks.begin, blocks.end)
+            note = Note(cute.arch.smid(), warpgroup, *place, *times, now)
             for i, value in enumerate(note):
                 self.words[HEADER + row * len(Note._fields) + i] = Int64(value)
 

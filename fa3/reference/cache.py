@@ -1,8 +1,8 @@
 """Attention to a cache on the CPU: walks the very cut of the keys that the decode kernel walks.
 
-Appending is plain. Attention works off the units of `fa3.schedules.stream_k` CTA by CTA, keeps each
-part's output and log-sum-exp in float32 in its slot, and merges the slots of a tile in the order
-of its keys, as `fa3.kernels.combine` does.
+Appending is plain. Attention works off the segments of `fa3.schedules.stream_k` CTA by CTA, keeps
+each part's output and log-sum-exp in float32 in its slot, and merges the slots of a tile in the
+order of its keys, as `fa3.kernels.combine` does.
 """
 
 import math
@@ -19,8 +19,8 @@ from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.reference.forward import CPU, RunningSoftmax, merge, with_sink
 from fa3.schedules.cached_lengths import capacity_of
-from fa3.schedules.order import Tile
-from fa3.schedules.stream_k import Unit, records, units
+from fa3.schedules.segment import Segment, Tile
+from fa3.schedules.stream_k import records, segments
 from fa3.scores.masks import Band, Sequence
 from fa3.scores.scores import Score, bind
 
@@ -164,12 +164,12 @@ def attend_with_cache(
         if operands.lse is not None:
             operands.lse[tile.batch, head, query] = rows_lse
 
-    for unit in units(*work):
-        softmax = walked.attend(unit)
-        if unit.slot is None:
-            store(unit.tile, *softmax.finish(walked.sinks_of(unit.tile)))
+    for _, segment in segments(*work):
+        softmax = walked.attend(segment)
+        if segment.is_whole:
+            store(segment.tile, *softmax.finish(walked.sinks_of(segment.tile)))
         else:
-            slots[unit.slot] = softmax.finish()
+            slots[segment.part.slot] = softmax.finish()
     for _, tile, of_tile in records(*work):
         merged = merge([slots[i] for i in of_tile])
         store(tile, *with_sink(*merged, walked.sinks_of(tile)))
@@ -219,18 +219,16 @@ class CacheWalk:
         _, head = self.rows(tile)
         return None if self.sinks is None else self.sinks[head].float()
 
-    def attend(self, unit: Unit) -> RunningSoftmax:
+    def attend(self, segment: Segment) -> RunningSoftmax:
         """Attend the rows of a tile to some of its key blocks, from the last to the first."""
-        tile, (query, head) = unit.tile, self.rows(unit.tile)
+        tile, (query, head) = segment.tile, self.rows(segment.tile)
         sequence, leftpad = self.sequence(tile.batch), self.leftpad(tile.batch)
         q = self.operands.q[tile.batch, query, head].float()
         visible = self.mask.key_range(query.numpy(), sequence)
         first, end = (torch.as_tensor(bound, device=CPU).reshape(-1, 1) for bound in visible)
-        unit_scale = 1.0 if self.scores else self.softmax_scale
-        softmax = RunningSoftmax(
-            len(query), self.operands.out.shape[3], unit_scale * math.log2(math.e)
-        )
-        for n_block in reversed(range(unit.begin, unit.end)):
+        scale = 1.0 if self.scores else self.softmax_scale
+        softmax = RunningSoftmax(len(query), self.operands.out.shape[3], scale * math.log2(math.e))
+        for n_block in reversed(range(segment.begin, segment.end)):
             key = n_block * TILE_N + torch.arange(TILE_N, device=CPU)
             k, v = self.key_block(tile, leftpad + key[key < sequence.seqlen_k])
             at = Position(

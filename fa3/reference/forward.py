@@ -24,8 +24,7 @@ from torch.nn.functional import pad
 from fa3.planning.plan import Plan
 from fa3.primitives.coords import Position
 from fa3.primitives.softmax import SLACK
-from fa3.schedules import Tile, Unit, walk
-from fa3.schedules.split import WHOLE
+from fa3.schedules import Segment, walk
 from fa3.scores.masks import Intersection, KeyBlocks, Sequence
 from fa3.scores.scores import Score, bind
 
@@ -36,7 +35,7 @@ class Step(NamedTuple):
     Fields:
         cluster: the cluster that works on the tile.
         rank: the CTA's rank in its cluster.
-        tile: the cluster's unit of work.
+        segment: what the cluster works on.
         head: the CTA's query head.
         rows: the CTA's query rows; none when its part of the tile lies past the end.
         blocks: the key blocks it walks, those of all rows of the cluster.
@@ -44,7 +43,7 @@ class Step(NamedTuple):
 
     cluster: int
     rank: int
-    tile: Tile | Unit
+    segment: Segment
     head: int
     rows: range
     blocks: KeyBlocks
@@ -77,22 +76,23 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
     sequence = Sequence.of(plan.problem)
     rows_of_cluster = config.cluster_m * config.tile_m
     walks = [walk(schedule, cluster) for cluster in range(schedule.num_clusters)]
-    for units in zip_longest(*walks):
-        for cluster, unit in enumerate(units):
-            if unit is None:
+    for segments in zip_longest(*walks):
+        for cluster, segment in enumerate(segments):
+            if segment is None:
                 continue
-            begin = unit.m_block * rows_of_cluster
-            head = unit.head * config.cluster_h
-            blocks = mask.at(unit.batch, head).key_blocks(
+            tile = segment.tile
+            begin = tile.m_block * rows_of_cluster
+            head = tile.head * config.cluster_h
+            blocks = mask.at(tile.batch, head).key_blocks(
                 begin, rows_of_cluster, config.tile_n, sequence
             )
             if schedule.splits:
-                blocks = blocks.between(unit.first_block, unit.end_block)
+                blocks = blocks.between(segment.begin, segment.end)
             for rank in range(config.cluster):
                 of_head, of_rows = divmod(rank, config.cluster_m)
                 first = of_rows * config.tile_m
                 rows = range(begin, sequence.seqlen_q)[first : first + config.tile_m]
-                yield Step(cluster, rank, unit, head + of_head, rows, blocks)
+                yield Step(cluster, rank, segment, head + of_head, rows, blocks)
 
 
 CPU = torch.device("cpu")
@@ -131,14 +131,14 @@ def execute(
     parts = defaultdict(dict)
     for step in steps(plan, tensors or ()):
         rows = slice(step.rows.start, step.rows.stop)
-        batch, head = step.tile.batch, step.head
+        batch, head = step.segment.tile.batch, step.head
         of_head_kv = batch, slice(None), head // spec.qhead_per_kvhead
         softmax = attend(
             plan, step, q[batch, rows, head], k[of_head_kv], v[of_head_kv], softmax_scale,
             scores, mask,
         )  # fmt: skip
-        if plan.schedule.splits and step.tile.part != WHOLE:
-            parts[batch, head, rows.start, rows.stop][step.tile.slot] = softmax.finish()
+        if not step.segment.is_whole:
+            parts[batch, head, rows.start, rows.stop][step.segment.part.slot] = softmax.finish()
             continue
         sink = None if sinks is None else sinks[head].float()
         out[batch, rows, head], lse[batch, head, rows] = softmax.finish(sink)
@@ -222,7 +222,7 @@ def attend(
     for n_block in reversed(range(blocks.begin, blocks.end)):
         key = n_block * tile_n + torch.arange(tile_n, device=CPU)
         at = Position(
-            step.tile.batch,
+            step.segment.tile.batch,
             step.head,
             query,
             key.clamp(max=sequence.seqlen_k - 1),

@@ -1,18 +1,20 @@
-"""Tile orders: which cluster works on which tiles, and in which order."""
+"""Tile orders: which cluster works on which tiles, and in which order.
+
+A schedule is one file with one class: how it is made for a problem, what its clusters have to do,
+how a kernel walks it, and what is checked of one that was made by hand (`order.Schedule`). Here it
+gets its line in `SCHEDULES`.
+"""
 
 from fa3.schedules.dynamic import Dynamic
-from fa3.schedules.order import Schedule, Tile, TileOrder, walk
+from fa3.schedules.order import Schedule, TileOrder, walk
+from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.single import SingleTile
-from fa3.schedules.split import KeyRanges, SplitTiles, Unit
+from fa3.schedules.split import KeyRanges, SplitTiles
 from fa3.schedules.static import StaticPersistent
 from fa3.schedules.tile_list import TileList
 
 SCHEDULES = {
-    "single": SingleTile,
-    "static": StaticPersistent,
-    "list": TileList,
-    "dynamic": Dynamic,
-    "split": SplitTiles,
+    kind.name: kind for kind in (SingleTile, StaticPersistent, TileList, Dynamic, SplitTiles)
 }
 """Schedules by the names that calls and the command line take."""
 
@@ -21,12 +23,12 @@ __all__ = [
     "Dynamic",
     "KeyRanges",
     "Schedule",
+    "Segment",
     "SingleTile",
     "SplitTiles",
     "StaticPersistent",
     "Tile",
     "TileList",
     "TileOrder",
-    "Unit",
     "walk",
 ]

@@ -6,60 +6,29 @@ Nothing is walked: of a table of unknown making that might never end. It is look
 import numpy as np
 
 from fa3.primitives.arithmetic import LARGEST
-from fa3.schedules.dynamic import Dynamic
-from fa3.schedules.order import Schedule, TileOrder
-from fa3.schedules.single import SingleTile
-from fa3.schedules.split import (
-    MOST_PARTS,
-    MOST_SLOTS,
-    UNIT_FIELDS,
-    WHOLE,
-    SplitTiles,
-    Unit,
-)
-from fa3.schedules.static import StaticPersistent
-from fa3.schedules.tile_list import END, TileList
+from fa3.schedules.order import Planned, Schedule, TileOrder
+from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS, ONLY, PackedPart, Segment
+
+END = -1
+"""Stands after the last entry of every cluster in a table."""
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-    """Raise unless the clusters' units are all tiles of the schedule's order, each once.
+    """Raise unless the clusters' segments are all tiles of the schedule's order, each once.
+
+    There may be more clusters than the GPU holds at once: no cluster waits for one that has not
+    begun.
 
     Args:
         first_blocks, end_blocks: key blocks of each tile, by its number.
 
     Raises:
-        TypeError: it is no schedule of a user's, or a field has another type than it should.
+        TypeError: it is no schedule, or a field has another type than it should.
         ValueError: with what is wrong: a field's value, or the first tile that is none, comes
             twice, or is left out, or of whose key blocks some are.
     """
-    check_clusters(schedule)
-    if isinstance(schedule, Dynamic):
-        check_not_connected(schedule)
-    elif isinstance(schedule, TileList):
-        entries = entries_of(schedule.table, schedule.num_clusters, 1)
-        count = count_units(schedule.order, entries[:, 0])
-        if count.max(initial=0) > 1:
-            tile = schedule.order.tile(int(count.argmax()))
-            raise ValueError(f"schedule has {tile} {count.max()} times")
-    elif isinstance(schedule, SplitTiles):
-        units = entries_of(schedule.table, schedule.num_clusters, UNIT_FIELDS)
-        num_parts = count_units(schedule.order, units[:, 0])
-        units = units[np.lexsort((units[:, 1], units[:, 0]))]
-        check_key_blocks(schedule.order, units, first_blocks, end_blocks)
-        check_parts(schedule, units, num_parts)
-
-
-def check_clusters(schedule: Schedule) -> None:
-    """Raise unless there are clusters, as many as the tiles' numbers leave room for in 32 bits.
-
-    There may be more than the GPU holds at once: no cluster waits for one that has not begun.
-    """
-    kinds = SingleTile, StaticPersistent, TileList, Dynamic, SplitTiles
-    if type(schedule) not in kinds:
-        raise TypeError(
-            f"schedule must be a {', a '.join(kind.__name__ for kind in kinds)}, "
-            f"got {schedule!r:.200}"
-        )
+    if not isinstance(schedule, Planned):
+        raise TypeError(f"schedule must be one of fa3.schedules, got {schedule!r:.200}")
     for name, size in vars(schedule.order).items():
         check_integer(f"order.{name}", size)
     num_tiles, num_clusters = schedule.order.num_tiles, schedule.num_clusters
@@ -71,21 +40,13 @@ def check_clusters(schedule: Schedule) -> None:
             f"schedule must have num_clusters from {least} to {most} for {num_tiles} tiles, "
             f"got {num_clusters}"
         )
+    schedule.check(first_blocks, end_blocks)
 
 
 def check_integer(name: str, value: object) -> None:
     """Raise TypeError unless it is an integer of Python's, as kernels take them."""
     if not isinstance(value, int):
         raise TypeError(f"schedule must have an integer as its {name}, got {value!r:.200}")
-
-
-def check_not_connected(schedule: Dynamic) -> None:
-    """Raise if it has what only the schedule of a CTA has: a launch has counters of its own."""
-    check_integer("rank", schedule.rank)
-    if schedule.counters is not None or schedule.mailbox is not None or schedule.rank:
-        raise ValueError(
-            "schedule must have no counters, no mailbox and rank 0: every launch gets its own"
-        )
 
 
 def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:
@@ -119,9 +80,12 @@ def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:
     return rounds[~has_ended].astype(np.int64)
 
 
-def count_units(order: TileOrder, indices: np.ndarray) -> np.ndarray:
-    """How many units each tile has, by its number; raises ValueError if one is no tile, or has
-    none."""
+def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
+    """How many segments each tile has, by its number.
+
+    Raises:
+        ValueError: one is of no tile, or a tile has none.
+    """
     foreign = (indices < 0) | (indices >= order.num_tiles)
     if foreign.any():
         raise ValueError(
@@ -135,14 +99,14 @@ def count_units(order: TileOrder, indices: np.ndarray) -> np.ndarray:
 
 
 def check_key_blocks(
-    order: TileOrder, units: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
+    order: TileOrder, segments: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
 ) -> None:
-    """Raise ValueError unless the units of every tile are its key blocks, each once.
+    """Raise ValueError unless the segments of every tile are its key blocks, each once.
 
     Args:
-        units: (units, 4), by tiles and in a tile by their first blocks.
+        segments: (segments, 4), by tiles and in a tile by their first blocks.
     """
-    index, first, end, _ = units.T
+    index, first, end, _ = segments.T
     begins_tile = np.diff(index, prepend=-1) != 0
     begin = np.where(begins_tile, first_blocks[index], np.roll(end, 1))
     most = end_blocks[index]
@@ -162,40 +126,42 @@ def check_key_blocks(
         )
 
 
-def check_parts(schedule: SplitTiles, units: np.ndarray, num_parts: np.ndarray) -> None:
+def check_parts(
+    order: TileOrder, num_slots: int, segments: np.ndarray, num_parts: np.ndarray
+) -> None:
     """Raise unless the parts of a tile agree on their slots, and every slot has one part.
 
     Args:
-        units: (units, 4), by tiles and in a tile by their key blocks.
-        num_parts: units of every tile.
+        segments: (segments, 4), by tiles and in a tile by their key blocks.
+        num_slots: slots that the schedule says it has.
+        num_parts: segments of every tile.
     """
-    order = schedule.order
     if num_parts.max(initial=0) >= MOST_PARTS:
         raise ValueError(
             f"schedule cuts {order.tile(int(num_parts.argmax()))} into {num_parts.max()} parts, "
             f"more than {MOST_PARTS - 1}"
         )
-    index, _, _, part = units.T
-    which = np.arange(len(units)) - np.searchsorted(index, index)
+    index, _, _, part = segments.T
+    which = np.arange(len(segments)) - np.searchsorted(index, index)
     first_slot = (part // MOST_PARTS**2)[which == 0]
     slot = first_slot[index] + which
     is_part = num_parts[index] > 1
     numbered = num_parts[index] + MOST_PARTS * (which + MOST_PARTS * slot)
-    wrong = part != np.where(is_part, numbered, WHOLE)
+    wrong = part != np.where(is_part, numbered, ONLY)
     if wrong.any():
-        number, *others = units[wrong.argmax()].tolist()
+        number, begin, end, of_part = segments[wrong.argmax()].tolist()
         raise ValueError(
             f"schedule numbers the parts of {order.tile(number)} inconsistently: "
-            f"{Unit(*order.tile(number), *others)}"
+            f"{Segment(order.tile(number), begin, end, PackedPart(of_part))}"
         )
-    check_integer("num_slots", schedule.num_slots)
+    check_integer("num_slots", num_slots)
     slots = np.sort(slot[is_part])
     if len(slots) > MOST_SLOTS:
         raise ValueError(f"schedule has {len(slots)} parts of tiles, more than {MOST_SLOTS}")
-    if schedule.num_slots != len(slots):
+    if num_slots != len(slots):
         raise ValueError(
             f"schedule must have num_slots {len(slots)}, as many as it has parts of tiles, got "
-            f"{schedule.num_slots}"
+            f"{num_slots}"
         )
     shared = slots != np.arange(len(slots))
     if shared.any():

@@ -8,7 +8,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 
-from fa3.schedules.order import Tile, TileOrder
+from fa3.schedules.coverage import check_integer
+from fa3.schedules.order import Planned, TileOrder
+from fa3.schedules.segment import Segment
+from fa3.schedules.single import SingleTile
 
 SLOTS = 2
 """Tile numbers on their way from the producer to the consumers of a CTA."""
@@ -35,7 +38,7 @@ class Mailbox(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class Dynamic(Planned):
     """As many clusters as the GPU holds take tiles from a counter in device memory.
 
     The producer fetches while the consumers still work on the tile before, and tells them. Whoever
@@ -53,14 +56,31 @@ class Dynamic:
     mailbox: Mailbox | None = None
     rank: Int32 | int = 0
 
+    name: ClassVar[str] = "dynamic"
     reads_state: ClassVar[bool] = True
-    splits: ClassVar[bool] = False
     num_counters: ClassVar[int] = 2
     shared_words: ClassVar[int] = 3 * SLOTS
+    table: ClassVar[None] = None
+
+    @classmethod
+    def make(cls, tiled) -> "Dynamic":
+        return cls(tiled.order, tiled.num_clusters)
+
+    @classmethod
+    def load(cls, rows):
+        return rows.handed_out
 
     @property
-    def table(self) -> None:
-        return None
+    def simulated(self) -> SingleTile:
+        """Who takes which tile follows from time, as when the GPU hands CTAs out."""
+        return SingleTile(self.order)
+
+    def check(self, first_blocks, end_blocks) -> None:
+        check_integer("rank", self.rank)
+        if self.counters is not None or self.mailbox is not None or self.rank:
+            raise ValueError(
+                "schedule must have no counters, no mailbox and rank 0: every launch gets its own"
+            )
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, state) -> "Dynamic":
@@ -119,9 +139,6 @@ class Dynamic:
             self.mailbox.numbers[slot] = index
             cute.arch.mbarrier_arrive(self.mailbox.full + slot)
 
-    def begin(self, cursor: Cursor) -> Cursor:
-        return cursor
-
     @cute.jit
     def count_out(self):
         """Count a cluster that found no tile; the last one sets the counters back."""
@@ -134,11 +151,8 @@ class Dynamic:
     def is_valid(self, cursor: Cursor):
         return cursor.index < self.order.num_tiles
 
-    def tile(self, cursor: Cursor) -> Tile:
-        return self.order.tile(cursor.index)
-
-    def leave(self) -> None:
-        pass
+    def segment(self, cursor: Cursor) -> Segment:
+        return Segment(self.order.tile(cursor.index))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from cutlass import Int32
 
 from fa3.primitives.wgmma import ROWS_OF_WARP, WARP, WARPS
 from fa3.schedules.dynamic import Dynamic
-from fa3.schedules.order import Tile, TileOrder
+from fa3.schedules.order import TileOrder
+from fa3.schedules.segment import Tile
 
 HEADER = 4
 """Numbers before those of the tiles: whether any is marked, how many of these were taken, and how

@@ -11,19 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from fa3.primitives.arithmetic import smaller
-
-
-class Tile(NamedTuple):
-    """One unit of work: some query rows of one query head of one sequence.
-
-    A unit belongs to a cluster. With c CTAs along M, `m_block` counts groups of c query tiles,
-    and the CTA of rank r in the cluster takes query tile `m_block * c + r`. With c CTAs along
-    heads, `head` counts groups of c query heads in the same way.
-    """
-
-    m_block: int
-    head: int
-    batch: int
+from fa3.schedules.segment import Segment, Tile
 
 
 @dataclass(frozen=True)
@@ -85,17 +73,24 @@ class TileOrder:
 class Schedule(Protocol):
     """Which tiles a cluster works on, and in which order.
 
-    Host half: how many clusters to launch, and the table that the device half reads, if any.
-    Device half: `first`, `next`, `is_valid`, `tile`; a cursor says where a cluster stands. The
-    producer and every consumer of a CTA walk the same tiles. Each calls `next` when the last
-    block of its tile is on the way: whatever `next` reads arrives under the work that is left.
+    Host half: how it is made for a problem, what its clusters have to do, how many there are, and
+    the table that the device half reads, if any. Device half: `first`, `next`, `is_valid`,
+    `segment`; a cursor says where a cluster stands. The producer and every consumer of a CTA walk
+    the same segments. Each calls `next` when the last block of its segment is on the way: whatever
+    `next` reads arrives under the work that is left.
     """
+
+    name: ClassVar[str]
+    """What calls and the command line know it by."""
+
+    is_persistent: ClassVar[bool]
+    """Whether a cluster works on several tiles."""
 
     reads_state: ClassVar[bool]
     """Whether the device half reads a tensor of int32."""
 
     splits: ClassVar[bool]
-    """Whether units may be parts of tiles: `tile` gives them key blocks and a slot."""
+    """Whether segments may be parts of tiles."""
 
     num_counters: ClassVar[int]
     """Counters that are zero before a launch and after it; they take the place of a table."""
@@ -106,6 +101,44 @@ class Schedule(Protocol):
     order: TileOrder
     num_clusters: int
     table: object | None
+
+    # ------------------------------------------------------------------------------------- host
+
+    @classmethod
+    def make(cls, tiled) -> "Schedule":
+        """The schedule of a problem in the tiles of a config (`fa3.planning.tiled.Tiled`)."""
+
+    @classmethod
+    def load(cls, rows):
+        """What its clusters would have to do, nearly, without making it.
+
+        Args:
+            rows: `fa3.planning.load.RowLoad`, which knows the tiles by their rows.
+
+        Returns:
+            one of the loads that `rows` gives.
+        """
+
+    @property
+    def owners(self) -> np.ndarray | None:
+        """The cluster of every segment, in order; None if each goes to the one that is free."""
+
+    @property
+    def parts(self) -> "Parts | None":
+        """The segments, if they are not whole tiles in order."""
+
+    @property
+    def simulated(self) -> "Schedule":
+        """What hands out the tiles like it, for a simulation of when clusters are free."""
+
+    def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
+        """Raise unless its clusters work on all tiles of its order, each once.
+
+        Args:
+            first_blocks, end_blocks: key blocks of each tile, by its number.
+        """
+
+    # ----------------------------------------------------------------------------------- device
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, state) -> "Schedule": ...
@@ -131,7 +164,7 @@ class Schedule(Protocol):
 
     def is_valid(self, cursor): ...
 
-    def tile(self, cursor) -> Tile: ...
+    def segment(self, cursor) -> Segment: ...
 
     def finish(self) -> None:
         """What the producer does when no tile is left."""
@@ -140,11 +173,34 @@ class Schedule(Protocol):
         """What all threads do at last."""
 
 
-class Planned:
-    """Base of schedules whose warps all find their tiles by themselves."""
+class Parts(NamedTuple):
+    """Segments in arrays of one length: the tiles' numbers, key blocks [first, end), and whether
+    each is a part of its tile."""
 
+    tile: np.ndarray
+    first: np.ndarray
+    end: np.ndarray
+    is_part: np.ndarray
+
+
+class Planned:
+    """Base of schedules: whole tiles in order, which all warps find by themselves."""
+
+    is_persistent: ClassVar[bool] = True
+    reads_state: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
     shared_words: ClassVar[int] = 0
+
+    owners = None
+    parts = None
+
+    @property
+    def simulated(self) -> "Schedule":
+        return self
+
+    def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
+        """Nothing: the tiles follow from the order."""
 
     def connected(self, shared, warps: int, cluster: int, rank):
         return self
@@ -162,9 +218,9 @@ class Planned:
         pass
 
 
-def walk(schedule: Schedule, cluster: int) -> Iterator[Tile]:
-    """Yield the tiles of one cluster in the order in which the kernel works on them."""
+def walk(schedule: Schedule, cluster: int) -> Iterator[Segment]:
+    """Yield the segments of one cluster in the order in which the kernel works on them."""
     cursor = schedule.first(cluster)
     while schedule.is_valid(cursor):
-        yield schedule.tile(cursor)
+        yield schedule.segment(cursor)
         cursor = schedule.next(cursor)

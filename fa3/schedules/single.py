@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa3.schedules.order import Planned, Tile, TileOrder
+from fa3.schedules.order import Planned, TileOrder
+from fa3.schedules.segment import Segment
 
 
 @dataclass(frozen=True)
@@ -12,12 +13,17 @@ class SingleTile(Planned):
 
     order: TileOrder
 
-    reads_state: ClassVar[bool] = False
-    splits: ClassVar[bool] = False
+    name: ClassVar[str] = "single"
+    table: ClassVar[None] = None
+    is_persistent: ClassVar[bool] = False
 
-    @property
-    def table(self) -> None:
-        return None
+    @classmethod
+    def make(cls, tiled) -> "SingleTile":
+        return cls(tiled.order)
+
+    @classmethod
+    def load(cls, rows):
+        return rows.handed_out
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "SingleTile":
@@ -36,5 +42,5 @@ class SingleTile(Planned):
     def is_valid(self, cursor):
         return cursor < self.order.num_tiles
 
-    def tile(self, cursor) -> Tile:
-        return self.order.tile(cursor)
+    def segment(self, cursor) -> Segment:
+        return Segment(self.order.tile(cursor))

@@ -3,26 +3,31 @@
 Source: Osama et al., Stream-K (arXiv 2301.03598).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from fa3.schedules.order import Planned, TileOrder
-from fa3.schedules.tile_list import END, columns_of_owners, deal
+from fa3.schedules.coverage import (
+    END,
+    check_key_blocks,
+    check_parts,
+    count_segments,
+    entries_of,
+)
+from fa3.schedules.order import Parts, Planned, TileOrder
+from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment
+from fa3.schedules.tile_list import columns_of_owners, deal
 
-WHOLE = 1
-"""The `part` of a unit that is a whole tile: its output goes where it belongs."""
+FIELDS = 4
+"""Integers of a segment in the table: its tile's number, its key blocks, its part's number."""
 
-UNIT_FIELDS = 4
-"""Integers of a unit in the table: its tile's number, then those of `Unit` behind the tile."""
-
-MOST_PARTS = 256
-"""One more than the parts that a tile may have."""
-
-MOST_SLOTS = 1 << 14
-"""Parts of all tiles: 32 bits count what they leave in memory, up to 100,000 numbers each."""
+PART_US = 2.3
+"""Microseconds that a part takes more than a whole tile, as the cut counts them: about what the
+instrumented kernel saw (docs/experiments.md). Predictions add a fitted number instead; if the cut
+went by that, a fit would change the plans that it was fitted to."""
 
 TRIES = 4
 """Steps of the search for the level to which clusters are filled."""
@@ -31,39 +36,8 @@ SHORTEST = 2
 """Key blocks of the shortest part: a shorter one costs more than it evens out."""
 
 
-class Unit(NamedTuple):
-    """A part of a tile: its key blocks [first_block, end_block).
-
-    Fields:
-        part: `num_parts` + MOST_PARTS * (which of them this is + MOST_PARTS * `slot`). One
-            number, since it stays in a register while the unit is worked on.
-    """
-
-    m_block: int
-    head: int
-    batch: int
-    first_block: int
-    end_block: int
-    part: int
-
-    @property
-    def num_parts(self):
-        """Parts of the tile; 1 if it is whole."""
-        return self.part % MOST_PARTS
-
-    @property
-    def slot(self):
-        """Where the part's output and log-sum-exp go, if there are others."""
-        return self.part // MOST_PARTS**2
-
-    @property
-    def first_slot(self):
-        """The slot of the tile's first part; the others follow in the order of their keys."""
-        return self.slot - self.part // MOST_PARTS % MOST_PARTS
-
-
 class Cursor(NamedTuple):
-    """Where a cluster stands in the table, and the unit that stands there."""
+    """Where a cluster stands in the table, and the segment that stands there."""
 
     position: int
     index: int
@@ -98,7 +72,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SplitTiles(Planned):
-    """Each cluster has a column of units in a table, worked on from the top down to `END`.
+    """Each cluster has a column of segments in a table, worked on from the top down to `END`.
 
     Fields:
         table: (rounds, num_clusters, 4) int32, flat in row order: a numpy array on the host, a
@@ -113,6 +87,15 @@ class SplitTiles(Planned):
 
     reads_state: ClassVar[bool] = True
     splits: ClassVar[bool] = True
+    name: ClassVar[str] = "split"
+
+    @classmethod
+    def make(cls, tiled) -> "SplitTiles":
+        return cut_tiles(tiled)
+
+    @classmethod
+    def load(cls, rows):
+        return rows.cut_evenly
 
     @classmethod
     def cut(cls, order: TileOrder, num_clusters: int, ranges: KeyRanges) -> "SplitTiles":
@@ -127,12 +110,33 @@ class SplitTiles(Planned):
         num_parts = np.bincount(tiles, minlength=order.num_tiles)[tiles]
         is_part = num_parts > 1
         which, slot = np.arange(len(tiles)) - np.searchsorted(tiles, tiles), np.cumsum(is_part) - 1
-        part = np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), WHOLE)
-        units = np.stack((tiles, first, end, part), axis=1)
+        part = np.where(is_part, num_parts + MOST_PARTS * (which + MOST_PARTS * slot), ONLY)
+        segments = np.stack((tiles, first, end, part), axis=1)
         # Clusters that get nothing are not launched.
         used, owners = np.unique(np.concatenate((dealt, pieces.owner)), return_inverse=True)
-        table = columns_of_owners(units, owners, len(used))
+        table = columns_of_owners(segments, owners, len(used))
         return cls(order, len(used), table, int(is_part.sum()))
+
+    @property
+    def entries(self) -> np.ndarray:
+        """(places, FIELDS) of all clusters, round by round."""
+        return self.table.reshape(-1, FIELDS)
+
+    @property
+    def owners(self) -> np.ndarray:
+        return np.flatnonzero(self.entries[:, 0] != END) % self.num_clusters
+
+    @property
+    def parts(self) -> Parts:
+        tile, first, end, part = self.entries[self.entries[:, 0] != END].astype(np.int64).T
+        return Parts(tile, first, end, part != ONLY)
+
+    def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
+        segments = entries_of(self.table, self.num_clusters, FIELDS)
+        num_parts = count_segments(self.order, segments[:, 0])
+        segments = segments[np.lexsort((segments[:, 1], segments[:, 0]))]
+        check_key_blocks(self.order, segments, first_blocks, end_blocks)
+        check_parts(self.order, self.num_slots, segments, num_parts)
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "SplitTiles":
@@ -145,15 +149,24 @@ class SplitTiles(Planned):
         return self.read(cursor.position + self.num_clusters)
 
     def read(self, position) -> Cursor:
-        entries = (self.table[position * UNIT_FIELDS + i] for i in range(UNIT_FIELDS))
+        entries = (self.table[position * FIELDS + i] for i in range(FIELDS))
         return Cursor(position, *(int(n) if isinstance(n, np.integer) else n for n in entries))
 
     def is_valid(self, cursor: Cursor):
         return cursor.index != END
 
-    def tile(self, cursor: Cursor) -> Unit:
+    def segment(self, cursor: Cursor) -> Segment:
         tile = self.order.tile(cursor.index)
-        return Unit(*tile, *cursor[2:])
+        return Segment(tile, cursor.first_block, cursor.end_block, PackedPart(cursor.part))
+
+
+# Remembered from the choice to the plan.
+@functools.lru_cache(maxsize=4)
+def cut_tiles(tiled) -> SplitTiles:
+    """Whole tiles and parts of tiles, for all clusters that the GPU holds."""
+    costs, blocks = tiled.costs, tiled.blocks_of_tiles()
+    tile, part = costs.tile_us / costs.full_us, PART_US / costs.full_us
+    return SplitTiles.cut(tiled.order, tiled.lanes, KeyRanges(blocks.begin, blocks.end, tile, part))
 
 
 def deal_whole_tiles(

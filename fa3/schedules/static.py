@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fa3.schedules.order import Planned, Tile, TileOrder
+import numpy as np
+
+from fa3.schedules.order import Planned, TileOrder
+from fa3.schedules.segment import Segment
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,21 @@ class StaticPersistent(Planned):
     order: TileOrder
     num_clusters: int
 
-    reads_state: ClassVar[bool] = False
-    splits: ClassVar[bool] = False
+    name: ClassVar[str] = "static"
+    table: ClassVar[None] = None
+
+    @classmethod
+    def make(cls, tiled) -> "StaticPersistent":
+        return cls(tiled.order, tiled.num_clusters)
+
+    @classmethod
+    def load(cls, rows):
+        return rows.dealt_back_and_forth
 
     @property
-    def table(self) -> None:
-        return None
+    def owners(self) -> np.ndarray:
+        turn, place = np.divmod(np.arange(self.order.num_tiles), self.num_clusters)
+        return np.where(turn % 2, self.num_clusters - 1 - place, place)
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "StaticPersistent":
@@ -39,5 +51,5 @@ class StaticPersistent(Planned):
     def is_valid(self, cursor):
         return cursor < self.order.num_tiles
 
-    def tile(self, cursor) -> Tile:
-        return self.order.tile(cursor)
+    def segment(self, cursor) -> Segment:
+        return Segment(self.order.tile(cursor))

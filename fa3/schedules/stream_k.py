@@ -26,7 +26,7 @@ from cutlass import Int32, Int64
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.wgmma import WARP
-from fa3.schedules.order import Tile
+from fa3.schedules.segment import Part, Segment, Tile
 
 MOST_ROOM = 2**30
 """More blocks than a tile has."""
@@ -35,31 +35,6 @@ MOST_ROOM = 2**30
 def as_int32(number):
     """What follows from places in a long line, in 32 bits: blocks, cut off at `MOST_ROOM`."""
     return Int32(smaller(number, MOST_ROOM)) if isinstance(number, Int64) else number
-
-
-class Part(NamedTuple):
-    """Which part of its tile a segment is.
-
-    Fields:
-        slot: where its result goes, unless it is the only part.
-        first_slot: slot of the tile's first part.
-        num_parts: how many the tile has.
-        record: where the record of the tile's parts goes.
-    """
-
-    slot: int
-    first_slot: int
-    num_parts: int
-    record: int
-
-
-class Segment(NamedTuple):
-    """Blocks [begin, end) of a tile, counted from the first that the tile touches."""
-
-    tile: Tile
-    begin: int
-    end: int
-    part: Part
 
 
 class Lengths(Protocol):
@@ -374,23 +349,6 @@ class HostLengths:
         return end - begin
 
 
-class Unit(NamedTuple):
-    """One CTA's work on one tile.
-
-    Fields:
-        cta: who works.
-        tile: m_block, head (of keys and values) and batch.
-        begin, end: the key blocks [begin, end) of the sequence.
-        slot: where the part's result goes; None if the unit is the whole tile.
-    """
-
-    cta: int
-    tile: Tile
-    begin: int
-    end: int
-    slot: int | None
-
-
 def walks(
     cut: StreamK | Units | Whole,
     lengths: HostLengths,
@@ -411,14 +369,14 @@ def walks(
         yield Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
 
 
-def units(
+def segments(
     cut: StreamK | Units | Whole,
     blocks: Sequence[tuple[int, int]],
     num_m_blocks: int,
     num_heads: int,
     num_ctas: int,
-) -> Iterator[Unit]:
-    """Yield every unit of work, CTA by CTA.
+) -> Iterator[tuple[int, Segment]]:
+    """Yield every segment with its CTA, CTA by CTA; its key blocks are those of the sequence.
 
     Args:
         blocks: key blocks [begin, end) that the queries of each sequence touch, at least one.
@@ -428,10 +386,12 @@ def units(
     for walk in walks(cut, HostLengths(blocks), num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):
-            tile, begin, end, part = walk.segment(cursor)
-            first_block, _ = blocks[tile.batch]
-            slot = part.slot if part.num_parts > 1 else None
-            yield Unit(walk.cta, tile, first_block + begin, first_block + end, slot)
+            segment = walk.segment(cursor)
+            first, _ = blocks[segment.tile.batch]
+            yield (
+                walk.cta,
+                segment._replace(begin=first + segment.begin, end=first + segment.end),
+            )
             cursor = walk.next(cursor)
 
 

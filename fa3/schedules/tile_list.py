@@ -9,10 +9,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from fa3.schedules.order import Planned, Tile, TileOrder
-
-END = -1
-"""Stands behind the last entry of every cluster."""
+from fa3.schedules.coverage import END, count_segments, entries_of
+from fa3.schedules.order import Planned, TileOrder
+from fa3.schedules.segment import Segment, Tile
 
 MANY_TILES = 2560
 """Up to so many tiles are dealt one by one: 0.2 us each."""
@@ -50,8 +49,16 @@ class TileList(Planned):
     num_clusters: int
     table: np.ndarray
 
+    name: ClassVar[str] = "list"
     reads_state: ClassVar[bool] = True
-    splits: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, tiled) -> "TileList":
+        return cls.balanced(tiled.order, tiled.num_clusters, tiled.times)
+
+    @classmethod
+    def load(cls, rows):
+        return rows.balanced
 
     @classmethod
     def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
@@ -105,6 +112,13 @@ class TileList(Planned):
         owners[self.table[places]] = places % self.num_clusters
         return owners
 
+    def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
+        entries = entries_of(self.table, self.num_clusters, 1)
+        count = count_segments(self.order, entries[:, 0])
+        if count.max(initial=0) > 1:
+            tile = self.order.tile(int(count.argmax()))
+            raise ValueError(f"schedule has {tile} {count.max()} times")
+
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "TileList":
         return cls(order, num_clusters, table)
@@ -122,8 +136,8 @@ class TileList(Planned):
     def is_valid(self, cursor: Cursor):
         return cursor.entry != END
 
-    def tile(self, cursor: Cursor) -> Tile:
-        return self.order.tile(cursor.entry)
+    def segment(self, cursor: Cursor) -> Segment:
+        return Segment(self.order.tile(cursor.entry))
 
 
 def as_tile(given: object, position: int) -> Tile:

@@ -108,7 +108,7 @@ def draw_lanes(axes, plan: Plan, timeline: Timeline, us: float):
     ]
     tiles = PolyCollection(
         corners,
-        array=[span.tile.m_block for span in timeline.spans],
+        array=[span.segment.tile.m_block for span in timeline.spans],
         cmap=LinearSegmentedColormap.from_list("tiles", TILE_COLOURS[::-1]),
         linewidths=0,
         snap=False,

@@ -8,7 +8,7 @@ from fa3.planning.plan import Plan, check_plan
 from fa3.planning.timeline import Cost, Span, Timeline
 from fa3.primitives.recorder import HEADER, Note
 from fa3.problem import Problem
-from fa3.schedules import Tile, Unit
+from fa3.schedules import Segment, Tile
 
 RUNS = 5
 """Launches of a recording; the last one counts."""
@@ -97,7 +97,7 @@ def run_recorded(
     lse = None
     if plan.problem.spec.write_lse:
         lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
-    rows = len(planned_units(plan)) * plan.config.cluster * plan.config.consumers
+    rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
     words = HEADER + rows * len(Note._fields)
     recording = torch.empty(words, dtype=torch.int64, device=q.device)
     call = PreparedCall.on_gpu(plan, q.device, out.shape, (batch, heads_q, seqlen_q), True)
@@ -110,31 +110,36 @@ def run_recorded(
 
 
 def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
-    """What the warpgroups of a plan's CTAs noted: a span for every CTA's work on a unit."""
-    planned = planned_units(plan)
+    """What the warpgroups of a plan's CTAs noted: a span for every CTA's work on a segment."""
+    planned = planned_segments(plan)
     first = min((note.began for note in notes), default=0)
     by_cta: dict[tuple, list[Note]] = {}
     for note in notes:
-        by_cta.setdefault((note.sm, key_of(note, plan)), []).append(note)
+        place = note.m_block, note.head, note.batch, note.first_block, note.end_block
+        by_cta.setdefault((note.sm, key_of(plan, *place)), []).append(note)
     spans = []
     for (sm, key), group in by_cta.items():
         began, ended = min(note.began for note in group), max(note.ended for note in group)
-        tile, cost = planned[key]
+        segment, cost = planned[key]
         # A mask of the user's may touch fewer blocks than the plan can know.
         blocks = group[0].end_block - group[0].first_block
         cost = cost._replace(us=(ended - began) / NS_PER_US, blocks=blocks)
-        spans.append(Span(sm, (began - first) / NS_PER_US, tile, cost))
+        spans.append(Span(sm, (began - first) / NS_PER_US, segment, cost))
     spans.sort(key=lambda span: (span.start, span.lane))
     num_lanes = max((plan.gpu.num_sms, *(note.sm + 1 for note in notes)))
     return Timeline(tuple(spans), num_lanes)
 
 
-def planned_units(plan: Plan) -> dict[tuple, tuple[Tile | Unit, Cost]]:
-    """The units of work of a plan, with what they should cost."""
-    return {key_of(span.tile, plan): (span.tile, span.cost) for span in plan.simulate().spans}
+def planned_segments(plan: Plan) -> dict[tuple, tuple[Segment, Cost]]:
+    """The segments of a plan, with what they should cost."""
+    found = {}
+    for span in plan.simulate().spans:
+        tile, begin, end, _ = span.segment
+        found[key_of(plan, *tile, begin, end)] = span.segment, span.cost
+    return found
 
 
-def key_of(unit: Tile | Unit | Note, plan: Plan) -> tuple:
-    """What tells a unit of a plan from the others."""
-    tile = Tile(unit.m_block, unit.head, unit.batch)
-    return (tile, unit.first_block, unit.end_block) if plan.schedule.splits else tile
+def key_of(plan: Plan, m_block: int, head: int, batch: int, begin: int, end: int) -> tuple:
+    """What tells a segment of a plan from the others."""
+    tile = Tile(m_block, head, batch)
+    return (tile, begin, end) if plan.schedule.splits else (tile,)
