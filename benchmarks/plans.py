@@ -12,7 +12,7 @@ from benchmarks.peers import Call, Tensors, window_size
 from benchmarks.results import Measurement, PlanRow
 from benchmarks.shapes import Cell
 from fa3.calls.forward import check_window, gpu_of, tighten
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.explanation import describe_config
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.plan import Plan
@@ -70,7 +70,7 @@ def present_gpu() -> Gpu:
     return gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
 
-def configs_to_measure(problem: Problem) -> list[Config]:
+def configs_to_measure(problem: Problem) -> list[ForwardConfig]:
     """The table's tilings for a problem, their CTAs alone and in pairs."""
     return [
         config
@@ -95,9 +95,9 @@ def all_plans(problem: Problem, gpu: Gpu) -> dict[str, Plan]:
     return {name: plan for name, plan in plans.items() if plan is own or times[name] < limit}
 
 
-def config_of(row: PlanRow) -> Config:
+def config_of(row: PlanRow) -> ForwardConfig:
     """The tiling of a row."""
-    return Config(
+    return ForwardConfig(
         row.tile_m,
         row.tile_n,
         row.q_stages,
@@ -109,7 +109,7 @@ def config_of(row: PlanRow) -> Config:
     )
 
 
-def recorded_config(row: Measurement) -> tuple[Config, str]:
+def recorded_config(row: Measurement) -> tuple[ForwardConfig, str]:
     """Tiling and schedule of a row of ours; those of the table where the row has no plan's name."""
     problem = problem_of(cell_of(row))
     match = NAME.fullmatch(row.choice)

@@ -15,9 +15,9 @@ from score_problems import Gate, RelativeBias
 
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
-from fa3.kernels import forward_config as tiling
+from fa3.kernels import forward_launch as tiling
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200
 from fa3.planning.tilings import TILINGS, Tiling, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
@@ -185,7 +185,7 @@ def modified_cases():
         yield pytest.param(case, id=f"d{size}-{mask}-{name}")
 
 
-def config_of(spec: AttentionSpec) -> Config:
+def config_of(spec: AttentionSpec) -> ForwardConfig:
     """The planner's config for long sequences."""
     return choose_config(Problem(spec, 1, LONG, LONG, 4, Window()), H200)
 
@@ -239,7 +239,7 @@ def reads_the_clock(report: CubinReport) -> bool:
     return any("SR_GLOBALTIMER" in text for text in report.instructions)
 
 
-def check_resources(report: CubinReport, ptxas_log: str, config: Config):
+def check_resources(report: CubinReport, ptxas_log: str, config: ForwardConfig):
     assert report.threads == config.threads
     assert report.registers * report.threads <= 65536
     assert report.stack_bytes == 0
@@ -250,7 +250,7 @@ def check_resources(report: CubinReport, ptxas_log: str, config: Config):
     assert report.count("USETMAXREG.TRY_ALLOC") == 1
 
 
-def check_wgmma(report: CubinReport, spec: AttentionSpec, config: Config):
+def check_wgmma(report: CubinReport, spec: AttentionSpec, config: ForwardConfig):
     # Q K^T of a tile's first block and P V of its last stand outside of the loops over blocks.
     copies = len(list(report.under_wgmma())) + 1
     assert copies > attend_loops(spec)
@@ -291,7 +291,7 @@ def boxes(head_dim: int) -> int:
     return columns // (WIDEST_BOX if columns % WIDEST_BOX == 0 else WIDEST_BOX // 2)
 
 
-def check_tma(report: CubinReport, spec: AttentionSpec, config: Config):
+def check_tma(report: CubinReport, spec: AttentionSpec, config: ForwardConfig):
     q = config.consumers * boxes(spec.head_dim)
     assert report.tma_loads >= q
     if config.cluster == 1:
@@ -308,14 +308,14 @@ def comparisons(opcodes: Counter[str]) -> int:
     return sum(n for name, n in opcodes.items() if name.startswith("ISETP"))
 
 
-def check_overlap(report: CubinReport, spec: AttentionSpec, config: Config):
+def check_overlap(report: CubinReport, spec: AttentionSpec, config: ForwardConfig):
     """In the loop without a mask, the softmax of a block runs under P V of the block before."""
     scores = ROWS * config.tile_n // WARPGROUP
     unmasked = min(report.under_wgmma(), key=comparisons)
     assert unmasked["MUFU.EX2"] >= scores
 
 
-def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: Config):
+def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: ForwardConfig):
     """Maxima are looked for in a tile's first block, of a few columns unless a row may see others
     alone, and where blocks are masked for rows that have seen no key so far; not in the loop
     without a mask."""
@@ -333,7 +333,7 @@ def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: Config):
 def test_spills_are_seen(monkeypatch):
     monkeypatch.setattr(tiling, "OTHER_REGISTERS", -100)
     """Three consumers have 160 registers a thread; S, P and O need 96 + 48 + 32."""
-    kernel = compile_kernel(Forward(spec_of(64, "full"), Config(192, 192), StaticPersistent))
+    kernel = compile_kernel(Forward(spec_of(64, "full"), ForwardConfig(192, 192), StaticPersistent))
     report = inspect(kernel.cubin)
     assert report.stack_bytes > 0
     assert report.spill_instructions > 0
@@ -351,12 +351,12 @@ def test_every_config_fits_into_shared_memory(tiling: Tiling):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(128, 256), "bytes of shared memory"),
-        (Config(192, 128, q_stages=2, kv_stages=3), "bytes of shared memory"),
-        (Config(192, 128), "registers"),
-        (Config(256, 64), "tile_m"),
-        (Config(128, 72), "tile_n"),
-        (Config(128, 64, cluster_m=3), "cluster_m"),
+        (ForwardConfig(128, 256), "bytes of shared memory"),
+        (ForwardConfig(192, 128, q_stages=2, kv_stages=3), "bytes of shared memory"),
+        (ForwardConfig(192, 128), "registers"),
+        (ForwardConfig(256, 64), "tile_m"),
+        (ForwardConfig(128, 72), "tile_n"),
+        (ForwardConfig(128, 64, cluster_m=3), "cluster_m"),
     ],
 )
 def test_validate_rejects(config, message):
@@ -366,7 +366,7 @@ def test_validate_rejects(config, message):
 
 def test_heads_that_share_keys_by_multicast_must_walk_the_same_blocks():
     """The ranges of a mask of the user's may differ from head to head."""
-    config = Config(128, 64, cluster_h=2)
+    config = ForwardConfig(128, 64, cluster_h=2)
     config.validate(modified(64, "causal", (RELATIVE,)))
     with pytest.raises(ValueError, match="cluster_h must be 1 with a mask"):
         config.validate(modified(64, "causal", function=PREFIX))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from problems import make_problem
 from score_problems import RelativeBias
 
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import (
     H200_COSTS,
     Rule,
@@ -43,7 +43,7 @@ from fa3.schedules.tile_list import deal
 from fa3.scores.templates import Template
 
 CAUSAL = Window(right=0)
-TILES = Config(128, 128, q_stages=2)
+TILES = ForwardConfig(128, 128, q_stages=2)
 
 GRID = [
     (batch, 16384 // batch, heads, head_dim)

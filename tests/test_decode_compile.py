@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fa3.kernels.combine import GROUPS, IN_FLIGHT, LANES, Combine
-from fa3.kernels.decode import Config, Decode
+from fa3.kernels.decode import Decode
+from fa3.kernels.decode_launch import DecodeConfig
 from fa3.planning.decode import BYTES_IN_FLIGHT, TILE_N, config_of
 from fa3.primitives.cache_blocks import CacheLayout, box_columns
 from fa3.primitives.shared_memory import CAPACITY, padded
@@ -137,9 +138,9 @@ def test_configs_fit_and_load_far_ahead(head_dims):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(64, 8, 2), "bytes of shared memory"),
-        (Config(72, 2, 1), "tile_n"),
-        (Config(64, 1, 1), "kv_stages"),
+        (DecodeConfig(64, 8, 2), "bytes of shared memory"),
+        (DecodeConfig(72, 2, 1), "tile_n"),
+        (DecodeConfig(64, 1, 1), "kv_stages"),
     ],
 )
 def test_validate_rejects(config, message):

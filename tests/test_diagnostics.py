@@ -14,7 +14,7 @@ from score_problems import Gate
 
 import fa3
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.primitives.attention import Attention
 from fa3.problem import AttentionSpec
 from fa3.running.compiler import compile_kernel, load_kernel
@@ -187,7 +187,7 @@ def kernel_of(instance) -> Forward:
         spec = replace(SPEC, scores=(template,))
     else:
         spec = replace(SPEC, mask=Intersection(Band(), template))
-    return Forward(spec, Config(128, 64), StaticPersistent)
+    return Forward(spec, ForwardConfig(128, 64), StaticPersistent)
 
 
 def explained(instance) -> ValueError:

@@ -12,7 +12,7 @@ from problems import head_dims, make_operands, make_problem, windows
 from reference import check_attention
 
 import fa3
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
@@ -22,8 +22,8 @@ from fa3.scores.masks import Intersection
 from fa3.scores.templates import Template
 
 SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
-SMALL_TILES = Config(128, 32)
-CONFIGS = (None, SMALL_TILES, Config(192, 48), Config(128, 16, cluster_m=2))
+SMALL_TILES = ForwardConfig(128, 32)
+CONFIGS = (None, SMALL_TILES, ForwardConfig(192, 48), ForwardConfig(128, 16, cluster_m=2))
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
 
 
@@ -50,7 +50,7 @@ def plans(problem: Problem):
     )
 
 
-def is_legal(config: Config | None, spec: AttentionSpec) -> bool:
+def is_legal(config: ForwardConfig | None, spec: AttentionSpec) -> bool:
     try:
         return config is None or config.validate(spec) is None
     except ValueError:

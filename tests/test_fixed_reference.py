@@ -13,7 +13,7 @@ from score_problems import RelativeBias
 
 from fa3.calls.forward import ALIGNED, PreparedCall
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_config import REGISTERS, Config
+from fa3.kernels.forward_launch import REGISTERS, ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.costs import Costs, Rule, TileCosts, TileKey, costs_of
 from fa3.planning.gpu import H200
@@ -69,7 +69,7 @@ def test_scores_get_it_that_are_bounded_or_leave_logits_where_they_are():
 
 
 def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
-    follows, fixed = Config(128, 128), Config(128, 128, fixed_reference=True)
+    follows, fixed = ForwardConfig(128, 128), ForwardConfig(128, 128, fixed_reference=True)
     for config, bound, expected in (
         (follows, 5.0, Reference.ZERO),
         (follows, 6.0, Reference.FOLLOWING),
@@ -98,8 +98,8 @@ def test_the_variable_is_read():
 
 
 def test_the_second_launch_needs_no_cluster():
-    config = Config(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
-    assert config.again == Config(128, 128, q_stages=2)
+    config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
+    assert config.again == ForwardConfig(128, 128, q_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_every_tile_has_marks_of_its_own(order):
 def test_both_launches_number_tiles_alike(cluster):
     """The first one marks tiles of CTAs by the numbers that they have for the second."""
     problem = make_problem(3, 5000, 5000, 3, 2, 128, CAUSAL)
-    plan = plan_forward(problem, config=Config(128, 128, fixed_reference=True, **cluster))
+    plan = plan_forward(problem, config=ForwardConfig(128, 128, fixed_reference=True, **cluster))
     first, again = plan.schedule.order, plan.again.schedule.order
     heads = first.heads_per_section * plan.config.cluster_h
     assert again == TileOrder(40, 6, 3, heads)

@@ -7,14 +7,14 @@ import torch
 from problems import make_problem
 
 import fa3
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.scores.masks import Band
 
 PROBLEM = make_problem(1, 300, 300, 2, 2, 64, Window(right=0))
-CONFIG = Config(128, 64)
+CONFIG = ForwardConfig(128, 64)
 
 
 def with_spec(**changes):
@@ -47,7 +47,7 @@ def with_spec(**changes):
         ((PROBLEM, replace(H200, num_sms=0)), ValueError, "gpu.num_sms must be 1 or more"),
         ((PROBLEM, replace(H200, num_sms=132.0)), TypeError, "gpu.num_sms must be of type int"),
         ((PROBLEM, replace(H200, name=None)), TypeError, "gpu.name must be of type str"),
-        ((PROBLEM, H200, "wide"), TypeError, "config must be a Config or None"),
+        ((PROBLEM, H200, "wide"), TypeError, "config must be a ForwardConfig or None"),
         ((PROBLEM, H200, replace(CONFIG, q_stages=0)), ValueError, "q_stages must be 1 or more"),
         ((PROBLEM, H200, replace(CONFIG, kv_stages=-3)), ValueError, "kv_stages must be 1 or more"),
         ((PROBLEM, H200, replace(CONFIG, tile_n=64.0)), TypeError, "tile_n must be of type int"),

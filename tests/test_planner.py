@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import head_dims, make_problem, windows
 
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import TILINGS, choose_config
@@ -23,8 +23,8 @@ from fa3.scores.templates import Template
 
 SCHEDULE_TYPES = (None, SingleTile, StaticPersistent, TileList)
 HEAD_DIMS = range(8, 257, 8)
-TILES = Config(128, 64)
-CLUSTER_OF_2 = Config(128, 64, cluster_m=2)
+TILES = ForwardConfig(128, 64)
+CLUSTER_OF_2 = ForwardConfig(128, 64, cluster_m=2)
 
 
 @st.composite
@@ -143,14 +143,14 @@ def test_kernel_arguments_are_the_window_and_the_schedule():
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (Config(64, 64), "tile_m"),
-        (Config(256, 64), "tile_m"),
-        (Config(160, 64), "tile_m"),
-        (Config(128, 0), "tile_n"),
-        (Config(128, 72), "tile_n"),
-        (Config(128, 272), "tile_n"),
-        (Config(128, 64, cluster_m=4), "cluster_m"),
-        (Config(192, 256, q_stages=2, kv_stages=4), "shared memory"),
+        (ForwardConfig(64, 64), "tile_m"),
+        (ForwardConfig(256, 64), "tile_m"),
+        (ForwardConfig(160, 64), "tile_m"),
+        (ForwardConfig(128, 0), "tile_n"),
+        (ForwardConfig(128, 72), "tile_n"),
+        (ForwardConfig(128, 272), "tile_n"),
+        (ForwardConfig(128, 64, cluster_m=4), "cluster_m"),
+        (ForwardConfig(192, 256, q_stages=2, kv_stages=4), "shared memory"),
     ],
 )
 def test_a_config_that_cannot_run_is_refused(config, complaint):

@@ -12,7 +12,7 @@ from reference import check_attention, dense
 from score_problems import NOTHING, RECIPES, Gate, Recipe, RelativeBias, Span, modify
 
 import fa3
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
@@ -22,8 +22,8 @@ from fa3.scores.masks import Rows
 
 CAUSAL = Window(right=0)
 SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
-SMALL_TILES = Config(128, 32)
-CONFIGS = (SMALL_TILES, Config(192, 48), Config(128, 16, cluster_m=2))
+SMALL_TILES = ForwardConfig(128, 32)
+CONFIGS = (SMALL_TILES, ForwardConfig(192, 48), ForwardConfig(128, 16, cluster_m=2))
 EVERYTHING = Recipe(5.0, 2, "float32", "relative", "documents")
 ALONE = (
     Recipe(softcap=20.0),

@@ -11,7 +11,7 @@ from problems import make_operands, make_problem, windows
 from reference import check_attention
 
 import fa3
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
@@ -132,7 +132,7 @@ def test_parts_merge_to_attention(window):
 def test_parts_of_clusters_merge_to_attention(cluster):
     problem = make_problem(1, 300, 4000, 1, 2, 64, Window(right=0))
     q, k, v = make_operands(problem)
-    plan = plan_forward(problem, config=Config(128, 128, **cluster), schedule="split")
+    plan = plan_forward(problem, config=ForwardConfig(128, 128, **cluster), schedule="split")
     assert plan.schedule.num_slots > 0
     out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, plan=plan)
     check_attention(out, lse, q, k, v, window=Window(right=0))

@@ -10,7 +10,7 @@ from score_problems import Gate, Span
 
 import fa3
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.problem import AttentionSpec
 from fa3.running import compiler
 from fa3.schedules import StaticPersistent
@@ -42,7 +42,7 @@ SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=False)
 
 def kernel_of(score: fa3.Score) -> Forward:
     spec = replace(SPEC, scores=(Template.of(score),))
-    return Forward(spec, Config(128, 64), StaticPersistent)
+    return Forward(spec, ForwardConfig(128, 64), StaticPersistent)
 
 
 # ---------------------------------------------------------------------------------- sameness
@@ -127,7 +127,9 @@ def test_kernels_with_functions_of_the_user_s_are_not_kept_on_disk():
     assert kernel_of(Alibi(torch.zeros(4), True)).is_storable
     assert not kernel_of(biased()).is_storable
     mask = Intersection(Band(), Template.of(Span(*torch.zeros(2, 4).int())))
-    assert not Forward(replace(SPEC, mask=mask), Config(128, 64), StaticPersistent).is_storable
+    assert not Forward(
+        replace(SPEC, mask=mask), ForwardConfig(128, 64), StaticPersistent
+    ).is_storable
 
 
 # ---------------------------------------------------------------------------- taking and giving

@@ -1,1 +1,1 @@
-"""Kernels: one file holds one kernel class and its frozen Config."""
+"""Kernels: a file holds a kernel class with its roles; beside it what it is compiled for and takes."""

@@ -188,6 +188,74 @@ class Queries(NamedTuple):
     step: Int32
 
 
+class AppendArguments(NamedTuple):
+    """What a launch takes, in this order, before the stream.
+
+    Fields:
+        k, v: new tokens, (batch, seqlen, heads_kv, head_dim or head_dim_v), or all behind each
+            other, (total, heads_kv, ...).
+        k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, ...), with pages (num_pages,
+            page_size, heads_kv, ...); written.
+        seqlens: (batch,) int32, tokens in the cache before.
+        new_seqlens: (batch,) int32, receives the tokens after.
+        cu_seqlens: (batch + 1,) int32, where the new tokens of each sequence begin; None if all
+            sequences get equally many.
+        batch_idx: (batch,) int32, a sequence's row in the cache; None for its own.
+        page_table: (batch, pages) int32; None without pages.
+        q, rotated: (batch, seqlen_q, heads_q, head_dim), and what receives it turned; None without
+            a rotary embedding.
+        cos, sin: (positions, rotary dim / 2); None without one.
+        query_step: positions from one query to the next, 0 or 1.
+    """
+
+    k: object
+    v: object
+    k_cache: object
+    v_cache: object
+    seqlens: object
+    new_seqlens: object
+    cu_seqlens: object
+    batch_idx: object
+    page_table: object
+    q: object
+    rotated: object
+    cos: object
+    sin: object
+    query_step: int
+
+    @classmethod
+    def symbolic(cls, kernel: "Append") -> "AppendArguments":
+        """The types of a call of a kernel without its sizes; equal sizes share a symbol."""
+        dtype, rotary = kernel.dtype, kernel.rotary
+        batch, tokens, heads = (cute.sym_int() for _ in range(3))
+        new = (tokens,) if kernel.ragged else (batch, tokens)
+        cache = cute.sym_int(), cute.sym_int()
+        queries, tables = (None, None), (None, None)
+        if rotary is not None:
+            shape = batch, cute.sym_int(), cute.sym_int(), kernel.head_dim
+            queries = tuple(arguments.tma_tensor(dtype, shape) for _ in queries)
+            shape = cute.sym_int(), rotary.dim // 2
+            tables = tuple(arguments.tma_tensor(rotary.dtype, shape) for _ in tables)
+        ends = arguments.compact_tensor("int32", (cute.sym_int(),)) if kernel.ragged else None
+        rows = arguments.compact_tensor("int32", (batch,)) if kernel.batch_indexed else None
+        return cls(
+            k=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim)),
+            v=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim_v)),
+            k_cache=arguments.tma_tensor(dtype, (*cache, heads, kernel.head_dim)),
+            v_cache=arguments.tma_tensor(dtype, (*cache, heads, kernel.head_dim_v)),
+            seqlens=arguments.compact_tensor("int32", (batch,)),
+            new_seqlens=arguments.compact_tensor("int32", (batch,)),
+            cu_seqlens=ends,
+            batch_idx=rows,
+            page_table=arguments.strided_tensor("int32", 2) if kernel.paged else None,
+            q=queries[0],
+            rotated=queries[1],
+            cos=tables[0],
+            sin=tables[1],
+            query_step=Int32(0),
+        )
+
+
 @dataclass(frozen=True)
 class Append:
     """The kernel of one kind of cache and one rotary embedding.
@@ -214,66 +282,29 @@ class Append:
     is_storable: ClassVar[bool] = True
 
     def arguments(self) -> list:
-        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
-        batch, tokens, heads = (cute.sym_int() for _ in range(3))
-        new = (tokens,) if self.ragged else (batch, tokens)
-        cache = cute.sym_int(), cute.sym_int()
-        queries, tables = [None, None], [None, None]
-        if self.rotary is not None:
-            shape = batch, cute.sym_int(), cute.sym_int(), self.head_dim
-            queries = [arguments.tma_tensor(self.dtype, shape) for _ in queries]
-            shape = cute.sym_int(), self.rotary.dim // 2
-            tables = [arguments.tma_tensor(self.rotary.dtype, shape) for _ in tables]
-        return [
-            arguments.tma_tensor(self.dtype, (*new, heads, self.head_dim)),
-            arguments.tma_tensor(self.dtype, (*new, heads, self.head_dim_v)),
-            arguments.tma_tensor(self.dtype, (*cache, heads, self.head_dim)),
-            arguments.tma_tensor(self.dtype, (*cache, heads, self.head_dim_v)),
-            arguments.compact_tensor("int32", (batch,)),
-            arguments.compact_tensor("int32", (batch,)),
-            arguments.compact_tensor("int32", (cute.sym_int(),)) if self.ragged else None,
-            arguments.compact_tensor("int32", (batch,)) if self.batch_indexed else None,
-            arguments.strided_tensor("int32", 2) if self.paged else None,
-            *queries,
-            *tables,
-            Int32(0),
-            arguments.current_stream(),
-        ]
+        """What a launch takes, symbolically, and the stream."""
+        return [*AppendArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
-    def __call__(
-        self,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mKCache: cute.Tensor,
-        mVCache: cute.Tensor,
-        mSeqlens: cute.Tensor,
-        mNewSeqlens: cute.Tensor,
-        mCuSeqlens: cute.Tensor | None,
-        mBatchIdx: cute.Tensor | None,
-        mPageTable: cute.Tensor | None,
-        mQ: cute.Tensor | None,
-        mRotated: cute.Tensor | None,
-        mCos: cute.Tensor | None,
-        mSin: cute.Tensor | None,
-        query_step: Int32,
-        stream,
-    ):
-        """Launch; `mNewSeqlens` receives the lengths of the sequences with their new tokens."""
-        pages = 1 if mPageTable is None else mPageTable.shape[1]
-        capacity = capacity_of(mKCache.shape[1], pages)
-        cache = Cache(mKCache, mVCache, mPageTable, mBatchIdx, capacity)
-        new = NewTokens(mK, mV, mSeqlens, mCuSeqlens)
-        rows = new.num_tokens * mKCache.shape[2]
+    def __call__(self, *given):
+        """Launch on `AppendArguments` and a stream."""
+        *given, stream = given
+        call = AppendArguments(*given)
+        pages = 1 if call.page_table is None else call.page_table.shape[1]
+        capacity = capacity_of(call.k_cache.shape[1], pages)
+        cache = Cache(call.k_cache, call.v_cache, call.page_table, call.batch_idx, capacity)
+        new = NewTokens(call.k, call.v, call.seqlens, call.cu_seqlens)
+        rows = new.num_tokens * call.k_cache.shape[2]
         columns = max(self.head_dim, self.head_dim_v)
-        vectors = cutlass.max(rows * (columns // VECTOR), mSeqlens.shape[0])
+        vectors = cutlass.max(rows * (columns // VECTOR), call.seqlens.shape[0])
         queries = tables = None
         if cutlass.const_expr(self.rotary is not None):
-            queries, tables = Queries(mQ, mRotated, query_step), Tables(mCos, mSin)
-            query_rows = mQ.shape[0] * mQ.shape[1] * mQ.shape[2]
+            queries = Queries(call.q, call.rotated, call.query_step)
+            tables = Tables(call.cos, call.sin)
+            query_rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
             vectors = cutlass.max(vectors, query_rows * (self.head_dim // VECTOR))
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(cache, new, mNewSeqlens, queries, tables).launch(
+        self.kernel(cache, new, call.new_seqlens, queries, tables).launch(
             grid=(cute.ceil_div(vectors, THREADS), 2 if self.rotary is None else 3, 1),
             block=(THREADS, 1, 1),
             stream=stream,

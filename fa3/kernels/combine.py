@@ -203,6 +203,58 @@ class Exchange(NamedTuple):
         return cls(*(smem.allocate_tensor(Float32, n, byte_alignment=16) for n in (o, scalars)))
 
 
+class CombineArguments(NamedTuple):
+    """What a launch takes, in this order, before the stream.
+
+    Fields:
+        o: (batch, seqlen, heads, head_dim_v), receives the output.
+        lse: (batch, heads, seqlen) float32, receives the log-sum-exp, or None.
+        sinks: (heads,), or None.
+        dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and without the last, float32;
+            None if the parts are those of a decode kernel.
+        workspace: float32, that of the decode kernel, or None.
+        num_records, num_slots, rows: `WorkspaceSize`; of dense parts only the first counts, CTAs.
+        sets: CTAs that share the rows of a tile.
+    """
+
+    o: object
+    lse: object
+    sinks: object = None
+    dense_o: object = None
+    dense_lse: object = None
+    workspace: object = None
+    num_records: int = 1
+    num_slots: int = 0
+    rows: int = 0
+    sets: int = 1
+
+    @classmethod
+    def symbolic(cls, kernel: "Combine") -> "CombineArguments":
+        """The types of a call of a kernel without its sizes; equal sizes share a symbol."""
+        batch, seqlen, heads = (cute.sym_int() for _ in range(3))
+        lse = arguments.compact_tensor("float32", (batch, heads, seqlen))
+        workspace = dense_o = dense_lse = None
+        if kernel.qhead_per_kvhead is None:
+            parts = cute.sym_int(), batch, seqlen, heads
+            dense_o = arguments.tma_tensor("float32", (*parts, kernel.head_dim_v))
+            strides = tuple(cute.sym_int64() for _ in parts)
+            dense_lse = cute.runtime.make_fake_tensor(Float32, parts, strides, assumed_align=4)
+        else:
+            workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
+        return cls(
+            o=arguments.tma_tensor(kernel.dtype, (batch, seqlen, heads, kernel.head_dim_v)),
+            lse=lse if kernel.write_lse else None,
+            sinks=arguments.strided_tensor(kernel.sinks, 1) if kernel.sinks else None,
+            dense_o=dense_o,
+            dense_lse=dense_lse,
+            workspace=workspace,
+            num_records=Int32(0),
+            num_slots=Int32(0),
+            rows=Int32(0),
+            sets=Int32(0),
+        )
+
+
 @dataclass(frozen=True)
 class Combine:
     """The combine kernel.
@@ -225,59 +277,24 @@ class Combine:
     is_storable: ClassVar[bool] = True
 
     def arguments(self) -> list:
-        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
-        batch, seqlen, heads = (cute.sym_int() for _ in range(3))
-        o = arguments.tma_tensor(self.dtype, (batch, seqlen, heads, self.head_dim_v))
-        lse = arguments.compact_tensor("float32", (batch, heads, seqlen))
-        sinks = arguments.strided_tensor(self.sinks, 1) if self.sinks else None
-        workspace = dense_o = dense_lse = None
-        if self.qhead_per_kvhead is None:
-            parts = cute.sym_int(), batch, seqlen, heads
-            dense_o = arguments.tma_tensor("float32", (*parts, self.head_dim_v))
-            strides = tuple(cute.sym_int64() for _ in parts)
-            dense_lse = cute.runtime.make_fake_tensor(Float32, parts, strides, assumed_align=4)
-        else:
-            workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
-        return [
-            o,
-            lse if self.write_lse else None,
-            sinks,
-            dense_o,
-            dense_lse,
-            workspace,
-            *(Int32(0) for _ in range(4)),
-            arguments.current_stream(),
-        ]
+        """What a launch takes, symbolically, and the stream."""
+        return [*CombineArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
-    def __call__(
-        self,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor | None,
-        sinks: cute.Tensor | None,
-        dense_o: cute.Tensor | None,
-        dense_lse: cute.Tensor | None,
-        workspace: cute.Tensor | None,
-        num_records: Int32,
-        num_slots: Int32,
-        rows: Int32,
-        sets: Int32,
-        stream,
-    ):
-        """Launch on O (batch, seqlen, heads, head_dim_v) and LSE (batch, heads, seqlen).
-
-        `sets` is how many CTAs share the rows of a tile.
-        """
-        if cutlass.const_expr(workspace is None):
-            source = DenseParts(dense_o, dense_lse)
+    def __call__(self, *given):
+        """Launch on `CombineArguments` and a stream."""
+        *given, stream = given
+        call = CombineArguments(*given)
+        if cutlass.const_expr(call.workspace is None):
+            source = DenseParts(call.dense_o, call.dense_lse)
         else:
-            size = WorkspaceSize(num_records, num_slots, rows)
-            workspace = Workspace.of(workspace, size, self.head_dim_v)
-            source = RecordedParts(workspace, mO.shape[1], self.qhead_per_kvhead)
+            size = WorkspaceSize(call.num_records, call.num_slots, call.rows)
+            workspace = Workspace.of(call.workspace, size, self.head_dim_v)
+            source = RecordedParts(workspace, call.o.shape[1], self.qhead_per_kvhead)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(source, mO, mLSE, sinks).launch(
+        self.kernel(source, call.o, call.lse, call.sinks).launch(
             # x is the one that may be large.
-            grid=(num_records, sets, cute.ceil_div(self.head_dim_v, COLUMNS)),
+            grid=(call.num_records, call.sets, cute.ceil_div(self.head_dim_v, COLUMNS)),
             block=(GROUPS * LANES, 1, 1),
             stream=stream,
             # 80 registers a thread, so that a CTA fits beside one of the decode kernel and waits

@@ -42,6 +42,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
+from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
 from fa3.primitives.cache_blocks import (
@@ -61,7 +62,6 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
-from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.softmax import OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoTurns
@@ -81,35 +81,6 @@ EARLY_BLOCKS = 4
 
 EARLY_SEQUENCES = 1024
 """Sequences up to which a CTA looks for its piece so early."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tiling of the decode kernel.
-
-    Fields:
-        tile_n: keys of a block.
-        kv_stages: blocks of K, and of V, in shared memory.
-        q_stages: tiles of Q; with two, the next segment's Q comes while this one is worked on.
-    """
-
-    tile_n: int
-    kv_stages: int
-    q_stages: int
-
-    def smem_bytes(self, spec: AttentionSpec) -> int:
-        """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
-        head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
-        return 2 * (self.q_stages * ROWS * head_dim + kv) + 1024
-
-    def validate(self, spec: AttentionSpec) -> None:
-        """Raise ValueError if the kernel cannot run this config for this spec."""
-        if self.tile_n not in (64, 128):
-            raise ValueError(f"tile_n must be 64 or 128, got {self.tile_n}")
-        if self.kv_stages < 2:
-            raise ValueError(f"kv_stages must be at least 2, got {self.kv_stages}")
-        check_fits(self.smem_bytes(spec), self, spec)
 
 
 class Operands(NamedTuple):
@@ -179,7 +150,7 @@ class Decode(AttentionKernel):
     """
 
     spec: AttentionSpec
-    config: Config
+    config: DecodeConfig
     cache: CacheLayout
     cut_type: type
     is_long: bool = False
@@ -204,93 +175,49 @@ class Decode(AttentionKernel):
         return WARPGROUP + (WARPGROUP if self.gathers else 2 * 32)
 
     def arguments(self) -> list:
-        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
-        spec, cache = self.spec, self.cache
-        batch, seqlen_q, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
-        rows = cute.sym_int(), cache.page_size or cute.sym_int()
-        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
-
-        def per_sequence(exists: bool):
-            return arguments.compact_tensor("int32", (batch,)) if exists else None
-
-        return [
-            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
-            arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim)),
-            arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim_v)),
-            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
-            arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
-            if spec.write_lse
-            else None,
-            per_sequence(True),
-            per_sequence(cache.batch_indexed),
-            per_sequence(cache.left_padded),
-            arguments.strided_tensor("int32", 2) if cache.page_size else None,
-            modifiers or None,
-            arguments.compact_tensor("float32", (cute.sym_int64(),))
-            if self.cut_type.has_parts
-            else None,
-            Float32(0.0),
-            *(Int32(0) for _ in range(6)),
-            arguments.current_stream(),
-        ]
+        """What a launch takes, symbolically, and the stream."""
+        return [*DecodeArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor | None,
-        seqlens: cute.Tensor,
-        batch_idx: cute.Tensor | None,
-        leftpad: cute.Tensor | None,
-        page_table: cute.Tensor | None,
-        modifiers: tuple | None,
-        workspace: cute.Tensor | None,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        num_splits: Int32,
-        unit_blocks: Int32,
-        max_parts: Int32,
-        num_ctas: Int32,
-        stream,
-    ):
-        """Launch on tensors (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen_q)."""
-        ratio = self.spec.qhead_per_kvhead
-        capacity = capacity_of(mK.shape[1], 1 if page_table is None else page_table.shape[1])
-        mK, mV = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mK, mV)
+    def __call__(self, *given):
+        """Launch on `DecodeArguments` and a stream."""
+        *given, stream = given
+        call = DecodeArguments(*given)
+        ratio, page_table = self.spec.qhead_per_kvhead, call.page_table
+        capacity = capacity_of(call.k.shape[1], 1 if page_table is None else page_table.shape[1])
+        k, v = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+            for t in (call.k, call.v)
         )
         if cutlass.const_expr(not self.gathers):
-            mK = TmaBlocks.descriptor(mK, self.columns, self.box)
-            mV = TmaBlocks.descriptor(mV, self.columns_v, self.box)
+            k = TmaBlocks.descriptor(k, self.columns, self.box)
+            v = TmaBlocks.descriptor(v, self.columns_v, self.box)
         operands = Operands(
-            mQ,
-            mK,
-            mV,
-            mO,
-            mLSE,
-            seqlens,
-            CacheTables(batch_idx, leftpad, page_table),
-            modifiers,
+            call.q,
+            k,
+            v,
+            call.o,
+            call.lse,
+            call.seqlens,
+            CacheTables(call.batch_idx, call.leftpad, page_table),
+            call.modifiers,
         )
-        rows = mQ.shape[1] * ratio
-        num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), mQ.shape[2] // ratio
-        num_tiles = mQ.shape[0] * num_heads * num_m_blocks
+        rows = call.q.shape[1] * ratio
+        num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), call.q.shape[2] // ratio
+        num_tiles = call.q.shape[0] * num_heads * num_m_blocks
         cut = Whole()
         if cutlass.const_expr(self.cut_type is StreamK):
-            cut = StreamK(num_ctas, num_tiles)
+            cut = StreamK(call.num_ctas, num_tiles)
         if cutlass.const_expr(self.cut_type is Units):
-            cut = Units(num_splits, unit_blocks, max_parts, num_tiles)
-        if cutlass.const_expr(workspace is not None):
+            cut = Units(call.num_splits, call.unit_blocks, call.max_parts, num_tiles)
+        workspace = None
+        if cutlass.const_expr(self.cut_type.has_parts):
             size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))
-            workspace = Workspace.of(workspace, size, self.spec.head_dim_v)
-        sizes = capacity, Window(window_left, window_right), num_m_blocks, num_heads
+            workspace = Workspace.of(call.workspace, size, self.spec.head_dim_v)
+        sizes = capacity, Window(call.window_left, call.window_right), num_m_blocks, num_heads
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(operands, workspace, softmax_scale, cut, sizes).launch(
-            grid=(num_ctas, 1, 1),
+        self.kernel(operands, workspace, call.softmax_scale, cut, sizes).launch(
+            grid=(call.num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,

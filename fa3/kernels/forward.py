@@ -36,7 +36,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.kernels.forward_config import BOUNDED, REGISTERS, Config
+from fa3.kernels.forward_launch import BOUNDED, REGISTERS, ForwardArguments, ForwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
 from fa3.primitives.coords import ScoreCoords
@@ -119,7 +119,7 @@ class Forward(AttentionKernel):
     """
 
     spec: AttentionSpec
-    config: Config
+    config: ForwardConfig
     schedule_type: type
     is_recorded: bool = False
 
@@ -129,95 +129,47 @@ class Forward(AttentionKernel):
         self.config.validate(self.spec)
 
     def arguments(self) -> list:
-        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
-        spec = self.spec
-        batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
-        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
-        return [
-            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
-            arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim)),
-            arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim_v)),
-            arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
-            arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
-            if spec.write_lse
-            else None,
-            modifiers or None,
-            Float32(0.0),
-            *(Int32(0) for _ in range(4)),
-            arguments.compact_tensor("int32", (cute.sym_int(),))
-            if self.schedule_type.reads_state
-            else None,
-            *(self.part_arguments() if self.schedule_type.splits else (None, None)),
-            Int32(0),
-            arguments.compact_tensor("int32", (cute.sym_int(),))
-            if self.config.fixed_reference
-            else None,
-            arguments.compact_tensor("int64", (cute.sym_int(),)) if self.is_recorded else None,
-            arguments.current_stream(),
-        ]
-
-    def part_arguments(self) -> tuple:
-        """Memory and counters of parts."""
-        return (
-            arguments.compact_tensor("float32", (cute.sym_int64(),)),
-            arguments.compact_tensor("int32", (cute.sym_int(),)),
-        )
+        """What a launch takes, symbolically, and the stream."""
+        return [*ForwardArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor | None,
-        modifiers: tuple | None,
-        softmax_scale: Float32,
-        window_left: Int32,
-        window_right: Int32,
-        heads_per_section: Int32,
-        num_clusters: Int32,
-        schedule_state: cute.Tensor | None,
-        buffer: cute.Tensor | None,
-        counters: cute.Tensor | None,
-        num_slots: Int32,
-        marks: cute.Tensor | None,
-        recording: cute.Tensor | None,
-        stream,
-    ):
-        """Launch on tensors (batch, seqlen, heads, head_dim) and LSE (batch, heads, seqlen_q)."""
+    def __call__(self, *given):
+        """Launch on `ForwardArguments` and a stream."""
+        *given, stream = given
+        call = ForwardArguments(*given)
         config = self.config
-        sequence = Sequence(mQ.shape[1], mK.shape[1], Window(window_left, window_right))
-        mQ, mK, mV, mO = (
+        window = Window(call.window_left, call.window_right)
+        sequence = Sequence(call.q.shape[1], call.k.shape[1], window)
+        q, k, v, o = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-            for t in (mQ, mK, mV, mO)
+            for t in (call.q, call.k, call.v, call.o)
         )
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        rows = RowStore(mO, mLSE) if self.repeats or self.schedule_type.splits else None
+        rows = RowStore(o, call.lse) if self.repeats or self.schedule_type.splits else None
         operands = Operands(
-            TmaTensor.of(load, mQ, layouts.q),
-            TmaTensor.of(load_kv, mK, layouts.k, config.cluster),
-            TmaTensor.of(load_kv, mV, layouts.v, config.cluster),
-            TmaTensor.of(store, mO, layouts.o),
-            mLSE,
-            modifiers,
+            TmaTensor.of(load, q, layouts.q),
+            TmaTensor.of(load_kv, k, layouts.k, config.cluster),
+            TmaTensor.of(load_kv, v, layouts.v, config.cluster),
+            TmaTensor.of(store, o, layouts.o),
+            call.lse,
+            call.modifiers,
             rows,
-            self.part_merge(buffer, counters, num_slots, rows),
-            self.marks(schedule_state if self.repeats else marks, mQ, heads_per_section),
-            Recorder(recording) if self.is_recorded else NoRecorder(),
+            self.part_merge(call, rows),
+            self.marks(call, q),
+            Recorder(call.recording) if self.is_recorded else NoRecorder(),
         )
         order = TileOrder(
-            cute.ceil_div(mQ.shape[0], config.tile_m * config.cluster_m),
-            mQ.shape[2] // config.cluster_h,
-            mQ.shape[3],
-            heads_per_section,
+            cute.ceil_div(q.shape[0], config.tile_m * config.cluster_m),
+            q.shape[2] // config.cluster_h,
+            q.shape[3],
+            call.heads_per_section,
         )
-        schedule = self.schedule_type.on_device(order, num_clusters, schedule_state)
+        schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
-        self.kernel(operands, softmax_scale, sequence, schedule).launch(
-            grid=(config.cluster * num_clusters, 1, 1),
+        self.kernel(operands, call.softmax_scale, sequence, schedule).launch(
+            grid=(config.cluster * call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
             stream=stream,
@@ -230,20 +182,23 @@ class Forward(AttentionKernel):
         """Whether this computes what another launch has marked."""
         return self.schedule_type is Marked
 
-    def marks(self, words: cute.Tensor | None, mQ: cute.Tensor, heads_per_section) -> Marks | None:
+    def marks(self, call: ForwardArguments, q: cute.Tensor) -> Marks | None:
         """Marks of the tiles of Q (seqlen, head_dim, heads, batch)."""
+        words = call.schedule_state if self.repeats else call.marks
         if words is None:
             return None
-        num_m_blocks = cute.ceil_div(mQ.shape[0], self.config.tile_m)
-        heads = heads_per_section * self.config.cluster_h
-        return Marks(words, TileOrder(num_m_blocks, *mQ.shape[2:], heads))
+        num_m_blocks = cute.ceil_div(q.shape[0], self.config.tile_m)
+        heads = call.heads_per_section * self.config.cluster_h
+        return Marks(words, TileOrder(num_m_blocks, *q.shape[2:], heads))
 
-    def part_merge(self, buffer, counters, num_slots, row_store) -> PartMerge | None:
+    def part_merge(self, call: ForwardArguments, row_store) -> PartMerge | None:
         """Where parts of tiles go: a slot has the rows of a cluster's CTAs."""
-        if buffer is None:
+        if call.part_buffer is None:
             return None
         rows = self.config.tile_m * self.config.cluster
-        return PartMerge.of(buffer, counters, num_slots, rows, self.columns_v, row_store)
+        return PartMerge.of(
+            call.part_buffer, call.part_counters, call.num_slots, rows, self.columns_v, row_store
+        )
 
     def smem_layouts(self) -> SmemLayouts:
         """Where each buffer's elements lie; swizzled for WGMMA and TMA."""

@@ -3,7 +3,7 @@
 Sizes must be integers proper: 300.0 equals 300, and would be remembered in its place.
 """
 
-from fa3.kernels.forward_config import HOLDS_POWERS, Config
+from fa3.kernels.forward_launch import HOLDS_POWERS, ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.problem import (
     HEAD_DIM_UNIT,
@@ -16,7 +16,7 @@ from fa3.problem import (
 from fa3.scores.masks import Band, Intersection
 
 
-def check_types(problem: Problem, gpu: Gpu, config: Config | None) -> None:
+def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> None:
     """Raise for what is not what it should be.
 
     Raises:
@@ -26,8 +26,8 @@ def check_types(problem: Problem, gpu: Gpu, config: Config | None) -> None:
     for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {value!r:.200}")
-    if not isinstance(config, Config | None):
-        raise TypeError(f"config must be a Config or None, got {config!r}")
+    if not isinstance(config, ForwardConfig | None):
+        raise TypeError(f"config must be a ForwardConfig or None, got {config!r}")
     check_type("gpu.name", gpu.name, str)
     check_size("gpu.num_sms", gpu.num_sms)
     check_size("gpu.l2_bytes", gpu.l2_bytes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H100
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
@@ -57,7 +57,7 @@ class TileKey(NamedTuple):
     follows: bool = True
 
     @classmethod
-    def of(cls, spec: AttentionSpec, config: Config) -> "TileKey":
+    def of(cls, spec: AttentionSpec, config: ForwardConfig) -> "TileKey":
         return cls(
             padded(spec.head_dim),
             padded(spec.head_dim_v),

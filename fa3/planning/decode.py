@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa3.kernels.combine import GROUPS, Combine
-from fa3.kernels.decode import Config, Decode
+from fa3.kernels.decode import Decode
+from fa3.kernels.decode_launch import DecodeConfig
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import padded
@@ -167,10 +168,10 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
         )
 
 
-def config_of(spec: AttentionSpec) -> Config:
+def config_of(spec: AttentionSpec) -> DecodeConfig:
     """Blocks of 64 keys, as many as are of use."""
     block = 2 * TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
-    return Config(TILE_N, max(2, -(-BYTES_IN_FLIGHT // block)), q_stages=2)
+    return DecodeConfig(TILE_N, max(2, -(-BYTES_IN_FLIGHT // block)), q_stages=2)
 
 
 def choose_cut(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Costs, least_gain
 from fa3.planning.gpu import Gpu
 from fa3.planning.prediction import Prediction
@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
             guess, and the planner does not take it of its own accord.
     """
 
-    config: Config
+    config: ForwardConfig
     schedule: str
     prediction: Prediction
     measured: bool
@@ -78,7 +78,7 @@ class Explanation:
         return self.timeline.trace_events(describe_problem(self.problem), lanes, recorded)
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ForwardConfig:
         return self.chosen.config
 
     @property
@@ -195,7 +195,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def describe_config(config: Config) -> str:
+def describe_config(config: ForwardConfig) -> str:
     """A tiling in a few characters: "128x128", "128x80 in pairs of rows, fixed reference"."""
     text = f"{config.tile_m}x{config.tile_n}"
     if config.cluster > 1:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.costs import costs_of
 from fa3.planning.explanation import Candidate, Explanation, describe_config
@@ -32,7 +32,7 @@ class Plan:
 
     problem: Problem
     gpu: Gpu
-    config: Config
+    config: ForwardConfig
     schedule: Schedule
     is_arranged: bool = False
     considered: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)

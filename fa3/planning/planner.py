@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.costs import MARGIN, has_mask, least_gain
 from fa3.planning.explanation import Candidate
@@ -33,7 +33,7 @@ IDLE = 0.02
 def plan_forward(
     problem: Problem,
     gpu: Gpu = H200,
-    config: Config | None = None,
+    config: ForwardConfig | None = None,
     schedule: ScheduleChoice = None,
 ) -> Plan:
     """Choose how a problem runs.
@@ -122,7 +122,7 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
 def candidates(
     problem: Problem,
     gpu: Gpu,
-    config: Config | None = None,
+    config: ForwardConfig | None = None,
     schedules: Iterable[str] = tuple(SCHEDULES),
 ) -> list[Candidate]:
     """The ways to run a problem, with their predicted times; the table's choice first.
@@ -143,8 +143,8 @@ def candidates(
 
 
 def with_parts(
-    config: Config, schedules: list[str], problem: Problem, is_given: bool
-) -> list[tuple[Config, list[str]]]:
+    config: ForwardConfig, schedules: list[str], problem: Problem, is_given: bool
+) -> list[tuple[ForwardConfig, list[str]]]:
     """A tiling with the schedules that it can run."""
     parts = [name for name in schedules if SCHEDULES[name].splits]
     whole = [name for name in schedules if name not in parts]

@@ -17,7 +17,7 @@ compute takes `steady` times as long.
 
 from typing import NamedTuple
 
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import AGAIN, Costs
 from fa3.planning.load import Load
 from fa3.planning.tiled import Tiled
@@ -56,7 +56,7 @@ def bytes_moved(tiled: Tiled, load: Load) -> float:
     return problem.bytes + again + partials
 
 
-def unit_name(schedule: str, config: Config) -> str:
+def unit_name(schedule: str, config: ForwardConfig) -> str:
     """Where `Costs.unit_us` has what a schedule adds to each unit: in clusters it differs."""
     return schedule if config.cluster == 1 else f"{schedule} in pairs"
 

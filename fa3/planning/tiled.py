@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fa3.kernels.forward_config import Config
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import TileCosts, TileKey, costs_of
 from fa3.planning.gpu import Gpu
 from fa3.problem import Problem
@@ -20,7 +20,7 @@ class Tiled:
 
     problem: Problem
     gpu: Gpu
-    config: Config
+    config: ForwardConfig
 
     @cached_property
     def order(self) -> TileOrder:

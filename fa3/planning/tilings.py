@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from typing import NamedTuple
 
-from fa3.kernels.forward_config import BOUNDED, HOLDS_POWERS, Config
+from fa3.kernels.forward_launch import BOUNDED, HOLDS_POWERS, ForwardConfig
 from fa3.planning.costs import has_mask
 from fa3.planning.gpu import Gpu
 from fa3.planning.tiled import Tiled
@@ -26,7 +26,7 @@ class Tiling(NamedTuple):
     head_dim_v: int
     masked: bool
     max_seqlen_q: float
-    config: Config
+    config: ForwardConfig
     functions: bool = False
 
     def fits(self, problem: Problem) -> bool:
@@ -43,28 +43,28 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (
-    Tiling(64, 64, False, math.inf, Config(192, 128, q_stages=2)),
-    Tiling(64, 64, True, 512, Config(128, 128, q_stages=2, kv_stages=3)),
-    Tiling(64, 64, True, math.inf, Config(192, 128, q_stages=2)),
-    Tiling(96, 96, False, 1024, Config(128, 128, q_stages=2, cluster_m=2)),
-    Tiling(96, 96, False, math.inf, Config(192, 112, q_stages=2)),
-    Tiling(96, 96, True, 1024, Config(128, 128, q_stages=2)),
-    Tiling(96, 96, True, math.inf, Config(192, 112)),
-    Tiling(128, 128, False, math.inf, Config(128, 128, q_stages=2, cluster_m=2)),
-    Tiling(128, 128, True, math.inf, Config(128, 128, q_stages=2)),
-    Tiling(192, 128, False, math.inf, Config(128, 112)),
-    Tiling(192, 128, True, math.inf, Config(128, 112)),
-    Tiling(192, 192, False, math.inf, Config(128, 112, own_o=False)),
-    Tiling(192, 192, True, math.inf, Config(128, 80)),
-    Tiling(256, 256, False, 4096, Config(128, 80, own_o=False, cluster_m=2)),
-    Tiling(256, 256, False, math.inf, Config(128, 80, own_o=False)),
-    Tiling(256, 256, True, 512, Config(128, 64, own_o=False)),
-    Tiling(256, 256, True, math.inf, Config(128, 80, own_o=False)),
-    Tiling(256, 256, False, math.inf, Config(128, 48)),
-    Tiling(256, 256, True, math.inf, Config(128, 48)),
-    Tiling(128, 128, True, math.inf, Config(128, 64, q_stages=2), functions=True),
-    Tiling(192, 192, True, math.inf, Config(128, 64), functions=True),
-    Tiling(256, 256, True, math.inf, Config(128, 32), functions=True),
+    Tiling(64, 64, False, math.inf, ForwardConfig(192, 128, q_stages=2)),
+    Tiling(64, 64, True, 512, ForwardConfig(128, 128, q_stages=2, kv_stages=3)),
+    Tiling(64, 64, True, math.inf, ForwardConfig(192, 128, q_stages=2)),
+    Tiling(96, 96, False, 1024, ForwardConfig(128, 128, q_stages=2, cluster_m=2)),
+    Tiling(96, 96, False, math.inf, ForwardConfig(192, 112, q_stages=2)),
+    Tiling(96, 96, True, 1024, ForwardConfig(128, 128, q_stages=2)),
+    Tiling(96, 96, True, math.inf, ForwardConfig(192, 112)),
+    Tiling(128, 128, False, math.inf, ForwardConfig(128, 128, q_stages=2, cluster_m=2)),
+    Tiling(128, 128, True, math.inf, ForwardConfig(128, 128, q_stages=2)),
+    Tiling(192, 128, False, math.inf, ForwardConfig(128, 112)),
+    Tiling(192, 128, True, math.inf, ForwardConfig(128, 112)),
+    Tiling(192, 192, False, math.inf, ForwardConfig(128, 112, own_o=False)),
+    Tiling(192, 192, True, math.inf, ForwardConfig(128, 80)),
+    Tiling(256, 256, False, 4096, ForwardConfig(128, 80, own_o=False, cluster_m=2)),
+    Tiling(256, 256, False, math.inf, ForwardConfig(128, 80, own_o=False)),
+    Tiling(256, 256, True, 512, ForwardConfig(128, 64, own_o=False)),
+    Tiling(256, 256, True, math.inf, ForwardConfig(128, 80, own_o=False)),
+    Tiling(256, 256, False, math.inf, ForwardConfig(128, 48)),
+    Tiling(256, 256, True, math.inf, ForwardConfig(128, 48)),
+    Tiling(128, 128, True, math.inf, ForwardConfig(128, 64, q_stages=2), functions=True),
+    Tiling(192, 192, True, math.inf, ForwardConfig(128, 64), functions=True),
+    Tiling(256, 256, True, math.inf, ForwardConfig(128, 32), functions=True),
 )
 """The best of what was measured on an H200 on 2026-11-21, bf16, steady, 16k tokens, with figures in
 docs/experiments.md. The first row that fits and reaches up to the problem's queries holds, unless
@@ -100,7 +100,7 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
     return all(score.kind is Alibi for score in spec.scores)
 
 
-def configs(problem: Problem, gpu: Gpu) -> list[Config]:
+def configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
     """The table's choice for a problem, then others of it whose times are measured."""
     first = choose_config(problem, gpu)
     found = [first]
@@ -113,14 +113,14 @@ def configs(problem: Problem, gpu: Gpu) -> list[Config]:
     return found
 
 
-def with_reference(config: Config, problem: Problem) -> Config:
+def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:
     """A tiling with a fixed reference where that pays."""
     if problem.flops >= FIXED_FLOPS and takes_fixed_reference(problem.spec):
         return replace(config, fixed_reference=True)
     return config
 
 
-def with_clusters(config: Config, problem: Problem) -> list[Config]:
+def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig]:
     """A tiling with its CTAs alone, in pairs of rows, and if heads share keys in pairs of heads."""
     found = [replace(config, cluster_m=n, cluster_h=1) for n in (1, 2)]
     if problem.spec.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates:
@@ -139,7 +139,7 @@ def alternatives(problem: Problem) -> list[Tiling]:
     return found
 
 
-def choose_config(problem: Problem, gpu: Gpu) -> Config:
+def choose_config(problem: Problem, gpu: Gpu) -> ForwardConfig:
     """The best tiling that was measured for problems like this one."""
     config = next(
         tiling.config for tiling in alternatives(problem) if problem.seqlen_q <= tiling.max_seqlen_q

@@ -1,7 +1,12 @@
-"""How the forward kernel is tiled, and what fits a CTA."""
+"""How the forward kernel is tiled, what fits a CTA, and what a launch of it takes."""
 
 from dataclasses import MISSING, dataclass, fields, replace
+from typing import NamedTuple
 
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
@@ -21,7 +26,7 @@ HOLDS_POWERS = {"bfloat16": True, "float16": False}
 
 
 @dataclass(frozen=True)
-class Config:
+class ForwardConfig:
     """Tiling of the forward kernel.
 
     Fields:
@@ -69,7 +74,7 @@ class Config:
         return registers - OTHER_REGISTERS
 
     @property
-    def again(self) -> "Config":
+    def again(self) -> "ForwardConfig":
         """The config of the launch that computes marked tiles again."""
         return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
 
@@ -131,3 +136,77 @@ class Config:
                 f"registers a thread for S, P and O, there are {self.fragment_registers} with "
                 f"tile_m={self.tile_m}"
             )
+
+
+class ForwardArguments(NamedTuple):
+    """What a launch takes, in this order, before the stream.
+
+    Fields:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k: (batch, seqlen_k, heads_kv, head_dim).
+        v: (batch, seqlen_k, heads_kv, head_dim_v).
+        o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
+        lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp; None if the spec does
+            not write it.
+        modifiers: the tensors of the spec's scores, mask and sinks; None without any.
+        softmax_scale: factor of Q K^T.
+        window_left, window_right: keys beside a query's own position; where the mask has a bound.
+        heads_per_section, num_clusters: `TileOrder`, and clusters that are launched.
+        schedule_state: int32; the schedule's table or counters.
+        part_buffer: float32, `numbers_of_parts` of them; None if the schedule does not split tiles.
+        part_counters: int32, for each slot one of every warp, zero.
+        num_slots: parts of tiles.
+        marks: int32, `Marks.size` of them, zero; None if the softmax's reference follows.
+        recording: int64; None but in an instrumented kernel.
+    """
+
+    q: object
+    k: object
+    v: object
+    o: object
+    lse: object
+    modifiers: tuple | None
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    heads_per_section: int
+    num_clusters: int
+    schedule_state: object = None
+    part_buffer: object = None
+    part_counters: object = None
+    num_slots: int = 0
+    marks: object = None
+    recording: object = None
+
+    @classmethod
+    def symbolic(cls, kernel) -> "ForwardArguments":
+        """The types of a call of a `Forward` without its sizes; equal ones share a symbol."""
+        spec, schedule = kernel.spec, kernel.schedule_type
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+        lse = arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
+        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
+        buffer = arguments.compact_tensor("float32", (cute.sym_int64(),))
+        state, counters, marks = (
+            arguments.compact_tensor("int32", (cute.sym_int(),)) for _ in range(3)
+        )
+        return cls(
+            q=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
+            k=arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim)),
+            v=arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim_v)),
+            o=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
+            lse=lse if spec.write_lse else None,
+            modifiers=modifiers or None,
+            softmax_scale=Float32(0.0),
+            window_left=Int32(0),
+            window_right=Int32(0),
+            heads_per_section=Int32(0),
+            num_clusters=Int32(0),
+            schedule_state=state if schedule.reads_state else None,
+            part_buffer=buffer if schedule.splits else None,
+            part_counters=counters if schedule.splits else None,
+            num_slots=Int32(0),
+            marks=marks if kernel.config.fixed_reference else None,
+            recording=arguments.compact_tensor("int64", (cute.sym_int(),))
+            if kernel.is_recorded
+            else None,
+        )

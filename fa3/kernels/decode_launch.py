@@ -1,0 +1,116 @@
+"""How the decode kernel is tiled, and what a launch of it takes."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa3.primitives import arguments
+from fa3.primitives.shared_memory import check_fits, padded
+from fa3.primitives.wgmma import ROWS
+from fa3.problem import AttentionSpec
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tiling of the decode kernel.
+
+    Fields:
+        tile_n: keys of a block.
+        kv_stages: blocks of K, and of V, in shared memory.
+        q_stages: tiles of Q; with two, the next segment's Q comes while this one is worked on.
+    """
+
+    tile_n: int
+    kv_stages: int
+    q_stages: int
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
+        head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
+        return 2 * (self.q_stages * ROWS * head_dim + kv) + 1024
+
+    def validate(self, spec: AttentionSpec) -> None:
+        """Raise ValueError if the kernel cannot run this config for this spec."""
+        if self.tile_n not in (64, 128):
+            raise ValueError(f"tile_n must be 64 or 128, got {self.tile_n}")
+        if self.kv_stages < 2:
+            raise ValueError(f"kv_stages must be at least 2, got {self.kv_stages}")
+        check_fits(self.smem_bytes(spec), self, spec)
+
+
+class DecodeArguments(NamedTuple):
+    """What a launch takes, in this order, before the stream.
+
+    Fields:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k, v: the cache, (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v); with pages
+            (num_pages, page_size, ...).
+        o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
+        lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp; None if the spec does
+            not write it.
+        seqlens: (batch,) int32, keys of the sequences, padding included.
+        batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
+        page_table: (batch, pages) int32; None without pages.
+        modifiers: the tensors of the spec's scores, mask and sinks; None without any.
+        workspace: float32, where parts go; None if tiles are never cut.
+        softmax_scale: factor of Q K^T.
+        window_left, window_right: keys beside a query's own position; where the mask has a bound.
+        num_splits, unit_blocks, max_parts: of `Units`.
+        num_ctas: CTAs that are launched.
+    """
+
+    q: object
+    k: object
+    v: object
+    o: object
+    lse: object
+    seqlens: object
+    batch_idx: object
+    leftpad: object
+    page_table: object
+    modifiers: tuple | None
+    workspace: object
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    num_splits: int
+    unit_blocks: int
+    max_parts: int
+    num_ctas: int
+
+    @classmethod
+    def symbolic(cls, kernel) -> "DecodeArguments":
+        """The types of a call of a `Decode` kernel without its sizes; equal ones share a symbol."""
+        spec, cache = kernel.spec, kernel.cache
+        batch, seqlen_q, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
+        rows = cute.sym_int(), cache.page_size or cute.sym_int()
+        lse = arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
+        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
+        workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
+
+        def per_sequence(exists: bool = True):
+            return arguments.compact_tensor("int32", (batch,)) if exists else None
+
+        return cls(
+            q=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
+            k=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim)),
+            v=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim_v)),
+            o=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
+            lse=lse if spec.write_lse else None,
+            seqlens=per_sequence(),
+            batch_idx=per_sequence(cache.batch_indexed),
+            leftpad=per_sequence(cache.left_padded),
+            page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,
+            modifiers=modifiers or None,
+            workspace=workspace if kernel.cut_type.has_parts else None,
+            softmax_scale=Float32(0.0),
+            window_left=Int32(0),
+            window_right=Int32(0),
+            num_splits=Int32(0),
+            unit_blocks=Int32(0),
+            max_parts=Int32(0),
+            num_ctas=Int32(0),
+        )
