@@ -17,7 +17,7 @@ from rich.console import Console
 
 from benchmarks import regret, results, runs, shapes
 from benchmarks.fit_costs import SCHEDULES_CSV, observe, predicted_us
-from benchmarks.plans import Planned, all_plans, present_gpu, problem_of
+from benchmarks.plans import Planned, all_plans, can_run, present_gpu, problem_of
 from benchmarks.results import PlanRow
 from benchmarks.runs import Timed
 from benchmarks.shapes import Cell
@@ -132,7 +132,7 @@ def report(console: Console, directories: Sequence[Path]) -> None:
     for regime in dict.fromkeys(verdict.regime for verdict in verdicts):
         found = [verdict for verdict in verdicts if verdict.regime == regime]
         console.print(f"{regime}: {regret.describe(regret.standing(found))}")
-    timed = [row for found in regret.by_cell(rows).values() for row in found]
+    timed = [row for found in regret.by_cell(rows).values() for row in found if can_run(row)]
     costs = costs_of(gpu.name)
     predicted = [predicted_us(costs, observe(row, gpu)) for row in timed]
     regret.draw(timed, predicted, verdicts, directories[0] / "schedules.png")

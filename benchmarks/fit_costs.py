@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import results
-from benchmarks.plans import cell_of, config_of, problem_of, recorded_config
+from benchmarks.plans import can_run, cell_of, config_of, problem_of, recorded_config
 from benchmarks.results import OK, Measurement, PlanRow, Row
 from fa3.planning.costs import AGAIN, H200_COSTS, Costs, Rule, TileCosts, TileKey, write_costs
 from fa3.planning.gpu import H200, Gpu
@@ -113,7 +113,7 @@ def read_observations(directories: Iterable[Path], gpu: Gpu) -> list[Observation
     for directory in directories:
         ours = (row for row in results.read(directory / results.CSV_NAME, Row))
         rows += [row for row in ours if row.provider == "fa3"]
-        rows += results.read(directory / SCHEDULES_CSV, PlanRow)
+        rows += filter(can_run, results.read(directory / SCHEDULES_CSV, PlanRow))
     return [observe(row, gpu) for row in rows if row.status == OK and row.data == "normal"]
 
 

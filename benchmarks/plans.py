@@ -13,10 +13,11 @@ from benchmarks.results import Measurement, PlanRow
 from benchmarks.shapes import Cell
 from fa3.calls.forward import check_window, gpu_of, tighten
 from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.costs import has_mask
 from fa3.planning.explanation import describe_config
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.plan import Plan
-from fa3.planning.planner import has_mask, plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import alternatives, choose_config, with_clusters, with_reference
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SCHEDULES
@@ -93,6 +94,11 @@ def all_plans(problem: Problem, gpu: Gpu) -> dict[str, Plan]:
     times = {name: plan.predict().us for name, plan in plans.items()}
     limit = HOPELESS * min(times.values())
     return {name: plan for name, plan in plans.items() if plan is own or times[name] < limit}
+
+
+def can_run(row: PlanRow) -> bool:
+    """Whether there still is the plan that was measured: `Dynamic` no longer takes pairs."""
+    return config_of(row).cluster == 1 or SCHEDULES[row.schedule].takes_pairs
 
 
 def config_of(row: PlanRow) -> ForwardConfig:

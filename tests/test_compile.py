@@ -96,7 +96,6 @@ def cases():
     for head_dim, mask in ((64, "causal"), (128, "causal"), (256, "causal")):
         spec = spec_of(head_dim, mask)
         yield spec, config_of(spec).again, Marked
-    yield spec_of(128, "full"), replace(config_of(spec_of(128, "full")), cluster_m=2), Dynamic
     for head_dim in (64, 256):
         spec = spec_of(head_dim, "causal")
         yield spec, config_of(spec), Dynamic

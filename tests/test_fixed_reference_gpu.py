@@ -31,7 +31,6 @@ WAYS = (
     ("list", {}),
     ("list", {"cluster_h": 2}),
     ("dynamic", {}),
-    ("dynamic", {"cluster_m": 2}),
     ("split", {}),
     ("split", {"cluster_h": 2}),
 )

@@ -9,13 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import head_dims, make_problem, windows
 
+from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200, Gpu
+from fa3.planning.plan import check_plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import TILINGS, choose_config
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.schedules import SCHEDULES, SingleTile, SplitTiles, StaticPersistent, TileList, walk
+from fa3.schedules import (
+    SCHEDULES,
+    Dynamic,
+    SingleTile,
+    SplitTiles,
+    StaticPersistent,
+    TileList,
+    walk,
+)
 from fa3.schedules.marked import Marked
 from fa3.scores.masks import Band
 from fa3.scores.scores import Alibi
@@ -167,14 +177,24 @@ def test_o_can_only_take_qs_place_if_it_has_its_size():
     assert not plan_forward(same_padded, config=replace(TILES, own_o=False)).config.own_o
 
 
-def test_tiles_of_equal_length_need_no_list():
-    assert type(plan_forward(make_problem()).schedule) is StaticPersistent
-    assert type(plan_forward(make_problem(window=Window(right=0))).schedule) is TileList
+def test_a_schedule_for_ctas_alone_is_refused_in_pairs():
+    config = ForwardConfig(128, 128, q_stages=2, cluster_m=2)
+    complaint = r"^schedule 'dynamic' must have a config of CTAs alone, got clusters of 2$"
+    with pytest.raises(ValueError, match=complaint):
+        plan_forward(make_problem(), config=config, schedule="dynamic")
+    with pytest.raises(ValueError, match=r"^Dynamic must have CTAs alone, got clusters of 2$"):
+        Forward(make_problem().spec, config, Dynamic)
+    alone = plan_forward(make_problem(), schedule="dynamic")
+    with pytest.raises(ValueError, match=complaint):
+        check_plan(replace(alone, config=config))
 
 
 def test_plans_are_values():
     assert plan_forward(make_problem()) == plan_forward(make_problem())
     assert hash(plan_forward(make_problem())) == hash(plan_forward(make_problem()))
+    table = plan_forward(make_problem()).schedule
+    assert table != replace(table, table=table.table[::-1].copy())
+    assert table != StaticPersistent(table.order, table.num_clusters)
 
 
 FEW = make_problem(1, 2048, 2048, 1, 8, 128, Window(right=0))

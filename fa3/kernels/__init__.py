@@ -1,1 +1,1 @@
-"""Kernels: a file holds a kernel class with its roles; beside it what it is compiled for and takes."""
+"""Kernels: a file holds one kernel and its roles; beside it, what it is compiled for and takes."""

@@ -127,6 +127,11 @@ class Forward(AttentionKernel):
 
     def __post_init__(self):
         self.config.validate(self.spec)
+        if self.config.cluster > 1 and not self.schedule_type.takes_pairs:
+            raise ValueError(
+                f"{self.schedule_type.__name__} must have CTAs alone, got clusters of "
+                f"{self.config.cluster}"
+            )
 
     def arguments(self) -> list:
         """What a launch takes, symbolically, and the stream."""
@@ -235,7 +240,6 @@ class Forward(AttentionKernel):
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.mma(operands, smem, pipelines, softmax_scale, sequence, schedule, cursor)
-        schedule.leave()
 
     @cute.jit
     def setup_shared_memory(self, schedule):
@@ -285,9 +289,7 @@ class Forward(AttentionKernel):
             tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster),
             tma_pipeline(storage.barriers_v, config.kv_stages, layouts.v, 1, config.cluster),
         )
-        schedule = schedule.connected(
-            storage.schedule.data_ptr(), warps, config.cluster, self.cluster_rank()
-        )
+        schedule = schedule.connected(storage.schedule.data_ptr(), warps)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(config.cluster > 1):
             cute.arch.cluster_arrive_relaxed()

@@ -147,6 +147,7 @@ def check_plan(plan: Plan) -> None:
             f"plan must have a schedule of one of the classes of {sorted(SCHEDULES)}, got "
             f"{plan.schedule!r:.200}"
         )
+    check_pairs(plan.schedule.name, plan.config)
     if plan.schedule.splits and plan.problem.spec.has_user_functions:
         raise ValueError("plan must not split tiles with scores or masks of the user's")
     tiled = plan.tiled
@@ -157,6 +158,15 @@ def check_plan(plan: Plan) -> None:
         )
     blocks = tiled.blocks_of_tiles()
     check_schedule(plan.schedule, blocks.begin, blocks.end)
+
+
+def check_pairs(schedule: str, config: ForwardConfig) -> None:
+    """Raise ValueError if a config has clusters, and the schedule of this name takes none."""
+    if config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
+        raise ValueError(
+            f"schedule {schedule!r} must have a config of CTAs alone, got clusters of "
+            f"{config.cluster}"
+        )
 
 
 def candidate(tiled: Tiled, schedule: str, load: Load) -> Candidate:

@@ -6,9 +6,7 @@ from typing import ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass._mlir.dialects import nvvm
 
-from fa3.schedules.coverage import check_integer
 from fa3.schedules.order import Planned, TileOrder
 from fa3.schedules.segment import Segment
 from fa3.schedules.single import SingleTile
@@ -47,16 +45,15 @@ class Dynamic(Planned):
 
     Fields:
         counters: (2,) int32 on the device: tiles that were taken, clusters that found none left.
-        rank: of the CTA in its cluster.
     """
 
     order: TileOrder
     num_clusters: int
     counters: cute.Tensor | None = None
     mailbox: Mailbox | None = None
-    rank: Int32 | int = 0
 
     name: ClassVar[str] = "dynamic"
+    takes_pairs: ClassVar[bool] = False
     reads_state: ClassVar[bool] = True
     num_counters: ClassVar[int] = 2
     shared_words: ClassVar[int] = 3 * SLOTS
@@ -76,10 +73,9 @@ class Dynamic(Planned):
         return SingleTile(self.order)
 
     def check(self, first_blocks, end_blocks) -> None:
-        check_integer("rank", self.rank)
-        if self.counters is not None or self.mailbox is not None or self.rank:
+        if self.counters is not None or self.mailbox is not None:
             raise ValueError(
-                "schedule must have no counters, no mailbox and rank 0: every launch gets its own"
+                "schedule must have no counters and no mailbox: every launch gets its own"
             )
 
     @classmethod
@@ -87,22 +83,17 @@ class Dynamic(Planned):
         return cls(order, num_clusters, state)
 
     @cute.jit
-    def connected(
-        self, shared: cute.Pointer, warps: cutlass.Constexpr, cluster: cutlass.Constexpr, rank
-    ) -> "Dynamic":
+    def connected(self, shared: cute.Pointer, warps: cutlass.Constexpr) -> "Dynamic":
         """The schedule of a CTA with `warps` consumer warps, and its part of shared memory."""
         full, empty = shared, shared + SLOTS
-        # In a cluster everybody tells the leader, producers too.
-        readers = warps if cluster == 1 else cluster * (warps + 1)
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
             for slot in cutlass.range_constexpr(SLOTS):
                 cute.arch.mbarrier_init(full + slot, 1)
-                cute.arch.mbarrier_init(empty + slot, readers)
+                cute.arch.mbarrier_init(empty + slot, warps)
         numbers = cute.recast_ptr(shared + 2 * SLOTS, dtype=Int32)
         mailbox = Mailbox(cute.make_tensor(numbers, cute.make_layout(SLOTS)), full, empty)
-        alone = replace(self, mailbox=mailbox, rank=rank)
-        return alone if cluster == 1 else DynamicInPair(**vars(alone))
+        return replace(self, mailbox=mailbox)
 
     def for_producer(self) -> "DynamicProducer":
         return DynamicProducer(**vars(self))
@@ -123,12 +114,8 @@ class Dynamic(Planned):
         index = self.mailbox.numbers[slot]
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            self.release(slot)
+            cute.arch.mbarrier_arrive(self.mailbox.empty + slot)
         return cute.arch.make_warp_uniform(index)
-
-    def release(self, slot) -> None:
-        """Tell the producer that this warp has read a slot."""
-        cute.arch.mbarrier_arrive(self.mailbox.empty + slot)
 
     @cute.jit
     def tell(self, count: Int32, index: Int32):
@@ -138,15 +125,6 @@ class Dynamic(Planned):
         if cute.arch.lane_idx() == 0:
             self.mailbox.numbers[slot] = index
             cute.arch.mbarrier_arrive(self.mailbox.full + slot)
-
-    @cute.jit
-    def count_out(self):
-        """Count a cluster that found no tile; the last one sets the counters back."""
-        done = self.counters.iterator + 1
-        before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
-        if before == self.num_clusters - 1:
-            self.counters[0] = 0
-            self.counters[1] = 0
 
     def is_valid(self, cursor: Cursor):
         return cursor.index < self.order.num_tiles
@@ -173,58 +151,10 @@ class DynamicProducer(Dynamic):
 
     @cute.jit
     def finish(self):
-        """Say that this CTA found no tile."""
+        """Count a CTA that found no tile; the last one sets the counters back."""
         if cute.arch.lane_idx() == 0:
-            self.count_out()
-
-
-LEADER = 0
-"""The rank of the CTA that takes tiles for its cluster."""
-
-
-@dataclass(frozen=True)
-class DynamicInPair(Dynamic):
-    """`Dynamic` in a cluster of two CTAs, of which the leader's producer takes tiles for both."""
-
-    def for_producer(self) -> "DynamicPairProducer":
-        return DynamicPairProducer(**vars(self))
-
-    def release(self, slot) -> None:
-        """Tell the leader that this warp has read a slot of its own CTA."""
-        cute.arch.mbarrier_arrive(
-            self.mailbox.empty + slot, LEADER, scope=nvvm.MemScopeKind.CLUSTER
-        )
-
-    @cute.jit
-    def leave(self):
-        """Stay until nobody writes to this CTA's shared memory any more."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-
-
-@dataclass(frozen=True)
-class DynamicPairProducer(DynamicInPair):
-    """The producers' half of `DynamicInPair`."""
-
-    @cute.jit
-    def next(self, cursor: Cursor) -> Cursor:
-        slot, round_of_slot = cursor.count % SLOTS, cursor.count // SLOTS
-        if cute.arch.lane_idx() == 0:
-            full = self.mailbox.full + slot
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 4)
-            if self.rank == LEADER:
-                cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
-                index = self.num_clusters + cute.arch.atomic_add(
-                    self.counters.iterator, Int32(1), sem="relaxed", scope="gpu"
-                )
-                number = self.mailbox.numbers.iterator + slot
-                for rank in cutlass.range_constexpr(2):
-                    cute.arch.store_async_dsmem(number, index, full, rank)
-        cute.arch.sync_warp()
-        return Cursor(self.following(cursor.count), cursor.count + 1)
-
-    @cute.jit
-    def finish(self):
-        """Say that this cluster found no tile."""
-        if cute.arch.lane_idx() == 0 and self.rank == LEADER:
-            self.count_out()
+            done = self.counters.iterator + 1
+            before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
+            if before == self.num_clusters - 1:
+                self.counters[0] = 0
+                self.counters[1] = 0

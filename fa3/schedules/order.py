@@ -86,6 +86,12 @@ class Schedule(Protocol):
     is_persistent: ClassVar[bool]
     """Whether a cluster works on several tiles."""
 
+    takes_pairs: ClassVar[bool]
+    """Whether a cluster may be two CTAs."""
+
+    is_searched: ClassVar[bool]
+    """Whether the planner takes it of its own accord."""
+
     reads_state: ClassVar[bool]
     """Whether the device half reads a tensor of int32."""
 
@@ -143,13 +149,8 @@ class Schedule(Protocol):
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, state) -> "Schedule": ...
 
-    def connected(self, shared, warps: int, cluster: int, rank) -> "Schedule":
-        """The schedule of one CTA, with `shared_words` for its consumers' warps to share.
-
-        Args:
-            warps: those of the CTA's consumers.
-            cluster: CTAs of a cluster, and `rank` this one's.
-        """
+    def connected(self, shared, warps: int) -> "Schedule":
+        """The schedule of one CTA, with `shared_words` for its consumers' `warps` to share."""
 
     def for_producer(self) -> "Schedule":
         """The producer's half."""
@@ -169,9 +170,6 @@ class Schedule(Protocol):
     def finish(self) -> None:
         """What the producer does when no tile is left."""
 
-    def leave(self) -> None:
-        """What all threads do at last."""
-
 
 class Parts(NamedTuple):
     """Segments in arrays of one length: the tiles' numbers, key blocks [first, end), and whether
@@ -187,6 +185,8 @@ class Planned:
     """Base of schedules: whole tiles in order, which all warps find by themselves."""
 
     is_persistent: ClassVar[bool] = True
+    takes_pairs: ClassVar[bool] = True
+    is_searched: ClassVar[bool] = True
     reads_state: ClassVar[bool] = False
     splits: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
@@ -202,7 +202,7 @@ class Planned:
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         """Nothing: the tiles follow from the order."""
 
-    def connected(self, shared, warps: int, cluster: int, rank):
+    def connected(self, shared, warps: int):
         return self
 
     def for_producer(self):
@@ -214,8 +214,21 @@ class Planned:
     def finish(self) -> None:
         pass
 
-    def leave(self) -> None:
-        pass
+
+class Tabled(Planned):
+    """Base of schedules that are a table, `table`: they are equal if these are."""
+
+    reads_state: ClassVar[bool] = True
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        ours, theirs = ({**vars(one)} for one in (self, other))
+        same = np.array_equal(ours.pop("table"), theirs.pop("table"))
+        return same and ours == theirs
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.order, self.num_clusters))
 
 
 def walk(schedule: Schedule, cluster: int) -> Iterator[Segment]:

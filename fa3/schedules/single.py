@@ -16,6 +16,7 @@ class SingleTile(Planned):
     name: ClassVar[str] = "single"
     table: ClassVar[None] = None
     is_persistent: ClassVar[bool] = False
+    is_searched: ClassVar[bool] = False
 
     @classmethod
     def make(cls, tiled) -> "SingleTile":

@@ -17,7 +17,7 @@ from fa3.schedules.coverage import (
     count_segments,
     entries_of,
 )
-from fa3.schedules.order import Parts, Planned, TileOrder
+from fa3.schedules.order import Parts, Tabled, TileOrder
 from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment
 from fa3.schedules.tile_list import columns_of_owners, deal
 
@@ -71,7 +71,7 @@ class Pieces(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SplitTiles(Planned):
+class SplitTiles(Tabled):
     """Each cluster has a column of segments in a table, worked on from the top down to `END`.
 
     Fields:
@@ -85,7 +85,6 @@ class SplitTiles(Planned):
     table: np.ndarray
     num_slots: int = 0
 
-    reads_state: ClassVar[bool] = True
     splits: ClassVar[bool] = True
     name: ClassVar[str] = "split"
 

@@ -22,6 +22,7 @@ class StaticPersistent(Planned):
     num_clusters: int
 
     name: ClassVar[str] = "static"
+    is_searched: ClassVar[bool] = False
     table: ClassVar[None] = None
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fa3.schedules.coverage import END, count_segments, entries_of
-from fa3.schedules.order import Planned, TileOrder
+from fa3.schedules.order import Tabled, TileOrder
 from fa3.schedules.segment import Segment, Tile
 
 MANY_TILES = 2560
@@ -37,7 +37,7 @@ class Cursor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TileList(Planned):
+class TileList(Tabled):
     """Each cluster has a column of tile numbers, worked on from the top down to `END`.
 
     `table` is the matrix (rounds, num_clusters) of int32, flat in row order: a numpy array on the
@@ -50,7 +50,6 @@ class TileList(Planned):
     table: np.ndarray
 
     name: ClassVar[str] = "list"
-    reads_state: ClassVar[bool] = True
 
     @classmethod
     def make(cls, tiled) -> "TileList":
