@@ -27,12 +27,30 @@ HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 256
 """Head sizes are multiples of 16 bytes, as TMA wants; a WGMMA has at most 256 columns of O."""
 
 
+class Element(NamedTuple):
+    """What follows from a dtype.
+
+    Fields:
+        bytes: of an element.
+        holds_powers: whether it has the range of fp32, as sums and O have.
+    """
+
+    bytes: int
+    holds_powers: bool
+
+
+ELEMENTS = {"bfloat16": Element(2, True), "float16": Element(2, False)}
+"""What q, k, v and out may be made of."""
+
+LSE_BYTES = 4
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Everything that changes generated code except tiling. The spec is the compile key.
 
     Fields:
-        dtype: element type of q, k, v and out, "bfloat16" or "float16".
+        dtype: element type of q, k and v, one of `ELEMENTS`, which out has too.
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
         qhead_per_kvhead: query heads that share one key/value head (1 is MHA).
@@ -51,6 +69,21 @@ class AttentionSpec:
     write_lse: bool
     scores: tuple[Hashable, ...] = ()
     sinks: str | None = None
+
+    @property
+    def element(self) -> Element:
+        """What q, k and v are made of."""
+        return ELEMENTS[self.dtype]
+
+    @property
+    def out_dtype(self) -> str:
+        """Element type of out."""
+        return self.dtype
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one key and its value."""
+        return self.element.bytes * (self.head_dim + self.head_dim_v)
 
     @property
     def modifier_types(self) -> tuple[tuple[str, int], ...]:
@@ -112,5 +145,6 @@ class Problem:
         """Fewest bytes through device memory: q, k, v read once, out and LSE written once."""
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
-        width = self.spec.head_dim + self.spec.head_dim_v
-        return 2 * width * (rows_q + rows_k) + 4 * rows_q * self.spec.write_lse
+        spec = self.spec
+        of_out = ELEMENTS[spec.out_dtype].bytes * spec.head_dim_v + LSE_BYTES * spec.write_lse
+        return rows_q * (spec.element.bytes * spec.head_dim + of_out) + rows_k * spec.key_bytes

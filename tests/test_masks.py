@@ -11,7 +11,7 @@ from reference import visible
 
 import fa3
 from fa3.problem import NO_BOUND, Window
-from fa3.scores.masks import Band, Intersection, KeyBlocks, Rows, Sequence
+from fa3.scores.masks import Band, Blocks, Intersection, Rows, Sequence
 from fa3.scores.templates import Template
 
 
@@ -25,7 +25,7 @@ def tiles(draw):
     return row_begin, draw(st.integers(1, 64)), draw(st.sampled_from([16, 32, 48])), sequence
 
 
-def key_blocks(row_begin: int, num_rows: int, tile_n: int, sequence: Sequence) -> KeyBlocks:
+def key_blocks(row_begin: int, num_rows: int, tile_n: int, sequence: Sequence) -> Blocks:
     return Band.of(sequence.window).key_blocks(row_begin, num_rows, tile_n, sequence)
 
 
@@ -72,6 +72,28 @@ def test_full_blocks_are_visible_throughout(tile):
 
 
 @given(tiles())
+def test_query_blocks_are_those_of_the_transposed_mask(tile):
+    """What a tile of keys has to look at: all queries that see one, none in vain."""
+    _, num_keys, tile_m, sequence = tile
+    if not sequence.seqlen_k:
+        return
+    key_begin = tile[0] % sequence.seqlen_k
+    mask = Band.of(sequence.window)
+    begin, full_begin, full_end, end = mask.query_blocks(key_begin, num_keys, tile_m, sequence)
+    assert 0 <= begin <= full_begin <= full_end <= end and begin < end
+    seen = visible(*sequence)[:, key_begin : key_begin + num_keys]
+    assert not seen[: begin * tile_m].any() and not seen[end * tile_m :].any()
+    assert seen[full_begin * tile_m : full_end * tile_m].all()
+    for m_block in range(begin, end):
+        block = seen[m_block * tile_m : (m_block + 1) * tile_m]
+        assert block.any() or end - begin == 1
+        if not full_begin <= m_block < full_end:
+            assert len(block) < tile_m or not block.all()
+    ours = Intersection(mask, Template.of(Table(torch.zeros(1, 1))))
+    assert ours.query_blocks(key_begin, num_keys, tile_m, sequence) == (begin, begin, begin, end)
+
+
+@given(tiles())
 def test_no_block_is_touched_or_masked_in_vain(tile):
     row_begin, num_rows, tile_n, sequence = tile
     blocks = key_blocks(*tile)
@@ -95,12 +117,12 @@ def test_key_range_is_the_visible_row(tile):
 @pytest.mark.parametrize(
     ("window", "row_begin", "expected"),
     [
-        (Window(), 0, KeyBlocks(0, 0, 4, 4)),
-        (Window(right=0), 0, KeyBlocks(0, 0, 0, 1)),
-        (Window(right=0), 384, KeyBlocks(0, 0, 3, 4)),
-        (Window(left=128, right=0), 384, KeyBlocks(2, 3, 3, 4)),
-        (Window(left=255, right=0), 384, KeyBlocks(1, 2, 3, 4)),
-        (Window(left=0), 384, KeyBlocks(3, 4, 4, 4)),
+        (Window(), 0, Blocks(0, 0, 4, 4)),
+        (Window(right=0), 0, Blocks(0, 0, 0, 1)),
+        (Window(right=0), 384, Blocks(0, 0, 3, 4)),
+        (Window(left=128, right=0), 384, Blocks(2, 3, 3, 4)),
+        (Window(left=255, right=0), 384, Blocks(1, 2, 3, 4)),
+        (Window(left=0), 384, Blocks(3, 4, 4, 4)),
     ],
 )
 def test_blocks_of_well_known_masks(window, row_begin, expected):
@@ -109,7 +131,7 @@ def test_blocks_of_well_known_masks(window, row_begin, expected):
 
 def test_more_queries_than_keys_hide_the_first_rows():
     sequence = Sequence(300, 100, Window(right=0))
-    assert key_blocks(0, 128, 64, sequence) == KeyBlocks(0, 0, 0, 1)
+    assert key_blocks(0, 128, 64, sequence) == Blocks(0, 0, 0, 1)
     begin, end = Band.of(sequence.window).key_range(199, sequence)
     assert end <= begin
 
@@ -167,7 +189,7 @@ def tables(draw):
     return tile, Table(seen, draw(st.sampled_from([0, 0, 7, 100])))
 
 
-def intersected(tile, table: Table) -> tuple[KeyBlocks, torch.Tensor]:
+def intersected(tile, table: Table) -> tuple[Blocks, torch.Tensor]:
     """Return the blocks of a tile, and what of the keys its rows see."""
     row_begin, num_rows, _, sequence = tile
     mask = Intersection(Band.of(sequence.window), table).at(0, 0)
@@ -211,15 +233,15 @@ def test_an_intersection_spares_blocks_at_both_ends_and_masks_only_the_edges():
     seen = torch.zeros(512, 512, dtype=torch.bool)
     seen[:, 100:420] = True
     tile = (0, 128, 32, Sequence(512, 512, Window()))
-    assert intersected(tile, Table(seen))[0] == KeyBlocks(3, 4, 13, 14)
+    assert intersected(tile, Table(seen))[0] == Blocks(3, 4, 13, 14)
     causal = (256, 128, 32, Sequence(512, 512, Window(right=0)))
-    assert intersected(causal, Table(seen))[0] == KeyBlocks(3, 4, 8, 12)
+    assert intersected(causal, Table(seen))[0] == Blocks(3, 4, 8, 12)
 
 
 def test_until_it_is_bound_an_intersection_has_the_band_s_blocks_all_masked():
     tile = (256, 128, 32, Sequence(512, 512, Window(right=0)))
     mask = Intersection(Band(right=True), Template.of(Table(torch.zeros(512, 512))))
-    assert mask.key_blocks(*tile) == KeyBlocks(0, 0, 0, 12)
+    assert mask.key_blocks(*tile) == Blocks(0, 0, 0, 12)
 
 
 def test_ranges_may_depend_on_batch_and_head():

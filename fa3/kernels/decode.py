@@ -71,7 +71,7 @@ from fa3.problem import AttentionSpec, Window
 from fa3.schedules.cached_lengths import CacheLengths, capacity_of
 from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.stream_k import StreamK, Units, Walk, Whole, locate
-from fa3.scores.masks import KeyBlocks, Sequence
+from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
 CONSUMER_BARRIER = 1
@@ -459,7 +459,7 @@ class Decode(AttentionKernel):
         if thread == 0 and walk.cut.records_are_by_cta:
             workspace.records[walk.cta, 4] = 0
 
-    def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> KeyBlocks:
+    def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> Blocks:
         """Blocks that the rows of one tile touch."""
         ratio, row = self.spec.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio

@@ -30,7 +30,7 @@ class DecodeConfig:
         """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
-        return 2 * (self.q_stages * ROWS * head_dim + kv) + 1024
+        return spec.element.bytes * (self.q_stages * ROWS * head_dim + kv) + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
         """Raise ValueError if the kernel cannot run this config for this spec."""

@@ -53,7 +53,7 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile, TileOrder
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
-from fa3.scores.masks import KeyBlocks, Sequence
+from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
 FIRST_TURN_BARRIER = 1
@@ -316,7 +316,7 @@ class Forward(AttentionKernel):
             return Tile(m_block, head * config.cluster_h + rank, batch)
         return Tile(m_block * config.cluster_m + rank, head, batch)
 
-    def key_blocks(self, mask, segment: Segment, sequence: Sequence) -> KeyBlocks:
+    def key_blocks(self, mask, segment: Segment, sequence: Sequence) -> Blocks:
         """Blocks of all rows of the cluster, since its CTAs receive the same ones."""
         rows = self.config.tile_m * self.config.cluster_m
         blocks = mask.key_blocks(segment.tile.m_block * rows, rows, self.config.tile_n, sequence)
@@ -464,7 +464,7 @@ class Forward(AttentionKernel):
         return Reference.FIXED if self.config.fixed_reference else Reference.FOLLOWING
 
     @cute.jit
-    def own_blocks(self, mask, blocks: KeyBlocks, row_begin, sequence: Sequence) -> KeyBlocks:
+    def own_blocks(self, mask, blocks: Blocks, row_begin, sequence: Sequence) -> Blocks:
         """Of the cluster's blocks those that a warpgroup's rows touch; one past the last query."""
         tile_n, last_row = self.config.tile_n, sequence.seqlen_q - 1
         first_row = cutlass.min(row_begin, last_row)
@@ -474,7 +474,7 @@ class Forward(AttentionKernel):
             # sees: once they are done, every row has met a key that it sees.
             _, end = mask.key_range(first_row, sequence)
             full_end = cutlass.min(own.full_end, cutlass.max(end - 1, 0) // tile_n)
-            own = KeyBlocks(own.begin, cutlass.min(own.full_begin, full_end), full_end, own.end)
+            own = Blocks(own.begin, cutlass.min(own.full_begin, full_end), full_end, own.end)
         end = blocks.end if row_begin <= last_row else blocks.begin + 1
         return own.between(blocks.begin, end)
 

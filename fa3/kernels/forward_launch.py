@@ -9,7 +9,7 @@ from cutlass import Float32, Int32
 from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
-from fa3.problem import AttentionSpec
+from fa3.problem import ELEMENTS, AttentionSpec
 
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> registers a thread of (producer, consumer) after setmaxnreg."""
@@ -20,9 +20,6 @@ OTHER_REGISTERS = 24
 BOUNDED = 60.0
 """Largest natural logits of bounded scores that are taken relative to 0, where rows for which
 that fails are computed again."""
-
-HOLDS_POWERS = {"bfloat16": True, "float16": False}
-"""Whether P has the range of fp32, as sums and O have."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ class ForwardConfig:
         q = self.q_stages * self.tile_m * head_dim
         kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
         o = self.tile_m * head_dim_v if self.own_o else 0
-        return 2 * (q + kv + o) + 1024
+        element, out = spec.element.bytes, ELEMENTS[spec.out_dtype].bytes
+        return element * (q + kv) + out * o + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
         """Raise unless the kernel can run this config for this spec.
@@ -124,7 +122,7 @@ class ForwardConfig:
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
                 f"head_dim {spec.head_dim} and head_dim_v {spec.head_dim_v}"
             )
-        if self.fixed_reference and not HOLDS_POWERS[spec.dtype]:
+        if self.fixed_reference and not spec.element.holds_powers:
             raise ValueError(f"fixed_reference must be False with {spec.dtype}: its range is small")
         if self.fixed_reference and any(score.kind.hides for score in spec.scores):
             raise ValueError("fixed_reference must be False with scores of the user's")

@@ -3,9 +3,10 @@
 Sizes must be integers proper: 300.0 equals 300, and would be remembered in its place.
 """
 
-from fa3.kernels.forward_launch import HOLDS_POWERS, ForwardConfig
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.problem import (
+    ELEMENTS,
     HEAD_DIM_UNIT,
     MAX_HEAD_DIM,
     NO_BOUND,
@@ -45,8 +46,8 @@ def check_problem(problem: Problem) -> None:
         check_type(f"problem.window.{name}", bound, int)
         if bound < NO_BOUND:
             raise ValueError(f"problem.window.{name} must be -1 (none) or more, got {bound}")
-    if spec.dtype not in HOLDS_POWERS:
-        raise ValueError(f"problem.spec.dtype must be one of {[*HOLDS_POWERS]}, got {spec.dtype!r}")
+    if spec.dtype not in ELEMENTS:
+        raise ValueError(f"problem.spec.dtype must be one of {[*ELEMENTS]}, got {spec.dtype!r}")
     for name in ("head_dim", "head_dim_v"):
         size = getattr(spec, name)
         check_size(f"problem.spec.{name}", size)

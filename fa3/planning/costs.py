@@ -46,6 +46,8 @@ class TileKey(NamedTuple):
         masked: whether the spec has a mask.
         cluster: CTAs that share K and V.
         follows: whether the softmax's reference follows the scores.
+        element_bytes: of q, k and v.
+        kernel: whose tile it is.
     """
 
     head_dim: int
@@ -55,6 +57,8 @@ class TileKey(NamedTuple):
     tile_n: int
     cluster: int
     follows: bool = True
+    element_bytes: int = 2
+    kernel: str = "forward"
 
     @classmethod
     def of(cls, spec: AttentionSpec, config: ForwardConfig) -> "TileKey":
@@ -66,6 +70,7 @@ class TileKey(NamedTuple):
             config.tile_n,
             config.cluster,
             not config.fixed_reference,
+            spec.element.bytes,
         )
 
 
@@ -136,7 +141,8 @@ class Rule(NamedTuple):
 def clocks_of_block(key: TileKey) -> tuple[float, float]:
     """Clocks that one CTA's key block needs of the tensor cores and of the exponential units."""
     scores = key.tile_m * key.tile_n
-    return scores * 2 * (key.head_dim + key.head_dim_v) / 4096, scores / 16
+    bytes_of_key = key.element_bytes * (key.head_dim + key.head_dim_v)
+    return scores * bytes_of_key / 4096, scores / 16
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,8 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
 
 def config_of(spec: AttentionSpec) -> DecodeConfig:
     """Blocks of 64 keys, as many as are of use."""
-    block = 2 * TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
+    columns = padded(spec.head_dim) + padded(spec.head_dim_v)
+    block = spec.element.bytes * TILE_N * columns
     return DecodeConfig(TILE_N, max(2, -(-BYTES_IN_FLIGHT // block)), q_stages=2)
 
 

@@ -45,7 +45,7 @@ class Segments(NamedTuple):
         return 0 if self.partial is None else int(self.partial.sum())
 
 
-def segments_of_blocks(blocks: masks.KeyBlocks) -> Segments:
+def segments_of_blocks(blocks: masks.Blocks) -> Segments:
     """Segments that take these blocks."""
     full = blocks.full_end - blocks.full_begin
     return Segments(full, blocks.end - blocks.begin - full)
@@ -61,7 +61,7 @@ def segments_of(tiled: Tiled, schedule: Schedule) -> Segments:
     parts = schedule.parts
     if parts is None:
         return segments_of_tiles(tiled)._replace(owner=schedule.owners)
-    blocks = masks.KeyBlocks(*(array[parts.tile] for array in tiled.blocks_of_tiles()))
+    blocks = masks.Blocks(*(array[parts.tile] for array in tiled.blocks_of_tiles()))
     return segments_of_blocks(blocks.between(parts.first, parts.end))._replace(
         partial=parts.is_part, owner=schedule.owners
     )

@@ -94,7 +94,7 @@ class Plan:
         costs, by_m_block = tiled.costs, np.stack(tiled.blocks_of_rows, axis=1).tolist()
 
         def cost_of(segment: Segment) -> Cost:
-            blocks = masks.KeyBlocks(*by_m_block[segment.tile.m_block])
+            blocks = masks.Blocks(*by_m_block[segment.tile.m_block])
             if segment.begin is not None:
                 blocks = blocks.between(segment.begin, segment.end)
             part_us = 0.0 if segment.is_whole else costs.part_us

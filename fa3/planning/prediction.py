@@ -39,7 +39,7 @@ def bytes_moved(tiled: Tiled, load: Load) -> float:
     problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
     spec = problem.spec
     kv_heads = max(1, order.heads_per_section * config.cluster_h // spec.qhead_per_kvhead)
-    bytes_of_key = 2 * (spec.head_dim + spec.head_dim_v)
+    bytes_of_key = spec.key_bytes
     section = problem.seqlen_k * bytes_of_key * kv_heads
     waves = order.num_m_blocks * order.heads_per_section * config.cluster / gpu.num_sms
     spilled = max(0, section - gpu.l2_bytes)

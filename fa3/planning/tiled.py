@@ -42,7 +42,7 @@ class Tiled:
     def heads_per_section(self) -> int:
         """How many consecutive query heads share an L2-sized section of K and V."""
         problem, spec = self.problem, self.problem.spec
-        kv_bytes = 2 * problem.seqlen_k * (spec.head_dim + spec.head_dim_v)
+        kv_bytes = problem.seqlen_k * spec.key_bytes
         kv_heads = max(1, self.gpu.l2_bytes // max(1, kv_bytes))
         heads = problem.batch * problem.num_heads_q
         return max(1, min(kv_heads * spec.qhead_per_kvhead, heads))
@@ -75,22 +75,22 @@ class Tiled:
         return costs_of(self.gpu.name).tile(self.key)
 
     @property
-    def blocks_of_rows(self) -> masks.KeyBlocks:
+    def blocks_of_rows(self) -> masks.Blocks:
         """The key blocks of the tiles of every m_block, in arrays."""
         return blocks_of_rows(self.problem, self.rows, self.config.tile_n)
 
-    def blocks_of_tiles(self) -> masks.KeyBlocks:
+    def blocks_of_tiles(self) -> masks.Blocks:
         """The key blocks of every tile, by its number, in arrays."""
         m_blocks = self.order.m_blocks()
-        return masks.KeyBlocks(*(array[m_blocks] for array in self.blocks_of_rows))
+        return masks.Blocks(*(array[m_blocks] for array in self.blocks_of_rows))
 
 
 # Remembered from one config to the next: CTAs alone and in pairs of heads have the same rows.
 @functools.lru_cache(maxsize=8)
-def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.KeyBlocks:
+def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.Blocks:
     """The key blocks of every `rows` query rows, from the first on, in arrays."""
     sequence = masks.Sequence.of(problem)
     first_rows = np.arange(0, problem.seqlen_q, rows)
     blocks = problem.spec.mask.key_blocks(first_rows, rows, tile_n, sequence)
     # Without a mask all rows have the same blocks, as numbers.
-    return masks.KeyBlocks(*(np.broadcast_to(numbers, first_rows.shape) for numbers in blocks))
+    return masks.Blocks(*(np.broadcast_to(numbers, first_rows.shape) for numbers in blocks))

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from typing import NamedTuple
 
-from fa3.kernels.forward_launch import BOUNDED, HOLDS_POWERS, ForwardConfig
+from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.planning.costs import has_mask
 from fa3.planning.gpu import Gpu
 from fa3.planning.tiled import Tiled
@@ -17,7 +17,7 @@ from fa3.scores.scores import Alibi, Softcap
 
 class Tiling(NamedTuple):
     """A row of the config table: for heads of up to these sizes, with or without a mask, or for
-    scores or masks of the user's, which need registers.
+    scores or masks of the user's, which need registers; and for elements of so many bytes.
 
     Was the best that was measured up to `max_seqlen_q` queries.
     """
@@ -28,11 +28,13 @@ class Tiling(NamedTuple):
     max_seqlen_q: float
     config: ForwardConfig
     functions: bool = False
+    element_bytes: int = 2
 
     def fits(self, problem: Problem) -> bool:
         spec = problem.spec
         return (
-            spec.head_dim <= self.head_dim
+            spec.element.bytes == self.element_bytes
+            and spec.head_dim <= self.head_dim
             and spec.head_dim_v <= self.head_dim_v
             and spec.has_user_functions == self.functions
             # With 160 registers a thread there is room for one score beside the fragments.
@@ -92,7 +94,7 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
     """
     if REFERENCE not in ("auto", "following"):
         raise ValueError(f"FA3_REFERENCE must be 'auto' or 'following', got {REFERENCE!r}")
-    if REFERENCE == "following" or not HOLDS_POWERS[spec.dtype]:
+    if REFERENCE == "following" or not spec.element.holds_powers:
         return False
     if [score.kind for score in spec.scores] == [Softcap]:
         (softcap,) = spec.scores

@@ -161,7 +161,7 @@ class Attention:
         """All blocks of a tile before its first one, of which P V is still to come in the end.
 
         Args:
-            blocks: `fa3.scores.masks.KeyBlocks`, of which the one before `end` is done.
+            blocks: `fa3.scores.masks.Blocks`, of which the one before `end` is done.
         """
         n_block = blocks.end - 1
         while n_block > blocks.full_end:

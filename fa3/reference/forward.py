@@ -25,7 +25,7 @@ from fa3.planning.plan import Plan
 from fa3.primitives.coords import Position
 from fa3.primitives.softmax import SLACK
 from fa3.schedules import Segment, walk
-from fa3.scores.masks import Intersection, KeyBlocks, Sequence
+from fa3.scores.masks import Blocks, Intersection, Sequence
 from fa3.scores.scores import Score, bind
 
 
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     segment: Segment
     head: int
     rows: range
-    blocks: KeyBlocks
+    blocks: Blocks
 
 
 class HostTensor:

@@ -9,7 +9,7 @@ from cutlass import Int32
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
 from fa3.problem import Window
-from fa3.scores.masks import KeyBlocks, Sequence
+from fa3.scores.masks import Blocks, Sequence
 
 LONGEST = 2**31 - 2**20
 """Keys of a sequence, at most: 32 bits must do for what is added to them, too."""
@@ -65,7 +65,7 @@ class CacheLengths:
         seqlen, leftpad = length
         return Sequence(self.seqlen_q, cutlass.max(seqlen - leftpad, 0), self.window)
 
-    def blocks(self, length: tuple) -> KeyBlocks:
+    def blocks(self, length: tuple) -> Blocks:
         """Blocks that the queries of a sequence touch; all of its tiles walk them."""
         return self.mask.key_blocks(0, self.seqlen_q, self.tile_n, self.sequence(length))
 

@@ -36,11 +36,12 @@ from fa3.problem import NO_BOUND, Problem, Window
 from fa3.scores.templates import Template
 
 
-class KeyBlocks(NamedTuple):
-    """Half-open ranges of key blocks: [begin, end) is touched, [full_begin, full_end) unmasked.
+class Blocks(NamedTuple):
+    """Half-open ranges of blocks: [begin, end) is touched, [full_begin, full_end) unmasked.
 
-    begin <= full_begin <= full_end <= end and begin < end: a tile always works on one block, and
-    one that is hidden altogether gives 0 and -inf like any hidden row.
+    Blocks of keys that queries touch, or of queries that keys touch. begin <= full_begin <=
+    full_end <= end and begin < end: a tile always works on one block, and one that is hidden
+    altogether gives 0 and -inf like any hidden row.
     """
 
     begin: int
@@ -48,12 +49,26 @@ class KeyBlocks(NamedTuple):
     full_end: int
     end: int
 
-    def between(self, first, end) -> "KeyBlocks":
+    @classmethod
+    def of(cls, first: tuple, last: tuple, size) -> "Blocks":
+        """Blocks of `size` of the ranges of a tile's first and of its last element.
+
+        Between the two, neither end of a range steps back.
+        """
+        (first_begin, first_end), (last_begin, last_end) = first, last
+        end = larger(1, (larger(0, last_end) + size - 1) // size)
+        begin = smaller(larger(0, first_begin) // size, end - 1)
+        full_end = smaller(larger(larger(0, first_end) // size, begin), end)
+        full_begin = (larger(0, last_begin) + size - 1) // size
+        full_begin = smaller(larger(full_begin, begin), full_end)
+        return cls(begin, full_begin, full_end, end)
+
+    def between(self, first, end) -> "Blocks":
         """Those of the blocks that lie in [first, end), first < end; one is hidden if none does."""
         end = smaller(larger(self.end, first + 1), end)
         begin = smaller(larger(self.begin, first), end - 1)
         full_end = smaller(larger(self.full_end, begin), end)
-        return KeyBlocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
+        return Blocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
 
 
 class Sequence(NamedTuple):
@@ -112,17 +127,26 @@ class Band:
             end = smaller(end, row + sequence.offset + sequence.window.right + 1)
         return begin, end
 
-    def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> KeyBlocks:
+    def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> Blocks:
         """Blocks of `tile_n` keys that rows [row_begin, row_begin + num_rows) touch."""
         row_last = smaller(row_begin + num_rows, sequence.seqlen_q) - 1
-        first_begin, first_end = self.key_range(row_begin, sequence)
-        last_begin, last_end = self.key_range(row_last, sequence)
-        end = larger(1, (larger(0, last_end) + tile_n - 1) // tile_n)
-        begin = smaller(larger(0, first_begin) // tile_n, end - 1)
-        full_end = smaller(larger(larger(0, first_end) // tile_n, begin), end)
-        full_begin = (larger(0, last_begin) + tile_n - 1) // tile_n
-        full_begin = smaller(larger(full_begin, begin), full_end)
-        return KeyBlocks(begin, full_begin, full_end, end)
+        ranges = (self.key_range(row, sequence) for row in (row_begin, row_last))
+        return Blocks.of(*ranges, tile_n)
+
+    def query_range(self, key, sequence: Sequence):
+        """Half-open range of the queries that see `key`; empty when end <= begin."""
+        begin, end = 0, sequence.seqlen_q
+        if self.right:
+            begin = larger(begin, key - sequence.offset - sequence.window.right)
+        if self.left:
+            end = smaller(end, key - sequence.offset + sequence.window.left + 1)
+        return begin, end
+
+    def query_blocks(self, key_begin, num_keys, tile_m, sequence: Sequence) -> Blocks:
+        """Blocks of `tile_m` queries that see keys [key_begin, key_begin + num_keys)."""
+        key_last = smaller(key_begin + num_keys, sequence.seqlen_k) - 1
+        ranges = (self.query_range(key, sequence) for key in (key_begin, key_last))
+        return Blocks.of(*ranges, tile_m)
 
     @cute.jit
     def apply(self, scores: cute.Tensor, coords: ScoreCoords, n_block, sequence: Sequence):
@@ -209,11 +233,11 @@ class Intersection:
         """Half-open range of keys outside of which query `row` sees none."""
         return self.band.key_range(row, sequence)
 
-    def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> KeyBlocks:
+    def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> Blocks:
         """Blocks of `tile_n` keys that rows [row_begin, row_begin + num_rows) touch."""
         blocks = self.band.key_blocks(row_begin, num_rows, tile_n, sequence)
         if isinstance(self.function, Template):
-            return KeyBlocks(blocks.begin, blocks.begin, blocks.begin, blocks.end)
+            return Blocks(blocks.begin, blocks.begin, blocks.begin, blocks.end)
         row_last = smaller(row_begin + num_rows, sequence.seqlen_q) - 1
         rows = Rows(
             self.batch, self.head, row_begin, row_last, sequence.seqlen_q, sequence.seqlen_k
@@ -229,7 +253,15 @@ class Intersection:
         full_begin = (larger(0, first) + tile_n - 1) // tile_n
         full_begin = larger(blocks.full_begin, full_begin)
         full_begin = smaller(larger(full_begin, begin), full_end)
-        return KeyBlocks(begin, full_begin, full_end, end)
+        return Blocks(begin, full_begin, full_end, end)
+
+    def query_blocks(self, key_begin, num_keys, tile_m, sequence: Sequence) -> Blocks:
+        """Blocks of `tile_m` queries that may see keys [key_begin, key_begin + num_keys).
+
+        A mask of the user's has ranges of keys only, so all blocks of the band count as masked.
+        """
+        begin, _, _, end = self.band.query_blocks(key_begin, num_keys, tile_m, sequence)
+        return Blocks(begin, begin, begin, end)
 
     @cute.jit
     def apply(self, scores: cute.Tensor, coords: ScoreCoords, n_block, sequence: Sequence):
