@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.operands import (
-    ALIGNMENT,
     DIMENSIONS,
     Description,
     Operand,
@@ -71,28 +70,30 @@ class CacheTensors(NamedTuple):
         Raises:
             TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
         """
-        q, k_cache, v_cache, *others = self
+        # A loop over the names would take four times as long.
+        q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, cu_seqlens = self
         return (
             describe("q", q),
             describe("k_cache", k_cache),
             describe("v_cache", v_cache),
-            *[
-                None if tensor is None else describe(name, tensor, alignment)
-                for tensor, (name, alignment) in zip(others, OPTIONAL, strict=True)
-            ],
+            None if k is None else describe("k", k),
+            None if v is None else describe("v", v),
+            None if cos is None else describe("rotary_cos", cos),
+            None if sin is None else describe("rotary_sin", sin),
+            None if seqlens is None else describe("cache_seqlens", seqlens, 1),
+            None if batch_idx is None else describe("cache_batch_idx", batch_idx, 1),
+            None if leftpad is None else describe("cache_leftpad", leftpad, 1),
+            None if pages is None else describe("page_table", pages, 1),
+            None if cu_seqlens is None else describe("cu_seqlens_k_new", cu_seqlens, 1),
         )
 
 
 INTEGERS = CacheTensors._fields[-5:]
 
-OPTIONAL = tuple((name, 1 if name in INTEGERS else ALIGNMENT) for name in CacheTensors._fields[3:])
-"""Tensors that need not be given, with the bytes to which they are aligned."""
 
-
-def written_first(of_tensors: Sequence) -> tuple:
+def written_first(of_tensors: tuple) -> tuple:
     """What there is of each of the `CacheTensors`, with the two that appending writes in front."""
-    q, k_cache, v_cache, *others = of_tensors
-    return k_cache, v_cache, q, *others
+    return of_tensors[1:3] + of_tensors[:1] + of_tensors[3:]
 
 
 class CacheCall(NamedTuple("CacheCall", [(name, Operand | None) for name in CacheTensors._fields])):

@@ -1,4 +1,4 @@
-"""The torch functions: validate, plan, run. CPU tensors go to the executor, CUDA tensors to Hopper.
+"""`flash_attn_func`: validate, plan, run. CPU tensors go to the executor, CUDA tensors to Hopper.
 
 What follows from a call's shapes, strides, types and options (is it valid, how will it run, which
 compiled kernel) is worked out once and remembered, so that a repeated call costs a look-up, the
@@ -56,7 +56,7 @@ from fa3.running.tables import Table
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Score
 
-OPTION_TYPES = OptionTypes(
+FORWARD_OPTIONS = OptionTypes(
     {
         "causal": bool,
         "deterministic": bool,
@@ -302,7 +302,7 @@ def flash_attn_func(
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
     causal, _, return_lse, return_attn_probs, attention_chunk, num_splits, sm_margin, softcap = (
-        OPTION_TYPES.of(
+        FORWARD_OPTIONS.of(
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
             sm_margin, softcap,
         )
@@ -333,12 +333,12 @@ def flash_attn_func(
     call = prepare_forward(
         *described, causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan
     )
-    shape_q, *_ = described[0]
-    scale = check_scale(softmax_scale, shape_q[-1], FROM_FLASH_ATTENTION_2)
+    head_dim = described[0][0][-1]
+    scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
     if out is None:
         out = q.new_empty(call.out_shape)
     else:
-        check_out_of(call, out, described, (q, k, v), modifiers)
+        check_forward_out(call, out, described, (q, k, v), modifiers)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.kernel is not None:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)
@@ -349,7 +349,7 @@ def flash_attn_func(
     return (out, lse) if return_lse else out
 
 
-def check_out_of(
+def check_forward_out(
     call: PreparedCall,
     out: torch.Tensor,
     described: tuple[Description, ...],

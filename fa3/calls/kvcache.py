@@ -53,7 +53,7 @@ from fa3.problem import NO_BOUND, REMEMBERED, Window
 from fa3.reference.cache import CacheOperands, HostAppend
 from fa3.running.compiler import load_kernel
 
-OPTION_TYPES = OptionTypes(
+CACHE_OPTIONS = OptionTypes(
     {
         "causal": bool,
         "rotary_interleaved": bool,
@@ -224,7 +224,7 @@ def flash_attn_with_kvcache(
     (
         causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
         attention_chunk, num_splits, sm_margin, softcap,
-    ) = OPTION_TYPES.of(
+    ) = CACHE_OPTIONS.of(
         causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
         attention_chunk, num_splits, sm_margin, softcap,
     )  # fmt: skip
@@ -265,16 +265,16 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         length = call.description.capacity
     if call.append is not None:
-        check_caches(call, tensors)
+        check_written_caches(call, tensors)
     if out is not None:
-        check_out_of(call, out, described, tensors, alibi_slopes, sinks)
+        check_cache_out(call, out, described, tensors, alibi_slopes, sinks)
     integers = integers_on_device(call, tensors, length)
     if out is None:
         out = q.new_empty(call.out_shape)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     seqlens, batch_idx, leftpad, pages, _ = integers
     if call.append is not None:
-        q, seqlens = append(call, tensors, integers)
+        q, seqlens = append_tokens(call, tensors, integers)
     if call.attend is not None:
         operands = CacheOperands(
             q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, alibi_slopes, sinks
@@ -342,14 +342,14 @@ def check_modifiers(
         check_sinks(sinks, q)
 
 
-def check_caches(call: PreparedCacheCall, tensors: CacheTensors) -> None:
+def check_written_caches(call: PreparedCacheCall, tensors: CacheTensors) -> None:
     """Raise unless the call can append to its caches."""
     check_writable("k_cache", tensors.k_cache)
     check_writable("v_cache", tensors.v_cache)
     call.apart(*addresses(written_first(tensors)))
 
 
-def check_out_of(
+def check_cache_out(
     call: PreparedCacheCall,
     out: torch.Tensor,
     described: tuple[Description | None, ...],
@@ -480,7 +480,7 @@ def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> t
     return (value.clone() if value.is_pinned() else value).to(device, non_blocking=True)
 
 
-def append(
+def append_tokens(
     call: PreparedCacheCall, tensors: CacheTensors, integers: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append k and v to the caches.

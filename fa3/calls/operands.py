@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from fa3.calls.eager import address_of, lies_nowhere
+from fa3.calls.eager import LOWEST_ADDRESS, address_of, lies_nowhere
 from fa3.calls.overlap import Layout, repeats, share
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 
@@ -57,7 +58,14 @@ def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Des
         raise ValueError(
             f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
         )
-    address = address_of(name, tensor)
+    try:
+        address = tensor.data_ptr()
+        is_plain = address >= LOWEST_ADDRESS and forward_ad._current_level < 0
+    except (RuntimeError, TypeError):
+        is_plain = False
+    if not is_plain:
+        # Nearly all tensors are, and are spared the call.
+        address = address_of(name, tensor)
     if address % alignment:
         raise ValueError(
             f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
