@@ -11,7 +11,8 @@ import fa3
 from benchmarks.peers import Call, Tensors, window_size
 from benchmarks.results import Measurement, PlanRow
 from benchmarks.shapes import Cell
-from fa3.calls.forward import check_window, gpu_of, tighten
+from fa3.calls.devices import gpu_of
+from fa3.calls.options import check_window
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import has_mask
 from fa3.planning.explanation import describe_config
@@ -33,7 +34,7 @@ NAME = re.compile(r"(\w+) (\d+x\d+(?: in pairs of \w+)?(?:, fixed reference)?)")
 def problem_of(cell: Cell) -> Problem:
     """What `fa3.flash_attn_func` makes of a call on this cell."""
     window = check_window(window_size(cell), cell.causal)
-    window = tighten(window, cell.seqlen_q, cell.seqlen_k)
+    window = window.tighten(cell.seqlen_q, cell.seqlen_k)
     spec = AttentionSpec(
         cell.dtype,
         cell.head_dim,

@@ -2,8 +2,9 @@
 
 # First, since it reads the sources before they run.
 import fa3.running.code_cache  # noqa: F401
+from fa3.calls.combine import flash_attn_combine
 from fa3.calls.forward import flash_attn_func
-from fa3.calls.kvcache import flash_attn_combine, flash_attn_with_kvcache
+from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward

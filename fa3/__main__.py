@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 import fa3
-from fa3.calls.forward import check_counts, gpu_of, tighten
+from fa3.calls.devices import gpu_of
+from fa3.calls.forward import check_forward_counts
 from fa3.planning.explanation import microseconds
 from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan
@@ -185,8 +186,8 @@ def problem_of(options: argparse.Namespace) -> Problem:
     left, right = options.window
     if min(left, right) < NO_BOUND:
         raise ValueError(f"--window needs integers from -1, got {left} {right}")
-    check_counts(batch, seqlen_q, seqlen_k, heads_q)
-    window = tighten(Window(left, 0 if options.causal else right), seqlen_q, seqlen_k)
+    check_forward_counts(batch, seqlen_q, seqlen_k, heads_q)
+    window = Window(left, 0 if options.causal else right).tighten(seqlen_q, seqlen_k)
     spec = AttentionSpec(
         DTYPES[options.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), False
     )

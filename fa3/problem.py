@@ -19,6 +19,14 @@ class Window(NamedTuple):
     left: int = NO_BOUND
     right: int = NO_BOUND
 
+    def tighten(self, seqlen_q: int, seqlen_k: int) -> "Window":
+        """The window without bounds that hide nothing at these lengths, or at any shorter ones."""
+        left, right = self
+        return Window(
+            NO_BOUND if left >= seqlen_k - 1 else left,
+            NO_BOUND if right >= seqlen_q - 1 else right,
+        )
+
 
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, 2.0**127 * (2.0 - 2.0**-23)
 """The least and the largest positive float32 of full precision."""

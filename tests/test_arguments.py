@@ -145,6 +145,10 @@ BAD = [
     ("cache", "cache_seqlens", 7.0, TypeError, "^cache_seqlens must be an integer or .* got 7.0"),
     ("cache", "cache_seqlens", [7], TypeError, "^cache_seqlens must be an integer or .* got list"),
     ("cache", "cache_seqlens", 10**12, ValueError, "^cache_seqlens must be from 0 to 20"),
+    *(
+        ("cache", name, None, TypeError, f"^{name} must be a torch.Tensor, got NoneType")
+        for name in ("q", "k_cache", "v_cache")
+    ),
     ("cache", "scheduler_metadata", 1, TypeError, "^scheduler_metadata must come from"),
     ("combine", "out_dtype", "float32", TypeError, "^out_dtype must be .* got 'float32'"),
     ("combine", "out_dtype", [], TypeError, "^out_dtype must be a torch.dtype, got list"),

@@ -98,7 +98,7 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
         return cuts[-1]
 
     monkeypatch.setattr(calls, "choose_cut", choose_cut)
-    calls.prepare.cache_clear()
+    calls.prepare_decode.cache_clear()
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     made = made_for(call, num_splits=num_splits)
     out, lse = flash_attn_with_kvcache(**(call | caches), scheduler_metadata=made, return_lse=True)

@@ -9,7 +9,7 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention, dense
 
 import fa3
-from fa3.calls.forward import PreparedCall, prepare, tighten
+from fa3.calls.forward import PreparedCall, prepare_forward
 from fa3.planning import tilings
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
@@ -41,9 +41,9 @@ WAYS = (
 def always_fixed(monkeypatch):
     """Calls of any size get a fixed reference."""
     monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
-    prepare.cache_clear()
+    prepare_forward.cache_clear()
     yield
-    prepare.cache_clear()
+    prepare_forward.cache_clear()
 
 
 def plan_of(problem: Problem, schedule: str = "list", fixed: bool = True, **cluster):
@@ -359,7 +359,7 @@ def test_random_calls(seed, device, always_fixed):
     heads_kv, ratio = draw.choice(((1, 1), (2, 1), (1, 4), (2, 3)))
     seqlen_q, seqlen_k = draw.randint(1, 1200), draw.randint(1, 1500)
     left, right = (draw.choice((-1, draw.randint(0, 600))) for _ in range(2))
-    window = draw.choice((Window(), CAUSAL, tighten(Window(left, right), seqlen_q, seqlen_k)))
+    window = draw.choice((Window(), CAUSAL, Window(left, right).tighten(seqlen_q, seqlen_k)))
     head_dim = draw.choice((64, 128, 256, 8 * draw.randint(1, 32)))
     batch = draw.randint(1, 3)
     problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, window)

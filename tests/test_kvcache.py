@@ -25,8 +25,9 @@ from kvcache_reference import as_bits, check_call, expected
 
 from fa3 import flash_attn_func
 from fa3.calls import cache_call as cache_arguments
-from fa3.calls.cache_call import CacheCall, HostValues, values_on_host
-from fa3.calls.kvcache import flash_attn_combine, flash_attn_with_kvcache
+from fa3.calls.cache_call import CacheCall, CacheTensors, HostValues, values_on_host
+from fa3.calls.combine import flash_attn_combine
+from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 
 DTYPES = ("bfloat16", "float16")
@@ -549,8 +550,8 @@ def integers_on_gpu(call: dict) -> dict:
 
 def seen_by_host(call: dict) -> HostValues:
     """Return what the host sees of a call's integer tensors."""
-    tensors = [call.get(name) for name in CacheCall._fields]
-    return values_on_host(CacheCall.of(*tensors), *tensors[-5:])
+    tensors = CacheTensors(*map(call.get, CacheTensors._fields))
+    return values_on_host(CacheCall.of(tensors.describe()), tensors[-5:])
 
 
 @pytest.mark.parametrize(("value", "enabled"), [(None, False), ("0", False), ("1", True)])

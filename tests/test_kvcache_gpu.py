@@ -22,9 +22,11 @@ from reference import dense, largest_difference
 
 from fa3.calls import cache_call as cache_arguments
 from fa3.calls import decode
-from fa3.calls.kvcache import flash_attn_combine, flash_attn_with_kvcache
+from fa3.calls.combine import flash_attn_combine
+from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.decode import Decode
+from fa3.planning import decode as planning
 
 pytestmark = pytest.mark.gpu
 
@@ -168,12 +170,12 @@ def test_long_places_change_no_bit(problem, options, device, monkeypatch):
         loaded.append(Decode(*fields[:-1], is_long=True))
         return loaded[-1]
 
-    monkeypatch.setattr(decode, "Decode", with_long_places)
-    decode.prepare.cache_clear()
+    monkeypatch.setattr(planning, "Decode", with_long_places)
+    decode.prepare_decode.cache_clear()
     try:
         assert_same_bits(results, run(call, **options))
     finally:
-        decode.prepare.cache_clear()
+        decode.prepare_decode.cache_clear()
     assert loaded
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from kvcache_bad_values import integers
 from kvcache_problems import CacheProblem, make_call
 
-from fa3.calls import decode, kvcache
+from fa3.calls import combine, decode, kvcache
 from fa3.calls.cache_call import CacheCall, check_tensors
-from fa3.calls.kvcache import MOST_COMBINED, flash_attn_with_kvcache
+from fa3.calls.combine import MOST_COMBINED
+from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.operands import Operand
 from fa3.calls.scheduler_metadata import get_scheduler_metadata, most_of_whole_tiles
@@ -93,7 +94,7 @@ def sequences(draw):
     left, right = draw(st.integers(NO_BOUND, LARGEST)), draw(st.integers(NO_BOUND, LARGEST))
     sizes = Sizes(1, seqlen_q, 1, 1, capacity)
     sizes.check("q")
-    window = sizes.tighten(Window(left, right))
+    window = Window(left, right).tighten(seqlen_q, capacity)
     return sizes, window, Sequence(*map(Int32, (seqlen_q, seqlen_k)), Window(*map(Int32, window)))
 
 
@@ -201,14 +202,14 @@ def prepared(monkeypatch):
         defaults = {"window": Window(), "num_splits": 0, "batch_invariant": False}
         q, k = (batch, 1, heads_kv, head_dim), (10, page_size, heads_kv, head_dim)
         given = (True, False, False), UNMODIFIED.structure, *(defaults | options).values(), 0
-        decode.prepare.cache_clear()
-        call = decode.prepare(
+        decode.prepare_decode.cache_clear()
+        call = decode.prepare_decode(
             q, k, head_dim, torch.bfloat16, torch.device("cuda", 0), pages, *given
         )
         return call, kernels
 
     yield prepare
-    decode.prepare.cache_clear()
+    decode.prepare_decode.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_a_merge_that_32_bits_do_not_count_is_refused(parts, seqlen, what):
     shape = parts, 1, seqlen, 1
     partial, lse = operand(*shape, 8, dtype=torch.float32), operand(*shape, dtype=torch.float32)
     with pytest.raises(ValueError, match=rf"^out_partial must have at most {MOST_COMBINED} {what}"):
-        kvcache.prepare_combine(partial, lse, None, torch.float32)
+        combine.prepare_combine(partial, lse, None, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,14 @@ def test_visible_pairs_counts_what_the_mask_lets_through(seqlen_q, seqlen_k, win
     assert problem.visible_pairs == int(visible(seqlen_q, seqlen_k, window).sum())
 
 
+@given(LENGTH, LENGTH, windows(largest=90))
+def test_a_tightened_window_hides_the_same_keys(seqlen_q, seqlen_k, window):
+    tight = window.tighten(seqlen_q, seqlen_k)
+    assert (visible(seqlen_q, seqlen_k, tight) == visible(seqlen_q, seqlen_k, window)).all()
+    assert tight.tighten(seqlen_q, seqlen_k) == tight
+    assert tight.left < max(seqlen_k - 1, 0) and tight.right < max(seqlen_q - 1, 0)
+
+
 def test_flops_of_the_textbook_cases():
     full = make_problem(batch=2, seqlen_q=1024, seqlen_k=1024, num_heads_kv=8, head_dim=128)
     assert full.flops == 4 * 2 * 8 * 1024 * 1024 * 128

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa3.calls import decode, kvcache
+from fa3.calls import combine, decode, kvcache
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.operands import Operand
@@ -61,10 +61,10 @@ def decode_launch(batch: int) -> tuple:
 @pytest.mark.parametrize(
     ("prepare", "arguments"),
     [
-        (kvcache.prepare, cache_call),
-        (kvcache.check_metadata, metadata_of_call),
-        (kvcache.prepare_combine, merge),
-        (decode.prepare, decode_launch),
+        (kvcache.prepare_cache_call, cache_call),
+        (kvcache.compare_with_metadata, metadata_of_call),
+        (combine.prepare_combine, merge),
+        (decode.prepare_decode, decode_launch),
     ],
     ids=["call", "metadata", "merge", "decode"],
 )
@@ -88,7 +88,7 @@ def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
 
 
 def test_what_is_remembered_is_found_again():
-    kvcache.prepare.cache_clear()
-    first, *_, last = (kvcache.prepare(*cache_call(n)) for n in range(1, 4))
-    assert kvcache.prepare(*cache_call(3)) is last
-    assert kvcache.prepare(*cache_call(1)) is first
+    kvcache.prepare_cache_call.cache_clear()
+    first, *_, last = (kvcache.prepare_cache_call(*cache_call(n)) for n in range(1, 4))
+    assert kvcache.prepare_cache_call(*cache_call(3)) is last
+    assert kvcache.prepare_cache_call(*cache_call(1)) is first

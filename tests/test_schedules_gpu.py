@@ -10,7 +10,6 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.calls.forward import tighten
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
@@ -53,7 +52,7 @@ def plan_of(problem: Problem, schedule: str, **changes):
 @pytest.mark.parametrize("shape", FEW_TILES)
 def test_parts_of_tiles(shape, head_dim, window, device):
     batch, seqlen_q, seqlen_k, heads_kv, ratio = shape
-    window = tighten(window, seqlen_q, seqlen_k)
+    window = window.tighten(seqlen_q, seqlen_k)
     problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, window)
     q, k, v = make_operands(problem, device=device)
     clusters = [{}, {"cluster_m": 2}] + [{"cluster_h": 2}] * (ratio % 2 == 0)

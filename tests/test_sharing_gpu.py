@@ -11,7 +11,7 @@ from reference import check_attention
 
 import fa3
 from fa3.calls import forward as api
-from fa3.calls.forward import PreparedCall, prepare
+from fa3.calls.forward import PreparedCall, prepare_forward
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.running import counters, graphs
@@ -125,13 +125,13 @@ def test_tables_that_are_forgotten_stay_until_launches_have_read_them(device):
     plan = plan_forward(problem, schedule="list")
     expected, _ = attend(q, k, v, plan)
     torch.cuda.synchronize()
-    prepare.cache_clear()
+    prepare_forward.cache_clear()
     found = []
     for stream in streams:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
             found.append(attend(q, k, v, plan)[0])
-    prepare.cache_clear()
+    prepare_forward.cache_clear()
     gc.collect()
     # Where tables are allocated.
     with torch.cuda.stream(idle_stream(device)):
@@ -153,7 +153,7 @@ def test_a_graph_keeps_what_it_reads(device):
     call = failing_call(device)
     expected, _ = attend(*call)
     graph, out = capture(call)
-    prepare.cache_clear()
+    prepare_forward.cache_clear()
     gc.collect()
     for seqlen in range(1000, 1040):
         attend(*ordinary_call(device, seqlen))
@@ -185,8 +185,8 @@ def test_what_a_graph_used_comes_back_when_it_goes(device):
 
 def test_shapes_are_not_remembered_for_ever(device, monkeypatch):
     """What 300 shapes take is let go when others come."""
-    bounded = api.functools.lru_cache(maxsize=20)(prepare.__wrapped__)
-    monkeypatch.setattr(api, "prepare", bounded)
+    bounded = api.functools.lru_cache(maxsize=20)(prepare_forward.__wrapped__)
+    monkeypatch.setattr(api, "prepare_forward", bounded)
 
     def sweep() -> int:
         for seqlen in range(1001, 1301):

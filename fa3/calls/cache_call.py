@@ -7,7 +7,7 @@ is on a GPU is read back with FA3_ASSERTIONS=1 only; the kernels bound what they
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 
 from fa3.calls.operands import (
     DIMENSIONS,
+    Description,
     Operand,
     check_contiguous,
     check_device,
@@ -28,6 +29,7 @@ from fa3.calls.operands import (
     check_rank,
     check_shape,
     describe,
+    operand_of,
 )
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST
@@ -36,8 +38,6 @@ from fa3.schedules.cached_lengths import LONGEST, capacity_of
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
 
-INTEGERS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "page_table", "cu_seqlens_k_new")
-
 LENGTHS = "an integer or an int32 torch.Tensor"
 """What cache_seqlens may be."""
 
@@ -45,50 +45,66 @@ ROTARY_UNIT = 16
 """A rotary embedding turns a multiple of this many columns."""
 
 
-class CacheCall(NamedTuple):
-    """All tensors of a call, each described; None where none is given."""
+class CacheTensors(NamedTuple):
+    """All tensors of a call, in the order in which they are checked; the last five are int32.
 
-    q: Operand
-    k_cache: Operand
-    v_cache: Operand
-    k: Operand | None
-    v: Operand | None
-    rotary_cos: Operand | None
-    rotary_sin: Operand | None
-    cache_seqlens: Operand | None
-    cache_batch_idx: Operand | None
-    cache_leftpad: Operand | None
-    page_table: Operand | None
-    cu_seqlens_k_new: Operand | None
+    Shapes are those of `flash_attn_with_kvcache`. A number in place of cache_seqlens is no tensor.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        rotary_cos: torch.Tensor | None,
-        rotary_sin: torch.Tensor | None,
-        *integers: torch.Tensor | None,
-    ) -> "CacheCall":
-        """Describe a call's tensors; `integers` are the `INTEGERS`."""
-        found = (
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    rotary_cos: torch.Tensor | None
+    rotary_sin: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    cache_batch_idx: torch.Tensor | None
+    cache_leftpad: torch.Tensor | None
+    page_table: torch.Tensor | None
+    cu_seqlens_k_new: torch.Tensor | None
+
+    def describe(self) -> tuple[Description | None, ...]:
+        """Describe each tensor that is given.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
+        """
+        # A loop over the names would take four times as long.
+        q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, cu_seqlens = self
+        return (
             describe("q", q),
             describe("k_cache", k_cache),
             describe("v_cache", v_cache),
             None if k is None else describe("k", k),
             None if v is None else describe("v", v),
-            None if rotary_cos is None else describe("rotary_cos", rotary_cos),
-            None if rotary_sin is None else describe("rotary_sin", rotary_sin),
-            *[
-                None if tensor is None else describe(name, tensor, alignment=1)
-                for name, tensor in zip(INTEGERS, integers, strict=True)
-            ],
+            None if cos is None else describe("rotary_cos", cos),
+            None if sin is None else describe("rotary_sin", sin),
+            None if seqlens is None else describe("cache_seqlens", seqlens, 1),
+            None if batch_idx is None else describe("cache_batch_idx", batch_idx, 1),
+            None if leftpad is None else describe("cache_leftpad", leftpad, 1),
+            None if pages is None else describe("page_table", pages, 1),
+            None if cu_seqlens is None else describe("cu_seqlens_k_new", cu_seqlens, 1),
         )
-        # By its own constructor it would take longer.
-        return tuple.__new__(cls, found)
+
+
+INTEGERS = CacheTensors._fields[-5:]
+
+
+def written_first(of_tensors: tuple) -> tuple:
+    """What there is of each of the `CacheTensors`, with the two that appending writes in front."""
+    return of_tensors[1:3] + of_tensors[:1] + of_tensors[3:]
+
+
+class CacheCall(NamedTuple("CacheCall", [(name, Operand | None) for name in CacheTensors._fields])):
+    """What each of the `CacheTensors` is like, and what follows from that."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, described: Sequence[Description | None]) -> "CacheCall":
+        """The call whose tensors are described."""
+        return cls(*map(operand_of, described))
 
     @property
     def batch(self) -> int:
@@ -157,10 +173,10 @@ def check_tensors(call: CacheCall) -> None:
         check_new_tokens(call)
     if call.rotary_cos is not None or call.rotary_sin is not None:
         check_rotary(call)
-    check_counts(call)
+    check_cache_counts(call)
 
 
-def check_counts(call: CacheCall) -> None:
+def check_cache_counts(call: CacheCall) -> None:
     """Raise if 32 bits, in which kernels count, do not do for a size or what follows from it."""
     for name, operand in zip(call._fields, call, strict=True):
         if operand is not None and max(operand.shape, default=0) > LARGEST:
@@ -259,9 +275,9 @@ ASSERTIONS = os.environ.get("FA3_ASSERTIONS") == "1"
 """Whether to read back and check what is on a GPU, too."""
 
 
-def is_visible(value: int | torch.Tensor | None) -> bool:
+def is_visible(value: int | torch.Tensor) -> bool:
     """Whether the host is to see a value: it need not wait for a GPU, or is told to."""
-    return isinstance(value, int) or (value is not None and (value.is_cpu or ASSERTIONS))
+    return isinstance(value, int) or value.is_cpu or ASSERTIONS
 
 
 def read(name: str, tensor: torch.Tensor | None) -> list | None:
@@ -270,7 +286,7 @@ def read(name: str, tensor: torch.Tensor | None) -> list | None:
     Raises:
         RuntimeError: it would have to be read back while a CUDA graph is captured.
     """
-    if not is_visible(tensor):
+    if tensor is None or not is_visible(tensor):
         return None
     if not tensor.is_cpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -298,21 +314,18 @@ class HostValues:
     pages: list[list[int]] | None
 
 
-def values_on_host(
-    call: CacheCall,
-    cache_seqlens: int | torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    cu_seqlens_k_new: torch.Tensor | None,
-) -> HostValues:
+def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None]) -> HostValues:
     """Gather what the host can see.
+
+    Args:
+        integers: the int32 tensors, or a number in place of cache_seqlens.
 
     Raises:
         RuntimeError: a tensor would have to be read back while a CUDA graph is captured.
         ValueError: cache_seqlens is a number that does not fit the cache, or cu_seqlens_k_new
             does not cut k into one piece for each sequence.
     """
+    cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new = integers
     if isinstance(cache_seqlens, int):
         # Also in an empty batch, where no sequence has it.
         if not 0 <= cache_seqlens <= call.capacity:

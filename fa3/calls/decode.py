@@ -16,8 +16,7 @@ from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import REMEMBERED, AttentionSpec, Window
-from fa3.reference import cache as reference
-from fa3.reference.cache import CacheOperands
+from fa3.reference.cache import CacheOperands, execute_decode
 from fa3.running.compiler import load_kernel
 from fa3.schedules.cached_lengths import capacity_of
 from fa3.scores.masks import Band
@@ -70,7 +69,7 @@ def attend_with_cache(
     """Attend to a cache: on the current stream of the tensors' GPU, or on the CPU.
 
     Args:
-        operands: tensors on one device, already validated.
+        operands: tensors on one device, already validated; none is empty.
         softmax_scale: factor of the scores.
         window: keys that a query sees beside its own position, aligned bottom-right.
         softcap: see `fa3.scores.scores.Softcap`; 0 for none.
@@ -82,16 +81,14 @@ def attend_with_cache(
     if softcap or slopes is not None or sinks is not None:
         behind = window.right == 0 or q.shape[1] == 1
         modifiers = Modifiers.of(q, softcap, slopes, sinks, None, None, behind)
-    if 0 in out.shape:
-        return
-    call = prepare(
+    call = prepare_decode(
         q.shape, k.shape, v.shape[-1], q.dtype, q.device,
         None if page_table is None else page_table.shape[1],
         (lse is not None, batch_idx is not None, leftpad is not None),
         modifiers.structure, window, num_splits, batch_invariant, sm_margin,
     )  # fmt: skip
     if call.kernel is None:
-        reference.attend_with_cache(call.plan, operands, softmax_scale, modifiers.tensors)
+        execute_decode(call.plan, operands, softmax_scale, modifiers.tensors)
         return
     workspace = None
     if call.combine is not None:
@@ -105,7 +102,7 @@ def attend_with_cache(
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare(
+def prepare_decode(
     q: tuple[int, ...],
     k: tuple[int, ...],
     head_dim_v: int,
@@ -125,7 +122,7 @@ def prepare(
     write_lse, batch_indexed, left_padded = given
     capacity = capacity_of(rows_of_cache, 1 if pages is None else pages)
     sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
-    window = sizes.tighten(window)
+    window = window.tighten(seqlen_q, capacity)
     spec = AttentionSpec(
         str(dtype).removeprefix("torch."), head_dim, head_dim_v, sizes.qhead_per_kvhead,
         Band.of(window), write_lse, structure.scores, structure.sinks,

@@ -1,4 +1,4 @@
-"""The torch functions: validate, plan, run. CPU tensors go to the executor, CUDA tensors to Hopper.
+"""`flash_attn_func`: validate, plan, run. CPU tensors go to the executor, CUDA tensors to Hopper.
 
 What follows from a call's shapes, strides, types and options (is it valid, how will it run, which
 compiled kernel) is worked out once and remembered, so that a repeated call costs a look-up, the
@@ -6,17 +6,18 @@ allocation of its outputs and the launch.
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 
+from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import check_untraced
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import (
     DTYPES,
+    Description,
     Operand,
     check_head_dim,
     check_heads_divide,
@@ -27,24 +28,26 @@ from fa3.calls.operands import (
     check_shape,
     describe,
     describe_unaligned,
+    hide_all_keys,
 )
-from fa3.calls.options import flag, integer, real, shown
-from fa3.planning.gpu import H100, H200, Gpu
+from fa3.calls.options import (
+    FROM_FLASH_ATTENTION_2,
+    OptionTypes,
+    as_pair,
+    check_hashable,
+    check_scale,
+    check_window,
+    integer,
+    reject_unsupported,
+)
+from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_forward, schedule_name
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
-from fa3.problem import (
-    LEAST_FLOAT,
-    MOST_FLOAT,
-    NO_BOUND,
-    REMEMBERED,
-    AttentionSpec,
-    Problem,
-    Window,
-)
+from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem
 from fa3.reference.forward import execute
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
@@ -53,15 +56,24 @@ from fa3.running.tables import Table
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Score
 
-FROM_FLASH_ATTENTION_2 = (
-    "; without names the fourth and fifth argument are softmax_scale and causal, as in "
-    "FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale: pass them by name"
+FORWARD_OPTIONS = OptionTypes(
+    {
+        "causal": bool,
+        "deterministic": bool,
+        "return_lse": bool,
+        "return_attn_probs": bool,
+        "attention_chunk": int,
+        "num_splits": int,
+        "sm_margin": int,
+        "softcap": float,
+    },
+    notes={"causal": FROM_FLASH_ATTENTION_2},
 )
 
 SPARE = 1024
 """Positions beyond the last key that kernels count, in blocks."""
 
-FEWEST_ROWS, MOST_TILES = 128, 1 << 25
+FEWEST_ROWS, MOST_FORWARD_TILES = 128, 1 << 25
 """Rows of a tile at least; tiles at most, whose marks are counted in 32 bits."""
 
 
@@ -289,20 +301,12 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    # All types in one look, since nearly all calls have the right ones.
-    if not (
-        type(causal) is type(deterministic) is type(return_lse) is type(return_attn_probs) is bool
-        and type(attention_chunk) is type(num_splits) is type(sm_margin) is int
-        and type(softcap) is float
-    ):
-        causal = flag("causal", causal, FROM_FLASH_ATTENTION_2)
-        flag("deterministic", deterministic)
-        return_lse = flag("return_lse", return_lse)
-        return_attn_probs = flag("return_attn_probs", return_attn_probs)
-        attention_chunk = integer("attention_chunk", attention_chunk, 0)
-        num_splits = integer("num_splits", num_splits, 0)
-        sm_margin = integer("sm_margin", sm_margin, 0)
-        softcap = real("softcap", softcap)
+    causal, _, return_lse, return_attn_probs, attention_chunk, num_splits, sm_margin, softcap = (
+        FORWARD_OPTIONS.of(
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap,
+        )
+    )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
         or attention_chunk
@@ -311,7 +315,7 @@ def flash_attn_func(
         reject_unsupported(
             attention_chunk, pack_gqa, has_packing=False,
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            num_splits=integer("num_splits", num_splits, 0) if num_splits not in (0, 1) else None,
+            num_splits=None if num_splits in (0, 1) else integer("num_splits", num_splits, 0),
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs
     window_size = as_pair(window_size)
@@ -319,99 +323,74 @@ def flash_attn_func(
         check_hashable("schedule", schedule)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
-    operands = describe("q", q), describe("k", k), describe("v", v)
+    described = describe("q", q), describe("k", k), describe("v", v)
     check_untraced(q)
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
-        check_rank("q", operands[0])
+        check_rank("q", Operand(*described[0]))
         behind = check_window(window_size, causal).right == 0
         modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, behind)
-    call = prepare(
-        *operands, causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan
+    call = prepare_forward(
+        *described, causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan
     )
-    scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
+    head_dim = described[0][0][-1]
+    scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
     if out is None:
         out = q.new_empty(call.out_shape)
     else:
-        tensors = modifiers.tensors or ()
-        names = modifiers.structure.names if tensors else ()
-        check_out(
-            out, call.out_shape, operands[0], ("q", "k", "v", *names),
-            (*operands, *map(describe_unaligned, names, tensors)), (q, k, v, *tensors),
-        )  # fmt: skip
+        check_forward_out(call, out, described, (q, k, v), modifiers)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.kernel is not None:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)
     elif call.plan is not None:
-        computed, computed_lse = execute(call.plan, q, k, v, scale, modifiers.tensors)
-        out.copy_(computed)
-        if lse is not None:
-            lse.copy_(computed_lse)
+        run_on_host(call.plan, q, k, v, out, lse, modifiers.tensors, scale)
     else:
-        out.zero_()
-        if lse is not None:
-            lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
+        hide_all_keys(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
-def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
-    """The bounds of a window as plain integers; `check_window` looks at what they are."""
-    if type(window_size) is tuple and len(window_size) == 2:
-        left, right = window_size
-        if type(left) is type(right) is int:
-            return window_size
-    if not isinstance(window_size, Sequence):
-        raise TypeError(f"window_size must be two integers (left, right), got {shown(window_size)}")
-    return tuple(
-        integer("window_size", bound, kind="two integers (left, right)") for bound in window_size
-    )
-
-
-def check_hashable(name: str, value: object) -> None:
-    """Raise unless calls can be remembered by a value."""
-    try:
-        hash(value)
-    except TypeError:
-        message = f"{name} must be hashable, to be remembered, got {value!r}"
-        raise TypeError(message) from None
-
-
-def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> float:
-    """The factor of the scores; `note` is added to the complaint."""
-    if softmax_scale is None:
-        return head_dim**-0.5
-    if type(softmax_scale) is not float:
-        softmax_scale = real("softmax_scale", softmax_scale)
-    if not LEAST_FLOAT <= softmax_scale <= MOST_FLOAT:
-        raise ValueError(
-            f"softmax_scale must be positive and finite in float32, got {softmax_scale}{note}"
-        )
-    return softmax_scale
-
-
-def reject_unsupported(
-    attention_chunk: int, pack_gqa: bool | None, has_packing: bool, **given: object
+def check_forward_out(
+    call: PreparedCall,
+    out: torch.Tensor,
+    described: tuple[Description, ...],
+    operands: tuple[torch.Tensor, ...],
+    modifiers: Modifiers,
 ) -> None:
-    """Raise for arguments of FlashAttention's signature that do nothing here.
+    """Raise unless a call can write its output to a tensor of the caller's.
 
     Args:
-        has_packing: whether query heads share the reads of their key/value head, always or never.
-        given: what must be None.
+        described, operands: q, k and v.
     """
-    if integer("attention_chunk", attention_chunk, 0):
-        given["attention_chunk"] = attention_chunk
-    if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing:
-        given["pack_gqa"] = pack_gqa
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet; leave it at its default")
+    tensors = modifiers.tensors or ()
+    names = modifiers.structure.names if tensors else ()
+    check_out(
+        out, call.out_shape, described[0], ("q", "k", "v", *names),
+        (*described, *map(describe_unaligned, names, tensors)), (*operands, *tensors),
+    )  # fmt: skip
+
+
+def run_on_host(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    modifiers: tuple[torch.Tensor, ...] | None,
+    scale: float,
+) -> None:
+    """Run a plan on CPU tensors."""
+    computed, computed_lse = execute(plan, q, k, v, scale, modifiers)
+    out.copy_(computed)
+    if lse is not None:
+        lse.copy_(computed_lse)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare(
-    q: Operand,
-    k: Operand,
-    v: Operand,
+def prepare_forward(
+    q: Description,
+    k: Description,
+    v: Description,
     causal: bool,
     window_size: tuple[int, int],
     modifiers: Structure,
@@ -421,10 +400,11 @@ def prepare(
     given_plan: Plan | None,
 ) -> PreparedCall:
     """Validate a call, plan it and load its kernel."""
+    q, k, v = Operand(*q), Operand(*k), Operand(*v)
     check_operands(q, k, v)
     batch, seqlen_q, heads_q, head_dim = q.shape
     _, seqlen_k, heads_kv, _ = k.shape
-    window = tighten(check_window(window_size, causal), seqlen_q, seqlen_k)
+    window = check_window(window_size, causal).tighten(seqlen_q, seqlen_k)
     head_dim_v = v.shape[-1]
     out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
     band = Band.of(window)
@@ -469,10 +449,10 @@ def check_operands(q: Operand, k: Operand, v: Operand) -> None:
     check_shape("k", k, (q.shape[0], *k.shape[1:3], q.shape[3]), "q")
     check_shape("v", v, (*k.shape[:3], v.shape[3]), "k")
     check_heads_divide(q, "k", k)
-    check_counts(q.shape[0], q.shape[1], k.shape[1], q.shape[2])
+    check_forward_counts(q.shape[0], q.shape[1], k.shape[1], q.shape[2])
 
 
-def check_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
+def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
     """Raise unless kernels can count queries, keys and tiles in 32 bits; `heads` are q's."""
     most_keys = LARGEST - SPARE - 2 * seqlen_q
     if seqlen_k > most_keys:
@@ -482,10 +462,10 @@ def check_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
         raise ValueError(
             f"k must have at most {most_keys} keys with {seqlen_q} queries, got {seqlen_k}"
         )
-    if batch * heads * (seqlen_q // FEWEST_ROWS + 1) > MOST_TILES:
+    if batch * heads * (seqlen_q // FEWEST_ROWS + 1) > MOST_FORWARD_TILES:
         raise ValueError(
-            f"q must have at most {MOST_TILES} tiles of {FEWEST_ROWS} rows, got batch {batch}, "
-            f"{seqlen_q} queries and {heads} heads"
+            f"q must have at most {MOST_FORWARD_TILES} tiles of {FEWEST_ROWS} rows, got batch "
+            f"{batch}, {seqlen_q} queries and {heads} heads"
         )
 
 
@@ -508,42 +488,3 @@ def sizes_and_spec(problem: Problem) -> dict[str, object]:
         for field in fields(owner)
         if field.name != "spec"
     }
-
-
-def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
-    """The window with causal folded in: whatever its right bound, no key ahead is seen."""
-    if len(window_size) != 2 or any(n < NO_BOUND for n in window_size):
-        raise ValueError(
-            f"window_size must be two integers (left, right), each -1 or more, got {window_size}"
-        )
-    left, right = window_size
-    return Window(left, 0 if causal else right)
-
-
-def tighten(window: Window, seqlen_q: int, seqlen_k: int) -> Window:
-    """The window without bounds that hide nothing at these lengths."""
-    left, right = window
-    return Window(
-        NO_BOUND if left >= seqlen_k - 1 else left,
-        NO_BOUND if right >= seqlen_q - 1 else right,
-    )
-
-
-@functools.cache
-def gpu_of(device: torch.device) -> Gpu:
-    """What the planner needs to know of a device; raises unless it is a Hopper GPU."""
-    properties = torch.cuda.get_device_properties(device)
-    if (properties.major, properties.minor) != (9, 0):
-        raise ValueError(
-            f"q is on {properties.name} (compute capability {properties.major}."
-            f"{properties.minor}); the kernels need a Hopper GPU (9.0)"
-        )
-    like = H100 if properties.name.startswith(H100.name) else H200
-    return Gpu(properties.name, properties.multi_processor_count, like.l2_bytes)
-
-
-def reserve_sms(gpu: Gpu, sm_margin: int) -> Gpu:
-    """The GPU without the SMs that the caller keeps for other work."""
-    if not 0 <= sm_margin < gpu.num_sms:
-        raise ValueError(f"sm_margin must be from 0 to {gpu.num_sms - 1}, got {sm_margin}")
-    return replace(gpu, num_sms=gpu.num_sms - sm_margin)

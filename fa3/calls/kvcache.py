@@ -6,10 +6,8 @@ follows from a call's shapes, strides, types and options is worked out once and 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -18,51 +16,59 @@ from fa3.calls.cache_call import (
     INTEGERS,
     LENGTHS,
     CacheCall,
+    CacheTensors,
     check_tensors,
     check_values,
     is_visible,
     values_on_host,
+    written_first,
 )
-from fa3.calls.eager import check_resolved, check_untraced
-from fa3.calls.forward import (
+from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.eager import check_untraced
+from fa3.calls.modifiers import check_alibi_slopes, check_sinks, check_softcap
+from fa3.calls.operands import (
+    DTYPES,
+    CheckOfAddresses,
+    Description,
+    addresses,
+    check_of_addresses,
+    check_out,
+    check_writable,
+    describe_unaligned,
+    hide_all_keys,
+)
+from fa3.calls.options import (
+    OptionTypes,
     as_pair,
     check_scale,
     check_window,
-    gpu_of,
+    integer,
     reject_unsupported,
-    reserve_sms,
-    tighten,
 )
-from fa3.calls.modifiers import check_alibi_slopes, check_sinks, check_softcap
-from fa3.calls.operands import (
-    DIMENSIONS,
-    DTYPES,
-    CheckOfAddresses,
-    Operand,
-    addresses,
-    check_device,
-    check_dtype,
-    check_head_dim,
-    check_layout,
-    check_no_overlap,
-    check_of_addresses,
-    check_out,
-    check_rank,
-    check_shape,
-    check_writable,
-    describe,
-    describe_unaligned,
-)
-from fa3.calls.options import flag, integer, real, shown
 from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
-from fa3.kernels.combine import Combine
 from fa3.planning.gpu import H200
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, REMEMBERED, Window
 from fa3.reference.cache import CacheOperands, HostAppend
-from fa3.reference.forward import merge
 from fa3.running.compiler import load_kernel
+
+CACHE_OPTIONS = OptionTypes(
+    {
+        "causal": bool,
+        "rotary_interleaved": bool,
+        "batch_invariant": bool,
+        "return_lse": bool,
+        "return_softmax_lse": bool,
+        "attention_chunk": int,
+        "num_splits": int,
+        "sm_margin": int,
+        "softcap": float,
+    }
+)
+
+TENSORS = written_first(CacheTensors._fields)
+"""Names of the tensors: of those that appending writes, then of all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +76,22 @@ class PreparedCacheCall:
     """What a call's description leads to.
 
     Fields:
+        description: of all tensors.
         append: appends and rotates; None if nothing is appended.
         attend: computes the output; None if there is nothing to compute.
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
+        head_dim: columns of q.
         apart: checks that the caches share no memory with other `TENSORS`, if they are written.
     """
 
+    description: CacheCall
     append: Callable | None
     attend: Callable | None
     window: Window
     query_step: int
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    head_dim: int
     apart: CheckOfAddresses
 
 
@@ -211,22 +221,13 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
-    # All types in one look, since nearly all calls have the right ones.
-    if not (
-        type(causal) is type(rotary_interleaved) is type(batch_invariant) is bool
-        and type(return_lse) is type(return_softmax_lse) is bool
-        and type(attention_chunk) is type(num_splits) is type(sm_margin) is int
-        and type(softcap) is float
-    ):
-        causal = flag("causal", causal)
-        rotary_interleaved = flag("rotary_interleaved", rotary_interleaved)
-        batch_invariant = flag("batch_invariant", batch_invariant)
-        return_lse = flag("return_lse", return_lse)
-        return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
-        attention_chunk = integer("attention_chunk", attention_chunk, 0)
-        num_splits = integer("num_splits", num_splits, 0)
-        sm_margin = integer("sm_margin", sm_margin, 0)
-        softcap = real("softcap", softcap)
+    (
+        causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
+        attention_chunk, num_splits, sm_margin, softcap,
+    ) = CACHE_OPTIONS.of(
+        causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
+        attention_chunk, num_splits, sm_margin, softcap,
+    )  # fmt: skip
     if (
         not (qv is cu_seqlens_q is max_seqlen_q is rotary_seqlens is pack_gqa is None)
         or not (q_descale is k_descale is v_descale is None)
@@ -242,88 +243,148 @@ def flash_attn_with_kvcache(
     window_size = as_pair(window_size)
     if k is None and v is None:
         cu_seqlens_k_new = None
-    lengths = cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None
-    if lengths is None and cache_seqlens is not None:
-        cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
-    tensors = lengths, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new
-    call = CacheCall.of(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, *tensors)
+    length = None
+    if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
+        length, cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS), None
+    tensors = CacheTensors(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
+        cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
+    )  # fmt: skip
+    described = tensors.describe()
     check_untraced(q)
     if scheduler_metadata is not None:
-        if not isinstance(scheduler_metadata, SchedulerMetadata):
-            came = type(scheduler_metadata).__name__
-            raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
-        check_metadata(scheduler_metadata, call, causal, window_size, bool(softcap))
+        check_metadata(scheduler_metadata, described, causal, window_size, bool(softcap))
         num_splits, sm_margin = scheduler_metadata.options(num_splits, sm_margin, batch_invariant)
-    prepared = prepare(call, causal, window_size, rotary_interleaved, num_splits, sm_margin)
-    scale = check_scale(softmax_scale, q.shape[-1])
-    check_softcap(softcap)
+    call = prepare_cache_call(
+        described, causal, window_size, rotary_interleaved, num_splits, sm_margin
+    )
+    scale = check_scale(softmax_scale, call.head_dim)
+    check_modifiers(q, softcap, alibi_slopes, sinks)
+    if cache_seqlens is None and length is None:
+        if k is not None:
+            raise ValueError("cache_seqlens must be given with k: where it is appended")
+        length = call.description.capacity
+    if call.append is not None:
+        check_written_caches(call, tensors)
+    if out is not None:
+        check_cache_out(call, out, described, tensors, alibi_slopes, sinks)
+    integers = integers_on_device(call, tensors, length)
+    if out is None:
+        out = q.new_empty(call.out_shape)
+    lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
+    seqlens, batch_idx, leftpad, pages, _ = integers
+    if call.append is not None:
+        q, seqlens = append_tokens(call, tensors, integers)
+    if call.attend is not None:
+        operands = CacheOperands(
+            q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, alibi_slopes, sinks
+        )
+        call.attend(operands, scale, call.window, softcap, num_splits, batch_invariant, sm_margin)
+    else:
+        hide_all_keys(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+# ------------------------------------------------------------------------------------- checks
+
+
+def check_metadata(
+    metadata: SchedulerMetadata,
+    described: tuple[Description | None, ...],
+    causal: bool,
+    window_size: tuple[int, int],
+    has_softcap: bool,
+) -> None:
+    """Raise unless the metadata was made for such a call."""
+    if not isinstance(metadata, SchedulerMetadata):
+        came = type(metadata).__name__
+        raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
+    compare_with_metadata(metadata, described, causal, window_size, has_softcap)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def compare_with_metadata(
+    metadata: SchedulerMetadata,
+    described: tuple[Description | None, ...],
+    causal: bool,
+    window_size: tuple[int, int],
+    has_softcap: bool,
+) -> None:
+    """Raise unless the metadata was made for a call of this description."""
+    call = CacheCall.of(described)
+    check_tensors(call)
+    metadata.check(
+        batch=call.batch,
+        seqlen_q=call.seqlen_q,
+        heads_q=call.q.shape[2],
+        heads_kv=call.k_cache.shape[2],
+        head_dim=call.head_dim,
+        head_dim_v=call.head_dim_v,
+        dtype=call.q.dtype,
+        page_size=call.page_size if call.page_table else None,
+        window=check_window(window_size, causal),
+        has_softcap=has_softcap,
+    )
+
+
+def check_modifiers(
+    q: torch.Tensor,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Raise unless what changes scores fits q."""
+    if softcap:
+        check_softcap(softcap)
     if alibi_slopes is not None:
         check_alibi_slopes(alibi_slopes, q)
     if sinks is not None:
         check_sinks(sinks, q)
-    if cache_seqlens is None:
-        if k is not None:
-            raise ValueError("cache_seqlens must be given with k: where it is appended")
-        cache_seqlens = call.capacity
-    if prepared.append is not None or out is not None:
-        used = k_cache, v_cache, q, k, v, rotary_cos, rotary_sin, *tensors
-        if prepared.append is not None:
-            check_writable("k_cache", k_cache)
-            check_writable("v_cache", v_cache)
-            prepared.apart(*addresses(used))
-        if out is not None:
-            rest = "alibi_slopes", "sinks"
-            of_rest = map(describe_unaligned, rest, (alibi_slopes, sinks))
-            check_out(
-                out, prepared.out_shape, call.q, (*TENSORS, *rest),
-                (*in_order_of_tensors(call), *of_rest), (*used, alibi_slopes, sinks),
-            )  # fmt: skip
-    integers = cache_seqlens, *tensors[1:]
-    if any(map(is_visible, integers)):
-        check_values(call, values_on_host(call, *integers), prepared.query_step)
-        integers = tuple(
-            on_device(name, value, call) for name, value in zip(INTEGERS, integers, strict=True)
-        )
-    seqlens, batch_idx, leftpad, pages, cu_seqlens = integers
-    if out is None:
-        out = q.new_empty(prepared.out_shape)
-    lse = q.new_empty(prepared.lse_shape, dtype=torch.float32) if return_lse else None
 
-    if prepared.append is not None:
-        total, rotated = seqlens.new_empty(call.batch), None
-        if rotary_cos is not None:
-            rotated = q.new_empty(q.shape)
-        prepared.append(
-            k, v, k_cache, v_cache, seqlens, total, cu_seqlens, batch_idx, pages,
-            None if rotated is None else q, rotated, rotary_cos, rotary_sin, prepared.query_step,
-        )  # fmt: skip
-        q, seqlens = q if rotated is None else rotated, total
-    if prepared.attend is not None:
-        operands = CacheOperands(
-            q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, alibi_slopes, sinks
-        )
-        prepared.attend(
-            operands, scale, prepared.window, softcap, num_splits, batch_invariant, sm_margin
-        )
-    else:
-        out.zero_()
-        if lse is not None:
-            lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
-    return (out, lse) if return_lse else out
+
+def check_written_caches(call: PreparedCacheCall, tensors: CacheTensors) -> None:
+    """Raise unless the call can append to its caches."""
+    check_writable("k_cache", tensors.k_cache)
+    check_writable("v_cache", tensors.v_cache)
+    call.apart(*addresses(written_first(tensors)))
+
+
+def check_cache_out(
+    call: PreparedCacheCall,
+    out: torch.Tensor,
+    described: tuple[Description | None, ...],
+    tensors: CacheTensors,
+    *rest: torch.Tensor | None,
+) -> None:
+    """Raise unless the call can write its output to a tensor of the caller's.
+
+    Args:
+        rest: slopes and sinks.
+    """
+    names = "alibi_slopes", "sinks"
+    check_out(
+        out, call.out_shape, call.description.q, (*TENSORS, *names),
+        (*written_first(described), *map(describe_unaligned, names, rest)),
+        (*written_first(tensors), *rest),
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------- preparations
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare(
-    call: CacheCall,
+def prepare_cache_call(
+    described: tuple[Description | None, ...],
     causal: bool,
     window_size: tuple[int, int],
     rotary_interleaved: bool,
     num_splits: int,
     sm_margin: int,
 ) -> PreparedCacheCall:
-    """Validate a call's description and load the kernel that appends."""
+    """Validate a call of this description and load the kernel that appends."""
+    call = CacheCall.of(described)
     check_tensors(call)
-    given = check_window(window_size, causal)
+    window = check_window(window_size, causal)
     if num_splits < 0:
         raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {num_splits}")
     on_gpu = call.q.device.type == "cuda"
@@ -337,37 +398,15 @@ def prepare(
     if has_room and 0 not in call.q.shape:
         attend = decode.attend_with_cache
     return PreparedCacheCall(
+        call,
         append,
         attend,
-        tighten(given, call.seqlen_q, call.capacity),
-        int(given != Window()),
+        window.tighten(call.seqlen_q, call.capacity),
+        int(window != Window()),
         (*call.q.shape[:3], call.head_dim_v),
         (call.batch, call.q.shape[2], call.seqlen_q),
-        check_of_addresses(TENSORS, in_order_of_tensors(call), 2),
-    )
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def check_metadata(
-    metadata: SchedulerMetadata,
-    call: CacheCall,
-    causal: bool,
-    window_size: tuple[int, int],
-    has_softcap: bool,
-) -> None:
-    """Raise unless the metadata was made for such a call."""
-    check_tensors(call)
-    metadata.check(
-        batch=call.batch,
-        seqlen_q=call.seqlen_q,
-        heads_q=call.q.shape[2],
-        heads_kv=call.k_cache.shape[2],
-        head_dim=call.head_dim,
-        head_dim_v=call.head_dim_v,
-        dtype=call.q.dtype,
-        page_size=call.page_size if call.page_table else None,
-        window=check_window(window_size, causal),
-        has_softcap=has_softcap,
+        call.head_dim,
+        check_of_addresses(TENSORS, written_first(described), num_written=2),
     )
 
 
@@ -392,13 +431,34 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
     )
 
 
-TENSORS = ("k_cache", "v_cache", "q", "k", "v", "rotary_cos", "rotary_sin", *INTEGERS)
-"""Those that appending writes, then all others."""
+# ---------------------------------------------------------------------------------------- runs
 
 
-def in_order_of_tensors(call: CacheCall) -> tuple[Operand | None, ...]:
-    """The descriptions of `TENSORS`."""
-    return call.k_cache, call.v_cache, call.q, *call[3:]
+def integers_on_device(
+    call: PreparedCacheCall, tensors: CacheTensors, length: int | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Check what the host can see of the int32 tensors, and bring them to q's device.
+
+    Args:
+        length: of each sequence; None if cache_seqlens says it.
+
+    Raises:
+        ValueError, RuntimeError: see `check_values` and `values_on_host`.
+    """
+    integers = tensors[-len(INTEGERS) :]
+    if length is not None:
+        integers = length, *integers[1:]
+    for value in integers:
+        if value is not None and is_visible(value):
+            break
+    else:
+        return integers
+    values = values_on_host(call.description, integers)
+    check_values(call.description, values, call.query_step)
+    return tuple(
+        on_device(name, value, call.description)
+        for name, value in zip(INTEGERS, integers, strict=True)
+    )
 
 
 def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
@@ -420,113 +480,20 @@ def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> t
     return (value.clone() if value.is_pinned() else value).to(device, non_blocking=True)
 
 
-# ------------------------------------------------------------------------------------ combine
-
-MAX_COMBINED_HEAD_DIM = 512
-MOST_COMBINED = 1 << 30
-"""Parts, and rows of each, that 32 bits count with the steps of a walk over them."""
-COMBINE_CTAS = 16
-"""CTAs of the kernel that merges, for each SM."""
-
-
-def flash_attn_combine(
-    out_partial: torch.Tensor,
-    lse_partial: torch.Tensor,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+def append_tokens(
+    call: PreparedCacheCall, tensors: CacheTensors, integers: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over parts of the keys into attention over all of them.
-
-    Args:
-        out_partial: (num_splits, batch, seqlen, heads, head_dim), float32: outputs, each
-            normalised by itself; head_dim a multiple of 8 up to 512.
-        lse_partial: (num_splits, batch, seqlen, heads), float32: their log-sum-exps, natural
-            logarithm, in any strides. A part with -inf counts nothing; its output must not be NaN.
-        out: (batch, seqlen, heads, head_dim) tensor that receives the output; must not share
-            memory with the parts.
-        out_dtype: of the output: torch.float32, torch.bfloat16 or torch.float16; out's, or
-            float32 if there is none.
+    """Append k and v to the caches.
 
     Returns:
-        out, and the log-sum-exp (batch, seqlen, heads), float32, which lies in memory as
-        (batch, heads, seqlen). All parts hidden give 0 and -inf.
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong shape, layout or device.
-        NotImplementedError: a tensor does not lie in memory, or a graph is being traced.
-
-    Source: Dao et al., Flash-Decoding.
+        the queries, rotated if there are rotary tables, and the lengths with the new tokens.
     """
-    out_operand = None if out is None else describe("out", out)
-    if out_dtype is None:
-        out_dtype = torch.float32 if out is None else out.dtype
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype, got {shown(out_dtype)}")
-    parts = (
-        describe("out_partial", out_partial),
-        describe("lse_partial", lse_partial, alignment=1),
-    )
-    check_resolved("lse_partial", lse_partial)
-    check_untraced(out_partial)
-    call = prepare_combine(*parts, out_operand, out_dtype)
-    if out is not None:
-        check_writable("out", out)
-        names = "out", "out_partial", "lse_partial"
-        check = check_of_addresses(names, (out_operand, *parts), 1)
-        check(*addresses((out, out_partial, lse_partial)))
-    _, batch, seqlen, heads, _ = out_partial.shape
-    if out is None:
-        out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
-    lse = out_partial.new_empty(batch, heads, seqlen)
-    if call is not None:
-        call.kernel(out, lse, None, out_partial, lse_partial, None, 1, 0, 0, call.num_ctas)
-    else:
-        merged, merged_lse = merge(list(zip(out_partial, lse_partial, strict=True)))
-        out.copy_(merged)
-        lse.copy_(merged_lse.transpose(1, 2))
-    return out, lse.transpose(1, 2)
-
-
-class PreparedCombine(NamedTuple):
-    """The compiled kernel of a merge, and how many CTAs it takes."""
-
-    kernel: Callable
-    num_ctas: int
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def prepare_combine(
-    partial: Operand, lse: Operand, out: Operand | None, out_dtype: torch.dtype
-) -> PreparedCombine | None:
-    """Validate a merge and load its kernel; None for the CPU, or if there is nothing to merge."""
-    check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
-    check_dtype("out_partial", partial, torch.float32)
-    if partial.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"out_partial must be a CPU or CUDA tensor, got {partial.device}")
-    check_layout("out_partial", partial)
-    check_head_dim("out_partial", partial, MAX_COMBINED_HEAD_DIM)
-    *rows, head_dim = partial.shape
-    if rows[0] == 0:
-        raise ValueError("out_partial must have a part to merge, got none")
-    for what, count in (("parts", rows[0]), ("rows", math.prod(rows[1:]))):
-        if count > MOST_COMBINED:
-            raise ValueError(f"out_partial must have at most {MOST_COMBINED} {what}, got {count}")
-    check_dtype("lse_partial", lse, torch.float32)
-    check_shape("lse_partial", lse, tuple(rows), "out_partial")
-    check_device("lse_partial", lse, "out_partial", partial)
-    if out_dtype not in (torch.float32, *DTYPES):
-        raise TypeError(f"out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
-    if out is not None:
-        check_shape("out", out, tuple(partial.shape[1:]), "out_partial")
-        check_layout("out", out)
-        check_no_overlap("out", out)
-        if out.dtype != out_dtype:
-            raise TypeError(f"out must be {out_dtype} like out_dtype, got {out.dtype}")
-        check_device("out", out, "out_partial", partial)
-    if partial.device.type == "cpu" or 0 in rows:
-        return None
-    element = str(out_dtype).removeprefix("torch.")
-    kernel = load_kernel(Combine(element, head_dim, None, True, None))
-    most = COMBINE_CTAS * gpu_of(partial.device).num_sms
-    return PreparedCombine(kernel, min(math.prod(rows[1:]), most))
+    q, k_cache, v_cache, k, v, cos, sin, *_ = tensors
+    seqlens, batch_idx, _, pages, cu_seqlens = integers
+    total = seqlens.new_empty(call.description.batch)
+    rotated = None if cos is None else q.new_empty(q.shape)
+    call.append(
+        k, v, k_cache, v_cache, seqlens, total, cu_seqlens, batch_idx, pages,
+        None if rotated is None else q, rotated, cos, sin, call.query_step,
+    )  # fmt: skip
+    return q if rotated is None else rotated, total

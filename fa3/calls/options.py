@@ -6,8 +6,46 @@ option gets its type before anything is looked up by it.
 
 import math
 import numbers
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, Window
+
+FROM_FLASH_ATTENTION_2 = (
+    "; without names the fourth and fifth argument are softmax_scale and causal, as in "
+    "FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale: pass them by name"
+)
+
+
+class OptionTypes:
+    """Which options of a function are a bool, an int from 0 on or a float.
+
+    Args:
+        types: bool, int or float of each, in the order in which they are checked.
+        notes: what is added to the complaint about an option.
+    """
+
+    def __init__(self, types: Mapping[str, type], notes: Mapping[str, str] | None = None) -> None:
+        self.names = tuple(types)
+        self.types = tuple(types.values())
+        self.notes = notes or {}
+
+    def of(self, *values: object) -> tuple:
+        """The values of a call in these types.
+
+        Raises:
+            TypeError, ValueError: an option has another type, and its value does not fit this one.
+        """
+        # All in one look, since nearly all calls have the right ones.
+        if (*map(type, values),) == self.types:
+            return values
+        return tuple(map(self.converted, self.names, self.types, values))
+
+    def converted(self, name: str, kind: type, value: object) -> bool | int | float:
+        if kind is bool:
+            return flag(name, value, self.notes.get(name, ""))
+        return integer(name, value, 0) if kind is int else real(name, value)
 
 
 def flag(name: str, value: object, note: str = "") -> bool:
@@ -41,3 +79,66 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, str | numbers.Number | np.generic):
         return repr(value)
     return type(value).__name__
+
+
+def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
+    """The bounds of a window as plain integers; `check_window` looks at what they are."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is type(right) is int:
+            return window_size
+    if not isinstance(window_size, Sequence):
+        raise TypeError(f"window_size must be two integers (left, right), got {shown(window_size)}")
+    return tuple(
+        integer("window_size", bound, kind="two integers (left, right)") for bound in window_size
+    )
+
+
+def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
+    """The window with causal folded in: whatever its right bound, no key ahead is seen."""
+    if len(window_size) != 2 or any(n < NO_BOUND for n in window_size):
+        raise ValueError(
+            f"window_size must be two integers (left, right), each -1 or more, got {window_size}"
+        )
+    left, right = window_size
+    return Window(left, 0 if causal else right)
+
+
+def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> float:
+    """The factor of the scores; `note` is added to the complaint."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if type(softmax_scale) is not float:
+        softmax_scale = real("softmax_scale", softmax_scale)
+    if not LEAST_FLOAT <= softmax_scale <= MOST_FLOAT:
+        raise ValueError(
+            f"softmax_scale must be positive and finite in float32, got {softmax_scale}{note}"
+        )
+    return softmax_scale
+
+
+def check_hashable(name: str, value: object) -> None:
+    """Raise unless calls can be remembered by a value."""
+    try:
+        hash(value)
+    except TypeError:
+        message = f"{name} must be hashable, to be remembered, got {value!r}"
+        raise TypeError(message) from None
+
+
+def reject_unsupported(
+    attention_chunk: int, pack_gqa: bool | None, has_packing: bool, **given: object
+) -> None:
+    """Raise for arguments of FlashAttention's signature that do nothing here.
+
+    Args:
+        has_packing: whether query heads share the reads of their key/value head, always or never.
+        given: what must be None.
+    """
+    if integer("attention_chunk", attention_chunk, 0):
+        given["attention_chunk"] = attention_chunk
+    if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing:
+        given["pack_gqa"] = pack_gqa
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported yet; leave it at its default")

@@ -12,16 +12,9 @@ import numpy as np
 import torch
 
 from fa3.calls.cache_call import LENGTHS, check_leftpads, is_visible, read
-from fa3.calls.forward import (
-    as_pair,
-    check_window,
-    gpu_of,
-    reject_unsupported,
-    reserve_sms,
-    tighten,
-)
-from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned
-from fa3.calls.options import flag, integer
+from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned, operand_of
+from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsupported
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.primitives.arithmetic import LARGEST
@@ -233,7 +226,7 @@ def host_lengths(
         "cache_leftpad": (cache_leftpad, (batch,)),
     }
     for name, (tensor, shape) in tensors.items():
-        operand = describe_unaligned(name, tensor)
+        operand = operand_of(describe_unaligned(name, tensor))
         if operand is not None:
             check_dtype(name, operand, torch.int32)
             check_shape(name, operand, shape, "batch_size")
@@ -279,7 +272,7 @@ def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_cta
     """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
     group = metadata.heads_q // metadata.heads_kv
     sizes = Sizes(metadata.batch, metadata.seqlen_q, metadata.heads_kv, group, max(lengths))
-    window = tighten(metadata.window, sizes.seqlen_q, sizes.capacity)
+    window = metadata.window.tighten(sizes.seqlen_q, sizes.capacity)
     most, total = most_of_whole_tiles(sizes, window, lengths, num_ctas)
     block_bytes = TILE_N * (metadata.head_dim + metadata.head_dim_v) * metadata.dtype.itemsize
     return most <= -(-total // num_ctas) + MERGE_BYTES / block_bytes

@@ -83,14 +83,6 @@ class Sizes(NamedTuple):
                 f"tokens, got {self.seqlen_q}"
             )
 
-    def tighten(self, window: Window) -> Window:
-        """The window without bounds that hide nothing at any length."""
-        left, right = window
-        return Window(
-            NO_BOUND if left >= self.capacity - 1 else left,
-            NO_BOUND if right >= self.seqlen_q - 1 else right,
-        )
-
     def most_blocks(self, window: Window) -> int:
         """Key blocks of a tile, at most."""
         keys = self.capacity

@@ -141,7 +141,7 @@ def rotate(
 
 
 @torch.autocast("cpu", enabled=False)
-def attend_with_cache(
+def execute_decode(
     plan: DecodePlan,
     operands: CacheOperands,
     softmax_scale: float,

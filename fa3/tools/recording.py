@@ -2,7 +2,8 @@
 
 import torch
 
-from fa3.calls.forward import PreparedCall, gpu_of
+from fa3.calls.devices import gpu_of
+from fa3.calls.forward import PreparedCall
 from fa3.planning.explanation import counted
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.timeline import Cost, Span, Timeline

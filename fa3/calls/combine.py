@@ -1,0 +1,146 @@
+"""Merging attention over parts of the keys: validate, launch. The CPU does it in torch."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from fa3.calls.devices import gpu_of
+from fa3.calls.eager import check_resolved, check_untraced
+from fa3.calls.operands import (
+    DIMENSIONS,
+    DTYPES,
+    Description,
+    Operand,
+    addresses,
+    check_device,
+    check_dtype,
+    check_head_dim,
+    check_layout,
+    check_no_overlap,
+    check_of_addresses,
+    check_rank,
+    check_shape,
+    check_writable,
+    describe,
+    operand_of,
+)
+from fa3.calls.options import shown
+from fa3.kernels.combine import Combine
+from fa3.problem import REMEMBERED
+from fa3.reference.forward import merge
+from fa3.running.compiler import load_kernel
+
+MAX_COMBINED_HEAD_DIM = 512
+
+MOST_COMBINED = 1 << 30
+"""Parts, and rows of each, that 32 bits count with the steps of a walk over them."""
+
+COMBINE_CTAS = 16
+"""CTAs of the kernel that merges, for each SM."""
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over parts of the keys into attention over all of them.
+
+    Args:
+        out_partial: (num_splits, batch, seqlen, heads, head_dim), float32: outputs, each
+            normalised by itself; head_dim a multiple of 8 up to 512.
+        lse_partial: (num_splits, batch, seqlen, heads), float32: their log-sum-exps, natural
+            logarithm, in any strides. A part with -inf counts nothing; its output must not be NaN.
+        out: (batch, seqlen, heads, head_dim) tensor that receives the output; must not share
+            memory with the parts.
+        out_dtype: of the output: torch.float32, torch.bfloat16 or torch.float16; out's, or
+            float32 if there is none.
+
+    Returns:
+        out, and the log-sum-exp (batch, seqlen, heads), float32, which lies in memory as
+        (batch, heads, seqlen). All parts hidden give 0 and -inf.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has a wrong shape, layout or device.
+        NotImplementedError: a tensor does not lie in memory, or a graph is being traced.
+
+    Source: Dao et al., Flash-Decoding.
+    """
+    of_out = None if out is None else describe("out", out)
+    if out_dtype is None:
+        out_dtype = torch.float32 if out is None else out.dtype
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {shown(out_dtype)}")
+    of_parts = (
+        describe("out_partial", out_partial),
+        describe("lse_partial", lse_partial, alignment=1),
+    )
+    check_resolved("lse_partial", lse_partial)
+    check_untraced(out_partial)
+    call = prepare_combine(*of_parts, of_out, out_dtype)
+    if out is not None:
+        check_writable("out", out)
+        names = "out", "out_partial", "lse_partial"
+        apart = check_of_addresses(names, (of_out, *of_parts), 1)
+        apart(*addresses((out, out_partial, lse_partial)))
+    _, batch, seqlen, heads, _ = out_partial.shape
+    if out is None:
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
+    lse = out_partial.new_empty(batch, heads, seqlen)
+    if call is not None:
+        call.kernel(out, lse, None, out_partial, lse_partial, None, 1, 0, 0, call.num_ctas)
+    else:
+        merged, merged_lse = merge(list(zip(out_partial, lse_partial, strict=True)))
+        out.copy_(merged)
+        lse.copy_(merged_lse.transpose(1, 2))
+    return out, lse.transpose(1, 2)
+
+
+class PreparedCombine(NamedTuple):
+    """The compiled kernel of a merge, and how many CTAs it takes."""
+
+    kernel: Callable
+    num_ctas: int
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare_combine(
+    partial: Description, lse: Description, out: Description | None, out_dtype: torch.dtype
+) -> PreparedCombine | None:
+    """Validate a merge and load its kernel; None for the CPU, or if there is nothing to merge."""
+    partial, lse, out = Operand(*partial), Operand(*lse), operand_of(out)
+    check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
+    check_dtype("out_partial", partial, torch.float32)
+    if partial.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"out_partial must be a CPU or CUDA tensor, got {partial.device}")
+    check_layout("out_partial", partial)
+    check_head_dim("out_partial", partial, MAX_COMBINED_HEAD_DIM)
+    *rows, head_dim = partial.shape
+    if rows[0] == 0:
+        raise ValueError("out_partial must have a part to merge, got none")
+    for what, count in (("parts", rows[0]), ("rows", math.prod(rows[1:]))):
+        if count > MOST_COMBINED:
+            raise ValueError(f"out_partial must have at most {MOST_COMBINED} {what}, got {count}")
+    check_dtype("lse_partial", lse, torch.float32)
+    check_shape("lse_partial", lse, tuple(rows), "out_partial")
+    check_device("lse_partial", lse, "out_partial", partial)
+    if out_dtype not in (torch.float32, *DTYPES):
+        raise TypeError(f"out_dtype must be float32, bfloat16 or float16, got {out_dtype}")
+    if out is not None:
+        check_shape("out", out, tuple(partial.shape[1:]), "out_partial")
+        check_layout("out", out)
+        check_no_overlap("out", out)
+        if out.dtype != out_dtype:
+            raise TypeError(f"out must be {out_dtype} like out_dtype, got {out.dtype}")
+        check_device("out", out, "out_partial", partial)
+    if partial.device.type == "cpu" or 0 in rows:
+        return None
+    element = str(out_dtype).removeprefix("torch.")
+    kernel = load_kernel(Combine(element, head_dim, None, True, None))
+    most = COMBINE_CTAS * gpu_of(partial.device).num_sms
+    return PreparedCombine(kernel, min(math.prod(rows[1:]), most))
