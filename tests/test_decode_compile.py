@@ -9,9 +9,9 @@ import re
 import pytest
 import torch
 
-from fa3.calls.decode import BYTES_IN_FLIGHT, TILE_N, config_of
 from fa3.kernels.combine import GROUPS, IN_FLIGHT, LANES, Combine
 from fa3.kernels.decode import Config, Decode
+from fa3.planning.decode import BYTES_IN_FLIGHT, TILE_N, config_of
 from fa3.primitives.cache_blocks import CacheLayout, box_columns
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
