@@ -4,13 +4,16 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint bench
+.PHONY: demo test quick lint bench
 
 demo: $(READY)
 	$(BIN)/python -m fa3 demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+quick: lint
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not compiles"
 
 lint: $(READY)
 	$(BIN)/ruff check

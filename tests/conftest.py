@@ -1,23 +1,33 @@
-"""What all tests share: reproducible hypothesis examples, and skips for what is not there."""
+"""What all tests share: reproducible hypothesis examples, skips for what is not there, and who may
+compile.
+
+The process that hands tests to workers reads this file before it starts them, and needs neither
+torch nor fa3: they are imported where they are used.
+"""
 
 import os
 import shutil
 
 import pytest
-import torch
 from hypothesis import settings
-from problems import poisoned_allocations
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers that each use all cores wait for one another.
+    import torch
+
     torch.set_num_threads(1)
 
 settings.register_profile("fa3", derandomize=True, deadline=None, database=None, max_examples=100)
 settings.load_profile("fa3")
 
+COMPILING = ("compiles", "gpu")
+"""Markers of tests that may compile kernels."""
+
 
 def missing_gpu() -> str | None:
     """Return why the GPU tests cannot run, or None if they can."""
+    import torch
+
     if not torch.cuda.is_available():
         return "needs a GPU, and torch sees none"
     capability = torch.cuda.get_device_capability()
@@ -35,14 +45,48 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session")
+def no_kernels(tmp_path_factory):
+    """A folder for compiled kernels in which there are none."""
+    return tmp_path_factory.mktemp("no_kernels")
+
+
+@pytest.fixture(autouse=True)
+def only_marked_tests_compile(request, no_kernels):
+    """Fail tests without a marker that compile, or whose processes put kernels on disk.
+
+    Kernels that earlier runs left on disk are out of reach, so each run finds the same.
+    """
+    if any(map(request.node.get_closest_marker, COMPILING)):
+        yield
+        return
+    import cutlass.cute as cute
+
+    def refuse(*arguments, **options):
+        pytest.fail("compiles a kernel: mark the test with `compiles`")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cute, "compile", refuse)
+        patch.setenv("FA3_CACHE_DIR", str(no_kernels))
+        yield
+    found = list(no_kernels.glob("*.o"))
+    for path in found:
+        path.unlink()
+    assert not found, "a process of the test compiles kernels: mark the test with `compiles`"
+
+
 @pytest.fixture
-def device() -> torch.device:
-    """The GPU that a test runs on."""
+def device():
+    """The GPU that a test runs on, a `torch.device`."""
+    import torch
+
     return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture
 def poisoned_memory():
     """Run a test with `poisoned_allocations`."""
+    from problems import poisoned_allocations
+
     with poisoned_allocations():
         yield

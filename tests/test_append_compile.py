@@ -29,6 +29,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", KERNELS)
 def test_machine_code(name):
     kernel = KERNELS[name]

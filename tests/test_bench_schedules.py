@@ -204,13 +204,13 @@ def test_a_schedule_is_compared_where_both_were_measured():
 
 
 def test_fitting_a_directory_writes_a_model(tmp_path, capsys):
-    results.append(tmp_path / fit_costs.SCHEDULES_CSV, rows_of(CELLS[:8], START))
+    results.append(tmp_path / fit_costs.SCHEDULES_CSV, rows_of(CELLS[:4], START))
     out = tmp_path / "costs.json"
     fit_costs.main([str(tmp_path), "--out", str(out)])
     assert "held out: median" in capsys.readouterr().out
     model = read_costs(out)
     assert model.measured
-    assert model.source["cells"] == 8
+    assert model.source["cells"] == 4
 
 
 # --------------------------------------------------------------------------------- regret

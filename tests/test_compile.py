@@ -204,6 +204,7 @@ def name_of(case) -> str:
     return "-".join(parts)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     "case", [*(pytest.param(case, id=name_of(case)) for case in cases()), *modified_cases()]
 )
@@ -221,6 +222,7 @@ def test_machine_code(case):
         check_no_maximum(report, spec, config)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("head_dim", "schedule_type"), [(128, SplitTiles), (64, TileList)])
 def test_machine_code_of_the_instrumented_kernel(head_dim, schedule_type):
     spec = spec_of(head_dim, "causal")
@@ -329,6 +331,7 @@ def check_no_maximum(report: CubinReport, spec: AttentionSpec, config: ForwardCo
         assert sum(n for name, n in unmasked.items() if name.startswith("FMNMX")) == 0
 
 
+@pytest.mark.compiles
 def test_spills_are_seen(monkeypatch):
     monkeypatch.setattr(tiling, "OTHER_REGISTERS", -100)
     """Three consumers have 160 registers a thread; S, P and O need 96 + 48 + 32."""

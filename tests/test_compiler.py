@@ -137,6 +137,7 @@ print(*(type(entry).__name__ for entry in entries))
 """
 
 
+@pytest.mark.compiles
 def test_a_process_compiles_its_first_kernels_in_threads(tmp_path):
     """With the real compiler, which may end the process if two threads use it."""
     printed = run_python(IN_THREADS, ROOT, TESTS, FA3_CACHE_DIR=str(tmp_path))
@@ -144,6 +145,7 @@ def test_a_process_compiles_its_first_kernels_in_threads(tmp_path):
     assert len(list(tmp_path.glob("*.o"))) == NUM_THREADS
 
 
+@pytest.mark.compiles
 def test_a_damaged_object_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
 
@@ -179,6 +181,7 @@ print(*(warning.message for warning in seen))
 """
 
 
+@pytest.mark.compiles
 def test_a_kernel_whose_source_is_edited_after_the_import_is_not_kept(tmp_path):
     """Its key would be that of the new source, and its code that of the old one."""
     copy, cache = tmp_path / "copy", tmp_path / "cache"
@@ -188,18 +191,24 @@ def test_a_kernel_whose_source_is_edited_after_the_import_is_not_kept(tmp_path):
     assert "sources have changed" in printed
 
 
-KEY = "from test_compiler import *; print(compiler.key_of(SMALL))"
+KEY = f"""
+from fa3.kernels.combine import Combine
+from fa3.running import compiler
+
+print(compiler.key_of({SMALL}))
+"""
 
 
 def test_what_the_environment_tells_the_compiler_is_part_of_the_key(monkeypatch):
     """All but the architecture, which is an option."""
-    key = run_python(KEY, ROOT, TESTS, CUTE_DSL_LINEINFO="1", CUTE_DSL_ARCH="sm_100a").strip()
+    key = run_python(KEY, ROOT, CUTE_DSL_LINEINFO="1", CUTE_DSL_ARCH="sm_100a").strip()
     assert key != compiler.key_of(SMALL)
     settings = sorted([*compiler.DSL_SETTINGS, ("CUTE_DSL_LINEINFO", "1")])
     monkeypatch.setattr(compiler, "DSL_SETTINGS", settings)
     assert key == compiler.key_of(SMALL)
 
 
+@pytest.mark.compiles
 def test_what_other_threads_print_is_no_remark_of_the_compiler():
     is_done = threading.Event()
 

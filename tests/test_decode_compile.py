@@ -63,6 +63,7 @@ def cases():
         yield f"modified-{head_dims}", spec, CACHES["contiguous"], StreamK
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("spec", "cache", "cut"), [case[1:] for case in cases()], ids=[case[0] for case in cases()]
 )
@@ -77,6 +78,7 @@ def test_machine_code_of_decode(spec, cache, cut):
     check_dependent_launch(report)
 
 
+@pytest.mark.compiles
 def test_machine_code_with_long_places():
     """Places in the line take two registers each, and are passed on in two halves."""
     spec, cache = spec_of(mask="causal"), CACHES["page64"]
@@ -157,6 +159,7 @@ COMBINES = (
 )
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kernel", COMBINES, ids=str)
 def test_machine_code_of_combine(kernel):
     compiled = compile_kernel(kernel)

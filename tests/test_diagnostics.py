@@ -23,6 +23,8 @@ from fa3.scores.diagnostics import explain
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.templates import Template
 
+pytestmark = pytest.mark.compiles
+
 SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=True)
 
 

@@ -83,6 +83,7 @@ def test_the_prefix_spares_what_it_hides_and_masks_only_the_diagonal():
     assert touched == sum(2 * m + 2 for m in range(8)) + sum(max(8, 2 * m + 2) for m in range(8))
 
 
+@pytest.mark.compiles
 @each_example
 def test_compiles_without_spills(example):
     problem = make_problem(3, 1000, 1000, 2, 2)
