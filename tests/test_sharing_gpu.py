@@ -1,8 +1,10 @@
 """Calls that share a GPU's streams and memory: threads, interruptions, graphs, queued work."""
 
+import functools
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,7 +94,7 @@ def test_an_interruption_between_launches_leaves_nothing_behind(error, device, m
     def interrupt(*arguments):
         raise error("between two launches")
 
-    broken = api.replace(real, again=real.again._replace(kernel=interrupt))
+    broken = replace(real, again=real.again._replace(kernel=interrupt))
     for _ in range(3):
         with pytest.raises(error):
             broken.launch(q, k, v, torch.empty_like(q), lse, None, 128**-0.5)
@@ -185,7 +187,7 @@ def test_what_a_graph_used_comes_back_when_it_goes(device):
 
 def test_shapes_are_not_remembered_for_ever(device, monkeypatch):
     """What 300 shapes take is let go when others come."""
-    bounded = api.functools.lru_cache(maxsize=20)(prepare_forward.__wrapped__)
+    bounded = functools.lru_cache(maxsize=20)(prepare_forward.__wrapped__)
     monkeypatch.setattr(api, "prepare_forward", bounded)
 
     def sweep() -> int:
