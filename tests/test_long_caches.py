@@ -27,7 +27,7 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.workspace import WorkspaceSize
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules import stream_k
-from fa3.schedules.cached_lengths import LONGEST, capacity_of
+from fa3.schedules.sequences import LONGEST, capacity_of
 from fa3.schedules.stream_k import HostLengths, Pieces, Place, StreamK, Units, Walk, Whole, segments
 from fa3.scores.masks import Band, Sequence
 

@@ -115,7 +115,7 @@ def test_a_balanced_list_ends_within_one_tile(schedule, durations):
 def key_blocks_per_cluster(plan) -> list[int]:
     """Count the key blocks that each cluster walks."""
     problem, config = plan.problem, plan.config
-    sequence = Sequence.of(problem)
+    sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
     rows = config.tile_m * config.cluster_m
 
     def cost(tile: Tile) -> int:

@@ -33,7 +33,7 @@ from fa3.calls.operands import (
 )
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST
-from fa3.schedules.cached_lengths import LONGEST, capacity_of
+from fa3.schedules.sequences import LONGEST, capacity_of
 
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")

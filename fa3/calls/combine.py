@@ -30,7 +30,7 @@ from fa3.calls.operands import (
 from fa3.calls.options import shown
 from fa3.kernels.combine import Combine
 from fa3.problem import REMEMBERED
-from fa3.reference.forward import merge
+from fa3.reference.block_loop import merge
 from fa3.running.compiler import load_kernel
 
 MAX_COMBINED_HEAD_DIM = 512

@@ -18,7 +18,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.reference.cache import CacheOperands, execute_decode
 from fa3.running.compiler import load_kernel
-from fa3.schedules.cached_lengths import capacity_of
+from fa3.schedules.sequences import capacity_of
 from fa3.scores.masks import Band
 
 

@@ -19,7 +19,7 @@ from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
-from fa3.schedules.cached_lengths import LONGEST
+from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import Pieces
 from fa3.scores.masks import Band, Sequence
 

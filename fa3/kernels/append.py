@@ -24,7 +24,7 @@ from cutlass import Boolean, Float32, Int32
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
-from fa3.schedules.cached_lengths import capacity_of
+from fa3.schedules.sequences import capacity_of
 
 THREADS = 256
 

@@ -33,6 +33,7 @@ Source: Dao et al., Flash-Decoding for long-context inference (2023); Osama et a
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import cutlass
@@ -45,6 +46,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
+from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
     EVICT_NORMAL,
@@ -68,8 +70,8 @@ from fa3.primitives.turns import NoTurns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules.cached_lengths import CacheLengths, capacity_of
 from fa3.schedules.segment import Segment, Tile
+from fa3.schedules.sequences import Cached, capacity_of
 from fa3.schedules.stream_k import StreamK, Units, Walk, Whole, locate
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
@@ -259,7 +261,7 @@ class Decode(AttentionKernel):
         """This CTA's segments."""
         capacity, window, num_m_blocks, num_heads = sizes
         _, mask, _ = bind(self.spec, operands.modifiers)
-        lengths = CacheLengths(
+        lengths = Cached(
             operands.seqlens,
             operands.tables,
             mask,
@@ -347,23 +349,16 @@ class Decode(AttentionKernel):
         while walk.is_valid(cursor):
             following = walk.next(cursor)
             keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
-            load_k, load_v = blocks_k.loader(keys), blocks_v.loader(keys)
+            stream = BlockStream(
+                partial(blocks_k.find, keys=keys),
+                partial(load_block, blocks_k.loader(keys), pipelines.k),
+                partial(load_block, blocks_v.loader(keys), pipelines.v),
+                is_ahead=not self.gathers,
+            )
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
-            places = blocks_k.find(n_block, keys)
-            if cutlass.const_expr(not self.gathers):
-                # K one block ahead of V, as the consumer uses them.
-                k_state = load_block(load_k, pipelines.k, places, k_state)
-            while n_block > begin:
-                n_block -= 1
-                # The page table is read while there is no room for another block.
-                next_places = blocks_k.find(n_block, keys)
-                places_k = places if self.gathers else next_places
-                k_state = load_block(load_k, pipelines.k, places_k, k_state)
-                v_state = load_block(load_v, pipelines.v, places, v_state)
-                places = next_places
-            if cutlass.const_expr(self.gathers):
-                k_state = load_block(load_k, pipelines.k, places, k_state)
-            v_state = load_block(load_v, pipelines.v, places, v_state)
+            places, k_state = stream.first(n_block, k_state)
+            places, k_state, v_state = stream.rest(begin, n_block, places, k_state, v_state)
+            k_state, v_state = stream.last(places, k_state, v_state)
             cursor = following
 
     @cute.jit

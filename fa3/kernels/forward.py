@@ -39,6 +39,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.kernels.forward_launch import BOUNDED, REGISTERS, ForwardArguments, ForwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, AttentionKernel, Mmas
+from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.part_merge import PartMerge
@@ -53,6 +54,7 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile, TileOrder
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
+from fa3.schedules.sequences import Dense
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
@@ -144,7 +146,7 @@ class Forward(AttentionKernel):
         call = ForwardArguments(*given)
         config = self.config
         window = Window(call.window_left, call.window_right)
-        sequence = Sequence(call.q.shape[1], call.k.shape[1], window)
+        sequences = Dense(call.q.shape[1], call.k.shape[1], window)
         q, k, v, o = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
             for t in (call.q, call.k, call.v, call.o)
@@ -173,7 +175,7 @@ class Forward(AttentionKernel):
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
-        self.kernel(operands, call.softmax_scale, sequence, schedule).launch(
+        self.kernel(operands, call.softmax_scale, sequences, schedule).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
@@ -220,7 +222,7 @@ class Forward(AttentionKernel):
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, softmax_scale: Float32, sequence: Sequence, schedule):
+    def kernel(self, operands: Operands, softmax_scale: Float32, sequences: Dense, schedule):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -236,10 +238,10 @@ class Forward(AttentionKernel):
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
-                self.load(operands, smem, pipelines, sequence, schedule.for_producer(), cursor)
+                self.load(operands, smem, pipelines, sequences, schedule.for_producer(), cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.mma(operands, smem, pipelines, softmax_scale, sequence, schedule, cursor)
+            self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
 
     @cute.jit
     def setup_shared_memory(self, schedule):
@@ -332,7 +334,7 @@ class Forward(AttentionKernel):
         operands: Operands,
         smem: SmemTensors,
         pipelines: Pipelines,
-        sequence,
+        sequences: Dense,
         schedule,
         cursor,
     ):
@@ -345,6 +347,7 @@ class Forward(AttentionKernel):
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             tile = self.tile_of(segment, rank)
+            sequence = sequences.sequence(sequences.read(tile.batch))
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             head_kv = tile.head // self.spec.qhead_per_kvhead
             of_keys = (head_kv, tile.batch, 1, rank, config.cluster)
@@ -354,15 +357,13 @@ class Forward(AttentionKernel):
             load_k = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)
             load_v = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)
 
+            stream = BlockStream(lambda n_block: n_block, load_k, load_v)
             n_block = blocks.end - 1
-            k_state = load_k(n_block, k_state)
+            place, k_state = stream.first(n_block, k_state)
             q_state = load_q(tile.m_block, q_state)
-            while n_block > blocks.begin:
-                k_state = load_k(n_block - 1, k_state)
-                v_state = load_v(n_block, v_state)
-                n_block -= 1
+            place, k_state, v_state = stream.rest(blocks.begin, n_block, place, k_state, v_state)
             cursor = schedule.next(cursor)
-            v_state = load_v(n_block, v_state)
+            k_state, v_state = stream.last(place, k_state, v_state)
         schedule.finish()
         if cutlass.const_expr(config.cluster > 1):
             # Stay until the peer has released what this CTA sent: it signals barriers in here.
@@ -378,7 +379,7 @@ class Forward(AttentionKernel):
         smem: SmemTensors,
         pipelines: Pipelines,
         softmax_scale: Float32,
-        sequence: Sequence,
+        sequences: Dense,
         schedule,
         cursor,
     ):
@@ -403,6 +404,7 @@ class Forward(AttentionKernel):
             tile = self.tile_of(segment, rank)
             slab = tile.m_block * config.consumers + group
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
+            sequence = sequences.sequence(sequences.read(tile.batch))
             rules = Rules.of(
                 scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
             )

@@ -89,7 +89,7 @@ class Tiled:
 @functools.lru_cache(maxsize=8)
 def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.Blocks:
     """The key blocks of every `rows` query rows, from the first on, in arrays."""
-    sequence = masks.Sequence.of(problem)
+    sequence = masks.Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
     first_rows = np.arange(0, problem.seqlen_q, rows)
     blocks = problem.spec.mask.key_blocks(first_rows, rows, tile_n, sequence)
     # Without a mask all rows have the same blocks, as numbers.

@@ -5,7 +5,6 @@ each part's output and log-sum-exp in float32 in its slot, and merges the slots 
 order of its keys, as `fa3.kernels.combine` does.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,14 +13,13 @@ from torch.nn.functional import pad
 
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes
+from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.coords import Position
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import Window
-from fa3.reference.forward import CPU, RunningSoftmax, merge, with_sink
-from fa3.schedules.cached_lengths import capacity_of
+from fa3.reference.block_loop import CPU, HostTensor, RunningSoftmax, attend, merge, with_sink
 from fa3.schedules.segment import Segment, Tile
+from fa3.schedules.sequences import Cached, capacity_of
 from fa3.schedules.stream_k import records, segments
-from fa3.scores.masks import Band, Sequence
 from fa3.scores.scores import Score, bind
 
 
@@ -154,8 +152,16 @@ def execute_decode(
     """
     out, sizes = operands.out, plan.sizes
     scores, mask, sinks = bind(plan.spec, tensors)
-    walked = CacheWalk(operands, sizes, softmax_scale, scores, mask, sinks, plan.window)
-    work = plan.cut, walked.blocks(), sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas
+    leftpad = operands.cache_leftpad
+    tables = CacheTables(None, None if leftpad is None else HostTensor(leftpad), None)
+    sequences = Cached(
+        HostTensor(operands.cache_seqlens), tables, mask, sizes.seqlen_q, sizes.capacity,
+        plan.window, TILE_N,
+    )  # fmt: skip
+    walked = CacheWalk(operands, sizes, softmax_scale, scores, sinks, sequences)
+    known = map(sequences.read, range(sizes.batch))
+    blocks = [(of.begin, of.end) for of in map(sequences.blocks, known)]
+    work = plan.cut, blocks, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas
     slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def store(tile: Tile, rows_out: torch.Tensor, rows_lse: torch.Tensor) -> None:
@@ -183,29 +189,8 @@ class CacheWalk:
     sizes: Sizes
     softmax_scale: float
     scores: tuple[Score, ...]
-    mask: Band
     sinks: torch.Tensor | None
-    window: Window
-
-    def sequence(self, batch: int) -> Sequence:
-        """A sequence as the mask sees it: its keys are counted from behind the padding."""
-        seqlen = self.count(self.operands.cache_seqlens, batch)
-        return Sequence(self.sizes.seqlen_q, max(seqlen - self.leftpad(batch), 0), self.window)
-
-    def leftpad(self, batch: int) -> int:
-        return self.count(self.operands.cache_leftpad, batch)
-
-    def count(self, table: torch.Tensor | None, batch: int) -> int:
-        """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
-        return 0 if table is None else min(max(table[batch].item(), 0), self.sizes.capacity)
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """Key blocks that the queries of each sequence touch."""
-        found = []
-        for batch in range(self.sizes.batch):
-            blocks = self.mask.key_blocks(0, self.sizes.seqlen_q, TILE_N, self.sequence(batch))
-            found.append((blocks.begin, blocks.end))
-        return found
+    sequences: Cached
 
     def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and query head of each row of a tile."""
@@ -220,32 +205,24 @@ class CacheWalk:
         return None if self.sinks is None else self.sinks[head].float()
 
     def attend(self, segment: Segment) -> RunningSoftmax:
-        """Attend the rows of a tile to some of its key blocks, from the last to the first."""
+        """Attend the rows of a tile to some of its key blocks."""
         tile, (query, head) = segment.tile, self.rows(segment.tile)
-        sequence, leftpad = self.sequence(tile.batch), self.leftpad(tile.batch)
-        q = self.operands.q[tile.batch, query, head].float()
-        visible = self.mask.key_range(query.numpy(), sequence)
-        first, end = (torch.as_tensor(bound, device=CPU).reshape(-1, 1) for bound in visible)
-        scale = 1.0 if self.scores else self.softmax_scale
-        softmax = RunningSoftmax(len(query), self.operands.out.shape[3], scale * math.log2(math.e))
-        for n_block in reversed(range(segment.begin, segment.end)):
-            key = n_block * TILE_N + torch.arange(TILE_N, device=CPU)
-            k, v = self.key_block(tile, leftpad + key[key < sequence.seqlen_k])
-            at = Position(
-                tile.batch,
-                head[:, None],
-                query[:, None],
-                key.clamp(max=sequence.seqlen_k - 1),
-                sequence.seqlen_q,
-                sequence.seqlen_k,
-            )
-            values = q @ k.float().T
-            if self.scores:
-                values = values * self.softmax_scale
-            for score in self.scores:
-                values = score.reference(values, at)
-            softmax.add(values.masked_fill((key < first) | (key >= end), -torch.inf), v)
-        return softmax
+        known = self.sequences.read(tile.batch)
+        sequence, (_, leftpad) = self.sequences.sequence(known), known
+        ranges = self.sequences.mask.key_range(query.numpy(), sequence)
+        first, end = (torch.as_tensor(bound, device=CPU).reshape(-1, 1) for bound in ranges)
+
+        def load(n_block: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.key_block(tile, leftpad + key[key < sequence.seqlen_k])
+
+        def seen(n_block: int, at: Position, key: torch.Tensor) -> torch.Tensor:
+            return (key >= first) & (key < end)
+
+        return attend(
+            self.operands.q[tile.batch, query, head], (tile.batch, head[:, None], query[:, None]),
+            sequence, range(segment.begin, segment.end), TILE_N, load, seen, self.scores,
+            self.softmax_scale, self.operands.out.shape[3],
+        )  # fmt: skip
 
     def key_block(self, tile: Tile, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One head's keys and values at some positions, and zeros up to the size of a block."""

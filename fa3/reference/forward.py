@@ -12,7 +12,6 @@ tile is computed a second time.
     out, lse = execute(plan, q, k, v, softmax_scale)     # run it
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
@@ -23,8 +22,9 @@ from torch.nn.functional import pad
 
 from fa3.planning.plan import Plan
 from fa3.primitives.coords import Position
-from fa3.primitives.softmax import SLACK
+from fa3.reference.block_loop import CPU, HostTensor, RunningSoftmax, attend, merge, with_sink
 from fa3.schedules import Segment, walk
+from fa3.schedules.sequences import Dense
 from fa3.scores.masks import Blocks, Intersection, Sequence
 from fa3.scores.scores import Score, bind
 
@@ -49,20 +49,6 @@ class Step(NamedTuple):
     blocks: Blocks
 
 
-class HostTensor:
-    """A tensor whose elements are Python numbers, as a mask's ranges read them."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def __getitem__(self, index) -> int | float:
-        return self.tensor[index].item()
-
-
 def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
     """Yield a plan's work in rounds: the first tile of every cluster, then the second, and on.
 
@@ -73,7 +59,7 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
     if tensors or not plan.problem.spec.modifier_types:
         _, mask, _ = bind(plan.problem.spec, map(HostTensor, tensors))
     schedule, config = plan.schedule, plan.config
-    sequence = Sequence.of(plan.problem)
+    sequences = Dense.of(plan.problem)
     rows_of_cluster = config.cluster_m * config.tile_m
     walks = [walk(schedule, cluster) for cluster in range(schedule.num_clusters)]
     for segments in zip_longest(*walks):
@@ -81,6 +67,7 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
             if segment is None:
                 continue
             tile = segment.tile
+            sequence = sequences.sequence(sequences.read(tile.batch))
             begin = tile.m_block * rows_of_cluster
             head = tile.head * config.cluster_h
             blocks = mask.at(tile.batch, head).key_blocks(
@@ -93,10 +80,6 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
                 first = of_rows * config.tile_m
                 rows = range(begin, sequence.seqlen_q)[first : first + config.tile_m]
                 yield Step(cluster, rank, segment, head + of_head, rows, blocks)
-
-
-CPU = torch.device("cpu")
-"""Where new tensors are, whatever default the caller has set."""
 
 
 # Whoever computes in 16 bits around a call still gets sums in 32 from it, as from the kernels.
@@ -133,7 +116,7 @@ def execute(
         rows = slice(step.rows.start, step.rows.stop)
         batch, head = step.segment.tile.batch, step.head
         of_head_kv = batch, slice(None), head // spec.qhead_per_kvhead
-        softmax = attend(
+        softmax = attend_step(
             plan, step, q[batch, rows, head], k[of_head_kv], v[of_head_kv], softmax_scale,
             scores, mask,
         )  # fmt: skip
@@ -149,57 +132,7 @@ def execute(
     return out, lse
 
 
-def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge outputs (rows, head_dim_v) and log-sum-exps (rows,) over parts of the keys."""
-    outs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
-    lse = lses.logsumexp(dim=0)
-    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
-    return (outs * weights[..., None]).sum(dim=0), lse
-
-
-def with_sink(
-    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let a sink join the sums of rows (rows, head_dim_v) and (rows,)."""
-    if sink is None:
-        return out, lse
-    joined = torch.logaddexp(lse, sink)
-    return out * torch.exp(lse - joined).nan_to_num(0.0)[:, None], joined
-
-
-class RunningSoftmax:
-    """Softmax of rows that come in blocks of keys, as the kernels keep it; all in float32."""
-
-    def __init__(self, num_rows: int, head_dim_v: int, scale_log2: float):
-        self.scale_log2 = scale_log2
-        self.reference = torch.full((num_rows, 1), -torch.inf, device=CPU)
-        self.row_sum = torch.zeros(num_rows, 1, device=CPU)
-        self.acc_O = torch.zeros(num_rows, head_dim_v, device=CPU)
-
-    def add(self, scores: torch.Tensor, v: torch.Tensor) -> None:
-        """Take a block's scores (rows, keys) and values (keys, head_dim_v)."""
-        row_max = scores.amax(dim=1, keepdim=True)
-        outgrown = (row_max - self.reference) * self.scale_log2 > SLACK
-        before, self.reference = self.reference, torch.where(outgrown, row_max, self.reference)
-        # A row hidden so far has reference -inf; exp2(-inf - 0) is the 0 that it needs.
-        scaled = self.reference.masked_fill(self.reference == -torch.inf, 0.0) * self.scale_log2
-        correction = torch.exp2(before * self.scale_log2 - scaled)
-        p = torch.exp2(scores * self.scale_log2 - scaled)
-        self.row_sum = self.row_sum * correction + p.sum(dim=1, keepdim=True)
-        self.acc_O = self.acc_O * correction + p.to(v.dtype).float() @ v.float()
-
-    def finish(self, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give output (rows, head_dim_v) and log-sum-exp (rows,); a sink joins the sums.
-
-        The sink is a number, or one for each row.
-        """
-        lse = (self.reference * self.scale_log2 + torch.log2(self.row_sum)) * math.log(2.0)
-        lse = lse.masked_fill(self.row_sum == 0.0, -torch.inf)
-        out = (self.acc_O / self.row_sum).masked_fill(self.row_sum == 0.0, 0.0)
-        return with_sink(out, lse.squeeze(1), sink)
-
-
-def attend(
+def attend_step(
     plan: Plan,
     step: Step,
     q: torch.Tensor,
@@ -209,35 +142,27 @@ def attend(
     scores: tuple[Score, ...],
     mask,
 ) -> RunningSoftmax:
-    """Attend the rows of one step to its key blocks, from the last to the first.
+    """Attend the rows of one step to its key blocks.
 
     q (rows, head_dim) holds the step's rows; k (seqlen_k, head_dim) and v (seqlen_k, head_dim_v)
     are whole; scores and mask are bound to their tensors.
     """
-    tile_n, blocks = plan.config.tile_n, step.blocks
-    sequence = Sequence.of(plan.problem)
+    tile_n, blocks, batch = plan.config.tile_n, step.blocks, step.segment.tile.batch
+    sequences = Dense.of(plan.problem)
+    sequence = sequences.sequence(sequences.read(batch))
     query = torch.arange(step.rows.start, step.rows.stop, device=CPU)[:, None]
-    unit = 1.0 if scores else softmax_scale
-    softmax = RunningSoftmax(len(step.rows), v.shape[1], unit * math.log2(math.e))
-    for n_block in reversed(range(blocks.begin, blocks.end)):
-        key = n_block * tile_n + torch.arange(tile_n, device=CPU)
-        at = Position(
-            step.segment.tile.batch,
-            step.head,
-            query,
-            key.clamp(max=sequence.seqlen_k - 1),
-            sequence.seqlen_q,
-            sequence.seqlen_k,
-        )
-        values = q.float() @ key_block(k, n_block, tile_n).float().T
-        if scores:
-            values = values * softmax_scale
-        for score in scores:
-            values = score.reference(values, at)
-        if not blocks.full_begin <= n_block < blocks.full_end:
-            values = values.masked_fill(~visible(mask, at, key, sequence), -torch.inf)
-        softmax.add(values, key_block(v, n_block, tile_n))
-    return softmax
+
+    def load(n_block: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_block(k, n_block, tile_n), key_block(v, n_block, tile_n)
+
+    def seen(n_block: int, at: Position, key: torch.Tensor) -> torch.Tensor | None:
+        is_full = blocks.full_begin <= n_block < blocks.full_end
+        return None if is_full else visible(mask, at, key, sequence)
+
+    return attend(
+        q, (batch, step.head, query), sequence, range(blocks.begin, blocks.end), tile_n, load,
+        seen, scores, softmax_scale, v.shape[1],
+    )  # fmt: skip
 
 
 def visible(mask, at: Position, key: torch.Tensor, sequence: Sequence) -> torch.Tensor:

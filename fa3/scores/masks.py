@@ -32,7 +32,7 @@ from cutlass.base_dsl.typing import Integer
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.coords import Position, ScoreCoords
-from fa3.problem import NO_BOUND, Problem, Window
+from fa3.problem import NO_BOUND, Window
 from fa3.scores.templates import Template
 
 
@@ -77,11 +77,6 @@ class Sequence(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     window: Window
-
-    @classmethod
-    def of(cls, problem: Problem) -> "Sequence":
-        """That of every sequence of a problem."""
-        return cls(problem.seqlen_q, problem.seqlen_k, problem.window)
 
     @property
     def offset(self):

@@ -1,14 +1,19 @@
-"""The lengths of cached sequences in device memory, and what follows from them."""
+"""The sequences of a call: how long each is and where its keys lie.
+
+`read` gives what is known of a sequence as a tuple of integers, which a cursor can carry;
+`sequence` makes of it what masks work on. The same arithmetic runs on Python integers (reference,
+tests) and on values inside a kernel.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
-from fa3.problem import Window
+from fa3.problem import Problem, Window
 from fa3.scores.masks import Blocks, Sequence
 
 LONGEST = 2**31 - 2**20
@@ -23,11 +28,39 @@ def capacity_of(page_size, num_pages=1):
     return page_size * smaller(num_pages, LONGEST // larger(page_size, 1))
 
 
-@dataclass(frozen=True)
-class CacheLengths:
-    """The lengths of the sequences, as `schedules.split.Lengths` wants them.
+class Sequences(Protocol):
+    """The sequences of a call."""
 
-    What is known of a sequence are its keys, padding included, and how many of them are padding.
+    def read(self, batch) -> tuple:
+        """What is known of a sequence."""
+
+    def sequence(self, known: tuple) -> Sequence:
+        """Its lengths, as a mask sees them."""
+
+
+class Dense(NamedTuple):
+    """Sequences of equal lengths, each in its own row of the tensors."""
+
+    seqlen_q: int
+    seqlen_k: int
+    window: Window
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Dense":
+        return cls(problem.seqlen_q, problem.seqlen_k, problem.window)
+
+    def read(self, batch) -> tuple:
+        return ()
+
+    def sequence(self, known: tuple) -> Sequence:
+        return Sequence(self.seqlen_q, self.seqlen_k, self.window)
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Sequences whose keys lie in a cache, and whose lengths lie in memory.
+
+    What is known of one are its keys, padding included, and how many of them are padding.
 
     Fields:
         seqlens: (batch,) int32, keys of the sequences, padding included.
@@ -38,11 +71,11 @@ class CacheLengths:
     seqlens: cute.Tensor
     tables: CacheTables
     mask: object
-    seqlen_q: Int32
-    capacity: Int32
+    seqlen_q: int
+    capacity: int
     window: Window
     tile_n: int
-    is_early: bool
+    is_early: bool = False
 
     @property
     def num_sequences(self):
@@ -51,19 +84,20 @@ class CacheLengths:
     def read(self, batch) -> tuple:
         return self.count(self.seqlens, batch), self.count(self.tables.leftpad, batch)
 
-    def count(self, table: cute.Tensor | None, batch) -> Int32:
+    def count(self, table: cute.Tensor | None, batch):
         """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
         if table is None:
-            return Int32(0)
-        return cutlass.max(cutlass.min(self.entry(table, batch), self.capacity), 0)
+            # A cursor carries it: in a kernel it must be one of the kernel's numbers.
+            return 0 if isinstance(self.capacity, int) else Int32(0)
+        return larger(smaller(self.entry(table, batch), self.capacity), 0)
 
-    def entry(self, table: cute.Tensor, batch) -> Int32:
+    def entry(self, table: cute.Tensor, batch):
         return read_early(table, batch) if self.is_early else table[batch]
 
     def sequence(self, length: tuple) -> Sequence:
         """The sequence as the mask sees it: its keys are counted from behind the padding."""
         seqlen, leftpad = length
-        return Sequence(self.seqlen_q, cutlass.max(seqlen - leftpad, 0), self.window)
+        return Sequence(self.seqlen_q, larger(seqlen - leftpad, 0), self.window)
 
     def blocks(self, length: tuple) -> Blocks:
         """Blocks that the queries of a sequence touch; all of its tiles walk them."""
@@ -83,9 +117,9 @@ class CacheLengths:
         tables, row, (_, leftpad) = self.tables, tile.batch, length
         if tables.batch_idx is not None:
             # Behind the last sequence only if lengths change while they are read early.
-            row = self.entry(tables.batch_idx, cutlass.min(row, self.num_sequences - 1))
+            row = self.entry(tables.batch_idx, smaller(row, self.num_sequences - 1))
         if tables.page_table is not None:
-            row = cutlass.max(cutlass.min(row, tables.page_table.shape[0] - 1), 0)
+            row = larger(smaller(row, tables.page_table.shape[0] - 1), 0)
         sequence = self.sequence(length)
         first, _ = self.mask.key_range(0, sequence)
         return Keys(row, tile.head, leftpad, first, sequence.seqlen_k - 1)
