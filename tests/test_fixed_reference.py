@@ -124,7 +124,7 @@ def test_a_tile_has_no_more_warps_than_there_are_marks_for():
 
 @pytest.mark.parametrize("counts", [(0, 0, 4), (8, 0, 0), (12, 4, 0), (12, 0, 8), (0, 4, 0)])
 def test_counters_of_a_launch_do_not_overlap(counts):
-    call = PreparedCall(None, None, (), (), (), num_counters=counts, total_counters=sum(counts))
+    call = PreparedCall(None, (), (), num_counters=counts, total_counters=sum(counts))
     found = call.divide(torch.arange(100))
     sizes = [0 if part is None else len(part) for part in found]
     assert sizes == list(counts) or sizes == [100 if count else 0 for count in counts]

@@ -81,7 +81,8 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
         words.zero_()
 
     modifiers = None if alibi_slopes is None else (alibi_slopes,)
-    replace(call, again=call.again._replace(kernel=look)).launch(
+    first, again = call.launches
+    replace(call, launches=(first, again._replace(kernel=look))).launch(
         q, k, v, out, lse, modifiers, q.shape[3] ** -0.5
     )
     return found, out, lse

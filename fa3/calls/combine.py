@@ -28,7 +28,7 @@ from fa3.calls.operands import (
     operand_of,
 )
 from fa3.calls.options import shown
-from fa3.kernels.combine import Combine
+from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED
 from fa3.reference.block_loop import merge
 from fa3.running.compiler import load_kernel
@@ -93,7 +93,10 @@ def flash_attn_combine(
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
     lse = out_partial.new_empty(batch, heads, seqlen)
     if call is not None:
-        call.kernel(out, lse, None, out_partial, lse_partial, None, 1, 0, 0, call.num_ctas)
+        arguments = CombineArguments(
+            out, lse, dense_o=out_partial, dense_lse=lse_partial, sets=call.num_ctas
+        )
+        call.kernel(*arguments)
     else:
         merged, merged_lse = merge(list(zip(out_partial, lse_partial, strict=True)))
         out.copy_(merged)

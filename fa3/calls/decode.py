@@ -6,14 +6,16 @@ only: a captured graph stays right while they grow.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.kernels.combine import CombineArguments
+from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
+from fa3.planning.launch import Launch
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.reference.cache import CacheOperands, execute_decode
@@ -27,34 +29,19 @@ class PreparedDecode:
     """What a call's shapes and options lead to.
 
     Fields:
-        kernel: the compiled decode kernel, None on the CPU; `arguments` what it takes after the
-            scale.
-        combine: the compiled combine kernel, and `combine_arguments` what it takes after the
-            workspace; None if tiles are never split.
-        workspace: numbers of 32 bits.
+        launches: those of the plan with their kernels loaded; none on the CPU.
+        workspace: numbers of 32 bits that parts take.
     """
 
     plan: DecodePlan
-    kernel: Callable | None = None
-    arguments: tuple[int, ...] = ()
-    combine: Callable | None = None
-    combine_arguments: tuple[int, ...] = ()
+    launches: tuple[Launch, ...] = ()
     workspace: int = 0
 
     @classmethod
     def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
         """Load the kernels of a plan."""
-        kernel, combine = load_kernel(plan.kernel()), plan.combine()
-        if combine is None:
-            return cls(plan, kernel, plan.kernel_arguments)
-        return cls(
-            plan,
-            kernel,
-            plan.kernel_arguments,
-            load_kernel(combine),
-            plan.combine_arguments,
-            plan.workspace.numbers(plan.spec.head_dim_v),
-        )
+        launches = tuple(one.loaded(load_kernel) for one in plan.launches)
+        return cls(plan, launches, plan.workspace.numbers(plan.spec.head_dim_v))
 
 
 def attend_with_cache(
@@ -87,18 +74,21 @@ def attend_with_cache(
         (lse is not None, batch_idx is not None, leftpad is not None),
         modifiers.structure, window, num_splits, batch_invariant, sm_margin,
     )  # fmt: skip
-    if call.kernel is None:
+    if not call.launches:
         execute_decode(call.plan, operands, softmax_scale, modifiers.tensors)
         return
+    (kernel, integers), *merges = call.launches
     workspace = None
-    if call.combine is not None:
+    if merges:
         workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
-    call.kernel(
-        q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table,
-        modifiers.tensors, workspace, softmax_scale, *call.arguments,
+    kernel(
+        *DecodeArguments(
+            q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, modifiers.tensors,
+            workspace, softmax_scale, *integers,
+        )
     )  # fmt: skip
-    if call.combine is not None:
-        call.combine(out, lse, sinks, None, None, workspace, *call.combine_arguments)
+    for combine, sizes in merges:
+        combine(*CombineArguments(out, lse, sinks, None, None, workspace, *sizes))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

@@ -6,9 +6,7 @@ allocation of its outputs and the launch.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import torch
 
@@ -40,7 +38,9 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
+from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.gpu import H200
+from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_forward, schedule_name
 from fa3.primitives.arithmetic import LARGEST
@@ -83,31 +83,27 @@ class PreparedCall:
 
     Fields:
         plan: how it runs; None if there is nothing to compute.
-        kernel: the compiled kernel on a GPU, None on the CPU.
-        plan_arguments: the kernel's arguments after the scale, up to what the schedule reads.
+        launches: those of the plan with their kernels loaded; none on the CPU.
         table: what the schedule reads.
         num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
             and `total_counters` all of them.
         parts: what the kernel takes if the plan splits tiles.
-        again: the launch that follows if the softmax has a reference that does not follow.
     """
 
     plan: Plan | None
-    kernel: Callable | None
-    plan_arguments: tuple
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    launches: tuple[Launch, ...] = ()
     table: Table | None = None
     num_counters: tuple[int, int, int] = (0, 0, 0)
     parts: "Parts | None" = None
-    again: "Again | None" = None
     total_counters: int = 0
 
     @classmethod
     def on_gpu(
         cls, plan: Plan, device: torch.device, out_shape, lse_shape, is_recorded: bool = False
     ) -> "PreparedCall":
-        """Load the kernel of a plan, the instrumented one if it `is_recorded`."""
+        """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
         parts = Parts.of(plan) if plan.schedule.splits else None
         again = plan.again
         counts = (
@@ -118,14 +114,12 @@ class PreparedCall:
         counts = tuple(-(-count // ALIGNED) * ALIGNED for count in counts)
         return cls(
             plan,
-            load_kernel(plan.kernel(is_recorded)),
-            plan.kernel_arguments,
             out_shape,
             lse_shape,
+            tuple(one.loaded(load_kernel) for one in plan.launches(is_recorded)),
             None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
             counts,
             parts,
-            Again(load_kernel(again.kernel()), again.kernel_arguments) if again else None,
             sum(counts),
         )
 
@@ -140,7 +134,7 @@ class PreparedCall:
         scale: float,
         recording: torch.Tensor | None = None,
     ) -> None:
-        """Run the kernel on the current stream of q's GPU."""
+        """Run the kernels on the current stream of q's GPU."""
         device = q.device
         if device.index != current_device():
             with torch.cuda.device(device):
@@ -149,9 +143,10 @@ class PreparedCall:
         stream = current_stream(device.index)
         capture = capture_of(stream)
         state = None if self.table is None else self.table.on(stream, capture)
-        tensors = (q, k, v, out, lse, modifiers, scale)
+        tensors = q, k, v, out, lse, modifiers, scale
+        kernel, integers = self.launches[0]
         if not self.total_counters:
-            self.kernel(*tensors, *self.plan_arguments, state, None, None, 0, None, recording)
+            kernel(*ForwardArguments(*tensors, *integers, state, recording=recording))
             return
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
@@ -159,9 +154,9 @@ class PreparedCall:
         if of_schedule is not None:
             state = of_schedule
         parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
-        self.kernel(*tensors, *self.plan_arguments, state, *parts, marks, recording)
-        if self.again is not None:
-            self.again.kernel(*tensors, *self.again.plan_arguments, marks, *NO_PARTS, None, None)
+        kernel(*ForwardArguments(*tensors, *integers, state, *parts, marks, recording))
+        for kernel, integers in self.launches[1:]:
+            kernel(*ForwardArguments(*tensors, *integers, schedule_state=marks))
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)
 
@@ -171,13 +166,6 @@ class PreparedCall:
             return tuple(counters if count else None for count in self.num_counters)
         those = counters[: self.total_counters].split(self.num_counters)
         return tuple(part if len(part) else None for part in those)
-
-
-class Again(NamedTuple):
-    """The second launch, with its arguments as those of `PreparedCall`."""
-
-    kernel: Callable
-    plan_arguments: tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +328,7 @@ def flash_attn_func(
     else:
         check_forward_out(call, out, described, (q, k, v), modifiers)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
-    if call.kernel is not None:
+    if call.launches:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)
     elif call.plan is not None:
         run_on_host(call.plan, q, k, v, out, lse, modifiers.tensors, scale)
@@ -432,10 +420,10 @@ def prepare_forward(
     if 0 in (batch, seqlen_q, seqlen_k, heads_q):
         # There is no tile, so no plan either.
         schedule_name(schedule)
-        return PreparedCall(None, None, (), out_shape, lse_shape)
+        return PreparedCall(None, out_shape, lse_shape)
     plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if q.device.type == "cpu":
-        return PreparedCall(plan, None, (), out_shape, lse_shape)
+        return PreparedCall(plan, out_shape, lse_shape)
     return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)
 
 

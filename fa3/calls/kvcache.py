@@ -46,7 +46,7 @@ from fa3.calls.options import (
     reject_unsupported,
 )
 from fa3.calls.scheduler_metadata import SchedulerMetadata
-from fa3.kernels.append import MOST_VECTORS, Append, Rotary
+from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, REMEMBERED, Window
@@ -492,8 +492,9 @@ def append_tokens(
     seqlens, batch_idx, _, pages, cu_seqlens = integers
     total = seqlens.new_empty(call.description.batch)
     rotated = None if cos is None else q.new_empty(q.shape)
-    call.append(
+    arguments = AppendArguments(
         k, v, k_cache, v_cache, seqlens, total, cu_seqlens, batch_idx, pages,
         None if rotated is None else q, rotated, cos, sin, call.query_step,
     )  # fmt: skip
+    call.append(*arguments)
     return q if rotated is None else rotated, total

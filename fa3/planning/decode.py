@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fa3.kernels.combine import GROUPS, Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeConfig
+from fa3.planning.launch import Launch
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import padded
@@ -138,12 +139,15 @@ class DecodePlan:
         return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
 
     @property
-    def combine_arguments(self) -> tuple[int, ...]:
-        """The integers that `combine` takes after the workspace."""
-        size = self.workspace
+    def launches(self) -> tuple[Launch, ...]:
+        """What is launched: the kernel that attends; the one that merges, if there are parts."""
+        combine, size = self.combine(), self.workspace
+        attend = Launch(self.kernel(), self.kernel_arguments)
+        if combine is None:
+            return (attend,)
         # CTAs that share a tile's rows: enough that there is one for each SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
-        return (*size, sets)
+        return attend, Launch(combine, (*size, sets))
 
 
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:

@@ -10,6 +10,7 @@ from fa3.planning.checks import check_types
 from fa3.planning.costs import costs_of
 from fa3.planning.explanation import Candidate, Explanation, describe_config
 from fa3.planning.gpu import Gpu
+from fa3.planning.launch import Launch
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
 from fa3.planning.tiled import Tiled
@@ -66,6 +67,15 @@ class Plan:
         order = replace(Tiled(self.problem, self.gpu, config).order, heads_per_section=heads)
         schedule = Marked(order, min(self.gpu.num_sms, order.num_tiles))
         return replace(self, config=config, schedule=schedule)
+
+    def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
+        """What is launched: the plan's kernel, then the one for rows whose fixed reference failed.
+
+        Args:
+            is_recorded: whether the first is the instrumented kernel.
+        """
+        launch = Launch(self.kernel(is_recorded), self.kernel_arguments)
+        return (launch, *self.again.launches()) if self.again else (launch,)
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:

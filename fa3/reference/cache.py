@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from fa3.kernels.append import Append, Rotary
+from fa3.kernels.append import Append, AppendArguments, Rotary
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.coords import Position
@@ -61,24 +61,11 @@ class HostAppend:
     kernel: Append
 
     @torch.autocast("cpu", enabled=False)
-    def __call__(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        seqlens: torch.Tensor,
-        new_seqlens: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        batch_idx: torch.Tensor | None,
-        page_table: torch.Tensor | None,
-        q: torch.Tensor | None,
-        rotated: torch.Tensor | None,
-        cos: torch.Tensor | None,
-        sin: torch.Tensor | None,
-        query_step: int,
-    ) -> None:
-        """Write k and v into the cache, the new lengths, and the rotated queries."""
+    def __call__(self, *given) -> None:
+        """Take `AppendArguments`: write k and v to the cache, the new lengths, rotated queries."""
+        call = AppendArguments(*given)
+        k, v, k_cache, v_cache, seqlens, new_seqlens, cu_seqlens, batch_idx, page_table = call[:9]
+        q, rotated, cos, sin, query_step = call[9:]
         rotary, capacity = self.kernel.rotary, tokens_of_sequence(k_cache, page_table)
         for sequence, seqlen in enumerate(seqlens.clamp(0, capacity).tolist()):
             of_sequence = sequence
