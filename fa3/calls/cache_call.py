@@ -280,7 +280,7 @@ def is_visible(value: int | torch.Tensor) -> bool:
     return isinstance(value, int) or value.is_cpu or ASSERTIONS
 
 
-def read(name: str, tensor: torch.Tensor | None) -> list | None:
+def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
     """What lies in a tensor; None if there is none, or the host is not to see it.
 
     Raises:
@@ -335,10 +335,10 @@ def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None
             )
         seqlens = [cache_seqlens] * call.batch
     else:
-        seqlens = read("cache_seqlens", cache_seqlens)
+        seqlens = read_back("cache_seqlens", cache_seqlens)
     counts = [call.seqlen_new] * call.batch
     if cu_seqlens_k_new is not None:
-        bounds = read("cu_seqlens_k_new", cu_seqlens_k_new)
+        bounds = read_back("cu_seqlens_k_new", cu_seqlens_k_new)
         counts = None if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
         if bounds and (
             bounds[0] != 0 or bounds[-1] != call.seqlen_new or min(counts, default=0) < 0
@@ -349,9 +349,9 @@ def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None
     return HostValues(
         seqlens,
         counts,
-        read("cache_leftpad", cache_leftpad),
-        read("cache_batch_idx", cache_batch_idx),
-        read("page_table", page_table),
+        read_back("cache_leftpad", cache_leftpad),
+        read_back("cache_batch_idx", cache_batch_idx),
+        read_back("page_table", page_table),
     )
 
 

@@ -96,7 +96,7 @@ class PreparedCall:
     launches: tuple[Launch, ...] = ()
     table: Table | None = None
     num_counters: tuple[int, int, int] = (0, 0, 0)
-    parts: "Parts | None" = None
+    parts: "PartMemory | None" = None
     total_counters: int = 0
 
     @classmethod
@@ -104,7 +104,7 @@ class PreparedCall:
         cls, plan: Plan, device: torch.device, out_shape, lse_shape, is_recorded: bool = False
     ) -> "PreparedCall":
         """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
-        parts = Parts.of(plan) if plan.schedule.splits else None
+        parts = PartMemory.of(plan) if plan.schedule.splits else None
         again = plan.again
         counts = (
             again.schedule.num_counters if again else 0,
@@ -169,7 +169,7 @@ class PreparedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PartMemory:
     """What the kernel takes beside a call's tensors if the plan splits tiles.
 
     Fields:
@@ -183,7 +183,7 @@ class Parts:
     num_slots: int
 
     @classmethod
-    def of(cls, plan: Plan) -> "Parts":
+    def of(cls, plan: Plan) -> "PartMemory":
         num_slots, rows = plan.schedule.num_slots, plan.config.tile_m * plan.config.cluster
         columns = padded(plan.problem.spec.head_dim_v)
         return cls(

@@ -73,7 +73,7 @@ def share(first: Layout, second: Layout, distance: int) -> bool:
 
 def reaches(steps: Sequence[tuple[int, int]], low: int, high: int) -> bool:
     """Whether a sum of steps, each (length, most) taken 0 to `most` times, lies in [low, high]."""
-    steps = joined(steps)
+    steps = merged_steps(steps)
     lengths = [length for length, _ in steps]
     # Of the steps from each on.
     rest = [sum(length * most for length, most in steps[index:]) for index in range(len(steps) + 1)]
@@ -97,7 +97,7 @@ def reaches(steps: Sequence[tuple[int, int]], low: int, high: int) -> bool:
     return search(0, low, high)
 
 
-def joined(steps: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged_steps(steps: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same sums of fewer steps, the longest first."""
     found: list[tuple[int, int]] = []
     for length, most in sorted(steps):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fa3.calls.cache_call import LENGTHS, check_leftpads, is_visible, read
+from fa3.calls.cache_call import LENGTHS, check_leftpads, is_visible, read_back
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsupported
@@ -232,7 +232,7 @@ def host_lengths(
             check_shape(name, operand, shape, "batch_size")
     if not all(tensor is None or is_visible(tensor) for tensor, _ in tensors.values()):
         return None
-    lengths, ends, padding = (read(name, tensor) for name, (tensor, _) in tensors.items())
+    lengths, ends, padding = (read_back(name, tensor) for name, (tensor, _) in tensors.items())
     new = [max_seqlen_k_new] * batch
     if ends is not None:
         if ends[0] != 0:

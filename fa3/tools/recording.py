@@ -117,7 +117,7 @@ def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
     by_cta: dict[tuple, list[Note]] = {}
     for note in notes:
         place = note.m_block, note.head, note.batch, note.first_block, note.end_block
-        by_cta.setdefault((note.sm, key_of(plan, *place)), []).append(note)
+        by_cta.setdefault((note.sm, segment_key(plan, *place)), []).append(note)
     spans = []
     for (sm, key), group in by_cta.items():
         began, ended = min(note.began for note in group), max(note.ended for note in group)
@@ -136,11 +136,11 @@ def planned_segments(plan: Plan) -> dict[tuple, tuple[Segment, Cost]]:
     found = {}
     for span in plan.simulate().spans:
         tile, begin, end, _ = span.segment
-        found[key_of(plan, *tile, begin, end)] = span.segment, span.cost
+        found[segment_key(plan, *tile, begin, end)] = span.segment, span.cost
     return found
 
 
-def key_of(plan: Plan, m_block: int, head: int, batch: int, begin: int, end: int) -> tuple:
+def segment_key(plan: Plan, m_block: int, head: int, batch: int, begin: int, end: int) -> tuple:
     """What tells a segment of a plan from the others."""
     tile = Tile(m_block, head, batch)
     return (tile, begin, end) if plan.schedule.splits else (tile,)
