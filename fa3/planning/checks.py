@@ -1,6 +1,6 @@
-"""Whether what a caller gives the planner makes sense: problems, GPUs and configs made by hand.
+"""Checks of what a caller gives the planner: problems, GPUs and configs made by hand.
 
-Sizes must be integers proper: 300.0 equals 300, and would be remembered in its place.
+Sizes must be of type int: 300.0 equals 300, so caches would take the one for the other.
 """
 
 from fa3.kernels.forward_launch import ForwardConfig
@@ -18,7 +18,7 @@ from fa3.scores.masks import Band, Intersection
 
 
 def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> None:
-    """Raise for what is not what it should be.
+    """Raise unless the planner's arguments are valid.
 
     Raises:
         TypeError: an argument or one of its fields has the wrong type.
@@ -36,7 +36,7 @@ def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> Non
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise unless a problem is one that a call could pose."""
+    """Raise unless a call could have this problem."""
     for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_kv"):
         check_size(f"problem.{name}", getattr(problem, name), least=0)
     spec, window = problem.spec, problem.window
@@ -68,13 +68,13 @@ def check_problem(problem: Problem) -> None:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raise TypeError unless a value is of a type; a bool is no int."""
+    """Raise TypeError unless a value is of a type; a bool does not count as an int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r:.200}")
 
 
 def check_size(name: str, value: object, least: int = 1) -> None:
-    """Raise unless a value is an integer from `least` on."""
+    """Raise unless a value is an integer of at least `least`."""
     check_type(name, value, int)
     if value < least:
         raise ValueError(f"{name} must be {least} or more, got {value}")

@@ -1,6 +1,7 @@
-"""What parts of a plan cost: the parameters of the cost model (`fa3.planning.prediction`).
+"""The parameters of the cost model: what tiles, schedules and launches cost on a GPU.
 
-They are data: `costs_h200.json`, written by `benchmarks.fit_costs`.
+They are data: `benchmarks.fit_costs` fits them to measured times and writes `costs_h200.json`.
+`fa3.planning.prediction`, `load` and `tiled` use them.
 """
 
 import functools
@@ -15,39 +16,40 @@ from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
 
 ENOUGH_CELLS = 4
-"""Shapes on which a tile must have been measured: fewer do not tell its parameters apart."""
+"""Shapes on which a tile must have been measured: fewer cannot determine its parameters."""
 
 MARGIN = 0.005
-"""How much faster a way to run must be predicted than what the table says, to be taken."""
+"""Share by which a candidate must be predicted faster than the choice of `TILINGS` to be taken."""
+
 
 LEAST_GAIN_US = 0.5
-"""The same in microseconds, for calls that take but a few."""
+"""The same in microseconds, for calls that take only a few."""
 
 
 def least_gain(us: float, margin: float = MARGIN) -> float:
-    """Microseconds that a way to run must gain beside one that takes `us`, to count as faster."""
+    """Microseconds that a candidate which takes `us` must gain over another to count as faster."""
     return max(margin * us, LEAST_GAIN_US)
 
 
 AGAIN = "again"
-"""The launch that computes marked tiles again."""
+"""Key in `Costs.call_us` of the second launch, which repeats marked tiles."""
 
 
 def has_mask(spec: AttentionSpec) -> bool:
-    """Whether tiles of this spec differ in length."""
+    """Whether this spec has a causal or window mask, so that its tiles differ in key blocks."""
     return bool(spec.mask.left or spec.mask.right)
 
 
 class TileKey(NamedTuple):
-    """What a tile's times depend on.
+    """What a tile's time depends on; the key of `Costs.tiles`.
 
     Fields:
         head_dim, head_dim_v: padded.
         masked: whether the spec has a mask.
         cluster: CTAs that share K and V.
-        follows: whether the softmax's reference follows the scores.
-        element_bytes: of q, k and v.
-        kernel: whose tile it is.
+        follows: whether the softmax follows the running maximum, or has a fixed reference.
+        element_bytes: bytes of an element of q, k and v.
+        kernel: the kernel that works on the tile.
     """
 
     head_dim: int
@@ -75,15 +77,15 @@ class TileKey(NamedTuple):
 
 
 class TileCosts(NamedTuple):
-    """Times of a cluster's tile at the clock of a burst.
+    """Times of a cluster's tile at burst clock.
 
     Fields:
         full_us, masked_us: microseconds of a key block, without and with the mask applied.
-        tile_us: microseconds of a tile beside its blocks: prologue, epilogue, fill.
-        steady: how many times longer all of it takes under steady load on every SM.
-        part_us: what it adds to be a part of a tile's key range: its output is written in fp32,
-            and merged.
-        cells: shapes on which it was measured.
+        tile_us: microseconds of a tile besides its blocks: prologue, epilogue, pipeline fill.
+        steady: factor on all of these under steady load on every SM.
+        part_us: microseconds that a part of a tile takes in addition: its output is written in
+            fp32, and merged.
+        cells: number of shapes on which the tile was measured.
     """
 
     full_us: float
@@ -95,26 +97,25 @@ class TileCosts(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether it was measured on enough shapes to be compared with others."""
+        """Whether the tile was measured on enough shapes to be compared with others."""
         return self.cells >= ENOUGH_CELLS
 
     def us(self, full, masked):
-        """The time of tiles with so many key blocks, as numbers or arrays."""
+        """Microseconds of tiles with `full` and `masked` key blocks, as numbers or arrays."""
         return self.tile_us + full * self.full_us + masked * self.masked_us
 
 
 class Rule(NamedTuple):
-    """How long a tile takes that was not measured.
+    """Estimates the times of a tile that was not measured.
 
     Fields:
-        tensor, exponential: microseconds of a block for each of the clocks that its WGMMAs, and
-            that its exponentials, take.
-        masked: a masked block's time over a full one's.
+        tensor, exponential: microseconds per clock that a key block's WGMMAs, and that its
+            exponentials, take.
+        masked: ratio of a masked block's time to a full block's.
         tile_us, steady: as in `TileCosts`.
-        part_us: the same for 128 rows and 128 columns of output. It grows with the rows and with
-            the square of the columns, since the more of them there are, the fewer registers are
-            left to merge them in.
-        fixed: a block's time with a fixed reference over that with one that follows.
+        part_us: as in `TileCosts`, for 128 rows and 128 columns of output. It grows with the rows
+            and with the square of the columns: more columns leave fewer registers for merging.
+        fixed: ratio of a block's time with a fixed reference to that with the running maximum.
     """
 
     tensor: float
@@ -133,13 +134,13 @@ class Rule(NamedTuple):
         return tile if key.follows else self.without_maxima(tile)
 
     def without_maxima(self, tile: TileCosts) -> TileCosts:
-        """A tile as it would be with a fixed reference."""
+        """The costs of a tile, changed to those with a fixed reference."""
         full_us, masked_us = tile.full_us * self.fixed, tile.masked_us * self.fixed
         return tile._replace(full_us=full_us, masked_us=masked_us)
 
 
 def clocks_of_block(key: TileKey) -> tuple[float, float]:
-    """Clocks that one CTA's key block needs of the tensor cores and of the exponential units."""
+    """Clocks that a CTA's key block takes on the tensor cores, and on the exponential units."""
     scores = key.tile_m * key.tile_n
     bytes_of_key = key.element_bytes * (key.head_dim + key.head_dim_v)
     return scores * bytes_of_key / 4096, scores / 16
@@ -147,20 +148,20 @@ def clocks_of_block(key: TileKey) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Costs:
-    """The parameters of one GPU.
+    """The cost model's parameters for one GPU.
 
     Fields:
-        measured: whether they were fitted to this GPU's times; otherwise derived.
+        measured: whether they were fitted to times of this GPU; otherwise derived from another's.
         source: what they were fitted to, and when.
-        schedules: those that were measured.
-        bytes_per_us: through device memory.
-        launch_us: a launch among others.
-        unit_us: by schedule, what it adds to every unit of work.
-        call_us: by schedule, what it adds to a call, like a kernel that merges parts; by `AGAIN`,
-            what a launch adds that finds no marked tile.
+        schedules: names of the schedules that were measured.
+        bytes_per_us: bandwidth of device memory.
+        launch_us: microseconds of a launch when kernels follow each other.
+        unit_us: microseconds that a schedule adds to every segment, by `prediction.unit_name`.
+        call_us: microseconds that a schedule adds to a call, such as a kernel that merges parts;
+            at `AGAIN`, those of a second launch that finds no marked tile.
         memory_power: power of device memory at full bandwidth, over that of SMs at key blocks.
-        tiles: what was measured.
-        rule: what holds for other tiles.
+        tiles: costs of the tiles that were measured.
+        rule: estimates the costs of other tiles.
     """
 
     gpu: str
@@ -178,7 +179,7 @@ class Costs:
     def tile(self, key: TileKey) -> TileCosts:
         if key in self.tiles:
             return self.tiles[key]
-        # The same with a reference that follows is closer than the rule.
+        # The same tile with a running maximum, if measured, is a better base than the rule.
         follows = self.tiles.get(key._replace(follows=True))
         return self.rule.without_maxima(follows) if follows else self.rule.tile(key)
 
@@ -199,7 +200,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def write_costs(costs: Costs, path: Path) -> None:
-    """Write parameters as JSON, one tile a line."""
+    """Write parameters as JSON, one line per tile."""
 
     def rounded(values: NamedTuple) -> dict:
         return {name: round(value, 6) for name, value in values._asdict().items()}
@@ -222,12 +223,13 @@ def write_costs(costs: Costs, path: Path) -> None:
 H200_COSTS = Path(__file__).parent / "costs_h200.json"
 
 H100_BANDWIDTH = 3.35 / 4.8
-"""Device memory of an H100 SXM over an H200's, by their data sheets; clocks are equal."""
+"""Memory bandwidth of an H100 SXM over an H200's, by their data sheets; clocks are equal."""
 
 
 @functools.cache
 def costs_of(gpu_name: str) -> Costs:
-    """The parameters of a GPU. Hopper GPUs that were not measured take those of an H200."""
+    """The parameters of a GPU. Hopper GPUs that were not measured use the H200's parameters."""
+
     costs = read_costs(H200_COSTS)
     if gpu_name.startswith(costs.gpu):
         return costs

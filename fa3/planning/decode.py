@@ -1,8 +1,9 @@
-"""How attention to a cache will run: `plan_decode(...) -> DecodePlan`. Pure Python; needs no GPU.
+"""`DecodePlan`: how attention to a key/value cache will run. Runs on the host; needs no GPU.
 
-Two launches: `kernels.decode` reads the cache, cut so that all SMs read equally much;
-`kernels.combine` merges what it left in parts. Where the keys are cut follows from the lengths,
-which the kernels read on the device, so a plan serves all lengths that a cache has room for.
+`fa3.calls.decode` makes plans with `choose_cut` and launches them; `fa3.reference.cache` walks
+them on the CPU. There are two launches: `kernels.decode` reads the cache, cut so that all SMs read
+equally many keys; `kernels.combine` merges the parts. The kernels read the sequences' lengths on
+the device and derive the cut, so a plan serves all lengths that the cache has room for.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.stream_k import StreamK, Units, Whole
 
 TILE_N = 64
-"""Keys of a block."""
+"""Keys of a key block."""
 
 BYTES_IN_FLIGHT = 128 << 10
 """Bytes of K and V that a CTA loads ahead. Measured on an H200, 2026-11-21, head_dim 128, 16 x 8k,
@@ -30,16 +31,16 @@ for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; 
 """
 
 MOST_ROWS = 1 << 30
-"""Query rows of a key/value head of a sequence."""
+"""Most query rows of a key/value head of a sequence."""
 
 MOST_TILES = 1 << 27
-"""Tiles of a call: 32 bits must do for all numbers of their records."""
+"""Most tiles of a call: 32 bits must index all numbers of their records."""
 
 FLOAT_BYTES = 4
 
 
 class Sizes(NamedTuple):
-    """Sizes of a call; `capacity` is how many keys a sequence may have."""
+    """Sizes of a call; `capacity` is the most keys that a sequence may have."""
 
     batch: int
     seqlen_q: int
@@ -49,7 +50,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Query rows of a key/value head."""
+        """Query rows of a key/value head, in one sequence."""
         return self.seqlen_q * self.qhead_per_kvhead
 
     @property
@@ -61,10 +62,10 @@ class Sizes(NamedTuple):
         return self.batch * self.heads_kv * self.num_m_blocks
 
     def check(self, queries: str) -> None:
-        """Raise ValueError if 32 bits do not count the rows, the tiles or the keys of a call.
+        """Raise ValueError if a call has too many rows, tiles or keys for 32 bits.
 
         Args:
-            queries: the argument that has them.
+            queries: name of the argument that has the queries.
         """
         if self.rows > MOST_ROWS:
             raise ValueError(
@@ -76,7 +77,7 @@ class Sizes(NamedTuple):
                 f"{self.num_tiles}: {self.num_m_blocks} for each of {self.heads_kv} key/value "
                 f"heads of {self.batch} sequences"
             )
-        # A query's last key, counted from the first, with what a window and a block add to it.
+        # 32 bits must hold a query's last key plus what a window and a block add to it.
         most = (LARGEST - self.capacity) // 2 - ROWS
         if self.seqlen_q > most:
             raise ValueError(
@@ -85,21 +86,21 @@ class Sizes(NamedTuple):
             )
 
     def most_blocks(self, window: Window) -> int:
-        """Key blocks of a tile, at most."""
+        """Most key blocks that a tile may have."""
         keys = self.capacity
         if window.left != NO_BOUND:
-            # The queries' own blocks, and those before that they see; both ends may share a block.
+            # The queries' own keys, `left` keys before, and TILE_N: both ends may cut a block.
             keys = min(keys, window.left + self.seqlen_q + TILE_N)
         return max(1, -(-keys // TILE_N))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """How calls of one shape run, whatever their lengths are.
+    """How calls of one shape run, for any lengths.
 
     Fields:
-        spec, cache: what the kernels are compiled for, beside their tiling.
-        window: without bounds that hide nothing.
+        spec, cache: what the kernels are compiled for, besides their tiling.
+        window: a bound that hides no key is left out.
         cut: where tiles may be cut.
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
     """
@@ -112,20 +113,20 @@ class DecodePlan:
     num_ctas: int
 
     def kernel(self) -> Decode:
-        """The kernel that attends."""
+        """The decode kernel."""
         is_long = self.sizes.num_tiles * self.sizes.most_blocks(self.window) > LARGEST
         return Decode(self.spec, config_of(self.spec), self.cache, type(self.cut), is_long)
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
-        """The integers that it takes after the softmax scale."""
+        """The integers that the decode kernel takes after the softmax scale."""
         cut, units = self.cut, (1, 1, 1)
         if isinstance(cut, Units):
             units = cut.num_splits, cut.unit_blocks, cut.max_parts
         return (*self.window, *units, self.num_ctas)
 
     def combine(self) -> Combine | None:
-        """The kernel that merges parts; None if there are none."""
+        """The kernel that merges parts; None if the cut leaves no parts."""
         if not self.cut.has_parts:
             return None
         spec = self.spec
@@ -135,7 +136,7 @@ class DecodePlan:
 
     @property
     def workspace(self) -> WorkspaceSize:
-        """What the parts take."""
+        """Size of the workspace for the parts and their records."""
         return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
 
     @property
@@ -145,15 +146,15 @@ class DecodePlan:
         attend = Launch(self.kernel(), self.kernel_arguments)
         if combine is None:
             return (attend,)
-        # CTAs that share a tile's rows: enough that there is one for each SM.
+        # CTAs that share a tile's rows: enough for one CTA per SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
         return attend, Launch(combine, (*size, sets))
 
 
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:
-    """Raise ValueError if a GPU with so many bytes of memory has no room for a call's parts.
+    """Raise ValueError if a GPU with `memory` bytes has no room for a call's parts.
 
-    Only `Units` has slots for as many parts as the cache has room for.
+    Only with `Units` do the slots grow with the capacity of the cache.
     """
     num_bytes = size.numbers(head_dim_v) * FLOAT_BYTES
     if num_bytes > memory or size.num_slots * size.rows > LARGEST - UNIT:
@@ -165,7 +166,7 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
 
 
 def config_of(spec: AttentionSpec) -> DecodeConfig:
-    """Blocks of 64 keys, as many as are of use."""
+    """Blocks of 64 keys, in as many stages as hold `BYTES_IN_FLIGHT`, at least two."""
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
     return DecodeConfig(TILE_N, max(2, -(-BYTES_IN_FLIGHT // block)), q_stages=2)
@@ -174,16 +175,16 @@ def config_of(spec: AttentionSpec) -> DecodeConfig:
 def choose_cut(
     sizes: Sizes, window: Window, num_ctas: int, num_splits: int = 0, batch_invariant: bool = False
 ) -> StreamK | Units | Whole:
-    """What may be cut.
+    """Choose where tiles may be cut.
 
     Args:
-        num_splits: 0 cuts keys so that all SMs read equally much; 1 never cuts; n cuts the keys of
+        num_splits: 0 cuts keys so that all SMs read equally many; 1 never cuts; n cuts the keys of
             every sequence into n parts.
-        batch_invariant: make the bits of a sequence's result independent of the others.
+        batch_invariant: make a sequence's result bitwise independent of the other sequences.
     """
     blocks = sizes.most_blocks(window)
     if num_splits:
-        # Follows from a sequence's own length, so it is invariant, too.
+        # Depends on a sequence's own length only, so this is batch-invariant, too.
         num_splits = min(num_splits, blocks)
         return units_of(sizes, num_splits, 1, num_splits)
     if batch_invariant:
@@ -193,9 +194,9 @@ def choose_cut(
 
 
 def keys_of_unit(rows: int) -> int:
-    """Keys of a unit where bits must not depend on other sequences, by a head's query rows.
+    """Keys of a unit in batch-invariant calls, by the query rows of a key/value head.
 
-    A unit leaves its rows in float32, which costs the more the fewer keys it has: 32 rows on
+    A unit writes its rows in float32, which costs relatively more with fewer keys: 32 rows on
     16 x 8k keys took 157 us with 512, 127 us with 2048. But short sequences need many units to
     keep the SMs busy: 16 rows on 1 x 8k took 10.7 us with 512, 14.8 us with 1024.
     """

@@ -1,4 +1,5 @@
-"""A plan in words: what it does, how long it should take, what bounds it, what else there was."""
+"""A plan in words, for `Plan.explain`: what it does, its predicted time and bottleneck, and the
+candidates (`Candidate`) that the planner compared."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,12 +15,12 @@ from fa3.schedules import Schedule
 
 
 class Candidate(NamedTuple):
-    """A way to run a problem.
+    """A tiling and a schedule for a problem, with the predicted time.
 
     Fields:
-        schedule: a name of `fa3.schedules.SCHEDULES`.
+        schedule: a name in `fa3.schedules.SCHEDULES`.
         measured: whether its tile and its schedule were measured; otherwise the prediction is a
-            guess, and the planner does not take it of its own accord.
+            guess, and the planner takes it only for a gain above `fa3.planning.planner.UNSURE`.
     """
 
     config: ForwardConfig
@@ -37,9 +38,9 @@ class Explanation:
     """Everything there is to say about a plan. `print` it.
 
     Fields:
-        is_arranged: whether the tiles are in an order of the caller's.
+        is_arranged: whether the caller gave the order of the tiles.
         chosen: the plan itself.
-        candidates: what the planner compares for this problem, best first.
+        candidates: what the planner compares for this problem, fastest first.
     """
 
     problem: Problem
@@ -72,7 +73,7 @@ class Explanation:
         """The timeline in the Trace Event Format that Perfetto and chrome://tracing open.
 
         Args:
-            recorded: what the GPU did (`fa3.record_timeline`), to stand beside it.
+            recorded: a recording on the GPU (`fa3.record_timeline`), shown next to the prediction.
         """
         lanes = "SM" if self.config.cluster == 1 else "cluster"
         return self.timeline.trace_events(describe_problem(self.problem), lanes, recorded)
@@ -83,7 +84,7 @@ class Explanation:
 
     @property
     def lane(self) -> str:
-        """What holds one cluster."""
+        """What one cluster occupies: an SM or several."""
         return "SM" if self.config.cluster == 1 else f"cluster of {self.config.cluster} SMs"
 
     @property
@@ -127,7 +128,7 @@ class Explanation:
 
     @property
     def work(self) -> str:
-        """What the CTAs of a cluster do together counts for each of them."""
+        """Key blocks, counted once for every CTA of a cluster."""
         timeline, cluster = self.timeline, self.config.cluster
         blocks, full = timeline.blocks * cluster, timeline.full_blocks * cluster
         return f"{counted(blocks, 'key block')}, {full:,} of them unmasked."

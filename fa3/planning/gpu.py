@@ -1,11 +1,11 @@
-"""What the planner knows of the GPUs that there are."""
+"""The GPUs that the planner knows; `fa3.calls.devices` finds the one that a tensor is on."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the planner knows of a GPU.
+    """What the planner needs to know of a GPU.
 
     Fields:
         num_sms: streaming multiprocessors.

@@ -1,7 +1,8 @@
-"""The load of a plan's clusters: segments with their key blocks, and when the last one is done.
+"""The load of a plan's clusters: their segments' key blocks, and when the last cluster is done.
 
-`Load` is what the cost model predicts a time from. It is counted from a schedule's segments as they
-are, or estimated from a problem's tiles (`RowLoad`), which is what the planner compares.
+`fa3.planning.prediction` predicts a time from a `Load`. That is counted from a schedule's actual
+segments (`Load.of`), or estimated from a problem's tiles (`RowLoad`), which is faster: the planner
+compares these estimates. Segment times come from `fa3.planning.costs`.
 """
 
 import heapq
@@ -19,10 +20,10 @@ from fa3.schedules.tile_list import LATE, dealt_back_and_forth
 from fa3.scores import masks
 
 EXACT_ROUNDS = 1
-"""Rounds of segments before the last one whose hand-out is followed one by one in a prediction."""
+"""Full rounds at the end that a prediction simulates segment by segment, with the partial one."""
 
 CUT_ROUNDS = 1.5
-"""Rounds of tiles, of many, that end up in parts: all but the last one or two are dealt whole."""
+"""Rounds of tiles that a split schedule cuts into parts: all but the last one or two stay whole."""
 
 
 class Segments(NamedTuple):
@@ -30,9 +31,9 @@ class Segments(NamedTuple):
 
     Fields:
         full, masked: key blocks without and with the mask applied.
-        partial: whether the segment is a part of its tile; None if none is.
-        owner: the cluster that works on it, if the schedule fixes it beforehand; None if each
-            goes to the cluster that is free first.
+        partial: whether the segment is a part of its tile; None if no segment is.
+        owner: the cluster that works on it, if the schedule fixes that; None if each goes to the
+            first free cluster.
     """
 
     full: np.ndarray
@@ -46,18 +47,18 @@ class Segments(NamedTuple):
 
 
 def segments_of_blocks(blocks: masks.Blocks) -> Segments:
-    """Segments that take these blocks."""
+    """Segments with these key blocks."""
     full = blocks.full_end - blocks.full_begin
     return Segments(full, blocks.end - blocks.begin - full)
 
 
 def segments_of_tiles(tiled: Tiled) -> Segments:
-    """Whole tiles, in order."""
+    """A segment for each whole tile, in order."""
     return segments_of_blocks(tiled.blocks_of_tiles())
 
 
 def segments_of(tiled: Tiled, schedule: Schedule) -> Segments:
-    """What the clusters of a schedule work on."""
+    """The segments of a schedule's clusters."""
     parts = schedule.parts
     if parts is None:
         return segments_of_tiles(tiled)._replace(owner=schedule.owners)
@@ -68,7 +69,7 @@ def segments_of(tiled: Tiled, schedule: Schedule) -> Segments:
 
 
 def durations(segments: Segments, tile: TileCosts) -> np.ndarray:
-    """Microseconds of every segment at the clock of a burst, without what its schedule adds."""
+    """Microseconds of every segment at burst clock, without the schedule's overhead."""
     times = tile.us(segments.full, segments.masked)
     return times if segments.partial is None else times + segments.partial * tile.part_us
 
@@ -76,19 +77,20 @@ def durations(segments: Segments, tile: TileCosts) -> np.ndarray:
 def makespan(times: np.ndarray, lanes: int) -> float:
     """When the last lane is done, if each takes the next segment as soon as it is free.
 
-    All but the last rounds count by their mean: the hand-out levels them.
+    Only the last rounds are simulated; the earlier ones count by their mean, since greedy
+    assignment evens them out.
     """
     head = rounds_before(len(times), lanes) * lanes
     return end_of_hand_out(times[head:], lanes, float(times[:head].sum()) / lanes)
 
 
 def rounds_before(count: int, lanes: int) -> int:
-    """Rounds of segments whose hand-out is not followed."""
+    """Rounds of segments that are not simulated."""
     return max(0, count // lanes - EXACT_ROUNDS)
 
 
 def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
-    """When the last lane is done, if from `level` on each takes what is next once it is free."""
+    """When the last lane is done, if all are free at `level` and then take segments greedily."""
     units = times.tolist()
     free_at = [level + us for us in units[:lanes]]
     heapq.heapify(free_at)
@@ -99,16 +101,16 @@ def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
 
 
 class Load(NamedTuple):
-    """How long segments take, in microseconds, without what their schedule adds to each.
+    """Times of all segments, in microseconds, without the schedule's overhead per segment.
 
     Fields:
         last: when the last cluster is done.
-        total: of all together, and `of_blocks` of their key blocks alone.
-        longest: the longest segment.
-        count: segments.
+        total, of_blocks: sum over all segments, and over their key blocks alone.
+        longest: time of the longest segment.
+        count: number of segments.
         rounds: segments of the cluster that has the most.
-        blocks: key blocks, and `blocks_of_parts` those of parts of tiles.
-        num_parts: parts of tiles.
+        blocks, blocks_of_parts: key blocks of all segments, and of the parts of tiles.
+        num_parts: number of parts of tiles.
     """
 
     last: float
@@ -123,7 +125,7 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments, tile: TileCosts, lanes: int) -> "Load":
-        """The load of segments as they are, on so many clusters at a time."""
+        """The load of given segments; the GPU holds `lanes` clusters at a time."""
         times = durations(segments, tile)
         if segments.owner is None:
             last, rounds = makespan(times, lanes), -(-len(times) // lanes)
@@ -147,14 +149,14 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class RowLoad:
-    """The tiles of an order, known by their rows: tiles of the same rows take equally long.
+    """The tiles of an order, described by their rows: tiles of the same m_block take equally long.
 
-    Gives the `Load` of whole tiles, and an estimate of that of parts, without a look at each.
+    Gives the `Load` of whole tiles and estimates that of parts, without a step for each tile.
 
     Fields:
-        lanes: clusters at a time.
+        lanes: clusters that the GPU holds at a time.
         times: microseconds of a tile, by its m_block.
-        blocks: key blocks of all tiles, and `of_blocks` the microseconds that these take.
+        blocks, of_blocks: key blocks of all tiles, and the microseconds that they take.
     """
 
     order: TileOrder
@@ -178,29 +180,29 @@ class RowLoad:
         return self.of_blocks + self.order.num_tiles * self.tile.tile_us
 
     def whole(self, last: float) -> Load:
-        """The work of whole tiles, of which the last is done at `last`."""
+        """The load of whole tiles, if the last cluster is done at `last`."""
         count, longest = self.order.num_tiles, float(self.times.max(initial=0.0))
         rounds = -(-count // self.lanes)
         return Load(last, self.total, self.of_blocks, longest, count, rounds, self.blocks)
 
     @cached_property
     def in_equal_rounds(self) -> float | None:
-        """When the last tile is done if all take equally long, or each cluster has at most one;
-        None if neither holds."""
+        """When the last tile is done, if all tiles take equally long or each cluster has at most
+        one; None if neither holds."""
         times, rounds = self.times, -(-self.order.num_tiles // self.lanes)
         longest = float(times.max(initial=0.0))
         return longest * rounds if rounds <= 1 or times.min() == longest else None
 
     @cached_property
     def handed_out(self) -> Load:
-        """If each tile goes to the cluster that is free first."""
+        """The load if each tile goes to the first free cluster."""
         last = self.in_equal_rounds
         return self.whole(self.end_of_last_rounds(self.last_rounds) if last is None else last)
 
     @property
     def balanced(self) -> Load:
-        """About that of a `TileList`: where a hand-out ends late, the longest of the last tiles
-        come first."""
+        """About the load of a `TileList`: where greedy assignment ends late, the last tiles are
+        sorted longest-first."""
         work = self.handed_out
         if self.in_equal_rounds is not None or work.last <= LATE * self.total / self.lanes:
             return work
@@ -209,19 +211,19 @@ class RowLoad:
 
     @cached_property
     def last_rounds(self) -> np.ndarray:
-        """Times of the tiles whose hand-out is followed."""
+        """Times of the tiles that are simulated."""
         count = self.order.num_tiles
         followed = count - rounds_before(count, self.lanes) * self.lanes
         return self.times[self.order.m_blocks(followed)]
 
     def end_of_last_rounds(self, times: np.ndarray) -> float:
-        """When the last of these tiles is done; those before them count by their mean."""
+        """When the last of these tiles is done; the tiles before them count by their mean."""
         level = (self.total - float(times.sum())) / self.lanes
         return end_of_hand_out(times, self.lanes, level)
 
     @property
     def dealt_back_and_forth(self) -> Load:
-        """If they are dealt in rounds of changing direction."""
+        """The load if the tiles are dealt in rounds, every other one in reverse order."""
         last = self.in_equal_rounds
         if last is None:
             count, lanes = self.order.num_tiles, self.lanes
@@ -232,9 +234,10 @@ class RowLoad:
 
     @property
     def cut_evenly(self) -> Load:
-        """About that of `SplitTiles`, at best: a stretch for each cluster, all of one length.
+        """About the load of `SplitTiles` at best: one stretch per cluster, all equally long.
 
-        A stretch is whole tiles and then one part. It counts its tiles' prologues as key blocks.
+        A stretch is whole tiles, counted as one segment, then one part. The tiles' prologues and
+        epilogues count as key blocks.
         """
         tile, tiles = self.tile, self.order.num_tiles
         stretches = max(1, min(self.lanes, int(self.blocks) // SHORTEST))

@@ -1,4 +1,8 @@
-"""A plan: how one problem runs, as a value. What there is to say about it follows from it."""
+"""`Plan`: how one forward problem runs, as a value.
+
+`fa3.planning.planner` chooses it, or a caller makes it by hand (`check_plan`). `fa3.calls.forward`
+launches its kernels, `fa3.reference.forward` walks it on the CPU.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -27,8 +31,8 @@ class Plan:
     """How one problem runs: the kernel's config, and the schedule its clusters walk.
 
     Fields:
-        is_arranged: whether the tiles are in an order of the caller's.
-        considered: the ways to run it that it was chosen among, with their predicted times.
+        is_arranged: whether the caller gave the order of the tiles.
+        considered: the candidates that the planner compared, with their predicted times.
     """
 
     problem: Problem
@@ -54,12 +58,13 @@ class Plan:
         return self.schedule.num_clusters * self.config.cluster
 
     def kernel(self, is_recorded: bool = False) -> Forward:
-        """The kernel to launch; the instrumented one if it `is_recorded`."""
+        """The kernel to launch; the instrumented one if `is_recorded`."""
         return Forward(self.problem.spec, self.config, type(self.schedule), is_recorded)
 
     @property
     def again(self) -> "Plan | None":
-        """The second launch: that of the rows for which a fixed reference did not do."""
+        """The second launch, which repeats the rows whose fixed reference failed; None if the
+        softmax follows the running maximum, which never fails."""
         if not self.config.fixed_reference:
             return None
         config = self.config.again
@@ -84,18 +89,18 @@ class Plan:
         return (*self.problem.window, order.heads_per_section, self.schedule.num_clusters)
 
     def predict(self) -> Prediction:
-        """The time that the cost model predicts, and what it is made of."""
+        """The time that the cost model predicts, with its components."""
         return self.as_candidate().prediction
 
     def as_candidate(self) -> Candidate:
-        """The plan with its prediction, to stand beside those that the planner compares."""
+        """The plan with its prediction, to compare it with the planner's candidates."""
         tiled = self.tiled
         segments = segments_of(tiled, self.schedule)
         return candidate(tiled, self.schedule_name, Load.of(segments, tiled.costs, tiled.lanes))
 
     @property
     def tiled(self) -> Tiled:
-        """The problem in the plan's tiles."""
+        """The problem, cut into the plan's tiles."""
         return Tiled(self.problem, self.gpu, self.config)
 
     def simulate(self) -> Timeline:
@@ -116,7 +121,7 @@ class Plan:
         return timeline.stretched(prediction.us - prediction.launch_us)
 
     def explain(self) -> Explanation:
-        """What the plan does, how long it should take, what bounds it, and what else there was."""
+        """What the plan does, its predicted time and bottleneck, and the other candidates."""
         found = [
             one
             if one.schedule != SplitTiles.name
@@ -137,10 +142,10 @@ class Plan:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise unless a plan, which may have been put together by hand, can run its problem.
+    """Raise unless a plan can run its problem; callers may make plans by hand.
 
     Raises:
-        TypeError: its problem, GPU, config or schedule is of a wrong type.
+        TypeError: its problem, GPU, config or schedule has the wrong type.
         ValueError: its config or its schedule cannot run the problem.
     """
     check_types(plan.problem, plan.gpu, plan.config)
@@ -171,7 +176,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_pairs(schedule: str, config: ForwardConfig) -> None:
-    """Raise ValueError if a config has clusters, and the schedule of this name takes none."""
+    """Raise ValueError if a config has clusters of CTAs but the schedule of this name has none."""
     if config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
         raise ValueError(
             f"schedule {schedule!r} must have a config of CTAs alone, got clusters of "
@@ -180,13 +185,13 @@ def check_pairs(schedule: str, config: ForwardConfig) -> None:
 
 
 def candidate(tiled: Tiled, schedule: str, load: Load) -> Candidate:
-    """One way to run a problem, with its predicted time."""
+    """A tiling and a schedule for a problem, with the predicted time."""
     costs = costs_of(tiled.gpu.name)
     measured = tiled.costs.is_known and costs.knows(schedule)
     return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
 
 
 def as_cut(tiled: Tiled) -> Candidate:
-    """The candidate that splits tiles with this tiling, predicted from its parts as they are."""
+    """The candidate that splits tiles with this tiling, predicted from its actual segments."""
     segments = segments_of(tiled, SplitTiles.make(tiled))
     return candidate(tiled, SplitTiles.name, Load.of(segments, tiled.costs, tiled.lanes))

@@ -1,4 +1,8 @@
-"""How a problem will run: `plan_forward(problem, gpu) -> Plan`. Pure Python; needs no GPU."""
+"""The forward planner: `plan_forward(problem, gpu) -> Plan` chooses tiling and schedule.
+
+It compares the tilings of `fa3.planning.tilings` with every searched schedule by their predicted
+times. Runs on the host and needs no GPU. `fa3.calls.forward` and the command line call it.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,14 +24,15 @@ ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] 
 
 
 CHOICES = tuple(name for name, kind in SCHEDULES.items() if kind.is_searched)
-"""Schedules that the planner chooses from. The others need no table, so with them a graph can
-capture a problem that was not planned before; as choices they gained 0.04% on average."""
+"""Schedules that the planner chooses from. The others need no table, so a CUDA graph can capture
+them for a problem not planned before; searching them as well gained 0.04% on average."""
 
 UNSURE = 0.25
-"""`MARGIN` for ways to run that were not measured."""
+"""`MARGIN` for candidates that were not measured."""
 
 IDLE = 0.02
-"""Share of the SMs' time that whole tiles must leave for parts of tiles to be compared."""
+"""Candidates that split tiles are compared only if whole tiles leave SMs idle for this share of
+the time."""
 
 
 def plan_forward(
@@ -36,22 +41,20 @@ def plan_forward(
     config: ForwardConfig | None = None,
     schedule: ScheduleChoice = None,
 ) -> Plan:
-    """Choose how a problem runs.
-
-    What is not given is chosen by the times that `fa3.planning.costs` predicts.
+    """Choose how a problem runs; config and schedule by predicted times unless they are given.
 
     Args:
-        problem: what is asked.
-        gpu: what it runs on.
+        problem: the problem to run.
+        gpu: the GPU to run it on.
         config: the kernel's tiling; chosen from `TILINGS` if not given.
-        schedule: a name of `SCHEDULES`, its class, a schedule of one of these classes, or a
-            function from the list of all tiles to the order in which they are to be worked on;
-            each goes to the cluster that is free first.
+        schedule: a name in `SCHEDULES`, its class, a schedule of one of these classes, or a
+            function that takes the list of all tiles and returns them in the order to work on:
+            each then goes to the first free cluster.
 
     Raises:
-        TypeError: an argument has the wrong type, or the function gives something else.
-        ValueError: the config or the schedule cannot run the problem, or the schedule has no such
-            name, or misses, repeats or invents a tile.
+        TypeError: an argument has the wrong type, or the function returns something else.
+        ValueError: the config or the schedule cannot run the problem, no schedule has the name, or
+            the schedule leaves out, repeats or invents a tile.
     """
     check_types(problem, gpu, config)
     name = schedule_name(schedule)
@@ -72,7 +75,7 @@ def plan_forward(
     whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
     best = choose(whole or found)
     if best.prediction.busy < 1 - IDLE:
-        # SMs have time left, which parts of tiles could fill.
+        # SMs would be idle for a while: parts of tiles could fill that time.
         best = choose(found)
     if SCHEDULES[best.schedule].splits:
         best = choose([*whole, as_cut(Tiled(problem, gpu, best.config))])
@@ -84,10 +87,10 @@ def plan_forward(
 def plan_of_schedule(
     problem: Problem, gpu: Gpu, found: list[Candidate], schedule: Schedule
 ) -> Plan:
-    """The plan with a schedule that was made before, and the candidate's tiling whose tiles it has.
+    """The plan with the caller's schedule, and the best candidate's tiling that has its tiles.
 
     Raises:
-        ValueError: no tiling has its tiles, or it does not work on each of them once.
+        ValueError: no tiling has its tiles, or it does not work on each tile exactly once.
     """
     orders = {one.config: Tiled(problem, gpu, one.config).order for one in found}
     fitting = [one for one in found if orders[one.config] == schedule.order]
@@ -103,7 +106,7 @@ def plan_of_schedule(
 
 
 def schedule_name(choice: ScheduleChoice) -> str | None:
-    """The name of a schedule that was asked for; None if it is the planner's to choose."""
+    """The name of the schedule that the caller asked for; None if the planner is to choose."""
     if choice is None:
         return None
     if isinstance(choice, str):
@@ -127,11 +130,11 @@ def candidates(
     config: ForwardConfig | None = None,
     schedules: Iterable[str] = tuple(SCHEDULES),
 ) -> list[Candidate]:
-    """The ways to run a problem, with their predicted times; the table's choice first.
+    """All candidates for a problem, with their predicted times; the choice of `TILINGS` first.
 
     Args:
-        config: the only tiling to look at; those of `TILINGS` with measured times if not given.
-        schedules: the schedules to look at.
+        config: the only tiling to consider; if not given, those of `TILINGS` with measured times.
+        schedules: the schedules to consider.
     """
     names = sorted(schedules, key=lambda name: name != TileList.name)
     found = []
@@ -146,7 +149,7 @@ def candidates(
 def with_parts(
     config: ForwardConfig, schedules: list[str], problem: Problem, is_given: bool
 ) -> list[tuple[ForwardConfig, list[str]]]:
-    """A tiling with the schedules that it can run."""
+    """A tiling with the schedules that it can run; twice if those that split need another one."""
     if config.cluster > 1:
         schedules = [name for name in schedules if SCHEDULES[name].takes_pairs]
     parts = [name for name in schedules if SCHEDULES[name].splits]
@@ -155,13 +158,13 @@ def with_parts(
         return [(config, whole)]
     if is_given or not (parts and problem.spec.scores and config.fixed_reference):
         return [(config, schedules)]
-    # Under a bias parts far from the diagonal vanish, as they should; a fixed reference could not
-    # tell that from failing.
+    # With a bias, the sums of a part far from the diagonal rightly vanish; with a fixed reference
+    # that would look like a failure.
     return [(config, whole), (replace(config, fixed_reference=False), parts)]
 
 
 def choose(found: list[Candidate]) -> Candidate:
-    """The first, unless others are predicted to gain more than the model can tell: the fastest."""
+    """The first candidate, or the fastest of those predicted faster by more than the margin."""
     first = found[0]
 
     def is_faster(one: Candidate) -> bool:
@@ -176,7 +179,7 @@ def choose(found: list[Candidate]) -> Candidate:
 def make_schedule(
     tiled: Tiled, name: str, arrange: Callable[[list[Tile]], Iterable[Tile]] | None
 ) -> Schedule:
-    """The schedule of this name; `arrange` puts the tiles of a list in order."""
+    """The schedule of this name, or the list of tiles in the order that `arrange` returns."""
     if arrange is None:
         return SCHEDULES[name].make(tiled)
     order = tiled.order

@@ -1,18 +1,21 @@
-"""The cost model: a plan's time, from the load of its clusters and the bytes it moves.
+"""The cost model: predicts a plan's time from its clusters' load and the bytes that it moves.
+
+`fa3.planning.load` gives the load, `fa3.planning.costs` the parameters; the planner and `Plan` use
+the `Prediction`.
 
     T = (compute^2.5 + memory^2.5)^(1/2.5) + launch
 
     compute   when the last cluster is done. A segment takes tile_us, and full_us or masked_us
               for each of its key blocks; clusters take segments as their schedule says.
     memory    bytes through device memory over its bandwidth. The K and V of a section of heads
-              are read once if they fit into L2, else once for every wave of clusters; those of
-              parts of tiles by each part, if L2 does not hold the keys of all heads.
-    launch    what a launch takes when kernels follow each other, and what the schedule adds.
+              are read once if they fit into L2, else once for every wave of clusters. Each part of
+              a tile reads its own keys, if L2 does not hold the keys of all heads.
+    launch    the time of a launch when kernels follow each other, and the schedule's overhead.
 
-Times hold at the clock of short bursts. Under steady load the power cap lowers the clock. Power
-follows the 2.5th power of the clock, the share of the time in which SMs work on key blocks, and
-what goes through device memory; with every SM at blocks all the time and nothing through memory,
-compute takes `steady` times as long.
+Costs are measured at burst clock. Under steady load the power cap lowers the clock. Power grows
+with the 2.5th power of the clock, with the share of time in which SMs work on key blocks, and with
+memory traffic. With every SM at key blocks all the time and no traffic, compute takes `steady`
+times as long.
 """
 
 from typing import NamedTuple
@@ -23,19 +26,20 @@ from fa3.planning.load import Load
 from fa3.planning.tiled import Tiled
 
 EXPONENT = 2.5
-"""How sharply the larger of compute and memory wins."""
+"""Exponent that joins compute and memory: the higher, the more the larger one alone counts."""
 
 POWER_EXPONENT = 2.5
-"""Power at full load over the clock. Assumed; only measured with all SMs busy."""
+"""Power at full load grows with this power of the clock. Assumed; only measured with all SMs busy.
+"""
 
 APART = 0.6
-"""Share of the keys of parts that are read from device memory, where L2 does not hold them all:
-clusters that share keys do not walk them together. From 128 queries on 32k keys, 32/8 heads, alone
-and in pairs of heads: 117 and 103.5 us, of which compute takes 101."""
+"""Share of the parts' keys that are read from device memory, where L2 does not hold all keys:
+clusters that share keys do not read them at the same time. From 128 queries on 32k keys, 32/8
+heads, single CTAs and pairs of heads: 117 and 103.5 us, of which compute takes 101."""
 
 
 def bytes_moved(tiled: Tiled, load: Load) -> float:
-    """Bytes through device memory."""
+    """Bytes that a call moves through device memory."""
     problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
     spec = problem.spec
     kv_heads = max(1, order.heads_per_section * config.cluster_h // spec.qhead_per_kvhead)
@@ -51,28 +55,28 @@ def bytes_moved(tiled: Tiled, load: Load) -> float:
         together = all_keys * load.blocks_of_parts / load.blocks
         again += max(0.0, apart - together) * bytes_of_key
     rows = config.tile_m * config.cluster
-    # Partial outputs and their log-sum-exp, written and read again.
+    # Partial outputs and their log-sum-exp, in fp32, written and read again.
     partials = load.num_parts * rows * (spec.head_dim_v + 1) * 4 * 2
     return problem.bytes + again + partials
 
 
 def unit_name(schedule: str, config: ForwardConfig) -> str:
-    """Where `Costs.unit_us` has what a schedule adds to each unit: in clusters it differs."""
+    """The key in `Costs.unit_us` of a schedule; clusters of two have a key of their own."""
     return schedule if config.cluster == 1 else f"{schedule} in pairs"
 
 
 class Prediction(NamedTuple):
-    """A plan's time and what it is made of.
+    """A plan's predicted time and its components.
 
     Fields:
         us: microseconds of a call under steady load.
-        burst_us: of a call at full clock.
-        compute_us: when the last cluster is done; under steady load.
-        memory_us: device memory alone.
-        launch_us: a launch among others, with what the schedule adds to a call.
-        longest_us: the longest unit of work; under steady load.
-        waves: units of work for each cluster that the GPU holds.
-        busy: share of the SMs' time until the last cluster is done in which they load.
+        burst_us: microseconds of a call at burst clock.
+        compute_us: when the last cluster is done, under steady load.
+        memory_us: time of the device memory traffic alone.
+        launch_us: a launch when kernels follow each other, and the schedule's overhead per call.
+        longest_us: the longest segment, under steady load.
+        waves: segments per cluster that the GPU holds.
+        busy: share of the SMs' time, until the last cluster is done, in which they work.
     """
 
     us: float
@@ -86,13 +90,13 @@ class Prediction(NamedTuple):
 
     @property
     def mean_us(self) -> float:
-        """The geometric mean of a call under steady load and at full clock: no planner can know
-        which of them it meets."""
+        """The geometric mean of the times under steady load and at burst clock: the planner cannot
+        know which of them a call will meet."""
         return (self.us * self.burst_us) ** 0.5
 
     @property
     def bound(self) -> str:
-        """What sets the time, in a few words."""
+        """The bottleneck, in a few words."""
         if self.memory_us > self.compute_us:
             return "device memory"
         if self.busy > 0.9:
@@ -106,9 +110,9 @@ def predict(costs: Costs, tiled: Tiled, schedule: str, load: Load) -> Prediction
     """Predict the time of a plan.
 
     Args:
-        tiled: the problem in the plan's tiles; what these cost is looked up in `costs`.
+        tiled: the problem, cut into the plan's tiles; `costs` has the tiles' costs.
         schedule: the name of its schedule in `fa3.schedules.SCHEDULES`.
-        load: that of its clusters.
+        load: the load of its clusters.
     """
     tile, config, lanes = costs.tile(tiled.key), tiled.config, tiled.lanes
     unit_us = costs.unit_us.get(unit_name(schedule, config), 0.0)
@@ -135,5 +139,5 @@ def predict(costs: Costs, tiled: Tiled, schedule: str, load: Load) -> Prediction
 
 
 def joined(compute_us: float, memory_us: float) -> float:
-    """The time of compute and memory side by side."""
+    """The time of compute and memory traffic that overlap."""
     return (compute_us**EXPONENT + memory_us**EXPONENT) ** (1 / EXPONENT)

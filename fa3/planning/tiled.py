@@ -1,4 +1,4 @@
-"""A problem cut into tiles: what every way to run it with one config has in common."""
+"""A problem cut into tiles by a config: what schedules, loads and predictions are made from."""
 
 import functools
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fa3.scores import masks
 
 @dataclass(frozen=True)
 class Tiled:
-    """A problem in the tiles of a config, on a GPU."""
+    """A problem, cut into the tiles of a config, on a GPU."""
 
     problem: Problem
     gpu: Gpu
@@ -24,7 +24,7 @@ class Tiled:
 
     @cached_property
     def order(self) -> TileOrder:
-        """The numbers of the tiles."""
+        """The order of the tiles."""
         problem, config = self.problem, self.config
         return TileOrder(
             -(-problem.seqlen_q // self.rows),
@@ -40,7 +40,7 @@ class Tiled:
 
     @property
     def heads_per_section(self) -> int:
-        """How many consecutive query heads share an L2-sized section of K and V."""
+        """Consecutive query heads whose K and V fit into L2 together: a section of the order."""
         problem, spec = self.problem, self.problem.spec
         kv_bytes = problem.seqlen_k * spec.key_bytes
         kv_heads = max(1, self.gpu.l2_bytes // max(1, kv_bytes))
@@ -49,12 +49,12 @@ class Tiled:
 
     @property
     def lanes(self) -> int:
-        """Clusters that the GPU holds at a time."""
+        """Clusters that the GPU holds at once."""
         return max(1, self.gpu.num_sms // self.config.cluster)
 
     @property
     def num_clusters(self) -> int:
-        """Persistent clusters: as many as the GPU holds, if there are tiles for them."""
+        """Persistent clusters: as many as the GPU holds, but no more than there are tiles."""
         return min(self.lanes, self.order.num_tiles)
 
     @property
@@ -66,17 +66,17 @@ class Tiled:
 
     @cached_property
     def key(self) -> TileKey:
-        """What the tiles' times depend on."""
+        """The key of the tiles' costs."""
         return TileKey.of(self.problem.spec, self.config)
 
     @property
     def costs(self) -> TileCosts:
-        """What the tiles cost."""
+        """The costs of a tile."""
         return costs_of(self.gpu.name).tile(self.key)
 
     @property
     def blocks_of_rows(self) -> masks.Blocks:
-        """The key blocks of the tiles of every m_block, in arrays."""
+        """The key blocks of a tile, by its m_block, in arrays."""
         return blocks_of_rows(self.problem, self.rows, self.config.tile_n)
 
     def blocks_of_tiles(self) -> masks.Blocks:
@@ -85,12 +85,13 @@ class Tiled:
         return masks.Blocks(*(array[m_blocks] for array in self.blocks_of_rows))
 
 
-# Remembered from one config to the next: CTAs alone and in pairs of heads have the same rows.
+# Cached for the next config: single CTAs and pairs of heads have the same rows.
 @functools.lru_cache(maxsize=8)
 def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.Blocks:
-    """The key blocks of every `rows` query rows, from the first on, in arrays."""
+    """The key blocks of each group of `rows` query rows, in arrays."""
     sequence = masks.Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
     first_rows = np.arange(0, problem.seqlen_q, rows)
     blocks = problem.spec.mask.key_blocks(first_rows, rows, tile_n, sequence)
-    # Without a mask all rows have the same blocks, as numbers.
+    # Without a mask the blocks are numbers, the same for all rows.
+
     return masks.Blocks(*(np.broadcast_to(numbers, first_rows.shape) for numbers in blocks))

@@ -1,4 +1,4 @@
-"""The tilings of the forward kernel: which ones there are, and which may run a problem."""
+"""The forward kernel's measured tilings (`TILINGS`), and those that the planner compares."""
 
 import math
 import os
@@ -16,10 +16,10 @@ from fa3.scores.scores import Alibi, Softcap
 
 
 class Tiling(NamedTuple):
-    """A row of the config table: for heads of up to these sizes, with or without a mask, or for
-    scores or masks of the user's, which need registers; and for elements of so many bytes.
+    """A row of the config table: the best config measured for up to `max_seqlen_q` queries.
 
-    Was the best that was measured up to `max_seqlen_q` queries.
+    It holds for head sizes up to these, elements of `element_bytes`, and with or without a mask;
+    or, with `functions`, for users' scores or masks, which need registers.
     """
 
     head_dim: int
@@ -68,29 +68,30 @@ TILINGS = (
     Tiling(192, 192, True, math.inf, ForwardConfig(128, 64), functions=True),
     Tiling(256, 256, True, math.inf, ForwardConfig(128, 32), functions=True),
 )
-"""The best of what was measured on an H200 on 2026-11-21, bf16, steady, 16k tokens, with figures in
-docs/experiments.md. The first row that fits and reaches up to the problem's queries holds, unless
-the cost model has measured times of another one that fits and predicts it to be faster. The
-128 x 48 rows for unequal sizes are not measured.
+"""The best configs measured on an H200 on 2026-11-21, bf16, steady load, 16k tokens; figures in
+docs/experiments.md. The first row that fits and allows the problem's queries is taken, unless the
+cost model has measured times of another row that fits and predicts it to be faster. The 128 x 48
+rows for unequal head sizes are not measured.
 """
 
 FEW_TILES = 8
-"""Query tiles of a head below which an odd one costs a cluster of two more than it saves."""
+"""With fewer query tiles per head, an odd number of them makes clusters of two cost more than they
+save."""
 
 FIXED_FLOPS = 1.5e10
-"""Work of a call, some 30 us, from which a fixed reference saves more than its second launch
+"""FLOPs of a call, some 30 us, from which a fixed reference saves more time than its second launch
 takes."""
 
 REFERENCE = os.environ.get("FA3_REFERENCE") or "auto"
-"""What the planner's softmax takes scores relative to: "following" never fails and costs 5-12% of
-a call; "auto" lets it choose."""
+"""The softmax's reference: "following", the running maximum, never fails and costs 5-12% of a
+call; "auto" lets the planner choose it or a fixed reference."""
 
 
 def takes_fixed_reference(spec: AttentionSpec) -> bool:
-    """Whether a reference of the softmax that does not follow is possible, and likely to do.
+    """Whether the softmax can have a fixed reference that will rarely fail.
 
-    Scores of the user's may be anything. Those of a softcap are bounded; up to `SLACK` powers of
-    two nothing can go wrong, so nothing needs to be marked.
+    Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
+    up to `SLACK` powers of two no row can fail, so none needs to be marked.
     """
     if REFERENCE not in ("auto", "following"):
         raise ValueError(f"FA3_REFERENCE must be 'auto' or 'following', got {REFERENCE!r}")
@@ -103,7 +104,7 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
 
 
 def configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
-    """The table's choice for a problem, then others of it whose times are measured."""
+    """The choice of `TILINGS` for a problem, then its other configs whose times are measured."""
     first = choose_config(problem, gpu)
     found = [first]
     for tiling in alternatives(problem):
@@ -116,14 +117,14 @@ def configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
 
 
 def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:
-    """A tiling with a fixed reference where that pays."""
+    """The tiling, with a fixed reference if that saves time."""
     if problem.flops >= FIXED_FLOPS and takes_fixed_reference(problem.spec):
         return replace(config, fixed_reference=True)
     return config
 
 
 def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig]:
-    """A tiling with its CTAs alone, in pairs of rows, and if heads share keys in pairs of heads."""
+    """The tiling with single CTAs, pairs of row blocks and, if heads share keys, pairs of heads."""
     found = [replace(config, cluster_m=n, cluster_h=1) for n in (1, 2)]
     if problem.spec.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates:
         found.append(replace(config, cluster_m=1, cluster_h=2))
@@ -131,7 +132,7 @@ def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig
 
 
 def alternatives(problem: Problem) -> list[Tiling]:
-    """The table's rows for heads like these: those that fit, up to the first without a limit."""
+    """The rows of `TILINGS` that fit, up to the first without a limit on the queries."""
     found = []
     for tiling in TILINGS:
         if tiling.fits(problem):

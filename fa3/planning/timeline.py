@@ -1,4 +1,7 @@
-"""Which SM works on which tile when, in microseconds; a trace of it for Perfetto."""
+"""Timelines: which SM works on which tile when, in microseconds; traces of them for Perfetto.
+
+`Plan.simulate` makes them from the cost model, `fa3.tools.recording` from a run on the GPU.
+"""
 
 import heapq
 from collections.abc import Callable
@@ -9,11 +12,11 @@ from typing import NamedTuple
 from fa3.schedules import Schedule, Segment, walk
 
 PREDICTED, RECORDED = 1, 2
-"""Processes of a trace; 0 is the idle one to those who read it."""
+"""Process ids in a trace; trace viewers take 0 for the idle process."""
 
 
 class Cost(NamedTuple):
-    """What a tile or a part of one takes: time, key blocks, and how many of these need no mask."""
+    """A segment's time in microseconds, its key blocks, and how many of these need no mask."""
 
     us: float
     blocks: int
@@ -21,7 +24,7 @@ class Cost(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A segment's stay on a lane, from `start` on, in microseconds."""
+    """A segment on a lane, from `start` on, in microseconds."""
 
     lane: int
     start: float
@@ -34,7 +37,7 @@ class Span(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Which tile it is, and of a part of one which key blocks."""
+        """The tile and, for a part of a tile, its key blocks."""
         tile, segment = self.segment.tile, self.segment
         name = f"rows {tile.m_block}, head {tile.head}, batch {tile.batch}"
         if not segment.is_whole:
@@ -44,13 +47,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Every tile of a plan with its place in time; 0 is when the first CTAs start.
+    """When and where every segment of a plan runs; time 0 is when the first CTAs start.
 
-    In a simulation a lane is what holds one cluster: an SM, or several. When there are more
-    clusters than lanes, the next cluster starts on the lane that is free first, as the GPU does it.
+    In a simulation a lane is what one cluster occupies: an SM or several. When there are more
+    clusters than lanes, the next cluster starts on the first free lane, as on the GPU.
 
     In a recording (`fa3.tools.recording`) a lane is an SM. There may be gaps, and a tile may begin
-    a little before the one before it has ended: its warpgroups take turns.
+    shortly before the previous one ends: its warpgroups take turns.
     """
 
     spans: tuple[Span, ...]
@@ -60,7 +63,7 @@ class Timeline:
     def of(
         cls, schedule: Schedule, num_lanes: int, cost_of: Callable[[Segment], Cost]
     ) -> "Timeline":
-        """Follow a schedule's clusters on at most `num_lanes` lanes."""
+        """Simulate a schedule's clusters on at most `num_lanes` lanes."""
         num_lanes = min(schedule.num_clusters, num_lanes)
         free = [(0.0, lane) for lane in range(num_lanes)]
         spans = []
@@ -74,7 +77,7 @@ class Timeline:
         return cls(tuple(spans), num_lanes)
 
     def stretched(self, us: float) -> "Timeline":
-        """The same with every tile slowed alike, so that the last one ends at `us`."""
+        """The timeline with all times scaled, so that the last segment ends at `us`."""
         factor = us / self.us if self.us else 1.0
         spans = (
             span._replace(
@@ -86,7 +89,7 @@ class Timeline:
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
-        """When the lane of every span is done with it: it ends, or the lane's next one begins."""
+        """For every span its end, or the start of the lane's next span if that is earlier."""
         ends = [span.end for span in self.spans]
         next_start: dict[int, float] = {}
         for i in sorted(range(len(ends)), key=lambda i: self.spans[i].start, reverse=True):
@@ -97,7 +100,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Microseconds in which every lane works."""
+        """Microseconds of work of each lane."""
         busy = [0.0] * self.num_lanes
         for span, end in zip(self.spans, self.ends, strict=True):
             busy[span.lane] += end - span.start
@@ -133,8 +136,8 @@ class Timeline:
         """The Trace Event Format that Perfetto and chrome://tracing open.
 
         Args:
-            lane_name: what a lane of this timeline is.
-            recorded: what the GPU did, as a process of its own beside this one, the prediction.
+            lane_name: the name of a lane in this timeline.
+            recorded: a recording on the GPU; shown as a second process next to this prediction.
         """
         events = self.events(PREDICTED, lane_name)
         if recorded is not None:
@@ -165,7 +168,7 @@ class Timeline:
                 "pid": pid,
                 "tid": span.lane,
                 "ts": round(span.start, 3),
-                # In whole nanoseconds too, no tile may reach into the next one.
+                # After rounding to nanoseconds, too, no tile may overlap the next one.
                 "dur": round(round(end, 3) - round(span.start, 3), 3),
                 "args": {"key blocks": span.cost.blocks, "unmasked": span.cost.full_blocks},
             }

@@ -1,8 +1,8 @@
-"""Tile orders: which cluster works on which tiles, and in which order.
+"""Schedules: which cluster works on which tiles, and in which order.
 
-A schedule is one file with one class: how it is made for a problem, what its clusters have to do,
-how a kernel walks it, and what is checked of one that was made by hand (`order.Schedule`). Here it
-gets its line in `SCHEDULES`.
+A schedule is one file with one class (`order.Schedule`): how the planner makes it for a problem,
+its clusters' load, how a kernel walks it, and the checks for one made by hand. `SCHEDULES` lists
+those that callers can name.
 """
 
 from fa3.schedules.dynamic import Dynamic

@@ -1,6 +1,6 @@
-"""Whether a schedule works on every tile once; for schedules that did not come from the planner.
+"""Checks that a schedule works on every tile exactly once; for schedules that callers made.
 
-Nothing is walked: of a table of unknown making that might never end. It is looked at as an array.
+Tables are checked as arrays and not walked: a walk of an arbitrary table might never end.
 """
 
 import numpy as np
@@ -10,22 +10,22 @@ from fa3.schedules.order import Planned, Schedule, TileOrder
 from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS, ONLY, PackedPart, Segment
 
 END = -1
-"""Stands after the last entry of every cluster in a table."""
+"""Marks the end of a cluster's column in a table."""
 
 
 def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-    """Raise unless the clusters' segments are all tiles of the schedule's order, each once.
+    """Raise unless the clusters' segments cover every tile of the schedule's order exactly once.
 
     There may be more clusters than the GPU holds at once: no cluster waits for one that has not
-    begun.
+    started.
 
     Args:
-        first_blocks, end_blocks: key blocks of each tile, by its number.
+        first_blocks, end_blocks: key blocks [first, end) of each tile, by its number.
 
     Raises:
-        TypeError: it is no schedule, or a field has another type than it should.
-        ValueError: with what is wrong: a field's value, or the first tile that is none, comes
-            twice, or is left out, or of whose key blocks some are.
+        TypeError: it is not a schedule, or a field has the wrong type.
+        ValueError: a field has a wrong value; or it names the first tile that does not exist,
+            comes twice, or is left out, or whose key blocks do or are.
     """
     if not isinstance(schedule, Planned):
         raise TypeError(f"schedule must be one of fa3.schedules, got {schedule!r:.200}")
@@ -44,13 +44,13 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise TypeError unless it is an integer of Python's, as kernels take them."""
+    """Raise TypeError unless the value is a Python int, which is what kernels take."""
     if not isinstance(value, int):
         raise TypeError(f"schedule must have an integer as its {name}, got {value!r:.200}")
 
 
 def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:
-    """The entries of all clusters in front of `END`, (entries, fields), as 64-bit integers."""
+    """The entries of all clusters, without `END`, as an (entries, fields) int64 array."""
     if type(table) is not np.ndarray or table.dtype != np.int32:
         got = table.dtype if isinstance(table, np.ndarray) else type(table).__name__
         raise TypeError(f"schedule must have a numpy array of int32 as its table, got {got}")
@@ -84,7 +84,7 @@ def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
     """How many segments each tile has, by its number.
 
     Raises:
-        ValueError: one is of no tile, or a tile has none.
+        ValueError: a segment has the number of no tile, or a tile has no segment.
     """
     foreign = (indices < 0) | (indices >= order.num_tiles)
     if foreign.any():
@@ -101,10 +101,10 @@ def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
 def check_key_blocks(
     order: TileOrder, segments: np.ndarray, first_blocks: np.ndarray, end_blocks: np.ndarray
 ) -> None:
-    """Raise ValueError unless the segments of every tile are its key blocks, each once.
+    """Raise ValueError unless the segments of every tile cover its key blocks exactly once.
 
     Args:
-        segments: (segments, 4), by tiles and in a tile by their first blocks.
+        segments: (segments, 4), sorted by tile, then by first key block.
     """
     index, first, end, _ = segments.T
     begins_tile = np.diff(index, prepend=-1) != 0
@@ -129,10 +129,10 @@ def check_key_blocks(
 def check_parts(
     order: TileOrder, num_slots: int, segments: np.ndarray, num_parts: np.ndarray
 ) -> None:
-    """Raise unless the parts of a tile agree on their slots, and every slot has one part.
+    """Raise unless the parts of every tile agree on their slots, and every slot has one part.
 
     Args:
-        segments: (segments, 4), by tiles and in a tile by their key blocks.
+        segments: (segments, 4), sorted by tile, then by first key block.
         num_slots: slots that the schedule says it has.
         num_parts: segments of every tile.
     """

@@ -1,4 +1,7 @@
-"""Dynamic: a cluster takes the next tile of the order when it is ready for one."""
+"""Dynamic schedule: a CTA takes the next tile from a work queue when it is ready for one.
+
+The queue is a counter in device memory (`fa3.running.counters`); the forward kernel walks it.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -12,22 +15,22 @@ from fa3.schedules.segment import Segment
 from fa3.schedules.single import SingleTile
 
 SLOTS = 2
-"""Tile numbers on their way from the producer to the consumers of a CTA."""
+"""Slots of the mailbox: the producer may fetch this many tiles ahead of the consumers."""
 
 
 class Cursor(NamedTuple):
-    """A CTA's tile, and how many it had before."""
+    """The CTA's present tile, `index`, and the number of tiles that it had before."""
 
     index: int
     count: int
 
 
 class Mailbox(NamedTuple):
-    """How the producer tells the consumers which tile is next; in shared memory.
+    """Shared memory in which the producer tells the consumers the next tile.
 
     Fields:
-        numbers: (SLOTS,) int32.
-        full, empty: barriers of the slots.
+        numbers: (SLOTS,) int32, tile numbers.
+        full, empty: an mbarrier per slot each.
     """
 
     numbers: cute.Tensor
@@ -37,14 +40,14 @@ class Mailbox(NamedTuple):
 
 @dataclass(frozen=True)
 class Dynamic(Planned):
-    """As many clusters as the GPU holds take tiles from a counter in device memory.
+    """Persistent CTAs, as many as the GPU holds, take tiles from a counter in device memory.
 
-    The producer fetches while the consumers still work on the tile before, and tells them. Whoever
-    leaves last sets the counters back, so that the next launch, or replay of a graph, finds
-    zeros. On the host, where nothing takes time, tiles go round.
+    The producer takes the next tile while the consumers work on the present one. The last CTA to
+    finish resets the counters to 0 for the next launch or graph replay. The host, which has no
+    clock, gives cluster c every `num_clusters`-th tile from c on.
 
     Fields:
-        counters: (2,) int32 on the device: tiles that were taken, clusters that found none left.
+        counters: (2,) int32 on the device: tiles taken, and CTAs that found no tile left.
     """
 
     order: TileOrder
@@ -69,7 +72,7 @@ class Dynamic(Planned):
 
     @property
     def simulated(self) -> SingleTile:
-        """Who takes which tile follows from time, as when the GPU hands CTAs out."""
+        """The first free cluster takes the next tile, as when the GPU schedules CTAs."""
         return SingleTile(self.order)
 
     def check(self, first_blocks, end_blocks) -> None:
@@ -84,7 +87,7 @@ class Dynamic(Planned):
 
     @cute.jit
     def connected(self, shared: cute.Pointer, warps: cutlass.Constexpr) -> "Dynamic":
-        """The schedule of a CTA with `warps` consumer warps, and its part of shared memory."""
+        """The schedule with its mailbox: initializes the mbarriers for `warps` consumer warps."""
         full, empty = shared, shared + SLOTS
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
@@ -135,11 +138,11 @@ class Dynamic(Planned):
 
 @dataclass(frozen=True)
 class DynamicProducer(Dynamic):
-    """The producer's half of `Dynamic`."""
+    """`Dynamic` as the producer warp walks it: takes tiles, and fills the mailbox."""
 
     @cute.jit
     def following(self, count: Int32) -> Int32:
-        """Take the next tile, and put its number into the mailbox; one warp calls this."""
+        """Take the next tile and put its number into the mailbox; one warp calls this."""
         index = Int32(0)
         if cute.arch.lane_idx() == 0:
             index = self.num_clusters + cute.arch.atomic_add(
@@ -151,7 +154,7 @@ class DynamicProducer(Dynamic):
 
     @cute.jit
     def finish(self):
-        """Count a CTA that found no tile; the last one sets the counters back."""
+        """Count this CTA as finished; the last CTA resets both counters to 0."""
         if cute.arch.lane_idx() == 0:
             done = self.counters.iterator + 1
             before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")

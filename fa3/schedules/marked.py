@@ -1,4 +1,8 @@
-"""Marked: tiles with rows that the launch before has marked, to compute these rows again."""
+"""Marked schedule: the second launch of a forward call, which repeats rows that the first marked.
+
+The first launch marks rows whose softmax failed (`Marks`); `fa3.planning.plan.Plan.again` plans
+the second, whose CTAs take the marked tiles (`Marked`).
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,26 +17,26 @@ from fa3.schedules.order import TileOrder
 from fa3.schedules.segment import Tile
 
 HEADER = 4
-"""Numbers before those of the tiles: whether any is marked, how many of these were taken, and how
-many CTAs found none left."""
+"""Words before the tiles' bits: whether any tile is marked (ANY), marked tiles taken (TAKEN), and
+CTAs that found none left (DONE)."""
 
 ANY, TAKEN, DONE = range(3)
 
 MOST_WARPS = 12
-"""Warps that share the rows of a tile at most: 192 rows, 16 each."""
+"""Most warps of a tile: 192 rows, 16 per warp."""
 
 ALL_ROWS = (1 << ROWS_OF_WARP) - 1
-"""The marks of a warp all of whose rows are marked."""
+"""The word of a warp with all rows marked."""
 
 
 class Marks(NamedTuple):
-    """Marks of a launch: a bit for every tile, and one for every row, by warps.
+    """The marks of a call: a bit for every tile, and a word for every warp with a bit for each row.
 
-    To mark takes no answer from memory, so nothing waits for it.
+    Marking reads nothing back from memory, so no warp waits for it.
 
     Fields:
         words: (size,) int32, zero before a call and after it.
-        order: numbers the tiles of CTAs.
+        order: numbers the tiles, one CTA's each.
     """
 
     words: cute.Tensor
@@ -40,20 +44,20 @@ class Marks(NamedTuple):
 
     @property
     def num_groups(self):
-        """Numbers that hold the bits of the tiles: 32 each."""
+        """Words of tile bits, 32 tiles each; such a word is a group."""
         return (self.order.num_tiles + 31) // 32
 
     @property
     def size(self):
-        """Numbers that the marks take."""
+        """Words of int32 that the marks take."""
         return HEADER + self.num_groups + self.order.num_tiles * MOST_WARPS
 
     def group(self, index):
-        """Where the bits of 32 tiles are."""
+        """Index of the word with the bits of tiles 32 * index to 32 * index + 31."""
         return HEADER + index
 
     def rows(self, index, warp):
-        """Where the rows of a tile's warp are marked, by the tile's number."""
+        """Index of the word with the row bits of a tile's warp; `index` is the tile's number."""
         return HEADER + self.num_groups + index * MOST_WARPS + warp
 
     @cute.jit
@@ -61,9 +65,9 @@ class Marks(NamedTuple):
         """Mark a warp's rows that failed, and their tile; all threads of the warp call this.
 
         Args:
-            failed: for each row of this thread whether it failed; threads that share a row may
-                differ.
-            warp: this warp's place among those of the tile.
+            failed: for each of this thread's rows whether it failed; one thread's word is enough.
+
+            warp: this warp's index in the tile.
         """
         mask = Int32(0)
         for r in cutlass.range_constexpr(len(failed)):
@@ -71,7 +75,7 @@ class Marks(NamedTuple):
         mask = cute.arch.warp_redux_sync(mask, "or")
         if mask != 0 and cute.arch.lane_idx() == 0:
             index, words = self.order.index(tile), self.words.iterator
-            # Several warps share a tile's bit, and CTAs that have parts of a tile its rows.
+            # Atomic: warps share their tile's bit, and CTAs with parts of one tile share its rows.
             of_rows, of_tiles = self.rows(index, warp), self.group(index // 32)
             cute.arch.atomic_or(words + of_rows, mask, sem="relaxed", scope="gpu")
             bit = Int32(1) << (index % 32)
@@ -80,27 +84,27 @@ class Marks(NamedTuple):
 
     @cute.jit
     def rows_of_group(self, tile: Tile, first_warp: Int32) -> list[Int32]:
-        """The marks of the warps of a consumer warpgroup, from its first warp on."""
+        """The row bits of the four warps of a consumer warpgroup, from `first_warp` on."""
         index = self.order.index(tile)
         return [self.words[self.rows(index, first_warp + i)] for i in range(WARPS)]
 
     @cute.jit
     def wipe_out(self, tile: Tile, warp: Int32):
-        """Wipe out the marks of a warp's rows."""
+        """Clear the row bits of a warp."""
         if cute.arch.lane_idx() == 0:
             self.words[self.rows(self.order.index(tile), warp)] = 0
 
 
 def bit_of_row(r: int) -> Int32:
-    """The mark of this thread's row r among the rows of its warp, as WGMMA deals them out."""
+    """The bit of this thread's row r in its warp's word, by the WGMMA accumulator layout."""
     return Int32(1) << (cute.arch.lane_idx() // 4 + r * (ROWS_OF_WARP // 2))
 
 
 class MarkedCursor(NamedTuple):
-    """A CTA's tile, and how many it had before.
+    """The CTA's present tile, `index`, and the number of tiles that it had before.
 
     Fields:
-        group, before: where the producer looks for marks, and how many there are before that.
+        group, before: the word from which the producer looks on, and marked tiles before it.
     """
 
     index: int
@@ -111,11 +115,11 @@ class MarkedCursor(NamedTuple):
 
 @dataclass(frozen=True)
 class Marked(Dynamic):
-    """CTAs take the marked tiles of an order, as they get ready for one.
+    """Each CTA takes the next marked tile when it is ready for one.
 
-    Producers look for marks, and tell their consumers. Almost always there is none, which one
-    number says. Users do not choose this schedule: it belongs to the second launch of a call whose
-    softmax has a reference that does not follow (`fa3.primitives.softmax.Reference`).
+    Producers look for marked tiles and tell their consumers. Almost always there are none: then
+    they read one word and leave. Users cannot choose this schedule: it serves calls whose softmax
+    has a fixed reference instead of the running maximum (`fa3.primitives.softmax.Reference`).
 
     Fields:
         counters: the words of `Marks`.
@@ -133,7 +137,7 @@ class Marked(Dynamic):
         return MarkedProducer(**vars(self))
 
     def first(self, cluster) -> MarkedCursor:
-        """Before this CTA's first tile: the marks are not there yet."""
+        """A cursor before the first tile: the launch that marks may still be running."""
         zero = cluster * 0
         return MarkedCursor(zero, zero, zero, zero)
 
@@ -146,7 +150,7 @@ class Marked(Dynamic):
 
 @dataclass(frozen=True)
 class MarkedProducer(Marked):
-    """The producer's half of `Marked`."""
+    """`Marked` as the producer warp walks it."""
 
     @cute.jit
     def next(self, cursor: MarkedCursor) -> MarkedCursor:
@@ -159,7 +163,7 @@ class MarkedProducer(Marked):
                     self.counters.iterator + TAKEN, Int32(1), sem="relaxed", scope="gpu"
                 )
             taken = cute.arch.shuffle_sync(taken, 0)
-            # Every lane looks at 32 tiles; marks are counted from the first tile on.
+            # Each lane looks at 32 tiles. This CTA's tile is the marked one with rank `taken`.
             bits, upto = self.look(group)
             count = cute.arch.shuffle_sync(upto, WARP - 1)
             while before + count <= taken and group < self.marks.num_groups:
@@ -174,7 +178,7 @@ class MarkedProducer(Marked):
 
     @cute.jit
     def look(self, group: Int32) -> tuple[Int32, Int32]:
-        """This lane's bits of 32 groups from `group` on, and marks up to this lane's last one."""
+        """This lane's word of the 32 from `group` on, and marked tiles in all words up to it."""
         lane = cute.arch.lane_idx()
         bits = Int32(0)
         if group + lane < self.marks.num_groups:
@@ -187,7 +191,7 @@ class MarkedProducer(Marked):
 
     @cute.jit
     def find(self, bits: Int32, upto: Int32, number: Int32, group: Int32) -> Int32:
-        """The index of the tile whose mark is this number among those of 32 groups."""
+        """The number of the marked tile with rank `number` among the 32 words from `group` on."""
         is_later = cute.arch.vote_ballot_sync(upto > number)
         lane = Int32(cute.arch.popc(~is_later & (is_later - 1)))
         first = upto - cute.arch.popc(bits)
@@ -198,7 +202,7 @@ class MarkedProducer(Marked):
 
     @cute.jit
     def finish(self):
-        """Once all CTAs have found no tile left, wipe out the marks of tiles."""
+        """Count this CTA as finished; the last one clears the header and the tiles' bits."""
         if self.counters[ANY] != 0:
             before = Int32(0)
             if cute.arch.lane_idx() == 0:
@@ -206,6 +210,7 @@ class MarkedProducer(Marked):
                     self.counters.iterator + DONE, Int32(1), sem="acq_rel", scope="gpu"
                 )
             if cute.arch.shuffle_sync(before, 0) == self.num_clusters - 1:
-                # The header, too.
+                # From word 0 on, so the header as well.
+
                 for i in range(cute.arch.lane_idx(), self.marks.group(self.marks.num_groups), WARP):
                     self.counters[i] = 0

@@ -1,7 +1,8 @@
-"""Tiles, the order that numbers them, and what a schedule is.
+"""The order that numbers a problem's tiles (`TileOrder`), and the interface of every schedule.
 
-Everything here is plain arithmetic on the fields, so the same code runs on Python ints (planner,
-executor, tests) and on Int32 values inside a kernel: host and device cannot drift.
+`fa3.planning.tiled` makes the order from problem, GPU and config; schedules are made from it, and
+the forward kernel and the reference walk them. All of it is plain arithmetic on the fields: the
+same code runs on Python ints (planner, reference, tests) and on Int32 values inside a kernel.
 """
 
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from fa3.schedules.segment import Segment, Tile
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Numbers all tiles: heads in sections, and in a section the last query rows first.
+    """Numbers all tiles: section by section, and in a section the last query rows first.
 
     A section is `heads_per_section` consecutive (batch, head) pairs whose K and V fit in L2
-    together. Inside it the row block is the slow index and runs down, so with a causal mask the
-    longest tiles come first (LPT), and neighbours in the order share K and V.
+    together. Inside it the row block is the slow index and runs down: with a causal mask the
+    longest tiles come first (longest-first), and neighbours in the order share K and V.
     """
 
     num_m_blocks: int
@@ -33,8 +34,8 @@ class TileOrder:
         return self.num_m_blocks * self.num_heads * self.batch
 
     def m_blocks(self, count: int | None = None) -> np.ndarray:
-        """The m_block of every tile in order, or of the last `count`: what `tile` gives, without
-        its arithmetic."""
+        """The m_block of every tile in order, or of the last `count`; faster than calling `tile`
+        for each."""
         count = self.num_tiles if count is None else count
         downwards = np.arange(self.num_m_blocks - 1, -1, -1)
         sections, last = divmod(self.num_heads * self.batch, self.heads_per_section)
@@ -73,36 +74,36 @@ class TileOrder:
 class Schedule(Protocol):
     """Which tiles a cluster works on, and in which order.
 
-    Host half: how it is made for a problem, what its clusters have to do, how many there are, and
-    the table that the device half reads, if any. Device half: `first`, `next`, `is_valid`,
-    `segment`; a cursor says where a cluster stands. The producer and every consumer of a CTA walk
-    the same segments. Each calls `next` when the last block of its segment is on the way: whatever
-    `next` reads arrives under the work that is left.
+    Host half: makes the schedule for a problem, and gives the load of its clusters, their number
+    and the table, if any, that the device half reads. Device half: `first`, `next`, `is_valid` and
+    `segment`; a cursor is a cluster's position. The producer and every consumer of a CTA walk the
+    same segments. Each calls `next` once the last key block of its segment is under way, so the
+    remaining work hides the latency of what `next` reads.
     """
 
     name: ClassVar[str]
-    """What calls and the command line know it by."""
+    """Its name in calls and on the command line."""
 
     is_persistent: ClassVar[bool]
-    """Whether a cluster works on several tiles."""
+    """Whether a cluster may work on several tiles, one after another."""
 
     takes_pairs: ClassVar[bool]
     """Whether a cluster may be two CTAs."""
 
     is_searched: ClassVar[bool]
-    """Whether the planner takes it of its own accord."""
+    """Whether the planner may choose it; otherwise a caller has to ask for it."""
 
     reads_state: ClassVar[bool]
-    """Whether the device half reads a tensor of int32."""
+    """Whether the device half reads an int32 tensor: the table or the counters."""
 
     splits: ClassVar[bool]
     """Whether segments may be parts of tiles."""
 
     num_counters: ClassVar[int]
-    """Counters that are zero before a launch and after it; they take the place of a table."""
+    """How many int32 counters it has instead of a table; they are 0 before and after a launch."""
 
     shared_words: ClassVar[int]
-    """Words of 64 bits that a CTA's warps need in shared memory to agree on a tile."""
+    """64-bit words of shared memory in which the producer tells the consumers the next tile."""
 
     order: TileOrder
     num_clusters: int
@@ -112,14 +113,14 @@ class Schedule(Protocol):
 
     @classmethod
     def make(cls, tiled) -> "Schedule":
-        """The schedule of a problem in the tiles of a config (`fa3.planning.tiled.Tiled`)."""
+        """The schedule of a problem that is cut into tiles (`fa3.planning.tiled.Tiled`)."""
 
     @classmethod
     def load(cls, rows):
-        """What its clusters would have to do, nearly, without making it.
+        """An estimate of its clusters' load; faster than making the schedule.
 
         Args:
-            rows: `fa3.planning.load.RowLoad`, which knows the tiles by their rows.
+            rows: a `fa3.planning.load.RowLoad`: the tiles, described by their rows.
 
         Returns:
             one of the loads that `rows` gives.
@@ -127,21 +128,21 @@ class Schedule(Protocol):
 
     @property
     def owners(self) -> np.ndarray | None:
-        """The cluster of every segment, in order; None if each goes to the one that is free."""
+        """The cluster of every segment, in order; None if each goes to the first free cluster."""
 
     @property
     def parts(self) -> "Parts | None":
-        """The segments, if they are not whole tiles in order."""
+        """The segments; None if these are the whole tiles in order."""
 
     @property
     def simulated(self) -> "Schedule":
-        """What hands out the tiles like it, for a simulation of when clusters are free."""
+        """A schedule that a simulation can walk, and that assigns tiles as this one does."""
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-        """Raise unless its clusters work on all tiles of its order, each once.
+        """Raise unless its clusters work on every tile of its order exactly once.
 
         Args:
-            first_blocks, end_blocks: key blocks of each tile, by its number.
+            first_blocks, end_blocks: key blocks [first, end) of each tile, by its number.
         """
 
     # ----------------------------------------------------------------------------------- device
@@ -150,16 +151,16 @@ class Schedule(Protocol):
     def on_device(cls, order: TileOrder, num_clusters, state) -> "Schedule": ...
 
     def connected(self, shared, warps: int) -> "Schedule":
-        """The schedule of one CTA, with `shared_words` for its consumers' `warps` to share."""
+        """The schedule of a CTA with `warps` consumer warps; `shared` points to `shared_words`."""
 
     def for_producer(self) -> "Schedule":
-        """The producer's half."""
+        """The schedule as the producer warp walks it."""
 
     def first(self, cluster):
-        """Where a cluster starts, while the kernel before may still run."""
+        """The cursor at a cluster's start; the previous kernel may still be running."""
 
     def begin(self, cursor):
-        """The same, now that it has ended."""
+        """The cursor at the first tile; the previous kernel has ended."""
 
     def next(self, cursor): ...
 
@@ -168,12 +169,12 @@ class Schedule(Protocol):
     def segment(self, cursor) -> Segment: ...
 
     def finish(self) -> None:
-        """What the producer does when no tile is left."""
+        """Clean up; the producer calls this when no tile is left."""
 
 
 class Parts(NamedTuple):
-    """Segments in arrays of one length: the tiles' numbers, key blocks [first, end), and whether
-    each is a part of its tile."""
+    """All segments, in arrays of one length: tile number, key blocks [first, end), and whether
+    the segment is only a part of its tile."""
 
     tile: np.ndarray
     first: np.ndarray
@@ -182,7 +183,7 @@ class Parts(NamedTuple):
 
 
 class Planned:
-    """Base of schedules: whole tiles in order, which all warps find by themselves."""
+    """Base of schedules: whole tiles in order; each warp computes its next tile by itself."""
 
     is_persistent: ClassVar[bool] = True
     takes_pairs: ClassVar[bool] = True
@@ -216,7 +217,7 @@ class Planned:
 
 
 class Tabled(Planned):
-    """Base of schedules that are a table, `table`: they are equal if these are."""
+    """Base of schedules that the kernel reads from a table; equal if their tables are."""
 
     reads_state: ClassVar[bool] = True
 

@@ -1,29 +1,30 @@
-"""Segments, the unit of work of every schedule: a tile, some of its key blocks, and which part of
-the tile these are.
+"""Segments, the unit of work: a tile, a range of its key blocks, and which part of the tile it is.
 
-Everything here is plain arithmetic on the fields, so the same code runs on Python ints (planner,
-reference, tests) and on Int32 values inside a kernel.
+Schedules make them; the kernels' producers and consumers and the reference work on them. All of it
+is plain arithmetic on the fields, so the same code runs on Python ints (planner, reference, tests)
+and on Int32 values inside a kernel.
 """
 
 from typing import NamedTuple
 
 ONLY = 1
-"""The number of a `PackedPart` that is a whole tile."""
+"""`PackedPart.number` of a whole tile."""
 
 MOST_PARTS = 256
-"""One more than the parts that a tile may have."""
+"""A tile has fewer parts than this."""
 
 MOST_SLOTS = 1 << 14
-"""Parts of all tiles: 32 bits count what they leave in memory, up to 100,000 numbers each."""
+"""Most parts of all tiles together. A part writes up to 100,000 numbers to the workspace, and 32
+bits must index them all."""
 
 
 class Tile(NamedTuple):
-    """Some query rows of one query head of one sequence.
+    """A block of query rows of one query head of one sequence.
 
-    A tile belongs to a cluster. With c CTAs along M, `m_block` counts groups of c query tiles,
+    One cluster works on a tile. With c CTAs along M, `m_block` counts groups of c query tiles,
     and the CTA of rank r in the cluster takes query tile `m_block * c + r`. With c CTAs along
     heads, `head` counts groups of c query heads in the same way. In decoding, `head` is a
-    key/value head, whose query heads lie in the tile's rows.
+    key/value head, and the tile's rows are its query heads' rows.
     """
 
     m_block: int
@@ -32,38 +33,38 @@ class Tile(NamedTuple):
 
 
 class PackedPart(NamedTuple):
-    """Which part of its tile a segment is, in one number, which stays in a register.
+    """Which part of its tile a segment is, packed into one integer: it takes one register.
 
     Fields:
-        number: `num_parts` + MOST_PARTS * (which of them this is + MOST_PARTS * `slot`).
+        number: `num_parts` + MOST_PARTS * (index of the part in its tile + MOST_PARTS * `slot`).
     """
 
     number: int = ONLY
 
     @property
     def num_parts(self):
-        """Parts of the tile; 1 if it is whole."""
+        """How many parts the tile has; 1 if it is whole."""
         return self.number % MOST_PARTS
 
     @property
     def slot(self):
-        """Where the part's output and log-sum-exp go, if there are others."""
+        """The workspace slot for the part's output and log-sum-exp; unused for a whole tile."""
         return self.number // MOST_PARTS**2
 
     @property
     def first_slot(self):
-        """The slot of the tile's first part; the others follow in the order of their keys."""
+        """The slot of the tile's first part; its other parts follow in key order."""
         return self.slot - self.number // MOST_PARTS % MOST_PARTS
 
 
 class Part(NamedTuple):
-    """Which part of its tile a segment is; the parts of a tile are found through a record.
+    """Which part of its tile a segment is, in decoding (split-K).
 
     Fields:
-        slot: where its result goes, unless it is the only part.
+        slot: workspace slot for its result; unused if the tile has one part.
         first_slot: slot of the tile's first part.
-        num_parts: how many the tile has.
-        record: where the record of the tile's parts goes.
+        num_parts: how many parts the tile has.
+        record: index of the record from which the combine kernel learns of the tile's parts.
     """
 
     slot: int
@@ -73,11 +74,11 @@ class Part(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a cluster does of one tile at once: its key blocks [begin, end).
+    """What a cluster computes in one go: key blocks [begin, end) of one tile.
 
     Fields:
-        begin, end: None for all that the tile touches. In decoding they are counted from the first
-            of these.
+        begin, end: None for all key blocks that the tile touches. In decoding, block 0 is the
+            first one that the tile touches.
     """
 
     tile: Tile

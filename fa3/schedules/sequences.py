@@ -1,8 +1,8 @@
-"""The sequences of a call: how long each is and where its keys lie.
+"""The sequences of a call: how long each one is, and where its keys are.
 
-`read` gives what is known of a sequence as a tuple of integers, which a cursor can carry;
-`sequence` makes of it what masks work on. The same arithmetic runs on Python integers (reference,
-tests) and on values inside a kernel.
+`Dense` is for the forward kernel, `Cached` for decoding. `read` returns a sequence's lengths as a
+tuple of integers, which a cursor can carry; `sequence` turns that into what masks take. The same
+arithmetic runs on Python ints (reference, tests) and on values inside a kernel.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from fa3.problem import Problem, Window
 from fa3.scores.masks import Blocks, Sequence
 
 LONGEST = 2**31 - 2**20
-"""Keys of a sequence, at most: 32 bits must do for what is added to them, too."""
+"""Most keys of a sequence: 32 bits must also hold what is added to a key's position."""
 
 
 def capacity_of(page_size, num_pages=1):
-    """Keys that a sequence may have; on the host and inside a kernel.
+    """Most keys that a sequence may have; on the host and inside a kernel.
 
-    A page table may have room for more than `LONGEST`; its last pages are out of use then.
+    If a page table has room for more than `LONGEST`, its last pages are not used.
     """
     return page_size * smaller(num_pages, LONGEST // larger(page_size, 1))
 
@@ -32,14 +32,14 @@ class Sequences(Protocol):
     """The sequences of a call."""
 
     def read(self, batch) -> tuple:
-        """What is known of a sequence."""
+        """What the kernel reads of a sequence, as a tuple of integers."""
 
     def sequence(self, known: tuple) -> Sequence:
-        """Its lengths, as a mask sees them."""
+        """The sequence for a mask, from what `read` returned."""
 
 
 class Dense(NamedTuple):
-    """Sequences of equal lengths, each in its own row of the tensors."""
+    """Sequences of equal lengths, each one a batch entry of the tensors."""
 
     seqlen_q: int
     seqlen_k: int
@@ -58,14 +58,14 @@ class Dense(NamedTuple):
 
 @dataclass(frozen=True)
 class Cached:
-    """Sequences whose keys lie in a cache, and whose lengths lie in memory.
+    """Sequences whose keys are in a cache, and whose lengths are in device memory.
 
-    What is known of one are its keys, padding included, and how many of them are padding.
+    `read` returns (keys including padding, padding).
 
     Fields:
         seqlens: (batch,) int32, keys of the sequences, padding included.
-        capacity: keys for which the cache has room; longer lengths are cut off.
-        is_early: whether the kernel before may still be running; see `read_early`.
+        capacity: most keys of a sequence in the cache; longer lengths are cut to it.
+        is_early: whether the previous kernel may still be running; see `read_early`.
     """
 
     seqlens: cute.Tensor
@@ -87,7 +87,7 @@ class Cached:
     def count(self, table: cute.Tensor | None, batch):
         """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
         if table is None:
-            # A cursor carries it: in a kernel it must be one of the kernel's numbers.
+            # A cursor carries this value: inside a kernel it must be an Int32.
             return 0 if isinstance(self.capacity, int) else Int32(0)
         return larger(smaller(self.entry(table, batch), self.capacity), 0)
 
@@ -95,12 +95,12 @@ class Cached:
         return read_early(table, batch) if self.is_early else table[batch]
 
     def sequence(self, length: tuple) -> Sequence:
-        """The sequence as the mask sees it: its keys are counted from behind the padding."""
+        """The sequence for a mask: key 0 is the first one after the padding."""
         seqlen, leftpad = length
         return Sequence(self.seqlen_q, larger(seqlen - leftpad, 0), self.window)
 
     def blocks(self, length: tuple) -> Blocks:
-        """Blocks that the queries of a sequence touch; all of its tiles walk them."""
+        """Key blocks that the queries of a sequence touch; all tiles of the sequence walk them."""
         return self.mask.key_blocks(0, self.seqlen_q, self.tile_n, self.sequence(length))
 
     def num_blocks(self, length: tuple):
@@ -116,7 +116,7 @@ class Cached:
         """The keys of a tile's sequence and head."""
         tables, row, (_, leftpad) = self.tables, tile.batch, length
         if tables.batch_idx is not None:
-            # Behind the last sequence only if lengths change while they are read early.
+            # The row is past the last sequence only if lengths change while they are read early.
             row = self.entry(tables.batch_idx, smaller(row, self.num_sequences - 1))
         if tables.page_table is not None:
             row = larger(smaller(row, tables.page_table.shape[0] - 1), 0)

@@ -1,4 +1,4 @@
-"""One tile per cluster: the GPU's own block scheduler hands the tiles out in order."""
+"""Single schedule: one tile per cluster; the GPU's block scheduler starts the clusters in order."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from fa3.schedules.segment import Segment
 
 @dataclass(frozen=True)
 class SingleTile(Planned):
-    """Launch as many clusters as there are tiles; each works on one and leaves."""
+    """Launch as many clusters as there are tiles; each works on one tile and exits."""
 
     order: TileOrder
 

@@ -1,5 +1,6 @@
-"""Stream-K: whole tiles first, then parts of tiles, cut so that all clusters end together.
+"""Split schedule (Stream-K): whole tiles first, then parts of tiles; all clusters end together.
 
+The host cuts by the cost model's times into a table; the forward kernel reads it and merges parts.
 Source: Osama et al., Stream-K (arXiv 2301.03598).
 """
 
@@ -22,22 +23,22 @@ from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment
 from fa3.schedules.tile_list import columns_of_owners, deal
 
 FIELDS = 4
-"""Integers of a segment in the table: its tile's number, its key blocks, its part's number."""
+"""Integers per segment in the table: tile number, first and end key block, `PackedPart.number`."""
 
 PART_US = 2.3
-"""Microseconds that a part takes more than a whole tile, as the cut counts them: about what the
-instrumented kernel saw (docs/experiments.md). Predictions add a fitted number instead; if the cut
-went by that, a fit would change the plans that it was fitted to."""
+"""Microseconds that the cut adds for a part: about what the instrumented kernel measured
+(docs/experiments.md). Predictions add a fitted number instead. The cut must not use that number:
+fitting it would change the plans that it is fitted to."""
 
 TRIES = 4
-"""Steps of the search for the level to which clusters are filled."""
+"""Steps of the search for the level, the time up to which clusters are filled."""
 
 SHORTEST = 2
 """Key blocks of the shortest part: a shorter one costs more than it evens out."""
 
 
 class Cursor(NamedTuple):
-    """Where a cluster stands in the table, and the segment that stands there."""
+    """A cluster's position in the table, and the segment there."""
 
     position: int
     index: int
@@ -47,12 +48,12 @@ class Cursor(NamedTuple):
 
 
 class KeyRanges(NamedTuple):
-    """What a cut goes by.
+    """The tiles to cut, and what a cut costs.
 
     Fields:
-        first_blocks, end_blocks: key blocks of every tile, by its number.
-        unit: what a unit costs beside its blocks, in blocks.
-        part: what a part costs more than that, in blocks.
+        first_blocks, end_blocks: key blocks [first, end) of every tile, by its number.
+        unit: overhead of a segment (prologue, epilogue), in the time of a key block.
+        part: further overhead of a part of a tile, in the same unit.
     """
 
     first_blocks: np.ndarray
@@ -62,7 +63,7 @@ class KeyRanges(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Parts of tiles, in order: tile number, key blocks [first, end), cluster."""
+    """Pieces of tiles, in order: tile number, key blocks [first, end) of it, cluster."""
 
     tile: np.ndarray
     first: np.ndarray
@@ -77,7 +78,7 @@ class SplitTiles(Tabled):
     Fields:
         table: (rounds, num_clusters, 4) int32, flat in row order: a numpy array on the host, a
             tensor on the device.
-        num_slots: parts of tiles; host only.
+        num_slots: how many parts of tiles there are; host only.
     """
 
     order: TileOrder
@@ -118,7 +119,7 @@ class SplitTiles(Tabled):
 
     @property
     def entries(self) -> np.ndarray:
-        """(places, FIELDS) of all clusters, round by round."""
+        """The table as (rounds * num_clusters, FIELDS), round by round."""
         return self.table.reshape(-1, FIELDS)
 
     @property
@@ -159,10 +160,10 @@ class SplitTiles(Tabled):
         return Segment(tile, cursor.first_block, cursor.end_block, PackedPart(cursor.part))
 
 
-# Remembered from the choice to the plan.
+# Cached: the planner cuts to predict a time, then again for the plan that it chose.
 @functools.lru_cache(maxsize=4)
 def cut_tiles(tiled) -> SplitTiles:
-    """Whole tiles and parts of tiles, for all clusters that the GPU holds."""
+    """Cut a tiled problem for all clusters that the GPU holds, by the costs of its tiles."""
     costs, blocks = tiled.costs, tiled.blocks_of_tiles()
     tile, part = costs.tile_us / costs.full_us, PART_US / costs.full_us
     return SplitTiles.cut(tiled.order, tiled.lanes, KeyRanges(blocks.begin, blocks.end, tile, part))
@@ -171,10 +172,10 @@ def cut_tiles(tiled) -> SplitTiles:
 def deal_whole_tiles(
     times: np.ndarray, num_clusters: int, ranges: KeyRanges
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """Deal as many whole rounds of tiles as the tiles behind them can even out.
+    """Assign whole tiles: the most rounds whose imbalance the remaining tiles can even out.
 
     Returns:
-        how many tiles are dealt, the cluster of each, and every cluster's time.
+        how many tiles are assigned, the cluster of each, and every cluster's time in blocks.
     """
     rounds = len(times) // num_clusters
     while rounds > 0:
@@ -190,7 +191,7 @@ def deal_whole_tiles(
 
 
 def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Pieces:
-    """Lay tiles end to end and cut them into a stretch for each cluster, of one length in time."""
+    """Cut the tiles, laid end to end, into one stretch per cluster so that all end together."""
     lengths, clusters = blocks.tolist(), loads.tolist()
     low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
     level, high, pieces = low + ranges.part + SHORTEST, None, None
@@ -201,7 +202,7 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Piec
             low = level
         else:
             high, pieces = level, found
-        # What is left over, or the room that is, shared out among the clusters.
+        # Shares the tiles left over (positive) or the unused room (negative) among the clusters.
         level += left / len(clusters)
         level = low + SHORTEST if high is None else min(max(level, (3 * low + high) / 4), high)
         tries += 1
@@ -213,18 +214,18 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Piec
 def fill(
     lengths: list[int], loads: list[float], ranges: KeyRanges, level: float
 ) -> tuple[list[int], float]:
-    """Fill one cluster after the other up to a level with tiles, and parts where they end.
+    """Fill one cluster after another up to a level: whole tiles, then a part of the next tile.
 
-    Where too little is left for a part, whole tiles come from the end of the order: the shortest
-    ones under a causal mask.
+    Where the room is too small for a part, it takes whole tiles from the end of the order: under
+    a causal mask these are the shortest.
 
     Returns:
-        `Pieces`, one behind the other; and what is left of the tiles, or if nothing is, minus the
-        room that clusters have left.
+        The pieces as a flat list, the fields of `Pieces` one after another; and the time of the
+        tiles left over or, if none are, minus the clusters' unused room.
     """
     unit, of_part = ranges.unit, ranges.unit + ranges.part
     pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
-    # What is left of the tile, and what that costs; nothing fits behind the last one.
+    # Blocks left of the tile, and their cost; infinite after the last tile: nothing fits.
     rest = lengths[0] if lengths else 0
     cost = rest + unit if lengths else math.inf
     for owner, load in enumerate(loads):

@@ -1,4 +1,4 @@
-"""Static persistent: as many clusters as the GPU holds, each with a fixed share of the tiles."""
+"""Static schedule: as many persistent clusters as the GPU holds, each with a fixed set of tiles."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,11 +11,11 @@ from fa3.schedules.segment import Segment
 
 @dataclass(frozen=True)
 class StaticPersistent(Planned):
-    """Deal the ordered tiles to `num_clusters` clusters, back and forth.
+    """Deal the ordered tiles to `num_clusters` clusters in rounds, odd rounds in reverse.
 
-    Round r gives cluster c the tile r * num_clusters + c when r is even, and runs the other way
-    when r is odd. Tiles shrink along the order, so dealing in one direction only would hand
-    cluster 0 the longest tile of every round.
+    Cluster c takes tile r * num_clusters + c in an even round r; in an odd round the clusters take
+    the round's tiles in reverse order. The order is longest-first: in one direction only, cluster
+    0 would get the longest tile of every round.
     """
 
     order: TileOrder

@@ -1,19 +1,20 @@
-"""Where the keys of cached sequences are cut, so that all CTAs of the decode kernel read as much.
+"""Split-K for decoding: where cached keys are cut so that all CTAs read equally many blocks.
+
+`fa3.planning.decode` chooses the cut, the kernel reads the sequences' lengths on the device
+(`fa3.schedules.sequences.Cached`), and the decode kernel and the reference walk the segments.
 
 A tile is up to 64 query rows of one key/value head of one sequence; it walks the key blocks that
-its sequence's queries touch. All blocks stand in one line: sequences one after another, in a
-sequence its tiles (heads, in a head the row blocks), in a tile its blocks. The line is cut into
-one piece for each CTA, and pieces differ by one block at most. A *segment* is what a CTA does of
-one tile at once. If it is the whole tile, its result is final; otherwise it is a *part*, kept in a
-slot of the workspace. The parts of a tile lie in consecutive slots, and the segment that begins
-the tile leaves a record of them for the kernel that merges: (m_block, head, batch, first slot,
-parts).
+its sequence's queries touch. All blocks form one line: sequence by sequence, in a sequence tile by
+tile (head by head, in a head its row blocks), in a tile block by block. The line is cut into one
+piece for each CTA; pieces differ by one block at most. A *segment* is a CTA's share of one tile.
+If that is the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the
+workspace. A tile's parts have consecutive slots, and its first segment writes a record for the
+combine kernel, which merges them: (m_block, head, batch, first slot, parts).
 
-What may be a segment is the cut: `StreamK` cuts tiles anywhere, `Units` only between units.
+The cut says where a tile may be cut: `StreamK` anywhere, `Units` between units, `Whole` nowhere.
 
-Everything but `locate` is plain arithmetic on the fields, so the same code runs on Python ints
-(executor, tests) and on values inside a kernel: host and device cannot drift. Those are Int32; only
-places in the line are Int64 where the line may be that long.
+All but `locate` is plain arithmetic on the fields: the same code runs on Python ints (reference,
+tests) and inside a kernel, on Int32; only positions in a long line are Int64.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,11 +30,11 @@ from fa3.primitives.wgmma import WARP
 from fa3.schedules.segment import Part, Segment, Tile
 
 MOST_ROOM = 2**30
-"""More blocks than a tile has."""
+"""More blocks than any tile has."""
 
 
 def as_int32(number):
-    """What follows from places in a long line, in 32 bits: blocks, cut off at `MOST_ROOM`."""
+    """A number of blocks, computed from positions in a long line: Int32, at most `MOST_ROOM`."""
     return Int32(smaller(number, MOST_ROOM)) if isinstance(number, Int64) else number
 
 
@@ -43,10 +44,10 @@ class Lengths(Protocol):
     num_sequences: int
 
     def read(self, batch) -> tuple:
-        """What is known of a sequence: a tuple of integers."""
+        """A sequence's length, as a tuple of integers."""
 
     def num_blocks(self, length: tuple):
-        """Blocks that a tile of a sequence walks; at least one."""
+        """How many key blocks a tile of the sequence walks; at least one."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,16 @@ class Pieces:
     num_ctas: int
 
     def begin(self, cta):
-        """First block of a piece; the end of the piece before."""
+        """First block of a CTA's piece; the end of the previous piece."""
         size = self.total // self.num_ctas
         return cta * size + smaller(cta, self.total - size * self.num_ctas)
 
     def cta_of(self, position):
-        """The piece that a block belongs to."""
+        """The CTA whose piece has the block at a position."""
         size = self.total // self.num_ctas
         longer_ctas = self.total - size * self.num_ctas
         longer = longer_ctas * (size + 1)
-        # 1 among the longer pieces, 0 behind them. Then one division will do.
+        # Longer pieces come first: `among` is 1 in them and 0 after. This takes one division only.
         among = smaller(larger(longer - position, 0), 1)
         behind = 1 - among
         return behind * longer_ctas + (position - behind * longer) // larger(size + among, 1)
@@ -74,11 +75,11 @@ class Pieces:
 
 @dataclass(frozen=True)
 class StreamK:
-    """Cut tiles wherever a piece ends: pieces are equal, and a tile has as few parts as can be.
+    """Cut tiles wherever a piece ends: pieces are equal, and tiles have as few parts as possible.
 
-    At most one tile begins in a CTA's piece and does not end there. Its part has slot 2 cta, and
-    the CTAs that go on with it count up from there. Records are by tile, or by CTA if those are
-    fewer; then a CTA in which no tile begins has to clear its own.
+    At most one tile begins in a CTA's piece and ends in a later one. Its first part has slot
+    2 * cta, and its further parts have the slots after that. There is a record per tile, or per
+    CTA if CTAs are fewer; then a CTA in whose piece no tile begins must clear its record.
     """
 
     num_ctas: int
@@ -99,11 +100,11 @@ class StreamK:
         return self.num_tiles > self.num_ctas
 
     def begin(self, block, num_blocks):
-        """Where a segment begins that is not to begin before a block of its tile."""
+        """The first block, from `block` on, at which a segment of the tile may begin."""
         return block
 
     def end(self, block, num_blocks, room):
-        """Where a segment ends; `room` blocks are left of the piece."""
+        """The end of the segment that begins at `block`; the piece has `room` blocks left."""
         return smaller(num_blocks, block + room)
 
     def part(self, pieces: Pieces, cta, tile_number, tile_begin, block, num_blocks) -> Part:
@@ -116,14 +117,14 @@ class StreamK:
 
 @dataclass(frozen=True)
 class Units:
-    """Cut tiles into units only; a unit belongs to the piece in which it begins.
+    """Cut tiles between units only; the CTA in whose piece a unit begins works on all of it.
 
     A tile of n blocks has units of max(unit_blocks, ceil(n / num_splits)) blocks.
 
     Fields:
         num_splits: most units of a tile.
-        unit_blocks: fewest blocks of a unit but the last.
-        max_parts: most units that any tile of this call may have: slots are laid out by it.
+        unit_blocks: fewest blocks of a unit; a tile's last unit may have fewer.
+        max_parts: most units that any tile of this call may have; each tile has as many slots.
         num_tiles: tiles of this call.
     """
 
@@ -160,7 +161,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Whole:
-    """Do not cut tiles: a tile belongs to the piece in which it begins."""
+    """Cut no tile: the CTA in whose piece a tile begins works on all of it."""
 
     has_parts: ClassVar[bool] = False
 
@@ -178,11 +179,11 @@ class Whole:
 
 
 class Place(NamedTuple):
-    """A CTA's piece of the line, and the sequence in which it begins.
+    """All CTAs' pieces, and the sequence in which one CTA's piece begins.
 
     Fields:
         batch: the sequence.
-        batch_begin: where its blocks begin in the line.
+        batch_begin: the position in the line of that sequence's first block.
     """
 
     pieces: Pieces
@@ -191,13 +192,13 @@ class Place(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where a CTA stands.
+    """A CTA's position.
 
     Fields:
-        position: in the line.
-        batch, tile, block: the same as a sequence, a tile of it and a block of that.
-        length: what `Lengths` knows of the sequence.
-        following: the same of the next sequence, read ahead.
+        position: in the line of all blocks.
+        batch, tile, block: the same as a sequence, a tile of this sequence, a block of this tile.
+        length: the sequence's length, from `Lengths.read`.
+        following: the next sequence's length, read ahead to hide its latency.
     """
 
     position: int
@@ -213,9 +214,9 @@ class Walk:
     """The segments of one CTA, in the order in which producer and consumers work on them.
 
     Fields:
-        cut: what may be a segment.
+        cut: where tiles may be cut.
         lengths: the lengths of the sequences.
-        num_m_blocks, num_heads: tiles of a sequence.
+        num_m_blocks, num_heads: row blocks per head and heads per sequence, so tiles of a sequence.
     """
 
     cut: StreamK | Units | Whole
@@ -236,7 +237,7 @@ class Walk:
         num_blocks = self.lengths.num_blocks(length)
         tile = (position - batch_begin) // num_blocks
         block = as_int32(position - batch_begin - tile * num_blocks)
-        # The length may have changed since the search, if it is read early.
+        # A length that is read early may have changed since `locate` read it.
         tile = as_int32(smaller(tile, self.tiles - 1))
         cursor = Cursor(position, batch, tile, block, length, self.read(batch + 1))
         return self.advance(cursor, self.cut.begin(block, num_blocks) - block)
@@ -264,15 +265,16 @@ class Walk:
         return self.advance(cursor, self.end(cursor) - cursor.block)
 
     def end(self, cursor: Cursor):
-        """Where the segment at the cursor ends."""
+        """The end of the segment at the cursor, in blocks of its tile."""
         room = as_int32(self.place.pieces.begin(self.cta + 1) - cursor.position)
         return self.cut.end(cursor.block, self.lengths.num_blocks(cursor.length), room)
 
     def advance(self, cursor: Cursor, blocks) -> Cursor:
-        """Go on by some blocks, at most to the end of the tile."""
+        """The cursor some blocks further on, at most at the end of the tile."""
         num_blocks = self.lengths.num_blocks(cursor.length)
         block = cursor.block + blocks
-        # 1 at the end of a tile and of a sequence, 0 before; a division would take 100 cycles.
+        # `tiles` is 1 at the end of a tile, `batches` 1 at the end of a sequence, else both are 0.
+        # A division would take 100 cycles.
         tiles = 1 - smaller(num_blocks - block, 1)
         batches = 1 - smaller(self.tiles - cursor.tile - tiles, 1)
         return Cursor(
@@ -288,7 +290,7 @@ class Walk:
         )
 
     def read(self, batch) -> tuple:
-        """The length of a sequence, or of the last behind it: there is always one to read."""
+        """The length of a sequence; past the last sequence, the last one's: never out of bounds."""
         return self.lengths.read(smaller(batch, self.lengths.num_sequences - 1))
 
 
@@ -297,10 +299,10 @@ class Walk:
 
 @cute.jit
 def locate(lengths: Lengths, tiles, num_ctas, cta, number: cutlass.Constexpr) -> Place:
-    """Find the sequence in which the piece of a CTA begins. Every lane of a warp calls this.
+    """Find the sequence in which a CTA's piece begins. Every lane of a warp calls this.
 
-    The lanes add up a range of sequences each, and narrow in on the one in question. `number` is
-    the type of a place in the line.
+    A 32-way search: each lane adds up the blocks of a range of sequences, and the range in which
+    the piece begins is split again. `number` is the type of a position in the line.
     """
     span = Int32(WARP)
     while span < lengths.num_sequences:
@@ -333,7 +335,7 @@ def locate(lengths: Lengths, tiles, num_ctas, cta, number: cutlass.Constexpr) ->
 
 @dataclass(frozen=True)
 class HostLengths:
-    """Blocks [begin, end) of keys that the queries of each sequence touch."""
+    """`Lengths` on the host: key blocks [begin, end) that the queries of each sequence touch."""
 
     blocks: Sequence[tuple[int, int]]
 
@@ -356,7 +358,7 @@ def walks(
     num_heads: int,
     num_ctas: int,
 ) -> Iterator[Walk]:
-    """Yield the walk of every CTA, as the kernel's CTAs find it."""
+    """Yield the walk of every CTA, the same as the kernel's."""
     tiles = num_m_blocks * num_heads
     begins = [0]
     for length in lengths.blocks:
@@ -376,11 +378,11 @@ def segments(
     num_heads: int,
     num_ctas: int,
 ) -> Iterator[tuple[int, Segment]]:
-    """Yield every segment with its CTA, CTA by CTA; its key blocks are those of the sequence.
+    """Yield (CTA, segment) of every segment, CTA by CTA; block 0 is the sequence's first block.
 
     Args:
         blocks: key blocks [begin, end) that the queries of each sequence touch, at least one.
-        num_m_blocks: tiles of query rows of a key/value head.
+        num_m_blocks: row blocks of a key/value head.
         num_heads: key/value heads.
     """
     for walk in walks(cut, HostLengths(blocks), num_m_blocks, num_heads, num_ctas):
@@ -402,7 +404,7 @@ def records(
     num_heads: int,
     num_ctas: int,
 ) -> Iterator[tuple[int, Tile, range]]:
-    """Yield (record, tile, slots to merge in this order) of every tile that has parts."""
+    """Yield (record, tile, slots to merge in this order) for every tile that is cut into parts."""
     for walk in walks(cut, HostLengths(blocks), num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):

@@ -1,4 +1,8 @@
-"""Explicit list: Python deals the tiles, the kernel reads its share from device memory."""
+"""List schedule: the host assigns tiles to clusters in a table, the kernel reads it.
+
+Tile times come from the cost model (`Tiled.times`); `fa3.running.tables` uploads the table. `deal`
+and `columns_of_owners` also serve `fa3.schedules.split`.
+"""
 
 import heapq
 import itertools
@@ -14,23 +18,23 @@ from fa3.schedules.order import Tabled, TileOrder
 from fa3.schedules.segment import Segment, Tile
 
 MANY_TILES = 2560
-"""Up to so many tiles are dealt one by one: 0.2 us each."""
+"""Up to this many tiles are all assigned one by one, which costs the host 0.2 us each."""
 
 LATE = 1.005
-"""How much longer than the mean the last cluster may take before another deal is tried."""
+"""Last cluster's end over the mean end, from which another assignment is tried."""
 
 STEPS = 8
-"""Steps in which whole rounds of more tiles are dealt; of many rounds each step takes several."""
+"""With more tiles, the first ones are assigned in at most this many steps of whole rounds."""
 
 LAST_ROUNDS = 8
-"""Rounds behind them that are dealt one by one, and more if they are short."""
+"""Rounds after those steps that are assigned one by one; more rounds if their tiles are short."""
 
 TICKS = 1 << 20
-"""Parts of the longest tile in which a deal counts time."""
+"""Time of the longest tile, in the integer ticks of an assignment."""
 
 
 class Cursor(NamedTuple):
-    """Where a cluster stands in the table, and what stands there."""
+    """A cluster's position in the table, and the entry there: a tile number or `END`."""
 
     position: int
     entry: int
@@ -38,11 +42,11 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TileList(Tabled):
-    """Each cluster has a column of tile numbers, worked on from the top down to `END`.
+    """Each cluster has a column of tile numbers and works on them from the top down to `END`.
 
-    `table` is the matrix (rounds, num_clusters) of int32, flat in row order: a numpy array on the
-    host, a tensor on the device. The next entry is read while the kernel works on the present
-    tile, so the read costs nothing.
+    `table` is a (rounds, num_clusters) int32 matrix, flat in row order: a numpy array on the host,
+    a tensor on the device. The kernel reads the next entry while it works on the present tile,
+    which hides the read's latency.
     """
 
     order: TileOrder
@@ -61,7 +65,7 @@ class TileList(Tabled):
 
     @classmethod
     def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
-        """Deal the tiles in order, so that all clusters end at nearly the same time.
+        """Assign the tiles so that all clusters end at nearly the same time (see `deal`).
 
         Args:
             times: how long each tile takes, by its number, in any unit.
@@ -74,14 +78,14 @@ class TileList(Tabled):
     def in_order_of(
         cls, order: TileOrder, num_clusters: int, tiles: Iterable[Tile], times: np.ndarray
     ) -> "TileList":
-        """Deal the tiles as they come, each to the cluster that is free first.
+        """Assign the tiles in the order given, each to the first free cluster.
 
         Args:
             times: how long each tile takes, by its number, in any unit.
 
         Raises:
-            TypeError: something is not a tile.
-            ValueError: a tile is none of the problem's, comes twice, or is left out.
+            TypeError: an element of `tiles` is not a tile.
+            ValueError: a tile is not one of the problem's, comes twice, or is left out.
         """
         place: dict[int, int] = {}
         for position, given in enumerate(tiles):
@@ -140,7 +144,7 @@ class TileList(Tabled):
 
 
 def as_tile(given: object, position: int) -> Tile:
-    """What a user's order has at a position, if that is a tile."""
+    """An element of a user's order as a `Tile`; raises TypeError if it is none."""
     try:
         return Tile(*map(operator.index, given))
     except TypeError:
@@ -152,12 +156,12 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
     """A table with a column for every cluster: its entries in their order, then `END`.
 
     Args:
-        entries: (n,) or (n, fields) integers, and `owners` the cluster of each.
+        entries: (n,) or (n, fields) integers; `owners` has the cluster of each entry.
 
     Returns:
         (rounds, num_clusters) or (rounds, num_clusters, fields) int32, flat.
     """
-    # NumPy sorts small integers by their digits.
+    # NumPy's stable sort is a radix sort for integers of up to 16 bits.
     by_owner = np.argsort(owners.astype(np.min_scalar_type(num_clusters)), kind="stable")
     counts = np.bincount(owners, minlength=num_clusters)
     rows = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -168,13 +172,13 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
 
 
 def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
-    """Give every tile a cluster so that all end at nearly the same time.
+    """Assign tiles to clusters so that all clusters end at nearly the same time.
 
-    Each tile goes to the cluster that is free first. Where there are many tiles, or that ends too
-    late, the first ones are dealt in whole rounds, the longest tile of a round to the cluster with
-    the least work so far: that keeps clusters within about the longest tile of each other. The
-    last tiles even this out: in their order, or if that ends too late from the longest to the
-    shortest.
+    Greedy: each tile goes to the first free cluster. If there are many tiles, or that ends too
+    late, the first ones are assigned in whole rounds, a round's longest tile to the cluster with
+    the least work: clusters stay within about the longest tile of each other. The last tiles even
+    this out: greedily in their order, or longest-first if that order ends too late.
+
 
     Args:
         times: how long each tile takes, in the order in which a cluster works on its tiles.
@@ -213,33 +217,34 @@ def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
 
 
 def dealt_back_and_forth(rounds: np.ndarray) -> np.ndarray:
-    """The work of every hand when (rounds, hands) units are dealt in changing direction."""
+    """The work of every hand: (rounds, hands) units, odd rounds in reverse order."""
     return rounds[::2].sum(axis=0) + rounds[1::2, ::-1].sum(axis=0)
 
 
 def rounds_to_deal(ticks: np.ndarray, num_clusters: int) -> int:
-    """How many whole rounds leave enough work behind them to even out what they left uneven."""
+    """How many whole rounds to assign first, so that the tiles after them can even out the rest."""
     needed = num_clusters * ticks.max()
     enough = np.searchsorted(np.cumsum(ticks[::-1]), needed)
     return max(0, len(ticks) - max(int(enough), LAST_ROUNDS * num_clusters)) // num_clusters
 
 
 def in_ticks(times: np.ndarray) -> np.ndarray:
-    """Times as integers: the longest is `TICKS`."""
+    """Times as integers; the longest becomes `TICKS`."""
     return np.rint(times * (TICKS / times.max(initial=1e-9))).astype(np.int64)
 
 
 def hand_out(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray, int]:
-    """Give each unit of work, as it comes, to the cluster that is free first.
+    """Greedy assignment: each unit of work, in order, goes to the first free cluster.
 
     Args:
         ticks: how long each unit takes.
-        free_at: when each cluster is free.
+        free_at: when each cluster becomes free.
 
     Returns:
         The cluster of each unit, and when the last cluster is done.
     """
-    # An entry is time and cluster in one integer, which a heap compares faster than a pair.
+    # A heap entry is time * num_clusters + cluster: one integer compares faster than a pair.
+
     num_clusters = len(free_at)
     heap = (free_at * num_clusters + np.arange(num_clusters)).tolist()
     heapq.heapify(heap)

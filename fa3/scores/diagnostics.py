@@ -1,7 +1,7 @@
-"""Errors that a score or a mask of the user's causes while a kernel is compiled, in its own terms.
+"""Turns compile errors that a user's score or mask causes into errors about the user's own code.
 
-The compiler traces a user's method as a part of the kernel, so what it raises may speak of any
-place between the two. `explain` finds the method and its line.
+The compiler traces a user's method as part of the kernel, so its errors may name any line between
+the two. `explain`, for `fa3.running.compiler`, finds the method and the line.
 """
 
 import inspect
@@ -25,7 +25,7 @@ EXPECTED = {
     "key_range": "key_range(self, rows) must return two integers (begin, end)",
     "open_range": "open_range(self, rows) must return two integers (begin, end)",
 }
-"""The methods that kernels call, and what they must look like."""
+"""The users' methods that kernels call, and the signature that each must have."""
 
 
 class Place(NamedTuple):
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A method of the user's that a kernel calls."""
+    """A user's method that a kernel calls."""
 
     kind: type
     name: str
@@ -52,7 +52,7 @@ class Method(NamedTuple):
 
     @classmethod
     def of(cls, kind: type, name: str) -> "Method | None":
-        """The class's method of this name, unless there is none or it is defined here."""
+        """The class's method of this name; None if it has none, or inherits ours."""
         function = inspect.unwrap(getattr(kind, name, None))
         if not inspect.isfunction(function):
             return None
@@ -74,7 +74,7 @@ class Method(NamedTuple):
         return f".{self.name}(" in place.text
 
     def error(self, cause: BaseException, places: list[Place]) -> ValueError:
-        """What the user gets to see of a cause that lies in these places."""
+        """The error that the user sees: the cause, and the lines of source that led to it."""
         is_dsl = isinstance(cause, DSLBaseError)
         message = cause.message if is_dsl else " ".join(str(cause).split("\n"))
         advice = (cause.suggestion if is_dsl else None) or []
@@ -92,11 +92,11 @@ class Method(NamedTuple):
 
 
 def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
-    """What compiling a kernel of this spec raised, as an error of the user's own method.
+    """Trace an error raised while a kernel of this spec was compiled to a user's method.
 
     Returns:
         An error that names the class, the method, its line of source and the cause; None if the
-        error does not come from a score or a mask of the user's.
+        error does not come from a user's score or mask.
     """
     kinds = [template.kind for template in (*spec.scores, *spec.mask.templates)]
     found = (Method.of(kind, name) for kind in kinds for name in EXPECTED)
@@ -108,8 +108,7 @@ def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
                 if method.holds(place):
                     inner = [p for p in places[i:] if not (p.is_in(OURS) or p.is_in(THEIRS))]
                     return method.error(cause, list(dict.fromkeys(inner)))
-    # No line of a method has run. Was one called, or was its result used or checked, where it
-    # does not fit?
+    # No line of a user's method failed. Did our code fail where it calls one, or uses its result?
     calls = [place for place in places_of(error) if place.is_in(OURS)][-2:]
     for method in methods:
         if any(map(method.is_called_at, calls)):
@@ -118,14 +117,14 @@ def explain(error: Exception, spec: AttentionSpec) -> ValueError | None:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, its cause, the cause of that and so on."""
+    """An error, then its cause, then that error's cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def places_of(error: BaseException) -> list[Place]:
-    """Where an error passed through, outermost first, then the place that it names itself."""
+    """The lines of an error's traceback, outermost first, then the line that it names itself."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [Place(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, DSLBaseError) and error.filename and error.line:

@@ -1,12 +1,12 @@
-"""Masks: which key blocks a query tile touches, and which of its elements are hidden.
+"""Masks: which key blocks a query tile touches, and which of its scores are hidden.
 
-A mask has a compile-time half (the frozen dataclasses here: which bounds exist, what a function
-of the user's looks like) and a run-time half (`Window`: the bounds' values; tensors). A kernel
-binds the mask to the call's tensors and to a tile's head; its main loop walks `key_blocks` and
-never asks what the mask is. The block arithmetic is plain, so the CPU executor walks the very
-same ranges.
+A mask has a compile-time half (the frozen dataclasses here: which bounds exist, which user mask)
+and a run-time half (`Window`, the bounds' values, and tensors). It is part of a problem's spec
+(`fa3.problem`). A kernel binds the mask to the call's tensors and to a tile's head; its main loop
+walks `key_blocks` and does not know the kind of mask. Planner and reference use the same plain
+arithmetic.
 
-A mask of your own is a subclass of `Mask` with two methods, and two more where it knows ranges:
+Your own mask is a subclass of `Mask` with two methods, and two more if it knows ranges:
 
     @dataclass(frozen=True)
     class Prefix(fa3.Mask):
@@ -39,9 +39,9 @@ from fa3.scores.templates import Template
 class Blocks(NamedTuple):
     """Half-open ranges of blocks: [begin, end) is touched, [full_begin, full_end) unmasked.
 
-    Blocks of keys that queries touch, or of queries that keys touch. begin <= full_begin <=
-    full_end <= end and begin < end: a tile always works on one block, and one that is hidden
-    altogether gives 0 and -inf like any hidden row.
+    Key blocks that a query tile touches, or query blocks that a key tile touches. begin <=
+    full_begin <= full_end <= end and begin < end: a tile always has one block at least; if that
+    is fully hidden, the output is 0 and the log-sum-exp -inf, as for any hidden row.
     """
 
     begin: int
@@ -51,9 +51,9 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, first: tuple, last: tuple, size) -> "Blocks":
-        """Blocks of `size` of the ranges of a tile's first and of its last element.
+        """Blocks of `size` elements, from the ranges that a tile's first and last row (or key) see.
 
-        Between the two, neither end of a range steps back.
+        From row to row, begin and end of the range must not decrease.
         """
         (first_begin, first_end), (last_begin, last_end) = first, last
         end = larger(1, (larger(0, last_end) + size - 1) // size)
@@ -64,7 +64,7 @@ class Blocks(NamedTuple):
         return cls(begin, full_begin, full_end, end)
 
     def between(self, first, end) -> "Blocks":
-        """Those of the blocks that lie in [first, end), first < end; one is hidden if none does."""
+        """The blocks inside [first, end), first < end; if there are none, one hidden block."""
         end = smaller(larger(self.end, first + 1), end)
         begin = smaller(larger(self.begin, first), end - 1)
         full_end = smaller(larger(self.full_end, begin), end)
@@ -72,7 +72,7 @@ class Blocks(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """Lengths of one sequence and the run-time window: all a mask needs beside coordinates."""
+    """Lengths of one sequence and its window: all that a mask needs besides coordinates."""
 
     seqlen_q: int
     seqlen_k: int
@@ -80,13 +80,13 @@ class Sequence(NamedTuple):
 
     @property
     def offset(self):
-        """Bottom-right alignment: query i stands at key i + offset."""
+        """Bottom-right alignment: query i has the position of key i + offset."""
         return self.seqlen_k - self.seqlen_q
 
 
 @dataclass(frozen=True)
 class Band:
-    """Keys j of query i with i + offset - left <= j <= i + offset + right.
+    """Query i sees the keys j with i + offset - left <= j <= i + offset + right.
 
     `left` and `right` say at compile time whether the bound exists; the values come at run time.
     Causal is Band(left=False, right=True) with Window(right=0).
@@ -97,20 +97,20 @@ class Band:
 
     @classmethod
     def of(cls, window: Window) -> "Band":
-        """The band whose bounds exist where the window has them."""
+        """The band with the bounds that the window has."""
         return cls(left=window.left != NO_BOUND, right=window.right != NO_BOUND)
 
     @property
     def templates(self) -> tuple[Template, ...]:
-        """What of it comes from the user."""
+        """The user's masks in it: none."""
         return ()
 
     def bind(self, tensors) -> "Band":
-        """The mask with its tensors, the next ones of an iterator."""
+        """The mask with its tensors, taken from the iterator `tensors`; a band has none."""
         return self
 
     def at(self, batch, head) -> "Band":
-        """The mask of one head."""
+        """The mask for one head."""
         return self
 
     def key_range(self, row, sequence: Sequence):
@@ -158,7 +158,7 @@ class Band:
 
 
 class Rows(NamedTuple):
-    """Queries [first, last] of one head: what a mask's ranges may depend on."""
+    """Queries first to last, inclusive, of one head: what a mask's ranges may depend on."""
 
     batch: int
     head: int
@@ -169,7 +169,7 @@ class Rows(NamedTuple):
 
 
 class Mask:
-    """Base of masks of the user's: whether a query sees a key."""
+    """Base class of users' masks: whether a query sees a key."""
 
     def visible(self, at: Position):
         """Whether the query sees the key; a `@cute.jit` method of the subclass."""
@@ -180,11 +180,11 @@ class Mask:
         raise NotImplementedError(f"{type(self).__name__} must define reference(self, at)")
 
     def key_range(self, rows: Rows):
-        """Half-open range of keys outside of which none of the rows sees any: skipped."""
+        """Half-open range of keys outside of which no row sees any key; the kernel skips these."""
         return 0, rows.seqlen_k
 
     def open_range(self, rows: Rows):
-        """Half-open range of keys all of which every one of the rows sees: not masked."""
+        """Half-open range of keys that all rows see; the kernel does not mask them."""
         return 0, 0
 
 
@@ -192,7 +192,7 @@ def as_integer(bound):
     """A bound of a user's range, on the host or in a kernel.
 
     Raises:
-        TypeError: it is no integer.
+        TypeError: the bound is not an integer.
     """
     if not isinstance(bound, int | Integer):
         raise TypeError(f"a bound of a range must be an integer, got {bound!r}")
@@ -201,9 +201,9 @@ def as_integer(bound):
 
 @dataclass(frozen=True)
 class Intersection:
-    """What both a band and a mask of the user's let through.
+    """A query sees a key if both a band and a user's mask say so.
 
-    Until `bind`, `function` is the mask's template, and the ranges are those of the band.
+    Until `bind`, `function` is the mask's template, and the band alone gives the ranges.
     """
 
     band: Band
@@ -225,7 +225,7 @@ class Intersection:
         return Intersection(self.band, self.function, batch, head)
 
     def key_range(self, row, sequence: Sequence):
-        """Half-open range of keys outside of which query `row` sees none."""
+        """Half-open range of keys outside of which query `row` sees no key."""
         return self.band.key_range(row, sequence)
 
     def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> Blocks:
@@ -253,7 +253,7 @@ class Intersection:
     def query_blocks(self, key_begin, num_keys, tile_m, sequence: Sequence) -> Blocks:
         """Blocks of `tile_m` queries that may see keys [key_begin, key_begin + num_keys).
 
-        A mask of the user's has ranges of keys only, so all blocks of the band count as masked.
+        A user's mask has ranges of keys only, so all blocks of the band count as masked.
         """
         begin, _, _, end = self.band.query_blocks(key_begin, num_keys, tile_m, sequence)
         return Blocks(begin, begin, begin, end)

@@ -1,14 +1,14 @@
-"""Scores: what happens to Q K^T before the softmax, beside its scale.
+"""Scores: what changes Q K^T before the softmax, besides the softmax scale.
 
-A score is a frozen dataclass. In a kernel its `apply` changes the scores of one block in
-registers, as (rows, columns) of a thread. They need not be natural logits: a score x stands for
-the logit x * unit, with unit = softmax_scale at first, and each score says with `unit_after` what
-the unit is behind it. So a factor that all scores share costs nothing.
+A score is a frozen dataclass, part of a problem's spec (`fa3.problem`); kernels apply a tile's
+scores and mask through `Rules`. `Score.apply` changes one block's scores in registers, as (rows,
+columns) of a thread. They need not be natural logits: a score x stands for the logit x * unit.
+The unit is softmax_scale at first; each score's `unit_after` gives the unit after its `apply`. So
+a factor that all scores share costs nothing.
 
-Each class holds its device half and its torch half, `reference`, next to each other, so that they
-cannot drift: the executor and the tests run the latter.
+Each class has a device half and a torch half, `reference`, which the reference and tests run.
 
-A score of your own is a subclass with two methods:
+Your own score is a subclass with two methods:
 
     @dataclass(frozen=True)
     class Tilt(fa3.Score):
@@ -35,13 +35,13 @@ from fa3.problem import AttentionSpec
 
 
 class Score:
-    """Base of scores: a function of one natural logit and its position."""
+    """Base class of scores: a function of one natural logit and its position."""
 
     hides = True
-    """Whether a score may become -inf."""
+    """Whether `apply` may make a score -inf."""
 
     bound = math.inf
-    """The largest magnitude of a natural logit behind `apply`."""
+    """The largest magnitude of a natural logit after `apply`."""
 
     def score(self, logit, at: Position):
         """The new logit; a `@cute.jit` method of the subclass."""
@@ -57,11 +57,11 @@ class Score:
         raise NotImplementedError(f"{type(self).__name__} must define reference(self, logits, at)")
 
     def at_rows(self, coords: ScoreCoords, unit):
-        """What `apply` needs of a tile's rows, made once for a tile."""
+        """What `apply` needs to know of a tile's rows; computed once per tile."""
         return ()
 
     def unit_after(self, unit):
-        """The natural logits that a score of 1 stands for behind `apply`."""
+        """The unit after `apply`: the natural logit that a score of 1 then stands for."""
         return Float32(1.0)
 
     @cute.jit
@@ -69,7 +69,7 @@ class Score:
         """Change a block's scores (rows, columns) in place.
 
         Returns:
-            what each row's scores are still to be raised by; None for nothing.
+            for each row a shift that is still to be added to its scores; None for no shifts.
         """
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
@@ -81,8 +81,8 @@ class Score:
 class Softcap(Score):
     """cap * tanh(logit / cap).
 
-    By `tanh.approx`, whose relative error is at most 2^-11: one more instruction for the
-    exponential units, which bound it.
+    Uses `tanh.approx`, whose relative error is at most 2^-11: one more instruction for the
+    exponential units, which are the bottleneck of a softcap.
     """
 
     cap: float
@@ -111,13 +111,13 @@ class Softcap(Score):
 class Alibi(Score):
     """-slope |i + offset - j| for query i and key j (Press et al., arXiv 2108.12409).
 
-    Along a row of a block that the diagonal does not cross, the bias grows by a constant from
+    In a block that the diagonal does not cross, the bias of a row changes by a constant from
     column to column: each score takes one multiply-add with a number known at compile time, and
-    the rest is a shift of the row.
+    the remainder is a shift of the row.
 
     Fields:
         slopes: (heads,) or (batch, heads), float32.
-        behind: no key after a query's own position is visible, so no absolute value is needed.
+        behind: whether no query sees keys after its own position; then `abs` is not needed.
     """
 
     slopes: object
@@ -132,7 +132,7 @@ class Alibi(Score):
         return logits - slopes * abs(distance)
 
     def at_rows(self, coords: ScoreCoords, unit):
-        """The rows' slopes in units of scores, and the queries that the rows belong to."""
+        """The rows' slopes in the unit of the scores, and the tile's first and last query."""
         rank = len(self.slopes.shape)
         heads = (coords.head_of(r) for r in range(len(coords.row_steps)))
         slopes = tuple(
@@ -147,7 +147,7 @@ class Alibi(Score):
     def apply(self, scores: cute.Tensor, rows, coords: ScoreCoords, n_block, sequence, unit):
         slopes, first_query, last_query = rows
         num_rows = len(coords.row_steps)
-        # How far the key of a row's first column lies behind its query.
+        # Position of this thread's first key in the block, minus that of the row's query.
         first = [
             Float32(coords.first_key(n_block) - coords.query(r) - sequence.offset)
             for r in range(num_rows)
@@ -175,17 +175,18 @@ class Alibi(Score):
 
     @cute.jit
     def slant(self, scores: cute.Tensor, growth, coords: ScoreCoords):
-        """Raise each row from column to column; growth is by key."""
+        """Add to each score its row's growth per key, times the keys from its first column."""
+
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[r, c] = scores[r, c] + growth[r] * float(coords.column_steps[c])
 
 
 def product(a: Float32, b: Float32) -> Float32:
-    """a * b, rounded by itself.
+    """a * b, rounded before any addition.
 
-    A compiler that fuses it with an addition here, but not in another copy of the code, makes
-    bits depend on which copy a block meets.
+    The compiler might fuse it with an addition in one copy of the code and not in another: then
+    the bits of a result would depend on which copy computed a block.
     """
     return cute.arch.inline_ptx(
         "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
@@ -193,7 +194,7 @@ def product(a: Float32, b: Float32) -> Float32:
 
 
 def bind(spec: AttentionSpec, modifiers: Iterable | None) -> tuple:
-    """The scores, the mask and the sinks of a spec with their tensors, or on the host values."""
+    """The scores, the mask and the sinks of a spec, with their tensors taken from `modifiers`."""
     remaining = iter(modifiers or ())
     scores = tuple(template.bind(remaining) for template in spec.scores)
     return scores, spec.mask.bind(remaining), next(remaining) if spec.sinks else None
@@ -204,8 +205,9 @@ class Rules:
     """What happens to the scores of one tile between Q K^T and the softmax.
 
     Fields:
-        scores, units, rows: the scores; the unit before each and behind the last; what each
-            needs of the tile's rows.
+        scores: applied one after another.
+        units: the unit before each score, then the unit after the last.
+        rows: for each score what its `at_rows` gave for this tile.
         mask: the mask of the tile's head.
     """
 
@@ -218,7 +220,7 @@ class Rules:
 
     @classmethod
     def of(cls, scores: tuple[Score, ...], mask, coords: ScoreCoords, sequence, softmax_scale):
-        """The rules of a tile; its mask and scores are bound."""
+        """The rules of a tile, from a mask and scores that are bound to their tensors."""
         units, rows = [softmax_scale], []
         for score in scores:
             rows.append(score.at_rows(coords, units[-1]))
@@ -227,22 +229,22 @@ class Rules:
 
     @property
     def unit(self):
-        """The natural logits that a score of 1 stands for when the softmax gets it."""
+        """The natural logit that a score of 1 stands for when it reaches the softmax."""
         return self.units[-1]
 
     @property
     def may_hide(self) -> bool:
-        """Whether a score may be -inf where nothing is masked."""
+        """Whether a score may be -inf in a block without masked keys."""
         return any(score.hides for score in self.scores)
 
     @property
     def bound(self) -> float:
-        """The largest magnitude of a natural logit when the softmax gets it."""
+        """The largest magnitude of a natural logit when it reaches the softmax."""
         return self.scores[-1].bound if self.scores else math.inf
 
     @cute.jit
     def apply(self, values: cute.Tensor, n_block, masked: cutlass.Constexpr):
-        """Change a block's scores (rows, columns) in place, and hide those that are masked.
+        """Change a block's scores (rows, columns) in place, and set masked ones to -inf.
 
         Returns:
             the shifts of the rows, see `fa3.primitives.softmax`.
@@ -260,11 +262,11 @@ class Rules:
         return shifts
 
     def hide(self, values: cute.Tensor, n_block) -> None:
-        """Hide the scores of a block that are masked."""
+        """Set the masked scores of a block to -inf."""
         self.mask.apply(values, self.coords, n_block, self.sequence)
 
     def sinks_of_rows(self, sinks: cute.Tensor | None) -> tuple | None:
-        """The rows' sinks as powers of two, or None without sinks."""
+        """The rows' sinks in base-2 logarithm, as the softmax takes them; None without sinks."""
         if sinks is None:
             return None
         rows = range(len(self.coords.row_steps))

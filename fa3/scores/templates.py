@@ -1,8 +1,8 @@
-"""Objects with tensors in kernels: what of them shapes the code, and what comes with a call.
+"""Templates of scores and masks: the half that is compiled into a kernel, without the tensors.
 
-A score or a mask is a frozen dataclass. Its plain fields are compiled into the kernel; its tensors
-are arguments of the kernel, of which only dtype and rank matter to the code. `Template` is the
-former half: two objects with equal templates share a kernel.
+A score or a mask is a frozen dataclass. Its plain fields are compiled in; its tensors are kernel
+arguments, of which the code knows only dtype and rank. `fa3.calls.modifiers` makes the `Template`
+of a user's object for the spec; objects with equal templates share a kernel, which binds tensors.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class TensorType(NamedTuple):
-    """What the code knows of a tensor field."""
+    """What the compiled code knows of a tensor field."""
 
     name: str
     dtype: str
@@ -20,12 +20,12 @@ class TensorType(NamedTuple):
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is a tensor of torch's, or a bound one."""
+    """Whether a value is a torch tensor, or a tensor inside a kernel."""
     return hasattr(value, "__dlpack__") and not hasattr(value, "__array_interface__")
 
 
 def types_of(value: object) -> object:
-    """The types in a constant: 1, 1.0 and True compare equal, and compute otherwise."""
+    """The types in a constant: 1, 1.0 and True compare equal but compile to different code."""
     if isinstance(value, tuple):
         return type(value), *map(types_of, value)
     if isinstance(value, frozenset):
@@ -64,8 +64,8 @@ class Template:
         """The template of a dataclass.
 
         Raises:
-            TypeError: it is no dataclass, or a field is no argument of its class, or a plain field
-                cannot be hashed.
+            TypeError: it is no dataclass, a field is not an argument of its class's constructor,
+                or a plain field cannot be hashed.
         """
         kind = type(instance)
         if not dataclasses.is_dataclass(kind):
@@ -93,11 +93,12 @@ class Template:
         return cls(kind, constants, tuple(types_of(v) for _, v in constants), tuple(types))
 
     def bind(self, tensors) -> object:
-        """An object of this template with its tensors: the next ones of an iterator."""
+        """An object of this template, with its tensors taken from the iterator `tensors`."""
         bound = object.__new__(self.kind)
         for name, value in self.constants:
             object.__setattr__(bound, name, value)
         for field in self.tensors:
-            # Past the class's own checks, which the object that was given has passed.
+            # Skips the class's own checks: the user's object has passed them.
+
             object.__setattr__(bound, field.name, next(tensors))
         return bound
