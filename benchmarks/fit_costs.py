@@ -27,7 +27,7 @@ from fa3.planning.gpu import H200, Gpu
 from fa3.planning.load import Load, Segments, segments_of
 from fa3.planning.planner import plan_forward
 from fa3.planning.prediction import predict, unit_name
-from fa3.planning.tiled import Tiled
+from fa3.planning.tiled import TiledProblem
 
 SCHEDULES_CSV = "schedules.csv"
 
@@ -74,7 +74,7 @@ class Observation(NamedTuple):
     cell: str
     regime: str
     us: float
-    tiled: Tiled
+    tiled: TiledProblem
     schedule: str
     segments: Segments
 

@@ -35,11 +35,11 @@ from fa3.planning.load import (
 )
 from fa3.planning.planner import CHOICES, MARGIN, candidates, choose, plan_forward
 from fa3.planning.prediction import bytes_moved, predict
-from fa3.planning.tiled import Tiled
+from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import alternatives, choose_config
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
-from fa3.schedules.tile_list import deal
+from fa3.schedules.tile_list import balance
 from fa3.scores.templates import Template
 
 CAUSAL = Window(right=0)
@@ -57,7 +57,7 @@ def grid_problem(batch, seqlen, heads, head_dim, window=CAUSAL):
     return make_problem(batch, seqlen, seqlen, heads, head_dim=head_dim, window=window)
 
 
-def handed_out(times, lanes: int) -> float:
+def greedy(times, lanes: int) -> float:
     """When the last lane is done, each unit going to the lane that is free first."""
     free_at = [0.0] * lanes
     for us in times:
@@ -133,7 +133,7 @@ def test_units_are_the_tiles_blocks(window):
     st.integers(1, 140),
 )
 def test_makespan_is_that_of_the_hand_out_or_near_it(times, lanes):
-    found, exact = makespan(np.array(times), lanes), handed_out(times, lanes)
+    found, exact = makespan(np.array(times), lanes), greedy(times, lanes)
     if len(times) < (EXACT_ROUNDS + 1) * lanes:
         assert found == pytest.approx(exact)
     assert abs(found - exact) <= max(times) + 1e-6
@@ -163,23 +163,23 @@ def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, l
     """What the planner compares by, without a look at each tile."""
     problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=window)
     gpu = Gpu(H200.name, lanes, H200.l2_bytes)
-    tiled = Tiled(problem, gpu, TILES)
+    tiled = TiledProblem(problem, gpu, TILES)
     rows, segments = RowLoad.of(tiled), segments_of_tiles(tiled)
     whole = Load.of(segments, tiled.costs, lanes)
-    assert rows.handed_out == pytest.approx(whole, rel=1e-6, abs=1e-6)
+    assert rows.greedy == pytest.approx(whole, rel=1e-6, abs=1e-6)
     assert whole.total / lanes - 1e-6 <= rows.balanced.last <= whole.last + 1e-6
     owner = StaticPersistent(tiled.order, lanes).owners
     dealt = Load.of(segments._replace(owner=owner), tiled.costs, lanes)
-    assert rows.dealt_back_and_forth == pytest.approx(dealt, rel=1e-6, abs=1e-6)
+    assert rows.snake == pytest.approx(dealt, rel=1e-6, abs=1e-6)
 
 
 @given(st.integers(1, 3), st.integers(1, 9000), st.sampled_from([1, 2, 7, 32]))
 @settings(max_examples=60, deadline=None)
 def test_an_even_cut_has_all_of_the_work(batch, seqlen, heads):
     problem = make_problem(batch, seqlen, 5000, heads, head_dim=128, window=CAUSAL)
-    tiled = Tiled(problem, H200, replace(TILES, cluster_m=2))
+    tiled = TiledProblem(problem, H200, replace(TILES, cluster_m=2))
     rows, tile = RowLoad.of(tiled), tiled.costs
-    whole, cut = rows.handed_out, rows.cut_evenly
+    whole, cut = rows.greedy, rows.cut_evenly
     assert cut.blocks == whole.blocks
     assert cut.num_parts <= tiled.lanes
     assert 0 < cut.blocks_of_parts <= cut.blocks
@@ -225,7 +225,7 @@ def test_what_bounds_a_plan_is_named():
 
 def test_keys_that_overflow_l2_are_read_again():
     problem = make_problem(1, 4096, 1 << 18, 1, 8, head_dim=128)
-    tiled = Tiled(problem, H200, TILES)
+    tiled = TiledProblem(problem, H200, TILES)
     work = load_of(segments_of_tiles(tiled))
     assert bytes_moved(tiled, work) > 1.3 * problem.bytes
     large = replace(tiled, gpu=Gpu("large", 132, 1 << 40))
@@ -235,7 +235,7 @@ def test_keys_that_overflow_l2_are_read_again():
 def test_a_tile_in_parts_is_shorter_but_moves_more():
     """Segments may be parts of a tile's key range: what a split schedule gives."""
     problem = make_problem(1, 128, 16384, 8, head_dim=128)
-    costs, tiled = costs_of(H200.name), Tiled(problem, H200, TILES)
+    costs, tiled = costs_of(H200.name), TiledProblem(problem, H200, TILES)
     whole = segments_of_tiles(tiled)
     parts = Segments(
         np.repeat(whole.full // 16, 16),
@@ -287,7 +287,9 @@ def test_candidates_begin_with_the_table_s_choice(shape, window):
     assert found[0].schedule == "list"
     assert len({one.name for one in found}) == len(found)
     for one in found:
-        assert one.config == found[0].config or Tiled(problem, H200, one.config).costs.is_known
+        assert (
+            one.config == found[0].config or TiledProblem(problem, H200, one.config).costs.is_known
+        )
     plan = plan_forward(problem)
     assert plan.name in {one.name for one in found}
     assert plan.predict().us <= found[0].prediction.us * 1.01
@@ -338,11 +340,11 @@ def test_a_balanced_list_ends_like_the_hand_out(shape):
     problem = grid_problem(*shape)
     chosen = choose_config(problem, H200)
     for config in {chosen, replace(chosen, cluster_m=2)}:
-        tiled = Tiled(problem, H200, config)
+        tiled = TiledProblem(problem, H200, config)
         order, clusters = tiled.order, min(tiled.lanes, tiled.order.num_tiles)
         times = TILE.us(*segments_of_tiles(tiled)[:2])
-        owners = deal(times, clusters)
-        assert np.bincount(owners, times).max() <= 1.005 * handed_out(times, clusters)
+        owners = balance(times, clusters)
+        assert np.bincount(owners, times).max() <= 1.005 * greedy(times, clusters)
         assert len(owners) == order.num_tiles
         schedule = TileList.balanced(order, clusters, times)
         assert (schedule.owners == owners).all()

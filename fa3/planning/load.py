@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fa3.planning.costs import TileCosts
-from fa3.planning.tiled import Tiled
+from fa3.planning.tiled import TiledProblem
 from fa3.schedules import Schedule, TileOrder
 from fa3.schedules.split import SHORTEST
-from fa3.schedules.tile_list import LATE, dealt_back_and_forth
+from fa3.schedules.tile_list import LATE, snake_loads
 from fa3.scores import masks
 
 EXACT_ROUNDS = 1
@@ -52,12 +52,12 @@ def segments_of_blocks(blocks: masks.Blocks) -> Segments:
     return Segments(full, blocks.end - blocks.begin - full)
 
 
-def segments_of_tiles(tiled: Tiled) -> Segments:
+def segments_of_tiles(tiled: TiledProblem) -> Segments:
     """A segment for each whole tile, in order."""
     return segments_of_blocks(tiled.blocks_of_tiles())
 
 
-def segments_of(tiled: Tiled, schedule: Schedule) -> Segments:
+def segments_of(tiled: TiledProblem, schedule: Schedule) -> Segments:
     """The segments of a schedule's clusters."""
     parts = schedule.parts
     if parts is None:
@@ -81,7 +81,7 @@ def makespan(times: np.ndarray, lanes: int) -> float:
     assignment evens them out.
     """
     head = rounds_before(len(times), lanes) * lanes
-    return end_of_hand_out(times[head:], lanes, float(times[:head].sum()) / lanes)
+    return greedy_end(times[head:], lanes, float(times[:head].sum()) / lanes)
 
 
 def rounds_before(count: int, lanes: int) -> int:
@@ -89,7 +89,7 @@ def rounds_before(count: int, lanes: int) -> int:
     return max(0, count // lanes - EXACT_ROUNDS)
 
 
-def end_of_hand_out(times: np.ndarray, lanes: int, level: float) -> float:
+def greedy_end(times: np.ndarray, lanes: int, level: float) -> float:
     """When the last lane is done, if all are free at `level` and then take segments greedily."""
     units = times.tolist()
     free_at = [level + us for us in units[:lanes]]
@@ -167,7 +167,7 @@ class RowLoad:
     of_blocks: float
 
     @classmethod
-    def of(cls, tiled: Tiled) -> "RowLoad":
+    def of(cls, tiled: TiledProblem) -> "RowLoad":
         order, tile = tiled.order, tiled.costs
         rows = segments_of_blocks(tiled.blocks_of_rows)
         times, heads = tile.us(rows.full, rows.masked), order.num_heads * order.batch
@@ -194,7 +194,7 @@ class RowLoad:
         return longest * rounds if rounds <= 1 or times.min() == longest else None
 
     @cached_property
-    def handed_out(self) -> Load:
+    def greedy(self) -> Load:
         """The load if each tile goes to the first free cluster."""
         last = self.in_equal_rounds
         return self.whole(self.end_of_last_rounds(self.last_rounds) if last is None else last)
@@ -203,7 +203,7 @@ class RowLoad:
     def balanced(self) -> Load:
         """About the load of a `TileList`: where greedy assignment ends late, the last tiles are
         sorted longest-first."""
-        work = self.handed_out
+        work = self.greedy
         if self.in_equal_rounds is not None or work.last <= LATE * self.total / self.lanes:
             return work
         longest_first = np.sort(self.last_rounds)[::-1]
@@ -219,17 +219,17 @@ class RowLoad:
     def end_of_last_rounds(self, times: np.ndarray) -> float:
         """When the last of these tiles is done; the tiles before them count by their mean."""
         level = (self.total - float(times.sum())) / self.lanes
-        return end_of_hand_out(times, self.lanes, level)
+        return greedy_end(times, self.lanes, level)
 
     @property
-    def dealt_back_and_forth(self) -> Load:
+    def snake(self) -> Load:
         """The load if the tiles are dealt in rounds, every other one in reverse order."""
         last = self.in_equal_rounds
         if last is None:
             count, lanes = self.order.num_tiles, self.lanes
             times = np.zeros(-(-count // lanes) * lanes)
             times[:count] = self.times[self.order.m_blocks()]
-            last = float(dealt_back_and_forth(times.reshape(-1, lanes)).max())
+            last = float(snake_loads(times.reshape(-1, lanes)).max())
         return self.whole(last)
 
     @property

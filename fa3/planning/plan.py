@@ -17,7 +17,7 @@ from fa3.planning.gpu import Gpu
 from fa3.planning.launch import Launch
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
-from fa3.planning.tiled import Tiled
+from fa3.planning.tiled import TiledProblem
 from fa3.planning.timeline import Cost, Timeline
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, Segment, SplitTiles
@@ -69,7 +69,7 @@ class Plan:
             return None
         config = self.config.again
         heads = self.schedule.order.heads_per_section * self.config.cluster_h
-        order = replace(Tiled(self.problem, self.gpu, config).order, heads_per_section=heads)
+        order = replace(TiledProblem(self.problem, self.gpu, config).order, heads_per_section=heads)
         schedule = Marked(order, min(self.gpu.num_sms, order.num_tiles))
         return replace(self, config=config, schedule=schedule)
 
@@ -99,9 +99,9 @@ class Plan:
         return candidate(tiled, self.schedule_name, Load.of(segments, tiled.costs, tiled.lanes))
 
     @property
-    def tiled(self) -> Tiled:
+    def tiled(self) -> TiledProblem:
         """The problem, cut into the plan's tiles."""
-        return Tiled(self.problem, self.gpu, self.config)
+        return TiledProblem(self.problem, self.gpu, self.config)
 
     def simulate(self) -> Timeline:
         """Which SM works on which tile when, in microseconds, by the cost model."""
@@ -184,14 +184,14 @@ def check_pairs(schedule: str, config: ForwardConfig) -> None:
         )
 
 
-def candidate(tiled: Tiled, schedule: str, load: Load) -> Candidate:
+def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
     """A tiling and a schedule for a problem, with the predicted time."""
     costs = costs_of(tiled.gpu.name)
     measured = tiled.costs.is_known and costs.knows(schedule)
     return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
 
 
-def as_cut(tiled: Tiled) -> Candidate:
+def as_cut(tiled: TiledProblem) -> Candidate:
     """The candidate that splits tiles with this tiling, predicted from its actual segments."""
     segments = segments_of(tiled, SplitTiles.make(tiled))
     return candidate(tiled, SplitTiles.name, Load.of(segments, tiled.costs, tiled.lanes))

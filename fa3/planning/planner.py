@@ -14,7 +14,7 @@ from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.load import RowLoad
 from fa3.planning.plan import Plan, as_cut, candidate, check_pairs
-from fa3.planning.tiled import Tiled
+from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import configs
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, Tile, TileList
@@ -78,9 +78,9 @@ def plan_forward(
         # SMs would be idle for a while: parts of tiles could fill that time.
         best = choose(found)
     if SCHEDULES[best.schedule].splits:
-        best = choose([*whole, as_cut(Tiled(problem, gpu, best.config))])
+        best = choose([*whole, as_cut(TiledProblem(problem, gpu, best.config))])
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
-    made = make_schedule(Tiled(problem, gpu, best.config), best.schedule, arrange)
+    made = make_schedule(TiledProblem(problem, gpu, best.config), best.schedule, arrange)
     return Plan(problem, gpu, best.config, made, arrange is not None, tuple(found))
 
 
@@ -92,7 +92,7 @@ def plan_of_schedule(
     Raises:
         ValueError: no tiling has its tiles, or it does not work on each tile exactly once.
     """
-    orders = {one.config: Tiled(problem, gpu, one.config).order for one in found}
+    orders = {one.config: TiledProblem(problem, gpu, one.config).order for one in found}
     fitting = [one for one in found if orders[one.config] == schedule.order]
     if not fitting:
         raise ValueError(
@@ -100,7 +100,7 @@ def plan_of_schedule(
             f"one of {list(dict.fromkeys(orders.values()))}"
         )
     config = choose(fitting).config
-    blocks = Tiled(problem, gpu, config).blocks_of_tiles()
+    blocks = TiledProblem(problem, gpu, config).blocks_of_tiles()
     check_schedule(schedule, blocks.begin, blocks.end)
     return Plan(problem, gpu, config, schedule, is_arranged=True, considered=tuple(found))
 
@@ -140,7 +140,7 @@ def candidates(
     found = []
     for tiling in [config] if config else configs(problem, gpu):
         for run, run_names in with_parts(tiling, names, problem, is_given=config is not None):
-            tiled = Tiled(problem, gpu, run)
+            tiled = TiledProblem(problem, gpu, run)
             rows = RowLoad.of(tiled)
             found += [candidate(tiled, name, SCHEDULES[name].load(rows)) for name in run_names]
     return found
@@ -177,7 +177,7 @@ def choose(found: list[Candidate]) -> Candidate:
 
 
 def make_schedule(
-    tiled: Tiled, name: str, arrange: Callable[[list[Tile]], Iterable[Tile]] | None
+    tiled: TiledProblem, name: str, arrange: Callable[[list[Tile]], Iterable[Tile]] | None
 ) -> Schedule:
     """The schedule of this name, or the list of tiles in the order that `arrange` returns."""
     if arrange is None:

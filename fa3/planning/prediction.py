@@ -23,7 +23,7 @@ from typing import NamedTuple
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import AGAIN, Costs
 from fa3.planning.load import Load
-from fa3.planning.tiled import Tiled
+from fa3.planning.tiled import TiledProblem
 
 EXPONENT = 2.5
 """Exponent that joins compute and memory: the higher, the more the larger one alone counts."""
@@ -38,7 +38,7 @@ clusters that share keys do not read them at the same time. From 128 queries on 
 heads, single CTAs and pairs of heads: 117 and 103.5 us, of which compute takes 101."""
 
 
-def bytes_moved(tiled: Tiled, load: Load) -> float:
+def bytes_moved(tiled: TiledProblem, load: Load) -> float:
     """Bytes that a call moves through device memory."""
     problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
     spec = problem.spec
@@ -106,7 +106,7 @@ class Prediction(NamedTuple):
         return "an uneven last wave"
 
 
-def predict(costs: Costs, tiled: Tiled, schedule: str, load: Load) -> Prediction:
+def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Prediction:
     """Predict the time of a plan.
 
     Args:
@@ -117,12 +117,12 @@ def predict(costs: Costs, tiled: Tiled, schedule: str, load: Load) -> Prediction
     tile, config, lanes = costs.tile(tiled.key), tiled.config, tiled.lanes
     unit_us = costs.unit_us.get(unit_name(schedule, config), 0.0)
     burst = load.last + load.rounds * unit_us
-    of_all = config.cluster / (tiled.gpu.num_sms * burst) if burst else 0.0
+    per_sm = config.cluster / (tiled.gpu.num_sms * burst) if burst else 0.0
     memory_us = bytes_moved(tiled, load) / costs.bytes_per_us
-    at_work = load.of_blocks * of_all
+    busy_share = load.of_blocks * per_sm
     if burst:
-        at_work += costs.memory_power * min(1.0, memory_us / burst)
-    slowdown = max(1.0, tile.steady * at_work ** (1 / POWER_EXPONENT))
+        busy_share += costs.memory_power * min(1.0, memory_us / burst)
+    slowdown = max(1.0, tile.steady * busy_share ** (1 / POWER_EXPONENT))
     launch_us = costs.launch_us + costs.call_us.get(schedule, 0.0)
     if config.fixed_reference:
         launch_us += costs.call_us.get(AGAIN, 0.0)
@@ -134,7 +134,7 @@ def predict(costs: Costs, tiled: Tiled, schedule: str, load: Load) -> Prediction
         launch_us,
         (load.longest + unit_us) * slowdown if load.count else 0.0,
         load.count / lanes,
-        (load.total + load.count * unit_us) * of_all,
+        (load.total + load.count * unit_us) * per_sm,
     )
 
 

@@ -15,7 +15,7 @@ from fa3.scores import masks
 
 
 @dataclass(frozen=True)
-class Tiled:
+class TiledProblem:
     """A problem, cut into the tiles of a config, on a GPU."""
 
     problem: Problem

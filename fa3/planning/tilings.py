@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
 from fa3.planning.costs import has_mask
 from fa3.planning.gpu import Gpu
-from fa3.planning.tiled import Tiled
+from fa3.planning.tiled import TiledProblem
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import SLACK
 from fa3.problem import AttentionSpec, Problem
@@ -111,7 +111,7 @@ def configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
         for config in with_clusters(with_reference(tiling.config, problem), problem):
             if config in found or config.cluster > gpu.num_sms:
                 continue
-            if Tiled(problem, gpu, config).costs.is_known:
+            if TiledProblem(problem, gpu, config).costs.is_known:
                 found.append(config)
     return found
 

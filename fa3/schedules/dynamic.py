@@ -18,7 +18,7 @@ SLOTS = 2
 """Slots of the mailbox: the producer may fetch this many tiles ahead of the consumers."""
 
 
-class Cursor(NamedTuple):
+class DynamicCursor(NamedTuple):
     """The CTA's present tile, `index`, and the number of tiles that it had before."""
 
     index: int
@@ -68,7 +68,7 @@ class Dynamic(Planned):
 
     @classmethod
     def load(cls, rows):
-        return rows.handed_out
+        return rows.greedy
 
     @property
     def simulated(self) -> SingleTile:
@@ -101,13 +101,13 @@ class Dynamic(Planned):
     def for_producer(self) -> "DynamicProducer":
         return DynamicProducer(**vars(self))
 
-    def first(self, cluster) -> Cursor:
-        return Cursor(cluster, cluster * 0)
+    def first(self, cluster) -> DynamicCursor:
+        return DynamicCursor(cluster, cluster * 0)
 
-    def next(self, cursor: Cursor) -> Cursor:
+    def next(self, cursor: DynamicCursor) -> DynamicCursor:
         if self.mailbox is None:
-            return Cursor(cursor.index + self.num_clusters, cursor.count + 1)
-        return Cursor(self.following(cursor.count), cursor.count + 1)
+            return DynamicCursor(cursor.index + self.num_clusters, cursor.count + 1)
+        return DynamicCursor(self.following(cursor.count), cursor.count + 1)
 
     @cute.jit
     def following(self, count: Int32) -> Int32:
@@ -129,10 +129,10 @@ class Dynamic(Planned):
             self.mailbox.numbers[slot] = index
             cute.arch.mbarrier_arrive(self.mailbox.full + slot)
 
-    def is_valid(self, cursor: Cursor):
+    def is_valid(self, cursor: DynamicCursor):
         return cursor.index < self.order.num_tiles
 
-    def segment(self, cursor: Cursor) -> Segment:
+    def segment(self, cursor: DynamicCursor) -> Segment:
         return Segment(self.order.tile(cursor.index))
 
 

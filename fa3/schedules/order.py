@@ -113,7 +113,7 @@ class Schedule(Protocol):
 
     @classmethod
     def make(cls, tiled) -> "Schedule":
-        """The schedule of a problem that is cut into tiles (`fa3.planning.tiled.Tiled`)."""
+        """The schedule of a problem that is cut into tiles (`fa3.planning.tiled.TiledProblem`)."""
 
     @classmethod
     def load(cls, rows):

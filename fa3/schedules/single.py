@@ -24,7 +24,7 @@ class SingleTile(Planned):
 
     @classmethod
     def load(cls, rows):
-        return rows.handed_out
+        return rows.greedy
 
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, table) -> "SingleTile":

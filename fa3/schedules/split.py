@@ -20,7 +20,7 @@ from fa3.schedules.coverage import (
 )
 from fa3.schedules.order import Parts, Tabled, TileOrder
 from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment
-from fa3.schedules.tile_list import columns_of_owners, deal
+from fa3.schedules.tile_list import balance, columns_of_owners
 
 FIELDS = 4
 """Integers per segment in the table: tile number, first and end key block, `PackedPart.number`."""
@@ -37,7 +37,7 @@ SHORTEST = 2
 """Key blocks of the shortest part: a shorter one costs more than it evens out."""
 
 
-class Cursor(NamedTuple):
+class SplitCursor(NamedTuple):
     """A cluster's position in the table, and the segment there."""
 
     position: int
@@ -62,8 +62,8 @@ class KeyRanges(NamedTuple):
     part: float
 
 
-class Pieces(NamedTuple):
-    """Pieces of tiles, in order: tile number, key blocks [first, end) of it, cluster."""
+class Cuts(NamedTuple):
+    """Cuts of tiles, in order: tile number, key blocks [first, end) of it, cluster."""
 
     tile: np.ndarray
     first: np.ndarray
@@ -101,7 +101,7 @@ class SplitTiles(Tabled):
     def cut(cls, order: TileOrder, num_clusters: int, ranges: KeyRanges) -> "SplitTiles":
         """Cut the last tiles of an order so that all clusters end at nearly the same time."""
         blocks = ranges.end_blocks - ranges.first_blocks
-        whole, dealt, loads = deal_whole_tiles(blocks + ranges.unit, num_clusters, ranges)
+        whole, dealt, loads = balance_whole_tiles(blocks + ranges.unit, num_clusters, ranges)
         pieces = cut_evenly(blocks[whole:], loads, ranges)
         tiles = np.concatenate((np.arange(whole), whole + pieces.tile))
         first, end = ranges.first_blocks[tiles].copy(), ranges.end_blocks[tiles].copy()
@@ -142,20 +142,20 @@ class SplitTiles(Tabled):
     def on_device(cls, order: TileOrder, num_clusters, table) -> "SplitTiles":
         return cls(order, num_clusters, table)
 
-    def first(self, cluster) -> Cursor:
+    def first(self, cluster) -> SplitCursor:
         return self.read(cluster)
 
-    def next(self, cursor: Cursor) -> Cursor:
+    def next(self, cursor: SplitCursor) -> SplitCursor:
         return self.read(cursor.position + self.num_clusters)
 
-    def read(self, position) -> Cursor:
+    def read(self, position) -> SplitCursor:
         entries = (self.table[position * FIELDS + i] for i in range(FIELDS))
-        return Cursor(position, *(int(n) if isinstance(n, np.integer) else n for n in entries))
+        return SplitCursor(position, *(int(n) if isinstance(n, np.integer) else n for n in entries))
 
-    def is_valid(self, cursor: Cursor):
+    def is_valid(self, cursor: SplitCursor):
         return cursor.index != END
 
-    def segment(self, cursor: Cursor) -> Segment:
+    def segment(self, cursor: SplitCursor) -> Segment:
         tile = self.order.tile(cursor.index)
         return Segment(tile, cursor.first_block, cursor.end_block, PackedPart(cursor.part))
 
@@ -169,7 +169,7 @@ def cut_tiles(tiled) -> SplitTiles:
     return SplitTiles.cut(tiled.order, tiled.lanes, KeyRanges(blocks.begin, blocks.end, tile, part))
 
 
-def deal_whole_tiles(
+def balance_whole_tiles(
     times: np.ndarray, num_clusters: int, ranges: KeyRanges
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """Assign whole tiles: the most rounds whose imbalance the remaining tiles can even out.
@@ -180,7 +180,7 @@ def deal_whole_tiles(
     rounds = len(times) // num_clusters
     while rounds > 0:
         whole = rounds * num_clusters
-        owners = deal(times[:whole], num_clusters)
+        owners = balance(times[:whole], num_clusters)
         loads = np.bincount(owners, times[:whole], minlength=num_clusters)
         rest = times[whole:].sum()
         level = (loads.sum() + rest) / num_clusters + ranges.unit + ranges.part
@@ -190,7 +190,7 @@ def deal_whole_tiles(
     return 0, np.empty(0, np.int64), np.zeros(num_clusters)
 
 
-def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Pieces:
+def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts:
     """Cut the tiles, laid end to end, into one stretch per cluster so that all end together."""
     lengths, clusters = blocks.tolist(), loads.tolist()
     low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
@@ -206,9 +206,9 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Piec
         level += left / len(clusters)
         level = low + SHORTEST if high is None else min(max(level, (3 * low + high) / 4), high)
         tries += 1
-    columns = np.array(pieces, np.int64).reshape(-1, len(Pieces._fields))
+    columns = np.array(pieces, np.int64).reshape(-1, len(Cuts._fields))
     in_order = np.lexsort((columns[:, 1], columns[:, 0]))
-    return Pieces(*columns[in_order].T)
+    return Cuts(*columns[in_order].T)
 
 
 def fill(
@@ -220,7 +220,7 @@ def fill(
     a causal mask these are the shortest.
 
     Returns:
-        The pieces as a flat list, the fields of `Pieces` one after another; and the time of the
+        The pieces as a flat list, the fields of `Cuts` one after another; and the time of the
         tiles left over or, if none are, minus the clusters' unused room.
     """
     unit, of_part = ranges.unit, ranges.unit + ranges.part

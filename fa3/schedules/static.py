@@ -31,7 +31,7 @@ class StaticPersistent(Planned):
 
     @classmethod
     def load(cls, rows):
-        return rows.dealt_back_and_forth
+        return rows.snake
 
     @property
     def owners(self) -> np.ndarray:

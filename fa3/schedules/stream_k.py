@@ -191,7 +191,7 @@ class Place(NamedTuple):
     batch_begin: int
 
 
-class Cursor(NamedTuple):
+class WalkCursor(NamedTuple):
     """A CTA's position.
 
     Fields:
@@ -230,7 +230,7 @@ class Walk:
     def tiles(self):
         return self.num_m_blocks * self.num_heads
 
-    def first(self) -> Cursor:
+    def first(self) -> WalkCursor:
         pieces, batch, batch_begin = self.place
         position = pieces.begin(self.cta)
         length = self.lengths.read(batch)
@@ -239,17 +239,17 @@ class Walk:
         block = as_int32(position - batch_begin - tile * num_blocks)
         # A length that is read early may have changed since `locate` read it.
         tile = as_int32(smaller(tile, self.tiles - 1))
-        cursor = Cursor(position, batch, tile, block, length, self.read(batch + 1))
+        cursor = WalkCursor(position, batch, tile, block, length, self.read(batch + 1))
         return self.advance(cursor, self.cut.begin(block, num_blocks) - block)
 
-    def is_valid(self, cursor: Cursor):
+    def is_valid(self, cursor: WalkCursor):
         return cursor.position < self.place.pieces.begin(self.cta + 1)
 
-    def tile(self, cursor: Cursor) -> Tile:
+    def tile(self, cursor: WalkCursor) -> Tile:
         head = cursor.tile // self.num_m_blocks
         return Tile(cursor.tile - head * self.num_m_blocks, head, cursor.batch)
 
-    def segment(self, cursor: Cursor) -> Segment:
+    def segment(self, cursor: WalkCursor) -> Segment:
         num_blocks = self.lengths.num_blocks(cursor.length)
         part = self.cut.part(
             self.place.pieces,
@@ -261,15 +261,15 @@ class Walk:
         )
         return Segment(self.tile(cursor), cursor.block, self.end(cursor), part)
 
-    def next(self, cursor: Cursor) -> Cursor:
+    def next(self, cursor: WalkCursor) -> WalkCursor:
         return self.advance(cursor, self.end(cursor) - cursor.block)
 
-    def end(self, cursor: Cursor):
+    def end(self, cursor: WalkCursor):
         """The end of the segment at the cursor, in blocks of its tile."""
         room = as_int32(self.place.pieces.begin(self.cta + 1) - cursor.position)
         return self.cut.end(cursor.block, self.lengths.num_blocks(cursor.length), room)
 
-    def advance(self, cursor: Cursor, blocks) -> Cursor:
+    def advance(self, cursor: WalkCursor, blocks) -> WalkCursor:
         """The cursor some blocks further on, at most at the end of the tile."""
         num_blocks = self.lengths.num_blocks(cursor.length)
         block = cursor.block + blocks
@@ -277,7 +277,7 @@ class Walk:
         # A division would take 100 cycles.
         tiles = 1 - smaller(num_blocks - block, 1)
         batches = 1 - smaller(self.tiles - cursor.tile - tiles, 1)
-        return Cursor(
+        return WalkCursor(
             cursor.position + blocks,
             cursor.batch + batches,
             cursor.tile + tiles - batches * self.tiles,

@@ -1,7 +1,7 @@
 """List schedule: the host assigns tiles to clusters in a table, the kernel reads it.
 
-Tile times come from the cost model (`Tiled.times`); `fa3.running.tables` uploads the table. `deal`
-and `columns_of_owners` also serve `fa3.schedules.split`.
+Tile times come from the cost model (`TiledProblem.times`); `fa3.running.tables` uploads the table.
+`balance` and `columns_of_owners` also serve `fa3.schedules.split`.
 """
 
 import heapq
@@ -33,7 +33,7 @@ TICKS = 1 << 20
 """Time of the longest tile, in the integer ticks of an assignment."""
 
 
-class Cursor(NamedTuple):
+class ListCursor(NamedTuple):
     """A cluster's position in the table, and the entry there: a tile number or `END`."""
 
     position: int
@@ -65,12 +65,12 @@ class TileList(Tabled):
 
     @classmethod
     def balanced(cls, order: TileOrder, num_clusters: int, times: np.ndarray) -> "TileList":
-        """Assign the tiles so that all clusters end at nearly the same time (see `deal`).
+        """Assign the tiles so that all clusters end at nearly the same time (see `balance`).
 
         Args:
             times: how long each tile takes, by its number, in any unit.
         """
-        owners = deal(times, num_clusters)
+        owners = balance(times, num_clusters)
         table = columns_of_owners(np.arange(order.num_tiles), owners, num_clusters)
         return cls(order, num_clusters, table)
 
@@ -103,7 +103,7 @@ class TileList(Tabled):
             missing = next(index for index in range(order.num_tiles) if index not in place)
             raise ValueError(f"schedule leaves out {order.tile(missing)}")
         indices = np.fromiter(place, np.int64, order.num_tiles)
-        owners, _ = hand_out(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
+        owners, _ = assign_greedily(in_ticks(times[indices]), np.zeros(num_clusters, np.int64))
         table = columns_of_owners(indices, owners, num_clusters)
         return cls(order, num_clusters, table)
 
@@ -126,20 +126,20 @@ class TileList(Tabled):
     def on_device(cls, order: TileOrder, num_clusters, table) -> "TileList":
         return cls(order, num_clusters, table)
 
-    def first(self, cluster) -> Cursor:
+    def first(self, cluster) -> ListCursor:
         return self.read(cluster)
 
-    def next(self, cursor: Cursor) -> Cursor:
+    def next(self, cursor: ListCursor) -> ListCursor:
         return self.read(cursor.position + self.num_clusters)
 
-    def read(self, position) -> Cursor:
+    def read(self, position) -> ListCursor:
         entry = self.table[position]
-        return Cursor(position, int(entry) if isinstance(entry, np.integer) else entry)
+        return ListCursor(position, int(entry) if isinstance(entry, np.integer) else entry)
 
-    def is_valid(self, cursor: Cursor):
+    def is_valid(self, cursor: ListCursor):
         return cursor.entry != END
 
-    def segment(self, cursor: Cursor) -> Segment:
+    def segment(self, cursor: ListCursor) -> Segment:
         return Segment(self.order.tile(cursor.entry))
 
 
@@ -171,7 +171,7 @@ def columns_of_owners(entries: np.ndarray, owners: np.ndarray, num_clusters: int
     return table.reshape(-1)
 
 
-def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
+def balance(times: np.ndarray, num_clusters: int) -> np.ndarray:
     """Assign tiles to clusters so that all clusters end at nearly the same time.
 
     Greedy: each tile goes to the first free cluster. If there are many tiles, or that ends too
@@ -191,37 +191,37 @@ def deal(times: np.ndarray, num_clusters: int) -> np.ndarray:
     mean = ticks.sum() / max(1, num_clusters)
     late = max(mean + ticks.min(initial=TICKS), LATE * mean)
     if len(ticks) <= MANY_TILES:
-        owners, end = hand_out(ticks, free_at)
+        owners, end = assign_greedily(ticks, free_at)
         if end <= late or len(ticks) <= num_clusters:
             return owners
     owners = np.empty(len(ticks), np.int64)
-    rounds = rounds_to_deal(ticks, num_clusters)
+    rounds = rounds_to_balance(ticks, num_clusters)
     bounds = np.linspace(0, rounds, min(rounds, STEPS) + 1).astype(int) * num_clusters
     for first, end in itertools.pairwise(bounds.tolist()):
         hands = ticks[first:end].reshape(-1, num_clusters)
-        work = dealt_back_and_forth(hands)
+        work = snake_loads(hands)
         cluster = np.empty(num_clusters, np.int64)
         cluster[np.argsort(-work)] = np.argsort(free_at)
         free_at[cluster] += work
         dealt = owners[first:end].reshape(-1, num_clusters)
         dealt[::2], dealt[1::2] = cluster, cluster[::-1]
     last = ticks[rounds * num_clusters :]
-    in_order, end = hand_out(last, free_at)
+    in_order, end = assign_greedily(last, free_at)
     if end > late:
         longest_first = np.argsort(-last, kind="stable")
-        by_length, earlier_end = hand_out(last[longest_first], free_at)
+        by_length, earlier_end = assign_greedily(last[longest_first], free_at)
         if earlier_end < end:
             in_order[longest_first] = by_length
     owners[rounds * num_clusters :] = in_order
     return owners
 
 
-def dealt_back_and_forth(rounds: np.ndarray) -> np.ndarray:
+def snake_loads(rounds: np.ndarray) -> np.ndarray:
     """The work of every hand: (rounds, hands) units, odd rounds in reverse order."""
     return rounds[::2].sum(axis=0) + rounds[1::2, ::-1].sum(axis=0)
 
 
-def rounds_to_deal(ticks: np.ndarray, num_clusters: int) -> int:
+def rounds_to_balance(ticks: np.ndarray, num_clusters: int) -> int:
     """How many whole rounds to assign first, so that the tiles after them can even out the rest."""
     needed = num_clusters * ticks.max()
     enough = np.searchsorted(np.cumsum(ticks[::-1]), needed)
@@ -233,7 +233,7 @@ def in_ticks(times: np.ndarray) -> np.ndarray:
     return np.rint(times * (TICKS / times.max(initial=1e-9))).astype(np.int64)
 
 
-def hand_out(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray, int]:
+def assign_greedily(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray, int]:
     """Greedy assignment: each unit of work, in order, goes to the first free cluster.
 
     Args:

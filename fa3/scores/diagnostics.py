@@ -28,7 +28,7 @@ EXPECTED = {
 """The users' methods that kernels call, and the signature that each must have."""
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """A line of source."""
 
     file: str
@@ -62,18 +62,18 @@ class Method(NamedTuple):
         return None if method.definition.is_in(OURS) else method
 
     @property
-    def definition(self) -> Place:
+    def definition(self) -> SourcePlace:
         """The line of its `def`."""
-        places = [Place(self.file, line) for line in self.lines]
+        places = [SourcePlace(self.file, line) for line in self.lines]
         return next((place for place in places if place.text.startswith("def ")), places[0])
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: SourcePlace) -> bool:
         return place.file == self.file and place.line in self.lines
 
-    def is_called_at(self, place: Place) -> bool:
+    def is_called_at(self, place: SourcePlace) -> bool:
         return f".{self.name}(" in place.text
 
-    def error(self, cause: BaseException, places: list[Place]) -> ValueError:
+    def error(self, cause: BaseException, places: list[SourcePlace]) -> ValueError:
         """The error that the user sees: the cause, and the lines of source that led to it."""
         is_dsl = isinstance(cause, DSLBaseError)
         message = cause.message if is_dsl else " ".join(str(cause).split("\n"))
@@ -123,10 +123,10 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def places_of(error: BaseException) -> list[Place]:
+def places_of(error: BaseException) -> list[SourcePlace]:
     """The lines of an error's traceback, outermost first, then the line that it names itself."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = [Place(frame.filename, frame.lineno) for frame in frames]
+    places = [SourcePlace(frame.filename, frame.lineno) for frame in frames]
     if isinstance(error, DSLBaseError) and error.filename and error.line:
-        places.append(Place(error.filename, error.line))
+        places.append(SourcePlace(error.filename, error.line))
     return places
