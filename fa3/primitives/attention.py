@@ -181,10 +181,7 @@ class Attention:
 
     @cute.jit
     def skip(self, count, k_state, v_state):
-        """Skip blocks in which only rows of other warpgroups see keys.
-
-        Releases their stages, and takes and passes on one turn for each.
-        """
+        """Skip blocks in which no row of this warpgroup sees a key, but take their turns."""
         for _ in cutlass.range(count, unroll=1):
             self.wait(self.pipeline_k, k_state)
             self.turns.wait()

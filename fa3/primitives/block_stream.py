@@ -16,8 +16,7 @@ class BlockStream:
     """Loads the key blocks of a tile, from the last to the first.
 
     Fields:
-        find: (n_block) -> the block's place in the cache or tensor. It is called one block ahead,
-            since a page-table lookup takes time.
+        find: (n_block) -> the block's place; called one block ahead, since lookups take time.
         load_k, load_v: (place, state) -> next state; load a block into the state's stage.
         is_ahead: whether K is loaded one block ahead of V, as S = Q K^T is computed.
     """

@@ -1,7 +1,4 @@
-"""The query, key, head and batch of each element of a thread's score fragment.
-
-Masks and score functions (`fa3.scores`) ask for them; the epilogues use them to place rows.
-"""
+"""Query, key, head and batch of a thread's scores, for masks, score functions and epilogues."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,5 +1,4 @@
-"""The epilogue's store of single rows, straight from registers to global memory. The forward
-kernel uses it for rows of split tiles and for rows that are computed again."""
+"""Forward's epilogue for split tiles and recomputed rows: from registers to global memory."""
 
 from typing import NamedTuple
 

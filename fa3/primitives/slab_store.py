@@ -1,5 +1,4 @@
-"""The epilogue's store of whole slabs: a warpgroup's 64 rows of O go from the accumulator through
-shared memory to global memory by TMA. Used by the forward kernel."""
+"""Forward's epilogue: 64 rows of O from registers through shared memory to global memory."""
 
 from dataclasses import dataclass
 

@@ -23,8 +23,7 @@ def tile_loader(
     It waits until the stage is free. The loads signal the stage's mbarrier.
 
     Args:
-        smem: the stages, (rows, columns, stages * copies).
-        pipe: the pipeline of these stages.
+        smem: (rows, columns, stages * copies), the stages of the pipeline `pipe`.
         copies: TMA copies that fill one stage, from neighbouring tiles in global memory.
         rank: this CTA's rank in the cluster. It loads its share of each tile for all CTAs.
     """
