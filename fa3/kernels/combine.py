@@ -2,16 +2,15 @@
 
 A part is an O divided by its own row sums (fp32), and the log-sum-exps of its rows. For each row
 lse = log sum_i exp(lse_i) and O = sum_i exp(lse_i - lse) O_i. The order of the sums depends only
-on the number of parts, and so do the result's bits.
+on the number of parts, so equal parts give equal bits.
 
 A source says where a row's parts are and where the result goes: `RecordedParts` for the parts that
 the decode kernel wrote to its workspace, `DenseParts` for the tensors (parts, batch, seqlen, heads,
 head_dim) of `fa3.calls.combine`. The caller's tensors receive O and the log-sum-exps.
 
 A CTA computes 64 columns with 16 groups of 16 lanes. With few parts, each group has its own row.
-With many, up to 16 groups share a row: each sums every 16th part, and shared memory joins their
-sums. Of the grid's (record, set, column block), CTA (x, y, z) takes record x's tile, its sets of
-rows y, y + sets, ..., and the z-th 64 columns.
+With many, up to 16 groups share a row: each sums every 16th part, and shared memory joins the sums.
+CTA (x, y, z) takes the tile of record x, its sets of rows y, y + sets, ..., and columns from 64 z.
 
 Timeline of a CTA
     launched during the previous kernel | wait for its end | record | load the row's log-sum-exps
@@ -114,7 +113,7 @@ class RecordedParts:
 
 @dataclass(frozen=True)
 class DenseParts:
-    """Parts (parts, batch, seqlen, heads, head_dim_v) and log-sum-exps (parts, ..., heads)."""
+    """Parts o (parts, batch, seqlen, heads, head_dim_v) and lse (parts, batch, seqlen, heads)."""
 
     o: cute.Tensor
     lse: cute.Tensor

@@ -1,8 +1,4 @@
-"""The forward kernel's tiling (`ForwardConfig`) and launch arguments (`ForwardArguments`).
-
-The planner chooses the config, and `fa3.kernels.forward` is compiled for it. `fa3.calls.forward`
-fills the arguments for each launch.
-"""
+"""The forward kernel's tiling, chosen by `fa3.planning`, and the arguments of a launch."""
 
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import NamedTuple
@@ -153,7 +149,7 @@ class ForwardArguments(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section, num_clusters: see `TileOrder`; clusters to launch.
+        heads_per_section, num_clusters: that of `TileOrder`, and the number of clusters to launch.
         schedule_state: int32; the schedule's table, counters or marks.
         part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
         part_counters: (slots * warps,) int32, zero.

@@ -27,13 +27,13 @@ from fa3.problem import AttentionSpec
 
 
 class AttentionKernel:
-    """What the attention kernels derive from their `spec`."""
+    """Base of the attention kernels: properties that follow from the `spec`."""
 
     spec: AttentionSpec
 
     @property
     def is_storable(self) -> bool:
-        """Whether the kernel may be kept on disk: a user's function may use its module's names."""
+        """Whether the kernel may be kept on disk. Users' functions may use their modules' names."""
         return not self.spec.has_user_functions
 
     @property

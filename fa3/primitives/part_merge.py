@@ -50,8 +50,7 @@ class PartMerge:
         parts: (VECTOR, lanes, vectors + 1, warps, num_slots) float32. Each part's O as threads
             hold it, divided by the part's own row sums; in the last vector the base-2
             log-sum-exps of the thread's rows.
-        counters: (num_slots * warps,) int32, 0 before and after a launch. A tile uses those of its
-            first slot.
+        counters: (num_slots * warps,) int32, zero between launches; a tile uses its first slot's.
         warps: warps that share a tile.
         rows: stores merged rows.
     """

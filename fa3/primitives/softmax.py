@@ -1,8 +1,4 @@
-"""Online softmax in base 2 on WGMMA accumulator fragments.
-
-`fa3.primitives.attention` hands it the scores of each key block and gets P back in their place;
-the kernels' epilogues call `finish` for O and the log-sum-exps. All data are in registers.
-"""
+"""Online softmax in base 2 on accumulators: turns `attention`'s scores into P, and finishes O."""
 
 import math
 from dataclasses import dataclass
