@@ -1,1 +1,1 @@
-"""Kernels: a file holds one kernel and its roles; beside it, what it is compiled for and takes."""
+"""Kernels, one a file; `*_launch` files hold the larger kernels' configs and launch arguments."""

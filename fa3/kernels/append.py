@@ -1,15 +1,15 @@
-"""Append new keys and values to a cache, rotating them and the queries on the way.
+"""Append new keys and values to a cache; apply the rotary embedding to new keys and to queries.
 
-Every thread makes one 16-byte vector of the result: it finds its row (a token's head), loads the
-vector and, for the rotary embedding, its partner, and stores where the row belongs. Where a
-sequence ends is read on the device, so a captured graph appends further at every replay.
+`fa3.calls.kvcache` launches it before the attention kernel, which reads the cache, the new lengths
+and the rotated queries. Each thread makes one 16-byte vector: it finds its row (one head of a
+token), loads the vector and, if it rotates, the vector's partner, and stores the result. Lengths
+are read on the device, so a captured graph appends further at every replay.
 
     blocks (x, 0)   vectors of k into the cache; also the sequences' new lengths
     blocks (x, 1)   vectors of v into the cache
-    blocks (x, 2)   vectors of q into a tensor of their own, if there is a rotary embedding
+    blocks (x, 2)   vectors of q into a separate tensor, if there is a rotary embedding
 
-The kernel that follows may be launched early; it waits with `griddepcontrol_wait` before it reads
-anything that is written here.
+The next kernel may be launched early; it calls `griddepcontrol_wait` before it reads these results.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), section 3.4.2, for the rotary embedding.
 """
@@ -29,7 +29,7 @@ from fa3.schedules.sequences import capacity_of
 THREADS = 256
 
 MOST_VECTORS = LARGEST - THREADS
-"""Vectors of k, of v or of q: 32 bits count the threads of whole blocks for them."""
+"""Most vectors of k, of v or of q: thread numbers, rounded up to whole blocks, have 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Rotary:
 
     Fields:
         dim: a multiple of 16.
-        interleaved: whether neighbouring columns make a pair; otherwise column i and column
-            i + dim / 2 do (GPT-NeoX).
+        interleaved: whether neighbouring columns are a pair; otherwise columns i and i + dim / 2
+            are (GPT-NeoX).
         dtype: element type of the tables of cosines and sines.
     """
 
@@ -56,12 +56,12 @@ class Tables(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a new token belongs.
+    """The place of a new token.
 
     Fields:
         sequence: index of its sequence in the batch.
         position: its position in the sequence.
-        kept: whether the cache has room for it there.
+        kept: whether the cache has room for it.
     """
 
     sequence: Int32
@@ -71,13 +71,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Cache:
-    """The cache's tensors, and which of their rows are a sequence's.
+    """The cache's tensors, and the tables that map sequences to their rows.
 
     Fields:
         k, v: (batch, seqlen, heads, head_dim), or (pages, page_size, heads, head_dim).
         page_table: (sequences, pages of a sequence), int32; None for a cache without pages.
-        batch_idx: (batch,), int32: the sequence's index in the cache; None if that in the batch.
-        capacity: tokens that a sequence may have.
+        batch_idx: (batch,), int32: a sequence's row in the cache; None for its index in the batch.
+        capacity: most tokens of a sequence.
     """
 
     k: cute.Tensor
@@ -93,7 +93,7 @@ class Cache:
 
     @cute.jit
     def row_of(self, place: Place):
-        """(first index, second index, whether they exist) of a token in `k` and `v`."""
+        """(first index, second index, whether the row exists) of a token in `k` and `v`."""
         sequence = place.sequence
         if cutlass.const_expr(self.batch_idx is not None):
             sequence = self.batch_idx[sequence]
@@ -111,13 +111,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The tokens to append and the lengths they are counted from.
+    """The tokens to append, and the sequences' lengths before.
 
     Fields:
         k, v: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens`.
-        seqlens: (batch,), int32: tokens that a sequence has before.
-        cu_seqlens: (batch + 1,), int32: where a sequence's tokens begin and end; None if every
-            sequence gets as many.
+        seqlens: (batch,), int32: tokens of each sequence before the append.
+        cu_seqlens: (batch + 1,), int32: where each sequence's new tokens begin and end; None if
+            all sequences get equally many.
     """
 
     k: cute.Tensor
@@ -133,17 +133,17 @@ class NewTokens:
 
     @cute.jit
     def seqlen(self, sequence, capacity) -> Int32:
-        """Tokens that a sequence has before: what the caller says, made to fit the cache."""
+        """Tokens of a sequence before the append: the caller's number, clamped to the capacity."""
         return cutlass.min(cutlass.max(self.seqlens[sequence], 0), capacity)
 
     @cute.jit
     def begin(self, sequence) -> Int32:
-        """Where the tokens of a sequence begin: what `cu_seqlens` says, made to lie in k."""
+        """First new token of a sequence: the number in `cu_seqlens`, clamped to those in k."""
         return cutlass.max(cutlass.min(self.cu_seqlens[sequence], self.num_tokens), 0)
 
     @cute.jit
     def count(self, sequence, room) -> Int32:
-        """Tokens that a sequence gets: at most as many as there is room for."""
+        """New tokens that a sequence gets, at most `room`."""
         if cutlass.const_expr(self.cu_seqlens is None):
             return cutlass.min(self.k.shape[1], room)
         count = self.begin(sequence + 1) - self.begin(sequence)
@@ -151,7 +151,7 @@ class NewTokens:
 
     @cute.jit
     def place(self, token, capacity) -> Place:
-        """Where a token belongs."""
+        """The place of new token number `token`."""
         if cutlass.const_expr(self.cu_seqlens is None):
             sequence = token // self.k.shape[1]
             nth = token - sequence * self.k.shape[1]
@@ -178,9 +178,9 @@ class NewTokens:
 
 
 class Queries(NamedTuple):
-    """The queries (batch, seqlen, heads, head_dim) and where the rotated ones go.
+    """The queries (batch, seqlen, heads, head_dim), and the tensor for the rotated ones.
 
-    Query i of a sequence stands `i * step` after the tokens it had before.
+    Query i is at position old length + `i * step` of its sequence.
     """
 
     q: cute.Tensor
@@ -189,22 +189,22 @@ class Queries(NamedTuple):
 
 
 class AppendArguments(NamedTuple):
-    """What a launch takes, in this order, before the stream.
+    """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
-        k, v: new tokens, (batch, seqlen, heads_kv, head_dim or head_dim_v), or all behind each
-            other, (total, heads_kv, ...).
+        k, v: new tokens, (batch, seqlen, heads_kv, head_dim or head_dim_v); if ragged, all
+            sequences' tokens one after another, (total, heads_kv, ...).
         k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, ...), with pages (num_pages,
             page_size, heads_kv, ...); written.
-        seqlens: (batch,) int32, tokens in the cache before.
-        new_seqlens: (batch,) int32, receives the tokens after.
+        seqlens: (batch,) int32, tokens in the cache before the append.
+        new_seqlens: (batch,) int32, receives the tokens after the append.
         cu_seqlens: (batch + 1,) int32, where the new tokens of each sequence begin; None if all
             sequences get equally many.
-        batch_idx: (batch,) int32, a sequence's row in the cache; None for its own.
+        batch_idx: (batch,) int32, a sequence's row in the cache; None for its index in the batch.
         page_table: (batch, pages) int32; None without pages.
-        q, rotated: (batch, seqlen_q, heads_q, head_dim), and what receives it turned; None without
-            a rotary embedding.
-        cos, sin: (positions, rotary dim / 2); None without one.
+        q: (batch, seqlen_q, heads_q, head_dim); None without a rotary embedding.
+        rotated: like q, receives the rotated queries; None without a rotary embedding.
+        cos, sin: (positions, rotary dim / 2); None without a rotary embedding.
         query_step: positions from one query to the next, 0 or 1.
     """
 
@@ -225,7 +225,7 @@ class AppendArguments(NamedTuple):
 
     @classmethod
     def symbolic(cls, kernel: "Append") -> "AppendArguments":
-        """The types of a call of a kernel without its sizes; equal sizes share a symbol."""
+        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         dtype, rotary = kernel.dtype, kernel.rotary
         batch, tokens, heads = (cute.sym_int() for _ in range(3))
         new = (tokens,) if kernel.ragged else (batch, tokens)
@@ -258,16 +258,16 @@ class AppendArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Append:
-    """The kernel of one kind of cache and one rotary embedding.
+    """The append kernel, compiled for one kind of cache and one rotary embedding.
 
     Fields:
         dtype: element type of q, k, v and the cache.
         head_dim: columns of q and k.
         head_dim_v: columns of v.
         paged: whether the cache has a page table.
-        batch_indexed: whether sequences have an index of their own in the cache.
-        ragged: whether each sequence gets a number of tokens of its own.
-        rotary: the embedding of k and q; None without one, and then q is none of its business.
+        batch_indexed: whether `batch_idx` maps sequences to rows of the cache.
+        ragged: whether sequences get different numbers of new tokens.
+        rotary: the embedding of k and q; None without one, and then the kernel takes no q.
     """
 
     dtype: str
@@ -282,7 +282,7 @@ class Append:
     is_storable: ClassVar[bool] = True
 
     def arguments(self) -> list:
-        """What a launch takes, symbolically, and the stream."""
+        """Symbolic arguments of a launch, and the stream."""
         return [*AppendArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
@@ -322,7 +322,7 @@ class Append:
         tables: Tables | None,
     ):
         cute.arch.griddepcontrol_launch_dependents()
-        # The kernel before may still write k, v or q, or read the cache.
+        # Until it ends, the previous kernel may write k, v or q, or read the cache.
         cute.arch.griddepcontrol_wait()
         block, part, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -377,7 +377,7 @@ class Append:
         tables: Tables | None,
         position: Int32,
     ):
-        """Copy one vector of a row, rotated if there are tables."""
+        """Copy one vector of a row; rotate it if there are tables."""
         values = cute.make_rmem_tensor(VECTOR, target.element_type)
         cute.autovec_copy(vector_of(source, vector), values)
         if cutlass.const_expr(tables is not None):
@@ -386,7 +386,7 @@ class Append:
 
     @cute.jit
     def rotate(self, values: cute.Tensor, source: cute.Tensor, vector: Int32, tables, position):
-        """Rotate the vector of a row that is in `values`, if it is in the embedding's columns."""
+        """Rotate `values`, vector `vector` of a row, if it lies in the embedding's columns."""
         if vector * VECTOR < self.rotary.dim:
             row = cutlass.min(position, tables.cos.shape[0] - 1)
             cos, sin = tables.cos[row, None], tables.sin[row, None]
@@ -398,7 +398,7 @@ class Append:
 
 @cute.jit
 def load(row: cute.Tensor, index, size: cutlass.Constexpr) -> cute.Tensor:
-    """A vector of a row in registers, as float32."""
+    """Load a vector of a row into registers, as float32."""
     values = cute.make_rmem_tensor(size, row.element_type)
     cute.autovec_copy(vector_of(row, index, size), values)
     widened = cute.make_rmem_tensor(size, Float32)
@@ -408,7 +408,7 @@ def load(row: cute.Tensor, index, size: cutlass.Constexpr) -> cute.Tensor:
 
 @cute.jit
 def rotate_pairs(values: cute.Tensor, cos_row: cute.Tensor, sin_row: cute.Tensor, vector):
-    """Rotate a vector whose neighbouring elements are pairs."""
+    """Rotate a vector in which neighbouring elements are pairs."""
     cos, sin = (load(row, vector, VECTOR // 2) for row in (cos_row, sin_row))
     x = cute.make_rmem_tensor(VECTOR, Float32)
     x.store(values.load().to(Float32))
@@ -428,7 +428,7 @@ def rotate_halves(
     vector: Int32,
     half: cutlass.Constexpr,
 ):
-    """Rotate a vector of one half of a row's first 2 `half` elements with that of the other."""
+    """Rotate a vector of one half of a row's first 2 * `half` columns with its partner's vector."""
     is_first = vector * VECTOR < half
     steps = half // VECTOR
     angle = vector if is_first else vector - steps

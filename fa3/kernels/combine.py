@@ -1,20 +1,20 @@
-"""Merge of partial results: attention over parts of the keys becomes attention over all of them.
+"""Combine: merges attention over parts of the keys into attention over all keys.
 
-A part is O normalised by itself (fp32) with the log-sum-exp of its scores. Of a row,
-lse = log sum_i exp(lse_i) and O = sum_i exp(lse_i - lse) O_i. Sums are taken in an order that
-follows from the number of parts alone, so the result's bits do too.
+A part is an O divided by its own row sums (fp32), and the log-sum-exps of its rows. For each row
+lse = log sum_i exp(lse_i) and O = sum_i exp(lse_i - lse) O_i. The order of the sums depends only
+on the number of parts, so equal parts give equal bits.
 
-A CTA works on 64 columns: 16 groups of 16 lanes. While parts are few, a group has a row to itself;
-of many, up to all 16 share a row, each takes every 16th part, and their sums meet in shared
-memory. Block (x, y, z) of the grid works on every y-th set of rows of the tile of record x, in
-the z-th 64 columns.
+A source says where a row's parts are and where the result goes: `RecordedParts` for the parts that
+the decode kernel wrote to its workspace, `DenseParts` for the tensors (parts, batch, seqlen, heads,
+head_dim) of `fa3.calls.combine`. The caller's tensors receive O and the log-sum-exps.
+
+A CTA computes 64 columns with 16 groups of 16 lanes. With few parts, each group has its own row.
+With many, up to 16 groups share a row: each sums every 16th part, and shared memory joins the sums.
+CTA (x, y, z) takes the tile of record x, its sets of rows y, y + sets, ..., and columns from 64 z.
 
 Timeline of a CTA
-    launched while the parts are made | wait for that kernel | record | log-sum-exps and parts of
-    a row, in flight together | sums of the groups | O and log-sum-exp
-
-Where a row's parts are, and where it goes, says a source: `RecordedParts` for tiles that a split
-left behind, `DenseParts` for tensors (parts, batch, seqlen, heads, head_dim).
+    launched during the previous kernel | wait for its end | record | load the row's log-sum-exps
+    and parts, all in flight together | sums of the groups | O and log-sum-exp
 
 Source: Dao et al., Flash-Decoding for long-context inference (2023).
 """
@@ -35,15 +35,15 @@ from fa3.primitives.workspace import Workspace, WorkspaceSize
 GROUPS = 16
 LANES = 16
 VECTOR = 4
-"""Elements of 32 bits in 16 bytes."""
+"""32-bit elements in 16 bytes."""
 
 COLUMNS = LANES * VECTOR
 
 IN_FLIGHT = 9
-"""Parts that a group loads at once: all, if 132 CTAs share a tile."""
+"""Parts that a group loads at once. With 16 groups that is all, if 132 CTAs share a tile."""
 
 FEW = 4
-"""Parts that a group takes while there are others that could share them."""
+"""Parts up to which a group has a row to itself; with more, more groups share it."""
 
 LOG2_E = math.log2(math.e)
 
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
     """The parts of a tile.
 
     Fields:
-        first, count: their slots.
+        first, count: the first slot, and the number of slots.
         rows: rows of the tile.
         m_block, head, batch: the tile.
     """
@@ -66,7 +66,7 @@ class Parts(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row: its parts in all slots, and where the result goes.
+    """One row: its values in all slots, and the place of the result.
 
     Fields:
         o: (slots, head_dim_v).
@@ -82,11 +82,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedParts:
-    """Parts in a workspace.
+    """Parts in the decode kernel's workspace.
 
     Fields:
         seqlen_q: query positions.
-        qhead_per_kvhead: query heads among the rows of a tile; they come before positions.
+        qhead_per_kvhead: query heads in a tile's rows; row r is head r % qhead_per_kvhead.
     """
 
     workspace: Workspace
@@ -113,7 +113,7 @@ class RecordedParts:
 
 @dataclass(frozen=True)
 class DenseParts:
-    """Parts (parts, batch, seqlen, heads, head_dim_v) and log-sum-exps (parts, ..., heads)."""
+    """Parts o (parts, batch, seqlen, heads, head_dim_v) and lse (parts, batch, seqlen, heads)."""
 
     o: cute.Tensor
     lse: cute.Tensor
@@ -134,11 +134,11 @@ class DenseParts:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a group's parts of a row come to, relative to the largest log-sum-exp among them.
+    """A group's sums over its parts of a row; `reference` is the largest log-sum-exp among them.
 
     Fields:
-        o: sum of exp(lse_i - reference) O_i, this lane's columns.
-        scalars: reference, and sum of exp(lse_i - reference).
+        o: sum of exp(lse_i - reference) O_i in this lane's columns.
+        scalars: the reference, and the sum of exp(lse_i - reference).
     """
 
     o: cute.Tensor
@@ -153,7 +153,7 @@ class Sums:
 
     @cute.jit
     def rebase(self, largest: Float32) -> Float32:
-        """Make a larger log-sum-exp the reference; return it, or 0 where that is -inf."""
+        """Raise the reference to `largest` if that is larger; return it, or 0 if it is -inf."""
         self.scalars[0] = cute.arch.fmax(self.scalars[0], largest)
         return finite(self.scalars[0])
 
@@ -176,7 +176,7 @@ class Sums:
 
     @cute.jit
     def add_sums(self, reference: Float32, total: Float32, o: cute.Tensor):
-        """Add what parts of others come to."""
+        """Add other sums: their reference, their sum of exp, and their O."""
         before = self.scalars[0]
         base = self.rebase(reference)
         correction, factor = exp(before - base), exp(reference - base)
@@ -185,12 +185,12 @@ class Sums:
 
 
 def exp(x):
-    """exp(x) by the exponential unit."""
+    """exp(x) on the exponential unit (MUFU)."""
     return cute.math.exp2(x * LOG2_E, fastmath=True)
 
 
 class Exchange(NamedTuple):
-    """Where groups leave their sums for each other in shared memory."""
+    """Shared memory through which groups that share a row exchange their sums."""
 
     o: cute.Tensor
     scalars: cute.Tensor
@@ -204,16 +204,16 @@ class Exchange(NamedTuple):
 
 
 class CombineArguments(NamedTuple):
-    """What a launch takes, in this order, before the stream.
+    """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
         o: (batch, seqlen, heads, head_dim_v), receives the output.
         lse: (batch, heads, seqlen) float32, receives the log-sum-exp, or None.
         sinks: (heads,), or None.
-        dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and without the last, float32;
-            None if the parts are those of a decode kernel.
-        workspace: float32, that of the decode kernel, or None.
-        num_records, num_slots, rows: `WorkspaceSize`; of dense parts only the first counts, CTAs.
+        dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and (parts, batch, seqlen,
+            heads) float32; None for the decode kernel's parts.
+        workspace: the decode kernel's, float32; None for dense parts.
+        num_records, num_slots, rows: see `WorkspaceSize`; 1, 0, 0 for dense parts.
         sets: CTAs that share the rows of a tile.
     """
 
@@ -230,7 +230,7 @@ class CombineArguments(NamedTuple):
 
     @classmethod
     def symbolic(cls, kernel: "Combine") -> "CombineArguments":
-        """The types of a call of a kernel without its sizes; equal sizes share a symbol."""
+        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         batch, seqlen, heads = (cute.sym_int() for _ in range(3))
         lse = arguments.compact_tensor("float32", (batch, heads, seqlen))
         workspace = dense_o = dense_lse = None
@@ -260,9 +260,9 @@ class Combine:
     """The combine kernel.
 
     Fields:
-        dtype: element type of the result.
-        head_dim_v: columns.
-        qhead_per_kvhead: of recorded parts, query heads among a tile's rows; None for dense parts.
+        dtype: element type of O.
+        head_dim_v: columns of O.
+        qhead_per_kvhead: query heads in a tile's rows, for recorded parts; None for dense parts.
         write_lse: whether to write log-sum-exps.
         sinks: dtype of the heads' sinks, or None.
     """
@@ -277,7 +277,7 @@ class Combine:
     is_storable: ClassVar[bool] = True
 
     def arguments(self) -> list:
-        """What a launch takes, symbolically, and the stream."""
+        """Symbolic arguments of a launch, and the stream."""
         return [*CombineArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
@@ -293,12 +293,12 @@ class Combine:
             source = RecordedParts(workspace, call.o.shape[1], self.qhead_per_kvhead)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(source, call.o, call.lse, call.sinks).launch(
-            # x is the one that may be large.
+            # Only x may be larger than 65,535.
             grid=(call.num_records, call.sets, cute.ceil_div(self.head_dim_v, COLUMNS)),
             block=(GROUPS * LANES, 1, 1),
             stream=stream,
-            # 80 registers a thread, so that a CTA fits beside one of the decode kernel and waits
-            # there; with the carve-out that one has, as an SM has only one at a time.
+            # 80 registers a thread, so that a CTA fits on an SM beside one of the decode kernel
+            # and waits there. Both need the same carve-out: an SM has only one at a time.
             min_blocks_per_mp=3,
             preferred_smem_carveout=100,
             use_pdl=True,
@@ -313,7 +313,7 @@ class Combine:
         cute.arch.griddepcontrol_wait()
         parts = source.parts(record)
         if parts.count > 1 or cutlass.const_expr(self.qhead_per_kvhead is None):
-            # As many groups as a power of two share a row; shifts, as divisions take 100 cycles.
+            # A power of two of groups shares a row: shifts, since a division takes 100 cycles.
             share = cutlass.min((parts.count + FEW - 1) // FEW, GROUPS)
             shift = Int32(32 - cute.arch.clz(cutlass.max(share, 1) - 1))
             rows_of_set = GROUPS >> shift
@@ -324,7 +324,7 @@ class Combine:
 
     @cute.jit
     def merge(self, source, parts: Parts, nth, shift, exchange: Exchange, results: tuple):
-        """Merge the nth set of rows; 2 ** shift groups work on each."""
+        """Merge the nth set of rows; 2 ** shift groups share each row."""
         mO, mLSE, sinks = results
         thread, _, _ = cute.arch.thread_idx()
         group, lane = thread // LANES, thread % LANES
@@ -349,12 +349,12 @@ class Combine:
 
     @cute.jit
     def add_groups(self, exchange: Exchange, sums: Sums, group, share):
-        """Add up the sums of all groups that share a row, the first of which is this one."""
+        """Add up the sums of all groups that share a row; this group is the first of them."""
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % LANES
         scalars = cute.make_rmem_tensor((2, GROUPS), Float32)
         for i in cutlass.range_constexpr(GROUPS):
-            # Always 16 reads, none of which waits for another; what is read twice counts once.
+            # Always 16 independent reads; sums that are read twice count once.
             cute.autovec_copy(exchange.scalars[None, group + (i & (share - 1))], scalars[None, i])
             sums.rebase(scalars[0, i])
         reference = finite(sums.scalars[0])
@@ -368,14 +368,14 @@ class Combine:
             sums.scalars[1] = sums.scalars[1] + scalars[1, i] * factor
 
     def vector(self):
-        """Which vector of a row is this lane's."""
+        """The index of this lane's vector in a row."""
         thread, _, _ = cute.arch.thread_idx()
         _, _, column_block = cute.arch.block_idx()
         return column_block * LANES + thread % LANES
 
     @cute.jit
     def add_parts(self, row: Row, parts: Parts, first, share, sums: Sums):
-        """Add a group's next parts, from `first` in steps of `share`."""
+        """Add the group's next IN_FLIGHT parts, from `first` in steps of `share`."""
         vector = self.vector()
         o = cute.make_rmem_tensor((VECTOR, IN_FLIGHT), Float32)
         lse = cute.make_rmem_tensor(IN_FLIGHT, Float32)
@@ -392,7 +392,7 @@ class Combine:
 
     @cute.jit
     def store(self, row: Row, sums: Sums, mO: cute.Tensor, mLSE, sinks: cute.Tensor | None):
-        """Let the sink join, divide by the total, and write."""
+        """Add the sink, divide by the total, and write O and the log-sum-exp."""
         vector = self.vector()
         if cutlass.const_expr(sinks is not None):
             nothing = cute.make_rmem_tensor_like(sums.o)

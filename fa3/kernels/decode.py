@@ -1,27 +1,27 @@
 """Decode attention for Hopper: a few queries of each sequence against the keys in its cache.
 
-What takes time is reading K and V once, so all that matters is that every SM reads equally much
-from the first moment to the last. A tile is the query rows of one key/value head of one sequence:
-all its query heads and positions together, 64 rows at most. The key blocks of all tiles are cut
-into one piece for each CTA (`schedules.split`), which finds its own from the lengths in device
-memory. Tiles that lie in several pieces leave parts for the kernel that merges them.
+`fa3.calls.decode` launches it on the caller's tensors, which receive O and the log-sum-exps.
+Reading K and V once takes nearly all the time, so every SM must read equally much, throughout.
+A tile is up to 64 query rows of one key/value head of one sequence: all its query heads and
+positions. The key blocks of all tiles are cut into one piece for each CTA (`schedules.stream_k`),
+which finds its piece from the lengths in device memory. If a tile spans several pieces, each writes
+a part to the workspace, and `kernels.combine` merges the parts into O.
 
 Roles per CTA
     warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue
-    behind it      producer   one warp that issues TMA loads, or four that gather rows
-    behind that    prefetcher one warp that has the first blocks brought into L2 at once; none
-                              where rows are gathered
+    warp 4 or 4-7  producer   one warp that issues TMA loads, or four that gather rows
+    warp 5         prefetcher prefetches the first blocks into L2; none if rows are gathered
 
 Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
-    As many stages as fit: the loads in flight are what hides the latency of memory.
+    There are as many stages as fit: loads in flight hide the latency of memory.
 
-Timeline of a launch
-    barriers, descriptors | wait for the kernel before | find the piece | segments ...
-    The kernel that merges is launched at once and waits in hardware for the end of this one. In
-    the same way this one is launched while the kernel before still runs, if that allows it; the
-    prefetcher uses the time.
+Timeline of a launch (programmatic dependent launch)
+    barriers, descriptors | wait for the previous kernel | find the piece | segments ...
+    The combine kernel is launched early and waits in hardware for the end of this one. This one
+    starts in the same way while the previous kernel still runs, if that kernel allows it; the
+    prefetcher works during this time.
 
 Timeline of the consumer in a segment: as in `kernels.forward`, with one warpgroup
     tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |
@@ -79,10 +79,10 @@ from fa3.scores.scores import Rules, bind
 CONSUMER_BARRIER = 1
 
 EARLY_BLOCKS = 4
-"""Blocks that a CTA has brought into L2 before the kernel before has ended."""
+"""Blocks that a CTA prefetches into L2 while the previous kernel still runs."""
 
 EARLY_SEQUENCES = 1024
-"""Sequences up to which a CTA looks for its piece so early."""
+"""Most sequences for which a CTA finds its piece that early; with more it prefetches nothing."""
 
 
 class Operands(NamedTuple):
@@ -90,12 +90,12 @@ class Operands(NamedTuple):
 
     Fields:
         q: (batch, seqlen_q, heads_q, head_dim).
-        k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages); plain tensors
-            if rows are gathered.
+        k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages); without TMA
+            descriptors if rows are gathered.
         o: (batch, seqlen_q, heads_q, head_dim_v).
         lse: (batch, heads_q, seqlen_q), or None.
         seqlens: (batch,) int32, keys of the sequences, padding included.
-        tables: where the keys are.
+        tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
     """
 
@@ -118,7 +118,7 @@ class SmemTensors(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """The barriers between the producer and the consumer."""
+    """The mbarrier pipelines from the producer to the consumer."""
 
     k: pipeline.PipelineAsync
     v: pipeline.PipelineAsync
@@ -126,11 +126,11 @@ class Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredAttention(Attention):
-    """Attention to blocks that cp.async has written."""
+    """Attention on blocks that cp.async wrote."""
 
     def wait(self, pipe, state):
         pipe.consumer_wait(state)
-        # What cp.async has written is not visible to WGMMA before a fence.
+        # WGMMA sees what cp.async wrote only after a fence.
         cute.arch.fence_proxy("async.shared", space="cta")
 
 
@@ -139,16 +139,16 @@ def consumer_barrier() -> pipeline.NamedBarrier:
 
 
 def publish():
-    """Let WGMMAs of the warpgroup read what its threads have written to shared memory."""
+    """Make the warpgroup's writes to shared memory visible to its WGMMAs."""
     cute.arch.fence_proxy("async.shared", space="cta")
     consumer_barrier().arrive_and_wait()
 
 
 @dataclass(frozen=True)
 class Decode(AttentionKernel):
-    """The decode kernel of one (spec, config, layout of the cache, type of cut).
+    """The decode kernel, compiled for one (spec, config, cache layout, type of cut).
 
-    `is_long` says that the tiles may have more key blocks in all than 32 bits count.
+    With `is_long` the key blocks of all tiles together may need 64-bit numbers.
     """
 
     spec: AttentionSpec
@@ -169,7 +169,7 @@ class Decode(AttentionKernel):
 
     @property
     def gathers(self) -> bool:
-        """Whether the producer copies row by row."""
+        """Whether the producer gathers rows with cp.async instead of TMA."""
         return self.box == 0
 
     @property
@@ -177,7 +177,7 @@ class Decode(AttentionKernel):
         return WARPGROUP + (WARPGROUP if self.gathers else 2 * 32)
 
     def arguments(self) -> list:
-        """What a launch takes, symbolically, and the stream."""
+        """Symbolic arguments of a launch, and the stream."""
         return [*DecodeArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
@@ -248,7 +248,7 @@ class Decode(AttentionKernel):
             if cutlass.const_expr(not self.gathers):
                 self.prefetch(operands, smem, cut, sizes)
         else:
-            # The kernel before may still write what is read here, or read what is written here.
+            # Until it ends, the previous kernel may write this one's inputs or read its outputs.
             cute.arch.griddepcontrol_wait()
             walk = self.find_walk(operands, cut, sizes, is_early=False)
             if warp_idx >= WARPGROUP // 32:
@@ -258,7 +258,7 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def find_walk(self, operands: Operands, cut, sizes: tuple, is_early: cutlass.Constexpr) -> Walk:
-        """This CTA's segments."""
+        """The walk over this CTA's segments."""
         capacity, window, num_m_blocks, num_heads = sizes
         _, mask, _ = bind(self.spec, operands.modifiers)
         lengths = Cached(
@@ -279,7 +279,7 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def setup_shared_memory(self):
-        """Lay out shared memory and initialise the barriers."""
+        """Lay out shared memory and initialise the mbarriers."""
         config, row_major = self.config, LayoutEnum.ROW_MAJOR
         shape_qk = (ROWS, config.tile_n, self.columns)
         shape_kv = (ROWS, config.tile_n, self.columns_v)
@@ -316,7 +316,7 @@ class Decode(AttentionKernel):
         )
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
-            # Columns that no copy fills meet the zeros of Q, and 0 * NaN is not 0.
+            # No copy fills K's padding columns. Q is 0 there, but 0 * NaN is not 0.
             thread, _, _ = cute.arch.thread_idx()
             for stage in cutlass.range_constexpr(config.kv_stages):
                 if thread < WARPGROUP:
@@ -333,7 +333,7 @@ class Decode(AttentionKernel):
         stages, producer = self.config.kv_stages, pipeline.PipelineUserType.Producer
         k_state = pipeline.make_pipeline_state(producer, stages)
         v_state = pipeline.make_pipeline_state(producer, stages)
-        # With one tile for each head nobody reads a block again.
+        # With one tile for each key/value head, each block is read only once.
         policy = Int64(EVICT_FIRST) if walk.num_m_blocks == 1 else Int64(EVICT_NORMAL)
         blocks_k = self.blocks_of(operands.k, smem.k, operands.tables.page_table, policy)
         blocks_v = self.blocks_of(operands.v, smem.v, operands.tables.page_table, policy)
@@ -363,10 +363,10 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def prefetch(self, operands: Operands, smem: SmemTensors, cut, sizes: tuple):
-        """Have the first blocks brought into L2 while the kernel before ends.
+        """Prefetch the first blocks into L2 while the previous kernel ends.
 
-        L2 is coherent, so this is right even for what that kernel still writes. Lengths and page
-        tables may be old; then other blocks come, and TMA keeps to the cache.
+        L2 is coherent, so blocks that the previous kernel still writes are safe. Lengths and page
+        tables may be outdated; then wrong blocks are prefetched, but TMA stays inside the cache.
         """
         if operands.seqlens.shape[0] <= EARLY_SEQUENCES:
             walk = self.find_walk(operands, cut, sizes, is_early=True)
@@ -386,7 +386,7 @@ class Decode(AttentionKernel):
                     prefetch_v(places)
 
     def blocks_of(self, cache, smem: cute.Tensor, page_table: cute.Tensor | None, policy):
-        """The blocks of K or V."""
+        """The finder and loader of blocks of K or V."""
         if self.gathers:
             thread, _, _ = cute.arch.thread_idx()
             return GatheredBlocks(cache, smem, page_table, thread - WARPGROUP)
@@ -404,7 +404,7 @@ class Decode(AttentionKernel):
         softmax_scale: Float32,
         walk: Walk,
     ):
-        """Work on the segments of this CTA."""
+        """Compute attention for this CTA's segments."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
         mmas = Mmas.of(self.dtype, self.config.tile_n, self.columns_v)
@@ -442,7 +442,7 @@ class Decode(AttentionKernel):
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
             else:
-                # Q has been read, but each warp knows that of itself only.
+                # A warp knows only that itself has read Q: wait for the others.
                 consumer_barrier().arrive_and_wait()
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
             self.store(operands, workspace, segment, attention, sinks)
@@ -450,19 +450,19 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def clear_record(self, workspace: Workspace, walk: Walk, thread):
-        """Say that no tile with parts begins here, in case that this holds to the end."""
+        """Clear this CTA's record; `store` fills it if a tile with parts begins in this piece."""
         if thread == 0 and walk.cut.records_are_by_cta:
             workspace.records[walk.cta, 4] = 0
 
     def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> Blocks:
-        """Blocks that the rows of one tile touch."""
+        """Key blocks that the rows of one tile touch."""
         ratio, row = self.spec.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio
         return mask.key_blocks(first, last - first + 1, self.config.tile_n, sequence)
 
     @cute.jit
     def fetch_q(self, mQ: cute.Tensor, sQ: cute.Tensor, walk: Walk, cursor, stage):
-        """Start to copy the rows of a segment's tile, if there is one."""
+        """Start to copy the Q rows of the cursor's tile, if the cursor is valid."""
         thread, _, _ = cute.arch.thread_idx()
         if walk.is_valid(cursor):
             ratio = self.spec.qhead_per_kvhead
@@ -471,7 +471,7 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def clear_behind(self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread):
-        """Zero the rows of V behind the end of the sequence: P is 0 there, but 0 * NaN is not."""
+        """Zero the rows of V past the end of the sequence: P is 0 there, but 0 * NaN is not."""
         num_keys = attention.rules.sequence.seqlen_k - n_block * self.config.tile_n
         if num_keys < self.config.tile_n:
             attention.wait(attention.pipeline_v, v_state)
@@ -482,7 +482,7 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def store(self, operands: Operands, workspace, segment: Segment, attention: Attention, sinks):
-        """Write the segment's rows: finished, or as a part of their tile."""
+        """Write the segment's rows: to O if it is a whole tile, else to the workspace as a part."""
         part, acc_O = segment.part, as_rows_and_columns(attention.regs.acc_O)
         if cutlass.const_expr(self.cut_type.has_parts):
             if part.num_parts == 1:
@@ -499,7 +499,7 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def store_rows(self, operands: Operands, attention: Attention, sinks):
-        """Write the rows of a whole tile."""
+        """Finish the rows of a whole tile; write O and the log-sum-exps."""
         acc_O, rules = attention.regs.acc_O, attention.rules
         lse = attention.softmax.finish(as_rows_and_columns(acc_O), rules.sinks_of_rows(sinks))
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)

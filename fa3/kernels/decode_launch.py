@@ -1,4 +1,4 @@
-"""How the decode kernel is tiled, and what a launch of it takes."""
+"""The decode kernel's tiling, chosen by `fa3.planning`, and the arguments of a launch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class DecodeConfig:
     Fields:
         tile_n: keys of a block.
         kv_stages: blocks of K, and of V, in shared memory.
-        q_stages: tiles of Q; with two, the next segment's Q comes while this one is worked on.
+        q_stages: Q tiles in shared memory; with two, the next segment's Q is loaded early.
     """
 
     tile_n: int
@@ -27,13 +27,13 @@ class DecodeConfig:
     q_stages: int
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
-        """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
+        """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
         return spec.element.bytes * (self.q_stages * ROWS * head_dim + kv) + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
-        """Raise ValueError if the kernel cannot run this config for this spec."""
+        """Raise a ValueError if the kernel cannot run this config for this spec."""
         if self.tile_n not in (64, 128):
             raise ValueError(f"tile_n must be 64 or 128, got {self.tile_n}")
         if self.kv_stages < 2:
@@ -42,12 +42,12 @@ class DecodeConfig:
 
 
 class DecodeArguments(NamedTuple):
-    """What a launch takes, in this order, before the stream.
+    """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
         q: (batch, seqlen_q, heads_q, head_dim).
         k, v: the cache, (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v); with pages
-            (num_pages, page_size, ...).
+            (num_pages, page_size, heads_kv, ...).
         o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
         lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp; None if the spec does
             not write it.
@@ -55,11 +55,11 @@ class DecodeArguments(NamedTuple):
         batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
         page_table: (batch, pages) int32; None without pages.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
-        workspace: float32, where parts go; None if tiles are never cut.
+        workspace: float32, receives parts of tiles; None if tiles are never cut.
         softmax_scale: factor of Q K^T.
-        window_left, window_right: keys beside a query's own position; where the mask has a bound.
-        num_splits, unit_blocks, max_parts: of `Units`.
-        num_ctas: CTAs that are launched.
+        window_left, window_right: keys seen before and after a query's own; where they are bounded.
+        num_splits, unit_blocks, max_parts: see `Units`.
+        num_ctas: CTAs to launch.
     """
 
     q: object
@@ -83,7 +83,7 @@ class DecodeArguments(NamedTuple):
 
     @classmethod
     def symbolic(cls, kernel) -> "DecodeArguments":
-        """The types of a call of a `Decode` kernel without its sizes; equal ones share a symbol."""
+        """Types of a `Decode`'s arguments without sizes; equal sizes share a symbol."""
         spec, cache = kernel.spec, kernel.cache
         batch, seqlen_q, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
         rows = cute.sym_int(), cache.page_size or cute.sym_int()

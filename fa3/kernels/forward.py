@@ -1,9 +1,9 @@
-"""Forward attention for Hopper: O = softmax(scale Q K^T + mask) V, and the rows' log-sum-exp.
+"""Forward attention for Hopper: O = softmax(scale Q K^T + mask) V, and each row's log-sum-exp.
 
-A CTA computes one tile of query rows of one head after another. For each tile it streams the
-key blocks that the mask touches, from the last to the first, and keeps a running softmax, so
-the scores never leave registers. Each consumer warpgroup owns 64 of the tile's rows, and lets
-blocks go by that none of them sees.
+`fa3.calls.forward` launches it on the caller's tensors, which receive O and the log-sum-exps.
+A CTA computes tile after tile: query rows of one head. It streams the key blocks that the mask
+touches, from the last to the first, and keeps a running softmax, so scores never leave registers.
+Each consumer warpgroup owns 64 rows of the tile and skips blocks in which they see no key.
 
 Roles per CTA
     warpgroup 0    producer   one warp issues all TMA loads; 24-32 registers a thread
@@ -13,9 +13,9 @@ Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have 
     pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
-    K and V blocks are multicast over the cluster's CTAs, which walk the same blocks.
+    K and V blocks are multicast to all CTAs of the cluster, which walk the same blocks.
 
-Timeline of one consumer warpgroup in the main loop (block n is the one before n - 1)
+Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
     tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |  (the other warpgroup's turn)
     this group     |     waits      | softmax of S: row max, P[n-1], row sum | 16-bit P | ...
     A ring of named barriers hands the tensor cores from one warpgroup to the next, so that one
@@ -69,10 +69,10 @@ class Operands(NamedTuple):
         q, k, v, o: (seqlen, head_dim, heads, batch).
         lse: (batch, heads, seqlen_q), or None.
         modifiers: the tensors of the spec's scores, mask and sinks.
-        rows: where single rows go; None if only whole tiles are written.
-        parts: where parts of tiles go; None if no tile is split.
-        marks: of rows to compute again; None if the softmax's reference follows the scores.
-        recorder: notes the times of every tile in an instrumented kernel.
+        rows: writes single rows of O; None if only whole tiles are written.
+        parts: merges split tiles; None if no tile is split.
+        marks: rows that a first launch marks and a second computes again; None without a second.
+        recorder: records the times of every tile in an instrumented kernel.
     """
 
     q: TmaTensor
@@ -88,7 +88,7 @@ class Operands(NamedTuple):
 
 
 class SmemLayouts(NamedTuple):
-    """Swizzled layouts: Q and O by slabs of one warpgroup's 64 rows, K and V by stages."""
+    """Swizzled layouts (rows, columns, count): Q and O count slabs of 64 rows, K and V stages."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
@@ -97,7 +97,7 @@ class SmemLayouts(NamedTuple):
 
 
 class SmemTensors(NamedTuple):
-    """The buffers in shared memory, laid out by `SmemLayouts`."""
+    """The buffers in shared memory, with the layouts of `SmemLayouts`."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -106,7 +106,7 @@ class SmemTensors(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-    """The barriers between the producer and the consumers."""
+    """The mbarrier pipelines from the producer to the consumers."""
 
     q: pipeline.PipelineTmaAsync
     k: pipeline.PipelineTmaAsync
@@ -115,9 +115,9 @@ class Pipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward(AttentionKernel):
-    """The forward kernel of one (spec, config, schedule type).
+    """The forward kernel, compiled for one (spec, config, schedule type).
 
-    `is_recorded` makes it the instrumented kernel, which notes when it worked on which tile.
+    With `is_recorded` it is the instrumented kernel, which records when it worked on which tile.
     """
 
     spec: AttentionSpec
@@ -136,7 +136,7 @@ class Forward(AttentionKernel):
             )
 
     def arguments(self) -> list:
-        """What a launch takes, symbolically, and the stream."""
+        """Symbolic arguments of a launch, and the stream."""
         return [*ForwardArguments.symbolic(self), arguments.current_stream()]
 
     @cute.jit
@@ -186,11 +186,11 @@ class Forward(AttentionKernel):
 
     @property
     def repeats(self) -> bool:
-        """Whether this computes what another launch has marked."""
+        """Whether this is the second launch, which computes the rows that the first one marked."""
         return self.schedule_type is Marked
 
     def marks(self, call: ForwardArguments, q: cute.Tensor) -> Marks | None:
-        """Marks of the tiles of Q (seqlen, head_dim, heads, batch)."""
+        """The marks of rows of Q (seqlen, head_dim, heads, batch); None if there are none."""
         words = call.schedule_state if self.repeats else call.marks
         if words is None:
             return None
@@ -199,7 +199,7 @@ class Forward(AttentionKernel):
         return Marks(words, TileOrder(num_m_blocks, *q.shape[2:], heads))
 
     def part_merge(self, call: ForwardArguments, row_store) -> PartMerge | None:
-        """Where parts of tiles go: a slot has the rows of a cluster's CTAs."""
+        """The merge of split tiles, if there is one. A slot holds the rows of a whole cluster."""
         if call.part_buffer is None:
             return None
         rows = self.config.tile_m * self.config.cluster
@@ -208,7 +208,7 @@ class Forward(AttentionKernel):
         )
 
     def smem_layouts(self) -> SmemLayouts:
-        """Where each buffer's elements lie; swizzled for WGMMA and TMA."""
+        """The buffers' shared-memory layouts, swizzled for WGMMA and TMA."""
         config = self.config
         shape_qk = (ROWS, config.tile_n, self.columns)
         shape_kv = (ROWS, config.tile_n, self.columns_v)
@@ -230,7 +230,7 @@ class Forward(AttentionKernel):
                 cpasync.prefetch_descriptor(tma.atom)
         smem, pipelines, schedule = self.setup_shared_memory(schedule)
         cluster, _, _ = cute.arch.cluster_idx()
-        # All that does not depend on the kernel before; a tile order lay there long ago.
+        # The first tile does not depend on the previous kernel: its table was uploaded earlier.
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
@@ -245,7 +245,7 @@ class Forward(AttentionKernel):
 
     @cute.jit
     def setup_shared_memory(self, schedule):
-        """Lay out shared memory, initialise the barriers and meet the rest of the cluster."""
+        """Lay out shared memory, initialise the mbarriers and synchronize the cluster."""
         config = self.config
         layouts = self.smem_layouts()
 
@@ -301,25 +301,25 @@ class Forward(AttentionKernel):
         return smem, pipelines, schedule
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
-        """Where a producer or consumer of Q, K and V starts."""
+        """Initial pipeline states of a producer or a consumer, for Q, K and V."""
         stages = (self.config.q_stages, self.config.kv_stages, self.config.kv_stages)
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
     def cluster_rank(self):
-        """This CTA's place among those that share K and V."""
+        """This CTA's rank among those that share K and V."""
         if self.config.cluster == 1:
             return 0
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     def tile_of(self, segment: Segment, rank) -> Tile:
-        """The tile of one CTA of a cluster."""
+        """The tile of the CTA of rank `rank`; the segment names the cluster's tile."""
         config, (m_block, head, batch) = self.config, segment.tile
         if config.cluster_h > 1:
             return Tile(m_block, head * config.cluster_h + rank, batch)
         return Tile(m_block * config.cluster_m + rank, head, batch)
 
     def key_blocks(self, mask, segment: Segment, sequence: Sequence) -> Blocks:
-        """Blocks of all rows of the cluster, since its CTAs receive the same ones."""
+        """Key blocks that any row of the cluster touches: all its CTAs receive the same blocks."""
         rows = self.config.tile_m * self.config.cluster_m
         blocks = mask.key_blocks(segment.tile.m_block * rows, rows, self.config.tile_n, sequence)
         if self.schedule_type.splits:
@@ -366,7 +366,7 @@ class Forward(AttentionKernel):
             k_state, v_state = stream.last(place, k_state, v_state)
         schedule.finish()
         if cutlass.const_expr(config.cluster > 1):
-            # Stay until the peer has released what this CTA sent: it signals barriers in here.
+            # The peer arrives on this CTA's mbarriers when it releases blocks: stay until then.
             pipelines.k.producer_tail(k_state)
             pipelines.v.producer_tail(v_state)
 
@@ -383,7 +383,7 @@ class Forward(AttentionKernel):
         schedule,
         cursor,
     ):
-        """Work on this warpgroup's 64 rows of every tile."""
+        """Compute this warpgroup's 64 rows of every tile."""
         config = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
         thread = thread_idx % WARPGROUP
@@ -460,20 +460,20 @@ class Forward(AttentionKernel):
         out.wait()
 
     def reference(self, bound: float) -> Reference:
-        """What the softmax takes scores relative to, whose natural logits reach `bound`."""
+        """The softmax's reference for scores whose natural logits are at most `bound`."""
         if bound * math.log2(math.e) <= SLACK or (self.config.fixed_reference and bound <= BOUNDED):
             return Reference.ZERO
         return Reference.FIXED if self.config.fixed_reference else Reference.FOLLOWING
 
     @cute.jit
     def own_blocks(self, mask, blocks: Blocks, row_begin, sequence: Sequence) -> Blocks:
-        """Of the cluster's blocks those that a warpgroup's rows touch; one past the last query."""
+        """The cluster's blocks that a warpgroup's rows touch; one block if no row is a query."""
         tile_n, last_row = self.config.tile_n, sequence.seqlen_q - 1
         first_row = cutlass.min(row_begin, last_row)
         own = mask.key_blocks(first_row, ROWS, tile_n, sequence)
         if cutlass.const_expr(self.config.fixed_reference and self.spec.mask.right):
-            # Blocks are masked from the first in which a row has the last of the keys that it
-            # sees: once they are done, every row has met a key that it sees.
+            # Mask the block of the first row's last visible key and all later blocks. After them
+            # every row has seen a key, so it has a reference.
             _, end = mask.key_range(first_row, sequence)
             full_end = cutlass.min(own.full_end, cutlass.max(end - 1, 0) // tile_n)
             own = Blocks(own.begin, cutlass.min(own.full_begin, full_end), full_end, own.end)
@@ -482,7 +482,7 @@ class Forward(AttentionKernel):
 
     @cute.jit
     def mark(self, operands: Operands, attention: Attention, tile, thread_idx, sinks: tuple | None):
-        """Mark this thread's rows if their reference failed, once they are finished."""
+        """Mark those of this thread's finished rows whose reference failed."""
         has_sinks = sinks is not None
         if attention.may_have_failed(has_sinks):
             warp = self.warp_of_tile(thread_idx)
@@ -498,13 +498,13 @@ class Forward(AttentionKernel):
         tile,
         slab,
     ):
-        """Divide O by the row sums, and write O and the log-sum-exp where they belong."""
+        """Divide O by the row sums; write O and the log-sum-exps to global memory."""
         acc_O, coords = attention.regs.acc_O, attention.rules.coords
         lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
         if cutlass.const_expr(self.spec.write_lse):
             for r in cutlass.range_constexpr(cute.size(lse)):
                 row = coords.query(r)
-                # One thread of the four that share a row.
+                # One of the four threads that share a row writes.
                 if coords.column == 0 and row < attention.rules.sequence.seqlen_q:
                     operands.lse[tile.batch, tile.head, row] = lse[r]
         out.store(acc_O, slab, tile.head, tile.batch)
@@ -520,7 +520,7 @@ class Forward(AttentionKernel):
         slab,
         thread_idx,
     ):
-        """Finish a tile of which only the marked rows are written: the others have their bits."""
+        """Finish a tile of the second launch: write marked rows, let the others keep their bits."""
         warp = self.warp_of_tile(thread_idx)
         of_group = operands.marks.rows_of_group(tile, warp // WARPS * WARPS)
         own = Int32(0)
@@ -528,7 +528,7 @@ class Forward(AttentionKernel):
         for i in cutlass.range_constexpr(WARPS):
             own = of_group[i] if warp % WARPS == i else own
             is_whole = is_whole and of_group[i] == ALL_ROWS
-        # All warps of the group have read their marks.
+        # Clear the marks only after all warps of the group have read them.
         out.meet()
         operands.marks.wipe_out(tile, warp)
         if is_whole:
@@ -540,9 +540,9 @@ class Forward(AttentionKernel):
             operands.rows.store(acc_O, lse, attention.rules.coords, is_marked)
 
     def warp_of_tile(self, thread_idx):
-        """This warp's place among the consumers of a CTA."""
+        """This warp's index among the consumer warps of a CTA."""
         return cute.arch.make_warp_uniform(thread_idx // WARP - WARPS)
 
     def warp_of_cluster(self, rank, thread_idx):
-        """This warp's place among the consumers of a cluster."""
+        """This warp's index among the consumer warps of a cluster."""
         return rank * self.config.consumers * WARPS + self.warp_of_tile(thread_idx)

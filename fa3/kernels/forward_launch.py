@@ -1,4 +1,4 @@
-"""How the forward kernel is tiled, what fits a CTA, and what a launch of it takes."""
+"""The forward kernel's tiling, chosen by `fa3.planning`, and the arguments of a launch."""
 
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import ELEMENTS, AttentionSpec
 
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-"""Consumer warpgroups -> registers a thread of (producer, consumer) after setmaxnreg."""
+"""Consumer warpgroups -> (producer, consumer) registers a thread after setmaxnreg."""
 
 OTHER_REGISTERS = 24
-"""Registers that a consumer thread needs beside its fragments of S, P and O."""
+"""Registers that a consumer thread needs besides its fragments of S, P and O."""
 
 BOUNDED = 60.0
-"""Largest natural logits of bounded scores that are taken relative to 0, where rows for which
-that fails are computed again."""
+"""Largest natural logit of bounded scores for which `fixed_reference` takes 0 as the reference.
+Rows for which that fails are computed again."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class ForwardConfig:
     Fields:
         tile_m: query rows of a CTA's tile, 64 for each consumer warpgroup.
         tile_n: keys of a block.
-        q_stages: Q tiles in shared memory; two let the next tile's Q arrive early.
+        q_stages: Q tiles in shared memory; with two, the next tile's Q is loaded early.
         kv_stages: blocks of K, and of V, in shared memory.
         cluster_m: CTAs along M that share K and V by multicast (1 or 2).
-        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2): all
-            of them walk the same key blocks, also under a mask.
-        fixed_reference: whether scores are taken relative to a number that does not follow their
-            maximum: that of a row's first block of visible keys, or 0 if scores are bounded
-            (`fa3.primitives.softmax.Reference`). Rows for which that fails are marked, and a
-            second launch computes them again: `again`.
-        own_o: whether O has shared memory of its own; otherwise it is staged where Q was, and
-            the next Q waits until O has been stored.
+        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2). They
+            walk the same key blocks, even under a mask.
+        fixed_reference: whether the softmax subtracts a fixed number instead of the running
+            maximum: the maximum of a row's first block of visible keys, or 0 if scores are
+            bounded (`fa3.primitives.softmax.Reference`). Rows for which that fails are marked;
+            a second launch with the config `again` computes them.
+        own_o: whether O has its own shared memory. If not, O is staged in Q's buffer, and the
+            next Q is loaded only after O has been stored.
     """
 
     tile_m: int
@@ -66,17 +66,17 @@ class ForwardConfig:
 
     @property
     def fragment_registers(self) -> int:
-        """Registers that a consumer thread has for fragments of S, P and O."""
+        """Registers of a consumer thread for its fragments of S, P and O."""
         _, registers = REGISTERS[self.consumers]
         return registers - OTHER_REGISTERS
 
     @property
     def again(self) -> "ForwardConfig":
-        """The config of the launch that computes marked tiles again."""
+        """The config of the second launch, which computes marked rows again."""
         return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
-        """Shared memory of the operand buffers and barriers, as the kernel lays them out."""
+        """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         q = self.q_stages * self.tile_m * head_dim
         kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
@@ -85,11 +85,11 @@ class ForwardConfig:
         return element * (q + kv) + out * o + 1024
 
     def validate(self, spec: AttentionSpec) -> None:
-        """Raise unless the kernel can run this config for this spec.
+        """Check that the kernel can run this config for this spec.
 
         Raises:
             TypeError: a field has the wrong type.
-            ValueError: a field has a value that the kernel cannot run.
+            ValueError: the kernel cannot run a field's value.
         """
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
@@ -137,7 +137,7 @@ class ForwardConfig:
 
 
 class ForwardArguments(NamedTuple):
-    """What a launch takes, in this order, before the stream.
+    """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
         q: (batch, seqlen_q, heads_q, head_dim).
@@ -148,14 +148,14 @@ class ForwardArguments(NamedTuple):
             not write it.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
-        window_left, window_right: keys beside a query's own position; where the mask has a bound.
-        heads_per_section, num_clusters: `TileOrder`, and clusters that are launched.
-        schedule_state: int32; the schedule's table or counters.
-        part_buffer: float32, `numbers_of_parts` of them; None if the schedule does not split tiles.
-        part_counters: int32, for each slot one of every warp, zero.
-        num_slots: parts of tiles.
-        marks: int32, `Marks.size` of them, zero; None if the softmax's reference follows.
-        recording: int64; None but in an instrumented kernel.
+        window_left, window_right: keys seen before and after a query's own; where they are bounded.
+        heads_per_section, num_clusters: that of `TileOrder`, and the number of clusters to launch.
+        schedule_state: int32; the schedule's table, counters or marks.
+        part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
+        part_counters: (slots * warps,) int32, zero.
+        num_slots: parts of all tiles.
+        marks: (`Marks.size`,) int32, zero; None without `fixed_reference`.
+        recording: int64; None except in an instrumented kernel.
     """
 
     q: object
@@ -178,7 +178,7 @@ class ForwardArguments(NamedTuple):
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
-        """The types of a call of a `Forward` without its sizes; equal ones share a symbol."""
+        """Types of a `Forward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
         lse = arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))

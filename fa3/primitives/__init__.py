@@ -1,1 +1,1 @@
-"""Device building blocks shared by kernels."""
+"""Device building blocks that kernels share."""

@@ -1,4 +1,4 @@
-"""Fake arguments: the types of a call without its sizes, for compiling."""
+"""Symbolic arguments for compiling kernels: the types of a launch without its sizes."""
 
 import cutlass
 import cutlass.cute as cute
@@ -15,11 +15,11 @@ ELEMENT_TYPES = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }
-"""What an element is in a kernel, by the name of its dtype in torch."""
+"""Torch's name of a dtype -> the element type in a kernel."""
 
 
 def tma_tensor(dtype: str, shape: tuple) -> object:
-    """A tensor of any strides that TMA takes: multiples of 16 bytes, 1 in the last dimension."""
+    """A tensor with any strides that TMA takes: multiples of 16 bytes, 1 in the last dimension."""
     element = ELEMENT_TYPES[dtype]
     unit = 128 // element.width
     strides = (*(cute.sym_int64(divisibility=unit) for _ in shape[1:]), 1)
@@ -43,5 +43,5 @@ def compact_tensor(dtype: str, shape: tuple) -> object:
 
 
 def current_stream() -> object:
-    """torch's current stream of the tensors' device."""
+    """Torch's current stream on the tensors' device."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

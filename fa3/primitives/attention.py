@@ -1,7 +1,10 @@
-"""One warpgroup's attention: 64 query rows against key blocks, from the last to the first.
+"""The consumers' loop over key blocks: one warpgroup's 64 query rows, last block to first.
 
-In the main loop S = Q K^T of the next block is started, then O += P V of the block before; the
-softmax of S runs while P V is still in flight.
+The forward and the decode kernel both run it. Q, K and V come from shared memory, where the
+producer's TMA or cp.async wrote them; O and the row sums stay in registers for the epilogue.
+
+The main loop starts S = Q K^T of the next block, then O += P V of the previous one. The softmax
+of S runs while P V is still in flight.
 """
 
 from collections.abc import Callable
@@ -24,13 +27,13 @@ from fa3.problem import AttentionSpec
 
 
 class AttentionKernel:
-    """What kernels of attention derive from their `spec`."""
+    """Base of the attention kernels: properties that follow from the `spec`."""
 
     spec: AttentionSpec
 
     @property
     def is_storable(self) -> bool:
-        """A function of the user's may use names that only its module knows."""
+        """Whether the kernel may be kept on disk. Users' functions may use their modules' names."""
         return not self.spec.has_user_functions
 
     @property
@@ -44,12 +47,12 @@ class AttentionKernel:
 
     @property
     def columns_v(self) -> int:
-        """Columns of V and O in shared memory and registers."""
+        """Columns of V and O in shared memory and in registers."""
         return padded(self.spec.head_dim_v)
 
 
 class Fragments(NamedTuple):
-    """What one thread holds: shared-memory descriptors of Q, K and V^T, and registers."""
+    """One thread's operands: shared-memory descriptors q, k and vt; registers acc_O and p."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -59,14 +62,14 @@ class Fragments(NamedTuple):
 
 
 class Mmas(NamedTuple):
-    """S = Q K^T with both operands in shared memory; O += P V with P in registers."""
+    """The two WGMMAs: S = Q K^T from shared memory, and O += P V with P in registers."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma
 
     @classmethod
     def of(cls, dtype, tile_n: int, columns_v: int) -> "Mmas":
-        """The products of 64 rows with blocks of `tile_n` keys."""
+        """The WGMMAs of 64 rows and a block of `tile_n` keys."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         types, shape_v = (dtype, dtype), (ROWS, columns_v)
         qk = sm90.make_trivial_tiled_mma(
@@ -78,7 +81,7 @@ class Mmas(NamedTuple):
         return cls(qk, pv)
 
     def fragments(self, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor) -> Fragments:
-        """Register accumulators, and the operand descriptors of buffers (rows, columns, stages)."""
+        """Registers, and descriptors of the shared-memory buffers (rows, columns, stages)."""
         tile_n, columns_v, stages = (cute.size(sV, mode=[i]) for i in range(3))
         vt_layout = cute.make_ordered_layout((columns_v, tile_n, stages), order=(1, 0, 2))
         sVt = cute.composition(sV, vt_layout)
@@ -98,10 +101,10 @@ class Attention:
     """The attention of one tile's rows.
 
     Fields:
-        q: the fragment of the tile's Q.
-        pipeline_k, pipeline_v: bring blocks of K and V.
-        rules: what happens to scores before the softmax.
-        turns: when this warpgroup may issue WGMMAs.
+        q: the descriptor of this warpgroup's rows of Q.
+        pipeline_k, pipeline_v: deliver blocks of K and V.
+        rules: score functions and masks, applied before the softmax.
+        turns: say when this warpgroup may issue WGMMAs.
     """
 
     mmas: Mmas
@@ -118,7 +121,7 @@ class Attention:
         pipe.consumer_wait(state)
 
     def issue_qk(self, k_state) -> cute.Tensor:
-        """Start S = Q K^T into a fresh accumulator: an old one would stay alive as its input."""
+        """Start S = Q K^T into a fresh accumulator: an old one would stay live as an input."""
         acc_S = cute.make_rmem_tensor(self.regs.p.layout, Float32)
         k = self.regs.k[None, None, None, k_state.index]
         wgmma.issue(self.mmas.qk.op, acc_S, self.q, k, accumulate=False)
@@ -131,12 +134,12 @@ class Attention:
 
     @property
     def guesses_beside_biases(self) -> bool:
-        """Whether a reference is taken from scores without their biases."""
+        """Whether the first reference is taken from scores without their biases."""
         return self.softmax.reference is Reference.FIXED and bool(self.rules.scores)
 
     @cute.jit
     def first(self, n_block, k_state):
-        """S = Q K^T and softmax of a tile's first block, which is always masked."""
+        """S = Q K^T and softmax of the tile's first block, which is always masked; no P V yet."""
         self.wait(self.pipeline_k, k_state)
         acc_S = self.issue_qk(k_state)
         warpgroup.wait_group(0)
@@ -144,7 +147,7 @@ class Attention:
         k_state.advance()
         scores = as_rows_and_columns(acc_S)
         if cutlass.const_expr(self.guesses_beside_biases):
-            # A guess for all blocks: this one may be far from where biases are small.
+            # The guess serves all blocks, but biases may be large in this one and small elsewhere.
             self.rules.hide(scores, n_block)
             self.softmax.start(scores, None, self.sees(n_block))
             shifts = self.rules.apply(scores, n_block, masked=True)
@@ -158,10 +161,10 @@ class Attention:
 
     @cute.jit
     def rest(self, blocks, k_state, v_state):
-        """All blocks of a tile before its first one, of which P V is still to come in the end.
+        """All blocks after the first, from `blocks.end - 2` down. The last P V is left to `last`.
 
         Args:
-            blocks: `fa3.scores.masks.Blocks`, of which the one before `end` is done.
+            blocks: `fa3.scores.masks.Blocks`; `first` has done block `end - 1`.
         """
         n_block = blocks.end - 1
         while n_block > blocks.full_end:
@@ -178,10 +181,7 @@ class Attention:
 
     @cute.jit
     def skip(self, count, k_state, v_state):
-        """Let blocks go by that other warpgroups work on, in which no row of this one sees a key.
-
-        Takes as many turns.
-        """
+        """Skip blocks in which no row of this warpgroup sees a key, but take their turns."""
         for _ in cutlass.range(count, unroll=1):
             self.wait(self.pipeline_k, k_state)
             self.turns.wait()
@@ -195,7 +195,7 @@ class Attention:
 
     @cute.jit
     def next(self, n_block, k_state, v_state, masked: cutlass.Constexpr):
-        """S = Q K[n_block]^T beside O += P V[n_block + 1], then the softmax of S."""
+        """S = Q K[n_block]^T and O += P V[n_block + 1] on the tensor cores; softmax of S."""
         self.wait(self.pipeline_k, k_state)
         self.turns.wait()
         acc_S = self.issue_qk(k_state)
@@ -213,9 +213,9 @@ class Attention:
             self.softmax.adopt(scores, shifts, self.sees(n_block))
         may_hide = masked or self.rules.may_hide or self.may_lack_reference(masked)
         self.softmax.exponentiate(scores, may_hide, shifts)
-        # V has landed long ago. The branch of this wait keeps ptxas from hoisting the wait for
-        # P V above the exponentials, which are meant to run under it. Where nothing before it
-        # branched, it must depend on them.
+        # V has already landed; this wait is here for its branch. The branch keeps ptxas from
+        # hoisting the wait for P V above the exponentials, which should overlap with P V. If
+        # nothing above branches, the condition must depend on the exponentials.
         if self.softmax.has_summed():
             self.pipeline_v.consumer_wait(v_state)
         warpgroup.wait_group(0)
@@ -236,9 +236,9 @@ class Attention:
         return v_state
 
     def sees(self, n_block) -> Callable | None:
-        """Whether row r sees a key of a block, for a guess by the first ones.
+        """A function of row r: whether it sees the block's first key. For guessing references.
 
-        None if nothing is guessed, or a row may see later ones alone.
+        None if nothing is guessed, or if a row may see later keys of the block but not the first.
         """
         rules = self.rules
         if self.softmax.reference is not Reference.FIXED or rules.mask.left:
@@ -251,20 +251,20 @@ class Attention:
         return sees_first_key
 
     def may_lack_reference(self, masked: bool) -> bool:
-        """Whether a row may meet its first visible key in a later block than the tile's first."""
+        """Whether a row may see no key in the tile's first block, and so lack a reference yet."""
         mask = self.rules.mask
         is_fixed = self.softmax.reference is Reference.FIXED
         return is_fixed and ((masked and mask.right) or bool(mask.templates))
 
     @cute.jit
     def may_have_failed(self, has_sinks: cutlass.Constexpr) -> cutlass.Boolean:
-        """Whether a row of this warp may need to be computed again, once all are finished."""
+        """Whether any finished row of this warp may have to be computed again. A quick test."""
         acc_O = as_rows_and_columns(self.regs.acc_O)
         return cute.arch.vote_any_sync(not self.softmax.is_sure(acc_O, has_sinks))
 
     @cute.jit
     def failed_rows(self, has_sinks: cutlass.Constexpr) -> tuple:
-        """For each row of this thread, once all are finished, whether its reference failed."""
+        """For each finished row of this thread, whether its reference failed."""
         rules, acc_O = self.rules, as_rows_and_columns(self.regs.acc_O)
         rows = range(cute.size(self.softmax.row_sum))
         return tuple(

@@ -1,7 +1,7 @@
-"""The producer's side of the loop over key blocks: K and V in the order that consumers use.
+"""The producers' loop over key blocks: loads K and V in the order in which consumers use them.
 
-Its three steps are those of `fa3.primitives.attention.Attention`: the first block, the rest, the
-last V. What else a producer has to load or to look up goes in between.
+The forward and the decode producer run it; `fa3.primitives.attention.Attention` consumes the
+blocks in the same three steps: `first`, `rest`, `last`. A producer may load other data in between.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ class BlockStream:
     """Loads the key blocks of a tile, from the last to the first.
 
     Fields:
-        find: (n_block) -> where a block lies; looked up one block ahead, since that may take time.
-        load_k, load_v: (place, state) -> state; load a block into the stage of a pipeline's state.
-        is_ahead: whether K is one block ahead of V, as S = Q K^T is of O += P V.
+        find: (n_block) -> the block's place; called one block ahead, since lookups take time.
+        load_k, load_v: (place, state) -> next state; load a block into the state's stage.
+        is_ahead: whether K is loaded one block ahead of V, as S = Q K^T is computed.
     """
 
     find: Callable
@@ -28,7 +28,7 @@ class BlockStream:
 
     @cute.jit
     def first(self, n_block, k_state):
-        """Load K of the first block, if it is ahead; return the block's place, too."""
+        """Load K of the first block if K is ahead; return the block's place and K's state."""
         place = self.find(n_block)
         if cutlass.const_expr(self.is_ahead):
             k_state = self.load_k(place, k_state)
@@ -36,7 +36,7 @@ class BlockStream:
 
     @cute.jit
     def rest(self, begin, n_block, place, k_state, v_state):
-        """Load blocks down to `begin`, all but V of the last one."""
+        """Load all blocks down to `begin` except what `last` loads."""
         while n_block > begin:
             n_block -= 1
             following = self.find(n_block)
@@ -47,7 +47,7 @@ class BlockStream:
 
     @cute.jit
     def last(self, place, k_state, v_state):
-        """Load what is left of the last block."""
+        """Load V of block `begin`, and its K if K is not ahead."""
         if cutlass.const_expr(not self.is_ahead):
             k_state = self.load_k(place, k_state)
         return k_state, self.load_v(place, v_state)

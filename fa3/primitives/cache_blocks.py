@@ -1,4 +1,4 @@
-"""Blocks of keys and values out of a cache: where they lie, and how they get to shared memory."""
+"""Blocks of K and V from a cache into shared memory, by TMA or cp.async, for decode's producer."""
 
 import math
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
 SMALLEST_BOX = 8
-"""Keys that one TMA copy loads at least: the rows of a swizzle."""
+"""Fewest keys of one TMA copy: the rows of a swizzle."""
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What of a cache shapes the code.
+    """The properties of a cache that a kernel is compiled for.
 
     Fields:
-        page_size: keys of a page; 0 if those of a sequence lie one after another.
-        batch_indexed: whether sequences have an index of their own in the cache.
-        left_padded: whether the keys of a sequence begin behind padding.
+        page_size: keys of a page; 0 if a sequence's keys are contiguous.
+        batch_indexed: whether an index maps sequences of the batch to rows of the cache.
+        left_padded: whether padding comes before a sequence's keys.
     """
 
     page_size: int = 0
@@ -34,10 +34,10 @@ class CacheLayout:
     left_padded: bool = False
 
     def box(self, tile_n: int) -> int:
-        """Keys that one TMA copy loads: those of a block, if pages allow.
+        """Keys that one TMA copy loads: a whole block, or the gcd of page size and block.
 
-        0 if TMA is of no use, and rows are gathered one by one: pages are too small, or their
-        first keys are not those of blocks.
+        0 if TMA cannot be used and rows are gathered one by one: pages are too small, or left
+        padding shifts blocks against pages.
         """
         if not self.page_size:
             return tile_n
@@ -46,13 +46,13 @@ class CacheLayout:
 
 
 class CacheTables(NamedTuple):
-    """Where the keys of each sequence are; int32.
+    """Tables that locate the keys of each sequence; int32.
 
     Fields:
-        batch_idx: (batch,): index of a sequence in the cache, or in the page table; None if that
-            in the batch.
-        leftpad: (batch,): how many keys of padding are before a sequence's; None for none.
-        page_table: (sequences, pages): where each page of a sequence is; None without pages.
+        batch_idx: (batch,): a sequence's row in the cache or in the page table; None if it is the
+            sequence's index in the batch.
+        leftpad: (batch,): keys of padding before a sequence's own; None without padding.
+        page_table: (sequences, pages): the page numbers of a sequence; None without pages.
     """
 
     batch_idx: cute.Tensor | None
@@ -61,13 +61,13 @@ class CacheTables(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys of one head of one sequence, counted from the first behind the padding.
+    """The keys of one head of one sequence, counted from the first after the padding.
 
     Fields:
-        row: index of the sequence in the cache, or in the page table.
+        row: the sequence's row in the cache, or in the page table.
         head: key/value head.
-        leftpad: keys of padding before them.
-        first, last: those that may be read; last < first if there are none.
+        leftpad: keys of padding before the first.
+        first, last: first and last key that may be read; last < first if there are none.
     """
 
     row: Int32
@@ -78,16 +78,16 @@ class Keys(NamedTuple):
 
 
 EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
-"""Policies of L2 for the data that a copy touches, as `createpolicy` makes them."""
+"""L2 cache policies of a copy, encoded as by PTX `createpolicy`."""
 
 
 def block_pipeline(barriers, dtype, layout, gathers: bool) -> pipeline.PipelineAsync:
-    """The barriers between the loader of blocks and a warpgroup that reads them.
+    """The mbarrier pipeline from a producer of blocks to the warpgroup that reads them.
 
     Args:
-        barriers: two for each stage, in shared memory.
-        layout: of the blocks in shared memory, (tile_n, columns, stages).
-        gathers: whether `GatheredBlocks` loads them, rather than `TmaBlocks`.
+        barriers: two mbarriers for each stage, in shared memory.
+        layout: layout of the blocks in shared memory, (tile_n, columns, stages).
+        gathers: whether `GatheredBlocks` loads the blocks; otherwise `TmaBlocks` does.
     """
     arguments = {
         "barrier_storage": barriers.data_ptr(),
@@ -111,27 +111,26 @@ def block_pipeline(barriers, dtype, layout, gathers: bool) -> pipeline.PipelineA
 
 
 def read_early(tensor: cute.Tensor, coord) -> Int32:
-    """Read an integer that the kernel before may still write: past L1, which is not coherent."""
+    """Read an integer that the previous kernel may still write; skips L1, which is not coherent."""
     address = tensor.iterator + cute.crd2idx(coord, tensor.layout)
     return cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
 
 
 def box_columns(columns: int) -> int:
-    """Columns of one TMA box: the swizzle's width."""
+    """Columns of one TMA box: the width of the swizzle."""
     return 64 if columns % 64 == 0 else 32
 
 
 @dataclass(frozen=True)
 class TmaBlocks:
-    """Blocks of K or V by TMA, in boxes of some keys and 128 bytes of columns.
+    """Loads blocks of K or V by TMA, in boxes of `box` keys and up to 128 bytes of columns.
 
     Fields:
-        tma: of the cache (seqlen or page_size, head_dim, heads, batch or pages).
-        smem: (tile_n, columns, stages), swizzled; boxes lie in it one after another, first along
-            the keys.
+        tma: descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages).
+        smem: (tile_n, columns, stages), swizzled; boxes are contiguous, ordered by keys first.
         page_table: see `CacheTables`.
-        policy: what L2 does with the data.
-        is_early: whether the kernel before may still be running; see `read_early`.
+        policy: L2 cache policy of the loads.
+        is_early: whether the previous kernel may still be running; see `read_early`.
     """
 
     tma: TmaTensor
@@ -143,13 +142,13 @@ class TmaBlocks:
 
     @classmethod
     def descriptor(cls, tensor: cute.Tensor, columns: int, box: int) -> TmaTensor:
-        """The descriptor of a cache."""
+        """The TMA descriptor of a cache."""
         shape = (ROWS, box, box_columns(columns))
         layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, tensor.element_type, 1)
         return TmaTensor.of(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout)
 
     def partition(self, keys: Keys):
-        """(shared memory (box, keys, columns, stage), cache (box, keys, columns, page))."""
+        """TMA partitions: (smem (box, keys, columns, stage), cache (box, keys, columns, page))."""
         tile_n, columns, stages = (cute.size(self.smem, mode=[i]) for i in range(3))
         box, width = self.box, box_columns(columns)
         boxes = cute.make_layout(
@@ -187,7 +186,7 @@ class TmaBlocks:
         return load
 
     def prefetcher(self, keys: Keys):
-        """A function (places) that has the block at `find`'s places brought into L2."""
+        """A function (places) that prefetches the block at `find`'s places into L2."""
         to_smem, from_gmem = self.partition(keys)
 
         @cute.jit
@@ -201,7 +200,7 @@ class TmaBlocks:
 
     @cute.jit
     def find(self, n_block, keys: Keys) -> tuple:
-        """(first key, page) of each box of a block. Without pages the cache's rows are pages."""
+        """(first key, page) of each box of a block. Without pages, a cache row counts as a page."""
         tile_n = cute.size(self.smem, mode=[0])
         if cutlass.const_expr(self.page_table is None):
             return ((n_block * tile_n, keys.row),)
@@ -218,10 +217,10 @@ class TmaBlocks:
 
     @cute.jit
     def on_page(self, place: tuple, keys: Keys):
-        """(tile of a page, page) of a box.
+        """(box index in its page, page) of a box.
 
-        A box without a key that may be read is on page -1, where TMA finds zeros: its entry in
-        the table may be anything.
+        A box without a readable key gets page -1, for which TMA loads zeros: its page-table entry
+        may be invalid.
         """
         key, page = place
         tile = key // self.box
@@ -234,16 +233,16 @@ class TmaBlocks:
 
 @dataclass(frozen=True)
 class GatheredBlocks:
-    """Blocks of K or V row by row, by cp.async of a warpgroup.
+    """Loads blocks of K or V row by row, with the cp.async of a warpgroup.
 
-    Each warp copies a quarter of a block's rows. Its lanes find them, one each, and tell the
-    others.
+    Each warp copies a quarter of a block's rows. Each lane looks up one row and shares its place
+    with the warp by shuffles.
 
     Fields:
         cache: (page_size, head_dim, heads, pages).
-        smem: (tile_n, columns, stages), swizzled. Columns past head_dim are left as they are.
+        smem: (tile_n, columns, stages), swizzled. Columns past head_dim are not written.
         page_table: see `CacheTables`.
-        thread: of this thread in its warpgroup.
+        thread: this thread's index in its warpgroup.
     """
 
     cache: cute.Tensor
@@ -282,7 +281,7 @@ class GatheredBlocks:
 
     @cute.jit
     def find(self, n_block, keys: Keys) -> tuple:
-        """(row of a page, page) of this lane's key; of another one if that may not be read."""
+        """(row in its page, page) of this lane's key, clamped to the keys that may be read."""
         page_size, _, _, num_pages = self.cache.shape
         lane, warp = self.thread % WARP, self.thread // WARP
         key = n_block * cute.size(self.smem, mode=[0]) + warp * self.rows_of_warp

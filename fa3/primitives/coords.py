@@ -1,4 +1,4 @@
-"""Where the elements of a thread's score fragment lie."""
+"""Query, key, head and batch of a thread's scores, for masks, score functions and epilogues."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,10 +12,10 @@ from fa3.primitives.wgmma import ROWS
 
 
 class Position(NamedTuple):
-    """Where one score lies: what functions of a score or a mask may ask.
+    """The position of one score, as a user's score or mask function sees it.
 
-    `query` and `key` are always inside the sequence: for the padding of a tile they name the
-    last one. Query i stands at key i + seqlen_k - seqlen_q.
+    `query` and `key` are always inside the sequence: in the padding of a tile they name the last
+    one. Query i is aligned with key i + seqlen_k - seqlen_q.
     """
 
     batch: Int32
@@ -28,8 +28,8 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreCoords:
-    """Coordinates of a thread's scores: query `row + row_steps[r]`, column `column +
-    column_steps[c]` of a key block of `tile_n`. The steps are compile-time numbers.
+    """Coordinates of a thread's scores. Score (r, c) belongs to query `row + row_steps[r]` and to
+    column `column + column_steps[c]` of a block of `tile_n` keys. Steps are compile-time integers.
     """
 
     row: Int32
@@ -42,7 +42,7 @@ class ScoreCoords:
 
     @classmethod
     def of(cls, tiled_mma: cute.TiledMma, thread, tile_shape: tuple[int, int], row_begin, tile):
-        """The coordinates of `thread` in the accumulator tile whose first row is `row_begin`."""
+        """The coordinates of `thread` in an accumulator tile whose first row is `row_begin`."""
         identity = cute.make_identity_tensor(tile_shape)
         first = as_rows_and_columns(tiled_mma.get_slice(0).partition_C(identity))
         row, column = tiled_mma.get_slice(thread).partition_C(identity)[0]
@@ -61,11 +61,11 @@ class ScoreCoords:
         return self.row + self.row_steps[r]
 
     def first_row(self):
-        """The first row of this thread's WGMMA; the warp's threads agree on it."""
+        """The first row of this thread's WGMMA, uniform over the warp."""
         return cute.arch.make_warp_uniform(self.row // ROWS * ROWS)
 
     def queries(self):
-        """The first and the last query of a WGMMA's rows."""
+        """The first and the last query among this WGMMA's rows."""
         first = self.first_row()
         return first, first + ROWS - 1
 
@@ -74,11 +74,11 @@ class ScoreCoords:
         return self.head
 
     def first_key(self, n_block):
-        """The key of column 0 of a block; column c is `column_steps[c]` keys further."""
+        """The key of this thread's column 0 in a block; column c is `column_steps[c]` further."""
         return n_block * self.tile_n + self.column
 
     def position(self, r: int, c: int, n_block, sequence) -> Position:
-        """Where score (r, c) of a block lies."""
+        """The position of score (r, c) of a block."""
         return Position(
             self.batch,
             self.head_of(r),

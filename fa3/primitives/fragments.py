@@ -1,4 +1,4 @@
-"""Views of WGMMA register fragments. None of them moves data."""
+"""Views of WGMMA register fragments, which move no data, and conversion to 16 bits."""
 
 import cutlass
 import cutlass.cute as cute
@@ -32,10 +32,10 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def convert(source: cute.Tensor, target: cute.Tensor):
-    """Convert registers of equal layout to the target's 16-bit type.
+    """Convert registers to the target's 16-bit type; both have the same layout.
 
-    By eights: a fragment at once, whose size is no power of two, is converted one by one and
-    packed afterwards, in three times the instructions.
+    Converts eight at a time. Converting a whole fragment whose size is not a power of two takes
+    three times the instructions: elements are converted one by one and packed afterwards.
     """
     source, target = (
         cute.logical_divide(cute.flatten(t), cute.make_layout(8)) for t in (source, target)

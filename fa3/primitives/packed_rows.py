@@ -1,7 +1,7 @@
-"""Tiles whose rows are all query heads of a group at all query positions (packed GQA).
+"""Packed GQA: tiles whose rows are all query heads of a key/value head at all query positions.
 
-Row r of a key/value head is query position r // heads and query head r % heads of the group, with
-`heads` query heads for each key/value head.
+The decode kernel loads Q and stores O through this module. Row r of a key/value head is query
+position r // heads and query head r % heads of its group, with `heads` query heads in a group.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from fa3.primitives.workspace import Workspace
 
 @dataclass(frozen=True)
 class PackedCoords(ScoreCoords):
-    """Coordinates of a thread's scores in such a tile; `head` is the key/value head."""
+    """Coordinates of a thread's scores in a packed tile; `head` is the key/value head."""
 
     qhead_per_kvhead: int
 
@@ -29,7 +29,7 @@ class PackedCoords(ScoreCoords):
         return cls(*vars(base).values(), qhead_per_kvhead)
 
     def packed(self, r: int):
-        """Row r among those of the key/value head."""
+        """The index of row r among the rows of the key/value head."""
         return self.row + self.row_steps[r]
 
     def query(self, r: int):
@@ -49,7 +49,7 @@ def fetch_rows(
 ):
     """Start to copy a tile's rows of Q (batch, seqlen_q, heads_q, head_dim) to shared memory.
 
-    By cp.async of a warpgroup; rows and columns past the end become 0.
+    A warpgroup issues cp.async. Rows and columns past the end become 0.
     """
     _, seqlen_q, _, head_dim = mQ.shape
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), mQ.element_type, num_bits_per_copy=128)
@@ -81,7 +81,7 @@ def clear_rows(smem: cute.Tensor, begin, thread: Int32):
 
 @cute.jit
 def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
-    """Write a thread's part of a row of an accumulator that begins at `column`, as pairs.
+    """Write a thread's part of an accumulator row, in pairs; its first column is `column`.
 
     `values` may have more columns than the row.
     """
@@ -117,6 +117,6 @@ def store_part(
 
 @cute.jit
 def store_lse(target: cute.Tensor, at: tuple, lse: Float32, coords: PackedCoords):
-    """Write the log-sum-exp of a row; one thread of a quad does it."""
+    """Write the log-sum-exp of a row, from one thread of each quad."""
     if coords.column == 0:
         target[at] = lse

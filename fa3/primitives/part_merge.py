@@ -1,11 +1,12 @@
-"""Tiles whose keys several CTAs share: all but the last to come leave their parts in memory, and
-the last adds them to its own.
+"""Split tiles of the forward kernel: several CTAs share a tile's keys, and the last one merges.
 
-Warps do this on their own: a warp has 16 rows, and the warps that have the same rows of a tile's
-parts count on one counter. Each takes a number when its part is nearly done. Whoever gets the
-last one keeps its part in registers and waits until the others have left theirs; those wait for
-nobody, so this ends. Parts are added up in the order of their slots: the bits of the result do
-not depend on who was last.
+Each CTA computes a part: O and log-sum-exps over some key blocks. All but the last CTA write their
+parts to global memory; the last adds them to its own and writes the tile's rows of O.
+
+Each warp merges its own 16 rows. The warps that hold the same rows of a tile's parts share one
+counter, from which each takes a number when its part is nearly done. The warp with the last number
+keeps its part in registers and waits for the other parts; the others wait for nobody, so there is
+no deadlock. Parts are added in slot order, so the result's bits do not depend on who is last.
 """
 
 import math
@@ -25,14 +26,14 @@ LOG2_E = math.log2(math.e)
 ROWS_OF_THREAD = 2
 
 VECTOR = 4
-"""Numbers that a thread moves at once; of an accumulator, two columns of both its rows."""
+"""float32 numbers that a thread moves at once: two columns of both its accumulator rows."""
 
 HAS_COME, HAS_LEFT = 1, 1 << 16
-"""What a warp adds to its counter when it takes a number, and when its part is in memory."""
+"""A warp adds the first to its counter to take a number, the second when its part is written."""
 
 
 def numbers_of_parts(num_slots: int, rows: int, columns: int) -> int:
-    """Numbers of float32 that the parts of tiles take."""
+    """float32 numbers in the buffer of all parts."""
     return num_slots * (rows // ROWS_OF_WARP) * (vectors_of(columns) + 1) * WARP * VECTOR
 
 
@@ -43,16 +44,15 @@ def vectors_of(columns: int) -> int:
 
 @dataclass(frozen=True)
 class PartMerge:
-    """Where parts and merged tiles go.
+    """The buffers of parts, and the output of merged tiles.
 
     Fields:
-        parts: (VECTOR, lanes, vectors + 1, warps, num_slots) float32: O as threads hold it,
-            normalised by itself, and in the last vector the log-sum-exps of a thread's rows to
-            the base of 2.
-        counters: (num_slots * warps,) int32, 0 before a launch and after it; those of a tile's
-            first slot count.
+        parts: (VECTOR, lanes, vectors + 1, warps, num_slots) float32. Each part's O as threads
+            hold it, divided by the part's own row sums; in the last vector the base-2
+            log-sum-exps of the thread's rows.
+        counters: (num_slots * warps,) int32, zero between launches; a tile uses its first slot's.
         warps: warps that share a tile.
-        rows: where merged rows go.
+        rows: stores merged rows.
     """
 
     parts: cute.Tensor
@@ -70,7 +70,7 @@ class PartMerge:
         columns: int,
         row_store: RowStore,
     ) -> "PartMerge":
-        """Lay out a buffer of `numbers_of_parts` for tiles of (rows, columns)."""
+        """Lay out a buffer of `numbers_of_parts` float32 for tiles of (rows, columns)."""
         warps = rows // ROWS_OF_WARP
         layout = cute.make_ordered_layout(
             (VECTOR, WARP, vectors_of(columns) + 1, warps, Int64(num_slots)), order=(0, 1, 2, 3, 4)
@@ -84,7 +84,7 @@ class PartMerge:
 
     @cute.jit
     def take_number(self, part, warp: Int32) -> Int32:
-        """Say that a part is nearly done; return how many have said so before, in lane 0."""
+        """Take a number when the part is nearly done: how many warps came before. Lane 0 has it."""
         number = Int32(0)
         if part.num_parts > 1 and cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add(
@@ -107,15 +107,15 @@ class PartMerge:
         sinks: tuple | None,
         registers: cutlass.Constexpr,
     ):
-        """Leave a part, or merge the tile and write it where it belongs if this is the last.
+        """Write this part to memory; if it is the last one, merge the tile and write its rows.
 
         Args:
-            acc_O: an accumulator, normalised by itself, and `lse` its rows' log-sum-exps.
-            part: the part.
-            warp: this warp's place among those of the tile.
-            number: what `take_number` gave.
-            sinks: the rows' sinks as powers of two.
-            registers: those of a thread that parts may take.
+            acc_O: the part's accumulator, divided by its own row sums.
+            lse: its rows' log-sum-exps.
+            warp: this warp's index among the tile's warps.
+            number: what `take_number` returned.
+            sinks: the rows' sink logits in base 2.
+            registers: registers a thread that parts may take.
         """
         if cute.arch.shuffle_sync(number, 0) % HAS_LEFT < part.num_parts - 1:
             self.leave(acc_O, lse, part, warp)
@@ -126,7 +126,7 @@ class PartMerge:
 
     @cute.jit
     def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, part, warp: Int32):
-        """Write a part to memory, and say that it is there."""
+        """Write a part to memory, then count it as written."""
         lane = cute.arch.lane_idx()
         vectors = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(VECTOR))
         count = cute.size(vectors, mode=[1])
@@ -145,7 +145,7 @@ class PartMerge:
 
     @cute.jit
     def await_others(self, part, warp: Int32):
-        """Wait until all other parts are in memory, and set their counter back."""
+        """Wait until all other parts are in memory, then reset their counter."""
         counter, count = self.counter(part, warp), Int32(0)
         while count // HAS_LEFT < part.num_parts - 1:
             count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
@@ -163,7 +163,7 @@ class PartMerge:
         sinks: tuple | None,
         registers: cutlass.Constexpr,
     ) -> cute.Tensor:
-        """Add the other parts to this one in acc_O; return the tile's log-sum-exps."""
+        """Merge the other parts into this one's acc_O; return the merged log-sum-exps."""
         own = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(VECTOR))
         vectors = cute.size(own, mode=[1])
         merged_lse = cute.make_rmem_tensor(ROWS_OF_THREAD, Float32)
@@ -184,10 +184,10 @@ class PartMerge:
         warp: Int32,
         sinks: tuple | None,
     ):
-        """Merge vectors from `begin` on of all parts, this one's `own` among them, into `own`."""
+        """Merge all parts' vectors from `begin` on into `own`, which holds this part's."""
         lane = cute.arch.lane_idx()
         rows = range(ROWS_OF_THREAD)
-        # Of the scores' sums: the largest so far, and what all count relative to it.
+        # For each row: the largest base-2 log-sum-exp so far, and the sum of exp2(lse - largest).
         maximum, total = (cute.make_rmem_tensor(ROWS_OF_THREAD, Float32) for _ in range(2))
         maximum.fill(-Float32.inf)
         total.fill(0.0)
@@ -232,6 +232,6 @@ def row_of(vectors: cute.Tensor, r: int) -> cute.Tensor:
 
 
 def vectors_at_once(vectors: int, registers: int) -> int:
-    """Vectors to merge at a time: as many as fit into registers twice beside all of a part."""
+    """Vectors to merge at a time: two copies of them must fit in registers beside a whole part."""
     free = (registers - VECTOR * vectors) // (2 * VECTOR)
     return next(n for n in range(vectors, 0, -1) if vectors % n == 0 and n <= free)

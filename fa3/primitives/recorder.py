@@ -1,4 +1,4 @@
-"""An instrumented kernel notes what every warpgroup did, where and when."""
+"""When and where an instrumented kernel's warpgroups compute tiles, for `fa3.tools.recording`."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ class Note(NamedTuple):
     """One row of a recording: a warpgroup's work on a tile or a part of one; times in ns.
 
     Fields:
-        sm: where.
-        warpgroup: which consumer of its CTA.
-        m_block, head, batch, first_block, end_block: the tile of its cluster, and its key blocks.
-        began: it turned to the tile.
-        started: it had loaded Q and a first block of keys, and done with its scores.
+        sm: the SM that did it.
+        warpgroup: index of the consumer warpgroup in its CTA.
+        m_block, head, batch, first_block, end_block: the cluster's tile, and its key blocks.
+        began: the warpgroup began the tile.
+        started: Q and a first key block had arrived, and their softmax was done.
         computed: O was complete in registers.
-        ended: O was on its way to memory.
+        ended: the store of O had been issued.
     """
 
     sm: int
@@ -33,7 +33,7 @@ class Note(NamedTuple):
 
 
 HEADER = 1
-"""Words before the first row; the first counts the rows."""
+"""Words before the first row. The first word counts the rows."""
 
 
 class Recorder(NamedTuple):
@@ -47,7 +47,7 @@ class Recorder(NamedTuple):
 
     @cute.jit
     def note(self, thread: Int32, warpgroup: Int32, tile, blocks, times: tuple):
-        """Write a row; `times` are those of `Note` up to `computed`."""
+        """Write a row; `times` are `Note`'s `began`, `started` and `computed`."""
         if thread == 0:
             now = self.now()
             count = cute.recast_ptr(self.words.iterator, dtype=Int32)
@@ -59,7 +59,7 @@ class Recorder(NamedTuple):
 
 
 class NoRecorder(NamedTuple):
-    """What the shipped kernel has: it notes nothing."""
+    """The recorder of an ordinary kernel: records nothing."""
 
     def now(self) -> None:
         return None

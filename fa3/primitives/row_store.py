@@ -1,4 +1,4 @@
-"""The way out for single rows: from registers to global memory, past shared memory."""
+"""Forward's epilogue for split tiles and recomputed rows: from registers to global memory."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from fa3.primitives.packed_rows import store_lse, store_row
 
 
 class RowStore(NamedTuple):
-    """Where rows and their log-sum-exps go.
+    """The outputs that receive rows and their log-sum-exps.
 
     Fields:
         out: (seqlen_q, head_dim_v, heads, batch).
@@ -24,7 +24,7 @@ class RowStore(NamedTuple):
 
     @cute.jit
     def store(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords, is_written: tuple):
-        """Write those of this thread's rows of an accumulator that are to be written."""
+        """Write row r of this thread's rows of an accumulator where `is_written[r]`."""
         rows = as_rows_and_columns(acc)
         for r in cutlass.range_constexpr(len(is_written)):
             query = coords.query(r)

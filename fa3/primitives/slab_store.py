@@ -1,4 +1,4 @@
-"""The way out: a warpgroup's rows of O from registers to global memory."""
+"""Forward's epilogue: 64 rows of O from registers through shared memory to global memory."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ from fa3.primitives.wgmma import WARPGROUP
 class SlabStore:
     """Stores slabs of 64 rows through this warpgroup's shared memory.
 
-    The store of one slab may still read shared memory while the warpgroup goes on; `store`
-    waits for it before it writes the next.
+    TMA may still read a slab from shared memory while the warpgroup continues. The next `store`
+    waits for TMA before it writes there.
     """
 
     tma: TmaTensor
@@ -28,7 +28,7 @@ class SlabStore:
 
     @cute.jit
     def store(self, acc: cute.Tensor, slab: Int32, head: Int32, batch: Int32):
-        """Write an accumulator as rows [64 slab, 64 slab + 64); TMA clips what is outside."""
+        """Write an accumulator to rows [64 slab, 64 slab + 64); TMA clips rows out of bounds."""
         dtype = self.smem.element_type
         is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
         if is_storing_warp:
@@ -52,5 +52,5 @@ class SlabStore:
         pipeline.NamedBarrier(self.first_barrier + self.group, WARPGROUP).arrive_and_wait()
 
     def wait(self):
-        """Wait until the last store has read its shared memory."""
+        """Wait until TMA has read the last slab from shared memory."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)

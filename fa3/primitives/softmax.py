@@ -1,4 +1,4 @@
-"""Online softmax in base 2 on WGMMA accumulator fragments."""
+"""Online softmax in base 2 on accumulators: turns `attention`'s scores into P, and finishes O."""
 
 import math
 from dataclasses import dataclass
@@ -10,50 +10,50 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 SLACK = 8.0
-"""Powers of two by which scores may outgrow the reference before sums and O are rescaled."""
+"""Powers of two by which scores may exceed the reference before sums and O are rescaled."""
 
 MARGIN = 24.0
-"""Powers of two by which a fixed reference lies above the scores that it was taken from: its sums
-have more room to grow than to shrink."""
+"""Powers of two that a fixed reference lies above the scores it was taken from: this leaves row
+sums more room to grow than to shrink."""
 
 GUESSED = 8
-"""Columns of a thread from which a reference is guessed: the first 32 keys of a block. More would
-hold up the exponentials of a tile's first block, which wait for it."""
+"""Columns of a thread from which a reference is guessed: the first 32 keys of a block. More columns
+would delay the exponentials of the tile's first block."""
 
 FEWEST, MOST = 2.0**-64, 2.0**120
-"""Sums of a row between which a reference that does not follow did: terms below 2**-149, which
-vanished, do not count beside the former; the latter is far enough below infinity."""
+"""A fixed or zero reference was good enough if the row sum lies between these. Terms below 2**-149
+vanish, but do not matter beside FEWEST; MOST is far enough below infinity."""
 
 MOST_BESIDE_SINKS = 2.0**40
-"""The same for rows with a sink, which may lie far above a reference: what then vanishes beside it
-is less than 2**-86 of the sums."""
+"""MOST for rows with a sink. A sink may lie far above the reference; then the terms that vanish
+beside it are less than 2**-86 of the sum."""
 
 LEAST_OF_ZEROS = 2.0**-39
-"""Sums of a row from which an output of 0 is one, for values from 2**-110 on."""
+"""Row sums from which an output of 0 is a true zero, if values are at least 2**-110."""
 
 SURE = 0.5
-"""Sums of a row below which O cannot overflow, whatever V holds."""
+"""Row sums below this cannot make O overflow, whatever V holds."""
 
 FAINT = 2.0**-60
-"""Outputs below which O may have lost digits, since V is that small; zeros excepted."""
+"""Nonzero outputs below this may have lost digits, since V is so small."""
 
 STRONG = 2.0**60
-"""Outputs above which O may have overflowed in part."""
+"""Outputs above this may have overflowed in part."""
 
 
 class Reference(Enum):
-    """What a row's scores are taken relative to before they are exponentiated.
+    """The number subtracted from a row's scores before they are exponentiated.
 
-    A row's reference depends on nothing but the scores that it sees.
+    A row's reference depends only on the scores that the row sees.
 
-    FOLLOWING: their running maximum; lazily (FlashAttention-4): while no row of the warp has
-        outgrown its reference by more than `SLACK` powers of two, nothing is rescaled and no
-        value crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
-    FIXED: the maximum of some keys of the first block in which the row sees one, and `MARGIN`. It
-        is a guess: no maximum is looked for in other blocks, and the sums and O tell at the end
-        whether that did (`failed`). It takes a P with the range of fp32.
-    ZERO: 0, for scores that are bounded. Nothing can go wrong up to `SLACK` powers of two; beyond,
-        sums and O tell, as above.
+    FOLLOWING: the running maximum, updated lazily (FlashAttention-4). While no row of the warp
+        exceeds its reference by more than `SLACK` powers of two, nothing is rescaled and no value
+        crosses threads. Terms then reach 2**SLACK, which fp32 sums and 16-bit P both hold.
+    FIXED: the maximum over some keys of the first block in which the row sees one, plus `MARGIN`.
+        It is a guess: other blocks are not searched for a maximum. At the end the row sum and O
+        tell whether the guess failed (`failed`). It needs a P with the range of fp32.
+    ZERO: 0, for bounded scores. It cannot fail if the bound is at most `SLACK` powers of two;
+        above, the row sum and O tell, as for FIXED.
     """
 
     FOLLOWING = "following"
@@ -63,7 +63,7 @@ class Reference(Enum):
 
 @cute.jit
 def row_reduce(row: cute.Tensor, op: cutlass.Constexpr, columns: cutlass.Constexpr) -> Float32:
-    """Reduce the first columns of this thread's part of a row in four independent chains."""
+    """Reduce the first `columns` of this thread's part of a row, in four independent chains."""
     lanes = [row[i] for i in range(4)]
     for i in cutlass.range_constexpr(4, columns, 4):
         for j in cutlass.range_constexpr(4):
@@ -84,7 +84,7 @@ def add(a, b):
 
 @cute.jit
 def sum_of_squares(row: cute.Tensor, factor: cutlass.Constexpr) -> Float32:
-    """The sum of the squares of this thread's part of a row, times a factor each."""
+    """Sum of (factor * x)^2 over this thread's part of a row."""
     squares = cute.make_rmem_tensor(row.shape, Float32)
     values = row.load() * factor
     squares.store(values * values)
@@ -93,19 +93,18 @@ def sum_of_squares(row: cute.Tensor, factor: cutlass.Constexpr) -> Float32:
 
 @cute.jit
 def finite(row_max: Float32) -> Float32:
-    """The maximum, or 0 for a row hidden so far: exp2(-inf - 0) is the 0 that it needs."""
+    """The maximum, or 0 if the row has seen no key yet: exp2(-inf - 0) is 0, as needed."""
     return Float32(0.0) if row_max == -Float32.inf else row_max
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Running maximum and sum of the rows of one thread (FlashAttention-2, section 3.1).
+    """Running maxima and row sums of one thread's rows (FlashAttention-2, section 3.1).
 
-    `row_max` holds the rows' references, in units of raw scores and equal over a quad. `row_sum`
-    is this thread's share until `finish`.
+    `row_max` holds the rows' references in units of raw scores; a quad's four threads hold the
+    same ones. `row_sum` covers this thread's columns only, until `finish`.
 
-    A block's scores may come with `shifts`, a number for each row that all of its scores are
-    still to be raised by; None is 0.
+    `shifts` has for each row a number still to be added to all scores of a block; None adds 0.
     """
 
     scale_log2: Float32
@@ -132,8 +131,8 @@ class OnlineSoftmax:
         """Take the references from a tile's first block of scores (rows, columns).
 
         Args:
-            sees: for each row whether it sees a key of the block, and then the first one: a guess
-                takes the first columns alone. None to look at all.
+            sees: (r) -> whether row r sees the block's first key; then references are guessed
+                from the first columns. None: they are taken from all columns.
         """
         self.row_sum.fill(0.0)
         if cutlass.const_expr(self.reference is Reference.ZERO):
@@ -145,7 +144,7 @@ class OnlineSoftmax:
     def adopt(
         self, scores: cute.Tensor, shifts: tuple | None = None, sees: cutlass.Constexpr = None
     ):
-        """Take the references of rows that saw no key so far from this block, as `start` does."""
+        """Take references from this block for rows that have seen no key yet, as `start` does."""
         num_rows, references = cute.size(scores, mode=[0]), self.row_max
         is_missing = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(num_rows):
@@ -159,13 +158,13 @@ class OnlineSoftmax:
     def references(
         self, scores: cute.Tensor, shifts: tuple | None, sees: cutlass.Constexpr
     ) -> cute.Tensor:
-        """The rows' references by one block alone; -inf where a row sees no key in it."""
+        """The rows' references from one block alone; -inf for a row that sees no key in it."""
         found, margin = cute.make_rmem_tensor_like(self.row_max), self.margin
         maxima = self.maxima(scores, shifts, None if sees is None else GUESSED)
         for r in cutlass.range_constexpr(cute.size(found)):
             reference = quad_reduce(maxima[r], cute.arch.fmax) + margin
             if cutlass.const_expr(sees is not None):
-                # Any number will do: if it does not, the row fails.
+                # All guessed columns are -inf though keys are seen: try 0. If bad, the row fails.
                 no_guess = reference == -Float32.inf and sees(r)
                 reference = Float32(0.0) if no_guess else reference
             found[r] = reference
@@ -173,7 +172,7 @@ class OnlineSoftmax:
 
     @property
     def margin(self):
-        """How far a reference lies above the scores that it is taken from, in their units."""
+        """How far a reference lies above the scores it is taken from, in units of raw scores."""
         if self.reference is Reference.FIXED:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
         return 0.0
@@ -181,7 +180,7 @@ class OnlineSoftmax:
     def maxima(
         self, scores: cute.Tensor, shifts: tuple | None, columns: int | None = None
     ) -> list[Float32]:
-        """The largest score of each row of this thread, or of its first columns."""
+        """This thread's largest score in each row, over all or the first columns."""
         rows, columns = range(cute.size(scores, mode=[0])), columns or cute.size(scores, mode=[1])
         maxima = [row_reduce(scores[r, None], cute.arch.fmax, columns) for r in rows]
         return maxima if shifts is None else [maxima[r] + shifts[r] for r in rows]
@@ -194,9 +193,9 @@ class OnlineSoftmax:
         acc_ready: cutlass.Constexpr,
         shifts: tuple | None = None,
     ):
-        """Renew the references if a row outgrew its own, rescaling sums and acc (rows, columns).
+        """Raise the references that scores exceed too far; rescale sums and acc (rows, columns).
 
-        Calls `acc_ready()` before it touches acc.
+        Calls `acc_ready()` before it reads or writes acc.
         """
         num_rows = cute.size(scores, mode=[0])
         maxima = self.maxima(scores, shifts)
@@ -207,7 +206,7 @@ class OnlineSoftmax:
             acc_ready()
             for r in cutlass.range_constexpr(num_rows):
                 row_max = quad_reduce(cute.arch.fmax(maxima[r], self.row_max[r]), cute.arch.fmax)
-                # Each row by itself: the others of its warp may have seen keys that it does not.
+                # Decide for each row alone: other rows of the warp may see keys that it does not.
                 has_outgrown = (row_max - self.row_max[r]) * self.scale_log2 > SLACK
                 row_max = row_max if has_outgrown else self.row_max[r]
                 correction = cute.math.exp2(
@@ -221,7 +220,7 @@ class OnlineSoftmax:
     def exponentiate(
         self, scores: cute.Tensor, masked: cutlass.Constexpr, shifts: tuple | None = None
     ):
-        """Replace scores by exp2(scaled score - scaled reference), and add them to the sums."""
+        """Replace scores by exp2(scale_log2 * (score + shift - reference)); add to the sums."""
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row = scores[r, None]
             exponents = row.load() * self.scale_log2
@@ -236,17 +235,17 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] + row_reduce(row, add, cute.size(row))
 
     def has_summed(self):
-        """True; unless the reference follows, known only when the exponentials are."""
+        """Always true. Unless the reference follows, the GPU must first compute the row sums."""
         return True if self.follows else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
     def finish(self, acc: cute.Tensor, sinks: tuple | None = None) -> cute.Tensor:
-        """Divide by the row sums; return the rows' log-sum-exp (natural logarithm).
+        """Divide acc by the row sums; return the rows' log-sum-exps (natural logarithm).
 
-        Rows that saw no key become 0 with log-sum-exp -inf, or with that of their sink.
+        A row that saw no key becomes 0, with log-sum-exp -inf or its sink's logit.
 
         Args:
-            sinks: logits of the rows that only join the sums, as powers of two; or None.
+            sinks: for each row a logit, in base 2, that only joins the row sum; or None.
         """
         lse = cute.make_rmem_tensor(self.row_sum.layout, Float32)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
@@ -258,7 +257,7 @@ class OnlineSoftmax:
                 inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(row_sum)
                 log2_sum = scaled + cute.math.log2(row_sum, fastmath=True)
             else:
-                # A row that saw no key may have reference 0, and has nothing to bring along.
+                # A row that saw no key may have reference 0, which must not count here.
                 scaled = -Float32.inf if row_sum == 0.0 else scaled
                 reference = cute.arch.fmax(scaled, sinks[r])
                 correction = cute.math.exp2(scaled - finite(reference), fastmath=True)
@@ -276,14 +275,14 @@ class OnlineSoftmax:
     def failed(
         self, row: cute.Tensor, r: cutlass.Constexpr, has_sink: cutlass.Constexpr
     ) -> cutlass.Boolean:
-        """Whether a reference that does not follow did not do for row r, once it is finished.
+        """Whether the fixed or zero reference of finished row r failed.
 
         Args:
             row: this thread's part of the row's output.
-            has_sink: whether a sink has joined the sum: then an output near 0 says nothing.
+            has_sink: whether a sink has joined the sum; then an output near 0 tells nothing.
         """
         row_sum, square = self.row_sum[r], sum_of_squares(row, 1.0)
-        # Written so that what is no number fails.
+        # Written so that NaN fails.
         if cutlass.const_expr(has_sink):
             failed = not (row_sum >= LEAST_OF_ZEROS and row_sum <= MOST_BESIDE_SINKS)
             may_be_faint = cutlass.Boolean(False)
@@ -291,14 +290,14 @@ class OnlineSoftmax:
             failed = not (row_sum >= FEWEST and row_sum <= MOST)
             may_be_faint = square < FAINT**2
         if may_be_faint or (row_sum >= SURE and not square <= STRONG**2):
-            # Zeros are as they should be; raised so far, the square of anything else is not 0.
+            # True zeros do not fail. Times 2**100, the square of any other output is not 0.
             failed = failed or sum_of_squares(row, 2.0**100) != 0.0 or row_sum < LEAST_OF_ZEROS
-        # Where no key was seen the sum is 0, as it should be.
+        # A row that saw no key rightly has the sum 0.
         return failed and not self.saw_nothing(r)
 
     @cute.jit
     def is_sure(self, acc: cute.Tensor, has_sink: cutlass.Constexpr) -> cutlass.Boolean:
-        """Whether no row of this thread can have failed, as a few numbers tell almost always.
+        """Whether surely none of this thread's rows failed: a quick test that almost always holds.
 
         Args:
             acc: the rows' finished output (rows, columns).
@@ -313,7 +312,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def saw_nothing(self, r: cutlass.Constexpr) -> cutlass.Boolean:
-        """Whether row r saw no key; of scores that are bounded no exponential vanishes."""
+        """Whether row r saw no key. With bounded scores a sum of 0 tells: no term vanishes."""
         is_empty = self.row_sum[r] == 0.0
         if cutlass.const_expr(self.reference is not Reference.ZERO):
             is_empty = is_empty and self.row_max[r] == -Float32.inf
@@ -329,4 +328,4 @@ class BoundedSoftmax(OnlineSoftmax):
 
 
 SOFTMAXES = {kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax)}
-"""Classes, since a constant field would become a number of the GPU's where it is branched."""
+"""Classes, not a field: the DSL would turn a constant field into a GPU value at a branch."""

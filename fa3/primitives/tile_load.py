@@ -1,4 +1,4 @@
-"""The way in: tiles of one head from global memory to the stages of a pipeline."""
+"""TMA loads of a head's tiles from global memory into pipeline stages, for forward's producer."""
 
 from collections.abc import Callable
 
@@ -18,14 +18,14 @@ def tile_loader(
     rank=0,
     cluster: int = 1,
 ) -> Callable:
-    """A function (index, state) -> state that loads tile `index` of a head into a stage.
+    """A function (index, state) -> next state that loads tile `index` of a head into a stage.
 
-    It waits until the stage is free, and returns the state of the next one.
+    It waits until the stage is free. The loads signal the stage's mbarrier.
 
     Args:
-        smem: the stages, and `pipe` hands them to the consumers.
-        copies: copies that fill one stage, neighbours in global memory.
-        rank: of this CTA in a cluster, which loads its share of each tile for all of it.
+        smem: (rows, columns, stages * copies), the stages of the pipeline `pipe`.
+        copies: TMA copies that fill one stage, from neighbouring tiles in global memory.
+        rank: this CTA's rank in the cluster. It loads its share of each tile for all CTAs.
     """
     to_smem, from_gmem = tma.tiles_of_head(smem, head, batch, rank, cluster)
     multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}

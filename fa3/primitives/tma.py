@@ -1,4 +1,4 @@
-"""Tensor memory accelerator: descriptors of global tensors, and a head's tiles for a copy."""
+"""TMA (tensor memory accelerator): descriptors of global tensors, and a head's tiles to copy."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class TmaTensor(NamedTuple):
 
     @classmethod
     def of(cls, op, tensor: cute.Tensor, smem_layout, num_multicast: int = 1) -> "TmaTensor":
-        """The descriptor for copies of one stage of a shared-memory layout (rows, head_dim)."""
+        """The descriptor for copies to or from one stage of a layout (rows, head_dim, stages)."""
         stage = cute.slice_(smem_layout, (None, None, 0))
         tile = tuple(cute.size(stage.outer, mode=[i]) for i in range(2))
         info = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
@@ -23,7 +23,7 @@ class TmaTensor(NamedTuple):
     def tiles_of_head(self, smem: cute.Tensor, head, batch, rank=0, num_multicast: int = 1):
         """Both sides of a copy of one head: shared memory by stage, global memory by tile.
 
-        With multicast, the part that the CTA of this rank issues.
+        With multicast, only the share that the CTA of rank `rank` copies.
         """
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
         gmem = cute.local_tile(self.coords[None, None, head, batch], tile, (None, 0))

@@ -1,4 +1,4 @@
-"""A ring of named barriers that lets warpgroups issue WGMMA one after another (ping-pong)."""
+"""Ping-pong: a ring of named barriers that makes consumer warpgroups issue WGMMAs in turn."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from fa3.primitives.wgmma import WARPGROUP
 
 @dataclass(frozen=True)
 class Turns:
-    """The turn goes from group to group around the ring, starting with group 0.
+    """Turns pass from warpgroup to warpgroup around the ring, starting with group 0.
 
-    Every group has one barrier: its own threads wait there, its predecessor's arrive. All groups
-    must take the same number of turns.
+    Each group has one barrier: its own threads wait on it, and the previous group's threads
+    arrive on it. All groups must take the same number of turns.
     """
 
     first_barrier: int
@@ -22,7 +22,7 @@ class Turns:
 
     @cute.jit
     def start(self):
-        """Give group 0 the first turn. Every group calls this once."""
+        """Give group 0 the first turn. Every group must call this once."""
         if self.group == self.groups - 1:
             self.pass_on()
 
@@ -39,7 +39,7 @@ class Turns:
 
     @cute.jit
     def finish(self):
-        """Take the turn that is left over, so that no barrier stays half full."""
+        """Take the last turn that was passed on, so that no barrier is left half full."""
         if self.group == 0:
             self.wait()
 
@@ -48,7 +48,7 @@ class Turns:
 
 
 class NoTurns:
-    """For a warpgroup that is alone: it is always its turn."""
+    """For a single consumer warpgroup, which never waits for a turn."""
 
     def wait(self):
         pass

@@ -1,9 +1,9 @@
-"""Rows of 16-bit elements in vectors of 16 bytes, the most that a thread moves at once."""
+"""Rows of 16-bit elements as vectors of 16 bytes, the most that a thread moves at once."""
 
 import cutlass.cute as cute
 
 VECTOR = 8
-"""Elements of a vector."""
+"""16-bit elements of a vector."""
 
 
 def vector_of(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:
@@ -12,5 +12,5 @@ def vector_of(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:
 
 
 def row_and_vector(index, columns: int):
-    """(row, vector in it) of the vector with this number, rows of `columns` elements."""
+    """(row, vector in the row) of vector number `index`; rows have `columns` elements."""
     return index // (columns // VECTOR), index % (columns // VECTOR)

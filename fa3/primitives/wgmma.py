@@ -1,4 +1,4 @@
-"""Issuing warpgroup matrix multiplications (WGMMA)."""
+"""Issue of warpgroup matrix multiplications (WGMMA), and sizes of warps and warpgroups."""
 
 import cutlass
 import cutlass.cute as cute
@@ -17,14 +17,14 @@ ROWS = 64
 """Rows of one WGMMA."""
 
 ROWS_OF_WARP = ROWS // WARPS
-"""Rows of a WGMMA whose accumulators one warp holds."""
+"""Accumulator rows of a WGMMA that one warp holds."""
 
 
 @cute.jit
 def issue(op: cutlass.Constexpr, acc: cute.Tensor, a, b, accumulate: cutlass.Constexpr):
     """Start acc = a b^T (+ acc) over all k blocks as one commit group; the caller waits for it.
 
-    The MMA atom is made here: setting a field of one made outside a dynamic loop escapes it.
+    Makes its own MMA atom: a field set on an atom from outside a dynamic loop would escape it.
     """
     mma = cute.make_tiled_mma(op)
     warpgroup.fence()

@@ -1,4 +1,4 @@
-"""What a kernel that splits keys leaves for the kernel that merges: parts and records of them."""
+"""Parts of tiles and their records in global memory: decode writes them, combine reads them."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 RECORD_STRIDE = 8
-"""Integers from one record to the next: a record lies in one sector of memory."""
+"""Integers from one record to the next: each record has its own 32-byte sector of memory."""
 
 UNIT = 32
 """Sizes are rounded up to this many numbers, so that everything is aligned to 128 bytes."""
@@ -17,11 +17,11 @@ def rounded(size):
 
 
 class WorkspaceSize(NamedTuple):
-    """Sizes of a workspace; integers, on the host or inside a kernel.
+    """Sizes of a workspace: integers on the host or inside a kernel.
 
     Fields:
-        num_records: tiles that may have parts.
-        num_slots: places for parts.
+        num_records: records, one for each tile that may have parts.
+        num_slots: slots, each for one part.
         rows: rows of a tile.
     """
 
@@ -30,19 +30,19 @@ class WorkspaceSize(NamedTuple):
     rows: int
 
     def numbers(self, head_dim_v: int):
-        """Numbers of 32 bits that the workspace takes."""
+        """32-bit numbers that the workspace takes."""
         fixed = rounded(self.num_records * RECORD_STRIDE) + rounded(self.num_slots * self.rows)
         return fixed + self.num_slots * self.rows * head_dim_v
 
 
 class Workspace(NamedTuple):
-    """Parts of tiles in global memory, and where they are.
+    """Parts of tiles in global memory, and the records that locate them.
 
     Fields:
-        records: (num_records, 8) int32: m_block, head, batch, first slot and parts of a tile. A
-            record with fewer than two parts says that there is nothing to merge.
+        records: (num_records, 8) int32: m_block, head, batch, first slot and number of parts of a
+            tile. With fewer than two parts there is nothing to merge.
         lse: (num_slots, rows), natural logarithm.
-        o: (num_slots, rows, head_dim_v), float32, each part normalised by itself.
+        o: (num_slots, rows, head_dim_v), float32, each part divided by its own row sums.
     """
 
     records: cute.Tensor
@@ -55,7 +55,7 @@ class Workspace(NamedTuple):
         num_records, num_slots, rows = (Int32(n) for n in size)
         lse = buffer.iterator + rounded(num_records * RECORD_STRIDE)
         o = lse + rounded(num_slots * rows)
-        # Loads and stores of 16 bytes take a stride whose divisor is known.
+        # 16-byte loads and stores need a stride with a known divisor.
         slot = cute.assume(Int64(rows) * head_dim_v, divby=head_dim_v)
         return cls(
             cute.make_tensor(

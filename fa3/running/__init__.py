@@ -1,0 +1,1 @@
+"""Running kernels: compiling and caching them; their counters, tables and captured graphs."""

@@ -1,14 +1,14 @@
-"""Object files of compiled kernels, kept on disk between processes.
+"""Object files of compiled kernels, kept on disk between processes for `fa3.running.compiler`.
 
-A file is named by the digest of a key and of fa3's sources, and ends with a digest of itself. One
-that is not whole is made anew and replaced.
+A file's name is a digest of the kernel's key and of fa3's sources, and the file ends with a digest
+of its content. A damaged file is compiled again and replaced.
 
-Loading an object runs its code. So a file counts only if nobody but the user and root can have
-written it: one of them owns the file and its folder, and neither group nor others may write to
-them. A sticky folder such as /tmp may be written by all, since there nobody can replace what is
-another one's. Folders further up are not looked at.
+Loading an object runs its code. So a file is trusted only if nobody but the user and root can have
+written it: one of the two owns the file and its folder, and neither group nor others may write to
+them. A sticky folder such as /tmp may be writable by all, since users cannot replace each other's
+files there. Parent folders are not checked.
 
-Where a folder cannot be used, a warning says why, and each process makes its own objects.
+If a folder cannot be used, a warning says why, and each process compiles its own objects.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from pathlib import Path
 
 
 def read_sources() -> dict[str, tuple[int, str]]:
-    """When each of fa3's source files was changed, and the digest of what is in it."""
+    """For each of fa3's source files its modification time (ns) and the digest of its content."""
     root = Path(__file__).parents[1]
     return {
         str(path.relative_to(root)): (
@@ -40,13 +40,13 @@ def read_sources() -> dict[str, tuple[int, str]]:
 SOURCES = read_sources()
 """The sources that this process runs.
 
-They are read before any other module that shapes code has been imported, so what is edited later is
-seen as a change. Only `compiler` has begun, which puts what it tells the DSL into its keys.
+They are read before any other module that shapes code is imported, so later edits are seen as
+changes. Only `compiler` is already being imported; its DSL options are part of the keys.
 """
 
 
 def is_unchanged() -> bool:
-    """Whether the sources are still those that this process runs."""
+    """Whether the source files are still the ones that this process runs."""
     try:
         return read_sources() == SOURCES
     except OSError:  # a file is being replaced
@@ -54,10 +54,10 @@ def is_unchanged() -> bool:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: $FA3_CACHE_DIR, else a folder in the user's cache.
+    """The folder of compiled kernels: $FA3_CACHE_DIR, else `fa3` in the user's cache folder.
 
     Raises:
-        RuntimeError: the user has no home, and nothing else was asked for.
+        RuntimeError: neither the environment nor a home folder says where.
     """
     if path := os.environ.get("FA3_CACHE_DIR"):
         return Path(path).expanduser().absolute()
@@ -65,14 +65,14 @@ def cache_dir() -> Path:
 
 
 def fetch(key: str, make: Callable[[], bytes]) -> bytes:
-    """The object of a key: from disk, else made and kept.
+    """The object of a key: read from disk, else made and written there.
 
-    Processes that want the same object wait for one of them to make it. That takes locks on files;
-    where there are none, as on some network file systems, each makes its own.
+    One process makes an object, and others that want it wait. This needs file locks; without them,
+    as on some network file systems, each process makes its own.
 
     Args:
-        key: says, with fa3's sources, all that shapes the object.
-        make: makes it. What it raises is passed on.
+        key: with fa3's sources, all that determines the object.
+        make: makes the object; its errors are passed on.
     """
     digests = [(name, digest) for name, (_, digest) in SOURCES.items()]
     name = hashlib.sha256(repr((key, digests)).encode()).hexdigest()
@@ -92,10 +92,10 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
 
 
 def read(path: Path) -> bytes | None:
-    """The object in a file, or None unless it is whole and may be trusted."""
+    """The object in a file; None if the file is missing, damaged or not to be trusted."""
     try:
         check_trust(path.parent, path.parent.stat())
-        # A link is refused: who may change where it leads is not known.
+        # Refuse a link: we do not know who may change its target.
         check_trust(path, path.lstat())
         content = path.read_bytes()
     except OSError:
@@ -105,13 +105,13 @@ def read(path: Path) -> bytes | None:
 
 
 def keep(path: Path, code: bytes) -> None:
-    """Write an object whole, or warn and leave what is there."""
+    """Write an object atomically; if that is not possible, warn and leave the file as it is."""
     if not SOURCES:
         warn("in a cache, since its sources are not in files")
         return
     if not is_unchanged():
-        # The DSL reads a function's source when it first compiles it, so this object may be of
-        # old sources, new ones or some of both.
+        # The DSL reads a function's source when it first compiles it, so this object may come from
+        # old sources, new ones or both.
         warn("until the process starts again: its sources have changed since they were imported")
         return
     unfinished = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
@@ -128,15 +128,15 @@ def keep(path: Path, code: bytes) -> None:
 
 
 def sealed(path: Path, code: bytes) -> bytes:
-    """What a file holds: the object, which may have any end, and a digest for this name only."""
+    """The content of a file: the object, and a digest of the object and of the file's name."""
     return code + hashlib.sha256(path.name.encode() + code).digest()
 
 
 def check_trust(path: Path, status: os.stat_result) -> None:
-    """Check that nobody but the user and root can have written a file, or what is in a folder.
+    """Check that only the user and root can have written a file, or the files in a folder.
 
     Raises:
-        PermissionError: somebody else can.
+        PermissionError: others can.
     """
     if status.st_uid not in (0, os.geteuid()):
         reason = f"{path} belongs to uid {status.st_uid}, neither to you (uid {os.geteuid()})"
@@ -149,13 +149,13 @@ def check_trust(path: Path, status: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Keep other processes from making this object; the lock of one that died is free again."""
+    """Keep other processes from making this object. A process that dies frees its lock."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             check_trust(path.parent, path.parent.stat())
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            # Who can open the file can hold the lock for ever, so nobody else may.
+            # Whoever can open the file can hold the lock for ever, so only the user may open it.
             lock = stack.enter_context(open(os.open(path.with_suffix(".lock"), flags, 0o600), "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -163,5 +163,5 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @functools.cache
 def warn(what: str) -> None:
-    """Say once that objects are not kept."""
+    """Warn, once for each reason, that objects are not kept."""
     warnings.warn(f"fa3 does not keep compiled kernels {what}", RuntimeWarning, stacklevel=2)

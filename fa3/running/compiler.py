@@ -1,8 +1,8 @@
-"""Compiled kernels: the only call of cute.compile, and what is remembered of it.
+"""Compiles and loads kernels, for `fa3.calls` and `fa3.tools`: the only call of cute.compile.
 
-A kernel is an immutable object that says all that shapes its code, and it is compiled once, with
-tensors of unknown sizes and strides: once in a process, and, through `code_cache`, once on a
-machine. No GPU is needed to compile. Every function may be called from several threads.
+A kernel is an immutable object whose fields determine its code. It is compiled with tensors of
+unknown sizes and strides, once in a process and, through `code_cache`, once on a machine.
+Compiling needs no GPU. Every function may be called from several threads.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ DSL_SETTINGS = sorted(
     for name, value in os.environ.items()
     if name.startswith("CUTE_DSL_") and name != "CUTE_DSL_ARCH"
 )
-"""What the environment tells the DSL, which reads it once. OPTIONS overrule the architecture."""
+"""The DSL's settings from the environment, read once. OPTIONS override the architecture."""
 
 COMPILING = threading.RLock()
-"""Held while a kernel is compiled or loaded: the DSL keeps what it works on in globals."""
+"""Held while a kernel is compiled or loaded: the DSL keeps its state in globals."""
 
-# A fork waits too, since the child would inherit half a compilation and a lock that nobody frees.
+# A fork waits for the lock. Otherwise the child would inherit half a compilation and a held lock.
 os.register_at_fork(
     before=COMPILING.acquire,
     after_in_parent=COMPILING.release,
@@ -43,34 +43,34 @@ os.register_at_fork(
 
 
 class Kernel(Protocol):
-    """What is compiled: hashable, with a repr that tells two different kernels apart.
+    """What is compiled: hashable, with a repr that differs between different kernels.
 
     Fields:
         entry_name: name of the host function in the object file.
-        is_storable: whether repr and sources say all that shapes the code, so that the kernel may
-            be kept on disk.
+        is_storable: whether the kernel may be kept on disk: its repr and the sources determine its
+            code.
     """
 
     entry_name: str
     is_storable: bool
 
     def arguments(self) -> list:
-        """Arguments with the types of a call and no sizes; equal sizes share a symbol."""
+        """Symbolic arguments: the types of a call without sizes; equal sizes share a symbol."""
 
     def __call__(self, *arguments) -> None:
         """The host function: a `cute.jit` method that launches the kernel."""
 
 
 LOADED: dict[Kernel, Callable] = {}
-"""The callables of all kernels that this process has used."""
+"""The callables of all kernels that this process has loaded."""
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel with what the compiler said of it.
+    """A compiled kernel with its machine code and the compiler's log.
 
     Fields:
-        entry: the callable; takes what the kernel's `__call__` takes, without the stream.
+        entry: the callable; takes the arguments of the kernel's `__call__` except the stream.
         cubin: the machine code.
         ptxas_log: registers, spills and warnings as ptxas prints them.
     """
@@ -84,13 +84,13 @@ def compiled(kernel: Kernel, options: str) -> Callable:
     """Compile a kernel.
 
     Raises:
-        ValueError: a score or a mask of the user's does not compile.
+        ValueError: a user's score or mask does not compile.
     """
     try:
         with COMPILING:
             return cute.compile(kernel, *kernel.arguments(), options=options)
     except Exception as error:
-        # Only kernels with functions of the user's are not kept on disk.
+        # Kernels that are not storable are those with users' functions, which `explain` knows.
         explained = None if kernel.is_storable else explain(error, kernel.spec)
         if explained is None:
             raise
@@ -98,10 +98,10 @@ def compiled(kernel: Kernel, options: str) -> Callable:
 
 
 def compile_kernel(kernel: Kernel) -> CompiledKernel:
-    """Compile a kernel with its machine code and the compiler's remarks, past the cache.
+    """Compile a kernel without the cache; keep its machine code and the compiler's remarks.
 
     Raises:
-        ValueError: a score or a mask of the user's does not compile.
+        ValueError: a user's score or mask does not compile.
     """
     with tempfile.TemporaryDirectory() as folder:
         remarks = Path(folder, "remarks.yaml")
@@ -114,21 +114,21 @@ def load_kernel(kernel: Kernel) -> Callable:
     """The kernel's callable: from memory, else from disk, else compiled and kept.
 
     Raises:
-        ValueError: a score or a mask of the user's does not compile.
+        ValueError: a user's score or mask does not compile.
     """
     try:
         return LOADED[kernel]
     except KeyError:
         pass
     with COMPILING:
-        # Another thread may have loaded it meanwhile.
+        # Another thread may have loaded the kernel meanwhile.
         if kernel not in LOADED:
             LOADED[kernel] = from_disk(kernel) if kernel.is_storable else compiled(kernel, OPTIONS)
         return LOADED[kernel]
 
 
 def from_disk(kernel: Kernel) -> Callable:
-    """The callable of the object on disk, which is compiled and written if it is not there."""
+    """The callable from the object on disk; compiles and writes the object if there is none."""
 
     def exported() -> bytes:
         compilation = compiled(kernel, OPTIONS)
@@ -144,8 +144,8 @@ def from_disk(kernel: Kernel) -> Callable:
 
 
 def key_of(kernel: Kernel) -> str:
-    """All that shapes a kernel's code, beside fa3's sources."""
-    # Only kernels need it, and importing it takes 20 ms.
+    """All that determines a kernel's code, except fa3's sources."""
+    # Imported here, since it takes 20 ms and only compiling needs it.
     import tvm_ffi
 
     tools = (cutlass.__version__, cutlass.CUDA_VERSION, tvm_ffi.__version__, platform.machine())
@@ -154,7 +154,7 @@ def key_of(kernel: Kernel) -> str:
 
 @contextlib.contextmanager
 def file_in_memory() -> Iterator[str]:
-    """The path of an empty file in memory: the DSL reads and writes objects by their paths only."""
+    """The path of an empty file in memory: the DSL can only read and write objects by path."""
     descriptor = os.memfd_create("fa3")
     try:
         yield f"/proc/self/fd/{descriptor}"

@@ -1,15 +1,15 @@
-"""Counters that kernels find at zero and leave at zero.
+"""Zeroed counters in device memory, from `fa3.calls.forward` to kernels, which leave them at zero.
 
-A call owns its counters from before its first launch until its last one has been issued. Then
-they are the next call's on the same stream, whose launches follow. So what another thread launches
-in between has counters of its own, and those of a call that was interrupted are not used again:
+A call owns its counters from before its first launch until it has issued its last one:
 
     counters = stream_counters.take(count)
     ...                                       # launches
     stream_counters.give_back(counters)
 
-Launches that a CUDA graph captures on one stream follow each other whenever the graph runs, but it
-may run beside anything else: every capture has counters of its own (`fa3.running.graphs`).
+Then the next call on the same stream may take them, since its launches run later. A call of another
+thread in between gets other counters, and an interrupted call's counters are not used again.
+In a captured CUDA graph, launches of one stream run one after another, but the graph may run beside
+anything else: each capture has its own counters (`fa3.running.graphs`).
 """
 
 import threading
@@ -20,39 +20,39 @@ import torch
 from fa3.running.graphs import Capture, idle_stream
 
 RESERVE = 1 << 18
-"""Counters of a device that are set aside for captures at a time; a graph zeroes its own if it
-takes more."""
+"""Counters that a device sets aside for captures at a time. A graph that needs more allocates and
+zeroes its own."""
 
 FEWEST = 1 << 12
-"""Counters that a call gets at least, so that larger calls seldom need new ones."""
+"""Fewest counters to allocate, so that later, larger calls seldom need new ones."""
 
 MOST_STREAMS = 256
-"""Streams whose counters are remembered."""
+"""Most streams whose counters are kept."""
 
 PER_THREAD = 2
-"""The handle of `cudaStreamPerThread`, which is another stream in every thread."""
+"""The handle of `cudaStreamPerThread`, which means a different stream in each thread."""
 
 
 @dataclass(slots=True)
 class Reserve:
-    """Zeroed counters of one device for captures. A graph must not make them: what it allocates
-    is torch's, which wants it back when the capture ends."""
+    """Zeroed counters of one device for captures. They are allocated before: memory allocated
+    during a capture belongs to torch, which takes it back when the capture ends."""
 
     free: torch.Tensor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fill(self, device: torch.device) -> None:
-        """Have zeros at hand; not while capturing."""
+        """Allocate zeroed counters if few are left. Must not be called during a capture."""
         if self.free is None or len(self.free) < RESERVE // 2:
             idle = idle_stream(device)
             with self.lock, torch.cuda.stream(idle):
                 zeros = torch.zeros(RESERVE, dtype=torch.int32, device=device)
-                # Graphs run on any stream.
+                # A graph may run on any stream, so the zeros must be written now.
                 idle.synchronize()
                 self.free = zeros
 
     def take(self, count: int) -> torch.Tensor | None:
-        """Counters for a capture; None if there are not enough left."""
+        """Counters for a capture; None if too few are left."""
         with self.lock:
             if self.free is None or len(self.free) < count:
                 return None
@@ -65,7 +65,7 @@ class StreamCounters:
     """The counters of one stream.
 
     Fields:
-        free: those that no call has. Appending and popping are atomic.
+        free: counters that no call owns. Appending and popping are atomic.
     """
 
     device: torch.device
@@ -105,7 +105,7 @@ class CaptureCounters:
         reserve = RESERVES.get(self.device)
         taken = reserve.take(count) if reserve else None
         if taken is None:
-            # Zeroed by the graph itself, whenever it runs.
+            # The graph zeroes these itself whenever it runs.
             return torch.zeros(count, dtype=torch.int32, device=self.device)
         self.capture.keep(taken)
         return taken
@@ -128,7 +128,7 @@ def counters_of(
     key = device, stream if stream != PER_THREAD else -threading.get_ident()
     found = BY_STREAM.get(key)
     if found is None:
-        # Memory of a stream goes back to the same stream, so it can be let go at any time.
+        # Torch reuses freed memory on the same stream only, so it may be freed at any time.
         for old in tuple(BY_STREAM)[: max(0, len(BY_STREAM) - MOST_STREAMS + 1)]:
             BY_STREAM.pop(old, None)
         found = BY_STREAM.setdefault(key, StreamCounters(device))

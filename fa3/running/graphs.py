@@ -1,8 +1,8 @@
-"""What a captured CUDA graph goes on using: it lives as long as the graph, and no longer.
+"""Device memory of captured CUDA graphs: keeps a graph's tables and counters exactly as long as it.
 
-A launch that is captured reads device memory whenever the graph runs. `kept` holds it. CUDA posts
-a semaphore when the graph and its instances are gone (a user object that the graph owns), which is
-looked at when the next capture begins: nothing of Python runs on a thread of CUDA's.
+Captured launches read this memory whenever the graph runs; `Capture.kept` holds it. The graph owns
+a CUDA user object, which posts a semaphore once the graph and its instances are gone. The next
+capture reads the semaphore, so no Python code runs on CUDA's threads.
 """
 
 import ctypes
@@ -14,17 +14,17 @@ import torch
 from cuda.bindings import driver
 
 SEMAPHORE_BYTES = 64
-"""More than a `sem_t` takes."""
+"""Bytes allocated for a `sem_t`, which is smaller."""
 
 
 @dataclass(slots=True)
 class Capture:
-    """A graph that is or was captured.
+    """A graph that is being captured or was captured.
 
     Fields:
         gone: address of a semaphore that CUDA posts when the graph is gone.
-        kept: tensors that its launches read, by identity.
-        counters: for each of its streams its counters (`fa3.running.counters`).
+        kept: tensors that the graph's launches read, by `id`.
+        counters: stream handle -> the counters of that stream (`fa3.running.counters`).
     """
 
     gone: int
@@ -33,9 +33,9 @@ class Capture:
 
     @classmethod
     def of(cls, graph: driver.CUgraph) -> "Capture":
-        """The capture of a graph, which will post a new semaphore when it goes."""
+        """The capture of a graph, with a new semaphore that is posted when the graph is gone."""
         libc = library()
-        # Never freed by Python: CUDA may post it after the interpreter is gone.
+        # Freed only once posted: CUDA may post it after the interpreter is gone.
         gone = libc.calloc(1, SEMAPHORE_BYTES)
         libc.sem_init(gone, 0, 0)
         post = ctypes.cast(libc.sem_post, ctypes.c_void_p).value
@@ -46,11 +46,11 @@ class Capture:
         return cls(gone)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Let a tensor live as long as the graph."""
+        """Keep a tensor alive as long as the graph."""
         self.kept[id(tensor)] = tensor
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lives as long as the graph."""
+        """Whether this keeps a tensor alive."""
         return id(tensor) in self.kept
 
     def is_gone(self) -> bool:
@@ -61,13 +61,13 @@ class Capture:
 
 
 LIVE: dict[int, Capture] = {}
-"""Captures by their numbers, which no process uses twice."""
+"""Captures by CUDA's capture number, which is unique in a process."""
 
 LOCK = threading.Lock()
 
 
 LEGACY = 0
-"""The handle of the default stream, which nobody can capture."""
+"""The handle of the default stream, which cannot be captured."""
 
 
 def current_device() -> int:
@@ -82,15 +82,15 @@ def current_stream(device_index: int) -> int:
 
 @functools.cache
 def idle_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nothing waits in: what is done there is done beside all queued work."""
+    """A stream with an empty queue: what runs on it does not wait for work on other streams."""
     return torch.cuda.Stream(device)
 
 
 def capture_of(stream: int) -> Capture | None:
-    """The capture that torch's current stream takes part in, if there is one.
+    """The capture that torch's current stream takes part in; None if it is not captured.
 
     Args:
-        stream: its handle.
+        stream: the handle of torch's current stream.
     """
     if stream == LEGACY or not torch._C._cuda_isCurrentStreamCapturing():
         return None
@@ -106,7 +106,7 @@ def capture_of(stream: int) -> Capture | None:
 
 
 def capture_info(stream: int) -> tuple[int | None, driver.CUgraph | None]:
-    """The number and the graph of the capture that a stream takes part in; None if it does not."""
+    """The number and the graph of a stream's capture; (None, None) if it is not captured."""
     status, number, graph, *_ = succeeded(driver.cuStreamGetCaptureInfo(stream))
     if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         return None, None
@@ -114,7 +114,7 @@ def capture_info(stream: int) -> tuple[int | None, driver.CUgraph | None]:
 
 
 def forget_the_gone() -> None:
-    """Let go of what graphs used that are gone."""
+    """Free the memory of graphs that are gone."""
     for number, capture in list(LIVE.items()):
         if capture.is_gone():
             del LIVE[number]
@@ -122,10 +122,10 @@ def forget_the_gone() -> None:
 
 
 def succeeded(result: tuple):
-    """What a call of the driver gave.
+    """The values that a driver call returned, without its status.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the call failed.
     """
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:

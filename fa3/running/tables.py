@@ -1,4 +1,4 @@
-"""What a schedule reads on the GPU."""
+"""Schedules' tables in device memory: from the planner on the host to `fa3.calls.forward`."""
 
 from dataclasses import dataclass, field
 
@@ -10,10 +10,10 @@ from fa3.running.graphs import Capture, idle_stream
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A table in device memory, which lives until the last launch that reads it is done.
+    """A table in device memory. It stays alive until the last launch that reads it has ended.
 
     Fields:
-        streams: those on which launches have read it.
+        streams: handles of the streams with launches that read the table.
     """
 
     numbers: torch.Tensor
@@ -21,7 +21,7 @@ class Table:
 
     @classmethod
     def upload(cls, table: np.ndarray, device: torch.device) -> "Table":
-        """Copy a table to the GPU, waiting for the copy alone.
+        """Copy a table to the GPU; wait for the copy but for no other work.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -33,12 +33,12 @@ class Table:
                 "q, k and v pose a problem that was not planned before, and its tile order cannot "
                 "be copied to the GPU while a CUDA graph is captured: call once before capturing"
             )
-        # The current stream may have work for a long time.
+        # The current stream may have a long queue of work.
         with torch.cuda.stream(idle_stream(device)):
             return cls(torch.from_numpy(table).to(device))
 
     def on(self, stream: int, capture: Capture | None) -> torch.Tensor:
-        """The table for a launch on torch's current stream, whose handle is `stream`."""
+        """The table, for a launch on torch's current stream; `stream` is the stream's handle."""
         if capture is not None:
             capture.keep(self.numbers)
         elif stream not in self.streams:
