@@ -123,7 +123,7 @@ class Explanation:
         together = counted(heads, "head") + " together"
         if sections > 1:
             together = f"{heads:,} heads in {sections} sections that share L2"
-        first = "in the caller's order" if self.is_arranged else "last query rows first"
+        first = "in the caller's order" if self.is_arranged else self.schedule.direction
         return f"{type(self.schedule).__name__}; {together}, {first}."
 
     @property

@@ -14,7 +14,14 @@ from fa3.schedules.static import StaticPersistent
 from fa3.schedules.tile_list import TileList
 
 SCHEDULES = {
-    kind.name: kind for kind in (SingleTile, StaticPersistent, TileList, Dynamic, SplitTiles)
+    kind.name: kind
+    for kind in (
+        SingleTile,
+        StaticPersistent,
+        TileList,
+        Dynamic,
+        SplitTiles,
+    )
 }
 """Schedules by the names that calls and the command line take."""
 

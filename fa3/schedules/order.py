@@ -93,6 +93,9 @@ class Schedule(Protocol):
     is_searched: ClassVar[bool]
     """Whether the planner may choose it; otherwise a caller has to ask for it."""
 
+    direction: ClassVar[str]
+    """In which order its clusters come to the tiles, in words."""
+
     reads_state: ClassVar[bool]
     """Whether the device half reads an int32 tensor: the table or the counters."""
 
@@ -188,6 +191,7 @@ class Planned:
     is_persistent: ClassVar[bool] = True
     takes_pairs: ClassVar[bool] = True
     is_searched: ClassVar[bool] = True
+    direction: ClassVar[str] = "last query rows first"
     reads_state: ClassVar[bool] = False
     splits: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
