@@ -115,7 +115,27 @@ def test_threads_may_bring_new_streams_at_the_same_time():
             list(pool.map(bring, range(0, 40_000, 10_000)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(counters.BY_STREAM) <= MOST_STREAMS + 4
+    assert len(counters.BY_STREAM) <= MOST_STREAMS
+
+
+def test_a_finalizer_may_bring_a_stream_while_others_are_forgotten(monkeypatch):
+    """It runs whenever memory is allocated, also when the dictionary is gone through."""
+
+    class Disturbed(dict):
+        disturbances = 3
+
+        def __iter__(self):
+            found = super().__iter__()
+            if self.disturbances:
+                self.disturbances -= 1
+                counters_of(CPU, 10**6 + self.disturbances, None)
+            return found
+
+    monkeypatch.setattr(counters, "BY_STREAM", Disturbed())
+    for stream in range(MOST_STREAMS + 10):
+        assert counters_of(CPU, stream, None) is counters_of(CPU, stream, None)
+    assert counters.BY_STREAM.disturbances == 0
+    assert len(counters.BY_STREAM) <= MOST_STREAMS
 
 
 def test_an_empty_reserve_is_not_filled_by_a_graph():

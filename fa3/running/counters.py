@@ -12,6 +12,7 @@ In a captured CUDA graph, launches of one stream run one after another, but the 
 anything else: each capture has its own counters (`fa3.running.graphs`).
 """
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 
@@ -118,6 +119,9 @@ class CaptureCounters:
 BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
 RESERVES: dict[torch.device, Reserve] = {}
 
+NEW_STREAM = threading.RLock()
+"""Held while streams come and go; finalizers may come back to it."""
+
 
 def counters_of(
     device: torch.device, stream: int, capture: Capture | None
@@ -128,8 +132,16 @@ def counters_of(
     key = device, stream if stream != PER_THREAD else -threading.get_ident()
     found = BY_STREAM.get(key)
     if found is None:
-        # Torch reuses freed memory on the same stream only, so it may be freed at any time.
-        for old in tuple(BY_STREAM)[: max(0, len(BY_STREAM) - MOST_STREAMS + 1)]:
-            BY_STREAM.pop(old, None)
-        found = BY_STREAM.setdefault(key, StreamCounters(device))
+        with NEW_STREAM:
+            while len(BY_STREAM) >= MOST_STREAMS:
+                forget_oldest()
+            found = BY_STREAM.setdefault(key, StreamCounters(device))
     return found
+
+
+def forget_oldest() -> None:
+    """Forget the stream that came first, if nothing gets in between."""
+    # Torch reuses freed memory on the same stream only, so it may be freed at any time. A finalizer
+    # may run in here and bring a stream of its own; then the dictionary is another one.
+    with contextlib.suppress(RuntimeError, StopIteration):
+        BY_STREAM.pop(next(iter(BY_STREAM)), None)
