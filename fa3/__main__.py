@@ -26,8 +26,8 @@ from fa3.scores.masks import Band
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import hopper_device, record_timeline
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-LLAMA_PREFILL = "1,4096,4096,32,8,128"
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--shape",
         metavar="B,SQ,SK,HQ,HKV,D",
-        default=LLAMA_PREFILL,
+        default=DEFAULT_SHAPE,
         help="batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)",
     )
     plan.add_argument("--causal", action="store_true", help="hide keys after a query's position")
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         default=(NO_BOUND, NO_BOUND),
         help="keys to either side of a query's position, -1 for all; --causal sets R to 0",
     )
-    plan.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    plan.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
     plan.add_argument("--schedule", choices=SCHEDULES, help="tile schedule; planned if not given")
     plan.add_argument(
         "--record",
@@ -189,7 +189,7 @@ def problem_of(options: argparse.Namespace) -> Problem:
     check_forward_counts(batch, seqlen_q, seqlen_k, heads_q)
     window = Window(left, 0 if options.causal else right).tighten(seqlen_q, seqlen_k)
     spec = AttentionSpec(
-        DTYPES[options.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), False
+        SHORT_DTYPES[options.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), False
     )
     return Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
 

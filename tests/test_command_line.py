@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fa3.__main__ import LLAMA_PREFILL, main, parser, problem_of
+from fa3.__main__ import DEFAULT_SHAPE, main, parser, problem_of
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
@@ -58,7 +58,7 @@ def test_timeline_counts_the_mask_s_blocks():
 
 def test_plan_is_printed_and_drawn(tmp_path, capsys):
     png = tmp_path / "order.png"
-    main(["plan", "--shape", LLAMA_PREFILL, "--causal", "--png", str(png)])
+    main(["plan", "--shape", DEFAULT_SHAPE, "--causal", "--png", str(png)])
     printed = capsys.readouterr().out
     assert "32 query heads on 8 key/value heads" in printed
     assert "16,896 key blocks" in printed

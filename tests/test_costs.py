@@ -33,7 +33,7 @@ from fa3.planning.load import (
     makespan,
     segments_of_tiles,
 )
-from fa3.planning.planner import CHOICES, MARGIN, candidates, choose, plan_forward
+from fa3.planning.planner import CHOICES, LEAST_MARGIN, candidates, choose, plan_forward
 from fa3.planning.prediction import bytes_moved, predict
 from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import alternatives, choose_config
@@ -268,8 +268,8 @@ def candidate(us: float, schedule: str) -> Candidate:
 def test_the_table_s_choice_gives_way_to_clear_gains_only():
     table, near, far = (
         candidate(100, "list"),
-        candidate(100 / (1 + MARGIN) + 0.1, "static"),
-        candidate(100 / (1 + MARGIN) - 0.1, "single"),
+        candidate(100 / (1 + LEAST_MARGIN) + 0.1, "static"),
+        candidate(100 / (1 + LEAST_MARGIN) - 0.1, "single"),
     )
     assert choose([table, near]) is table
     assert choose([table, near, far]) is far

@@ -21,7 +21,7 @@ from fa3.primitives.softmax import Reference
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, TileList, TileOrder
-from fa3.schedules.marked import HEADER, MOST_WARPS, Marks
+from fa3.schedules.marked import MARKS_HEADER, MOST_WARPS, Marks
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -105,7 +105,7 @@ def test_every_tile_has_marks_of_its_own(order):
     marks = Marks(None, order)
     words = [marks.rows(i, warp) for i in range(order.num_tiles) for warp in range(MOST_WARPS)]
     words += [marks.group(i) for i in range(-(-order.num_tiles // 32))]
-    assert sorted(words) == list(range(HEADER, marks.size))
+    assert sorted(words) == list(range(MARKS_HEADER, marks.size))
 
 
 @pytest.mark.parametrize("cluster", [{}, {"cluster_m": 2}, {"cluster_h": 2}])

@@ -55,7 +55,7 @@ class Tables(NamedTuple):
     sin: cute.Tensor
 
 
-class Place(NamedTuple):
+class CachePlace(NamedTuple):
     """The place of a new token.
 
     Fields:
@@ -92,7 +92,7 @@ class Cache:
         return self.k.shape[0] if self.page_table is None else self.page_table.shape[0]
 
     @cute.jit
-    def row_of(self, place: Place):
+    def row_of(self, place: CachePlace):
         """(first index, second index, whether the row exists) of a token in `k` and `v`."""
         sequence = place.sequence
         if cutlass.const_expr(self.batch_idx is not None):
@@ -150,7 +150,7 @@ class NewTokens:
         return cutlass.max(cutlass.min(count, room), 0)
 
     @cute.jit
-    def place(self, token, capacity) -> Place:
+    def place(self, token, capacity) -> CachePlace:
         """The place of new token number `token`."""
         if cutlass.const_expr(self.cu_seqlens is None):
             sequence = token // self.k.shape[1]
@@ -167,9 +167,9 @@ class NewTokens:
             nth = token - self.begin(sequence)
         seqlen = self.seqlen(sequence, capacity)
         kept = nth >= 0 and nth < self.count(sequence, capacity - seqlen)
-        return Place(sequence, seqlen + nth, kept)
+        return CachePlace(sequence, seqlen + nth, kept)
 
-    def row(self, tokens: cute.Tensor, token, place: Place, head) -> cute.Tensor:
+    def row(self, tokens: cute.Tensor, token, place: CachePlace, head) -> cute.Tensor:
         """One head of a token of `k` or `v`."""
         if self.cu_seqlens is not None:
             return tokens[token, head, None]
@@ -283,7 +283,7 @@ class Append:
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*AppendArguments.symbolic(self), arguments.current_stream()]
+        return [*AppendArguments.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
     def __call__(self, *given):

@@ -19,7 +19,6 @@ Timeline of a CTA
 Source: Dao et al., Flash-Decoding for long-context inference (2023).
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -28,16 +27,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa3.primitives import arguments
-from fa3.primitives.softmax import finite
+from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.vectors import vector_of
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 
 GROUPS = 16
 LANES = 16
-VECTOR = 4
+QUAD = 4
 """32-bit elements in 16 bytes."""
 
-COLUMNS = LANES * VECTOR
+COLUMNS = LANES * QUAD
 
 IN_FLIGHT = 9
 """Parts that a group loads at once. With 16 groups that is all, if 132 CTAs share a tile."""
@@ -45,10 +44,8 @@ IN_FLIGHT = 9
 FEW = 4
 """Parts up to which a group has a row to itself; with more, more groups share it."""
 
-LOG2_E = math.log2(math.e)
 
-
-class Parts(NamedTuple):
+class TileParts(NamedTuple):
     """The parts of a tile.
 
     Fields:
@@ -93,13 +90,13 @@ class RecordedParts:
     seqlen_q: Int32
     qhead_per_kvhead: int
 
-    def parts(self, record) -> Parts:
+    def parts(self, record) -> TileParts:
         m_block, head, batch, first, count = (self.workspace.records[record, i] for i in range(5))
         rows_of_tile = self.workspace.lse.shape[1]
         rows = self.seqlen_q * self.qhead_per_kvhead - m_block * rows_of_tile
-        return Parts(first, count, cutlass.min(rows, rows_of_tile), m_block, head, batch)
+        return TileParts(first, count, cutlass.min(rows, rows_of_tile), m_block, head, batch)
 
-    def row(self, parts: Parts, row) -> Row:
+    def row(self, parts: TileParts, row) -> Row:
         workspace, ratio = self.workspace, self.qhead_per_kvhead
         packed = parts.m_block * workspace.lse.shape[1] + row
         return Row(
@@ -118,12 +115,12 @@ class DenseParts:
     o: cute.Tensor
     lse: cute.Tensor
 
-    def parts(self, record) -> Parts:
+    def parts(self, record) -> TileParts:
         count, batch, seqlen, heads, _ = self.o.shape
         zero = Int32(0)
-        return Parts(zero, count, batch * seqlen * heads, zero, zero, zero)
+        return TileParts(zero, count, batch * seqlen * heads, zero, zero, zero)
 
-    def row(self, parts: Parts, row) -> Row:
+    def row(self, parts: TileParts, row) -> Row:
         _, _, seqlen, heads, _ = self.o.shape
         position = row // heads
         head, batch = row - position * heads, position // seqlen
@@ -146,7 +143,7 @@ class Sums:
 
     @classmethod
     def create(cls) -> "Sums":
-        sums = cls(*(cute.make_rmem_tensor(n, Float32) for n in (VECTOR, 2)))
+        sums = cls(*(cute.make_rmem_tensor(n, Float32) for n in (QUAD, 2)))
         sums.o.fill(0.0)
         sums.scalars[0], sums.scalars[1] = -Float32.inf, Float32(0.0)
         return sums
@@ -198,7 +195,7 @@ class Exchange(NamedTuple):
     @classmethod
     def allocate(cls) -> "Exchange":
         smem = cutlass.memory.SmemAllocator()
-        o = cute.make_layout((VECTOR, LANES, GROUPS), stride=(1, VECTOR, COLUMNS))
+        o = cute.make_layout((QUAD, LANES, GROUPS), stride=(1, QUAD, COLUMNS))
         scalars = cute.make_layout((2, GROUPS), stride=(1, 2))
         return cls(*(smem.allocate_tensor(Float32, n, byte_alignment=16) for n in (o, scalars)))
 
@@ -278,7 +275,7 @@ class Combine:
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*CombineArguments.symbolic(self), arguments.current_stream()]
+        return [*CombineArguments.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
     def __call__(self, *given):
@@ -323,7 +320,7 @@ class Combine:
                 nth += sets
 
     @cute.jit
-    def merge(self, source, parts: Parts, nth, shift, exchange: Exchange, results: tuple):
+    def merge(self, source, parts: TileParts, nth, shift, exchange: Exchange, results: tuple):
         """Merge the nth set of rows; 2 ** shift groups share each row."""
         mO, mLSE, sinks = results
         thread, _, _ = cute.arch.thread_idx()
@@ -361,7 +358,7 @@ class Combine:
         sums.o.fill(0.0)
         sums.scalars[1] = Float32(0.0)
         for i in cutlass.range_constexpr(GROUPS):
-            o = cute.make_rmem_tensor(VECTOR, Float32)
+            o = cute.make_rmem_tensor(QUAD, Float32)
             cute.autovec_copy(exchange.o[None, lane, group + (i & (share - 1))], o)
             factor = exp(scalars[0, i] - reference) if i < share else Float32(0.0)
             sums.o.store(sums.o.load() + o.load() * factor)
@@ -374,10 +371,10 @@ class Combine:
         return column_block * LANES + thread % LANES
 
     @cute.jit
-    def add_parts(self, row: Row, parts: Parts, first, share, sums: Sums):
+    def add_parts(self, row: Row, parts: TileParts, first, share, sums: Sums):
         """Add the group's next IN_FLIGHT parts, from `first` in steps of `share`."""
         vector = self.vector()
-        o = cute.make_rmem_tensor((VECTOR, IN_FLIGHT), Float32)
+        o = cute.make_rmem_tensor((QUAD, IN_FLIGHT), Float32)
         lse = cute.make_rmem_tensor(IN_FLIGHT, Float32)
         o.fill(0.0)
         lse.fill(-Float32.inf)
@@ -386,8 +383,8 @@ class Combine:
             if part < parts.count:
                 slot = parts.first + part
                 lse[i] = row.lse[slot]
-                if vector * VECTOR < self.head_dim_v:
-                    cute.autovec_copy(vector_of(row.o[slot, None], vector, VECTOR), o[None, i])
+                if vector * QUAD < self.head_dim_v:
+                    cute.autovec_copy(vector_of(row.o[slot, None], vector, QUAD), o[None, i])
         sums.add(lse, o)
 
     @cute.jit
@@ -401,11 +398,11 @@ class Combine:
         total = sums.scalars[1]
         hidden = total == 0.0
         inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(total)
-        converted = cute.make_rmem_tensor(VECTOR, mO.element_type)
+        converted = cute.make_rmem_tensor(QUAD, mO.element_type)
         converted.store((sums.o.load() * inverse).to(mO.element_type))
-        if vector * VECTOR < self.head_dim_v:
+        if vector * QUAD < self.head_dim_v:
             target = mO[row.batch, row.query, row.head, None]
-            cute.autovec_copy(converted, vector_of(target, vector, VECTOR))
+            cute.autovec_copy(converted, vector_of(target, vector, QUAD))
         if cutlass.const_expr(self.write_lse):
             lse = sums.scalars[0] + cute.math.log(total, fastmath=True)
             self.store_lse(mLSE, row, -Float32.inf if hidden else lse)

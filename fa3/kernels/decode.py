@@ -12,7 +12,7 @@ Roles per CTA
     warp 4 or 4-7  producer   one warp that issues TMA loads, or four that gather rows
     warp 5         prefetcher prefetches the first blocks into L2; none if rows are gathered
 
-Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
+DecodePipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
     There are as many stages as fit: loads in flight hide the latency of memory.
@@ -31,7 +31,6 @@ Source: Dao et al., Flash-Decoding for long-context inference (2023); Osama et a
 (arXiv 2301.03598), section 4.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -64,7 +63,7 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
-from fa3.primitives.softmax import OnlineSoftmax
+from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoTurns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
@@ -85,7 +84,7 @@ EARLY_SEQUENCES = 1024
 """Most sequences for which a CTA finds its piece that early; with more it prefetches nothing."""
 
 
-class Operands(NamedTuple):
+class DecodeOperands(NamedTuple):
     """The global tensors.
 
     Fields:
@@ -109,7 +108,7 @@ class Operands(NamedTuple):
     modifiers: tuple | None
 
 
-class SmemTensors(NamedTuple):
+class DecodeBuffers(NamedTuple):
     """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...)."""
 
     q: cute.Tensor
@@ -117,7 +116,7 @@ class SmemTensors(NamedTuple):
     v: cute.Tensor
 
 
-class Pipelines(NamedTuple):
+class DecodePipelines(NamedTuple):
     """The mbarrier pipelines from the producer to the consumer."""
 
     k: pipeline.PipelineAsync
@@ -178,7 +177,7 @@ class Decode(AttentionKernel):
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*DecodeArguments.symbolic(self), arguments.current_stream()]
+        return [*DecodeArguments.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
     def __call__(self, *given):
@@ -194,7 +193,7 @@ class Decode(AttentionKernel):
         if cutlass.const_expr(not self.gathers):
             k = TmaBlocks.descriptor(k, self.columns, self.box)
             v = TmaBlocks.descriptor(v, self.columns_v, self.box)
-        operands = Operands(
+        operands = DecodeOperands(
             call.q,
             k,
             v,
@@ -229,7 +228,7 @@ class Decode(AttentionKernel):
     @cute.kernel
     def kernel(
         self,
-        operands: Operands,
+        operands: DecodeOperands,
         workspace: Workspace | None,
         softmax_scale: Float32,
         cut,
@@ -257,7 +256,9 @@ class Decode(AttentionKernel):
                 self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
 
     @cute.jit
-    def find_walk(self, operands: Operands, cut, sizes: tuple, is_early: cutlass.Constexpr) -> Walk:
+    def find_walk(
+        self, operands: DecodeOperands, cut, sizes: tuple, is_early: cutlass.Constexpr
+    ) -> Walk:
         """The walk over this CTA's segments."""
         capacity, window, num_m_blocks, num_heads = sizes
         _, mask, _ = bind(self.spec, operands.modifiers)
@@ -283,7 +284,7 @@ class Decode(AttentionKernel):
         config, row_major = self.config, LayoutEnum.ROW_MAJOR
         shape_qk = (ROWS, config.tile_n, self.columns)
         shape_kv = (ROWS, config.tile_n, self.columns_v)
-        layouts = SmemTensors(
+        layouts = DecodeBuffers(
             sm90.make_smem_layout_a(row_major, shape_qk, self.dtype, config.q_stages),
             sm90.make_smem_layout_b(row_major, shape_qk, self.dtype, config.kv_stages),
             sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages),
@@ -298,14 +299,14 @@ class Decode(AttentionKernel):
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
-        smem = SmemTensors(
+        smem = DecodeBuffers(
             *(
                 field.get_tensor(layout.outer, swizzle=layout.inner)
                 for field, layout in zip((storage.q, storage.k, storage.v), layouts, strict=True)
             )
         )
 
-        pipelines = Pipelines(
+        pipelines = DecodePipelines(
             *(
                 block_pipeline(barriers, self.dtype, layout, self.gathers)
                 for barriers, layout in (
@@ -328,7 +329,9 @@ class Decode(AttentionKernel):
     # ------------------------------------------------------------------------------ producer
 
     @cute.jit
-    def load(self, operands: Operands, smem: SmemTensors, pipelines: Pipelines, walk: Walk):
+    def load(
+        self, operands: DecodeOperands, smem: DecodeBuffers, pipelines: DecodePipelines, walk: Walk
+    ):
         """Stream K and V of every segment into shared memory, in the consumer's order."""
         stages, producer = self.config.kv_stages, pipeline.PipelineUserType.Producer
         k_state = pipeline.make_pipeline_state(producer, stages)
@@ -362,7 +365,7 @@ class Decode(AttentionKernel):
             cursor = following
 
     @cute.jit
-    def prefetch(self, operands: Operands, smem: SmemTensors, cut, sizes: tuple):
+    def prefetch(self, operands: DecodeOperands, smem: DecodeBuffers, cut, sizes: tuple):
         """Prefetch the first blocks into L2 while the previous kernel ends.
 
         L2 is coherent, so blocks that the previous kernel still writes are safe. Lengths and page
@@ -397,10 +400,10 @@ class Decode(AttentionKernel):
     @cute.jit
     def mma(
         self,
-        operands: Operands,
+        operands: DecodeOperands,
         workspace: Workspace | None,
-        smem: SmemTensors,
-        pipelines: Pipelines,
+        smem: DecodeBuffers,
+        pipelines: DecodePipelines,
         softmax_scale: Float32,
         walk: Walk,
     ):
@@ -429,7 +432,7 @@ class Decode(AttentionKernel):
                 mmas.qk, thread, self.config.tile_n, tile, self.spec.qhead_per_kvhead
             )
             rules = Rules.of(scores, mask, coords, sequence, softmax_scale)
-            softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e))
+            softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q[None, None, None, q_stage]
             attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoTurns())
 
@@ -481,7 +484,9 @@ class Decode(AttentionKernel):
     # ------------------------------------------------------------------------------ epilogue
 
     @cute.jit
-    def store(self, operands: Operands, workspace, segment: Segment, attention: Attention, sinks):
+    def store(
+        self, operands: DecodeOperands, workspace, segment: Segment, attention: Attention, sinks
+    ):
         """Write the segment's rows: to O if it is a whole tile, else to the workspace as a part."""
         part, acc_O = segment.part, as_rows_and_columns(attention.regs.acc_O)
         if cutlass.const_expr(self.cut_type.has_parts):
@@ -498,7 +503,7 @@ class Decode(AttentionKernel):
             self.store_rows(operands, attention, sinks)
 
     @cute.jit
-    def store_rows(self, operands: Operands, attention: Attention, sinks):
+    def store_rows(self, operands: DecodeOperands, attention: Attention, sinks):
         """Finish the rows of a whole tile; write O and the log-sum-exps."""
         acc_O, rules = attention.regs.acc_O, attention.rules
         lse = attention.softmax.finish(as_rows_and_columns(acc_O), rules.sinks_of_rows(sinks))

@@ -9,7 +9,7 @@ Roles per CTA
     warpgroup 0    producer   one warp issues all TMA loads; 24-32 registers a thread
     warpgroup 1..  consumers  64 query rows each: S = Q K^T, softmax, O += P V, epilogue
 
-Pipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
+ForwardPipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_q  Q tile                 q_stages   released after the tile's last Q K^T
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
@@ -25,7 +25,6 @@ Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -46,7 +45,7 @@ from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.row_store import RowStore
 from fa3.primitives.slab_store import SlabStore
-from fa3.primitives.softmax import SLACK, OnlineSoftmax, Reference
+from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
@@ -62,7 +61,7 @@ FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
 
 
-class Operands(NamedTuple):
+class ForwardOperands(NamedTuple):
     """The global tensors.
 
     Fields:
@@ -96,7 +95,7 @@ class SmemLayouts(NamedTuple):
     o: cute.ComposedLayout
 
 
-class SmemTensors(NamedTuple):
+class ForwardBuffers(NamedTuple):
     """The buffers in shared memory, with the layouts of `SmemLayouts`."""
 
     q: cute.Tensor
@@ -105,7 +104,7 @@ class SmemTensors(NamedTuple):
     o: cute.Tensor
 
 
-class Pipelines(NamedTuple):
+class ForwardPipelines(NamedTuple):
     """The mbarrier pipelines from the producer to the consumers."""
 
     q: pipeline.PipelineTmaAsync
@@ -137,7 +136,7 @@ class Forward(AttentionKernel):
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*ForwardArguments.symbolic(self), arguments.current_stream()]
+        return [*ForwardArguments.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
     def __call__(self, *given):
@@ -155,7 +154,7 @@ class Forward(AttentionKernel):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         rows = RowStore(o, call.lse) if self.repeats or self.schedule_type.splits else None
-        operands = Operands(
+        operands = ForwardOperands(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load_kv, k, layouts.k, config.cluster),
             TmaTensor.of(load_kv, v, layouts.v, config.cluster),
@@ -222,7 +221,7 @@ class Forward(AttentionKernel):
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, softmax_scale: Float32, sequences: Dense, schedule):
+    def kernel(self, operands: ForwardOperands, softmax_scale: Float32, sequences: Dense, schedule):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -265,7 +264,7 @@ class Forward(AttentionKernel):
 
         storage = cutlass.memory.SmemAllocator().allocate(Storage)
         o = storage.o if config.own_o else storage.q
-        smem = SmemTensors(
+        smem = ForwardBuffers(
             *(
                 field.get_tensor(layout.outer, swizzle=layout.inner)
                 for field, layout in zip((storage.q, storage.k, storage.v, o), layouts, strict=True)
@@ -286,7 +285,7 @@ class Forward(AttentionKernel):
                 defer_sync=True,
             )
 
-        pipelines = Pipelines(
+        pipelines = ForwardPipelines(
             tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, config.consumers, 1),
             tma_pipeline(storage.barriers_k, config.kv_stages, layouts.k, 1, config.cluster),
             tma_pipeline(storage.barriers_v, config.kv_stages, layouts.v, 1, config.cluster),
@@ -331,9 +330,9 @@ class Forward(AttentionKernel):
     @cute.jit
     def load(
         self,
-        operands: Operands,
-        smem: SmemTensors,
-        pipelines: Pipelines,
+        operands: ForwardOperands,
+        smem: ForwardBuffers,
+        pipelines: ForwardPipelines,
         sequences: Dense,
         schedule,
         cursor,
@@ -375,9 +374,9 @@ class Forward(AttentionKernel):
     @cute.jit
     def mma(
         self,
-        operands: Operands,
-        smem: SmemTensors,
-        pipelines: Pipelines,
+        operands: ForwardOperands,
+        smem: ForwardBuffers,
+        pipelines: ForwardPipelines,
         softmax_scale: Float32,
         sequences: Dense,
         schedule,
@@ -411,7 +410,7 @@ class Forward(AttentionKernel):
             blocks = self.key_blocks(rules.mask, segment, sequence)
             own = self.own_blocks(rules.mask, blocks, slab * ROWS, sequence)
             reference = self.reference(rules.bound)
-            softmax = OnlineSoftmax.create(2, rules.unit * math.log2(math.e), reference)
+            softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, reference)
             pipelines.q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
             attention = Attention(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns)
@@ -461,7 +460,7 @@ class Forward(AttentionKernel):
 
     def reference(self, bound: float) -> Reference:
         """The softmax's reference for scores whose natural logits are at most `bound`."""
-        if bound * math.log2(math.e) <= SLACK or (self.config.fixed_reference and bound <= BOUNDED):
+        if bound * LOG2_E <= SLACK or (self.config.fixed_reference and bound <= BOUNDED):
             return Reference.ZERO
         return Reference.FIXED if self.config.fixed_reference else Reference.FOLLOWING
 
@@ -481,7 +480,9 @@ class Forward(AttentionKernel):
         return own.between(blocks.begin, end)
 
     @cute.jit
-    def mark(self, operands: Operands, attention: Attention, tile, thread_idx, sinks: tuple | None):
+    def mark(
+        self, operands: ForwardOperands, attention: Attention, tile, thread_idx, sinks: tuple | None
+    ):
         """Mark those of this thread's finished rows whose reference failed."""
         has_sinks = sinks is not None
         if attention.may_have_failed(has_sinks):
@@ -491,7 +492,7 @@ class Forward(AttentionKernel):
     @cute.jit
     def finish_tile(
         self,
-        operands: Operands,
+        operands: ForwardOperands,
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
@@ -512,7 +513,7 @@ class Forward(AttentionKernel):
     @cute.jit
     def finish_again(
         self,
-        operands: Operands,
+        operands: ForwardOperands,
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,

@@ -18,7 +18,7 @@ from fa3.problem import AttentionSpec
 ENOUGH_CELLS = 4
 """Shapes on which a tile must have been measured: fewer cannot determine its parameters."""
 
-MARGIN = 0.005
+LEAST_MARGIN = 0.005
 """Share by which a candidate must be predicted faster than the choice of `TILINGS` to be taken."""
 
 
@@ -26,7 +26,7 @@ LEAST_GAIN_US = 0.5
 """The same in microseconds, for calls that take only a few."""
 
 
-def least_gain(us: float, margin: float = MARGIN) -> float:
+def least_gain(us: float, margin: float = LEAST_MARGIN) -> float:
     """Microseconds that a candidate which takes `us` must gain over another to count as faster."""
     return max(margin * us, LEAST_GAIN_US)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
-from fa3.planning.costs import MARGIN, least_gain
+from fa3.planning.costs import LEAST_MARGIN, least_gain
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.load import RowLoad
@@ -28,7 +28,7 @@ CHOICES = tuple(name for name, kind in SCHEDULES.items() if kind.is_searched)
 them for a problem not planned before; searching them as well gained 0.04% on average."""
 
 UNSURE = 0.25
-"""`MARGIN` for candidates that were not measured."""
+"""`LEAST_MARGIN` for candidates that were not measured."""
 
 IDLE = 0.02
 """Candidates that split tiles are compared only if whole tiles leave SMs idle for this share of
@@ -169,7 +169,7 @@ def choose(found: list[Candidate]) -> Candidate:
 
     def is_faster(one: Candidate) -> bool:
         us = one.prediction.mean_us
-        margin = MARGIN if one.measured else UNSURE
+        margin = LEAST_MARGIN if one.measured else UNSURE
         return first.prediction.mean_us - us > least_gain(us, margin)
 
     better = filter(is_faster, found)

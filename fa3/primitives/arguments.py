@@ -42,6 +42,6 @@ def compact_tensor(dtype: str, shape: tuple) -> object:
     return cute.runtime.make_fake_compact_tensor(ELEMENT_TYPES[dtype], shape, stride_order=order)
 
 
-def current_stream() -> object:
+def symbolic_stream() -> object:
     """Torch's current stream on the tensors' device."""
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

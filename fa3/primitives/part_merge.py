@@ -18,14 +18,12 @@ from cutlass import Float32, Int32, Int64
 
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.row_store import RowStore
-from fa3.primitives.softmax import finite
+from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.wgmma import ROWS_OF_WARP, WARP
-
-LOG2_E = math.log2(math.e)
 
 ROWS_OF_THREAD = 2
 
-VECTOR = 4
+FLOATS = 4
 """float32 numbers that a thread moves at once: two columns of both its accumulator rows."""
 
 HAS_COME, HAS_LEFT = 1, 1 << 16
@@ -34,12 +32,12 @@ HAS_COME, HAS_LEFT = 1, 1 << 16
 
 def numbers_of_parts(num_slots: int, rows: int, columns: int) -> int:
     """float32 numbers in the buffer of all parts."""
-    return num_slots * (rows // ROWS_OF_WARP) * (vectors_of(columns) + 1) * WARP * VECTOR
+    return num_slots * (rows // ROWS_OF_WARP) * (vectors_of(columns) + 1) * WARP * FLOATS
 
 
 def vectors_of(columns: int) -> int:
     """Vectors of a thread's part of O."""
-    return columns * ROWS_OF_WARP // (WARP * VECTOR)
+    return columns * ROWS_OF_WARP // (WARP * FLOATS)
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class PartMerge:
     """The buffers of parts, and the output of merged tiles.
 
     Fields:
-        parts: (VECTOR, lanes, vectors + 1, warps, num_slots) float32. Each part's O as threads
+        parts: (FLOATS, lanes, vectors + 1, warps, num_slots) float32. Each part's O as threads
             hold it, divided by the part's own row sums; in the last vector the base-2
             log-sum-exps of the thread's rows.
         counters: (num_slots * warps,) int32, zero between launches; a tile uses its first slot's.
@@ -73,7 +71,7 @@ class PartMerge:
         """Lay out a buffer of `numbers_of_parts` float32 for tiles of (rows, columns)."""
         warps = rows // ROWS_OF_WARP
         layout = cute.make_ordered_layout(
-            (VECTOR, WARP, vectors_of(columns) + 1, warps, Int64(num_slots)), order=(0, 1, 2, 3, 4)
+            (FLOATS, WARP, vectors_of(columns) + 1, warps, Int64(num_slots)), order=(0, 1, 2, 3, 4)
         )
         return cls(
             cute.make_tensor(buffer.iterator.align(16), layout),
@@ -128,11 +126,11 @@ class PartMerge:
     def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, part, warp: Int32):
         """Write a part to memory, then count it as written."""
         lane = cute.arch.lane_idx()
-        vectors = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(VECTOR))
+        vectors = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(FLOATS))
         count = cute.size(vectors, mode=[1])
         for i in cutlass.range_constexpr(count):
             cute.autovec_copy(vectors[None, i], self.parts[None, lane, i, warp, part.slot])
-        log_sums = cute.make_rmem_tensor(VECTOR, Float32)
+        log_sums = cute.make_rmem_tensor(FLOATS, Float32)
         log_sums.fill(0.0)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             log_sums[r] = lse[r] * LOG2_E
@@ -164,12 +162,12 @@ class PartMerge:
         registers: cutlass.Constexpr,
     ) -> cute.Tensor:
         """Merge the other parts into this one's acc_O; return the merged log-sum-exps."""
-        own = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(VECTOR))
+        own = cute.logical_divide(cute.flatten(acc_O), cute.make_layout(FLOATS))
         vectors = cute.size(own, mode=[1])
         merged_lse = cute.make_rmem_tensor(ROWS_OF_THREAD, Float32)
         step = vectors_at_once(vectors, registers)
         for begin in cutlass.range_constexpr(0, vectors, step):
-            mine = cute.local_tile(own, (VECTOR, step), (0, begin // step))
+            mine = cute.local_tile(own, (FLOATS, step), (0, begin // step))
             self.merge_vectors(mine, begin, lse, merged_lse, part, warp, sinks)
         return merged_lse
 
@@ -196,7 +194,7 @@ class PartMerge:
                 maximum[r], total[r] = sinks[r], Float32(1.0)
         merged, other = (cute.make_rmem_tensor(own.shape, Float32) for _ in range(2))
         merged.fill(0.0)
-        log_sums = cute.make_rmem_tensor(VECTOR, Float32)
+        log_sums = cute.make_rmem_tensor(FLOATS, Float32)
         log_sums.fill(0.0)
         for i in cutlass.range(part.num_parts):
             slot = part.first_slot + i
@@ -226,12 +224,12 @@ class PartMerge:
 
 
 def row_of(vectors: cute.Tensor, r: int) -> cute.Tensor:
-    """A thread's part of a row in vectors (VECTOR, count)."""
-    pairs = cute.logical_divide(vectors, (cute.make_layout(VECTOR // ROWS_OF_THREAD), None))
+    """A thread's part of a row in vectors (FLOATS, count)."""
+    pairs = cute.logical_divide(vectors, (cute.make_layout(FLOATS // ROWS_OF_THREAD), None))
     return pairs[(None, r), None]
 
 
 def vectors_at_once(vectors: int, registers: int) -> int:
     """Vectors to merge at a time: two copies of them must fit in registers beside a whole part."""
-    free = (registers - VECTOR * vectors) // (2 * VECTOR)
+    free = (registers - FLOATS * vectors) // (2 * FLOATS)
     return next(n for n in range(vectors, 0, -1) if vectors % n == 0 and n <= free)

@@ -16,6 +16,9 @@ MARGIN = 24.0
 """Powers of two that a fixed reference lies above the scores it was taken from: this leaves row
 sums more room to grow than to shrink."""
 
+LOG2_E = math.log2(math.e)
+"""Powers of two in a natural logit."""
+
 GUESSED = 8
 """Columns of a thread from which a reference is guessed: the first 32 keys of a block. More columns
 would delay the exponentials of the tile's first block."""

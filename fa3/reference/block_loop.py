@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from fa3.primitives.coords import Position
-from fa3.primitives.softmax import SLACK
+from fa3.primitives.softmax import LOG2_E, SLACK
 from fa3.scores.masks import Sequence
 from fa3.scores.scores import Score
 
@@ -105,7 +105,7 @@ def attend(
         scores: bound to their tensors.
     """
     scale = 1.0 if scores else softmax_scale
-    softmax = RunningSoftmax(len(q), head_dim_v, scale * math.log2(math.e))
+    softmax = RunningSoftmax(len(q), head_dim_v, scale * LOG2_E)
     for n_block in reversed(blocks):
         key = n_block * tile_n + torch.arange(tile_n, device=CPU)
         k, v = load(n_block, key)

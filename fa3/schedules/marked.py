@@ -16,7 +16,7 @@ from fa3.schedules.dynamic import Dynamic
 from fa3.schedules.order import TileOrder
 from fa3.schedules.segment import Tile
 
-HEADER = 4
+MARKS_HEADER = 4
 """Words before the tiles' bits: whether any tile is marked (ANY), marked tiles taken (TAKEN), and
 CTAs that found none left (DONE)."""
 
@@ -50,15 +50,15 @@ class Marks(NamedTuple):
     @property
     def size(self):
         """Words of int32 that the marks take."""
-        return HEADER + self.num_groups + self.order.num_tiles * MOST_WARPS
+        return MARKS_HEADER + self.num_groups + self.order.num_tiles * MOST_WARPS
 
     def group(self, index):
         """Index of the word with the bits of tiles 32 * index to 32 * index + 31."""
-        return HEADER + index
+        return MARKS_HEADER + index
 
     def rows(self, index, warp):
         """Index of the word with the row bits of a tile's warp; `index` is the tile's number."""
-        return HEADER + self.num_groups + index * MOST_WARPS + warp
+        return MARKS_HEADER + self.num_groups + index * MOST_WARPS + warp
 
     @cute.jit
     def add(self, failed: tuple, tile: Tile, warp: Int32):

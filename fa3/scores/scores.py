@@ -31,6 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from fa3.primitives.coords import Position, ScoreCoords
+from fa3.primitives.softmax import LOG2_E
 from fa3.problem import AttentionSpec
 
 
@@ -270,4 +271,4 @@ class Rules:
         if sinks is None:
             return None
         rows = range(len(self.coords.row_steps))
-        return tuple(Float32(sinks[self.coords.head_of(r)]) * math.log2(math.e) for r in rows)
+        return tuple(Float32(sinks[self.coords.head_of(r)]) * LOG2_E for r in rows)

@@ -1,0 +1,30 @@
+"""One name, one thing: no module-level name means two things in the package."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import fa3
+
+ROOT = Path(fa3.__file__).parent
+
+
+def defined(path: Path) -> set[str]:
+    """Return the names that a module itself gives to classes, functions and constants."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names - {"__all__"}
+
+
+def test_no_name_means_two_things():
+    places = defaultdict(list)
+    for path in ROOT.rglob("*.py"):
+        for name in defined(path):
+            places[name].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
