@@ -17,7 +17,8 @@ from rich.console import Console
 
 from benchmarks import regret, results, runs, shapes
 from benchmarks.fit_costs import SCHEDULES_CSV, observe, predicted_us
-from benchmarks.plans import Planned, all_plans, can_run, present_gpu, problem_of
+from benchmarks.plans import Planned, all_plans, can_run
+from benchmarks.problems import present_gpu, problem_of
 from benchmarks.results import PlanRow
 from benchmarks.runs import Timed
 from benchmarks.shapes import Cell

@@ -17,11 +17,11 @@ from rich.console import Console
 import fa3
 from benchmarks import harness, peers, results, runs
 from benchmarks.harness import Reference
-from benchmarks.peers import Call, Provider, Tensors, window_size
+from benchmarks.peers import Call, Provider, Tensors
 from benchmarks.ratios import paired_speedup
 from benchmarks.results import OK, UNSUPPORTED, Measurement
 from benchmarks.runs import Run, Timed, Verdict
-from benchmarks.shapes import Cell, named
+from benchmarks.shapes import Cell, named, window_size
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias

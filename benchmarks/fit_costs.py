@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import results
-from benchmarks.plans import can_run, cell_of, config_of, problem_of, recorded_config
+from benchmarks.plans import can_run, cell_of, config_of, recorded_config
+from benchmarks.problems import problem_of
 from benchmarks.results import OK, Measurement, PlanRow, Row
 from fa3.planning.costs import AGAIN, H200_COSTS, Costs, Rule, TileCosts, TileKey, write_costs
 from fa3.planning.gpu import H200, Gpu

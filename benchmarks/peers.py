@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from benchmarks.shapes import Cell
+from benchmarks.shapes import Cell, window_size
 
 Call = Callable[[], torch.Tensor]
 
@@ -47,11 +47,6 @@ class Provider(Protocol):
         """The calls that compute a cell, by the name of what sets them apart."""
 
 
-def window_size(cell: Cell) -> tuple[int, int]:
-    """The window in FlashAttention's convention."""
-    return (cell.window_left, 0) if cell.window_left >= 0 else (-1, -1)
-
-
 class Ours:
     """This package through its public function."""
 
@@ -75,8 +70,8 @@ class Ours:
     @staticmethod
     def plan_name(cell: Cell) -> str:
         """How the planner has the call run."""
-        plans = importlib.import_module("benchmarks.plans")
-        return plans.plan_forward(plans.problem_of(cell), plans.present_gpu()).name
+        problems = importlib.import_module("benchmarks.problems")
+        return problems.plan_forward(problems.problem_of(cell), problems.present_gpu()).name
 
 
 class Variant:

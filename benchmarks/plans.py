@@ -5,14 +5,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 import fa3
-from benchmarks.peers import Call, Tensors, window_size
+from benchmarks.peers import Call, Tensors
+from benchmarks.problems import problem_of
 from benchmarks.results import Measurement, PlanRow
-from benchmarks.shapes import Cell
-from fa3.calls.devices import gpu_of
-from fa3.calls.options import check_window
+from benchmarks.shapes import Cell, window_size
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import has_mask
 from fa3.planning.explanation import describe_config
@@ -20,30 +17,14 @@ from fa3.planning.gpu import H200, Gpu
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import alternatives, choose_config, with_clusters, with_reference
-from fa3.problem import AttentionSpec, Problem
+from fa3.problem import Problem
 from fa3.schedules import SCHEDULES
-from fa3.scores.masks import Band
 
 HOPELESS = 1.5
 """Plans that are predicted to take so many times the best one's time are not measured."""
 
 NAME = re.compile(r"(\w+) (\d+x\d+(?: in pairs of \w+)?(?:, fixed reference)?)")
 """`Plan.name`: schedule and tiling."""
-
-
-def problem_of(cell: Cell) -> Problem:
-    """What `fa3.flash_attn_func` makes of a call on this cell."""
-    window = check_window(window_size(cell), cell.causal)
-    window = window.tighten(cell.seqlen_q, cell.seqlen_k)
-    spec = AttentionSpec(
-        cell.dtype,
-        cell.head_dim,
-        cell.head_dim_v,
-        cell.heads_q // cell.heads_kv,
-        Band.of(window),
-        write_lse=False,
-    )
-    return Problem(spec, cell.batch, cell.seqlen_q, cell.seqlen_k, cell.heads_kv, window)
 
 
 def cell_of(row: Measurement) -> Cell:
@@ -62,14 +43,6 @@ def cell_of(row: Measurement) -> Cell:
         row.window_left,
         row.dtype,
     )
-
-
-@functools.cache
-def present_gpu() -> Gpu:
-    """The GPU of this machine, or an H200 where there is none."""
-    if not torch.cuda.is_available():
-        return H200
-    return gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def configs_to_measure(problem: Problem) -> list[ForwardConfig]:

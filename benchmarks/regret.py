@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from benchmarks.plans import cell_of, problem_of
+from benchmarks.plans import cell_of
+from benchmarks.problems import problem_of
 from benchmarks.results import OK, PlanRow
 from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward

@@ -203,3 +203,8 @@ def choose(names: Sequence[str], grid_cells: list[Cell]) -> list[Cell]:
 
 CHOICES = ("grid", *NAMED, *SETS, "all")
 """What `choose` takes."""
+
+
+def window_size(cell: Cell) -> tuple[int, int]:
+    """The window in FlashAttention's convention."""
+    return (cell.window_left, 0) if cell.window_left >= 0 else (-1, -1)

@@ -42,9 +42,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
+from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
 from fa3.primitives import arguments
-from fa3.primitives.attention import Attention, AttentionKernel, Mmas
+from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
