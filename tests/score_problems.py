@@ -141,7 +141,7 @@ RECIPES = st.builds(
 
 def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem, Modifiers]:
     """Give a problem the modifiers of a call: its spec, and what a kernel takes."""
-    modifiers = Modifiers.of(q, **arguments, behind=problem.window.right == 0)
+    modifiers = Modifiers.of(q, **arguments, is_causal=problem.window.right == 0)
     scores, template, sinks = modifiers.structure
     mask = Intersection(problem.spec.mask, template) if template else problem.spec.mask
     spec = replace(problem.spec, scores=scores, mask=mask, sinks=sinks)

@@ -38,7 +38,7 @@ CACHES = {
     "page1": CacheLayout(1),
 }
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (40, 40), (192, 128), (64, 256), (72, 200))
-SCORES = tuple(map(Template.of, (Softcap(30.0), Alibi(torch.zeros(4), behind=True))))
+SCORES = tuple(map(Template.of, (Softcap(30.0), Alibi(torch.zeros(4), is_causal=True))))
 
 
 def spec_of(head_dims=(128, 128), mask="full", dtype="bfloat16", lse=True, **modifiers):

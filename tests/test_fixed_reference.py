@@ -55,12 +55,12 @@ def test_float16_does_not():
 
 
 def test_scores_get_it_that_are_bounded_or_leave_logits_where_they_are():
-    for score in (Alibi(SLOPES, behind=True), Alibi(SLOPES, behind=False), Softcap(50.0)):
+    for score in (Alibi(SLOPES, is_causal=True), Alibi(SLOPES, is_causal=False), Softcap(50.0)):
         problem = with_scores(score)
         assert takes_fixed_reference(problem.spec)
         assert plan_forward(problem).config.fixed_reference
     few, many = Softcap(5.0), Softcap(61.0)
-    for scores in ([few], [many], [Softcap(50.0), Alibi(SLOPES, behind=True)], [BIAS]):
+    for scores in ([few], [many], [Softcap(50.0), Alibi(SLOPES, is_causal=True)], [BIAS]):
         problem = with_scores(*scores)
         assert not takes_fixed_reference(problem.spec)
         assert not plan_forward(problem).config.fixed_reference

@@ -179,7 +179,7 @@ def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(
     problem = make_problem(1, 1024, 1024, 2, 2, head_dim, CAUSAL)
     modifiers = {"alibi_slopes": torch.rand(4, device=device)} if alibi else {}
     if alibi:
-        spec = replace(problem.spec, scores=(Template.of(Alibi(SLOPES, behind=True)),))
+        spec = replace(problem.spec, scores=(Template.of(Alibi(SLOPES, is_causal=True)),))
         problem = replace(problem, spec=spec)
     q, k, v = make_operands(problem, device=device)
     plan = plan_of(problem, fixed=fixed)
@@ -298,7 +298,7 @@ def test_sums_that_vanish(device):
     """ALiBi: the guess is without biases, which put the keys that a row sees far below it."""
     problem = make_problem(1, 128, 256, 1, 2, 128)
     problem = replace(
-        problem, spec=replace(problem.spec, scores=(Template.of(Alibi(SLOPES, behind=False)),))
+        problem, spec=replace(problem.spec, scores=(Template.of(Alibi(SLOPES, is_causal=False)),))
     )
     q, k, v = make_operands(problem, device=device)
     slopes = torch.tensor([1.0, 0.0], device=device)

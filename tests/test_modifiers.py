@@ -26,8 +26,8 @@ def operands(seqlen_q=70, seqlen_k=90):
     )
 
 
-def modifiers(behind=False, **arguments) -> Modifiers:
-    return Modifiers.of(operands()[0], **(NOTHING | arguments), behind=behind)
+def modifiers(is_causal=False, **arguments) -> Modifiers:
+    return Modifiers.of(operands()[0], **(NOTHING | arguments), is_causal=is_causal)
 
 
 def test_nothing_is_unmodified():
@@ -39,10 +39,10 @@ def test_scores_come_in_a_fixed_order_with_their_tensors():
     slopes, sinks, gate = torch.rand(HEADS), torch.rand(HEADS), Gate(torch.rand(HEADS), False)
     span = Span(*torch.zeros(2, HEADS).int())
     found = modifiers(
-        softcap=3, alibi_slopes=slopes, sinks=sinks, score=gate, mask=span, behind=True
+        softcap=3, alibi_slopes=slopes, sinks=sinks, score=gate, mask=span, is_causal=True
     )
     assert found.structure.scores == tuple(
-        map(Template.of, (Softcap(3.0), Alibi(slopes, behind=True), gate))
+        map(Template.of, (Softcap(3.0), Alibi(slopes, is_causal=True), gate))
     )
     assert found.structure.mask == Template.of(span)
     assert found.structure.sinks == "float32"

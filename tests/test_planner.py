@@ -268,7 +268,7 @@ def test_arguments_of_other_types_are_refused(name):
 
 def test_parts_under_a_bias_follow_their_scores():
     """Far from the diagonal their sums vanish, which a fixed reference takes for failing."""
-    alibi = Template.of(Alibi(torch.ones(32), behind=True))
+    alibi = Template.of(Alibi(torch.ones(32), is_causal=True))
     spec = AttentionSpec("bfloat16", 128, 128, 4, Band(right=True), False, (alibi,))
     problem = Problem(spec, 1, 640, 8192, 8, Window(right=0))
     plan = plan_forward(problem)

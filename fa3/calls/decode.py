@@ -66,8 +66,8 @@ def attend_with_cache(
     q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks = operands
     modifiers = UNMODIFIED
     if softcap or slopes is not None or sinks is not None:
-        behind = window.right == 0 or q.shape[1] == 1
-        modifiers = Modifiers.of(q, softcap, slopes, sinks, None, None, behind)
+        is_causal = window.right == 0 or q.shape[1] == 1
+        modifiers = Modifiers.of(q, softcap, slopes, sinks, None, None, is_causal)
     call = prepare_decode(
         q.shape, k.shape, v.shape[-1], q.dtype, q.device,
         None if page_table is None else page_table.shape[1],

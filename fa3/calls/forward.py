@@ -1,4 +1,4 @@
-"""`flash_attn_func`: validate, plan, run. CPU tensors go to the executor, CUDA tensors to Hopper.
+"""`flash_attn_func`: validate, plan, run. CPU tensors go to the reference, CUDA tensors to Hopper.
 
 What follows from a call's shapes, strides, types and options (is it valid, how will it run, which
 compiled kernel) is worked out once and remembered, so that a repeated call costs a look-up, the
@@ -316,8 +316,8 @@ def flash_attn_func(
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         check_rank("q", Operand(*described[0]))
-        behind = check_window(window_size, causal).right == 0
-        modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, behind)
+        is_causal = check_window(window_size, causal).right == 0
+        modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, is_causal)
     call = prepare_forward(
         *described, causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan
     )

@@ -1,4 +1,4 @@
-"""Attention to a key/value cache: validate, append, attend. CPU tensors go to the executor.
+"""Attention to a key/value cache: validate, append, attend. CPU tensors go to the reference.
 
 A call is one to three launches: one appends (`kernels.append`), the others attend (`decode`).
 Lengths are read on the device only, so a captured CUDA graph goes on decoding as they grow. What
@@ -172,7 +172,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32: keys before this one are hidden. Positions stay as they
             are.
         page_table: (batch, max_pages) int32: the pages of each sequence, in order. Entries
-            behind its last token are not used, nor those behind 2^31 - 2^20 tokens. Those that a
+            after its last token are not used, nor those after 2^31 - 2^20 tokens. Those that a
             window has left behind are not read, but where the table is checked they must exist.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v. Ignored without them.

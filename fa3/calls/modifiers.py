@@ -59,12 +59,12 @@ class Modifiers(NamedTuple):
         sinks: torch.Tensor | None,
         score: Score | None,
         mask: Mask | None,
-        behind: bool,
+        is_causal: bool,
     ) -> "Modifiers":
         """Check the arguments of a call on q (batch, seqlen_q, heads_q, head_dim).
 
         Args:
-            behind: no key after a query's own position is visible.
+            is_causal: no key after a query's own position is visible.
 
         Raises:
             TypeError, ValueError: an argument is not what `flash_attn_func` says it is.
@@ -73,7 +73,7 @@ class Modifiers(NamedTuple):
         scores: list[Score] = [Softcap(float(softcap))] if softcap else []
         if alibi_slopes is not None:
             check_alibi_slopes(alibi_slopes, q)
-            scores.append(Alibi(alibi_slopes, behind))
+            scores.append(Alibi(alibi_slopes, is_causal))
         if score is not None:
             check_function("score", score, Score, q)
             scores.append(score)

@@ -71,12 +71,12 @@ def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:
     has_ended = rounds[:, :, 0] == END
     if not has_ended[-1].all():
         raise ValueError(
-            f"schedule must have END ({END}) behind the entries of every cluster, has none for "
+            f"schedule must have END ({END}) after the entries of every cluster, has none for "
             f"cluster {has_ended[-1].argmin()}"
         )
     goes_on = (has_ended[:-1] & ~has_ended[1:]).any(axis=0)
     if goes_on.any():
-        raise ValueError(f"schedule has entries behind END ({END}) of cluster {goes_on.argmax()}")
+        raise ValueError(f"schedule has entries after END ({END}) of cluster {goes_on.argmax()}")
     return rounds[~has_ended].astype(np.int64)
 
 

@@ -69,8 +69,8 @@ class Pieces:
         longer = longer_ctas * (size + 1)
         # Longer pieces come first: `among` is 1 in them and 0 after. This takes one division only.
         among = smaller(larger(longer - position, 0), 1)
-        behind = 1 - among
-        return behind * longer_ctas + (position - behind * longer) // larger(size + among, 1)
+        after = 1 - among
+        return after * longer_ctas + (position - after * longer) // larger(size + among, 1)
 
 
 @dataclass(frozen=True)

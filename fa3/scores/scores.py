@@ -118,11 +118,11 @@ class Alibi(Score):
 
     Fields:
         slopes: (heads,) or (batch, heads), float32.
-        behind: whether no query sees keys after its own position; then `abs` is not needed.
+        is_causal: whether no query sees keys after its own position; then `abs` is not needed.
     """
 
     slopes: object
-    behind: bool
+    is_causal: bool
 
     hides = False
 
@@ -153,7 +153,7 @@ class Alibi(Score):
             Float32(coords.first_key(n_block) - coords.query(r) - sequence.offset)
             for r in range(num_rows)
         ]
-        if cutlass.const_expr(self.behind):
+        if cutlass.const_expr(self.is_causal):
             self.slant(scores, slopes, coords)
             return tuple(product(slopes[r], first[r]) for r in range(num_rows))
         shifts = cute.make_rmem_tensor(num_rows, Float32)

@@ -95,7 +95,7 @@ def demo(png: Path) -> None:
         screen.paragraph(
             "No kernel ran on a GPU",
             "There is no Hopper GPU here. The kernel was compiled and inspected; the numbers "
-            "above\ncome from the CPU executor, which walks the same plan.",
+            "above\ncome from the CPU reference, which walks the same plan.",
         )
 
 
@@ -214,6 +214,6 @@ def check_on_cpu(screen: Screen) -> None:
         out = flash_attn_func(q, k, v, causal=True)
         comparison = compare(out, q, k, v, torch.float64)
     screen.paragraph(
-        f"Numbers of the CPU executor: {SMALL.seqlen_q} tokens, {SMALL.num_heads_q} query heads",
+        f"Numbers of the CPU reference: {SMALL.seqlen_q} tokens, {SMALL.num_heads_q} query heads",
         comparison,
     )
