@@ -440,7 +440,7 @@ class Decode(AttentionKernel):
             blocks = self.key_blocks(mask, tile, sequence)
             blocks = blocks.between(first_block + segment.begin, first_block + segment.end)
             k_state = attention.first(blocks.end - 1, k_state)
-            self.clear_behind(attention, smem.v, blocks.end - 1, v_state, thread)
+            self.clear_past_end(attention, smem.v, blocks.end - 1, v_state, thread)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
@@ -474,7 +474,7 @@ class Decode(AttentionKernel):
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def clear_behind(self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread):
+    def clear_past_end(self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread):
         """Zero the rows of V past the end of the sequence: P is 0 there, but 0 * NaN is not."""
         num_keys = attention.rules.sequence.seqlen_k - n_block * self.config.tile_n
         if num_keys < self.config.tile_n:
