@@ -64,6 +64,23 @@ class Span(fa3.Mask):
         return self.begin[rows.head], self.end[rows.head]
 
 
+@dataclass(frozen=True)
+class Stairs(fa3.Mask):
+    """Every 64 queries the first visible key is `step` keys further on; the ranges say so."""
+
+    step: int
+
+    @cute.jit
+    def visible(self, at: fa3.Position):
+        return at.key >= at.query // 64 * self.step
+
+    def reference(self, at):
+        return at.key >= at.query // 64 * self.step
+
+    def key_range(self, rows):
+        return rows.first // 64 * self.step, rows.seqlen_k
+
+
 class Recipe(NamedTuple):
     """What of a call's modifiers shapes the code; the tensors are drawn for a problem.
 

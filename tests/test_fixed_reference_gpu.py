@@ -10,6 +10,7 @@ from reference import check_attention, dense
 
 import fa3
 from fa3.calls.forward import PreparedCall, prepare_forward
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
@@ -268,6 +269,20 @@ def test_warpgroups_without_a_block_in_common(head_dim, cluster, seqlen_q, fixed
     q, k, v = make_operands(problem, device=device)
     for schedule in ("list", "split"):
         plan = plan_of(problem, schedule, fixed, **cluster)
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window)
+
+
+@pytest.mark.parametrize("config", [ForwardConfig(128, 16), ForwardConfig(192, 32)], ids=str)
+@pytest.mark.parametrize("fixed", [True, False])
+def test_more_blocks_to_skip_than_stages(config, fixed, device):
+    """Under a left bound, with blocks so small that a warpgroup's keys begin many of them later."""
+    window = Window(200, -1)
+    problem = make_problem(2, 700, 1500, 2, 2, 64, window)
+    q, k, v = make_operands(problem, device=device)
+    config = replace(config, fixed_reference=fixed)
+    for schedule in ("dynamic", "list"):
+        plan = plan_forward(problem, config=config, schedule=schedule)
         out, lse = attend(q, k, v, window, plan=plan)
         check_attention(out, lse, q, k, v, window=window)
 

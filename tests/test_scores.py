@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import make_operands, make_problem, windows
 from reference import check_attention, dense
-from score_problems import NOTHING, RECIPES, Gate, Recipe, RelativeBias, Span, modify
+from score_problems import NOTHING, RECIPES, Gate, Recipe, RelativeBias, Span, Stairs, modify
 
 import fa3
 from fa3.kernels.forward_launch import ForwardConfig
@@ -315,3 +315,11 @@ def test_a_gate_that_is_open_everywhere_is_none(problem, seed):
     plain, plain_lse = fa3.flash_attn_func(q, k, v, return_lse=True)
     torch.testing.assert_close(lse, plain_lse)
     torch.testing.assert_close(out, plain, rtol=0.02, atol=0.01)
+
+
+def test_ranges_that_depend_on_the_rows():
+    problem = make_problem(1, 200, 900, 2, 1, 64)
+    q, k, v = make_operands(problem)
+    mask = Stairs(250)
+    out, lse = fa3.flash_attn_func(q, k, v, mask=mask, return_lse=True)
+    check_attention(out, lse, q, k, v, mask=mask)

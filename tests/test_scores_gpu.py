@@ -10,7 +10,7 @@ import pytest
 import torch
 from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention, largest_difference
-from score_problems import NOTHING, Recipe, RelativeBias, Span, modify
+from score_problems import NOTHING, Recipe, RelativeBias, Span, Stairs, modify
 
 import fa3
 from fa3.planning.planner import plan_forward
@@ -218,6 +218,19 @@ def test_a_mask_that_hides_everything(sinks, device):
     arguments = NOTHING | {"mask": Span(begin, end), "sinks": sinks}
     out, _ = check(problem, arguments, make_operands(problem, device=device))
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "list", "single"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_warpgroups_whose_keys_begin_far_apart(head_dim, schedule, device):
+    """One lets more blocks go by than there are stages, while the producer still has to load them
+    before it can tell which tile is next."""
+    problem = make_problem(2, 300, 4096, 2, 2, head_dim)
+    q, k, v = make_operands(problem, device=device)
+    mask = Stairs(700)
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_func(q, k, v, mask=mask, schedule=schedule, return_lse=True)
+    check_attention(out, lse, q, k, v, mask=mask)
 
 
 @pytest.mark.parametrize("softcap", [1.0, 5.0, 5.5, 30.0, 60.0, 61.0, 1e4])

@@ -425,11 +425,14 @@ class Forward(AttentionKernel):
             if cutlass.const_expr(self.schedule_type.splits):
                 warp = self.warp_of_cluster(rank, thread_idx)
                 number = operands.parts.take_number(segment.part, warp)
-            cursor = schedule.next(cursor)
+            if cutlass.const_expr(not self.skips_before_next):
+                cursor = schedule.next(cursor)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.spec.mask.left):
                 below = own.begin - blocks.begin
                 k_state, v_state = attention.skip(below, k_state, v_state)
+            if cutlass.const_expr(self.skips_before_next):
+                cursor = schedule.next(cursor)
             computed = recorder.now()
             of_rows = rules.sinks_of_rows(sinks)
             if cutlass.const_expr(self.schedule_type.splits):
@@ -458,6 +461,12 @@ class Forward(AttentionKernel):
             q_state.advance()
         turns.finish()
         out.wait()
+
+    @property
+    def skips_before_next(self) -> bool:
+        """Whether `next` waits until the producer has loaded the tile's last blocks, so that a
+        warpgroup must let go of those that it skips before it calls it."""
+        return self.spec.mask.left and self.schedule_type.shared_words > 0
 
     def reference(self, bound: float) -> Reference:
         """The softmax's reference for scores whose natural logits are at most `bound`."""
