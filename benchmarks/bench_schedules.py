@@ -98,7 +98,7 @@ def make_rows(timed: Timed) -> list[PlanRow]:
         rows.append(
             PlanRow(
                 **timed.columns(provider),
-                schedule=plan.schedule_name,
+                schedule=plan.schedule.name,
                 tile_m=plan.config.tile_m,
                 tile_n=plan.config.tile_n,
                 q_stages=plan.config.q_stages,

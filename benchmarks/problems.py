@@ -12,8 +12,6 @@ from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem
 from fa3.scores.masks import Band
 
-__all__ = ["plan_forward", "present_gpu", "problem_of"]
-
 
 def problem_of(cell: Cell) -> Problem:
     """What `fa3.flash_attn_func` makes of a call on this cell."""
@@ -36,3 +34,8 @@ def present_gpu() -> Gpu:
     if not torch.cuda.is_available():
         return H200
     return gpu_of(torch.device("cuda", torch.cuda.current_device()))
+
+
+def plan_name(cell: Cell) -> str:
+    """How the planner has a call on this cell run."""
+    return plan_forward(problem_of(cell), present_gpu()).name

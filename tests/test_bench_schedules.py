@@ -14,8 +14,8 @@ from benchmarks import (
     bench_schedules,
     fit_costs,
     harness,
-    peers,
     plans,
+    problems,
     regret,
     results,
     runs,
@@ -64,7 +64,7 @@ def plan_row(cell: shapes.Cell, plan, us: float, regime: str = "steady") -> Plan
         window_left=cell.window_left,
         dtype=cell.dtype,
         us=us,
-        schedule=plan.schedule_name,
+        schedule=plan.schedule.name,
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         q_stages=config.q_stages,
@@ -122,7 +122,7 @@ def test_all_plans_are_the_planner_s_own_and_the_hopeful_ones():
         times = {name: plan.predict().us for name, plan in found.items()}
         assert next(iter(found)) == plan_forward(problem).name
         assert all(name == plan.name for name, plan in found.items())
-        assert {plan.schedule_name for plan in found.values()} <= set(SCHEDULES)
+        assert {plan.schedule.name for plan in found.values()} <= set(SCHEDULES)
         assert max(list(times.values())[1:]) < plans.HOPELESS * min(times.values())
 
 
@@ -135,7 +135,7 @@ def test_a_row_s_plan_is_read_back():
         assert plans.cell_of(row) == cell
         assert plans.recorded_config(replace(row, choice=plan.name)) == (
             plan.config,
-            plan.schedule_name,
+            plan.schedule.name,
         )
     unnamed = replace(row, choice="")
     follows = replace(choose_config(problem, H200), fixed_reference=False)
@@ -221,7 +221,7 @@ def measured(cell: shapes.Cell, factors: dict[str, float]) -> list[PlanRow]:
     found = plans.all_plans(plans.problem_of(cell), H200)
     own = next(iter(found))
     return [
-        plan_row(cell, plan, 100 * factors.get("own" if name == own else plan.schedule_name, 2))
+        plan_row(cell, plan, 100 * factors.get("own" if name == own else plan.schedule.name, 2))
         for name, plan in found.items()
     ]
 
@@ -323,5 +323,5 @@ def test_blocks_become_rows_of_providers():
 
 
 def test_a_forward_row_says_which_plan_ran():
-    name = peers.Ours.plan_name(CELLS[0])
+    name = problems.plan_name(CELLS[0])
     assert name == plan_forward(plans.problem_of(CELLS[0])).name

@@ -319,7 +319,7 @@ def test_a_schedule_that_does_not_fit_the_problem_is_refused():
     problem = replace(problem, spec=replace(problem.spec, scores=(score,)))
     with pytest.raises(ValueError, match="schedule 'split' cannot run"):
         plan_forward(problem, schedule="split")
-    assert plan_forward(problem, schedule="dynamic").schedule_name == "dynamic"
+    assert plan_forward(problem, schedule="dynamic").schedule.name == "dynamic"
 
 
 def test_explanation_says_how_long_why_and_what_else():

@@ -272,13 +272,13 @@ def test_parts_under_a_bias_follow_their_scores():
     spec = AttentionSpec("bfloat16", 128, 128, 4, Band(right=True), False, (alibi,))
     problem = Problem(spec, 1, 640, 8192, 8, Window(right=0))
     plan = plan_forward(problem)
-    assert plan.schedule_name == "split" and not plan.config.fixed_reference
+    assert plan.schedule.name == "split" and not plan.config.fixed_reference
     assert plan_forward(problem, schedule="list").config.fixed_reference
 
 
 def test_parts_are_taken_at_sizes_that_were_not_measured_where_they_gain_much():
     spec = AttentionSpec("bfloat16", 192, 128, 1, Band(right=True), False)
-    assert plan_forward(Problem(spec, 1, 128, 8192, 16, Window(right=0))).schedule_name == "split"
+    assert plan_forward(Problem(spec, 1, 128, 8192, 16, Window(right=0))).schedule.name == "split"
 
 
 def test_a_callers_order_is_called_so():

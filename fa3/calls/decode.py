@@ -77,7 +77,7 @@ def attend_with_cache(
     if not call.launches:
         execute_decode(call.plan, operands, softmax_scale, modifiers.tensors)
         return
-    (kernel, integers), *merges = call.launches
+    (kernel, integers, _), *merges = call.launches
     workspace = None
     if merges:
         workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
@@ -87,7 +87,7 @@ def attend_with_cache(
             workspace, softmax_scale, *integers,
         )
     )  # fmt: skip
-    for combine, sizes in merges:
+    for combine, sizes, _ in merges:
         combine(*CombineArguments(out, lse, sinks, None, None, workspace, *sizes))
 
 

@@ -105,10 +105,10 @@ class PreparedCall:
     ) -> "PreparedCall":
         """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
         parts = PartMemory.of(plan) if plan.schedule.splits else None
-        again = plan.again
+        launches = plan.launches(is_recorded)
         counts = (
-            again.schedule.num_counters if again else 0,
-            plan.schedule.num_counters,
+            sum(one.num_counters for one in launches[1:]),
+            launches[0].num_counters,
             parts.num_counters if parts else 0,
         )
         counts = tuple(-(-count // ALIGNED) * ALIGNED for count in counts)
@@ -116,7 +116,7 @@ class PreparedCall:
             plan,
             out_shape,
             lse_shape,
-            tuple(one.loaded(load_kernel) for one in plan.launches(is_recorded)),
+            tuple(one.loaded(load_kernel) for one in launches),
             None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
             counts,
             parts,
@@ -144,7 +144,7 @@ class PreparedCall:
         capture = capture_of(stream)
         state = None if self.table is None else self.table.on(stream, capture)
         tensors = q, k, v, out, lse, modifiers, scale
-        kernel, integers = self.launches[0]
+        kernel, integers, _ = self.launches[0]
         if not self.total_counters:
             kernel(*ForwardArguments(*tensors, *integers, state, recording=recording))
             return
@@ -155,7 +155,7 @@ class PreparedCall:
             state = of_schedule
         parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
         kernel(*ForwardArguments(*tensors, *integers, state, *parts, marks, recording))
-        for kernel, integers in self.launches[1:]:
+        for kernel, integers, _ in self.launches[1:]:
             kernel(*ForwardArguments(*tensors, *integers, schedule_state=marks))
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)

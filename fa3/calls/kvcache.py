@@ -78,7 +78,7 @@ class PreparedCacheCall:
     Fields:
         description: of all tensors.
         append: appends and rotates; None if nothing is appended.
-        attend: computes the output; None if there is nothing to compute.
+        attends: whether there is an output to compute.
         query_step: 1 if each query has a rotary position of its own, 0 if they share one.
         head_dim: columns of q.
         apart: checks that the caches share no memory with other `TENSORS`, if they are written.
@@ -86,7 +86,7 @@ class PreparedCacheCall:
 
     description: CacheCall
     append: Callable | None
-    attend: Callable | None
+    attends: bool
     window: Window
     query_step: int
     out_shape: tuple[int, ...]
@@ -275,11 +275,13 @@ def flash_attn_with_kvcache(
     seqlens, batch_idx, leftpad, pages, _ = integers
     if call.append is not None:
         q, seqlens = append_tokens(call, tensors, integers)
-    if call.attend is not None:
+    if call.attends:
         operands = CacheOperands(
             q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, alibi_slopes, sinks
         )
-        call.attend(operands, scale, call.window, softcap, num_splits, batch_invariant, sm_margin)
+        decode.attend_with_cache(
+            operands, scale, call.window, softcap, num_splits, batch_invariant, sm_margin
+        )
     else:
         hide_all_keys(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -394,13 +396,10 @@ def prepare_cache_call(
     if has_room and call.k is not None and call.batch:
         kernel = append_kernel(call, rotary_interleaved)
         append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
-    attend = None
-    if has_room and 0 not in call.q.shape:
-        attend = decode.attend_with_cache
     return PreparedCacheCall(
         call,
         append,
-        attend,
+        has_room and 0 not in call.q.shape,
         window.tighten(call.seqlen_q, call.capacity),
         int(window != Window()),
         (*call.q.shape[:3], call.head_dim_v),

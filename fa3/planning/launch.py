@@ -10,10 +10,12 @@ class Launch(NamedTuple):
     Fields:
         kernel: of `fa3.kernels`, what it is compiled for; its compiled entry once it is loaded.
         integers: what it takes after the tensors and the softmax scale.
+        num_counters: counters that its schedule finds at zero.
     """
 
     kernel: object
     integers: tuple[int, ...]
+    num_counters: int = 0
 
     def loaded(self, load: Callable) -> "Launch":
         """The same with its kernel's entry, which `load` gives."""

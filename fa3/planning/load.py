@@ -203,11 +203,11 @@ class RowLoad:
     def balanced(self) -> Load:
         """About the load of a `TileList`: where greedy assignment ends late, the last tiles are
         sorted longest-first."""
-        work = self.greedy
-        if self.in_equal_rounds is not None or work.last <= LATE * self.total / self.lanes:
-            return work
+        load = self.greedy
+        if self.in_equal_rounds is not None or load.last <= LATE * self.total / self.lanes:
+            return load
         longest_first = np.sort(self.last_rounds)[::-1]
-        return self.whole(min(work.last, self.end_of_last_rounds(longest_first)))
+        return self.whole(min(load.last, self.end_of_last_rounds(longest_first)))
 
     @cached_property
     def last_rounds(self) -> np.ndarray:

@@ -43,14 +43,9 @@ class Plan:
     considered: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)
 
     @property
-    def schedule_name(self) -> str:
-        """The schedule's name in `SCHEDULES`."""
-        return self.schedule.name
-
-    @property
     def name(self) -> str:
         """Schedule and tiling in a few characters: "list 128x128"."""
-        return f"{self.schedule_name} {describe_config(self.config)}"
+        return f"{self.schedule.name} {describe_config(self.config)}"
 
     @property
     def grid(self) -> int:
@@ -79,8 +74,9 @@ class Plan:
         Args:
             is_recorded: whether the first is the instrumented kernel.
         """
-        launch = Launch(self.kernel(is_recorded), self.kernel_arguments)
-        return (launch, *self.again.launches()) if self.again else (launch,)
+        again = self.again
+        launch = Launch(self.kernel(is_recorded), self.kernel_arguments, self.schedule.num_counters)
+        return (launch, *again.launches()) if again else (launch,)
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
@@ -96,7 +92,7 @@ class Plan:
         """The plan with its prediction, to compare it with the planner's candidates."""
         tiled = self.tiled
         segments = segments_of(tiled, self.schedule)
-        return candidate(tiled, self.schedule_name, Load.of(segments, tiled.costs, tiled.lanes))
+        return candidate(tiled, self.schedule.name, Load.of(segments, tiled.costs, tiled.lanes))
 
     @property
     def tiled(self) -> TiledProblem:

@@ -25,7 +25,8 @@ ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] 
 
 CHOICES = tuple(name for name, kind in SCHEDULES.items() if kind.is_searched)
 """Schedules that the planner chooses from. The others need no table, so a CUDA graph can capture
-them for a problem not planned before; searching them as well gained 0.04% on average."""
+them for a problem not planned before; searching them as well did not lower the regret over the
+committed records (docs/experiments.md)."""
 
 UNSURE = 0.25
 """`LEAST_MARGIN` for candidates that were not measured."""

@@ -63,10 +63,6 @@ class Dynamic(Planned):
     table: ClassVar[None] = None
 
     @classmethod
-    def make(cls, tiled) -> "Dynamic":
-        return cls(tiled.order, tiled.num_clusters)
-
-    @classmethod
     def load(cls, rows):
         return rows.greedy
 
@@ -80,10 +76,6 @@ class Dynamic(Planned):
             raise ValueError(
                 "schedule must have no counters and no mailbox: every launch gets its own"
             )
-
-    @classmethod
-    def on_device(cls, order: TileOrder, num_clusters, state) -> "Dynamic":
-        return cls(order, num_clusters, state)
 
     @cute.jit
     def connected(self, shared: cute.Pointer, warps: cutlass.Constexpr) -> "Dynamic":

@@ -200,6 +200,14 @@ class Planned:
     owners = None
     parts = None
 
+    @classmethod
+    def make(cls, tiled):
+        return cls(tiled.order, tiled.num_clusters)
+
+    @classmethod
+    def on_device(cls, order: TileOrder, num_clusters, state):
+        return cls(order, num_clusters, *((state,) if cls.reads_state else ()))
+
     @property
     def simulated(self) -> "Schedule":
         return self

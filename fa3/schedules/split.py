@@ -138,10 +138,6 @@ class SplitTiles(Tabled):
         check_key_blocks(self.order, segments, first_blocks, end_blocks)
         check_parts(self.order, self.num_slots, segments, num_parts)
 
-    @classmethod
-    def on_device(cls, order: TileOrder, num_clusters, table) -> "SplitTiles":
-        return cls(order, num_clusters, table)
-
     def first(self, cluster) -> SplitCursor:
         return self.read(cluster)
 

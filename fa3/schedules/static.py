@@ -26,10 +26,6 @@ class StaticPersistent(Planned):
     table: ClassVar[None] = None
 
     @classmethod
-    def make(cls, tiled) -> "StaticPersistent":
-        return cls(tiled.order, tiled.num_clusters)
-
-    @classmethod
     def load(cls, rows):
         return rows.snake
 
@@ -37,10 +33,6 @@ class StaticPersistent(Planned):
     def owners(self) -> np.ndarray:
         turn, place = np.divmod(np.arange(self.order.num_tiles), self.num_clusters)
         return np.where(turn % 2, self.num_clusters - 1 - place, place)
-
-    @classmethod
-    def on_device(cls, order: TileOrder, num_clusters, table) -> "StaticPersistent":
-        return cls(order, num_clusters)
 
     def first(self, cluster):
         return cluster

@@ -122,10 +122,6 @@ class TileList(Tabled):
             tile = self.order.tile(int(count.argmax()))
             raise ValueError(f"schedule has {tile} {count.max()} times")
 
-    @classmethod
-    def on_device(cls, order: TileOrder, num_clusters, table) -> "TileList":
-        return cls(order, num_clusters, table)
-
     def first(self, cluster) -> ListCursor:
         return self.read(cluster)
 
