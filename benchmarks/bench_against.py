@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,12 +26,26 @@ import fa3
 from benchmarks.harness import REGIMES, Regime
 from benchmarks.shapes import HIDDEN, TOKENS
 
-PARTS = ("host", "grid", "failing")
+PARTS = ("host", "grid", "failing", "decode", "few")
 LEAST_BLOCK_MS = 20
 """Work of a block in bursts: shorter than for records, since only ratios count."""
 
 HOST_CALLS = 100
 """Calls that are queued while the host is timed."""
+
+CACHE_SETS_BYTES = 240 << 20
+"""Caches that decoding rotates through: four times the L2 of an H200."""
+
+DECODING = (
+    (1, 8192, 32, 8),
+    (16, 8192, 32, 8),
+    (64, 8192, 32, 8),
+    (5, 3000, 28, 4),
+    (48, 4096, 64, 8),
+    (128, 2048, 8, 1),
+)
+FEW_TILES = ((1, 1024, 8, 1), (1, 2048, 8, 1), (1, 1024, 32, 8), (1, 2048, 32, 8), (2, 577, 16, 16))
+"""Rows of (batch, keys, query heads, key/value heads) with heads of 128."""
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -54,14 +68,19 @@ def load_tree(path: Path) -> ModuleType:
         sys.modules.update(ours)
 
 
-def draw(batch: int, seqlen: int, heads: int, head_dim: int) -> Operands:
+def draw(
+    batch: int, seqlen: int, heads: int, head_dim: int, heads_kv: int | None = None
+) -> Operands:
     """Draw q, k and v from the normal distribution."""
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = (batch, seqlen, heads, head_dim)
+    heads_kv = heads_kv or heads
     q, k, v = (
-        torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
-        for _ in range(3)
-    )
+        torch.randn(
+            (batch, seqlen, count, head_dim),
+            dtype=torch.bfloat16, device="cuda", generator=generator,
+        )
+        for count in (heads, heads_kv, heads_kv)
+    )  # fmt: skip
     return q, k, v
 
 
@@ -171,21 +190,70 @@ def measure_failing(before: ModuleType, options: argparse.Namespace) -> list[dic
 
 
 def measure_host(before: ModuleType) -> list[dict]:
-    """Microseconds of the host for a call whose plan is known."""
+    """Microseconds of the host for calls whose plans are known."""
     q, k, v = draw(1, 512, 2, 64)
+    lengths = torch.full((1,), 512, dtype=torch.int32, device="cuda")
+    arguments = {
+        "flash_attn_func": partial(dict, q=q, k=k, v=v, causal=True),
+        "flash_attn_with_kvcache": partial(
+            dict, q=q[:, :1], k_cache=k, v_cache=v, cache_seqlens=lengths, causal=True
+        ),
+    }
     rows = []
-    for _ in range(3):
-        for name, tree in (("before", before), ("now", fa3)):
-            best = float("inf")
-            for _ in range(30):
-                begin = time.perf_counter()
-                for _ in range(HOST_CALLS):
-                    tree.flash_attn_func(q, k, v, causal=True)
-                best = min(best, (time.perf_counter() - begin) * 1e6 / HOST_CALLS)
-                torch.cuda.synchronize()
-            rows.append({"tree": name, "us": best})
-            print(f"host {name}: {best:.2f} us", flush=True)
+    for of_call, given in arguments.items():
+        for _ in range(3):
+            for name, tree in (("before", before), ("now", fa3)):
+                call, best = partial(getattr(tree, of_call), **given()), float("inf")
+                for _ in range(30):
+                    begin = time.perf_counter()
+                    for _ in range(HOST_CALLS):
+                        call()
+                    best = min(best, (time.perf_counter() - begin) * 1e6 / HOST_CALLS)
+                    torch.cuda.synchronize()
+                rows.append({"call": of_call, "tree": name, "us": best})
+                print(f"host {of_call} {name}: {best:.2f} us", flush=True)
     return rows
+
+
+def captured(calls: list[Callable[[], object]]) -> Callable[[], object]:
+    """One graph of all calls, so that the host costs nothing."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def measure_captured(
+    before: ModuleType, options: argparse.Namespace, part: str, rows: Sequence[tuple[int, ...]]
+) -> list[dict]:
+    """Rows of decoding or of few tiles, in graphs."""
+    found = []
+    for batch, seqlen, heads, heads_kv in rows:
+        sets = 20
+        if part == "decode":
+            sets = -(-CACHE_SETS_BYTES // (2 * 2 * batch * seqlen * heads_kv * 128))
+        operands = [draw(batch, seqlen, heads, 128, heads_kv) for _ in range(sets)]
+        calls = {}
+        for name, tree in (("now", fa3), ("before", before)):
+            if part == "decode":
+                lengths = torch.full((batch,), seqlen, dtype=torch.int32, device="cuda")
+                call = partial(tree.flash_attn_with_kvcache, cache_seqlens=lengths)
+                calls[name] = captured([partial(call, q[:, :1], k, v) for q, k, v in operands])
+            else:
+                call = partial(tree.flash_attn_func, causal=True)
+                calls[name] = captured([partial(call, *one) for one in operands])
+        for regime in map(REGIMES.get, options.regimes):
+            times = compare(calls, regime, options.rounds)
+            row = {"regime": regime.name, "row": (batch, seqlen, heads, heads_kv)}
+            row |= {"us": statistics.median(times["now"]) / sets}
+            row |= {"ratio": ratio(times, "before", "now")}
+            found.append(row)
+            print(f"{part} {row}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -207,6 +275,9 @@ def main() -> None:
         found["grid"] = measure_grid(before, options)
     if "failing" in options.parts:
         found["failing"] = measure_failing(before, options)
+    for part, rows in (("decode", DECODING), ("few", FEW_TILES)):
+        if part in options.parts:
+            found[part] = measure_captured(before, options, part, rows)
     if options.output:
         options.output.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -17,15 +17,9 @@ def problem_of(cell: Cell) -> Problem:
     """What `fa3.flash_attn_func` makes of a call on this cell."""
     window = check_window(window_size(cell), cell.causal)
     window = window.tighten(cell.seqlen_q, cell.seqlen_k)
-    spec = AttentionSpec(
-        cell.dtype,
-        cell.head_dim,
-        cell.head_dim_v,
-        cell.heads_q // cell.heads_kv,
-        Band.of(window),
-        write_lse=False,
-    )
-    return Problem(spec, cell.batch, cell.seqlen_q, cell.seqlen_k, cell.heads_kv, window)
+    spec = AttentionSpec(cell.dtype, cell.head_dim, cell.head_dim_v, Band.of(window))
+    ratio = cell.heads_q // cell.heads_kv
+    return Problem(spec, cell.batch, cell.seqlen_q, cell.seqlen_k, cell.heads_kv, ratio, window)
 
 
 @functools.cache

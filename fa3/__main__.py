@@ -188,10 +188,8 @@ def problem_of(options: argparse.Namespace) -> Problem:
         raise ValueError(f"--window needs integers from -1, got {left} {right}")
     check_forward_counts(batch, seqlen_q, seqlen_k, heads_q)
     window = Window(left, 0 if options.causal else right).tighten(seqlen_q, seqlen_k)
-    spec = AttentionSpec(
-        SHORT_DTYPES[options.dtype], head_dim, head_dim, heads_q // heads_kv, Band.of(window), False
-    )
-    return Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
+    spec = AttentionSpec(SHORT_DTYPES[options.dtype], head_dim, head_dim, Band.of(window))
+    return Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, heads_q // heads_kv, window)
 
 
 def run_demo(options: argparse.Namespace) -> None:

@@ -50,8 +50,6 @@ class Element(NamedTuple):
 ELEMENTS = {"bfloat16": Element(2, True), "float16": Element(2, False)}
 """What q, k, v and out may be made of."""
 
-LSE_BYTES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -61,9 +59,7 @@ class AttentionSpec:
         dtype: element type of q, k and v, one of `ELEMENTS`, which out has too.
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
-        qhead_per_kvhead: query heads that share one key/value head (1 is MHA).
         mask: a mask of `fa3.scores.masks`; its compile-time half.
-        write_lse: whether the kernel writes the log-sum-exp.
         scores: what is done to the scores before the softmax, in this order: templates of
             objects of `fa3.scores.scores`.
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
@@ -72,9 +68,7 @@ class AttentionSpec:
     dtype: str
     head_dim: int
     head_dim_v: int
-    qhead_per_kvhead: int
     mask: Hashable
-    write_lse: bool
     scores: tuple[Hashable, ...] = ()
     sinks: str | None = None
 
@@ -110,18 +104,24 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A spec and the sizes of one call. `window` is the run-time half of `spec.mask`."""
+    """A spec and the sizes of one call.
+
+    Fields:
+        qhead_per_kvhead: query heads that share one key/value head (1 is MHA).
+        window: the run-time half of `spec.mask`.
+    """
 
     spec: AttentionSpec
     batch: int
     seqlen_q: int
     seqlen_k: int
     num_heads_kv: int
+    qhead_per_kvhead: int = 1
     window: Window = Window()
 
     @property
     def num_heads_q(self) -> int:
-        return self.num_heads_kv * self.spec.qhead_per_kvhead
+        return self.num_heads_kv * self.qhead_per_kvhead
 
     @property
     def visible_pairs(self) -> int:
@@ -150,9 +150,9 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes through device memory: q, k, v read once, out and LSE written once."""
+        """Fewest bytes through device memory: q, k, v read once, out written once."""
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
         spec = self.spec
-        of_out = ELEMENTS[spec.out_dtype].bytes * spec.head_dim_v + LSE_BYTES * spec.write_lse
+        of_out = ELEMENTS[spec.out_dtype].bytes * spec.head_dim_v
         return rows_q * (spec.element.bytes * spec.head_dim + of_out) + rows_k * spec.key_bytes

@@ -38,10 +38,8 @@ def make_problem(
 ) -> Problem:
     """Build a problem whose mask fits its window; v is as wide as q unless told."""
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    spec = AttentionSpec(
-        dtype, head_dim, head_dim_v, qhead_per_kvhead, Band.of(window), write_lse=True
-    )
-    return Problem(spec, batch, seqlen_q, seqlen_k, num_heads_kv, window)
+    spec = AttentionSpec(dtype, head_dim, head_dim_v, Band.of(window))
+    return Problem(spec, batch, seqlen_q, seqlen_k, num_heads_kv, qhead_per_kvhead, window)
 
 
 def make_operands(

@@ -232,8 +232,8 @@ def test_the_order_of_flash_attention_2_is_told_from_that_of_3(arguments, error,
 
 
 def test_a_plan_that_does_not_fit_is_told_in_what():
-    plan = fa3.plan_forward(make_problem(2, 20, 20, 2))
-    expected = "plan was made for batch 2, write_lse True; the call has batch 1, write_lse False"
+    plan = fa3.plan_forward(make_problem(2, 20, 20, 1))
+    expected = "plan was made for batch 2, num_heads_kv 1; the call has batch 1, num_heads_kv 2"
     with pytest.raises(ValueError, match=f"^{expected}$"):
         fa3.flash_attn_func(Q, K, V, plan=plan)
 

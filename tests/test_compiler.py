@@ -21,7 +21,7 @@ from fa3.running import compiler
 
 ROOT = Path(fa3.__file__).parent.parent
 TESTS = Path(__file__).parent
-SMALL = Combine("bfloat16", 64, None, True, None)
+SMALL = Combine("bfloat16", 64, None, None)
 NUM_THREADS = 4
 
 
@@ -131,7 +131,7 @@ from fa3.running.compiler import load_kernel
 from fa3.kernels.combine import Combine
 from test_compiler import in_threads
 
-kernels = [Combine("bfloat16", head_dim, None, True, None) for head_dim in (32, 64, 96, 128)]
+kernels = [Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64, 96, 128)]
 entries = in_threads(load_kernel, kernels)
 print(*(type(entry).__name__ for entry in entries))
 """
@@ -176,7 +176,7 @@ source = Path("fa3/kernels/combine.py").resolve()
 assert source.samefile(combine.__file__)
 source.write_text(source.read_text() + "# edited\\n")
 with warnings.catch_warnings(record=True) as seen:
-    load_kernel(combine.Combine("bfloat16", 64, None, True, None))
+    load_kernel(combine.Combine("bfloat16", 64, None, None))
 print(*(warning.message for warning in seen))
 """
 

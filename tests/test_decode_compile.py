@@ -41,8 +41,8 @@ HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (40, 40), (192, 128), (
 SCORES = tuple(map(Template.of, (Softcap(30.0), Alibi(torch.zeros(4), is_causal=True))))
 
 
-def spec_of(head_dims=(128, 128), mask="full", dtype="bfloat16", lse=True, **modifiers):
-    return AttentionSpec(dtype, *head_dims, 4, MASKS[mask], lse, **modifiers)
+def spec_of(head_dims=(128, 128), mask="full", dtype="bfloat16", **modifiers):
+    return AttentionSpec(dtype, *head_dims, MASKS[mask], **modifiers)
 
 
 def cases():
@@ -57,7 +57,6 @@ def cases():
         yield cut.__name__, spec_of(mask="causal"), CACHES["contiguous"], cut
     yield "window", spec_of(mask="window"), CACHES["page16"], StreamK
     yield "float16", spec_of(dtype="float16"), CACHES["contiguous"], StreamK
-    yield "nolse", spec_of(lse=False), CACHES["contiguous"], StreamK
     for head_dims in ((128, 128), (256, 256)):
         spec = spec_of(head_dims, "causal", scores=SCORES, sinks="float32")
         yield f"modified-{head_dims}", spec, CACHES["contiguous"], StreamK
@@ -69,7 +68,7 @@ def cases():
 )
 def test_machine_code_of_decode(spec, cache, cut):
     config = config_of(spec)
-    compiled = compile_kernel(Decode(spec, config, cache, cut))
+    compiled = compile_kernel(Decode(spec, config, 4, cache, cut))
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log)
     assert report.threads == WARPGROUP + (WARPGROUP if cache.box(TILE_N) == 0 else 2 * WARP)
@@ -82,7 +81,7 @@ def test_machine_code_of_decode(spec, cache, cut):
 def test_machine_code_with_long_places():
     """Places in the line take two registers each, and are passed on in two halves."""
     spec, cache = spec_of(mask="causal"), CACHES["page64"]
-    compiled = compile_kernel(Decode(spec, config_of(spec), cache, StreamK, is_long=True))
+    compiled = compile_kernel(Decode(spec, config_of(spec), 4, cache, StreamK, is_long=True))
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log)
     check_wgmma(report, spec)
@@ -151,11 +150,11 @@ def test_validate_rejects(config, message):
 
 
 COMBINES = (
-    Combine("bfloat16", 128, 4, True, None),
-    Combine("float16", 256, 1, True, "float32"),
-    Combine("bfloat16", 8, 2, False, None),
-    Combine("float32", 72, None, True, None),
-    Combine("bfloat16", 128, None, True, None),
+    Combine("bfloat16", 128, 4, None),
+    Combine("float16", 256, 1, "float32"),
+    Combine("bfloat16", 8, 2, None),
+    Combine("float32", 72, None, None),
+    Combine("bfloat16", 128, None, None),
 )
 
 

@@ -25,7 +25,7 @@ from fa3.scores.templates import Template
 
 pytestmark = pytest.mark.compiles
 
-SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=True)
+SPEC = AttentionSpec("bfloat16", 64, 64, Band())
 
 
 @dataclass(frozen=True)

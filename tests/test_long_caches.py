@@ -201,7 +201,7 @@ def prepared(monkeypatch):
     def prepare(batch=1, heads_kv=1, pages=1 << 21, page_size=1024, head_dim=128, **options):
         defaults = {"window": Window(), "num_splits": 0, "batch_invariant": False}
         q, k = (batch, 1, heads_kv, head_dim), (10, page_size, heads_kv, head_dim)
-        given = (True, False, False), UNMODIFIED.structure, *(defaults | options).values(), 0
+        given = (False, False), UNMODIFIED.structure, *(defaults | options).values(), 0
         decode.prepare_decode.cache_clear()
         call = decode.prepare_decode(
             q, k, head_dim, torch.bfloat16, torch.device("cuda", 0), pages, *given

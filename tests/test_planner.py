@@ -269,16 +269,17 @@ def test_arguments_of_other_types_are_refused(name):
 def test_parts_under_a_bias_follow_their_scores():
     """Far from the diagonal their sums vanish, which a fixed reference takes for failing."""
     alibi = Template.of(Alibi(torch.ones(32), is_causal=True))
-    spec = AttentionSpec("bfloat16", 128, 128, 4, Band(right=True), False, (alibi,))
-    problem = Problem(spec, 1, 640, 8192, 8, Window(right=0))
+    spec = AttentionSpec("bfloat16", 128, 128, Band(right=True), (alibi,))
+    problem = Problem(spec, 1, 640, 8192, 8, 4, Window(right=0))
     plan = plan_forward(problem)
     assert plan.schedule.name == "split" and not plan.config.fixed_reference
     assert plan_forward(problem, schedule="list").config.fixed_reference
 
 
 def test_parts_are_taken_at_sizes_that_were_not_measured_where_they_gain_much():
-    spec = AttentionSpec("bfloat16", 192, 128, 1, Band(right=True), False)
-    assert plan_forward(Problem(spec, 1, 128, 8192, 16, Window(right=0))).schedule.name == "split"
+    spec = AttentionSpec("bfloat16", 192, 128, Band(right=True))
+    problem = Problem(spec, 1, 128, 8192, 16, 1, Window(right=0))
+    assert plan_forward(problem).schedule.name == "split"
 
 
 def test_a_callers_order_is_called_so():

@@ -51,7 +51,7 @@ def merge(parts: int) -> tuple:
 
 def decode_launch(batch: int) -> tuple:
     shapes = torch.Size((batch, 1, 4, 64)), torch.Size((batch, 64, 1, 64))
-    given = True, False, False
+    given = False, False
     return (
         *shapes, 64, torch.bfloat16, torch.device("cuda", 0), None, given, UNMODIFIED.structure,
         Window(), 0, False, 0,

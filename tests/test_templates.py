@@ -37,7 +37,7 @@ def biased(left=(4,), reach=3, right=(2, 5), dtype=torch.float32) -> Biased:
     return Biased(torch.randn(left).to(dtype), reach, torch.randn(right))
 
 
-SPEC = AttentionSpec("bfloat16", 64, 64, 1, Band(), write_lse=False)
+SPEC = AttentionSpec("bfloat16", 64, 64, Band())
 
 
 def kernel_of(score: fa3.Score) -> Forward:

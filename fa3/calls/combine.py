@@ -94,7 +94,7 @@ def flash_attn_combine(
     lse = out_partial.new_empty(batch, heads, seqlen)
     if call is not None:
         arguments = CombineArguments(
-            out, lse, dense_o=out_partial, dense_lse=lse_partial, sets=call.num_ctas
+            out, lse.data_ptr(), dense_o=out_partial, dense_lse=lse_partial, sets=call.num_ctas
         )
         call.kernel(*arguments)
     else:
@@ -144,6 +144,6 @@ def prepare_combine(
     if partial.device.type == "cpu" or 0 in rows:
         return None
     element = str(out_dtype).removeprefix("torch.")
-    kernel = load_kernel(Combine(element, head_dim, None, True, None))
+    kernel = load_kernel(Combine(element, head_dim, None, None))
     most = COMBINE_CTAS * gpu_of(partial.device).num_sms
     return PreparedCombine(kernel, min(math.prod(rows[1:]), most))

@@ -71,12 +71,13 @@ def attend_with_cache(
     call = prepare_decode(
         q.shape, k.shape, v.shape[-1], q.dtype, q.device,
         None if page_table is None else page_table.shape[1],
-        (lse is not None, batch_idx is not None, leftpad is not None),
+        (batch_idx is not None, leftpad is not None),
         modifiers.structure, window, num_splits, batch_invariant, sm_margin,
     )  # fmt: skip
     if not call.launches:
         execute_decode(call.plan, operands, softmax_scale, modifiers.tensors)
         return
+    lse = 0 if lse is None else lse.data_ptr()
     (kernel, integers, _), *merges = call.launches
     workspace = None
     if merges:
@@ -99,7 +100,7 @@ def prepare_decode(
     dtype: torch.dtype,
     device: torch.device,
     pages: int | None,
-    given: tuple[bool, bool, bool],
+    given: tuple[bool, bool],
     structure: Structure,
     window: Window,
     num_splits: int,
@@ -109,13 +110,13 @@ def prepare_decode(
     """Choose how a call runs, and load its kernels. q and k are shapes."""
     batch, seqlen_q, heads_q, head_dim = q
     _, rows_of_cache, heads_kv, _ = k
-    write_lse, batch_indexed, left_padded = given
+    batch_indexed, left_padded = given
     capacity = capacity_of(rows_of_cache, 1 if pages is None else pages)
     sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
     window = window.tighten(seqlen_q, capacity)
     spec = AttentionSpec(
-        str(dtype).removeprefix("torch."), head_dim, head_dim_v, sizes.qhead_per_kvhead,
-        Band.of(window), write_lse, structure.scores, structure.sinks,
+        str(dtype).removeprefix("torch."), head_dim, head_dim_v, Band.of(window),
+        structure.scores, structure.sinks,
     )  # fmt: skip
     cache = CacheLayout(0 if pages is None else rows_of_cache, batch_indexed, left_padded)
     on_gpu = device.type == "cuda"

@@ -143,7 +143,7 @@ class PreparedCall:
         stream = current_stream(device.index)
         capture = capture_of(stream)
         state = None if self.table is None else self.table.on(stream, capture)
-        tensors = q, k, v, out, lse, modifiers, scale
+        tensors = q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale
         kernel, integers, _ = self.launches[0]
         if not self.total_counters:
             kernel(*ForwardArguments(*tensors, *integers, state, recording=recording))
@@ -319,7 +319,7 @@ def flash_attn_func(
         is_causal = check_window(window_size, causal).right == 0
         modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, is_causal)
     call = prepare_forward(
-        *described, causal, window_size, modifiers.structure, return_lse, sm_margin, schedule, plan
+        *described, causal, window_size, modifiers.structure, sm_margin, schedule, plan
     )
     head_dim = described[0][0][-1]
     scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
@@ -382,7 +382,6 @@ def prepare_forward(
     causal: bool,
     window_size: tuple[int, int],
     modifiers: Structure,
-    write_lse: bool,
     sm_margin: int,
     schedule: ScheduleChoice,
     given_plan: Plan | None,
@@ -400,13 +399,13 @@ def prepare_forward(
         DTYPES[q.dtype],
         head_dim,
         head_dim_v,
-        heads_q // max(1, heads_kv),
         Intersection(band, modifiers.mask) if modifiers.mask else band,
-        write_lse,
         modifiers.scores,
         modifiers.sinks,
     )
-    problem = Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, window)
+    problem = Problem(
+        spec, batch, seqlen_q, seqlen_k, heads_kv, heads_q // max(1, heads_kv), window
+    )
     gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
     if given_plan is None:
         gpu = reserve_sms(gpu, sm_margin)

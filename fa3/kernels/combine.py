@@ -24,9 +24,10 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
+from fa3.primitives.row_lse import RowLse
 from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.vectors import vector_of
 from fa3.primitives.workspace import Workspace, WorkspaceSize
@@ -205,7 +206,7 @@ class CombineArguments(NamedTuple):
 
     Fields:
         o: (batch, seqlen, heads, head_dim_v), receives the output.
-        lse: (batch, heads, seqlen) float32, receives the log-sum-exp, or None.
+        lse: address of (batch, heads, seqlen) float32, which receives the log-sum-exp; 0 for none.
         sinks: (heads,), or None.
         dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and (parts, batch, seqlen,
             heads) float32; None for the decode kernel's parts.
@@ -215,7 +216,7 @@ class CombineArguments(NamedTuple):
     """
 
     o: object
-    lse: object
+    lse: int
     sinks: object = None
     dense_o: object = None
     dense_lse: object = None
@@ -229,7 +230,6 @@ class CombineArguments(NamedTuple):
     def symbolic(cls, kernel: "Combine") -> "CombineArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         batch, seqlen, heads = (cute.sym_int() for _ in range(3))
-        lse = arguments.compact_tensor("float32", (batch, heads, seqlen))
         workspace = dense_o = dense_lse = None
         if kernel.qhead_per_kvhead is None:
             parts = cute.sym_int(), batch, seqlen, heads
@@ -240,7 +240,7 @@ class CombineArguments(NamedTuple):
             workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
         return cls(
             o=arguments.tma_tensor(kernel.dtype, (batch, seqlen, heads, kernel.head_dim_v)),
-            lse=lse if kernel.write_lse else None,
+            lse=Int64(0),
             sinks=arguments.strided_tensor(kernel.sinks, 1) if kernel.sinks else None,
             dense_o=dense_o,
             dense_lse=dense_lse,
@@ -260,14 +260,12 @@ class Combine:
         dtype: element type of O.
         head_dim_v: columns of O.
         qhead_per_kvhead: query heads in a tile's rows, for recorded parts; None for dense parts.
-        write_lse: whether to write log-sum-exps.
         sinks: dtype of the heads' sinks, or None.
     """
 
     dtype: str
     head_dim_v: int
     qhead_per_kvhead: int | None
-    write_lse: bool
     sinks: str | None
 
     entry_name: ClassVar[str] = "fa3_combine"
@@ -289,7 +287,9 @@ class Combine:
             workspace = Workspace.of(call.workspace, size, self.head_dim_v)
             source = RecordedParts(workspace, call.o.shape[1], self.qhead_per_kvhead)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(source, call.o, call.lse, call.sinks).launch(
+        batch, seqlen, heads, _ = call.o.shape
+        lse = RowLse.at(call.lse, (batch, heads, seqlen))
+        self.kernel(source, call.o, lse, call.sinks).launch(
             # Only x may be larger than 65,535.
             grid=(call.num_records, call.sets, cute.ceil_div(self.head_dim_v, COLUMNS)),
             block=(GROUPS * LANES, 1, 1),
@@ -302,7 +302,7 @@ class Combine:
         )
 
     @cute.kernel
-    def kernel(self, source, mO: cute.Tensor, mLSE: cute.Tensor | None, sinks):
+    def kernel(self, source, mO: cute.Tensor, row_lse: RowLse, sinks):
         exchange = Exchange.allocate()
         record, first_set, _ = cute.arch.block_idx()
         _, sets, _ = cute.arch.grid_dim()
@@ -316,13 +316,13 @@ class Combine:
             rows_of_set = GROUPS >> shift
             nth = first_set
             while nth * rows_of_set < parts.rows:
-                self.merge(source, parts, nth, shift, exchange, (mO, mLSE, sinks))
+                self.merge(source, parts, nth, shift, exchange, (mO, row_lse, sinks))
                 nth += sets
 
     @cute.jit
     def merge(self, source, parts: TileParts, nth, shift, exchange: Exchange, results: tuple):
         """Merge the nth set of rows; 2 ** shift groups share each row."""
-        mO, mLSE, sinks = results
+        mO, row_lse, sinks = results
         thread, _, _ = cute.arch.thread_idx()
         group, lane = thread // LANES, thread % LANES
         share, index = 1 << shift, nth * (GROUPS >> shift) + (group >> shift)
@@ -342,7 +342,7 @@ class Combine:
                 self.add_groups(exchange, sums, group, share)
             cute.arch.sync_threads()
         if is_first and index < parts.rows:
-            self.store(row, sums, mO, mLSE, sinks)
+            self.store(row, sums, mO, row_lse, sinks)
 
     @cute.jit
     def add_groups(self, exchange: Exchange, sums: Sums, group, share):
@@ -388,7 +388,7 @@ class Combine:
         sums.add(lse, o)
 
     @cute.jit
-    def store(self, row: Row, sums: Sums, mO: cute.Tensor, mLSE, sinks: cute.Tensor | None):
+    def store(self, row: Row, sums: Sums, mO: cute.Tensor, row_lse: RowLse, sinks):
         """Add the sink, divide by the total, and write O and the log-sum-exp."""
         vector = self.vector()
         if cutlass.const_expr(sinks is not None):
@@ -403,12 +403,6 @@ class Combine:
         if vector * QUAD < self.head_dim_v:
             target = mO[row.batch, row.query, row.head, None]
             cute.autovec_copy(converted, vector_of(target, vector, QUAD))
-        if cutlass.const_expr(self.write_lse):
+        if row_lse.is_wanted() and vector == 0:
             lse = sums.scalars[0] + cute.math.log(total, fastmath=True)
-            self.store_lse(mLSE, row, -Float32.inf if hidden else lse)
-
-    @cute.jit
-    def store_lse(self, mLSE: cute.Tensor, row: Row, lse: Float32):
-        """Write the log-sum-exp of a row; one lane does it."""
-        if self.vector() == 0:
-            mLSE[row.batch, row.head, row.query] = lse
+            row_lse.tensor[row.batch, row.head, row.query] = -Float32.inf if hidden else lse

@@ -64,6 +64,7 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
+from fa3.primitives.row_lse import RowLse
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoTurns
@@ -93,7 +94,7 @@ class DecodeOperands(NamedTuple):
         k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages); without TMA
             descriptors if rows are gathered.
         o: (batch, seqlen_q, heads_q, head_dim_v).
-        lse: (batch, heads_q, seqlen_q), or None.
+        lse: of (batch, heads_q, seqlen_q).
         seqlens: (batch,) int32, keys of the sequences, padding included.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
@@ -103,7 +104,7 @@ class DecodeOperands(NamedTuple):
     k: TmaTensor | cute.Tensor
     v: TmaTensor | cute.Tensor
     o: cute.Tensor
-    lse: cute.Tensor | None
+    lse: RowLse
     seqlens: cute.Tensor
     tables: CacheTables
     modifiers: tuple | None
@@ -146,13 +147,15 @@ def publish():
 
 @dataclass(frozen=True)
 class Decode(AttentionKernel):
-    """The decode kernel, compiled for one (spec, config, cache layout, type of cut).
+    """The decode kernel, compiled for one (spec, config, ratio, cache layout, type of cut).
 
+    A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
     With `is_long` the key blocks of all tiles together may need 64-bit numbers.
     """
 
     spec: AttentionSpec
     config: DecodeConfig
+    qhead_per_kvhead: int
     cache: CacheLayout
     cut_type: type
     is_long: bool = False
@@ -185,7 +188,7 @@ class Decode(AttentionKernel):
         """Launch on `DecodeArguments` and a stream."""
         *given, stream = given
         call = DecodeArguments(*given)
-        ratio, page_table = self.spec.qhead_per_kvhead, call.page_table
+        ratio, page_table = self.qhead_per_kvhead, call.page_table
         capacity = capacity_of(call.k.shape[1], 1 if page_table is None else page_table.shape[1])
         k, v = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
@@ -199,7 +202,7 @@ class Decode(AttentionKernel):
             k,
             v,
             call.o,
-            call.lse,
+            RowLse.at(call.lse, (call.q.shape[0], call.q.shape[2], call.q.shape[1])),
             call.seqlens,
             CacheTables(call.batch_idx, call.leftpad, page_table),
             call.modifiers,
@@ -430,7 +433,7 @@ class Decode(AttentionKernel):
                 self.fetch_q(operands.q, smem.q, walk, following, 1 - q_stage)
             sequence, first_block = walk.lengths.sequence(length), walk.lengths.blocks(length).begin
             coords = PackedCoords.of_tile(
-                mmas.qk, thread, self.config.tile_n, tile, self.spec.qhead_per_kvhead
+                mmas.qk, thread, self.config.tile_n, tile, self.qhead_per_kvhead
             )
             rules = Rules.of(scores, mask, coords, sequence, softmax_scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
@@ -438,7 +441,8 @@ class Decode(AttentionKernel):
             attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoTurns())
 
             blocks = self.key_blocks(mask, tile, sequence)
-            blocks = blocks.between(first_block + segment.begin, first_block + segment.end)
+            # The producer loads what any query of the sequence touches, this tile or not.
+            blocks = blocks.walked(first_block + segment.begin, first_block + segment.end)
             k_state = attention.first(blocks.end - 1, k_state)
             self.clear_past_end(attention, smem.v, blocks.end - 1, v_state, thread)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
@@ -460,7 +464,7 @@ class Decode(AttentionKernel):
 
     def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> Blocks:
         """Key blocks that the rows of one tile touch."""
-        ratio, row = self.spec.qhead_per_kvhead, tile.m_block * ROWS
+        ratio, row = self.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio
         return mask.key_blocks(first, last - first + 1, self.config.tile_n, sequence)
 
@@ -469,7 +473,7 @@ class Decode(AttentionKernel):
         """Start to copy the Q rows of the cursor's tile, if the cursor is valid."""
         thread, _, _ = cute.arch.thread_idx()
         if walk.is_valid(cursor):
-            ratio = self.spec.qhead_per_kvhead
+            ratio = self.qhead_per_kvhead
             fetch_rows(mQ, sQ[None, None, stage], walk.tile(cursor), ratio, thread)
         cute.arch.cp_async_commit_group()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
@@ -49,8 +49,8 @@ class DecodeArguments(NamedTuple):
         k, v: the cache, (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v); with pages
             (num_pages, page_size, heads_kv, ...).
         o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
-        lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp; None if the spec does
-            not write it.
+        lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
+            none.
         seqlens: (batch,) int32, keys of the sequences, padding included.
         batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
         page_table: (batch, pages) int32; None without pages.
@@ -66,7 +66,7 @@ class DecodeArguments(NamedTuple):
     k: object
     v: object
     o: object
-    lse: object
+    lse: int
     seqlens: object
     batch_idx: object
     leftpad: object
@@ -87,7 +87,6 @@ class DecodeArguments(NamedTuple):
         spec, cache = kernel.spec, kernel.cache
         batch, seqlen_q, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
         rows = cute.sym_int(), cache.page_size or cute.sym_int()
-        lse = arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
 
@@ -99,7 +98,7 @@ class DecodeArguments(NamedTuple):
             k=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
-            lse=lse if spec.write_lse else None,
+            lse=Int64(0),
             seqlens=per_sequence(),
             batch_idx=per_sequence(cache.batch_indexed),
             leftpad=per_sequence(cache.left_padded),

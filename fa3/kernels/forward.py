@@ -41,9 +41,11 @@ from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.divisor import Divisor
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
+from fa3.primitives.row_lse import RowLse
 from fa3.primitives.row_store import RowStore
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, Reference
@@ -67,7 +69,8 @@ class ForwardOperands(NamedTuple):
 
     Fields:
         q, k, v, o: (seqlen, head_dim, heads, batch).
-        lse: (batch, heads, seqlen_q), or None.
+        lse: of (batch, heads, seqlen_q).
+        heads_of_key: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
         rows: writes single rows of O; None if only whole tiles are written.
         parts: merges split tiles; None if no tile is split.
@@ -79,7 +82,8 @@ class ForwardOperands(NamedTuple):
     k: TmaTensor
     v: TmaTensor
     o: TmaTensor
-    lse: cute.Tensor | None
+    lse: RowLse
+    heads_of_key: Divisor
     modifiers: tuple | None
     rows: RowStore | None
     parts: PartMerge | None
@@ -154,13 +158,15 @@ class Forward(AttentionKernel):
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        rows = RowStore(o, call.lse) if self.repeats or self.schedule_type.splits else None
+        lse = RowLse.at(call.lse, (q.shape[3], q.shape[2], q.shape[0]))
+        rows = RowStore(o, lse) if self.repeats or self.schedule_type.splits else None
         operands = ForwardOperands(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load_kv, k, layouts.k, config.cluster),
             TmaTensor.of(load_kv, v, layouts.v, config.cluster),
             TmaTensor.of(store, o, layouts.o),
-            call.lse,
+            lse,
+            Divisor.of(q.shape[2] // k.shape[2]),
             call.modifiers,
             rows,
             self.part_merge(call, rows),
@@ -349,7 +355,7 @@ class Forward(AttentionKernel):
             tile = self.tile_of(segment, rank)
             sequence = sequences.sequence(sequences.read(tile.batch))
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
-            head_kv = tile.head // self.spec.qhead_per_kvhead
+            head_kv = operands.heads_of_key.divides(tile.head)
             of_keys = (head_kv, tile.batch, 1, rank, config.cluster)
             load_q = tile_loader(
                 operands.q, smem.q, pipelines.q, tile.head, tile.batch, config.consumers
@@ -512,13 +518,12 @@ class Forward(AttentionKernel):
         """Divide O by the row sums; write O and the log-sum-exps to global memory."""
         acc_O, coords = attention.regs.acc_O, attention.rules.coords
         lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
-        if cutlass.const_expr(self.spec.write_lse):
+        out.store(acc_O, slab, tile.head, tile.batch)
+        if operands.lse.is_wanted():
             for r in cutlass.range_constexpr(cute.size(lse)):
                 row = coords.query(r)
-                # One of the four threads that share a row writes.
-                if coords.column == 0 and row < attention.rules.sequence.seqlen_q:
-                    operands.lse[tile.batch, tile.head, row] = lse[r]
-        out.store(acc_O, slab, tile.head, tile.batch)
+                if row < attention.rules.sequence.seqlen_q:
+                    operands.lse.store((tile.batch, tile.head, row), lse[r], coords)
 
     @cute.jit
     def finish_again(

@@ -4,7 +4,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
@@ -32,8 +32,9 @@ class ForwardConfig:
         q_stages: Q tiles in shared memory; with two, the next tile's Q is loaded early.
         kv_stages: blocks of K, and of V, in shared memory.
         cluster_m: CTAs along M that share K and V by multicast (1 or 2).
-        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2). They
-            walk the same key blocks, even under a mask.
+        cluster_h: CTAs of neighbouring query heads that share K and V by multicast (1 or 2); it
+            divides the query heads of a key/value head. They walk the same key blocks, even under
+            a mask.
         fixed_reference: whether the softmax subtracts a fixed number instead of the running
             maximum: the maximum of a row's first block of visible keys, or 0 if scores are
             bounded (`fa3.primitives.softmax.Reference`). Rows for which that fails are marked;
@@ -112,11 +113,6 @@ class ForwardConfig:
             )
         if self.cluster_h > 1 and spec.mask.templates:
             raise ValueError("cluster_h must be 1 with a mask of the user's: its blocks may differ")
-        if spec.qhead_per_kvhead % self.cluster_h:
-            raise ValueError(
-                f"cluster_h={self.cluster_h} must divide the {spec.qhead_per_kvhead} query heads "
-                f"of a key/value head"
-            )
         if not self.own_o and padded(spec.head_dim) != padded(spec.head_dim_v):
             raise ValueError(
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
@@ -144,8 +140,8 @@ class ForwardArguments(NamedTuple):
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
         o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
-        lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp; None if the spec does
-            not write it.
+        lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
+            none.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
@@ -162,7 +158,7 @@ class ForwardArguments(NamedTuple):
     k: object
     v: object
     o: object
-    lse: object
+    lse: int
     modifiers: tuple | None
     softmax_scale: float
     window_left: int
@@ -181,7 +177,6 @@ class ForwardArguments(NamedTuple):
         """Types of a `Forward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
-        lse = arguments.compact_tensor("float32", (batch, heads_q, seqlen_q))
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         buffer = arguments.compact_tensor("float32", (cute.sym_int64(),))
         state, counters, marks = (
@@ -192,7 +187,7 @@ class ForwardArguments(NamedTuple):
             k=arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
-            lse=lse if spec.write_lse else None,
+            lse=Int64(0),
             modifiers=modifiers or None,
             softmax_scale=Float32(0.0),
             window_left=Int32(0),

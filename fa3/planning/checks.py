@@ -39,6 +39,7 @@ def check_problem(problem: Problem) -> None:
     """Raise unless a call could have this problem."""
     for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_kv"):
         check_size(f"problem.{name}", getattr(problem, name), least=0)
+    check_size("problem.qhead_per_kvhead", problem.qhead_per_kvhead)
     spec, window = problem.spec, problem.window
     check_type("problem.spec", spec, AttentionSpec)
     check_type("problem.window", window, Window)
@@ -56,8 +57,6 @@ def check_problem(problem: Problem) -> None:
                 f"problem.spec.{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, "
                 f"got {size}"
             )
-    check_size("problem.spec.qhead_per_kvhead", spec.qhead_per_kvhead)
-    check_type("problem.spec.write_lse", spec.write_lse, bool)
     band = spec.mask.band if isinstance(spec.mask, Intersection) else spec.mask
     check_type("problem.spec.mask", band, Band)
     if band != Band.of(window):

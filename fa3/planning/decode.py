@@ -115,7 +115,8 @@ class DecodePlan:
     def kernel(self) -> Decode:
         """The decode kernel."""
         is_long = self.sizes.num_tiles * self.sizes.most_blocks(self.window) > LARGEST
-        return Decode(self.spec, config_of(self.spec), self.cache, type(self.cut), is_long)
+        config, ratio = config_of(self.spec), self.sizes.qhead_per_kvhead
+        return Decode(self.spec, config, ratio, self.cache, type(self.cut), is_long)
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
@@ -130,9 +131,7 @@ class DecodePlan:
         if not self.cut.has_parts:
             return None
         spec = self.spec
-        return Combine(
-            spec.dtype, spec.head_dim_v, spec.qhead_per_kvhead, spec.write_lse, spec.sinks
-        )
+        return Combine(spec.dtype, spec.head_dim_v, self.sizes.qhead_per_kvhead, spec.sinks)
 
     @property
     def workspace(self) -> WorkspaceSize:

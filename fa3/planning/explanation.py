@@ -208,7 +208,7 @@ def describe_problem(problem: Problem) -> str:
     """A problem in one line."""
     spec = problem.spec
     heads = counted(problem.num_heads_q, "head")
-    if spec.qhead_per_kvhead > 1:
+    if problem.qhead_per_kvhead > 1:
         heads = f"{problem.num_heads_q} query heads on {problem.num_heads_kv} key/value heads"
     head_dim = f"head_dim {spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:

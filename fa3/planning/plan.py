@@ -161,6 +161,11 @@ def check_plan(plan: Plan) -> None:
     check_pairs(plan.schedule.name, plan.config)
     if plan.schedule.splits and plan.problem.spec.has_user_functions:
         raise ValueError("plan must not split tiles with scores or masks of the user's")
+    if plan.problem.qhead_per_kvhead % plan.config.cluster_h:
+        raise ValueError(
+            f"plan has a config with cluster_h={plan.config.cluster_h}, which must divide the "
+            f"{plan.problem.qhead_per_kvhead} query heads of a key/value head"
+        )
     tiled = plan.tiled
     if plan.schedule.order != tiled.order:
         raise ValueError(

@@ -42,7 +42,7 @@ def bytes_moved(tiled: TiledProblem, load: Load) -> float:
     """Bytes that a call moves through device memory."""
     problem, gpu, config, order = tiled.problem, tiled.gpu, tiled.config, tiled.order
     spec = problem.spec
-    kv_heads = max(1, order.heads_per_section * config.cluster_h // spec.qhead_per_kvhead)
+    kv_heads = max(1, order.heads_per_section * config.cluster_h // problem.qhead_per_kvhead)
     bytes_of_key = spec.key_bytes
     section = problem.seqlen_k * bytes_of_key * kv_heads
     waves = order.num_m_blocks * order.heads_per_section * config.cluster / gpu.num_sms

@@ -45,7 +45,7 @@ class TiledProblem:
         kv_bytes = problem.seqlen_k * spec.key_bytes
         kv_heads = max(1, self.gpu.l2_bytes // max(1, kv_bytes))
         heads = problem.batch * problem.num_heads_q
-        return max(1, min(kv_heads * spec.qhead_per_kvhead, heads))
+        return max(1, min(kv_heads * problem.qhead_per_kvhead, heads))
 
     @property
     def lanes(self) -> int:

@@ -62,6 +62,14 @@ TILINGS = (
     Tiling(256, 256, False, math.inf, ForwardConfig(128, 80, own_o=False)),
     Tiling(256, 256, True, 512, ForwardConfig(128, 64, own_o=False)),
     Tiling(256, 256, True, math.inf, ForwardConfig(128, 80, own_o=False)),
+    Tiling(64, 256, False, math.inf, ForwardConfig(128, 96)),
+    Tiling(64, 256, True, math.inf, ForwardConfig(128, 96)),
+    Tiling(256, 64, False, math.inf, ForwardConfig(128, 96)),
+    Tiling(256, 64, True, math.inf, ForwardConfig(128, 96)),
+    Tiling(192, 256, False, math.inf, ForwardConfig(128, 64)),
+    Tiling(192, 256, True, math.inf, ForwardConfig(128, 64)),
+    Tiling(256, 192, False, math.inf, ForwardConfig(128, 64)),
+    Tiling(256, 192, True, math.inf, ForwardConfig(128, 64)),
     Tiling(256, 256, False, math.inf, ForwardConfig(128, 48)),
     Tiling(256, 256, True, math.inf, ForwardConfig(128, 48)),
     Tiling(128, 128, True, math.inf, ForwardConfig(128, 64, q_stages=2), functions=True),
@@ -70,8 +78,8 @@ TILINGS = (
 )
 """The best configs measured on an H200 on 2026-11-21, bf16, steady load, 16k tokens; figures in
 docs/experiments.md. The first row that fits and allows the problem's queries is taken, unless the
-cost model has measured times of another row that fits and predicts it to be faster. The 128 x 48
-rows for unequal head sizes are not measured.
+cost model has measured times of another row that fits and predicts it to be faster. Rows for head
+sizes that differ were measured on 2026-11-22 at 4 x 4k with 8 heads; 128 x 48 is what fits above.
 """
 
 FEW_TILES = 8
@@ -126,7 +134,7 @@ def with_reference(config: ForwardConfig, problem: Problem) -> ForwardConfig:
 def with_clusters(config: ForwardConfig, problem: Problem) -> list[ForwardConfig]:
     """The tiling with single CTAs, pairs of row blocks and, if heads share keys, pairs of heads."""
     found = [replace(config, cluster_m=n, cluster_h=1) for n in (1, 2)]
-    if problem.spec.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates:
+    if problem.qhead_per_kvhead % 2 == 0 and not problem.spec.mask.templates:
         found.append(replace(config, cluster_m=1, cluster_h=2))
     return found
 

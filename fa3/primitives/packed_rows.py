@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.row_lse import store_lse
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace
@@ -91,16 +92,16 @@ def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
 
 
 @cute.jit
-def store_rows(rows: cute.Tensor, lse: cute.Tensor, mO: cute.Tensor, mLSE, coords: PackedCoords):
+def store_rows(rows: cute.Tensor, lse: cute.Tensor, mO: cute.Tensor, row_lse, coords: PackedCoords):
     """Write a thread's part of a tile's rows (2, columns) to O (batch, seqlen_q, heads_q,
-    head_dim_v), and their log-sum-exps to LSE (batch, heads_q, seqlen_q) if there is one.
+    head_dim_v), and their log-sum-exps to `row_lse`.
     """
     for r in cutlass.range_constexpr(cute.size(lse)):
         query, head = coords.query(r), coords.head_of(r)
         if query < mO.shape[1]:
             store_row(rows[r, None], mO[coords.batch, query, head, None], coords.column)
-            if cutlass.const_expr(mLSE is not None):
-                store_lse(mLSE, (coords.batch, head, query), lse[r], coords)
+            if row_lse.is_wanted():
+                row_lse.store((coords.batch, head, query), lse[r], coords)
 
 
 @cute.jit
@@ -113,10 +114,3 @@ def store_part(
         if row < workspace.lse.shape[1]:
             store_row(rows[r, None], workspace.o[slot, row, None], coords.column)
             store_lse(workspace.lse, (slot, row), lse[r], coords)
-
-
-@cute.jit
-def store_lse(target: cute.Tensor, at: tuple, lse: Float32, coords: PackedCoords):
-    """Write the log-sum-exp of a row, from one thread of each quad."""
-    if coords.column == 0:
-        target[at] = lse

@@ -8,7 +8,8 @@ from cutlass import Boolean
 
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns, convert
-from fa3.primitives.packed_rows import store_lse, store_row
+from fa3.primitives.packed_rows import store_row
+from fa3.primitives.row_lse import RowLse
 
 
 class RowStore(NamedTuple):
@@ -16,11 +17,11 @@ class RowStore(NamedTuple):
 
     Fields:
         out: (seqlen_q, head_dim_v, heads, batch).
-        lse: (batch, heads, seqlen_q), or None.
+        lse: of (batch, heads, seqlen_q).
     """
 
     out: cute.Tensor
-    lse: cute.Tensor | None
+    lse: RowLse
 
     @cute.jit
     def store(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords, is_written: tuple):
@@ -34,8 +35,8 @@ class RowStore(NamedTuple):
                 convert(row, converted)
                 place = self.out[query, None, coords.head, coords.batch]
                 store_row(converted, place, coords.column)
-                if cutlass.const_expr(self.lse is not None):
-                    store_lse(self.lse, (coords.batch, coords.head, query), lse[r], coords)
+                if self.lse.is_wanted():
+                    self.lse.store((coords.batch, coords.head, query), lse[r], coords)
 
     def store_all(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords):
         """Write all of this thread's rows."""

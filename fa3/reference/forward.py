@@ -115,7 +115,7 @@ def execute(
     for step in steps(plan, tensors or ()):
         rows = slice(step.rows.start, step.rows.stop)
         batch, head = step.segment.tile.batch, step.head
-        of_head_kv = batch, slice(None), head // spec.qhead_per_kvhead
+        of_head_kv = batch, slice(None), head // problem.qhead_per_kvhead
         softmax = attend_step(
             plan, step, q[batch, rows, head], k[of_head_kv], v[of_head_kv], softmax_scale,
             scores, mask,

@@ -63,12 +63,15 @@ class Blocks(NamedTuple):
         full_begin = smaller(larger(full_begin, begin), full_end)
         return cls(begin, full_begin, full_end, end)
 
+    def walked(self, begin, end) -> "Blocks":
+        """These blocks where [begin, end) are walked, touched or not: the others are masked."""
+        full_end = smaller(larger(self.full_end, begin), end)
+        return Blocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
+
     def between(self, first, end) -> "Blocks":
         """The blocks inside [first, end), first < end; if there are none, one hidden block."""
         end = smaller(larger(self.end, first + 1), end)
-        begin = smaller(larger(self.begin, first), end - 1)
-        full_end = smaller(larger(self.full_end, begin), end)
-        return Blocks(begin, smaller(larger(self.full_begin, begin), full_end), full_end, end)
+        return self.walked(smaller(larger(self.begin, first), end - 1), end)
 
 
 class Sequence(NamedTuple):

@@ -38,8 +38,8 @@ CALLS_PER_ROUND = 20
 
 def problem(seqlen: int, heads_q: int, heads_kv: int) -> Problem:
     """A causal bfloat16 prefill of one sequence with head_dim 128."""
-    spec = AttentionSpec("bfloat16", 128, 128, heads_q // heads_kv, Band.of(CAUSAL), False)
-    return Problem(spec, 1, seqlen, seqlen, heads_kv, CAUSAL)
+    spec = AttentionSpec("bfloat16", 128, 128, Band.of(CAUSAL))
+    return Problem(spec, 1, seqlen, seqlen, heads_kv, heads_q // heads_kv, CAUSAL)
 
 
 LLAMA_PREFILL = problem(seqlen=4096, heads_q=32, heads_kv=8)

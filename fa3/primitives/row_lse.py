@@ -1,0 +1,38 @@
+"""Where kernels write log-sum-exps: the caller's tensor, or nowhere."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int64
+
+from fa3.primitives.coords import ScoreCoords
+
+
+class RowLse(NamedTuple):
+    """The log-sum-exps of rows: float32 (batch, heads, seqlen_q), contiguous, or nothing.
+
+    That it may be nothing is known at run time only, so one kernel serves both.
+    """
+
+    tensor: cute.Tensor
+
+    @classmethod
+    def at(cls, address: Int64, shape: tuple) -> "RowLse":
+        """The tensor at an address; nothing if that is 0."""
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+        return cls(cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=(2, 1, 0))))
+
+    def is_wanted(self) -> Boolean:
+        """Whether there is a tensor to write."""
+        return self.tensor.iterator.toint() != 0
+
+    def store(self, at: tuple, lse: Float32, coords: ScoreCoords):
+        """Write a row's log-sum-exp, which is wanted, from one of the four threads of the row."""
+        store_lse(self.tensor, at, lse, coords)
+
+
+@cute.jit
+def store_lse(target: cute.Tensor, at: tuple, lse: Float32, coords: ScoreCoords):
+    """Write the log-sum-exp of a row, from one of its four threads."""
+    if coords.column == 0:
+        target[at] = lse
