@@ -38,7 +38,6 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
-from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
@@ -143,10 +142,11 @@ class PreparedCall:
         stream = current_stream(device.index)
         capture = capture_of(stream)
         state = None if self.table is None else self.table.on(stream, capture)
+        # In the order of `ForwardArguments`; to make one of them would take the host 0.5 us.
         tensors = q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale
         kernel, integers, _ = self.launches[0]
         if not self.total_counters:
-            kernel(*ForwardArguments(*tensors, *integers, state, recording=recording))
+            kernel(*tensors, *integers, state, *NO_PARTS, None, recording)
             return
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
@@ -154,9 +154,9 @@ class PreparedCall:
         if of_schedule is not None:
             state = of_schedule
         parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
-        kernel(*ForwardArguments(*tensors, *integers, state, *parts, marks, recording))
+        kernel(*tensors, *integers, state, *parts, marks, recording)
         for kernel, integers, _ in self.launches[1:]:
-            kernel(*ForwardArguments(*tensors, *integers, schedule_state=marks))
+            kernel(*tensors, *integers, marks, *NO_PARTS, None, None)
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)
 

@@ -54,8 +54,9 @@ from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules import Segment, Tile, TileOrder
+from fa3.schedules import Segment, Tile
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
+from fa3.schedules.order import KernelOrder
 from fa3.schedules.sequences import Dense
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
@@ -173,7 +174,7 @@ class Forward(AttentionKernel):
             self.marks(call, q),
             Recorder(call.recording) if self.is_recorded else NoRecorder(),
         )
-        order = TileOrder(
+        order = KernelOrder.of(
             cute.ceil_div(q.shape[0], config.tile_m * config.cluster_m),
             q.shape[2] // config.cluster_h,
             q.shape[3],
@@ -202,7 +203,7 @@ class Forward(AttentionKernel):
             return None
         num_m_blocks = cute.ceil_div(q.shape[0], self.config.tile_m)
         heads = call.heads_per_section * self.config.cluster_h
-        return Marks(words, TileOrder(num_m_blocks, *q.shape[2:], heads))
+        return Marks(words, KernelOrder.of(num_m_blocks, *q.shape[2:], heads))
 
     def part_merge(self, call: ForwardArguments, row_store) -> PartMerge | None:
         """The merge of split tiles, if there is one. A slot holds the rows of a whole cluster."""

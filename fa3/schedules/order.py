@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
+import cutlass.cute as cute
 import numpy as np
 
 from fa3.primitives.arithmetic import smaller
+from fa3.primitives.divisor import Divisor
 from fa3.schedules.segment import Segment, Tile
 
 
@@ -47,14 +49,24 @@ class TileOrder:
 
     def tile(self, index) -> Tile:
         """The tile with this number, 0 <= index < num_tiles."""
-        section = index // (self.heads_per_section * self.num_m_blocks)
+        section = self.section_of(index)
         first_head = section * self.heads_per_section
         heads = smaller(self.heads_per_section, self.num_heads * self.batch - first_head)
         within = index - first_head * self.num_m_blocks
-        rank = within // heads
+        rank = self.rank_of(within, heads)
         flat_head = first_head + within - rank * heads
-        batch = flat_head // self.num_heads
+        batch = self.batch_of(flat_head)
         return Tile(self.num_m_blocks - 1 - rank, flat_head - batch * self.num_heads, batch)
+
+    def section_of(self, index):
+        return index // (self.heads_per_section * self.num_m_blocks)
+
+    def rank_of(self, within, heads):
+        """Which row block of a section of `heads` heads has its tile `within`, from below."""
+        return within // heads
+
+    def batch_of(self, flat_head):
+        return flat_head // self.num_heads
 
     def index(self, tile: Tile):
         """The number of a tile; the inverse of `tile`."""
@@ -69,6 +81,42 @@ class TileOrder:
         """Whether this is a tile of the problem."""
         bounds = Tile(self.num_m_blocks, self.num_heads, self.batch)
         return all(0 <= n < bound for n, bound in zip(tile, bounds, strict=True))
+
+
+@dataclass(frozen=True)
+class KernelOrder(TileOrder):
+    """The order inside a kernel, where a division by a number that is prepared takes no time.
+
+    Fields:
+        tiles_of_section: tiles of all sections but the last.
+        heads_of_section, heads_of_last: heads of all sections but the last, and of the last.
+        heads: `num_heads`.
+    """
+
+    tiles_of_section: Divisor
+    heads_of_section: Divisor
+    heads_of_last: Divisor
+    heads: Divisor
+
+    @classmethod
+    def of(cls, num_m_blocks, num_heads, batch, heads_per_section) -> "KernelOrder":
+        """Prepare the divisions; on the host."""
+        last = (num_heads * batch - 1) % heads_per_section + 1
+        divisors = heads_per_section * num_m_blocks, heads_per_section, last, num_heads
+        return cls(num_m_blocks, num_heads, batch, heads_per_section, *map(Divisor.of, divisors))
+
+    def section_of(self, index):
+        return self.tiles_of_section.divides(index)
+
+    @cute.jit
+    def rank_of(self, within, heads):
+        rank = self.heads_of_section.divides(within)
+        if heads != self.heads_per_section:
+            rank = self.heads_of_last.divides(within)
+        return rank
+
+    def batch_of(self, flat_head):
+        return self.heads.divides(flat_head)
 
 
 class Schedule(Protocol):
