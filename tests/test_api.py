@@ -29,6 +29,16 @@ def test_defaults(dtype, head_dim):
     check_attention(out, None, q, k, v)
 
 
+def test_the_output_is_contiguous_however_q_lies_in_memory():
+    q, k, v = operands()
+    expected = fa3.flash_attn_func(q, k, v)
+    by_head = q.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.cat((q, q), dim=-1)[..., : q.shape[-1]]
+    for same in (by_head, wide):
+        out = fa3.flash_attn_func(same, k, v)
+        assert out.is_contiguous() and torch.equal(out, expected)
+
+
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 256), (96, 80), (256, 8)])
 def test_v_may_have_its_own_head_dim(head_dim, head_dim_v):
     q, k, v = operands(head_dim=head_dim, head_dim_v=head_dim_v)

@@ -17,6 +17,7 @@ from fa3.calls.operands import (
     DTYPES,
     Description,
     Operand,
+    Output,
     check_head_dim,
     check_heads_divide,
     check_like_q,
@@ -90,7 +91,7 @@ class PreparedCall:
     """
 
     plan: Plan | None
-    out_shape: tuple[int, ...]
+    output: Output
     lse_shape: tuple[int, ...]
     launches: tuple[Launch, ...] = ()
     table: Table | None = None
@@ -100,7 +101,7 @@ class PreparedCall:
 
     @classmethod
     def on_gpu(
-        cls, plan: Plan, device: torch.device, out_shape, lse_shape, is_recorded: bool = False
+        cls, plan: Plan, device: torch.device, output, lse_shape, is_recorded: bool = False
     ) -> "PreparedCall":
         """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
         parts = PartMemory.of(plan) if plan.schedule.splits else None
@@ -113,7 +114,7 @@ class PreparedCall:
         counts = tuple(-(-count // ALIGNED) * ALIGNED for count in counts)
         return cls(
             plan,
-            out_shape,
+            output,
             lse_shape,
             tuple(one.loaded(load_kernel) for one in launches),
             None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
@@ -324,7 +325,7 @@ def flash_attn_func(
     head_dim = described[0][0][-1]
     scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
     if out is None:
-        out = q.new_empty(call.out_shape)
+        out = call.output.allocate(q)
     else:
         check_forward_out(call, out, described, (q, k, v), modifiers)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
@@ -352,7 +353,7 @@ def check_forward_out(
     tensors = modifiers.tensors or ()
     names = modifiers.structure.names if tensors else ()
     check_out(
-        out, call.out_shape, described[0], ("q", "k", "v", *names),
+        out, call.output.shape, described[0], ("q", "k", "v", *names),
         (*described, *map(describe_unaligned, names, tensors)), (*operands, *tensors),
     )  # fmt: skip
 
@@ -393,7 +394,8 @@ def prepare_forward(
     _, seqlen_k, heads_kv, _ = k.shape
     window = check_window(window_size, causal).tighten(seqlen_q, seqlen_k)
     head_dim_v = v.shape[-1]
-    out_shape, lse_shape = (batch, seqlen_q, heads_q, head_dim_v), (batch, heads_q, seqlen_q)
+    output = Output.of((batch, seqlen_q, heads_q, head_dim_v), q)
+    lse_shape = batch, heads_q, seqlen_q
     band = Band.of(window)
     spec = AttentionSpec(
         DTYPES[q.dtype],
@@ -419,11 +421,11 @@ def prepare_forward(
     if 0 in (batch, seqlen_q, seqlen_k, heads_q):
         # There is no tile, so no plan either.
         schedule_name(schedule)
-        return PreparedCall(None, out_shape, lse_shape)
+        return PreparedCall(None, output, lse_shape)
     plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if q.device.type == "cpu":
-        return PreparedCall(plan, out_shape, lse_shape)
-    return PreparedCall.on_gpu(plan, q.device, out_shape, lse_shape)
+        return PreparedCall(plan, output, lse_shape)
+    return PreparedCall.on_gpu(plan, q.device, output, lse_shape)
 
 
 def check_operands(q: Operand, k: Operand, v: Operand) -> None:

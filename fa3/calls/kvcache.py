@@ -30,6 +30,7 @@ from fa3.calls.operands import (
     DTYPES,
     CheckOfAddresses,
     Description,
+    Output,
     addresses,
     check_of_addresses,
     check_out,
@@ -89,7 +90,7 @@ class PreparedCacheCall:
     attends: bool
     window: Window
     query_step: int
-    out_shape: tuple[int, ...]
+    output: Output
     lse_shape: tuple[int, ...]
     head_dim: int
     apart: CheckOfAddresses
@@ -270,7 +271,7 @@ def flash_attn_with_kvcache(
         check_cache_out(call, out, described, tensors, alibi_slopes, sinks)
     integers = integers_on_device(call, tensors, length)
     if out is None:
-        out = q.new_empty(call.out_shape)
+        out = call.output.allocate(q)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
     seqlens, batch_idx, leftpad, pages, _ = integers
     if call.append is not None:
@@ -365,7 +366,7 @@ def check_cache_out(
     """
     names = "alibi_slopes", "sinks"
     check_out(
-        out, call.out_shape, call.description.q, (*TENSORS, *names),
+        out, call.output.shape, call.description.q, (*TENSORS, *names),
         (*written_first(described), *map(describe_unaligned, names, rest)),
         (*written_first(tensors), *rest),
     )  # fmt: skip
@@ -402,7 +403,7 @@ def prepare_cache_call(
         has_room and 0 not in call.q.shape,
         window.tighten(call.seqlen_q, call.capacity),
         int(window != Window()),
-        (*call.q.shape[:3], call.head_dim_v),
+        Output.of((*call.q.shape[:3], call.head_dim_v), call.q),
         (call.batch, call.q.shape[2], call.seqlen_q),
         call.head_dim,
         check_of_addresses(TENSORS, written_first(described), num_written=2),

@@ -44,6 +44,25 @@ class Operand(NamedTuple):
         return Layout(self.shape, self.stride, self.dtype.itemsize)
 
 
+class Output(NamedTuple):
+    """The output that a call allocates: contiguous, of q's dtype and on q's device.
+
+    Fields:
+        is_like_q: whether `torch.empty_like` makes it, in 0.5 us less than `new_empty`.
+    """
+
+    shape: tuple[int, ...]
+    is_like_q: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], q: Operand) -> "Output":
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return cls(shape, (shape, strides) == (tuple(q.shape), tuple(q.stride)))
+
+    def allocate(self, q: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(q) if self.is_like_q else q.new_empty(self.shape)
+
+
 def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Description:
     """Check what may change from call to call, and describe the rest.
 

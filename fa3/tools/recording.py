@@ -98,7 +98,7 @@ def run_recorded(
     rows = len(planned_segments(plan)) * plan.config.cluster * plan.config.consumers
     words = HEADER + rows * len(Note._fields)
     recording = torch.empty(words, dtype=torch.int64, device=q.device)
-    call = PreparedCall.on_gpu(plan, q.device, out.shape, (batch, heads_q, seqlen_q), True)
+    call = PreparedCall.on_gpu(plan, q.device, None, (batch, heads_q, seqlen_q), True)
     for _ in range(RUNS):
         recording.zero_()
         call.launch(q, k, v, out, None, None, head_dim**-0.5, recording)
