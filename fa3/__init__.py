@@ -6,6 +6,7 @@ from fa3.calls.combine import flash_attn_combine
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
+from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.primitives.coords import Position
@@ -27,6 +28,7 @@ __all__ = [
     "Window",
     "flash_attn_combine",
     "flash_attn_func",
+    "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
     "plan_forward",

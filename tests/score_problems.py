@@ -158,7 +158,8 @@ RECIPES = st.builds(
 
 def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem, Modifiers]:
     """Give a problem the modifiers of a call: its spec, and what a kernel takes."""
-    modifiers = Modifiers.of(q, **arguments, is_causal=problem.window.right == 0)
+    is_causal = problem.window.right == 0
+    modifiers = Modifiers.of(q, problem.batch, **arguments, is_causal=is_causal)
     scores, template, sinks = modifiers.structure
     mask = Intersection(problem.spec.mask, template) if template else problem.spec.mask
     spec = replace(problem.spec, scores=scores, mask=mask, sinks=sinks)

@@ -18,8 +18,11 @@ CACHE = {
     "cache_seqlens": torch.tensor([7], dtype=torch.int32),
 }
 PARTS = torch.zeros(2, 1, 4, 2, 64), torch.zeros(2, 1, 4, 2)
+ENDS = torch.tensor([0, 8, 20], dtype=torch.int32)
+PACKED = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q": 12, "max_seqlen_k": 12}
 CALLS = {
     "attend": functools.partial(fa3.flash_attn_func, Q, K, V),
+    "varlen": functools.partial(fa3.flash_attn_varlen_func, Q[0], K[0], V[0], **PACKED),
     "cache": functools.partial(fa3.flash_attn_with_kvcache, **CACHE),
     "combine": functools.partial(fa3.flash_attn_combine, *PARTS),
     "metadata": functools.partial(
@@ -28,6 +31,7 @@ CALLS = {
 }
 FLAGS = {
     "attend": ("causal", "deterministic", "return_lse", "return_attn_probs"),
+    "varlen": ("causal", "deterministic", "return_lse", "return_attn_probs"),
     "cache": (
         "causal",
         "rotary_interleaved",
@@ -39,14 +43,18 @@ FLAGS = {
 }
 COUNTS = {
     "attend": ("attention_chunk", "num_splits", "sm_margin"),
+    "varlen": ("attention_chunk", "num_splits", "sm_margin", "max_seqlen_q", "max_seqlen_k"),
     "cache": ("attention_chunk", "num_splits", "sm_margin"),
     "metadata": (
         "attention_chunk", "num_splits", "sm_margin", "max_seqlen_k_new", "page_size", "headdim_v"
     ),
 }  # fmt: skip
-REALS = {"attend": ("softmax_scale", "softcap"), "cache": ("softmax_scale", "softcap")}
+REALS = dict.fromkeys(("attend", "varlen", "cache"), ("softmax_scale", "softcap"))
 TENSORS = {
     "attend": ("alibi_slopes", "sinks", "out"),
+    "varlen": (
+        "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes", "sinks", "out"
+    ),
     "cache": (
         "k", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "page_table",
         "alibi_slopes", "sinks", "out",
@@ -56,6 +64,7 @@ TENSORS = {
 }  # fmt: skip
 UNSUPPORTED = {
     "attend": ("qv", "q_descale", "k_descale", "v_descale"),
+    "varlen": ("qv", "q_descale", "k_descale", "v_descale", "page_table"),
     "cache": (
         "qv", "cu_seqlens_q", "max_seqlen_q", "rotary_seqlens",
         "q_descale", "k_descale", "v_descale",
@@ -110,7 +119,7 @@ BAD = [
     ),
     *(
         (call, "window_size", value, error, "^window_size must be two integers .*got " + came)
-        for call in ("attend", "cache", "metadata")
+        for call in ("attend", "varlen", "cache", "metadata")
         for value, error, came in (
             ((True, False), TypeError, "True"),
             ((1, 0.0), TypeError, "0.0"),
@@ -126,15 +135,21 @@ BAD = [
     ),
     *(
         (call, "pack_gqa", value, TypeError, "^pack_gqa must be a bool, got ")
-        for call in ("attend", "cache", "metadata")
+        for call in ("attend", "varlen", "cache", "metadata")
         for value in ("x", 0, 1.0, A_TENSOR)
     ),
     ("attend", "pack_gqa", True, NotImplementedError, "^pack_gqa"),
+    ("varlen", "pack_gqa", True, NotImplementedError, "^pack_gqa"),
     ("cache", "pack_gqa", False, NotImplementedError, "^pack_gqa"),
     ("metadata", "pack_gqa", False, NotImplementedError, "^pack_gqa"),
     ("attend", "attention_chunk", 64, NotImplementedError, "^attention_chunk"),
     ("attend", "num_splits", 2, NotImplementedError, "^num_splits"),
     ("attend", "sm_margin", 132, ValueError, "^sm_margin must be from 0 to 131, got 132"),
+    ("varlen", "attention_chunk", 64, NotImplementedError, "^attention_chunk"),
+    ("varlen", "num_splits", 2, NotImplementedError, "^num_splits"),
+    ("varlen", "sm_margin", 132, ValueError, "^sm_margin must be from 0 to 131, got 132"),
+    ("varlen", "score", Q, TypeError, "^score must be a fa3.Score, got Tensor"),
+    ("varlen", "mask", True, TypeError, "^mask must be a fa3.Mask, got bool"),
     ("attend", "softmax_scale", 0, ValueError, "^softmax_scale .*dropout_p.*by name"),
     ("attend", "score", Q, TypeError, "^score must be a fa3.Score, got Tensor"),
     ("attend", "mask", True, TypeError, "^mask must be a fa3.Mask, got bool"),
@@ -182,7 +197,7 @@ def test_bad_options(call, name, value, error, complaint):
 @pytest.mark.parametrize(
     ("call", "name", "value", "same"),
     [
-        *((call, "causal", np.True_, True) for call in ("attend", "cache", "metadata")),
+        *((call, "causal", np.True_, True) for call in FLAGS),
         *((call, "window_size", [np.int64(3), 2], (3, 2)) for call in FLAGS),
         *((call, "sm_margin", np.int32(4), 4) for call in FLAGS),
         *((call, "softcap", np.float32(3), 3.0) for call in REALS),
@@ -191,6 +206,9 @@ def test_bad_options(call, name, value, error, complaint):
         *((call, "softmax_scale", 1, 1.0) for call in REALS),
         *(("attend", "num_splits", value, 0) for value in (1, np.int64(1))),
         ("attend", "pack_gqa", False, None),
+        ("varlen", "num_splits", np.int64(0), 1),
+        ("varlen", "pack_gqa", False, None),
+        ("varlen", "max_seqlen_q", np.int64(13), 12),
         ("cache", "pack_gqa", True, None),
         ("cache", "num_splits", np.int64(3), 3),
         ("cache", "cache_seqlens", np.int64(7), 7),
@@ -205,7 +223,7 @@ def test_other_types_that_mean_the_same(call, name, value, same):
     assert torch.equal(given, plain) if isinstance(plain, torch.Tensor) else given == plain
 
 
-@pytest.mark.parametrize("call", ["attend", "cache"])
+@pytest.mark.parametrize("call", ["attend", "varlen", "cache"])
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [("causal", True, 1.0), ("causal", False, 0), ("window_size", (1, 0), (True, False)),
@@ -254,6 +272,6 @@ def test_ends_of_new_tokens_are_ignored_without_new_tokens():
 def test_causal_sets_the_right_bound(right):
     window = {"causal": True, "window_size": (5, right)}
     plain = {"window_size": (5, 0)}
-    for call in ("attend", "cache"):
+    for call in ("attend", "varlen", "cache"):
         assert torch.equal(CALLS[call](**window), CALLS[call](**plain))
     assert CALLS["metadata"](**window) == CALLS["metadata"](**plain)

@@ -112,6 +112,21 @@ def attend(tensors: dict):
     return fa3.flash_attn_func(**tensors, score=score, mask=mask)
 
 
+def packed() -> dict:
+    """Return the tensors of a call on packed sequences that has all of them."""
+    tensors = attention()
+    tensors |= {name: tensors[name][0].clone() for name in ("q", "k", "v", "out")}
+    ends, used = (torch.tensor(counts, dtype=torch.int32) for counts in ([0, 8, 20], [8, 12]))
+    lengths = {name: ends.clone() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return tensors | lengths | {name: used.clone() for name in ("seqused_q", "seqused_k")}
+
+
+def attend_packed(tensors: dict):
+    tensors = dict(tensors, max_seqlen_q=12, max_seqlen_k=12)
+    score, mask = Shift(tensors.pop("score.by")), Only(tensors.pop("mask.head"))
+    return fa3.flash_attn_varlen_func(**tensors, score=score, mask=mask)
+
+
 def cached() -> dict:
     """Return the tensors of a call on a cache that has all of them."""
     problem = CacheProblem(
@@ -141,6 +156,7 @@ def lengths() -> dict:
 
 CALLS = {
     "attend": (attend, attention),
+    "varlen": (attend_packed, packed),
     "cache": (lambda tensors: fa3.flash_attn_with_kvcache(**tensors), cached),
     "combine": (lambda tensors: fa3.flash_attn_combine(**tensors), combined),
     "metadata": (
@@ -198,7 +214,7 @@ def test_what_is_negated_later_is_not_read_as_it_lies(call, name):
     run(given | {name: negated.resolve_neg()})
 
 
-@pytest.mark.parametrize("call", ["attend", "cache", "combine"])
+@pytest.mark.parametrize("call", ["attend", "varlen", "cache", "combine"])
 def test_gradients_of_every_tensor_are_refused(call):
     run, tensors = CALLS[call]
     given = tensors()
@@ -245,7 +261,12 @@ def under(mode, run, *tensors):
 def calls_of_q() -> dict:
     """Return functions of one tensor for each call that launches something."""
     found = {}
-    for call, first in (("attend", "q"), ("cache", "q"), ("combine", "out_partial")):
+    for call, first in (
+        ("attend", "q"),
+        ("varlen", "q"),
+        ("cache", "q"),
+        ("combine", "out_partial"),
+    ):
         run, tensors = CALLS[call]
         rest = tensors()
         q = rest.pop(first)
@@ -265,7 +286,7 @@ def outputs_of(run, first: str, rest: dict):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recorder", RECORDERS)
-@pytest.mark.parametrize("call", ["attend", "cache", "combine"])
+@pytest.mark.parametrize("call", ["attend", "varlen", "cache", "combine"])
 def test_what_is_recorded_is_refused(call, recorder):
     run, q = calls_of_q()[call]
     complaint = r"being traced|must lie in memory|requires grad"
@@ -292,7 +313,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("mode", HARMLESS)
-@pytest.mark.parametrize("call", ["attend", "cache", "combine"])
+@pytest.mark.parametrize("call", ["attend", "varlen", "cache", "combine"])
 def test_other_modes_are_none_of_our_business(call, mode):
     run, q = calls_of_q()[call]
     expected = run(q).clone()

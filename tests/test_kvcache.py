@@ -24,7 +24,7 @@ from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call, expected
 
 from fa3 import flash_attn_func
-from fa3.calls import cache_call as cache_arguments
+from fa3.calls import assertions as calls_assertions
 from fa3.calls.cache_call import CacheCall, CacheTensors, HostValues, values_on_host
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
@@ -534,7 +534,7 @@ def test_gradients_are_refused():
 @pytest.fixture
 def assertions(monkeypatch):
     """Have what says that it is on a GPU read back; no graph is being captured."""
-    monkeypatch.setattr(cache_arguments, "ASSERTIONS", True)
+    monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -559,7 +559,7 @@ def test_the_environment_turns_assertions_on(value, enabled, monkeypatch):
     monkeypatch.delenv("FA3_ASSERTIONS", raising=False)
     if value is not None:
         monkeypatch.setenv("FA3_ASSERTIONS", value)
-    assert runpy.run_path(cache_arguments.__file__)["ASSERTIONS"] is enabled
+    assert runpy.run_path(calls_assertions.__file__)["ASSERTIONS"] is enabled
 
 
 @pytest.mark.parametrize("problem", [INDEXED, PAGED, RAGGED], ids=["indexed", "paged", "ragged"])

@@ -20,7 +20,7 @@ from kvcache_reference import as_bits, check_call
 from problems import poisoned_allocations
 from reference import dense, largest_difference
 
-from fa3.calls import cache_call as cache_arguments
+from fa3.calls import assertions as calls_assertions
 from fa3.calls import decode
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
@@ -374,7 +374,7 @@ def test_lengths_and_paddings_count_as_if_cut(value, argument, page_size, option
 
 @pytest.mark.parametrize(("problem", "argument", "change", "fragments"), BAD_VALUES_OF_TENSORS)
 def test_assertions_refuse_bad_values(problem, argument, change, fragments, device, monkeypatch):
-    monkeypatch.setattr(cache_arguments, "ASSERTIONS", True)
+    monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
     call = changed(make_call(problem, device=device), argument, change)
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     with pytest.raises(ValueError, match=naming(argument, fragments)):
@@ -387,7 +387,7 @@ def test_assertions_refuse_bad_values(problem, argument, change, fragments, devi
 def test_assertions_change_no_bit_and_cannot_be_captured(problem, device, monkeypatch):
     call = make_call(problem, device=device)
     results = run(call)
-    monkeypatch.setattr(cache_arguments, "ASSERTIONS", True)
+    monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
     assert_same_bits(results, run(call))
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         call["q"] + 1

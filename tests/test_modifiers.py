@@ -27,7 +27,7 @@ def operands(seqlen_q=70, seqlen_k=90):
 
 
 def modifiers(is_causal=False, **arguments) -> Modifiers:
-    return Modifiers.of(operands()[0], **(NOTHING | arguments), is_causal=is_causal)
+    return Modifiers.of(operands()[0], 2, **(NOTHING | arguments), is_causal=is_causal)
 
 
 def test_nothing_is_unmodified():

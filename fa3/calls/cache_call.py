@@ -6,13 +6,13 @@ is on a GPU is read back with FA3_ASSERTIONS=1 only; the kernels bound what they
 """
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from fa3.calls.assertions import read_back
 from fa3.calls.operands import (
     DIMENSIONS,
     Description,
@@ -270,30 +270,6 @@ def check_rotary(call: CacheCall) -> None:
 
 
 # ------------------------------------------------------------------------------------- values
-
-ASSERTIONS = os.environ.get("FA3_ASSERTIONS") == "1"
-"""Whether to read back and check what is on a GPU, too."""
-
-
-def is_visible(value: int | torch.Tensor) -> bool:
-    """Whether the host is to see a value: it need not wait for a GPU, or is told to."""
-    return isinstance(value, int) or value.is_cpu or ASSERTIONS
-
-
-def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
-    """What lies in a tensor; None if there is none, or the host is not to see it.
-
-    Raises:
-        RuntimeError: it would have to be read back while a CUDA graph is captured.
-    """
-    if tensor is None or not is_visible(tensor):
-        return None
-    if not tensor.is_cpu and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{name} cannot be read back while a CUDA graph is captured: FA3_ASSERTIONS=1 can "
-            "check a call before the capture, which must run without it"
-        )
-    return tensor.tolist()
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import REMEMBERED, AttentionSpec, Window
+from fa3.problem import REMEMBERED, Window
 from fa3.reference.cache import CacheOperands, execute_decode
 from fa3.running.compiler import load_kernel
 from fa3.schedules.sequences import capacity_of
-from fa3.scores.masks import Band
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def attend_with_cache(
     modifiers = UNMODIFIED
     if softcap or slopes is not None or sinks is not None:
         is_causal = window.right == 0 or q.shape[1] == 1
-        modifiers = Modifiers.of(q, softcap, slopes, sinks, None, None, is_causal)
+        modifiers = Modifiers.of(q, q.shape[0], softcap, slopes, sinks, None, None, is_causal)
     call = prepare_decode(
         q.shape, k.shape, v.shape[-1], q.dtype, q.device,
         None if page_table is None else page_table.shape[1],
@@ -111,10 +110,7 @@ def prepare_decode(
     capacity = capacity_of(rows_of_cache, 1 if pages is None else pages)
     sizes = Sizes(batch, seqlen_q, heads_kv, heads_q // heads_kv, capacity)
     window = window.tighten(seqlen_q, capacity)
-    spec = AttentionSpec(
-        str(dtype).removeprefix("torch."), head_dim, head_dim_v, Band.of(window),
-        structure.scores, structure.sinks,
-    )  # fmt: skip
+    spec = structure.spec(dtype, head_dim, head_dim_v, window)
     cache = CacheLayout(0 if pages is None else rows_of_cache, batch_indexed, left_padded)
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None

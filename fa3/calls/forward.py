@@ -14,7 +14,6 @@ from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import check_untraced
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import (
-    DTYPES,
     Description,
     Operand,
     Output,
@@ -47,13 +46,13 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
-from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem
+from fa3.problem import NO_BOUND, REMEMBERED, Problem
 from fa3.reference.forward import execute
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.running.tables import Table
-from fa3.scores.masks import Band, Intersection, Mask
+from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
 FORWARD_OPTIONS = OptionTypes(
@@ -318,7 +317,9 @@ def flash_attn_func(
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         check_rank("q", Operand(*described[0]))
         is_causal = check_window(window_size, causal).right == 0
-        modifiers = Modifiers.of(q, softcap, alibi_slopes, sinks, score, mask, is_causal)
+        modifiers = Modifiers.of(
+            q, q.shape[0], softcap, alibi_slopes, sinks, score, mask, is_causal
+        )
     call = prepare_forward(
         *described, causal, window_size, modifiers.structure, sm_margin, schedule, plan
     )
@@ -396,15 +397,7 @@ def prepare_forward(
     head_dim_v = v.shape[-1]
     output = Output.of((batch, seqlen_q, heads_q, head_dim_v), q)
     lse_shape = batch, heads_q, seqlen_q
-    band = Band.of(window)
-    spec = AttentionSpec(
-        DTYPES[q.dtype],
-        head_dim,
-        head_dim_v,
-        Intersection(band, modifiers.mask) if modifiers.mask else band,
-        modifiers.scores,
-        modifiers.sinks,
-    )
+    spec = modifiers.spec(q.dtype, head_dim, head_dim_v, window)
     problem = Problem(
         spec, batch, seqlen_q, seqlen_k, heads_kv, heads_q // max(1, heads_kv), window
     )

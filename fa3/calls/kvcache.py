@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fa3.calls import decode
+from fa3.calls.assertions import is_visible
 from fa3.calls.cache_call import (
     INTEGERS,
     LENGTHS,
@@ -19,7 +20,6 @@ from fa3.calls.cache_call import (
     CacheTensors,
     check_tensors,
     check_values,
-    is_visible,
     values_on_host,
     written_first,
 )
@@ -340,7 +340,7 @@ def check_modifiers(
     if softcap:
         check_softcap(softcap)
     if alibi_slopes is not None:
-        check_alibi_slopes(alibi_slopes, q)
+        check_alibi_slopes(alibi_slopes, q, q.shape[0])
     if sinks is not None:
         check_sinks(sinks, q)
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.eager import address_of, check_resolved
+from fa3.calls.operands import DTYPES
 from fa3.primitives.arguments import ELEMENT_TYPES
-from fa3.problem import LEAST_FLOAT, MOST_FLOAT
-from fa3.scores.masks import Mask
+from fa3.problem import LEAST_FLOAT, MOST_FLOAT, AttentionSpec, Window
+from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Score, Softcap
 from fa3.scores.templates import Template, tensors_of
 
@@ -37,6 +38,20 @@ class Structure(NamedTuple):
         of_mask = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
         return (*of_scores, *of_mask, *(("sinks",) if self.sinks else ()))
 
+    def spec(
+        self, dtype: torch.dtype, head_dim: int, head_dim_v: int, window: Window
+    ) -> AttentionSpec:
+        """What is compiled for a call with these scores, mask and sinks."""
+        band = Band.of(window)
+        return AttentionSpec(
+            DTYPES[dtype],
+            head_dim,
+            head_dim_v,
+            Intersection(band, self.mask) if self.mask else band,
+            self.scores,
+            self.sinks,
+        )
+
 
 class Modifiers(NamedTuple):
     """Scores, mask and sinks of a call.
@@ -54,6 +69,7 @@ class Modifiers(NamedTuple):
     def of(
         cls,
         q: torch.Tensor,
+        batch: int,
         softcap: float,
         alibi_slopes: torch.Tensor | None,
         sinks: torch.Tensor | None,
@@ -61,9 +77,10 @@ class Modifiers(NamedTuple):
         mask: Mask | None,
         is_causal: bool,
     ) -> "Modifiers":
-        """Check the arguments of a call on q (batch, seqlen_q, heads_q, head_dim).
+        """Check the arguments of a call.
 
         Args:
+            q: (..., heads_q, head_dim), of `batch` sequences.
             is_causal: no key after a query's own position is visible.
 
         Raises:
@@ -72,7 +89,7 @@ class Modifiers(NamedTuple):
         check_softcap(softcap)
         scores: list[Score] = [Softcap(float(softcap))] if softcap else []
         if alibi_slopes is not None:
-            check_alibi_slopes(alibi_slopes, q)
+            check_alibi_slopes(alibi_slopes, q, batch)
             scores.append(Alibi(alibi_slopes, is_causal))
         if score is not None:
             check_function("score", score, Score, q)
@@ -103,8 +120,8 @@ def check_softcap(softcap: float) -> None:
         )
 
 
-def check_alibi_slopes(slopes: torch.Tensor, q: torch.Tensor) -> None:
-    batch, _, heads, _ = q.shape
+def check_alibi_slopes(slopes: torch.Tensor, q: torch.Tensor, batch: int) -> None:
+    heads = q.shape[-2]
     check_tensor("alibi_slopes", slopes, (torch.float32,), q.device)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
@@ -114,7 +131,7 @@ def check_alibi_slopes(slopes: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
-    heads = q.shape[2]
+    heads = q.shape[-2]
     check_tensor("sinks", sinks, (torch.float32, q.dtype), q.device)
     if tuple(sinks.shape) != (heads,):
         raise ValueError(

@@ -113,11 +113,16 @@ def operand_of(description: Description | None) -> Operand | None:
 def check_q(q: Operand) -> None:
     """Raise unless q can be attended from; what other tensors are like follows from it."""
     check_rank("q", q)
+    check_kind(q)
+    check_layout("q", q)
+
+
+def check_kind(q: Operand) -> None:
+    """Raise unless there are kernels for q's dtype, device and head size."""
     check_dtype("q", q, *DTYPES)
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be a CPU or CUDA tensor, got {q.device}")
     check_head_dim("q", q)
-    check_layout("q", q)
 
 
 def check_like_q(
@@ -125,10 +130,15 @@ def check_like_q(
 ) -> None:
     """Raise unless a tensor has these dimensions, q's dtype and device, and a layout for TMA."""
     check_rank(name, operand, dimensions)
+    check_same_kind(name, operand, q)
+    check_layout(name, operand)
+
+
+def check_same_kind(name: str, operand: Operand, q: Operand) -> None:
+    """Raise unless a tensor has q's dtype and device."""
     if operand.dtype != q.dtype:
         raise TypeError(f"{name} must be {q.dtype} like q, got {operand.dtype}")
     check_device(name, operand, "q", q)
-    check_layout(name, operand)
 
 
 def check_head_dim(name: str, operand: Operand, largest: int = MAX_HEAD_DIM) -> None:
@@ -143,7 +153,7 @@ def check_head_dim(name: str, operand: Operand, largest: int = MAX_HEAD_DIM) -> 
 
 def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
     """Raise unless each key/value head has the same number of query heads."""
-    heads_q, heads_kv = q.shape[2], keys.shape[2]
+    heads_q, heads_kv = q.shape[-2], keys.shape[-2]
     if (heads_kv == 0 and heads_q != 0) or (heads_kv and heads_q % heads_kv):
         raise ValueError(
             f"q must have a multiple of {name}'s heads, got {heads_q} query heads "
@@ -217,14 +227,19 @@ def check_device(name: str, operand: Operand, other_name: str, other: Operand) -
 def check_layout(name: str, operand: Operand) -> None:
     """Raise unless TMA can walk the tensor where it lies."""
     check_contiguous(name, operand)
-    unit = ALIGNMENT // operand.dtype.itemsize
-    outer = operand.stride[:-1]
-    for dim, (size, stride) in enumerate(zip(operand.shape, outer, strict=False)):
-        if size > 1 and stride % unit:
-            raise ValueError(
-                f"{name} must have strides that are multiples of {unit} elements "
-                f"({ALIGNMENT} bytes), got stride {stride} in dimension {dim}"
-            )
+    for dim, size in enumerate(operand.shape[:-1]):
+        if size > 1:
+            check_stride(name, operand, dim)
+
+
+def check_stride(name: str, operand: Operand, dim: int) -> None:
+    """Raise unless TMA can step along a dimension."""
+    unit, stride = ALIGNMENT // operand.dtype.itemsize, operand.stride[dim]
+    if stride % unit:
+        raise ValueError(
+            f"{name} must have strides that are multiples of {unit} elements "
+            f"({ALIGNMENT} bytes), got stride {stride} in dimension {dim}"
+        )
 
 
 def check_contiguous(name: str, operand: Operand) -> None:
@@ -284,20 +299,57 @@ def check_of_addresses(
                 # Most do not even come near each other.
                 near = -sizes[j] < distance < sizes[i]
                 if near and share(layouts[i], layouts[j], distance):
-                    written, other = given[i][0], given[j][0]
-                    raise ValueError(
-                        f"{written} must not overlap {other}: it is written in a call that uses "
-                        f"{other}"
-                    )
+                    raise overlaps(given[i][0], given[j][0])
 
     return check
+
+
+def check_apart(
+    name: str,
+    written: torch.Tensor,
+    other_names: Iterable[str],
+    others: Iterable[torch.Tensor | None],
+) -> None:
+    """Raise if a tensor that is written shares memory with another one of the call.
+
+    For tensors that have other sizes in every call: `check_of_addresses` would remember them.
+    """
+    begin, size = written.data_ptr(), bytes_of(written)
+    for other_name, other in zip(other_names, others, strict=True):
+        if other is None:
+            continue
+        distance = other.data_ptr() - begin
+        near = -bytes_of(other) < distance < size
+        if near and share(layout_of(written), layout_of(other), distance):
+            raise overlaps(name, other_name)
+
+
+def overlaps(written: str, other: str) -> ValueError:
+    return ValueError(
+        f"{written} must not overlap {other}: it is written in a call that uses {other}"
+    )
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Where a tensor's elements lie, from the first on."""
+    return Layout(tensor.shape, tensor.stride(), tensor.dtype.itemsize)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """From the first byte of a tensor to its last."""
+    return tensor.nbytes if tensor.is_contiguous() else layout_of(tensor).bytes
 
 
 def hide_all_keys(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> None:
     """Write what queries get that see no key: 0, and -inf or their head's sink."""
     out.zero_()
     if lse is not None:
-        lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
+        hide_all_keys_of_lse(lse, sinks)
+
+
+def hide_all_keys_of_lse(lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Write the log-sum-exps (..., heads, queries) of queries that see no key."""
+    lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
 
 
 def addresses(tensors: Iterable[torch.Tensor | None]) -> list[int]:

@@ -17,6 +17,12 @@ FROM_FLASH_ATTENTION_2 = (
     "FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale: pass them by name"
 )
 
+VARLEN_FROM_FLASH_ATTENTION_2 = (
+    "; without names the eighth to eleventh argument are seqused_q, seqused_k, softmax_scale and "
+    "causal, as in FlashAttention-3; FlashAttention-2's are dropout_p, softmax_scale, causal and "
+    "window_size: pass them by name"
+)
+
 
 class OptionTypes:
     """Which options of a function are a bool, an int from 0 on or a float.

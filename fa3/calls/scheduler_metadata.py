@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from fa3.calls.cache_call import LENGTHS, check_leftpads, is_visible, read_back
+from fa3.calls.assertions import is_visible, read_back
+from fa3.calls.cache_call import LENGTHS, check_leftpads
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsupported

@@ -47,6 +47,7 @@ from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.row_lse import RowLse
 from fa3.primitives.row_store import RowStore
+from fa3.primitives.rows_of_sequence import padded_by_end
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
@@ -57,7 +58,8 @@ from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
 from fa3.schedules.order import KernelOrder
-from fa3.schedules.sequences import Dense
+from fa3.schedules.ragged import RaggedTiles
+from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
@@ -151,15 +153,20 @@ class Forward(AttentionKernel):
         call = ForwardArguments(*given)
         config = self.config
         window = Window(call.window_left, call.window_right)
-        sequences = Dense(call.q.shape[1], call.k.shape[1], window)
-        q, k, v, o = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-            for t in (call.q, call.k, call.v, call.o)
-        )
+        if cutlass.const_expr(self.is_ragged):
+            sequences = Ragged(window)
+            q, k, v, o = map(padded_by_end, (call.q, call.k, call.v, call.o))
+        else:
+            sequences = Dense(call.q.shape[1], call.k.shape[1], window)
+            q, k, v, o = (
+                cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+                for t in (call.q, call.k, call.v, call.o)
+            )
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        lse = RowLse.at(call.lse, (q.shape[3], q.shape[2], q.shape[0]))
+        batch = 1 if self.is_ragged else q.shape[3]
+        lse = RowLse.at(call.lse, (batch, q.shape[2], q.shape[0]))
         rows = RowStore(o, lse) if self.repeats or self.schedule_type.splits else None
         operands = ForwardOperands(
             TmaTensor.of(load, q, layouts.q),
@@ -177,7 +184,7 @@ class Forward(AttentionKernel):
         order = KernelOrder.of(
             cute.ceil_div(q.shape[0], config.tile_m * config.cluster_m),
             q.shape[2] // config.cluster_h,
-            q.shape[3],
+            batch,
             call.heads_per_section,
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
@@ -190,6 +197,11 @@ class Forward(AttentionKernel):
             use_pdl=True,
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether q, k, v and o hold sequences of different lengths behind one another."""
+        return self.schedule_type is RaggedTiles
 
     @property
     def repeats(self) -> bool:
@@ -229,7 +241,7 @@ class Forward(AttentionKernel):
         )
 
     @cute.kernel
-    def kernel(self, operands: ForwardOperands, softmax_scale: Float32, sequences: Dense, schedule):
+    def kernel(self, operands: ForwardOperands, softmax_scale: Float32, sequences, schedule):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -341,7 +353,7 @@ class Forward(AttentionKernel):
         operands: ForwardOperands,
         smem: ForwardBuffers,
         pipelines: ForwardPipelines,
-        sequences: Dense,
+        sequences,
         schedule,
         cursor,
     ):
@@ -354,13 +366,14 @@ class Forward(AttentionKernel):
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             tile = self.tile_of(segment, rank)
-            sequence = sequences.sequence(sequences.read(tile.batch))
+            sequence = sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
             head_kv = operands.heads_of_key.divides(tile.head)
-            of_keys = (head_kv, tile.batch, 1, rank, config.cluster)
+            of_keys = (head_kv, sequences.keys(segment), 1, rank, config.cluster)
             load_q = tile_loader(
-                operands.q, smem.q, pipelines.q, tile.head, tile.batch, config.consumers
-            )
+                operands.q, smem.q, pipelines.q, tile.head, sequences.queries(segment),
+                config.consumers,
+            )  # fmt: skip
             load_k = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)
             load_v = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)
 
@@ -386,7 +399,7 @@ class Forward(AttentionKernel):
         smem: ForwardBuffers,
         pipelines: ForwardPipelines,
         softmax_scale: Float32,
-        sequences: Dense,
+        sequences,
         schedule,
         cursor,
     ):
@@ -409,9 +422,9 @@ class Forward(AttentionKernel):
             segment = schedule.segment(cursor)
             began = recorder.now()
             tile = self.tile_of(segment, rank)
-            slab = tile.m_block * config.consumers + group
+            place, slab = (sequences, segment, tile), tile.m_block * config.consumers + group
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
-            sequence = sequences.sequence(sequences.read(tile.batch))
+            sequence = sequences.sequence(segment)
             rules = Rules.of(
                 scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
             )
@@ -452,13 +465,13 @@ class Forward(AttentionKernel):
                         acc_O, lse, coords, segment.part, warp, number, of_rows, free
                     )
                 else:
-                    self.finish_tile(operands, attention, out, of_rows, tile, slab)
+                    self.finish_tile(operands, attention, out, of_rows, place, slab)
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, tile, thread_idx, of_rows)
             elif cutlass.const_expr(self.repeats):
-                self.finish_again(operands, attention, out, of_rows, tile, slab, thread_idx)
+                self.finish_again(operands, attention, out, of_rows, place, slab, thread_idx)
             else:
-                self.finish_tile(operands, attention, out, of_rows, tile, slab)
+                self.finish_tile(operands, attention, out, of_rows, place, slab)
                 if cutlass.const_expr(config.fixed_reference):
                     self.mark(operands, attention, tile, thread_idx, of_rows)
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
@@ -513,18 +526,24 @@ class Forward(AttentionKernel):
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
-        tile,
+        place: tuple,
         slab,
     ):
-        """Divide O by the row sums; write O and the log-sum-exps to global memory."""
+        """Divide O by the row sums; write O and the log-sum-exps to global memory.
+
+        Args:
+            place: the sequences, the segment and the CTA's tile.
+        """
+        sequences, segment, tile = place
         acc_O, coords = attention.regs.acc_O, attention.rules.coords
         lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
-        out.store(acc_O, slab, tile.head, tile.batch)
+        out.store(acc_O, slab, tile.head, sequences.queries(segment))
         if operands.lse.is_wanted():
             for r in cutlass.range_constexpr(cute.size(lse)):
                 row = coords.query(r)
                 if row < attention.rules.sequence.seqlen_q:
-                    operands.lse.store((tile.batch, tile.head, row), lse[r], coords)
+                    at = sequences.lse_at(tile, segment, row)
+                    operands.lse.store(at, lse[r], coords)
 
     @cute.jit
     def finish_again(
@@ -533,11 +552,16 @@ class Forward(AttentionKernel):
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
-        tile,
+        place: tuple,
         slab,
         thread_idx,
     ):
-        """Finish a tile of the second launch: write marked rows, let the others keep their bits."""
+        """Finish a tile of the second launch: write marked rows, let the others keep their bits.
+
+        Args:
+            place: as for `finish_tile`.
+        """
+        _, _, tile = place
         warp = self.warp_of_tile(thread_idx)
         of_group = operands.marks.rows_of_group(tile, warp // WARPS * WARPS)
         own = Int32(0)
@@ -549,7 +573,7 @@ class Forward(AttentionKernel):
         out.meet()
         operands.marks.wipe_out(tile, warp)
         if is_whole:
-            self.finish_tile(operands, attention, out, sinks, tile, slab)
+            self.finish_tile(operands, attention, out, sinks, place, slab)
         else:
             acc_O = attention.regs.acc_O
             lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)

@@ -136,12 +136,13 @@ class ForwardArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
-        q: (batch, seqlen_q, heads_q, head_dim).
+        q: (batch, seqlen_q, heads_q, head_dim); packed sequences have no batch, here and below:
+            (total_q, heads_q, head_dim).
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
         o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
         lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
-            none.
+            none. (heads_q, total_q) if packed.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
@@ -177,16 +178,17 @@ class ForwardArguments(NamedTuple):
         """Types of a `Forward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+        batches = () if kernel.is_ragged else (batch,)
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         buffer = arguments.compact_tensor("float32", (cute.sym_int64(),))
         state, counters, marks = (
             arguments.compact_tensor("int32", (cute.sym_int(),)) for _ in range(3)
         )
         return cls(
-            q=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
-            k=arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim)),
-            v=arguments.tma_tensor(spec.dtype, (batch, seqlen_k, heads_kv, spec.head_dim_v)),
-            o=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
+            q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
+            k=arguments.tma_tensor(spec.dtype, (*batches, seqlen_k, heads_kv, spec.head_dim)),
+            v=arguments.tma_tensor(spec.dtype, (*batches, seqlen_k, heads_kv, spec.head_dim_v)),
+            o=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
             lse=Int64(0),
             modifiers=modifiers or None,
             softmax_scale=Float32(0.0),

@@ -30,8 +30,8 @@ class Tiling(NamedTuple):
     functions: bool = False
     element_bytes: int = 2
 
-    def fits(self, problem: Problem) -> bool:
-        spec = problem.spec
+    def fits(self, spec: AttentionSpec) -> bool:
+        """Whether the row's config can run a spec."""
         return (
             spec.element.bytes == self.element_bytes
             and spec.head_dim <= self.head_dim
@@ -143,11 +143,17 @@ def alternatives(problem: Problem) -> list[Tiling]:
     """The rows of `TILINGS` that fit, up to the first without a limit on the queries."""
     found = []
     for tiling in TILINGS:
-        if tiling.fits(problem):
+        if tiling.fits(problem.spec):
             found.append(tiling)
             if tiling.max_seqlen_q == math.inf:
                 break
     return found
+
+
+def general_tiling(spec: AttentionSpec) -> ForwardConfig:
+    """The tiling for sequences of any length, in single CTAs, with a following reference."""
+    rows = (row for row in TILINGS if row.max_seqlen_q == math.inf)
+    return replace(next(row.config for row in rows if row.fits(spec)), cluster_m=1)
 
 
 def choose_config(problem: Problem, gpu: Gpu) -> ForwardConfig:

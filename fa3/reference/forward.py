@@ -49,11 +49,12 @@ class Step(NamedTuple):
     blocks: Blocks
 
 
-def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
+def steps(plan: Plan, tensors: Iterable[torch.Tensor] = (), first_batch: int = 0) -> Iterator[Step]:
     """Yield a plan's work in rounds: the first tile of every cluster, then the second, and on.
 
     `tensors` are those of the scores, mask and sinks. Without them a mask of the user's cannot
-    say which blocks it hides, and the blocks are those of the window.
+    say which blocks it hides, and the blocks are those of the window. `first_batch` is as in
+    `execute`.
     """
     mask = plan.problem.spec.mask
     if tensors or not plan.problem.spec.modifier_types:
@@ -67,10 +68,10 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = ()) -> Iterator[Step]:
             if segment is None:
                 continue
             tile = segment.tile
-            sequence = sequences.sequence(sequences.read(tile.batch))
+            sequence = sequences.sequence(segment)
             begin = tile.m_block * rows_of_cluster
             head = tile.head * config.cluster_h
-            blocks = mask.at(tile.batch, head).key_blocks(
+            blocks = mask.at(first_batch + tile.batch, head).key_blocks(
                 begin, rows_of_cluster, config.tile_n, sequence
             )
             if schedule.splits:
@@ -91,6 +92,7 @@ def execute(
     v: torch.Tensor,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
+    first_batch: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a plan on CPU tensors.
 
@@ -101,6 +103,7 @@ def execute(
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), dtype of q.
         softmax_scale: factor of Q K^T before the softmax; positive.
         tensors: those of the spec's scores, mask and sinks.
+        first_batch: what scores and mask take the first batch entry of q for.
 
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim_v), dtype of q, contiguous; and the
@@ -112,13 +115,13 @@ def execute(
     lse = q.new_empty(problem.batch, problem.num_heads_q, problem.seqlen_q, dtype=torch.float32)
     scores, mask, sinks = bind(spec, tensors)
     parts = defaultdict(dict)
-    for step in steps(plan, tensors or ()):
+    for step in steps(plan, tensors or (), first_batch):
         rows = slice(step.rows.start, step.rows.stop)
         batch, head = step.segment.tile.batch, step.head
         of_head_kv = batch, slice(None), head // problem.qhead_per_kvhead
         softmax = attend_step(
             plan, step, q[batch, rows, head], k[of_head_kv], v[of_head_kv], softmax_scale,
-            scores, mask,
+            scores, mask, first_batch,
         )  # fmt: skip
         if not step.segment.is_whole:
             parts[batch, head, rows.start, rows.stop][step.segment.part.slot] = softmax.finish()
@@ -141,15 +144,17 @@ def attend_step(
     softmax_scale: float,
     scores: tuple[Score, ...],
     mask,
+    first_batch: int,
 ) -> RunningSoftmax:
     """Attend the rows of one step to its key blocks.
 
     q (rows, head_dim) holds the step's rows; k (seqlen_k, head_dim) and v (seqlen_k, head_dim_v)
-    are whole; scores and mask are bound to their tensors.
+    are whole; scores and mask are bound to their tensors. `first_batch` is as in `execute`.
     """
-    tile_n, blocks, batch = plan.config.tile_n, step.blocks, step.segment.tile.batch
+    tile_n, blocks = plan.config.tile_n, step.blocks
+    batch = first_batch + step.segment.tile.batch
     sequences = Dense.of(plan.problem)
-    sequence = sequences.sequence(sequences.read(batch))
+    sequence = sequences.sequence(step.segment)
     query = torch.arange(step.rows.start, step.rows.stop, device=CPU)[:, None]
 
     def load(n_block: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

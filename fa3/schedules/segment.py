@@ -79,12 +79,14 @@ class Segment(NamedTuple):
     Fields:
         begin, end: None for all key blocks that the tile touches. In decoding, block 0 is the
             first one that the tile touches.
+        record: what the schedule knows of the tile's sequence; None if that is nothing.
     """
 
     tile: Tile
     begin: int | None = None
     end: int | None = None
     part: PackedPart | Part = PackedPart()
+    record: tuple | None = None
 
     @property
     def is_whole(self):

@@ -1,8 +1,8 @@
 """The sequences of a call: how long each one is, and where its keys are.
 
-`Dense` is for the forward kernel, `Cached` for decoding. `read` returns a sequence's lengths as a
-tuple of integers, which a cursor can carry; `sequence` turns that into what masks take. The same
-arithmetic runs on Python ints (reference, tests) and on values inside a kernel.
+`Dense` and `Ragged` are for the forward kernel, `Cached` for decoding. All turn what they know of
+a sequence into what masks take. The same arithmetic runs on Python ints (reference, tests) and on
+values inside a kernel.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
+from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
 from fa3.problem import Problem, Window
+from fa3.schedules.segment import Segment, Tile
 from fa3.scores.masks import Blocks, Sequence
 
 LONGEST = 2**31 - 2**20
@@ -29,13 +31,19 @@ def capacity_of(page_size, num_pages=1):
 
 
 class Sequences(Protocol):
-    """The sequences of a call."""
+    """The sequences of a forward call: what is known of the one that a segment is of."""
 
-    def read(self, batch) -> tuple:
-        """What the kernel reads of a sequence, as a tuple of integers."""
+    def sequence(self, segment: Segment) -> Sequence:
+        """The sequence for a mask."""
 
-    def sequence(self, known: tuple) -> Sequence:
-        """The sequence for a mask, from what `read` returned."""
+    def queries(self, segment: Segment) -> DenseRows | RaggedRows:
+        """Where its rows of Q and O lie."""
+
+    def keys(self, segment: Segment) -> DenseRows | RaggedRows:
+        """Where its rows of K and V lie."""
+
+    def lse_at(self, tile: Tile, segment: Segment, row) -> tuple:
+        """Where a row's log-sum-exp lies."""
 
 
 class Dense(NamedTuple):
@@ -49,18 +57,45 @@ class Dense(NamedTuple):
     def of(cls, problem: Problem) -> "Dense":
         return cls(problem.seqlen_q, problem.seqlen_k, problem.window)
 
-    def read(self, batch) -> tuple:
-        return ()
-
-    def sequence(self, known: tuple) -> Sequence:
+    def sequence(self, segment: Segment) -> Sequence:
         return Sequence(self.seqlen_q, self.seqlen_k, self.window)
+
+    def queries(self, segment: Segment) -> DenseRows:
+        return DenseRows(segment.tile.batch)
+
+    def keys(self, segment: Segment) -> DenseRows:
+        return DenseRows(segment.tile.batch)
+
+    def lse_at(self, tile: Tile, segment: Segment, row) -> tuple:
+        """Where a row's log-sum-exp lies in (batch, heads, seqlen_q)."""
+        return tile.batch, tile.head, row
+
+
+class Ragged(NamedTuple):
+    """Sequences of different lengths behind one another; `RaggedTiles` knows where each one is."""
+
+    window: Window
+
+    def sequence(self, segment: Segment) -> Sequence:
+        record = segment.record
+        return Sequence(record.seqlen_q, record.seqlen_k, self.window)
+
+    def queries(self, segment: Segment) -> RaggedRows:
+        return RaggedRows(segment.record.begin_q, segment.record.seqlen_q)
+
+    def keys(self, segment: Segment) -> RaggedRows:
+        return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
+
+    def lse_at(self, tile: Tile, segment: Segment, row) -> tuple:
+        """Where a row's log-sum-exp lies in (1, heads, total_q)."""
+        return 0, tile.head, segment.record.begin_q + row
 
 
 @dataclass(frozen=True)
 class Cached:
     """Sequences whose keys are in a cache, and whose lengths are in device memory.
 
-    `read` returns (keys including padding, padding).
+    `read` returns (keys including padding, padding), which a cursor can carry.
 
     Fields:
         seqlens: (batch,) int32, keys of the sequences, padding included.

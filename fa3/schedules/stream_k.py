@@ -408,7 +408,9 @@ def records(
     for walk in walks(cut, HostLengths(blocks), num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):
-            tile, begin, _, part = walk.segment(cursor)
-            if begin == 0 and part.num_parts > 1:
-                yield part.record, tile, range(part.first_slot, part.first_slot + part.num_parts)
+            segment = walk.segment(cursor)
+            part = segment.part
+            if segment.begin == 0 and part.num_parts > 1:
+                slots = range(part.first_slot, part.first_slot + part.num_parts)
+                yield part.record, segment.tile, slots
             cursor = walk.next(cursor)

@@ -132,7 +132,7 @@ def planned_segments(plan: Plan) -> dict[tuple, tuple[Segment, Cost]]:
     """The segments of a plan, with what they should cost."""
     found = {}
     for span in plan.simulate().spans:
-        tile, begin, end, _ = span.segment
+        tile, begin, end, *_ = span.segment
         found[segment_key(plan, *tile, begin, end)] = span.segment, span.cost
     return found
 

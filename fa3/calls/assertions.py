@@ -1,0 +1,33 @@
+"""What the host may see of the values in a call's small tensors.
+
+What lies on the CPU. What is on a GPU is read back with FA3_ASSERTIONS=1 only, for finding errors:
+to read it, the host waits for the GPU.
+"""
+
+import os
+
+import torch
+
+ASSERTIONS = os.environ.get("FA3_ASSERTIONS") == "1"
+"""Whether to read back and check what is on a GPU, too."""
+
+
+def is_visible(value: int | torch.Tensor) -> bool:
+    """Whether the host is to see a value: it need not wait for a GPU, or is told to."""
+    return isinstance(value, int) or value.is_cpu or ASSERTIONS
+
+
+def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
+    """What lies in a tensor; None if there is none, or the host is not to see it.
+
+    Raises:
+        RuntimeError: it would have to be read back while a CUDA graph is captured.
+    """
+    if tensor is None or not is_visible(tensor):
+        return None
+    if not tensor.is_cpu and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} cannot be read back while a CUDA graph is captured: FA3_ASSERTIONS=1 can "
+            "check a call before the capture, which must run without it"
+        )
+    return tensor.tolist()

@@ -1,0 +1,231 @@
+"""The tensors of a call on packed sequences: what they are, and whether they fit together.
+
+Lengths are others in every call, and so are the sizes that follow from them: `tokens_of`,
+`check_integers`, `check_totals` and `check_ragged_out` look at these each time and remember
+nothing. `check_tokens` looks at the rest, which repeated calls share. `check_lengths` looks at what
+lies in the small integer tensors, as far as the host can see it.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from fa3.calls.assertions import read_back
+from fa3.calls.forward import FEWEST_ROWS, MOST_FORWARD_TILES
+from fa3.calls.operands import (
+    ALIGNMENT,
+    DTYPES,
+    Description,
+    Operand,
+    check_apart,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_head_dim,
+    check_heads_divide,
+    check_kind,
+    check_no_overlap,
+    check_rank,
+    check_same_kind,
+    check_shape,
+    check_stride,
+    check_writable,
+    describe,
+)
+from fa3.calls.options import VARLEN_FROM_FLASH_ATTENTION_2
+from fa3.reference.varlen import used_rows
+
+PACKED_DIMENSIONS = ("total", "heads", "head_dim")
+"""Of q, k, v and out."""
+
+INTEGERS_OF_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+STRIDE_UNIT = ALIGNMENT // min(dtype.itemsize for dtype in DTYPES)
+"""Elements of which strides may be any multiple."""
+
+MOST_RAGGED_ROWS = 1 << 29
+"""Rows of a tensor at most: 32 bits hold the sum of two rows' numbers and a bound of a window."""
+
+Integers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""The tensors that `INTEGERS_OF_LENGTHS` names."""
+
+
+class Tokens(NamedTuple):
+    """What the tokens of q, k or v are like, whatever their number and their strides.
+
+    To the checks of kinds and heads it is an `Operand`.
+
+    Fields:
+        shape: heads and columns.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def describe_integers(integers: Integers) -> tuple[Description | None, ...]:
+    """Describe each of the integer tensors that is given.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
+    """
+    ends_q, ends_k, used_q, used_k = integers
+    if not (used_q is None or isinstance(used_q, torch.Tensor)):
+        came = type(used_q).__name__
+        note = VARLEN_FROM_FLASH_ATTENTION_2
+        raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
+    return (
+        describe("cu_seqlens_q", ends_q, 1),
+        describe("cu_seqlens_k", ends_k, 1),
+        None if used_q is None else describe("seqused_q", used_q, 1),
+        None if used_k is None else describe("seqused_k", used_k, 1),
+    )
+
+
+# --------------------------------------------------------------------- what no length changes
+
+
+def check_tokens(q: Tokens, k: Tokens, v: Tokens) -> None:
+    """Raise unless the tokens of q, k and v go together."""
+    check_kind(q)
+    check_same_kind("k", k, q)
+    check_same_kind("v", v, q)
+    check_head_dim("v", v)
+    (_, head_dim), (heads_kv, head_dim_k), (heads_v, _) = q.shape, k.shape, v.shape
+    if head_dim_k != head_dim:
+        raise ValueError(f"k must have head_dim {head_dim} like q, got {head_dim_k}")
+    if heads_v != heads_kv:
+        raise ValueError(f"v must have {heads_kv} heads like k, got {heads_v}")
+    check_heads_divide(q, "k", k)
+
+
+# ------------------------------------------------------------------------------- sizes of a call
+
+
+def tokens_of(name: str, description: Description) -> tuple:
+    """The fields of the `Tokens` that a tensor holds, in a plain tuple to look a call up by.
+
+    Raises:
+        ValueError: it is not (total, heads, head_dim), or TMA cannot walk it where it lies.
+    """
+    shape, stride, dtype, device = description
+    if len(shape) != 3 or stride[2] != 1 or stride[0] % STRIDE_UNIT or stride[1] % STRIDE_UNIT:
+        operand = Operand(*description)
+        check_rank(name, operand, PACKED_DIMENSIONS)
+        check_contiguous(name, operand)
+        # Also along a single row: kernels step to where other sequences would be.
+        check_stride(name, operand, 0)
+        check_stride(name, operand, 1)
+    return shape[1:], dtype, device
+
+
+def check_integers(described: tuple[Description | None, ...], q: Description) -> int:
+    """Raise unless the integer tensors have an entry for each sequence.
+
+    Returns:
+        the number of sequences.
+    """
+    ends_q, _, used_q, used_k = described
+    shape, device = ends_q[0], q[3]
+    if len(shape) != 1 or not shape[0]:
+        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(shape)}")
+    batch = shape[0] - 1
+    of_ends, of_used = (shape, (1,), torch.int32, device), ((batch,), (1,), torch.int32, device)
+    expected = of_ends, of_ends, used_q and of_used, used_k and of_used
+    if described == expected:
+        # Nearly all are, and are spared the checks.
+        return batch
+    for name, description, like in zip(INTEGERS_OF_LENGTHS, described, expected, strict=True):
+        if description is not None:
+            operand = Operand(*description)
+            check_dtype(name, operand, torch.int32)
+            check_device(name, operand, "q", Operand(*q))
+            check_shape(name, operand, tuple(like[0]), "cu_seqlens_q")
+            check_contiguous(name, operand)
+    return batch
+
+
+def check_totals(q: Description, k: Description, v: Description, batch: int) -> tuple[int, int]:
+    """Raise unless k and v have the same rows, and kernels can count rows and tiles in 32 bits.
+
+    Returns:
+        the rows of q, and those of k.
+    """
+    (total_q, heads, _), total_k, total_v = q[0], k[0][0], v[0][0]
+    if total_v != total_k:
+        raise ValueError(f"v must have {total_k} rows like k, got {total_v}")
+    for name, total in (("q", total_q), ("k", total_k)):
+        if total > MOST_RAGGED_ROWS:
+            raise ValueError(f"{name} must have at most {MOST_RAGGED_ROWS} rows, got {total}")
+    if heads * (total_q // FEWEST_ROWS + batch) > MOST_FORWARD_TILES:
+        raise ValueError(
+            f"q must have at most {MOST_FORWARD_TILES} tiles of {FEWEST_ROWS} rows, got {total_q} "
+            f"rows of {batch} sequences and {heads} heads"
+        )
+    return total_q, total_k
+
+
+def check_ragged_out(
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    q: Description,
+    names: Iterable[str],
+    tensors: Iterable[torch.Tensor | None],
+) -> None:
+    """Raise unless a call on q can write its output to a tensor of the caller's.
+
+    Args:
+        names, tensors: what else the call uses; None where none is given.
+    """
+    description = describe("out", out)
+    check_writable("out", out)
+    operand = Operand(*description)
+    tokens_of("out", description)
+    check_same_kind("out", operand, Operand(*q))
+    check_shape("out", operand, shape, "q and the values")
+    if not out.is_contiguous():
+        check_no_overlap("out", operand)
+    check_apart("out", out, names, tensors)
+
+
+# --------------------------------------------------------------------------------------- values
+
+
+def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[int, int]) -> None:
+    """Raise unless the sequences lie in q and in k, and none is longer than the call says.
+
+    Args:
+        totals: rows of q and of k.
+        longest: max_seqlen_q and max_seqlen_k.
+
+    Raises:
+        ValueError: naming the argument and the sequence.
+        RuntimeError: a tensor would have to be read back while a CUDA graph is captured.
+    """
+    ends_q, ends_k, used_q, used_k = map(read_back, INTEGERS_OF_LENGTHS, integers)
+    for side, ends, used, total, most in zip(
+        "qk", (ends_q, ends_k), (used_q, used_k), totals, longest, strict=True
+    ):
+        check_ends(f"cu_seqlens_{side}", ends, side, total)
+        for sequence, rows in enumerate(used_rows(ends, used)):
+            if len(rows) > most:
+                raise ValueError(
+                    f"max_seqlen_{side} must be {len(rows)} or more, the rows of {side} that "
+                    f"sequence {sequence} has, got {most}"
+                )
+
+
+def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
+    """Raise unless cumulated lengths cut a tensor's rows into sequences."""
+    if ends[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {ends[0]}")
+    for sequence, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if end < begin:
+            raise ValueError(
+                f"{name} must not fall, does from {begin} to {end} for sequence {sequence}"
+            )
+    if ends[-1] > total:
+        raise ValueError(f"{name} must end with the {total} rows of {side} or less, got {ends[-1]}")

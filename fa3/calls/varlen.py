@@ -1,0 +1,298 @@
+"""`flash_attn_varlen_func`: packed sequences of different lengths, in one launch.
+
+Lengths are read on the GPU only. What follows from heads, types and options is worked out once and
+remembered, whatever the lengths are; what follows from lengths is looked at in every call, and
+nothing of it is remembered. CPU tensors go to the reference.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from fa3.calls import varlen_gpu
+from fa3.calls.assertions import is_visible
+from fa3.calls.devices import reserve_sms
+from fa3.calls.eager import check_untraced
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.calls.operands import describe, hide_all_keys_of_lse
+from fa3.calls.options import (
+    VARLEN_FROM_FLASH_ATTENTION_2,
+    OptionTypes,
+    as_pair,
+    check_scale,
+    check_window,
+    integer,
+    reject_unsupported,
+)
+from fa3.calls.ragged import (
+    INTEGERS_OF_LENGTHS,
+    MOST_RAGGED_ROWS,
+    Tokens,
+    check_integers,
+    check_lengths,
+    check_ragged_out,
+    check_tokens,
+    check_totals,
+    describe_integers,
+    tokens_of,
+)
+from fa3.planning.gpu import H200
+from fa3.planning.ragged import RaggedPlan
+from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Window
+from fa3.reference.varlen import RaggedOperands, execute_varlen
+from fa3.scores.masks import Mask
+from fa3.scores.scores import Score
+
+VARLEN_OPTIONS = OptionTypes(
+    {
+        "causal": bool,
+        "deterministic": bool,
+        "return_lse": bool,
+        "return_attn_probs": bool,
+        "attention_chunk": int,
+        "num_splits": int,
+        "sm_margin": int,
+        "softcap": float,
+    },
+    notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedCall:
+    """What a call leads to, whatever its lengths are.
+
+    Fields:
+        window: with bounds that any lengths may have.
+        gpu: the kernels; None on the CPU.
+    """
+
+    spec: AttentionSpec
+    window: Window
+    gpu: varlen_gpu.PreparedVarlen | None
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: None = None,
+    q_descale: None = None,
+    k_descale: None = None,
+    v_descale: None = None,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score: Score | None = None,
+    mask: Mask | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    page_table: None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
+
+    Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and out, and the rows
+    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v; of these only the first seqused_q[b] and
+    seqused_k[b] if given. Rows that are not used may hold anything, NaN included. Query i of a
+    sequence stands at key i + seqlen_k - seqlen_q, where the lengths are those used (bottom-right
+    alignment). Query head h uses key/value head h // (heads_q / heads_kv).
+
+    Lengths on a GPU are never read by the host, so the call can be captured in a CUDA graph, and
+    no length causes a compilation. Lengths on the CPU are checked before anything is written. With
+    FA3_ASSERTIONS=1 in the environment when fa3 is imported, those on a GPU are read back and
+    checked, too: every call then waits for the GPU, and none can be captured. Whatever lengths are,
+    nothing outside of the tensors is read or written; but where they are not what is said below,
+    the result is undefined.
+
+    Runs on the current stream of the tensors' GPU; CPU tensors run through
+    `fa3.reference.varlen`.
+
+    Args:
+        q: (total_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8 up to 256.
+            Any strides that are multiples of 16 bytes with a contiguous last dimension.
+        k: (total_k, heads_kv, head_dim), like q.
+        v: (total_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
+        cu_seqlens_q: (batch + 1,), int32, on q's device: 0, then where each sequence ends. The
+            last one may be below total_q.
+        cu_seqlens_k: like cu_seqlens_q, for k and v.
+        max_seqlen_q: no sequence uses more queries; 0 or more.
+        max_seqlen_k: no sequence uses more keys.
+        seqused_q: (batch,), int32, on q's device: how many queries of each sequence are used. What
+            is below 0 or above the sequence's length counts as if cut to it.
+        seqused_k: like seqused_q, for keys.
+        softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
+        causal: hide the keys after a query's own position.
+        window_size: (left, right) keys that a query sees beside its own position; -1 for all.
+            causal sets right to 0, whatever it is.
+        softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
+            everything else that changes scores.
+        alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
+            -slope |i + seqlen_k - seqlen_q - j| to the score of query i and key j of a sequence.
+        sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its
+            head's softmax, and so the log-sum-exp.
+        score: a function of scores of your own, see `fa3.Score`; applied last. Positions count
+            inside of a sequence, whose number is `batch`.
+        mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
+        deterministic: accepted for compatibility; the forward pass always is.
+        sm_margin: SMs to leave to other kernels.
+        return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
+            for the same.
+        out: (total_q, heads_q, head_dim_v) tensor that receives the output, like q. Rows of
+            queries that are not used stay as they are. Must not share memory with another tensor
+            of the call; it may lie between their elements.
+        num_splits: 0 or 1, which are the same: keys of a tile are not split.
+        pack_gqa: None or False, which are the same.
+        page_table: not supported; caches with pages go through `flash_attn_with_kvcache`.
+        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
+            anything but their default is not supported.
+
+    Returns:
+        out, (total_q, heads_q, head_dim_v), of q's dtype; with return_lse also the log-sum-exp of
+        the scaled scores, (heads_q, total_q), float32, natural logarithm. A query that sees no key
+        gives 0 and -inf, or 0 and its head's sink. Rows that belong to no query that is used are
+        not written: without `out` they hold anything.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has a wrong value, shape, layout or device, or a score or mask
+            does not compile; on the CPU, or with FA3_ASSERTIONS=1, also if cu_seqlens_q or
+            cu_seqlens_k do not cut the rows, or a length is above its maximum.
+        RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
+            a graph is being traced.
+
+    Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
+        (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
+    """
+    causal, _, return_lse, return_attn_probs, attention_chunk, num_splits, sm_margin, softcap = (
+        VARLEN_OPTIONS.of(
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap,
+        )
+    )  # fmt: skip
+    max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
+    max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
+    if page_table is not None:
+        raise NotImplementedError(
+            "page_table is not supported yet in flash_attn_varlen_func: caches with pages go "
+            "through flash_attn_with_kvcache"
+        )
+    if (
+        not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
+        or attention_chunk
+        or num_splits not in (0, 1)
+    ):
+        reject_unsupported(
+            attention_chunk, pack_gqa, has_packing=False,
+            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            num_splits=None if num_splits in (0, 1) else integer("num_splits", num_splits, 0),
+        )  # fmt: skip
+    return_lse = return_lse or return_attn_probs
+    window_size = as_pair(window_size)
+    integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    described = describe("q", q), describe("k", k), describe("v", v)
+    described_integers = describe_integers(integers)
+    check_untraced(q)
+    tokens = tuple(map(tokens_of, "qkv", described))
+    batch = check_integers(described_integers, described[0])
+    total_q, total_k = check_totals(*described, batch)
+    modifiers = UNMODIFIED
+    if softcap or not (alibi_slopes is sinks is score is mask is None):
+        is_causal = check_window(window_size, causal).right == 0
+        modifiers = Modifiers.of(q, batch, softcap, alibi_slopes, sinks, score, mask, is_causal)
+    call = prepare_varlen(
+        *tokens, seqused_q is not None, seqused_k is not None, causal, window_size,
+        modifiers.structure, sm_margin,
+    )  # fmt: skip
+    scale = check_scale(softmax_scale, call.spec.head_dim)
+    if is_visible(cu_seqlens_q):
+        check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
+    heads, _ = tokens[0][0]
+    shape = total_q, heads, call.spec.head_dim_v
+    if out is None:
+        out = q.new_empty(shape)
+    else:
+        names, tensors = modifiers.structure.names, modifiers.tensors or ()
+        check_ragged_out(
+            out, shape, described[0], ("q", "k", "v", *INTEGERS_OF_LENGTHS, *names),
+            (q, k, v, *integers, *tensors),
+        )  # fmt: skip
+    lse = q.new_empty((heads, total_q), dtype=torch.float32) if return_lse else None
+    operands = RaggedOperands(q, k, v, out, lse, *integers)
+    if 0 not in (batch, total_q, heads):
+        attend_packed(call, operands, max_seqlen_k, sinks, modifiers.tensors, scale)
+    return (out, lse) if return_lse else out
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare_varlen(
+    q: tuple,
+    k: tuple,
+    v: tuple,
+    has_used_q: bool,
+    has_used_k: bool,
+    causal: bool,
+    window_size: tuple[int, int],
+    modifiers: Structure,
+    sm_margin: int,
+) -> RaggedCall:
+    """Validate what no length changes, and load the kernels. q, k and v are of `Tokens`."""
+    q, k, v = Tokens(*q), Tokens(*k), Tokens(*v)
+    check_tokens(q, k, v)
+    window = check_window(window_size, causal).tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+    spec = modifiers.spec(q.dtype, q.shape[1], v.shape[1], window)
+    if q.device.type == "cpu":
+        reserve_sms(H200, sm_margin)
+        return RaggedCall(spec, window, None)
+    num_ctas = varlen_gpu.ctas_on(q.device, sm_margin)
+    plan = RaggedPlan(spec, has_used_q, has_used_k, num_ctas)
+    return RaggedCall(spec, window, varlen_gpu.prepare(plan, window))
+
+
+def attend_packed(
+    call: RaggedCall,
+    operands: RaggedOperands,
+    max_seqlen_k: int,
+    sinks: torch.Tensor | None,
+    modifiers: tuple[torch.Tensor, ...] | None,
+    scale: float,
+) -> None:
+    """Write the rows of out and lse that belong to queries that are used; there are rows."""
+    total_k = operands.k.shape[0]
+    if total_k == 0:
+        hide_all_keys_of_used(operands, sinks)
+    elif call.gpu is None:
+        execute_varlen(call.spec, call.window, operands, scale, modifiers)
+    else:
+        call.gpu.launch(*operands, min(max_seqlen_k, total_k), modifiers, scale)
+
+
+def hide_all_keys_of_used(operands: RaggedOperands, sinks: torch.Tensor | None) -> None:
+    """Write what queries get that see no key; rows of out that are not used stay as they are."""
+    out, ends, used = operands.out, operands.cu_seqlens_q, operands.seqused_q
+    row = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    end = ends[1:]
+    if used is not None:
+        end = ends[:-1] + torch.minimum(used.clamp(min=0), ends.diff())
+    # Rows behind the last sequence count as its own, past its end.
+    sequence = torch.bucketize(row, ends[1:-1], right=True)
+    out.masked_fill_((row < end[sequence])[:, None, None], 0.0)
+    if operands.lse is not None:
+        hide_all_keys_of_lse(operands.lse, sinks)

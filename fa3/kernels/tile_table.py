@@ -1,0 +1,283 @@
+"""Tile table: from the lengths of packed sequences, the tiles of the forward kernel in their order.
+
+`fa3.calls.varlen_gpu` launches it before the forward kernel. It reads the lengths from device
+memory, so that the host need not wait for them, and writes the table that `RaggedTiles` walks:
+a record of every tile, those with most key blocks first.
+
+One CTA does it, in time linear in sequences and tiles. A warp takes 32 sequences at a time: each
+lane reads one and counts its tiles; then the lanes share all tiles of the 32. Tiles are sorted by
+counting: the warps count the tiles of each amount of work, prefix sums give each amount its place,
+and the warps go through the tiles once more and write them there.
+
+Timeline
+    clear the counts | wait for the previous kernel | count | prefix sums | write records, header
+    The forward kernel is launched early and waits in hardware for the end of this one.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa3.primitives import arguments
+from fa3.primitives.wgmma import WARP
+from fa3.problem import Window
+from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
+from fa3.scores.masks import Band, Sequence
+
+SORTERS = 1024
+AMOUNTS = SORTERS
+"""Amounts of work that are told apart, one for each thread of the prefix sum."""
+
+
+class TileTableArguments(NamedTuple):
+    """The arguments of a launch, in this order; the stream comes last.
+
+    Fields:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end.
+        seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
+        table: int32, receives the header and `capacity` records at most.
+        total_q, total_k: rows of q and of k.
+        capacity: records that the table has room for.
+        shift: work is counted in units of 2**shift key blocks.
+        window_left, window_right: keys seen before and after a query's own; where they are bounded.
+    """
+
+    cu_seqlens_q: object
+    cu_seqlens_k: object
+    seqused_q: object
+    seqused_k: object
+    table: object
+    total_q: int
+    total_k: int
+    capacity: int
+    shift: int
+    window_left: int
+    window_right: int
+
+    @classmethod
+    def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
+        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
+        ends, batch = cute.sym_int(), cute.sym_int()
+
+        def vector(size, exists: bool = True):
+            return arguments.compact_tensor("int32", (size,)) if exists else None
+
+        return cls(
+            cu_seqlens_q=vector(ends),
+            cu_seqlens_k=vector(ends),
+            seqused_q=vector(batch, kernel.has_used_q),
+            seqused_k=vector(batch, kernel.has_used_k),
+            table=vector(cute.sym_int()),
+            **dict.fromkeys(cls._fields[5:], Int32(0)),
+        )
+
+
+class RaggedLengths(NamedTuple):
+    """Where packed sequences begin and end, in device memory, and what bounds them.
+
+    Fields:
+        cu, used: cumulated lengths; rows that count, or None.
+        total: rows of the tensor. Whatever the lengths say, no row beyond it is named.
+    """
+
+    cu: cute.Tensor
+    used: cute.Tensor | None
+    total: Int32
+
+    def read(self, batch) -> tuple[Int32, Int32]:
+        """A sequence's first row and its length."""
+        begin = cutlass.max(cutlass.min(self.cu[batch], self.total), 0)
+        length = cutlass.min(self.cu[batch + 1], self.total) - begin
+        if self.used is not None:
+            length = cutlass.min(length, self.used[batch])
+        return begin, cutlass.max(length, 0)
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The kernel that makes the table.
+
+    Fields:
+        tile_m, tile_n: query rows of a tile, keys of a block.
+        band: the mask's band, for which tiles have more or less work.
+        has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
+    """
+
+    tile_m: int
+    tile_n: int
+    band: Band
+    has_used_q: bool
+    has_used_k: bool
+
+    entry_name: ClassVar[str] = "fa3_tile_table"
+    is_storable: ClassVar[bool] = True
+
+    def arguments(self) -> list:
+        """Symbolic arguments of a launch, and the stream."""
+        return [*TileTableArguments.symbolic(self), arguments.symbolic_stream()]
+
+    @cute.jit
+    def __call__(self, *given):
+        """Launch on `TileTableArguments` and a stream."""
+        *given, stream = given
+        call = TileTableArguments(*given)
+        queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
+        keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
+        window = Window(call.window_left, call.window_right)
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        self.kernel(queries, keys, call.table, call.capacity, call.shift, window).launch(
+            grid=(1, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        queries: RaggedLengths,
+        keys: RaggedLengths,
+        table: cute.Tensor,
+        capacity: Int32,
+        shift: Int32,
+        window: Window,
+    ):
+        smem = cutlass.memory.SmemAllocator()
+        places = smem.allocate_tensor(Int32, cute.make_layout(AMOUNTS), byte_alignment=16)
+        of_warps = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
+        thread, _, _ = cute.arch.thread_idx()
+        places[thread] = 0
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.sync_threads()
+        self.sort(queries, keys, table, capacity, shift, window, places, is_counting=True)
+        cute.arch.sync_threads()
+        count, upto = places[thread], self.sum_up(places[thread], of_warps)
+        places[thread] = upto - count
+        if thread == SORTERS - 1:
+            for i in cutlass.range_constexpr(TABLE_HEADER):
+                number = cutlass.min(upto, capacity) if i == NUM_RECORDS else Int32(0)
+                table[i] = number
+        cute.arch.sync_threads()
+        self.sort(queries, keys, table, capacity, shift, window, places, is_counting=False)
+
+    @cute.jit
+    def sum_up(self, number: Int32, of_warps: cute.Tensor) -> Int32:
+        """The sum of all threads' numbers up to this thread's."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, warp = thread % WARP, thread // WARP
+        upto = sum_in_warp(number)
+        if lane == WARP - 1:
+            of_warps[warp] = upto
+        cute.arch.sync_threads()
+        of_lane = of_warps[lane]
+        before = sum_in_warp(of_lane) - of_lane
+        return upto + cute.arch.shuffle_sync(before, warp)
+
+    @cute.jit
+    def sort(
+        self,
+        queries: RaggedLengths,
+        keys: RaggedLengths,
+        table: cute.Tensor,
+        capacity: Int32,
+        shift: Int32,
+        window: Window,
+        places: cute.Tensor,
+        is_counting: cutlass.Constexpr,
+    ):
+        """Go through all tiles: count those of each amount of work, or write them at its place."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, warp = thread % WARP, thread // WARP
+        batch = queries.cu.shape[0] - 1
+        first = warp * WARP
+        while first < batch:
+            of_lane = first + lane
+            begin_q, seqlen_q, begin_k, seqlen_k = (Int32(0) for _ in range(4))
+            if of_lane < batch:
+                begin_q, seqlen_q = queries.read(of_lane)
+                begin_k, seqlen_k = keys.read(of_lane)
+            num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
+            upto = sum_in_warp(num_tiles)
+            total = cute.arch.shuffle_sync(upto, WARP - 1)
+            step = Int32(0)
+            while step < total:
+                number = step + lane
+                owner = owner_of(number, upto)
+                m_block = number - cute.arch.shuffle_sync(upto - num_tiles, owner)
+                record = TileRecord(
+                    m_block,
+                    first + owner,
+                    *(
+                        cute.arch.shuffle_sync(value, owner)
+                        for value in (begin_q, seqlen_q, begin_k, seqlen_k)
+                    ),
+                )
+                amount = self.amount(record, shift, window)
+                place = take_places(places, amount, number < total)
+                if cutlass.const_expr(not is_counting):
+                    write_record(table, place, record, number < total and place < capacity)
+                step += WARP
+            first += SORTERS
+
+    def amount(self, record: TileRecord, shift: Int32, window: Window) -> Int32:
+        """The index of a tile's amount of work; the most work has index 0."""
+        sequence = Sequence(record.seqlen_q, record.seqlen_k, window)
+        row = record.m_block * self.tile_m
+        blocks = self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
+        work = (blocks.end - blocks.begin) >> shift
+        return AMOUNTS - 1 - cutlass.min(work, AMOUNTS - 1)
+
+
+@cute.jit
+def sum_in_warp(number: Int32) -> Int32:
+    """The sum of the numbers of all lanes up to this one."""
+    lane, upto = cute.arch.lane_idx(), number
+    for shift in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
+        upto = upto + below if lane >= 1 << shift else upto
+    return upto
+
+
+@cute.jit
+def owner_of(number: Int32, upto: Int32) -> Int32:
+    """The first lane whose `upto` is above a number, the last lane if there is none."""
+    owner = Int32(0)
+    for i in cutlass.range_constexpr(5):
+        half = 16 >> i
+        of_half = cute.arch.shuffle_sync(upto, owner + half - 1)
+        owner = owner + half if of_half <= number else owner
+    return owner
+
+
+@cute.jit
+def take_places(places: cute.Tensor, amount: Int32, is_taking: cutlass.Boolean) -> Int32:
+    """The next free place for this lane's amount; lanes with equal amounts take theirs at once."""
+    lane, place = cute.arch.lane_idx(), Int32(0)
+    waiting = cute.arch.vote_ballot_sync(is_taking)
+    while waiting != 0:
+        leader = Int32(31) - cute.arch.clz(waiting & -waiting)
+        of_leader = cute.arch.shuffle_sync(amount, leader)
+        equals = cute.arch.vote_ballot_sync(is_taking and amount == of_leader)
+        first = Int32(0)
+        if lane == leader:
+            first = cute.arch.atomic_add(
+                places.iterator + amount, cute.arch.popc(equals), sem="relaxed", scope="cta"
+            )
+        first = cute.arch.shuffle_sync(first, leader)
+        if is_taking and amount == of_leader:
+            place = first + cute.arch.popc(equals & ((Int32(1) << lane) - 1))
+        waiting = waiting & ~equals
+    return place
+
+
+@cute.jit
+def write_record(table: cute.Tensor, place: Int32, record: TileRecord, is_one: cutlass.Boolean):
+    """Write a record of the table if there is one."""
+    words = cute.make_rmem_tensor(RECORD, Int32)
+    words.fill(0)
+    for i in cutlass.range_constexpr(len(record)):
+        words[i] = record[i]
+    if is_one:
+        target = (table.iterator + (TABLE_HEADER + place * RECORD)).align(16)
+        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(RECORD)))

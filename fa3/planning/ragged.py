@@ -1,0 +1,61 @@
+"""How calls on packed sequences run: the plan holds for any lengths.
+
+`fa3.calls.varlen_gpu` launches its kernels: one makes the table of tiles from the lengths, the
+other is the forward kernel, which walks the table (`fa3.schedules.ragged`).
+"""
+
+from dataclasses import dataclass
+
+from fa3.kernels.forward import Forward
+from fa3.kernels.forward_launch import ForwardConfig
+from fa3.kernels.tile_table import AMOUNTS, TileTable
+from fa3.planning.tilings import general_tiling
+from fa3.problem import AttentionSpec
+from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles, most_records
+from fa3.scores.masks import Intersection
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPlan:
+    """The kernels of a call on packed sequences.
+
+    Fields:
+        spec: what the forward kernel is compiled for, besides its tiling.
+        has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
+        num_ctas: CTAs of the forward kernel, one for each SM that it may use.
+    """
+
+    spec: AttentionSpec
+    has_used_q: bool
+    has_used_k: bool
+    num_ctas: int
+
+    @property
+    def config(self) -> ForwardConfig:
+        """The tiling for long sequences; it depends on the spec only, so no length compiles."""
+        return general_tiling(self.spec)
+
+    def kernel(self) -> Forward:
+        """The forward kernel."""
+        return Forward(self.spec, self.config, RaggedTiles)
+
+    def tile_table(self) -> TileTable:
+        """The kernel that makes the table of tiles."""
+        mask, config = self.spec.mask, self.config
+        band = mask.band if isinstance(mask, Intersection) else mask
+        return TileTable(config.tile_m, config.tile_n, band, self.has_used_q, self.has_used_k)
+
+
+def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
+    """The most records that the table of a call can need."""
+    return max(1, most_records(total_q, batch, tile_m))
+
+
+def words_of_table(capacity: int) -> int:
+    """int32 words of a table."""
+    return TABLE_HEADER + RECORD * capacity
+
+
+def shift_of_work(max_seqlen_k: int, tile_n: int) -> int:
+    """The shift of `TileTableArguments`: with it all amounts of work can be told apart."""
+    return max(0, (-(-max_seqlen_k // tile_n)).bit_length() - AMOUNTS.bit_length() + 1)

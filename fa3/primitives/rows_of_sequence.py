@@ -1,0 +1,48 @@
+"""Where the rows of one sequence lie in a global tensor, for TMA's loads and stores."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+
+
+class DenseRows(NamedTuple):
+    """Where one sequence's rows lie in a tensor (rows, head_dim, heads, batch)."""
+
+    batch: int
+
+    def of_head(self, tensor: cute.Tensor, head) -> cute.Tensor:
+        """(rows, head_dim) of the sequence."""
+        return tensor[None, None, head, self.batch]
+
+
+class RaggedRows(NamedTuple):
+    """Where one sequence's rows lie among those of others in a tensor of `padded_by_end`.
+
+    Fields:
+        begin, length: its first row and the number of its rows.
+    """
+
+    begin: int
+    length: int
+
+    def of_head(self, tensor: cute.Tensor, head) -> cute.Tensor:
+        """(rows, head_dim) of the sequence, which end where the tensor's rows end."""
+        rows = tensor[None, None, head, self.begin + self.length]
+        return cute.domain_offset((tensor.shape[0] - self.length, 0), rows)
+
+
+def padded_by_end(tensor: cute.Tensor) -> cute.Tensor:
+    """A view of (total, heads, head_dim) in which each sequence can end where the rows end.
+
+    (rows, head_dim, heads, ends): element (r, c, h, e) is that of row r + e - total. So row
+    total - length + i with e = begin + length is row i of a sequence, and the rows after its last
+    one are out of bounds: TMA loads zeros for them and does not store them.
+
+    Source of the idea: ragged TMA descriptors of Triton (triton/tools/ragged_tma.py) and quack.
+    """
+    total, heads, head_dim = tensor.shape
+    row_stride, head_stride, _ = tensor.layout.stride
+    layout = cute.make_layout(
+        (total, head_dim, heads, total + 1), stride=(row_stride, 1, head_stride, row_stride)
+    )
+    return cute.make_tensor((tensor.iterator - total * row_stride).align(16), layout)

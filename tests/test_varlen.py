@@ -1,0 +1,602 @@
+"""`flash_attn_varlen_func` on CPU tensors: results, what is left alone, and the errors."""
+
+import functools
+import gc
+import inspect
+import random
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from kvcache_bad_values import OnGpu
+from score_problems import Recipe
+from varlen_problems import (
+    VarlenProblem,
+    check_varlen,
+    integers,
+    make_call,
+    random_problem,
+    unused,
+)
+
+import fa3
+from fa3 import flash_attn_varlen_func
+from fa3.calls import assertions, varlen, varlen_gpu
+from fa3.calls.modifiers import UNMODIFIED
+from fa3.problem import Window
+
+RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
+USED = replace(RAGGED, used_q=(70, 9, 0, 100), used_k=(10, -1, 3, 999), spare=5)
+
+
+def run(problem: VarlenProblem, seed: int = 0, **changes):
+    """Make a call and check what comes of it."""
+    call = make_call(problem, seed) | changes
+    out, lse = flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(problem, call, out, lse)
+    return out, lse
+
+
+# -------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_matches_dense_attention(seed):
+    run(random_problem(seed, ("bfloat16", "float16")[seed % 2], family=seed // 2), seed)
+
+
+@pytest.mark.parametrize("problem", [RAGGED, USED], ids=["all", "used"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window": (10, 3)},
+        {"window": (0, 0)},
+        {"window": (20, -1)},
+        {"window": (-1, 5)},
+        {"window": (1 << 40, 1 << 40)},
+        {"window": (9, 1 << 40), "causal": True},
+        {"head_dim": 192, "head_dim_v": 128, "causal": True},
+        {"head_dim": 64, "head_dim_v": 256},
+        {"head_dim": 8, "head_dim_v": 40},
+        {"group": 1, "heads_kv": 3},
+        {"group": 6, "heads_kv": 1},
+        {"dtype": "float16", "softmax_scale": 0.7},
+        {"recipe": Recipe(softcap=5.0, alibi_rank=1, sinks="q"), "causal": True},
+        {"recipe": Recipe(alibi_rank=2, sinks="float32")},
+        {"recipe": Recipe(score="gate", mask="prefix", alibi_rank=2), "window": (40, 40)},
+        {"recipe": Recipe(score="relative", mask="documents")},
+    ],
+    ids=str,
+)
+def test_options(problem, options):
+    run(replace(problem, **options))
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 40), (40, 300), (300, 300), (1, 300)])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, 7), (25, 0)])
+def test_bands_are_aligned_with_the_last_token_of_each_sequence(seqlen_q, seqlen_k, window):
+    run(VarlenProblem((3, seqlen_q, 17), (9, seqlen_k, 4), window=window))
+
+
+def test_sequences_of_equal_lengths_are_a_dense_batch():
+    q, k, v = torch.randn(3, 4, 50, 2, 64).bfloat16()
+    ends = integers(0, 50, 100, 150, 200)
+    packed = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out, lse = flash_attn_varlen_func(*packed, ends, ends, 50, 50, causal=True, return_lse=True)
+    dense, dense_lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, dense.flatten(0, 1))
+    assert torch.equal(lse, dense_lse.transpose(0, 1).flatten(1))
+
+
+def test_used_lengths_are_those_of_shorter_sequences():
+    call = make_call(replace(RAGGED, causal=True))
+    given = {"seqused_q": integers(7, 0, 1, 40), "seqused_k": integers(20, 2, 0, 50)}
+    out = flash_attn_varlen_func(**call, **given)
+    rows_q, rows_k = (slice(71, 111), slice(95, 145))
+    alone = call["q"][None, rows_q], call["k"][None, rows_k], call["v"][None, rows_k]
+    assert torch.equal(out[rows_q], fa3.flash_attn_func(*alone, causal=True)[0])
+
+
+@dataclass(frozen=True)
+class Lengths(fa3.Score):
+    """Notes where it is asked."""
+
+    seen: tuple = ()
+
+    def reference(self, logits, at):
+        PLACES.append((at.batch, at.seqlen_q, at.seqlen_k, int(at.query.max()), int(at.key.max())))
+        return logits
+
+
+PLACES = []
+
+
+def test_functions_see_the_sequence_and_places_inside_of_it():
+    PLACES.clear()
+    flash_attn_varlen_func(**make_call(USED) | {"score": Lengths()})
+    assert set(PLACES) == {(0, 70, 10, 69, 9), (3, 100, 64, 99, 63)}
+
+
+def test_sinks_of_queries_that_see_no_key():
+    problem = replace(RAGGED, recipe=Recipe(sinks="q"), window=(-1, 0))
+    call = make_call(problem)
+    out, lse = flash_attn_varlen_func(**call, return_lse=True)
+    assert (out[70] == 0).all() and torch.equal(lse[:, 70], call["sinks"].float())
+
+
+def test_lse_has_flash_attentions_other_name_too():
+    call = make_call(RAGGED)
+    out, lse = flash_attn_varlen_func(**call, return_lse=True)
+    same_out, same = flash_attn_varlen_func(**call, return_attn_probs=True)
+    assert lse.dtype == torch.float32 and lse.shape == (4, 201)
+    assert torch.equal(lse, same) and torch.equal(out, same_out)
+    assert torch.equal(flash_attn_varlen_func(**call), out)
+
+
+def test_views():
+    packed = torch.randn(120, 3, 2, 64).half()
+    call = make_call(VarlenProblem((50, 70), (50, 70), heads_kv=2, dtype="float16"))
+    call |= dict(zip("qkv", packed.unbind(1), strict=True))
+    copies = {name: call[name].clone(memory_format=torch.contiguous_format) for name in "qkv"}
+    heads_first = {name: call[name].transpose(0, 1).contiguous().transpose(0, 1) for name in "qkv"}
+    out = flash_attn_varlen_func(**call)
+    assert torch.equal(out, flash_attn_varlen_func(**call | copies))
+    assert torch.equal(out, flash_attn_varlen_func(**call | heads_first))
+
+
+# ------------------------------------------------------------------------------- what is left alone
+
+
+def test_rows_that_are_not_used_are_neither_read_nor_written(poisoned_memory):
+    """Those of the drawn tensors are NaN."""
+    call = make_call(USED)
+    given = torch.full((206, 4, 64), 7.0).bfloat16()
+    out, lse = flash_attn_varlen_func(**call, out=given, return_lse=True)
+    assert out is given
+    rows = unused(USED, 206)
+    assert rows.any() and (out[rows] == 7.0).all()
+    clean = {name: call[name].nan_to_num() for name in "qkv"}
+    same, same_lse = flash_attn_varlen_func(**call | clean, return_lse=True)
+    assert torch.equal(out[~rows], same[~rows]) and torch.equal(lse[:, ~rows], same_lse[:, ~rows])
+
+
+def test_out_between_the_elements_of_another_tensor():
+    call = make_call(RAGGED)
+    wide = torch.full((201, 4, 128), torch.nan).bfloat16()
+    out = wide[..., 64:]
+    wide[..., :64] = call["q"]
+    assert flash_attn_varlen_func(**call | {"q": wide[..., :64]}, out=out) is out
+    assert torch.equal(out, flash_attn_varlen_func(**call))
+    assert torch.equal(wide[..., :64], call["q"])
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        VarlenProblem((), ()),
+        VarlenProblem((), (), spare=6),
+        VarlenProblem((0, 0), (3, 0)),
+        VarlenProblem((20, 0, 4), (0, 0, 0)),
+        VarlenProblem((20, 0, 4), (0, 0, 0), used_q=(9, 3, 99), recipe=Recipe(sinks="q")),
+        VarlenProblem((20, 0, 4), (0, 0, 0), used_q=(-4, 3, 2**31 - 1), spare=3),
+        VarlenProblem((20, 4), (5, 6), heads_kv=0),
+        VarlenProblem((20, 4), (5, 6), used_k=(0, -1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty_tensors(problem, causal, poisoned_memory):
+    call = make_call(problem) | {"causal": causal}
+    spare = 0 if sum(problem.seqlens_k) else problem.spare
+    call |= {name: call[name][spare:] for name in "kv"}
+    given = torch.full((len(call["q"]), call["q"].shape[1], 64), 7.0).bfloat16()
+    out, lse = flash_attn_varlen_func(**call, out=given, return_lse=True)
+    check_varlen(problem, call, out, lse)
+    assert (out[unused(problem, len(out))] == 7.0).all()
+    assert flash_attn_varlen_func(**call).shape == out.shape
+
+
+def test_gradients_may_be_on_if_they_are_not_asked_for():
+    call = make_call(RAGGED)
+    call["q"].requires_grad_()
+    with torch.no_grad():
+        out = flash_attn_varlen_func(**call)
+    assert not out.requires_grad
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+def shifted(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """Return a copy that starts `elements` after an aligned address."""
+    memory = tensor.new_empty(tensor.numel() + elements)
+    return memory[elements:].view(tensor.shape).copy_(tensor)
+
+
+def widened(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return a view into rows that are `columns` longer."""
+    return torch.nn.functional.pad(tensor, (0, columns))[..., : tensor.shape[2]]
+
+
+def one_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the first row, with a stride that does not matter to it."""
+    return tensor[:1].as_strided((1, *tensor.shape[1:]), (3, *tensor.stride()[1:]))
+
+
+BAD_TENSORS = [
+    ("q", lambda x: x[None], ValueError, "must have 3 dimensions (total, heads, head_dim)"),
+    ("k", lambda x: x[0], ValueError, "must have 3 dimensions (total, heads, head_dim)"),
+    ("v", lambda x: x.tolist(), TypeError, "must be a torch.Tensor, got list"),
+    ("q", lambda x: x.float(), TypeError, "must be torch.bfloat16 or torch.float16, got"),
+    ("k", lambda x: x.half(), TypeError, "must be torch.bfloat16 like q, got torch.float16"),
+    ("v", lambda x: x.to("meta"), ValueError, "must be on cpu like q, got meta"),
+    ("q", lambda x: x[:, :3], ValueError, "must have a multiple of k's heads, got 3 query heads"),
+    ("v", lambda x: x[:, :1], ValueError, "must have 2 heads like k, got 1"),
+    ("v", lambda x: x[:-1], ValueError, "must have 159 rows like k, got 158"),
+    ("q", lambda x: x[..., :60], ValueError, "has head_dim 60, supported are multiples of 8"),
+    ("v", lambda x: x[..., :60], ValueError, "has head_dim 60, supported are multiples of 8"),
+    ("k", lambda x: x[..., :32], ValueError, "must have head_dim 64 like q, got 32"),
+    (
+        "q",
+        lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
+        ValueError,
+        "must be contiguous in its last dimension, got stride 804",
+    ),
+    ("k", lambda x: shifted(x, 4), ValueError, "starts 8 bytes after a multiple of 16"),
+    ("v", lambda x: widened(x, 4), ValueError, "must have strides that are multiples of 8"),
+    ("k", one_row, ValueError, "must have strides that are multiples of 8 elements (16 bytes)"),
+    ("q", lambda x: x.clone().requires_grad_(), ValueError, "requires grad, but there is no"),
+    ("cu_seqlens_q", lambda x: x.tolist(), TypeError, "must be a torch.Tensor, got list"),
+    ("cu_seqlens_q", lambda x: None, TypeError, "must be a torch.Tensor, got NoneType"),
+    ("cu_seqlens_q", lambda x: x.long(), TypeError, "must be torch.int32, got torch.int64"),
+    ("cu_seqlens_q", lambda x: x[None], ValueError, "must have shape (batch + 1,), got (1, 5)"),
+    ("cu_seqlens_q", lambda x: x[:0], ValueError, "must have shape (batch + 1,), got (0,)"),
+    ("cu_seqlens_q", lambda x: x[0], ValueError, "must have shape (batch + 1,), got ()"),
+    ("cu_seqlens_q", lambda x: x.to("meta"), ValueError, "must be on cpu like q, got meta"),
+    ("cu_seqlens_q", lambda x: torch.stack((x, x), 1)[:, 0], ValueError, "must be contiguous"),
+    ("cu_seqlens_k", lambda x: x.long(), TypeError, "must be torch.int32, got torch.int64"),
+    ("cu_seqlens_k", lambda x: x[:-1], ValueError, "must have shape (5,) to go with cu_seqlens_q"),
+    ("cu_seqlens_k", lambda x: x.to("meta"), ValueError, "must be on cpu like q, got meta"),
+    ("seqused_q", lambda x: integers(1, 2, 3), ValueError, "must have shape (4,) to go with"),
+    ("seqused_q", lambda x: torch.ones(4), TypeError, "must be torch.int32, got torch.float32"),
+    ("seqused_k", lambda x: integers(*range(5)), ValueError, "must have shape (4,) to go with"),
+    ("seqused_k", lambda x: integers(*range(8))[::2], ValueError, "must be contiguous in its last"),
+    ("seqused_k", lambda x: 3, TypeError, "must be a torch.Tensor, got int"),
+    ("alibi_slopes", lambda x: torch.ones(3, 4), ValueError, "must have shape (4,) or (4, 4) to"),
+    ("sinks", lambda x: torch.ones(2), ValueError, "must have shape (4,), one for each query head"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "complaint"), BAD_TENSORS)
+def test_bad_tensors(name, change, error, complaint):
+    call = make_call(RAGGED)
+    with pytest.raises(error, match=f"^{name} {re.escape(complaint)}"):
+        flash_attn_varlen_func(**call | {name: change(call.get(name))})
+
+
+def test_other_devices():
+    call = make_call(RAGGED)
+    tensors = {
+        name: tensor.to("meta") for name, tensor in call.items() if isinstance(tensor, torch.Tensor)
+    }
+    with pytest.raises(ValueError, match=r"^q must be a CPU or CUDA tensor, got meta"):
+        flash_attn_varlen_func(**call | tensors)
+
+
+BAD_OUTS = [
+    (lambda out: out.tolist(), TypeError, "must be a torch.Tensor, got list"),
+    (lambda out: out[:-1], ValueError, "must have shape (201, 4, 64) to go with q and the values"),
+    (lambda out: out[None], ValueError, "must have 3 dimensions (total, heads, head_dim)"),
+    (lambda out: out.half(), TypeError, "must be torch.bfloat16 like q, got torch.float16"),
+    (lambda out: out.to("meta"), ValueError, "must be on cpu like q, got meta"),
+    (lambda out: shifted(out, 2), ValueError, "starts 4 bytes after a multiple of 16"),
+    (lambda out: widened(out, 4), ValueError, "must have strides that are multiples of 8"),
+    (lambda out: out[:1].expand(201, -1, -1), ValueError, "must not overlap itself when it is"),
+    (lambda out: out.clone().requires_grad_(), ValueError, "requires grad, but there is no"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "complaint"), BAD_OUTS)
+def test_bad_outs(change, error, complaint):
+    call = make_call(RAGGED)
+    with pytest.raises(error, match=f"^out {re.escape(complaint)}"):
+        flash_attn_varlen_func(**call, out=change(torch.empty_like(call["q"])))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "cu_seqlens_k", "seqused_q", "sinks"])
+def test_out_must_not_overlap_what_is_read(name):
+    problem = VarlenProblem((30, 20), (20, 30), used_q=(9, 9), recipe=Recipe(sinks="float32"))
+    call = make_call(problem)
+    memory = torch.zeros(6000, dtype=torch.bfloat16)
+    read = call[name]
+    part = memory[800:].view(read.dtype)[: read.numel()].view(read.shape).copy_(read)
+    out = memory[: 50 * 64].view(50, 1, 64)
+    with pytest.raises(ValueError, match=f"^out must not overlap {name}: it is written"):
+        flash_attn_varlen_func(**call | {name: part}, out=out)
+
+
+def test_an_inference_tensor_is_not_written_outside_of_inference_mode():
+    call = make_call(RAGGED)
+    with torch.inference_mode():
+        out = torch.empty_like(call["q"])
+    with pytest.raises(ValueError, match=r"^out must not be an inference tensor"):
+        flash_attn_varlen_func(**call, out=out)
+
+
+def test_a_repeated_call_checks_what_may_have_changed():
+    call = make_call(RAGGED)
+    flash_attn_varlen_func(**call)
+    for name, change, complaint in (
+        ("k", lambda x: shifted(x, 4), "k starts 8 bytes"),
+        ("v", lambda x: widened(x, 4), "v must have strides"),
+        ("v", lambda x: x[:-1], "v must have 159 rows"),
+        ("cu_seqlens_k", lambda x: x[:-1], "cu_seqlens_k must have shape"),
+    ):
+        with pytest.raises(ValueError, match=f"^{complaint}"):
+            flash_attn_varlen_func(**call | {name: change(call[name])})
+
+
+HUGE = 2**29 + 1
+
+
+@pytest.mark.parametrize(
+    ("total_q", "total_k", "heads", "complaint"),
+    [
+        (HUGE, 1, 1, "q must have at most 536870912 rows, got 536870913"),
+        (1, HUGE, 1, "k must have at most 536870912 rows, got 536870913"),
+        (2**24, 128, 256, "q must have at most 33554432 tiles of 128 rows"),
+    ],
+)
+def test_what_32_bits_do_not_count_is_refused(total_q, total_k, heads, complaint):
+    q, k = (torch.zeros(8).bfloat16().expand(total, heads, 8) for total in (total_q, total_k))
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        flash_attn_varlen_func(q, k, k, integers(0, 1), integers(0, 1), 1, 1)
+
+
+def test_pages_are_for_the_call_on_caches():
+    with pytest.raises(NotImplementedError, match=r"^page_table .* flash_attn_with_kvcache"):
+        flash_attn_varlen_func(**make_call(RAGGED), page_table=integers(0, 1))
+
+
+def test_the_order_of_flash_attention_2_is_told_from_that_of_3():
+    positional = list(make_call(RAGGED).values())[:7]
+    note = ".*FlashAttention-2's are dropout_p.*by name"
+    with pytest.raises(TypeError, match=r"^seqused_q must be a torch.Tensor, got float" + note):
+        flash_attn_varlen_func(*positional, 0.0, None, True)
+    with pytest.raises(TypeError, match=r"^causal must be a bool, got tuple" + note):
+        flash_attn_varlen_func(*positional, 0.0, None, True, (-1, -1))
+
+
+# -------------------------------------------------------------------------------------- lengths
+
+BAD_LENGTHS = [
+    ("cu_seqlens_q", (1, 70, 70, 71, 201), "must begin with 0, got 1"),
+    ("cu_seqlens_k", (-1, 90, 95, 95, 159), "must begin with 0, got -1"),
+    ("cu_seqlens_q", (0, 70, 60, 71, 201), "must not fall, does from 70 to 60 for sequence 1"),
+    ("cu_seqlens_k", (0, 90, 95, 2, 1), "must not fall, does from 95 to 2 for sequence 2"),
+    ("cu_seqlens_q", (0, 70, 70, 71, 202), "must end with the 201 rows of q or less, got 202"),
+    ("cu_seqlens_k", (0, 90, 95, 95, 160), "must end with the 159 rows of k or less, got 160"),
+    ("max_seqlen_q", 129, "must be 130 or more, the rows of q that sequence 3 has, got 129"),
+    ("max_seqlen_k", 0, "must be 90 or more, the rows of k that sequence 0 has, got 0"),
+]
+
+
+def changed(name: str, value) -> dict:
+    """Return a call with another argument; a tuple makes an integer tensor."""
+    return make_call(RAGGED) | {name: integers(*value) if isinstance(value, tuple) else value}
+
+
+def on_gpu(call: dict) -> dict:
+    """Return the call with its integer tensors said to be on a GPU."""
+    return {
+        name: value.as_subclass(OnGpu) if name.startswith(("cu_seq", "seqused")) else value
+        for name, value in call.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "value", "complaint"), BAD_LENGTHS)
+@pytest.mark.parametrize("is_read_back", [False, True])
+def test_bad_lengths(name, value, complaint, is_read_back, monkeypatch):
+    call = changed(name, value)
+    if is_read_back:
+        monkeypatch.setattr(assertions, "ASSERTIONS", True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        call = on_gpu(call)
+    out = torch.full((201, 4, 64), 7.0).bfloat16()
+    with pytest.raises(ValueError, match=f"^{name} {re.escape(complaint)}"):
+        flash_attn_varlen_func(**call, out=out)
+    assert (out == 7.0).all()
+
+
+def test_what_is_not_used_counts_for_no_maximum():
+    call = make_call(USED)
+    assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (100, 64)
+    with pytest.raises(ValueError, match=r"^max_seqlen_q must be 100 or more"):
+        flash_attn_varlen_func(**call | {"max_seqlen_q": 99})
+
+
+def test_maxima_may_be_larger():
+    call = make_call(RAGGED)
+    larger = {"max_seqlen_q": 1 << 40, "max_seqlen_k": np.int64(1 << 40)}
+    out = flash_attn_varlen_func(**call | larger)
+    assert torch.equal(out, flash_attn_varlen_func(**call))
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize(
+    ("value", "error", "complaint"),
+    [
+        (-1, ValueError, "must be 0 or more, got -1"),
+        (130.0, TypeError, "must be an integer, got 130.0"),
+        (True, TypeError, "must be an integer, got True"),
+        (None, TypeError, "must be an integer, got None"),
+        (torch.tensor(130), TypeError, "must be an integer, got Tensor"),
+    ],
+)
+def test_maxima_are_plain_integers(name, value, error, complaint):
+    with pytest.raises(error, match=f"^{name} {complaint}"):
+        flash_attn_varlen_func(**make_call(RAGGED) | {name: value})
+
+
+def test_assertions_cannot_be_captured(monkeypatch):
+    monkeypatch.setattr(assertions, "ASSERTIONS", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    complaint = "^cu_seqlens_q cannot be read back while a CUDA graph is captured"
+    with pytest.raises(RuntimeError, match=complaint):
+        flash_attn_varlen_func(**on_gpu(make_call(RAGGED)))
+
+
+# -------------------------------------------------------------------------------- on a GPU
+
+
+class Launches:
+    """Stands for the kernels: notes what they are launched on."""
+
+    def __init__(self):
+        self.given = []
+
+    def launch(self, *given):
+        self.given.append(given)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Have calls on CPU tensors launched as if they were on a GPU."""
+    kernels, prepare = Launches(), varlen.prepare_varlen
+    monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=kernels))
+    return kernels.given
+
+
+def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
+    for name in ("tolist", "item", "__int__", "__bool__"):
+        monkeypatch.setattr(OnGpu, name, lambda *_: pytest.fail("was read"))
+    call = on_gpu(make_call(USED))
+    out, lse = flash_attn_varlen_func(**call, return_lse=True)
+    integers = (call[name] for name in varlen.INTEGERS_OF_LENGTHS)
+    expected = (call["q"], call["k"], call["v"], out, lse, *integers, 64, None, 0.125)
+    (given,) = launches
+    assert len(given) == len(expected)
+    assert all(a is b or a == b for a, b in zip(given, expected, strict=True))
+
+
+def test_what_is_launched(launches):
+    slopes, sinks = torch.ones(4), torch.zeros(4)
+    modified = {"alibi_slopes": slopes, "sinks": sinks, "softmax_scale": 0.3, "max_seqlen_k": 999}
+    flash_attn_varlen_func(**make_call(RAGGED) | modified)
+    *_, lse, _, _, used_q, used_k, longest, modifiers, scale = launches[0]
+    assert lse is used_q is used_k is None and (longest, scale) == (159, 0.3)
+    assert modifiers[0] is slopes and modifiers[1] is sinks
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        VarlenProblem((), ()),
+        VarlenProblem((0, 0), (3, 0)),
+        VarlenProblem((20, 0, 4), (0, 0, 0), used_q=(9, 3, 99)),
+        VarlenProblem((20, 4), (5, 6), heads_kv=0),
+    ],
+    ids=str,
+)
+def test_nothing_is_launched_where_there_is_nothing_to_compute(problem, launches):
+    run(problem)
+    assert not launches
+
+
+def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
+    made = []
+    monkeypatch.setattr(varlen_gpu, "ctas_on", lambda device, margin: 132 - margin)
+    monkeypatch.setattr(varlen_gpu, "prepare", lambda plan, window: made.append((plan, window)))
+    device = torch.device("cuda", 0)
+    tokens = [(torch.Size(shape), torch.bfloat16, device) for shape in ((4, 64), (2, 64), (2, 32))]
+    key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, 2
+    varlen.prepare_varlen.__wrapped__(*key)
+    ((plan, window),) = made
+    assert window == Window(right=0) and plan.num_ctas == 130
+    assert (plan.has_used_q, plan.has_used_k) == (True, False)
+    assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
+
+
+def caches() -> dict:
+    """Return how much each cache of the package remembers."""
+    return {
+        f"{found.__module__}.{found.__qualname__}": found.cache_info().currsize
+        for found in gc.get_objects()
+        if type(found) is functools._lru_cache_wrapper and found.__module__.startswith("fa3.")
+    }
+
+
+def test_no_length_is_remembered(launches):
+    draw = random.Random(0)
+    memory = torch.zeros(3, 2000, 2, 64).bfloat16()
+    slopes = torch.ones(2)
+
+    def call() -> None:
+        seqlens_q, seqlens_k = ([draw.randint(0, 50) for _ in range(9)] for _ in range(2))
+        ends_q, ends_k = (
+            integers(0, *np.cumsum(seqlens).tolist()) for seqlens in (seqlens_q, seqlens_k)
+        )
+        num_sequences = draw.randint(1, 9)
+        total_q, total_k = sum(seqlens_q) + draw.randint(0, 9), sum(seqlens_k)
+        q, (k, v) = memory[0, :total_q], memory[1:, :total_k]
+        flash_attn_varlen_func(
+            q, k, v, ends_q[: num_sequences + 1], ends_k[: num_sequences + 1], max(seqlens_q),
+            max(seqlens_k), causal=True, alibi_slopes=slopes,
+            out=torch.empty_like(q) if draw.random() < 0.5 else None,
+        )  # fmt: skip
+        launches.clear()
+
+    call()
+    before = caches()
+    for _ in range(2000):
+        call()
+    assert caches() == before and before["fa3.calls.varlen.prepare_varlen"] > 0
+
+
+# ---------------------------------------------------------------------------------- signature
+
+
+def test_the_order_of_arguments_is_flash_attention_3_s():
+    parameters = inspect.signature(flash_attn_varlen_func).parameters
+    by_position = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    required = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    assert list(by_position.items()) == [
+        *((name, inspect.Parameter.empty) for name in required),
+        ("seqused_q", None),
+        ("seqused_k", None),
+        ("softmax_scale", None),
+        ("causal", False),
+        ("qv", None),
+        ("q_descale", None),
+        ("k_descale", None),
+        ("v_descale", None),
+        ("window_size", (-1, -1)),
+        ("attention_chunk", 0),
+        ("softcap", 0.0),
+        ("num_splits", 1),
+        ("pack_gqa", None),
+        ("deterministic", False),
+        ("sm_margin", 0),
+        ("return_attn_probs", False),
+    ]
+
+
+def test_arguments_by_position():
+    call = make_call(USED)
+    positional = [
+        *(call[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")),
+        *(call[name] for name in ("max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")),
+        0.3, True, None, None, None, None, (20, 0), 0, 5.0, 1, None, False, 0, True,
+    ]  # fmt: skip
+    out, lse = flash_attn_varlen_func(*positional)
+    problem = replace(
+        USED, softmax_scale=0.3, causal=True, window=(20, 0), recipe=Recipe(softcap=5.0)
+    )
+    check_varlen(problem, call | {"softcap": 5.0}, out, lse)

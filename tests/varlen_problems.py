@@ -1,0 +1,224 @@
+"""Calls on packed sequences that tests draw, their tensors, and what should come of them."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from problems import DTYPES
+from reference import check_attention
+from score_problems import Recipe
+
+import fa3
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.scores.masks import Band
+
+UNCHANGED = Recipe()
+
+
+@dataclass(frozen=True)
+class VarlenProblem:
+    """What is asked of `flash_attn_varlen_func`, without tensors.
+
+    Fields:
+        seqlens_q, seqlens_k: rows of each sequence.
+        used_q, used_k: seqused_q and seqused_k; None if they are not given.
+        spare: rows behind the last sequence, in q and in k.
+        recipe: what else the call says about its scores.
+    """
+
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    spare: int = 0
+    heads_kv: int = 1
+    group: int = 1
+    head_dim: int = 64
+    head_dim_v: int = 64
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int, int] = (NO_BOUND, NO_BOUND)
+    softmax_scale: float | None = None
+    recipe: Recipe = UNCHANGED
+
+    @property
+    def rows(self) -> list["Rows"]:
+        """The rows of each sequence that are used."""
+        rows_q, rows_k = (
+            used(*lengths)
+            for lengths in ((self.seqlens_q, self.used_q), (self.seqlens_k, self.used_k))
+        )
+        return list(map(Rows, rows_q, rows_k))
+
+    @property
+    def longest(self) -> Problem:
+        """A batch of sequences as long as the longest, for which modifiers are drawn."""
+        lengths = [(0, 0), *((len(rows.q), len(rows.k)) for rows in self.rows)]
+        spec = AttentionSpec(self.dtype, self.head_dim, self.head_dim_v, Band())
+        sizes = map(max, zip(*lengths, strict=True))
+        return Problem(spec, len(self.seqlens_q), *sizes, self.heads_kv, self.group)
+
+
+class Rows(NamedTuple):
+    """Rows of q, and of k and v, that a sequence uses."""
+
+    q: range
+    k: range
+
+
+def used(seqlens: tuple[int, ...], counts: tuple[int, ...] | None) -> Iterator[range]:
+    """Yield the rows of each sequence that are used."""
+    begin = 0
+    for sequence, seqlen in enumerate(seqlens):
+        count = seqlen if counts is None else min(max(0, counts[sequence]), seqlen)
+        yield range(begin, begin + count)
+        begin += seqlen
+
+
+def integers(*values: int, device="cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
+    """Draw the arguments of a call; its tensors are NaN in all rows that are not used."""
+    generator = torch.Generator(device).manual_seed(seed)
+    heads_q = problem.heads_kv * problem.group
+
+    def packed(rows: list[range], total: int, heads: int, columns: int) -> torch.Tensor:
+        shape, dtype = (total, heads, columns), DTYPES[problem.dtype]
+        tensor = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        for of_sequence in rows:
+            part = tensor[of_sequence.start : of_sequence.stop]
+            part.copy_(torch.randn(part.shape, generator=generator, device=device))
+        return tensor
+
+    def ends(seqlens: tuple[int, ...]) -> torch.Tensor:
+        return integers(0, *seqlens, device=device).cumsum(0, dtype=torch.int32)
+
+    rows_q, rows_k = ([getattr(rows, side) for rows in problem.rows] for side in "qk")
+    total_q, total_k = (
+        sum(seqlens) + problem.spare for seqlens in (problem.seqlens_q, problem.seqlens_k)
+    )
+    call = {
+        "q": packed(rows_q, total_q, heads_q, problem.head_dim),
+        "k": packed(rows_k, total_k, problem.heads_kv, problem.head_dim),
+        "v": packed(rows_k, total_k, problem.heads_kv, problem.head_dim_v),
+        "cu_seqlens_q": ends(problem.seqlens_q),
+        "cu_seqlens_k": ends(problem.seqlens_k),
+        "max_seqlen_q": max(map(len, rows_q), default=0),
+        "max_seqlen_k": max(map(len, rows_k), default=0),
+        "softmax_scale": problem.softmax_scale,
+        "causal": problem.causal,
+        "window_size": problem.window,
+    }
+    for side, counts in (("q", problem.used_q), ("k", problem.used_k)):
+        if counts is not None:
+            call[f"seqused_{side}"] = integers(*counts, device=device)
+    return call | problem.recipe.make(problem.longest, call["q"], seed, steepest=0.5)
+
+
+@dataclass(frozen=True)
+class OfSequence:
+    """The torch half of a score or a mask of the user's, for a batch of one sequence."""
+
+    function: fa3.Score | fa3.Mask
+    sequence: int
+
+    def reference(self, *arguments):
+        *logits, at = arguments
+        return self.function.reference(*logits, at._replace(batch=at.batch + self.sequence))
+
+
+def modifiers_of(call: dict, sequence: int) -> dict:
+    """Return what a call says about its scores, for a batch of one of its sequences."""
+    slopes, functions = call["alibi_slopes"], {}
+    for name in ("score", "mask"):
+        function = call[name]
+        functions[name] = None if function is None else OfSequence(function, sequence)
+    if slopes is not None and slopes.ndim == 2:
+        slopes = slopes[sequence : sequence + 1]
+    rest = {name: call[name] for name in ("softcap", "sinks")}
+    return {"alibi_slopes": slopes, **rest, **functions}
+
+
+def check_varlen(
+    problem: VarlenProblem, call: dict, out: torch.Tensor, lse: torch.Tensor, **tolerance: float
+) -> None:
+    """Assert that a call gave each sequence what dense attention in float64 gives it."""
+    left, right = problem.window
+    window = Window(left, 0 if problem.causal else right)
+    assert lse.shape == (out.shape[1], out.shape[0])
+    for sequence, rows in enumerate(problem.rows):
+        of_q, of_k = (slice(part.start, part.stop) for part in rows)
+        check_attention(
+            out[None, of_q], lse[None, :, of_q], call["q"][None, of_q], call["k"][None, of_k],
+            call["v"][None, of_k], problem.softmax_scale, window, **tolerance,
+            **modifiers_of(call, sequence),
+        )  # fmt: skip
+
+
+def unused(problem: VarlenProblem, total: int, device="cpu") -> torch.Tensor:
+    """Return which rows of q belong to no query that is used, (total,) bool."""
+    found = torch.ones(total, dtype=torch.bool, device=device)
+    for rows in problem.rows:
+        found[rows.q.start : rows.q.stop] = False
+    return found
+
+
+def random_problem(seed: int, dtype: str, family: int, longest: int = 150) -> VarlenProblem:
+    """Draw any combination of options.
+
+    What changes the generated code follows from the family, since each takes seconds to compile.
+    """
+    code, draw = random.Random(f"{family} {dtype}"), random.Random(f"{seed} {dtype}")
+    head_dim, head_dim_v = code.choice(
+        ((64, 64), (128, 128), (128, 128), (256, 256), (192, 128), (96, 80), (8, 40))
+    )
+    batch = draw.choice((1, 2, 3, 5))
+
+    def lengths() -> tuple[int, ...]:
+        return tuple(draw.choice((0, 1, draw.randint(0, longest))) for _ in range(batch))
+
+    def counts(seqlens: tuple[int, ...], are_given: bool) -> tuple[int, ...] | None:
+        # Some are below 0, and some above their sequence's length.
+        far = (-3, 0, 2 * longest)
+        return (
+            tuple(draw.choice((*far, draw.randint(0, seqlen))) for seqlen in seqlens)
+            if are_given
+            else None
+        )
+
+    seqlens_q = lengths()
+    seqlens_k = seqlens_q if draw.random() < 0.3 else lengths()
+    kind = code.choice(("none", "causal", "causal", "window", "left", "right"))
+    bound = draw.choice((0, draw.randint(0, longest), 1 << 40))
+    window = {
+        "window": (bound, draw.randint(0, 30)),
+        "left": (bound, NO_BOUND),
+        "right": (NO_BOUND, bound),
+    }.get(kind, (NO_BOUND, NO_BOUND))
+    recipe = Recipe(
+        code.choice((0.0, 0.0, 20.0)),
+        code.choice((0, 0, 1, 2)),
+        code.choice((None, None, "float32", "q")),
+        code.choice((None, None, None, "relative", "gate")),
+        code.choice((None, None, None, "documents", "prefix", "span")),
+    )
+    return VarlenProblem(
+        seqlens_q,
+        seqlens_k,
+        counts(seqlens_q, code.random() < 0.4),
+        counts(seqlens_k, code.random() < 0.4),
+        draw.choice((0, 0, 7)),
+        draw.randint(1, 2),
+        code.choice((1, 1, 2, 3)),
+        head_dim,
+        head_dim_v,
+        dtype,
+        kind == "causal",
+        window,
+        draw.choice((None, 0.3)),
+        recipe,
+    )
