@@ -21,7 +21,7 @@ def made_up_notes(plan: Plan, seed: int = 0) -> list[Note]:
     sms = chance.sample(range(plan.gpu.num_sms), plan.gpu.num_sms)
     free, notes = {}, []
     for span in sorted(plan.simulate().spans, key=lambda span: span.start):
-        (tile, first, end, _), us = span.segment, span.cost.us
+        (tile, first, end, *_), us = span.segment, span.cost.us
         first, end = (first, end) if plan.schedule.splits else (0, span.cost.blocks)
         for rank in range(config.cluster):
             sm = sms[span.lane * config.cluster + rank]

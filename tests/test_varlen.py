@@ -508,6 +508,7 @@ def test_nothing_is_launched_where_there_is_nothing_to_compute(problem, launches
 
 def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
     made = []
+    monkeypatch.setattr(varlen, "check_is_checked", lambda device: None)
     monkeypatch.setattr(varlen_gpu, "ctas_on", lambda device, margin: 132 - margin)
     monkeypatch.setattr(varlen_gpu, "prepare", lambda plan, window: made.append((plan, window)))
     device = torch.device("cuda", 0)
@@ -518,6 +519,16 @@ def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
     assert window == Window(right=0) and plan.num_ctas == 130
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
+
+
+def test_gpus_are_refused_until_the_kernels_were_checked_there():
+    device = torch.device("cuda", 0)
+    tokens = [(torch.Size((2, 64)), torch.bfloat16, device)] * 3
+    key = *tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0
+    with pytest.raises(
+        NotImplementedError, match="^q is on cuda:0: packed sequences run on the CPU"
+    ):
+        varlen.prepare_varlen(*key)
 
 
 def caches() -> dict:

@@ -1,0 +1,154 @@
+"""Packed sequences on a Hopper GPU: the table of tiles, and attention against float64."""
+
+import random
+
+import pytest
+import torch
+from problems import poisoned_allocations
+from varlen_problems import (
+    VarlenProblem,
+    check_varlen,
+    integers,
+    make_call,
+    random_problem,
+    unused,
+)
+
+import fa3
+from fa3.calls import varlen
+from fa3.kernels.tile_table import TileTable
+from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
+from fa3.problem import Window
+from fa3.running.compiler import load_kernel
+from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
+from fa3.scores.masks import Band
+
+pytestmark = pytest.mark.gpu
+
+FAMILIES = 12
+"""Sets of options that change the generated code, for each dtype."""
+
+TILE_M, TILE_N = 128, 96
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """What these tests are for: calls are let through to the kernels."""
+    monkeypatch.setattr(varlen, "check_is_checked", lambda device: None)
+
+
+def run(call: dict):
+    """Call into NaN memory."""
+    with poisoned_allocations():
+        return fa3.flash_attn_varlen_func(**call, return_lse=True)
+
+
+def check(problem: VarlenProblem, device, seed: int = 0) -> None:
+    call = make_call(problem, seed, device)
+    out, lse = run(call)
+    check_varlen(problem, call, out, lse)
+    untouched = unused(problem, len(out), device)
+    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("seed", range(120))
+def test_random_calls(seed, dtype, device):
+    longest = 40 if seed % 3 else 700
+    check(random_problem(seed, dtype, seed % FAMILIES, longest), device, seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths_around_tiles(causal, head_dim, device):
+    lengths = (127, 128, 129, 1, 0, 255, 64, 300, 2, 192)
+    problem = VarlenProblem(
+        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
+        causal=causal,
+    )  # fmt: skip
+    check(problem, device)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tensors_of_few_rows(rows, device):
+    check(VarlenProblem((rows,), (1,), causal=True), device)
+    check(VarlenProblem((1,), (rows,)), device)
+
+
+def test_many_short_sequences(device):
+    draw = random.Random(0)
+    lengths = tuple(draw.randint(0, 16) for _ in range(3000))
+    check(VarlenProblem(lengths, lengths, causal=True, heads_kv=2), device)
+
+
+def test_equal_lengths_have_the_bits_of_a_dense_call(device):
+    call = make_call(VarlenProblem((300,) * 4, (300,) * 4, head_dim=128, head_dim_v=128), 0, device)
+    out, lse = run(call)
+    dense = [call[name].view(4, 300, 1, 128) for name in "qkv"]
+    expected, expected_lse = fa3.flash_attn_func(*dense, return_lse=True)
+    assert torch.equal(out, expected.view(out.shape))
+    assert torch.equal(lse, expected_lse.transpose(0, 1).reshape(lse.shape))
+
+
+def test_a_graph_serves_other_lengths(device):
+    problems = [VarlenProblem(lengths, lengths, causal=True) for lengths in ((300, 5), (150, 155))]
+    call, other = (make_call(problem, seed, device) for seed, problem in enumerate(problems))
+    call["max_seqlen_q"] = call["max_seqlen_k"] = 305
+    fa3.flash_attn_varlen_func(**call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    for problem, values in zip(problems, (dict(call), other), strict=True):
+        for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"):
+            call[name].copy_(values[name].clone())
+        graph.replay()
+        check_varlen(problem, call, out, lse)
+
+
+@pytest.mark.parametrize("ends", [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9)])
+def test_wrong_lengths_touch_nothing_outside(ends, device):
+    call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
+    call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)
+    around = torch.full((3 * len(call["q"]), *call["q"].shape[1:]), 7.0, device=device)
+    around = around.to(call["q"].dtype)
+    out = around[len(call["q"]) : 2 * len(call["q"])]
+    fa3.flash_attn_varlen_func(**call, out=out)
+    torch.cuda.synchronize()
+    assert (around[: len(out)] == 7).all() and (around[2 * len(out) :] == 7).all()
+
+
+def lengths_of_tables() -> list[list[int]]:
+    draw = random.Random(0)
+    return [
+        [300, 0, 5, 129, 128, 1000],
+        [17],
+        [0, 0],
+        [draw.randint(0, 2000) for _ in range(1000)],
+        [draw.randint(1, 16) for _ in range(8192)],
+        [3] * 500 + [1 << 20],
+    ]
+
+
+@pytest.mark.parametrize("lengths", lengths_of_tables(), ids=lambda lengths: str(len(lengths)))
+def test_the_table_has_every_tile_once_and_the_longest_first(lengths, device):
+    total, window = sum(lengths), Window(right=0)
+    capacity = capacity_of_table(total, len(lengths), TILE_M)
+    table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
+    ends = integers(0, *lengths, device=device).cumsum(0, dtype=torch.int32)
+    shift = shift_of_work(max(lengths), TILE_N)
+    kernel = load_kernel(TileTable(TILE_M, TILE_N, Band.of(window), False, False))
+    kernel(ends, ends, None, None, table, total, total, capacity, shift, *window)
+    header, body = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:]
+    records = body.view(-1, RECORD)[: header[NUM_RECORDS]].tolist()
+    found = [TileRecord(*words[: len(TileRecord._fields)]) for words in records]
+    begins = ends.tolist()
+    expected = [
+        TileRecord(m_block, batch, begins[batch], length, begins[batch], length)
+        for batch, length in enumerate(lengths)
+        for m_block in range(-(-length // TILE_M))
+    ]
+    assert sorted(found) == sorted(expected) and header[0] == 0
+    ends_of_keys = [min((tile.m_block + 1) * TILE_M, tile.seqlen_k) for tile in found]
+    work = [-(-end // TILE_N) >> shift for end in ends_of_keys]
+    assert work == sorted(work, reverse=True)
