@@ -525,9 +525,7 @@ def test_gpus_are_refused_until_the_kernels_were_checked_there():
     device = torch.device("cuda", 0)
     tokens = [(torch.Size((2, 64)), torch.bfloat16, device)] * 3
     key = *tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0
-    with pytest.raises(
-        NotImplementedError, match="^q is on cuda:0: packed sequences run on the CPU"
-    ):
+    with pytest.raises(NotImplementedError, match=r"^q is on cuda:0: packed sequences run on"):
         varlen.prepare_varlen(*key)
 
 
