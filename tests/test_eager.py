@@ -360,3 +360,6 @@ def test_a_compiled_function_breaks_its_graph_around_a_call():
 
     compiled = torch.compile(function, backend="eager")
     assert torch.equal(compiled(q, k, v), function(q, k, v))
+    q.requires_grad_()
+    of_q, expected = (torch.autograd.grad(f(q, k, v).sum(), q) for f in (compiled, function))
+    assert torch.equal(*of_q, *expected)

@@ -169,7 +169,6 @@ BAD = [
         "sinks must be torch.float32 or torch.bfloat16, got torch.float16",
     ),
     ({"sinks": META}, ValueError, "sinks must be on cpu like q, got meta"),
-    ({"sinks": torch.zeros(HEADS, requires_grad=True)}, ValueError, "sinks requires grad"),
     ({"score": lambda logit, at: logit}, TypeError, "score must be a fa3.Score, got function"),
     ({"score": Gate}, TypeError, "score must be a fa3.Score, got type"),
     ({"score": MASK}, TypeError, "score must be a fa3.Score, got Span"),

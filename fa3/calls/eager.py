@@ -1,8 +1,8 @@
 """Whether a call may run here and now, on the memory of its tensors.
 
 A kernel is launched on addresses. What torch hangs on its own operators passes it by: a node of a
-graph that is being traced, a tangent of forward mode, the batch of a vmap. A call that would lose
-one of these is refused, and so is a tensor that lies nowhere.
+graph that is being traced, a gradient, a tangent of forward mode, the batch of a vmap. A call that
+would lose one of these is refused, and so is a tensor that lies nowhere.
 """
 
 import torch
@@ -53,6 +53,19 @@ def check_modes(tensor: torch.Tensor) -> None:
     if _are_functorch_transforms_active():
         # It may wrap what is allocated under it, also beside tensors that it knows nothing of.
         address_of("what a call allocates", tensor.new_empty(1))
+
+
+def check_undifferentiated(name: str) -> None:
+    """Raise if a tensor that requires grad would get none.
+
+    Raises:
+        ValueError: gradients are on.
+    """
+    if torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, but there is no backward yet, but for q, k, v and sinks of "
+            "flash_attn_func on the CPU: detach it or use torch.no_grad()"
+        )
 
 
 def is_traced() -> NotImplementedError:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from fa3.calls.autograd import HostAttention, check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import check_untraced
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import (
+    ALIGNMENT,
     Description,
     Operand,
     Output,
@@ -87,6 +89,7 @@ class PreparedCall:
         num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
             and `total_counters` all of them.
         parts: what the kernel takes if the plan splits tiles.
+        problem: what is asked of the CPU, also if there is nothing to compute.
     """
 
     plan: Plan | None
@@ -97,6 +100,7 @@ class PreparedCall:
     num_counters: tuple[int, int, int] = (0, 0, 0)
     parts: "PartMemory | None" = None
     total_counters: int = 0
+    problem: Problem | None = None
 
     @classmethod
     def on_gpu(
@@ -237,7 +241,9 @@ def flash_attn_func(
     Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
     may share one key/value head (GQA, MQA): query head h uses key/value head
     h // (heads_q / heads_kv). Runs on the current stream of the tensors' GPU; CPU tensors run
-    through `fa3.reference.forward`.
+    through `fa3.reference.forward`, and there q, k, v and sinks may require grad: out and the
+    log-sum-exp are then differentiable by them, once, with `fa3.reference.backward`. On GPUs there
+    is no backward yet.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
@@ -254,7 +260,7 @@ def flash_attn_func(
             -slope |i + seqlen_k - seqlen_q - j| to the score of query i and key j.
         sinks: (heads_q,), float32 or q's dtype: a logit that joins the denominator of its
             head's softmax, and so the log-sum-exp.
-        score: a function of scores of your own, see `fa3.Score`; applied last.
+        score: a function of scores of your own, see `fa3.Score`; applied last. Has no gradient.
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
         deterministic: accepted for compatibility; the forward pass always is.
         sm_margin: SMs to leave to other kernels.
@@ -262,6 +268,7 @@ def flash_attn_func(
             for the same.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. Must
             not share memory with another tensor of the call; it may lie between their elements.
+            Not with gradients.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
             of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
             their order; chosen by the planner if not given. If the planner pairs CTAs, tiles are
@@ -281,8 +288,8 @@ def flash_attn_func(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong value, shape, layout or device, or a score or mask
-            does not compile.
+        ValueError: an argument has a wrong value, shape, layout or device, a score or mask does
+            not compile, or a tensor requires grad that would get none.
         NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
             a graph is being traced.
 
@@ -311,20 +318,38 @@ def flash_attn_func(
         check_hashable("schedule", schedule)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
-    described = describe("q", q), describe("k", k), describe("v", v)
+    described = (
+        describe("q", q, ALIGNMENT, True),
+        describe("k", k, ALIGNMENT, True),
+        describe("v", v, ALIGNMENT, True),
+    )
     check_untraced(q)
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         check_rank("q", Operand(*described[0]))
         is_causal = check_window(window_size, causal).right == 0
         modifiers = Modifiers.of(
-            q, q.shape[0], softcap, alibi_slopes, sinks, score, mask, is_causal
+            q,
+            q.shape[0],
+            softcap,
+            alibi_slopes,
+            sinks,
+            score,
+            mask,
+            is_causal,
+            has_backward=q.is_cpu,
         )
     call = prepare_forward(
         *described, causal, window_size, modifiers.structure, sm_margin, schedule, plan
     )
     head_dim = described[0][0][-1]
     scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
+    # Calls that launch have no backward: their tensors have been refused if they want one.
+    if not call.launches and wants_gradient(q, k, v, sinks):
+        check_differentiable(q, k, v, sinks, score, out)
+        tensors = modifiers.tensors or ()
+        out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)
+        return (out, lse) if return_lse else out
     if out is None:
         out = call.output.allocate(q)
     else:
@@ -414,10 +439,10 @@ def prepare_forward(
     if 0 in (batch, seqlen_q, seqlen_k, heads_q):
         # There is no tile, so no plan either.
         schedule_name(schedule)
-        return PreparedCall(None, output, lse_shape)
+        return PreparedCall(None, output, lse_shape, problem=problem)
     plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if q.device.type == "cpu":
-        return PreparedCall(plan, output, lse_shape)
+        return PreparedCall(plan, output, lse_shape, problem=problem)
     return PreparedCall.on_gpu(plan, q.device, output, lse_shape)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa3.calls.eager import address_of, check_resolved
+from fa3.calls.eager import address_of, check_resolved, check_undifferentiated
 from fa3.calls.operands import DTYPES
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, AttentionSpec, Window
@@ -76,12 +76,14 @@ class Modifiers(NamedTuple):
         score: Score | None,
         mask: Mask | None,
         is_causal: bool,
+        has_backward: bool = False,
     ) -> "Modifiers":
         """Check the arguments of a call.
 
         Args:
             q: (..., heads_q, head_dim), of `batch` sequences.
             is_causal: no key after a query's own position is visible.
+            has_backward: whether sinks may require grad.
 
         Raises:
             TypeError, ValueError: an argument is not what `flash_attn_func` says it is.
@@ -97,7 +99,7 @@ class Modifiers(NamedTuple):
         if mask is not None:
             check_function("mask", mask, Mask, q)
         if sinks is not None:
-            check_sinks(sinks, q)
+            check_sinks(sinks, q, has_backward)
         structure = Structure(
             tuple(map(Template.of, scores)),
             None if mask is None else Template.of(mask),
@@ -130,9 +132,9 @@ def check_alibi_slopes(slopes: torch.Tensor, q: torch.Tensor, batch: int) -> Non
         )
 
 
-def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+def check_sinks(sinks: torch.Tensor, q: torch.Tensor, has_backward: bool = False) -> None:
     heads = q.shape[-2]
-    check_tensor("sinks", sinks, (torch.float32, q.dtype), q.device)
+    check_tensor("sinks", sinks, (torch.float32, q.dtype), q.device, has_backward)
     if tuple(sinks.shape) != (heads,):
         raise ValueError(
             f"sinks must have shape ({heads},), one for each query head, got {tuple(sinks.shape)}"
@@ -140,9 +142,17 @@ def check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    has_backward: bool = False,
 ) -> None:
-    """Raise unless it is a tensor of one of the dtypes on the device."""
+    """Raise unless it is a tensor of one of the dtypes on the device.
+
+    Args:
+        has_backward: whether it may require grad.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -150,8 +160,8 @@ def check_tensor(
         raise TypeError(f"{name} must be {accepted}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} requires grad, but there is no backward yet: detach it")
+    if tensor.requires_grad and not has_backward:
+        check_undifferentiated(name)
     address_of(name, tensor)
     check_resolved(name, tensor)
 

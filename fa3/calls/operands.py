@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from fa3.calls.eager import LOWEST_ADDRESS, address_of, lies_nowhere
+from fa3.calls.eager import LOWEST_ADDRESS, address_of, check_undifferentiated, lies_nowhere
 from fa3.calls.overlap import Layout, repeats, share
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 
@@ -63,8 +63,13 @@ class Output(NamedTuple):
         return torch.empty_like(q) if self.is_like_q else q.new_empty(self.shape)
 
 
-def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Description:
+def describe(
+    name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT, has_backward: bool = False
+) -> Description:
     """Check what may change from call to call, and describe the rest.
+
+    Args:
+        has_backward: whether the tensor may require grad if it is on the CPU.
 
     Raises:
         TypeError: it is no tensor.
@@ -73,10 +78,8 @@ def describe(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> Des
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} requires grad, but there is no backward yet: detach it or use torch.no_grad()"
-        )
+    if tensor.requires_grad and not (has_backward and tensor.is_cpu):
+        check_undifferentiated(name)
     try:
         address = tensor.data_ptr()
         is_plain = address >= LOWEST_ADDRESS and forward_ad._current_level < 0

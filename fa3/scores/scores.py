@@ -6,7 +6,8 @@ columns) of a thread. They need not be natural logits: a score x stands for the 
 The unit is softmax_scale at first; each score's `unit_after` gives the unit after its `apply`. So
 a factor that all scores share costs nothing.
 
-Each class has a device half and a torch half, `reference`, which the reference and tests run.
+Each class has a device half and a torch half, `reference`, which the reference and tests run; ours
+also have its `derivative`, for the backward pass.
 
 Your own score is a subclass with two methods:
 
@@ -97,6 +98,10 @@ class Softcap(Score):
     def reference(self, logits, at):
         return self.cap * (logits / self.cap).tanh()
 
+    def derivative(self, logits, at):
+        """Of `reference` by the logits, in torch."""
+        return 1.0 - (logits / self.cap).tanh().square()
+
     def unit_after(self, unit):
         return Float32(self.cap)
 
@@ -131,6 +136,10 @@ class Alibi(Score):
         slopes = slopes[at.head] if slopes.ndim == 1 else slopes[at.batch, at.head]
         distance = at.query + at.seqlen_k - at.seqlen_q - at.key
         return logits - slopes * abs(distance)
+
+    def derivative(self, logits, at):
+        """Of `reference` by the logits."""
+        return 1.0
 
     def at_rows(self, coords: ScoreCoords, unit):
         """The rows' slopes in the unit of the scores, and the tile's first and last query."""

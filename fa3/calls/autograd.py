@@ -1,0 +1,125 @@
+"""Gradients of `flash_attn_func` on the CPU: what torch's autograd calls and keeps.
+
+`flash_attn_func` comes here with checked CPU tensors when one of them wants a gradient. What is
+kept until the backward pass are the tensors of the call, its output and its log-sum-exp, no matrix
+of queries by keys; `fa3.reference.backward` computes P again from them.
+"""
+
+import torch
+from torch._C import _are_functorch_transforms_active
+
+from fa3.calls.operands import hide_all_keys
+from fa3.planning.plan import Plan
+from fa3.problem import Problem
+from fa3.reference.backward import Wanted, execute_backward
+from fa3.reference.forward import execute
+from fa3.scores.scores import Score
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether what is computed of these tensors, as far as they are given, has a gradient."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def check_differentiable(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    score: Score | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise unless a call that wants a gradient can have one.
+
+    Raises:
+        ValueError: the caller gives the output's memory, which may be written again before the
+            backward pass reads it.
+        NotImplementedError: it has a score of the user's, or a transform of torch.func is active.
+    """
+    given = {"q": q, "k": k, "v": v, "sinks": sinks}
+    name = next(name for name, tensor in given.items() if wants_gradient(tensor))
+    if out is not None:
+        raise ValueError(
+            f"{name} requires grad, so out must be None: the backward pass reads the output again; "
+            "do not pass it, or use torch.no_grad()"
+        )
+    if score is not None:
+        raise NotImplementedError(
+            f"{name} requires grad, but score has no derivative yet: use torch.no_grad()"
+        )
+    if _are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{name} requires grad inside of a transform of torch.func, which is not supported: "
+            "use torch.no_grad()"
+        )
+
+
+class HostAttention(torch.autograd.Function):
+    """Attention of CPU tensors, differentiable once by q, k, v and the sinks."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        plan: Plan | None,
+        problem: Problem,
+        softmax_scale: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a plan; without one there is nothing to compute.
+
+        Args:
+            tensors: those of the spec's scores, mask and sinks, in this order.
+
+        Returns:
+            out and lse of `fa3.reference.forward.execute`.
+        """
+        if plan is None:
+            batch, seqlen_q, heads_q, _ = q.shape
+            out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
+            lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
+            hide_all_keys(out, lse, tensors[-1] if problem.spec.sinks else None)
+        else:
+            out, lse = execute(plan, q, k, v, softmax_scale, tensors)
+        ctx.problem, ctx.softmax_scale = problem, softmax_scale
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what `forward` took, in its order."""
+        # Asked for once: a checkpoint computes them anew each time.
+        saved = ctx.saved_tensors
+        operands, tensors = saved[:5], saved[5:]
+        of_operands, of_tensors = ctx.needs_input_grad[3:6], ctx.needs_input_grad[6:]
+        wanted = Wanted(*of_operands, any(of_tensors))
+        *gradients, d_sinks = HostGradients.apply(
+            ctx.problem, ctx.softmax_scale, wanted, *operands, d_out, d_lse, *tensors
+        )
+        # Of these tensors only sinks have a gradient. They come last.
+        of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
+        return None, None, None, *gradients, *of_tensors
+
+
+class HostGradients(torch.autograd.Function):
+    """The gradients of `HostAttention`, which have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx, problem: Problem, softmax_scale: float, wanted: Wanted, *arguments: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Compute them.
+
+        Args:
+            arguments: the tensors of `execute_backward`, from q to d_lse, and those of the spec.
+        """
+        named, tensors = arguments[:7], arguments[7:]
+        return tuple(execute_backward(problem, *named, softmax_scale, tensors, wanted))
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor | None):
+        raise NotImplementedError(
+            "flash_attn_func has no second derivative: its gradients cannot be differentiated"
+        )

@@ -1,0 +1,450 @@
+"""Gradients on the CPU against those of torch's autograd through dense attention in float64."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import head_dims, make_operands, make_problem, windows
+from reference import NO_WINDOW, largest_difference, positions, visible
+from score_problems import Recipe
+from torch.utils.checkpoint import checkpoint
+
+import fa3
+from fa3.problem import Problem, Window
+
+FLOOR = 2e-5
+"""Error that is always allowed, of gradients of size 1: the PyTorch computation can be exact."""
+
+
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: Window,
+    dtype: torch.dtype,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score: None = None,
+    mask: fa3.Mask | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute attention as it is written down, products in `dtype`, differentiable.
+
+    `reference.dense` writes in place and has NaN for rows without keys, before it hides them.
+    """
+    (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
+    group = heads_q // heads_kv
+    k, v = (tensor.to(dtype).repeat_interleave(group, dim=2) for tensor in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * head_dim**-0.5, k)
+    if softcap or alibi_slopes is not None or sinks is not None:
+        scores = scores.to(torch.promote_types(dtype, torch.float32))
+    at = positions(batch, torch.arange(heads_q), seqlen_q, seqlen_k)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.expand(batch, heads_q)[..., None, None].to(scores.dtype)
+        scores = scores - slopes * (at.query + seqlen_k - seqlen_q - at.key).abs()
+    seen = visible(seqlen_q, seqlen_k, window).expand(scores.shape)
+    if mask is not None:
+        seen = seen & mask.reference(at)
+    of_sinks = scores.new_full((heads_q, 1, 1), -torch.inf)
+    if sinks is not None:
+        of_sinks = sinks[:, None, None].to(scores.dtype)
+    of_sinks = of_sinks.expand(batch, heads_q, seqlen_q, 1)
+    logits = torch.cat([scores.masked_fill(~seen, -torch.inf), of_sinks], dim=3)
+    # Rows without a logit are computed from zeros, and replaced.
+    is_empty = (logits == -torch.inf).all(dim=3, keepdim=True)
+    logits = logits.masked_fill(is_empty, 0.0)
+    p = logits.softmax(dim=3)[..., :seqlen_k].masked_fill(is_empty, 0.0)
+    lse = logits.logsumexp(dim=3).masked_fill(is_empty[..., 0], -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", p.to(dtype), v), lse
+
+
+def check_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: Window = NO_WINDOW,
+    weights: tuple[bool, bool] = (True, True),
+    seed: int = 0,
+    **modifiers,
+) -> dict[str, torch.Tensor]:
+    """Assert that errors of gradients are at most twice those of PyTorch in q's dtype.
+
+    Args:
+        weights: whether out and the log-sum-exp are part of the loss.
+        modifiers: arguments of the call.
+
+    Returns:
+        the gradients by name.
+    """
+    inputs = {"q": q, "k": k, "v": v}
+    if modifiers.get("sinks") is not None:
+        inputs["sinks"] = modifiers["sinks"]
+    generator = torch.Generator().manual_seed(seed)
+    batch, seqlen_q, heads_q, _ = q.shape
+    d_out = torch.randn(batch, seqlen_q, heads_q, v.shape[3], generator=generator).to(q.dtype)
+    d_lse = torch.randn(batch, heads_q, seqlen_q, generator=generator)
+
+    def gradients(run, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        leaves = {name: x.detach().to(dtype or x.dtype) for name, x in inputs.items()}
+        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+        pairs = zip(run(**(modifiers | leaves)), (d_out, d_lse), weights, strict=True)
+        outputs, given = zip(*((x, d.to(x.dtype)) for x, d, on in pairs if on), strict=True)
+        wanted = tuple(leaves.values())
+        return torch.autograd.grad(outputs, wanted, given, materialize_grads=True)
+
+    def of_dtype(dtype: torch.dtype):
+        return lambda **arguments: dense(**arguments, window=window, dtype=dtype)
+
+    def ours(**arguments):
+        return fa3.flash_attn_func(**arguments, window_size=tuple(window), return_lse=True)
+
+    exact = gradients(of_dtype(torch.float64), torch.float64)
+    rounded, found = gradients(of_dtype(q.dtype)), gradients(ours)
+    for name, ours_, true, theirs in zip(inputs, found, exact, rounded, strict=True):
+        assert (ours_.shape, ours_.dtype) == (inputs[name].shape, inputs[name].dtype)
+        assert ours_.isfinite().all(), f"the gradient of {name} is not finite"
+        allowed = 2 * largest_difference(theirs, true) + FLOOR * (
+            1 + largest_difference(true, 0 * true)
+        )
+        if name == "sinks":
+            allowed += error_of_sinks(q, k, v, d_out, window, modifiers)
+        error = largest_difference(ours_, true)
+        assert error <= allowed, f"{name}: error {error:.3g} is above {allowed:.3g}"
+    return dict(zip(inputs, found, strict=True))
+
+
+def error_of_sinks(q, k, v, d_out, window: Window, modifiers: dict) -> float:
+    """Return how far the rounding of out alone may take the gradient of a sink.
+
+    A sink has one number, the sum of P dO O over rows and columns. Few of them are no measure of
+    what PyTorch's error could have been.
+    """
+    out, lse = dense(q, k, v, window, torch.float64, **modifiers)
+    p = torch.exp(modifiers["sinks"].double()[:, None] - lse).transpose(1, 2)[..., None]
+    terms = (p * d_out.double() * out).square().sum(dim=(0, 1, 3)).sqrt()
+    return 2 * torch.finfo(q.dtype).eps * terms.amax().item()
+
+
+# -------------------------------------------------------------------------------- right results
+
+
+@st.composite
+def problems(draw) -> Problem:
+    return make_problem(
+        batch=draw(st.integers(1, 2)),
+        seqlen_q=draw(st.integers(1, 200)),
+        seqlen_k=draw(st.integers(1, 200)),
+        num_heads_kv=draw(st.integers(1, 2)),
+        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3])),
+        head_dim=draw(head_dims()),
+        window=draw(windows(largest=220)),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        head_dim_v=draw(st.none() | head_dims()),
+    )
+
+
+RECIPES = st.builds(
+    Recipe,
+    st.sampled_from([0.0, 0.0, 2.0, 30.0]),
+    st.sampled_from([0, 1, 2]),
+    st.sampled_from([None, "float32", "q"]),
+    st.none(),
+    st.sampled_from([None, "documents", "prefix", "span"]),
+)
+
+
+@settings(max_examples=60)
+@given(problems(), RECIPES, st.sampled_from([(1, 1), (1, 0), (0, 1)]), st.integers(0, 1000))
+def test_random_combinations(problem, recipe, weights, seed):
+    q, k, v = make_operands(problem, seed)
+    modifiers = recipe.make(problem, q, seed)
+    check_gradients(q, k, v, problem.window, weights, seed, **modifiers)
+
+
+@pytest.mark.parametrize("qhead_per_kvhead", [1, 4, 8])
+@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(left=40), Window(20, 10)])
+def test_shared_heads(window, qhead_per_kvhead):
+    problem = make_problem(1, 150, 190, 1, qhead_per_kvhead, 64, window, head_dim_v=32)
+    check_gradients(*make_operands(problem), window)
+
+
+@pytest.mark.parametrize("head_dims", [(8, 8), (256, 256), (192, 128), (64, 256), (72, 40)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_head_dims(head_dims, dtype):
+    head_dim, head_dim_v = head_dims
+    problem = make_problem(1, 70, 140, 1, 2, head_dim, Window(right=0), dtype, head_dim_v)
+    check_gradients(*make_operands(problem), problem.window)
+
+
+def test_rows_that_see_nothing():
+    window = Window(right=0)
+    q, k, v = make_operands(make_problem(2, 150, 30, 2, head_dim=32))
+    found = check_gradients(q, k, v, window)
+    assert not found["q"][:, :120].any() and found["q"][:, 121:].any()
+    sinks = torch.tensor([0.5, -1.0])
+    found = check_gradients(q, k, v, window, sinks=sinks)
+    assert not found["q"][:, :120].any()
+
+
+def test_rows_that_see_nothing_take_no_gradient_whatever_comes():
+    q, k, v = leaves(150, 30)
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    expected = torch.autograd.grad((out, lse), (q, k, v), (d_out, d_lse), retain_graph=True)
+    d_out[:, :120], d_lse[:, :, :120] = torch.nan, torch.inf
+    found = torch.autograd.grad((out, lse), (q, k, v), (d_out, d_lse))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])])
+def test_nothing_to_compute(sizes, sinks):
+    batch, seqlen_q, seqlen_k, heads_kv = sizes
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
+    sinks = sinks if sinks is None else sinks[: 2 * heads_kv]
+    q, k, v = (x.requires_grad_() for x in make_operands(problem))
+    if sinks is not None:
+        sinks = sinks.clone().requires_grad_()
+    out, lse = fa3.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
+    wanted = (q, k, v) if sinks is None else (q, k, v, sinks)
+    found = torch.autograd.grad((out, lse), wanted, (out, torch.ones_like(lse)))
+    for x, dx in zip(wanted[:3], found[:3], strict=True):
+        assert dx.shape == x.shape and not dx.any()
+    if sinks is not None:
+        # The log-sum-exp of a row without keys is its head's sink.
+        assert found[3].tolist() == [batch * seqlen_q * (seqlen_k == 0)] * len(sinks)
+
+
+def test_blocks_of_a_mask_of_the_users():
+    @dataclass(frozen=True)
+    class Only(fa3.Mask):
+        def reference(self, at):
+            return (at.key >= 140) & (at.query < 70 + at.batch)
+
+        def key_range(self, rows):
+            return 140, rows.seqlen_k
+
+    q, k, v = make_operands(make_problem(2, 150, 300, 1, 2, 32))
+    found = check_gradients(q, k, v, mask=Only())
+    assert not found["k"][:, :140].any() and not found["q"][0, 70:].any()
+
+
+# ------------------------------------------------------------------------------ part of autograd
+
+
+def leaves(seqlen_q: int = 70, seqlen_k: int = 90, heads: int = 2) -> list[torch.Tensor]:
+    """Return q, k and v that require grad."""
+    operands = make_operands(make_problem(2, seqlen_q, seqlen_k, heads, head_dim=32))
+    return [x.requires_grad_() for x in operands]
+
+
+@pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("sinks",), ("q", "sinks"), ("k", "v")])
+def test_only_some_inputs(names):
+    q, k, v = leaves()
+    inputs = {"q": q, "k": k, "v": v, "sinks": torch.zeros(2, requires_grad=True)}
+    out = fa3.flash_attn_func(**inputs)
+    d_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, [inputs[name] for name in names], d_out)
+    some = {name: x if name in names else x.detach() for name, x in inputs.items()}
+    found = torch.autograd.grad(fa3.flash_attn_func(**some), [some[name] for name in names], d_out)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_forward_pass_is_the_same():
+    q, k, v = leaves()
+    found = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert all(x.requires_grad for x in found)
+    with torch.no_grad():
+        expected = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert not any(x.requires_grad for x in expected)
+    assert all(map(torch.equal, found, expected))
+    with torch.inference_mode():
+        assert torch.equal(fa3.flash_attn_func(q, k, v, causal=True), expected[0])
+
+
+def test_views_and_repeated_tensors():
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randn(2, 80, 3, 4, 64, generator=generator).half().requires_grad_()
+    shared = torch.randn(1, 80, 1, 64, generator=generator).half().requires_grad_()
+    d_out = torch.randn(2, 80, 4, 64, generator=generator).half().transpose(1, 2).contiguous()
+
+    def gradients(change):
+        q, k, _ = packed.unbind(2)
+        one = change(q.transpose(1, 2)), change(k.transpose(1, 2))
+        q, k = (x.transpose(1, 2) for x in one)
+        out = fa3.flash_attn_func(q, k, change(shared.expand(2, -1, 4, -1)), causal=True)
+        return torch.autograd.grad(out, (packed, shared), d_out.transpose(1, 2))
+
+    of_views, of_copies = gradients(lambda x: x), gradients(torch.clone)
+    assert all(map(torch.equal, of_views, of_copies))
+    x = packed.detach()[:, :, 0].requires_grad_()
+    apart = [x.detach().requires_grad_() for _ in range(3)]
+    (together,) = torch.autograd.grad(fa3.flash_attn_func(x, x, x).float().sum(), x)
+    parts = torch.autograd.grad(fa3.flash_attn_func(*apart).float().sum(), apart)
+    torch.testing.assert_close(together, sum(parts), atol=2e-3, rtol=2e-3)
+
+
+def test_a_gradient_that_is_expanded():
+    q, k, v = leaves()
+    out = fa3.flash_attn_func(q, k, v)
+    expected = torch.autograd.grad(out, q, torch.ones_like(out), retain_graph=True)
+    found = torch.autograd.grad(out.sum(), q)
+    assert torch.equal(*found, *expected)
+
+
+@pytest.mark.parametrize("mode", ["twice", "checkpoint", "autocast", "plan"])
+def test_the_same_bits(mode):
+    q, k, v = leaves()
+    out = fa3.flash_attn_func(q, k, v, causal=True)
+    d_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), d_out)
+
+    def run(q, k, v, **options):
+        return fa3.flash_attn_func(q, k, v, causal=True, **options)
+
+    if mode == "autocast":
+        with torch.autocast("cpu"):
+            found = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
+    else:
+        runs = {
+            "twice": run,
+            "checkpoint": lambda *x: checkpoint(run, *x, use_reentrant=False),
+            "plan": lambda *x: run(*x, schedule="single"),
+        }
+        found = torch.autograd.grad(runs[mode](q, k, v), (q, k, v), d_out)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_kept():
+    q, k, v = leaves()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        out = fa3.flash_attn_func(q, k, v, causal=True)
+        with torch.no_grad():
+            fa3.flash_attn_func(q, k, v)
+    assert kept == [q.shape, k.shape, v.shape, out.shape, (2, 2, 70)]
+
+
+def test_what_was_changed_since_is_not_used():
+    q, k, v = leaves()
+    slopes = torch.ones(2)
+    for tensor in (k, slopes):
+        out = fa3.flash_attn_func(q, k, v, alibi_slopes=slopes)
+        with torch.no_grad():
+            tensor.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+@dataclass(frozen=True)
+class Twice(fa3.Score):
+    def reference(self, logits, at):
+        return 2 * logits
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = leaves()
+    out = fa3.flash_attn_func(q, k, v)
+    (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(dq.sum(), k)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_what_has_no_gradient_is_refused(name):
+    q, k, v = (x.detach() for x in leaves())
+    inputs = {"q": q, "k": k, "v": v, "sinks": torch.zeros(2)}
+    inputs[name] = inputs[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=f"^{name} requires grad, so out must be None"):
+        fa3.flash_attn_func(**inputs, out=torch.empty_like(q))
+    with pytest.raises(NotImplementedError, match=f"^{name} requires grad, but score has no deriv"):
+        fa3.flash_attn_func(**inputs, score=Twice())
+    with pytest.raises(NotImplementedError, match=f"^{name} requires grad inside of a transform"):
+        torch.func.vmap(lambda x: fa3.flash_attn_func(**inputs) * x)(torch.ones(2))
+    with torch.no_grad():
+        fa3.flash_attn_func(**inputs, score=Twice(), out=torch.empty_like(q))
+
+
+@pytest.mark.parametrize("slopes", [torch.ones(2), torch.ones(2, 2)])
+def test_slopes_have_no_gradient(slopes):
+    with pytest.raises(ValueError, match=r"^alibi_slopes requires grad"):
+        fa3.flash_attn_func(*leaves(), alibi_slopes=slopes.requires_grad_())
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_only_the_cpu_has_gradients(device):
+    q, k, v = (x.detach().to(device) for x in leaves())
+    for i, name in enumerate("qkv"):
+        inputs = [q, k, v]
+        inputs[i] = inputs[i].clone().requires_grad_()
+        if device == "meta" and i:
+            # Nobody looks at k before q has been refused.
+            break
+        with pytest.raises(ValueError, match=f"^{name} requires grad, .* no backward .* the CPU"):
+            fa3.flash_attn_func(*inputs)
+
+
+# -------------------------------------------------------------------------------------- training
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of torch."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+class Block(torch.nn.Module):
+    """A Transformer block with embeddings, 4 heads of 16 columns that share 2 key/value heads."""
+
+    def __init__(self, attention, tokens: int = 16, width: int = 64, length: int = 48):
+        super().__init__()
+        self.attention = attention
+        self.embed = torch.nn.Embedding(tokens, width)
+        self.place = torch.nn.Parameter(0.1 * torch.randn(length, width))
+        self.project = torch.nn.Linear(width, 8 * 16)
+        self.join = torch.nn.Linear(width, width)
+        self.widen = torch.nn.Linear(width, 2 * width)
+        self.narrow = torch.nn.Linear(2 * width, width)
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.read = torch.nn.Linear(width, tokens)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.place[: tokens.shape[1]]
+        heads = self.project(self.norms[0](x)).unflatten(2, (8, 16)).bfloat16()
+        attended = self.attention(*heads.split((4, 2, 2), dim=2))
+        x = x + self.join(attended.float().flatten(2))
+        return self.read(x + self.narrow(self.widen(self.norms[1](x)).relu()))
+
+
+def losses(attention, steps: int = 30) -> torch.Tensor:
+    """Train a block to say again what it read 4 tokens before."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Block(attention)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    found = []
+    for _ in range(steps):
+        tokens = torch.randint(16, (16, 4), generator=generator).repeat(1, 8)
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.stack(found)
+
+
+def test_a_block_is_trained_as_with_torch():
+    ours = losses(lambda q, k, v: fa3.flash_attn_func(q, k, v, causal=True))
+    theirs = losses(sdpa)
+    assert ours[-1] < 0.8 * ours[0]
+    torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.0)
