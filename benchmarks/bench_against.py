@@ -63,6 +63,9 @@ def load_tree(path: Path) -> ModuleType:
         theirs = importlib.import_module("fa3")
         if not Path(theirs.__file__).is_relative_to(path.resolve()):
             raise FileNotFoundError(f"{path} is no checkout of fa3: found {theirs.__file__}")
+        # Names are imported when they are asked for: now, while its modules are the ones found.
+        for name in theirs.__all__:
+            getattr(theirs, name)
         return theirs
     finally:
         sys.path.remove(str(path.resolve()))

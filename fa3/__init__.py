@@ -1,20 +1,31 @@
-"""fa3: Hopper attention in CuTe DSL."""
+"""fa3: Hopper attention in CuTe DSL.
+
+The public names are imported when they are asked for: `import fa3` needs neither torch nor the
+compiler, and a program that never calls a kernel never waits for them.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
 
 # First, since it reads the sources before they run.
-import fa3.running.code_cache  # noqa: F401
-from fa3.calls.combine import flash_attn_combine
-from fa3.calls.forward import flash_attn_func
-from fa3.calls.kvcache import flash_attn_with_kvcache
-from fa3.calls.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
-from fa3.calls.varlen import flash_attn_varlen_func
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_forward
-from fa3.primitives.coords import Position
-from fa3.problem import AttentionSpec, Problem, Window
-from fa3.schedules import Tile
-from fa3.scores.masks import Mask
-from fa3.scores.scores import Score
-from fa3.tools.recording import record_timeline
+from fa3.running import code_cache
+
+if TYPE_CHECKING:
+    from fa3.calls.combine import flash_attn_combine
+    from fa3.calls.forward import flash_attn_func
+    from fa3.calls.kvcache import flash_attn_with_kvcache
+    from fa3.calls.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
+    from fa3.calls.varlen import flash_attn_varlen_func
+    from fa3.planning.plan import Plan
+    from fa3.planning.planner import plan_forward
+    from fa3.primitives.coords import Position
+    from fa3.problem import AttentionSpec, Problem, Window
+    from fa3.schedules import Tile
+    from fa3.scores.masks import Mask
+    from fa3.scores.scores import Score
+    from fa3.tools.recording import record_timeline
+    from fa3.tools.warmup import warmup
 
 __all__ = [
     "AttentionSpec",
@@ -33,5 +44,42 @@ __all__ = [
     "get_scheduler_metadata",
     "plan_forward",
     "record_timeline",
+    "warmup",
 ]
 __version__ = "0.1.0"
+
+HOMES = {
+    "AttentionSpec": "fa3.problem",
+    "Mask": "fa3.scores.masks",
+    "Plan": "fa3.planning.plan",
+    "Position": "fa3.primitives.coords",
+    "Problem": "fa3.problem",
+    "SchedulerMetadata": "fa3.calls.scheduler_metadata",
+    "Score": "fa3.scores.scores",
+    "Tile": "fa3.schedules",
+    "Window": "fa3.problem",
+    "flash_attn_combine": "fa3.calls.combine",
+    "flash_attn_func": "fa3.calls.forward",
+    "flash_attn_varlen_func": "fa3.calls.varlen",
+    "flash_attn_with_kvcache": "fa3.calls.kvcache",
+    "get_scheduler_metadata": "fa3.calls.scheduler_metadata",
+    "plan_forward": "fa3.planning.planner",
+    "record_timeline": "fa3.tools.recording",
+    "warmup": "fa3.tools.warmup",
+}
+"""The module of each public name, as imported above for type checkers."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if "fa3.problem" not in sys.modules:
+        # No module that shapes code runs yet, and sources may have been edited since the import.
+        code_cache.read_again()
+    value = globals()[name] = getattr(importlib.import_module(HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,33 +1,23 @@
-"""The command line: `python -m fa3 info | plan | demo`."""
+"""The command line: `python -m fa3 info | plan | compile | cache | demo`.
+
+What a command needs is imported when it runs: `--help` needs neither torch nor the compiler.
+"""
 
 import argparse
-import contextlib
-import importlib.metadata
-import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
 
-import torch
-
 import fa3
-from fa3.calls.devices import gpu_of
-from fa3.calls.forward import check_forward_counts
-from fa3.planning.explanation import microseconds
-from fa3.planning.gpu import H200
-from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_forward
-from fa3.planning.timeline import Timeline
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, AttentionSpec, Problem, Window
-from fa3.running.code_cache import cache_dir
-from fa3.schedules import SCHEDULES
-from fa3.scores.masks import Band
-from fa3.tools.drawing import draw_tile_order
-from fa3.tools.recording import hopper_device, record_timeline
+from fa3.problem import NO_BOUND
+from fa3.tools.models import PRESETS, ROTARIES, SHORT_DTYPES
 
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+"""What a size may end with -> bytes."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -49,18 +39,36 @@ def run(arguments: list[str] | None) -> None:
         options.command(options)
     except BrokenPipeError:
         raise
-    except (ModuleNotFoundError, OSError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         sys.exit(f"fa3: {error}")
+
+
+# ------------------------------------------------------------------------------------- options
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m fa3", description="Hopper attention in CuTe DSL")
     commands = top.add_subparsers(required=True, metavar="command")
-
     info = commands.add_parser("info", help="show GPU, versions and the kernel cache")
-    info.set_defaults(command=show_info)
+    info.set_defaults(command=run_info)
+    add_plan(commands.add_parser("plan", help="show how a problem would run"))
+    add_compile(commands.add_parser("compile", help="compile all kernels of a model, in parallel"))
+    add_cache(commands.add_parser("cache", help="look after the compiled kernels on disk"))
+    demo = commands.add_parser(
+        "demo", help="run attention on a Hopper GPU, or all that works without one"
+    )
+    demo.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        default=Path("tile_order.png"),
+        help="default: %(default)s",
+    )
+    demo.set_defaults(command=run_demo)
+    return top
 
-    plan = commands.add_parser("plan", help="show how a problem would run")
+
+def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--shape",
         metavar="B,SQ,SK,HQ,HKV,D",
@@ -77,7 +85,11 @@ def parser() -> argparse.ArgumentParser:
         help="keys to either side of a query's position, -1 for all; --causal sets R to 0",
     )
     plan.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
-    plan.add_argument("--schedule", choices=SCHEDULES, help="tile schedule; planned if not given")
+    plan.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="tile schedule: single, static, list, dynamic or split; planned if not given",
+    )
     plan.add_argument(
         "--record",
         action="store_true",
@@ -87,109 +99,131 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline as JSON for Perfetto"
     )
-    plan.set_defaults(command=show_plan)
+    plan.set_defaults(command=run_plan)
 
-    demo = commands.add_parser(
-        "demo", help="run attention on a Hopper GPU, or all that works without one"
+
+def add_compile(model: argparse.ArgumentParser) -> None:
+    model.add_argument("--preset", choices=PRESETS, help="a well-known model, instead of its sizes")
+    model.add_argument(
+        "--heads", type=head_counts, metavar="HQ,HKV", help="query heads, and key/value heads"
     )
-    demo.add_argument(
-        "--png",
-        type=Path,
-        metavar="FILE",
-        default=Path("tile_order.png"),
-        help="default: %(default)s",
+    model.add_argument("--head-dim", type=int, metavar="D", help="columns of q and k")
+    model.add_argument("--head-dim-v", type=int, metavar="D", help="columns of v, if others")
+    model.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
+    mask = model.add_mutually_exclusive_group()
+    mask.add_argument("--causal", action="store_true", help="hide keys after a query's position")
+    mask.add_argument("--full", action="store_true", help="hide none; the default is --causal")
+    mask.add_argument(
+        "--window",
+        nargs=2,
+        type=int,
+        metavar=("L", "R"),
+        help="keys to either side of a query's position, -1 for all",
     )
-    demo.set_defaults(command=run_demo)
-    return top
+    model.add_argument("--softcap", type=float, default=0.0, metavar="X", help="bound of scores")
+    model.add_argument("--sinks", action="store_true", help="heads have sinks")
+    model.add_argument(
+        "--page-size",
+        type=int,
+        action="append",
+        metavar="N",
+        help="tokens of a page of the caches, 0 for no pages; may be repeated (default: 0 and 64)",
+    )
+    model.add_argument(
+        "--rotary",
+        choices=ROTARIES,
+        default="halves",
+        help="what turns together as tokens are appended (default: %(default)s)",
+    )
+    model.add_argument(
+        "--processes", type=int, metavar="N", help="how many compile (default: one for each core)"
+    )
+    model.set_defaults(command=run_compile)
 
 
-def show_info(options: argparse.Namespace) -> None:
-    gpu = "none"
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        capability = f"{properties.major}.{properties.minor}"
-        gpu = f"{properties.name}, {properties.multi_processor_count} SMs, capability {capability}"
-        if capability != "9.0":
-            gpu += "; the kernels need 9.0"
-    for name, value in (
-        ("fa3", fa3.__version__),
-        ("GPU", gpu),
-        ("driver", driver_version()),
-        ("torch", torch.__version__),
-        ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
-        ("cache", describe_cache()),
+def add_cache(cache: argparse.ArgumentParser) -> None:
+    actions = cache.add_subparsers(metavar="action")
+    cache.set_defaults(command=run_cache, action="show")
+    for action, help_text in (
+        ("show", "folder, number of kernels, bytes and ages; the default"),
+        ("verify", "remove what is damaged, or can have been written by others"),
+        ("clear", "remove all kernels"),
+        ("bound", "remove the kernels that were not used for longest"),
     ):
-        print(f"{name:9} {value}")
+        added = actions.add_parser(action, help=help_text)
+        added.set_defaults(action=action)
+        if action == "bound":
+            added.add_argument("size", type=byte_count, help="most bytes that stay, as in 500M")
 
 
-def driver_version() -> str:
-    """The NVIDIA driver's version, as the kernel module tells it."""
-    try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
-    except OSError:
-        return "none"
+def head_counts(text: str) -> tuple[int, int]:
+    """The numbers of query heads and of key/value heads in "32,8"."""
+    if not re.fullmatch(r"\d+,\d+", text):
+        raise argparse.ArgumentTypeError(f"needs two integers HQ,HKV, got {text!r}")
+    query_heads, kv_heads = map(int, text.split(","))
+    return query_heads, kv_heads
 
 
-def describe_cache() -> str:
-    """Where compiled kernels are kept, and how many."""
-    try:
-        folder = cache_dir()
-    except RuntimeError as error:
-        return f"none: {error}"
-    sizes = []
-    for path in folder.glob("*.o"):
-        with contextlib.suppress(OSError):  # a link to nowhere, or just removed
-            sizes.append(path.stat().st_size)
-    return f"{folder}, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
+def byte_count(text: str) -> int:
+    """The bytes in "500M" or "1.5G", in powers of 1000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)b?", text.lower())
+    if not match:
+        raise argparse.ArgumentTypeError(f"needs bytes as in 500M or 1.5G, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
 
 
-def show_plan(options: argparse.Namespace) -> None:
-    gpu = gpu_of(hopper_device()) if options.record else H200
-    plan = plan_forward(problem_of(options), gpu, schedule=options.schedule)
-    explanation = plan.explain()
-    print(explanation)
-    recorded = None
-    if options.record:
-        recorded = record_timeline(plan)
-        print(f"Recorded {describe_recording(recorded, plan)}")
-    if options.png:
-        draw_tile_order(plan, explanation.timeline, options.png, recorded)
-        print(f"Picture  {options.png}")
-    if options.trace:
-        options.trace.write_text(json.dumps(explanation.trace(recorded)))
-        print(f"Trace    {options.trace}")
+# ------------------------------------------------------------------------------------ commands
 
 
-def describe_recording(recorded: Timeline, plan: Plan) -> str:
-    """What was recorded beside what was predicted, in a sentence."""
-    prediction = plan.predict()
-    steady = microseconds(prediction.us - prediction.launch_us)
-    burst = microseconds(prediction.burst_us - prediction.launch_us)
-    return (
-        f"{microseconds(recorded.us)} us, balance {recorded.balance:.1%}, beside {steady} us "
-        f"predicted under steady load and {burst} us in a burst, all without the launch."
+def run_info(options: argparse.Namespace) -> None:
+    from fa3.tools.info import show_info
+
+    show_info(fa3.__version__)
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    from fa3.tools.plan_command import show_plan
+
+    show_plan(options)
+
+
+def run_compile(options: argparse.Namespace) -> None:
+    report = fa3.warmup(
+        options.heads,
+        options.head_dim,
+        preset=options.preset,
+        head_dim_v=options.head_dim_v,
+        dtype=options.dtype,
+        causal=not (options.full or options.window),
+        window_size=tuple(options.window) if options.window else None,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        **({"page_sizes": tuple(options.page_size)} if options.page_size else {}),
+        rotary=options.rotary,
+        processes=options.processes,
+    )
+    print(
+        f"{len(report.kernels)} kernels: {report.present} were there, {report.compiled} compiled, "
+        f"in {report.seconds:.0f} s"
     )
 
 
-def problem_of(options: argparse.Namespace) -> Problem:
-    """The problem of a call that the options describe."""
-    sizes = options.shape.split(",")
-    if len(sizes) != 6 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"--shape needs six positive integers, got {options.shape!r}")
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, sizes)
-    if heads_q % heads_kv:
-        raise ValueError(f"{heads_q} query heads do not divide among {heads_kv} key/value heads")
-    if head_dim % HEAD_DIM_UNIT or head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"head_dim must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {head_dim}"
-        )
-    left, right = options.window
-    if min(left, right) < NO_BOUND:
-        raise ValueError(f"--window needs integers from -1, got {left} {right}")
-    check_forward_counts(batch, seqlen_q, seqlen_k, heads_q)
-    window = Window(left, 0 if options.causal else right).tighten(seqlen_q, seqlen_k)
-    spec = AttentionSpec(SHORT_DTYPES[options.dtype], head_dim, head_dim, Band.of(window))
-    return Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, heads_q // heads_kv, window)
+def run_cache(options: argparse.Namespace) -> None:
+    from fa3.running import cache_upkeep
+
+    if options.action == "show":
+        from fa3.tools.cache_report import show_cache
+
+        show_cache()
+        return
+    if options.action == "bound":
+        done = cache_upkeep.bound(options.size)
+    else:
+        done = {"verify": cache_upkeep.verify, "clear": cache_upkeep.clear}[options.action]()
+    print(
+        f"removed {done.removed} kernels, {done.removed_bytes / 1e6:.1f} MB; "
+        f"{done.kept} remain, {done.kept_bytes / 1e6:.1f} MB"
+    )
 
 
 def run_demo(options: argparse.Namespace) -> None:

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
-from fa3.__main__ import DEFAULT_SHAPE, main, parser, problem_of
+from fa3.__main__ import DEFAULT_SHAPE, main, parser
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.scores.masks import Sequence
+from fa3.tools.plan_command import problem_of
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -149,6 +150,7 @@ def test_info_counts_only_kernels_that_are_there(monkeypatch, capsys, tmp_path):
         (("--shape", "1,64,64,2,2,100"), "head_dim must be a multiple of 8 up to 256, got 100"),
         (("--shape", "1,64,64,2,2,264"), "head_dim must be a multiple of 8 up to 256, got 264"),
         (("--window", "-2", "0"), "--window"),
+        (("--schedule", "fifo"), "schedule must be one of .*'dynamic'.*, got 'fifo'"),
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 33554432 tiles"),
     ],

@@ -22,7 +22,7 @@ FLOORS = (
     ("reference",),
     ("calls",),
     ("tools",),
-    ("__init__",),
+    ("__init__", "interface"),
     ("__main__",),
 )
 """Rooms: a file or a folder of `fa3` each. Rooms of one floor do not know each other."""
@@ -34,7 +34,7 @@ STANDARD_LIBRARY_ONLY = (
     "running/code_cache.py",
     "tools/cubin.py",
 )
-USE_TORCH = ("calls", "reference", "running", "tools", "__main__")
+USE_TORCH = ("calls", "reference", "running", "tools")
 
 
 def room_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from problems import make_problem
 from recordings import made_up_notes
 
 import fa3
-from fa3.__main__ import describe_recording, main
+from fa3.__main__ import main
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
@@ -23,6 +23,7 @@ from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
+from fa3.tools import plan_command
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import timeline_of
 
@@ -203,16 +204,17 @@ def test_both_are_drawn_above_each_other(name, tmp_path):
 
 def test_a_recording_in_a_sentence():
     plan = PLANS["list"]
-    sentence = describe_recording(timeline_of(made_up_notes(plan), plan), plan)
+    sentence = plan_command.describe_recording(timeline_of(made_up_notes(plan), plan), plan)
     assert "balance" in sentence and "predicted under steady load" in sentence
 
 
 def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
     gpu = replace(H200, num_sms=100)
-    monkeypatch.setattr("fa3.__main__.hopper_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr("fa3.__main__.gpu_of", lambda device: gpu)
+    monkeypatch.setattr("fa3.tools.plan_command.hopper_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("fa3.tools.plan_command.gpu_of", lambda device: gpu)
     monkeypatch.setattr(
-        "fa3.__main__.record_timeline", lambda plan: timeline_of(made_up_notes(plan), plan)
+        "fa3.tools.plan_command.record_timeline",
+        lambda plan: timeline_of(made_up_notes(plan), plan),
     )
     png, trace = tmp_path / "both.png", tmp_path / "both.json"
     shape = ("--shape", "1,2000,2000,8,2,128", "--causal")

@@ -19,6 +19,7 @@ import hashlib
 import os
 import secrets
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,8 +42,18 @@ SOURCES = read_sources()
 """The sources that this process runs.
 
 They are read before any other module that shapes code is imported, so later edits are seen as
-changes. Only `compiler` is already being imported; its DSL options are part of the keys.
+changes. `fa3/__init__.py` reads them once more before it imports the first of these.
 """
+
+
+def read_again() -> None:
+    """Take the sources as they are now: for the time before any module that shapes code runs."""
+    SOURCES.clear()
+    SOURCES.update(read_sources())
+
+
+USE_SECONDS = 3600
+"""A file's last use is known as exactly as this."""
 
 
 def is_unchanged() -> bool:
@@ -74,10 +85,8 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
         key: with fa3's sources, all that determines the object.
         make: makes the object; its errors are passed on.
     """
-    digests = [(name, digest) for name, (_, digest) in SOURCES.items()]
-    name = hashlib.sha256(repr((key, digests)).encode()).hexdigest()
     try:
-        path = cache_dir() / f"{name}.o"
+        path = path_of(key)
     except RuntimeError as error:
         warn(f"in a cache, since there is no folder for it ({error})")
         return make()
@@ -88,7 +97,37 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
             if code is None:
                 code = make()
                 keep(path, code)
+    note_use(path)
     return code
+
+
+def path_of(key: str) -> Path:
+    """The file of a key's object.
+
+    Raises:
+        RuntimeError: there is no folder for it.
+    """
+    digests = [(name, digest) for name, (_, digest) in SOURCES.items()]
+    name = hashlib.sha256(repr((key, digests)).encode()).hexdigest()
+    return cache_dir() / f"{name}.o"
+
+
+def holds(key: str) -> bool:
+    """Whether the object of a key is on disk, whole and to be trusted."""
+    try:
+        return read(path_of(key)) is not None
+    except RuntimeError:
+        return False
+
+
+def note_use(path: Path) -> None:
+    """Set a file's modification time, by which `cache_upkeep` knows when it was last used.
+
+    Not more often than once in `USE_SECONDS`; in a cache that may only be read nothing happens.
+    """
+    with contextlib.suppress(OSError):
+        if time.time() - path.lstat().st_mtime > USE_SECONDS:
+            os.utime(path, follow_symlinks=False)
 
 
 def read(path: Path) -> bytes | None:

@@ -129,6 +129,14 @@ def load_kernel(kernel: Kernel) -> Callable:
 
 def from_disk(kernel: Kernel) -> Callable:
     """The callable from the object on disk; compiles and writes the object if there is none."""
+    with file_in_memory() as path:
+        Path(path).write_bytes(object_code(kernel))
+        module = cute.runtime.load_module(path, enable_tvm_ffi=True)
+    return getattr(module, kernel.entry_name)
+
+
+def object_code(kernel: Kernel) -> bytes:
+    """A kernel's object from disk, not loaded; compiled and written there if there is none."""
 
     def exported() -> bytes:
         compilation = compiled(kernel, OPTIONS)
@@ -136,11 +144,12 @@ def from_disk(kernel: Kernel) -> Callable:
             compilation.export_to_c(object_file_path=path, function_name=kernel.entry_name)
             return Path(path).read_bytes()
 
-    code = code_cache.fetch(key_of(kernel), exported)
-    with file_in_memory() as path:
-        Path(path).write_bytes(code)
-        module = cute.runtime.load_module(path, enable_tvm_ffi=True)
-    return getattr(module, kernel.entry_name)
+    return code_cache.fetch(key_of(kernel), exported)
+
+
+def is_on_disk(kernel: Kernel) -> bool:
+    """Whether a process would find the kernel compiled."""
+    return code_cache.holds(key_of(kernel))
 
 
 def key_of(kernel: Kernel) -> str:

@@ -19,11 +19,12 @@ from fa3.calls.forward import flash_attn_func
 from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
-from fa3.problem import AttentionSpec, Problem, Window
+from fa3.problem import AttentionSpec, Problem
 from fa3.running.compiler import compile_kernel
 from fa3.scores.masks import Band
 from fa3.tools.cubin import inspect
 from fa3.tools.drawing import draw_tile_order
+from fa3.tools.models import CAUSAL
 
 try:
     from rich.console import Console
@@ -31,7 +32,6 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("the demo needs rich: pip install 'fa3[bench]'") from error
 
-CAUSAL = Window(right=0)
 ROUNDS = 15
 CALLS_PER_ROUND = 20
 

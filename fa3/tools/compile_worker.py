@@ -1,0 +1,66 @@
+"""A process that compiles kernels for `fa3.tools.warmup`, one after another.
+
+It is a program of its own, since a fork would inherit CUDA's state and what `multiprocessing`
+spawns would run the caller's script again. Kernels come pickled through the standard input; each is
+answered by a line. What is printed meanwhile goes to the standard error.
+"""
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from fa3.running.compiler import Kernel, object_code
+
+ROOT = str(Path(__file__).parents[2])
+
+PROGRAM = f"import sys; sys.path[0] = {ROOT!r}; from fa3.tools.compile_worker import serve; serve()"
+"""Runs this very package, wherever it is."""
+
+
+@contextlib.contextmanager
+def worker() -> Iterator[subprocess.Popen]:
+    """A process that compiles what is passed to `compile_in`."""
+    # It needs no GPU, so it shall not take memory of one.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+def compile_in(process: subprocess.Popen, kernel: Kernel) -> bool:
+    """Have a kernel compiled; whether the process is still there."""
+    try:
+        pickle.dump(kernel, process.stdin)
+        process.stdin.flush()
+    except BrokenPipeError:
+        return False
+    return bool(process.stdout.readline())
+
+
+def serve() -> None:
+    """Compile what comes until nothing more does; errors are printed."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    while True:
+        try:
+            kernel = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            object_code(kernel)
+        except Exception:
+            traceback.print_exc()
+        print("done", file=answers, flush=True)

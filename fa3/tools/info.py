@@ -1,0 +1,50 @@
+"""What `python -m fa3 info` prints: GPU, versions and the kernel cache."""
+
+import contextlib
+import importlib.metadata
+from pathlib import Path
+
+import torch
+
+from fa3.running.code_cache import cache_dir
+
+
+def show_info(version: str) -> None:
+    """Print all of it; `version` is fa3's."""
+    gpu = "none"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        capability = f"{properties.major}.{properties.minor}"
+        gpu = f"{properties.name}, {properties.multi_processor_count} SMs, capability {capability}"
+        if capability != "9.0":
+            gpu += "; the kernels need 9.0"
+    for name, value in (
+        ("fa3", version),
+        ("GPU", gpu),
+        ("driver", driver_version()),
+        ("torch", torch.__version__),
+        ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
+        ("cache", describe_cache()),
+    ):
+        print(f"{name:9} {value}")
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version, as the kernel module tells it."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "none"
+
+
+def describe_cache() -> str:
+    """Where compiled kernels are kept, and how many."""
+    try:
+        folder = cache_dir()
+    except RuntimeError as error:
+        return f"none: {error}"
+    sizes = []
+    for path in folder.glob("*.o"):
+        with contextlib.suppress(OSError):  # a link to nowhere, or just removed
+            sizes.append(path.stat().st_size)
+    return f"{folder}, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"

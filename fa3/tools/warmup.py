@@ -1,0 +1,278 @@
+"""`warmup`: compile all kernels that a model can need before it needs them, in parallel.
+
+Which kernels these are is asked of the planner, over a grid of batch sizes and lengths, and of the
+plans of decoding. Several processes compile them; they meet in the cache on disk. No GPU is needed.
+"""
+
+import contextlib
+import itertools
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+
+from fa3.calls.cache_call import ROTARY_UNIT
+from fa3.calls.devices import gpu_of
+from fa3.kernels.append import Append, Rotary
+from fa3.planning.decode import DecodePlan, Sizes, choose_cut
+from fa3.planning.gpu import H100, H200, Gpu
+from fa3.planning.planner import plan_forward
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.problem import AttentionSpec, Problem, Window
+from fa3.running.code_cache import cache_dir, is_unchanged
+from fa3.running.compiler import Kernel, is_on_disk
+from fa3.schedules.sequences import LONGEST
+from fa3.scores.masks import Band
+from fa3.scores.scores import Softcap
+from fa3.scores.templates import Template
+from fa3.tools.compile_worker import compile_in, worker
+from fa3.tools.models import ROTARIES, Model, model_of
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
+
+SEQLENS = (
+    1, 2, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192,
+    16384, 32768, 65536, 131072,
+)  # fmt: skip
+"""Batch sizes and lengths that the planner is asked about. Random problems of up to 1M keys, 2,300
+to 5,600 for each of four presets, led to one kernel more at most: gemma2-9b's 21 times of 4,577."""
+
+MOST_TOKENS = 1 << 20
+"""Most keys of a batch that the planner is asked about."""
+
+PAGE_SIZES = (0, 64)
+"""Page sizes by default; 0 stands for a cache without pages."""
+
+BAR = 30
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """What a `warmup` did.
+
+    Fields:
+        kernels: all that the model can need.
+        compiled: how many of them were compiled; the others were on disk already.
+        seconds: what that took.
+    """
+
+    kernels: tuple[Kernel, ...]
+    compiled: int
+    seconds: float
+
+    @property
+    def present(self) -> int:
+        """How many kernels were on disk already."""
+        return len(self.kernels) - self.compiled
+
+
+def warmup(
+    heads: tuple[int, int] | None = None,
+    head_dim: int | None = None,
+    *,
+    preset: str | None = None,
+    head_dim_v: int | None = None,
+    dtype: str | torch.dtype = "bfloat16",
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    page_sizes: Sequence[int] = PAGE_SIZES,
+    rotary: str = "halves",
+    processes: int | None = None,
+    progress: bool = True,
+) -> Warmup:
+    """Compile all kernels that a model can need, so that none of its calls waits for one.
+
+    These are the forward kernels that the planner chooses for batch sizes up to 256 and lengths up
+    to 128k, on the Hopper GPUs of this machine, or else on an H200 and an H100; the kernels that
+    decode with a cache, with tiles cut or whole, and merge; those that append to it. Kernels that
+    are on disk already are not compiled again. Needs no GPU. The first call of a kernel then loads
+    it, in milliseconds.
+
+    Args:
+        heads: (heads_q, heads_kv).
+        head_dim: columns of q and k.
+        preset: a model of `fa3.tools.models.PRESETS`, instead of its sizes, mask and scores.
+        head_dim_v: columns of v; head_dim if not given.
+        dtype: bfloat16 or float16, also bf16 or fp16.
+        causal: whether keys after a query's own position are hidden.
+        window_size: (left, right) keys that a query sees beside its own position, if the model has
+            a window; -1 for all. causal sets right to 0.
+        softcap: bound of the scores; 0 for none.
+        sinks: whether heads have sinks, in the model's dtype.
+        page_sizes: tokens of a page of the caches, 0 for a cache without pages; none of them for
+            no decoding.
+        rotary: what turns together when tokens are appended, "halves" or "pairs" of all columns,
+            by tables in the model's dtype or in float32; "none" for no embedding.
+        processes: how many compile; one for each core by default.
+        progress: whether to show a bar on the standard error, if that is a terminal.
+
+    Raises:
+        ValueError: an option has a wrong value, or a preset has others beside it.
+        RuntimeError: kernels could not be compiled, or not be kept; what was printed says why.
+    """
+    begin = time.perf_counter()
+    if rotary not in ROTARIES:
+        raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes must be 1 or more, got {processes}")
+    if any(page_size < 0 for page_size in page_sizes):
+        raise ValueError(f"page_sizes must be 0 or more, got {tuple(page_sizes)}")
+    window = None
+    if window_size is not None or not causal:
+        left, right = window_size or Window()
+        window = Window(left, 0 if causal else right)
+    name = str(dtype).removeprefix("torch.")
+    model = model_of(preset, heads, head_dim, head_dim_v, name, window, softcap, sinks)
+    if rotary != "none" and model.head_dim % ROTARY_UNIT:
+        raise ValueError(
+            f"rotary must be 'none' with head_dim {model.head_dim}, got {rotary!r}: an embedding "
+            f"turns a multiple of {ROTARY_UNIT} columns"
+        )
+    kernels = tuple(kernels_of(model, page_sizes, rotary))
+    absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
+    bar = Bar(len(absent), sys.stderr if progress and sys.stderr.isatty() else None)
+    compile_all(absent, processes or len(os.sched_getaffinity(0)), bar.advance)
+    check_kept(absent)
+    return Warmup(kernels, len(absent), time.perf_counter() - begin)
+
+
+def check_kept(kernels: list[Kernel]) -> None:
+    """Raise RuntimeError unless kernels are on disk."""
+    lost = [kernel for kernel in kernels if not is_on_disk(kernel)]
+    if lost:
+        why = "what is printed above says why"
+        if not is_unchanged():
+            why = "fa3's sources have changed meanwhile"
+        raise RuntimeError(
+            f"{len(lost)} of {len(kernels)} kernels are not in {cache_dir()}: {why}. The first is "
+            f"{lost[0]}"
+        )
+
+
+# ------------------------------------------------------------------------------ which kernels
+
+
+def kernels_of(model: Model, page_sizes: Iterable[int], rotary: str) -> dict[Kernel, None]:
+    """All kernels that a model can need, each once; the largest come first."""
+    found: dict[Kernel, None] = {}
+    for gpu in known_gpus():
+        for problem in problems_of(model):
+            launches = plan_forward(problem, gpu).launches()
+            found.update((one.kernel, None) for one in launches)
+    for page_size in page_sizes:
+        for window in model.windows:
+            found.update(dict.fromkeys(decode_kernels(model, window, page_size)))
+        found.update(dict.fromkeys(append_kernels(model, page_size, rotary)))
+    return found
+
+
+def spec_of(model: Model, window: Window) -> AttentionSpec:
+    """What a layer with this window computes."""
+    scores = (Template.of(Softcap(float(model.softcap))),) if model.softcap else ()
+    sinks = model.dtype if model.sinks else None
+    head_dims = model.head_dim, model.head_dim_v
+    return AttentionSpec(model.dtype, *head_dims, Band.of(window), scores, sinks)
+
+
+def known_gpus() -> list[Gpu]:
+    """What kernels are chosen for: this machine's GPUs, or else those that the planner knows."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        with contextlib.suppress(ValueError):  # no Hopper GPU
+            found.append(gpu_of(torch.device("cuda", index)))
+    return list(dict.fromkeys(found)) or [H200, H100]
+
+
+def problems_of(model: Model) -> dict[Problem, None]:
+    """Calls without a cache, of all sizes, each once: many windows hide nothing of short ones."""
+    ratio = model.heads_q // model.heads_kv
+    found: dict[Problem, None] = {}
+    for batch, seqlen_q, seqlen_k in itertools.product(BATCHES, SEQLENS, SEQLENS):
+        if seqlen_q > seqlen_k or batch * seqlen_k > MOST_TOKENS:
+            continue
+        for window in model.windows:
+            tight = window.tighten(seqlen_q, seqlen_k)
+            sizes = batch, seqlen_q, seqlen_k, model.heads_kv, ratio
+            found[Problem(spec_of(model, tight), *sizes, tight)] = None
+    return found
+
+
+def decode_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
+    """What is launched for calls on a cache: one query or several, tiles cut or whole."""
+    ratio, num_ctas = model.heads_q // model.heads_kv, H200.num_sms
+    # A cache with room for 1 token only, as all short ones, needs no bound to the left.
+    for seqlen_q, capacity, num_splits in itertools.product((1, 2), (1, LONGEST), (0, 1)):
+        sizes = Sizes(1, seqlen_q, model.heads_kv, ratio, capacity)
+        tight = window.tighten(seqlen_q, capacity)
+        cut = choose_cut(sizes, tight, num_ctas, num_splits)
+        spec = spec_of(model, tight)
+        plan = DecodePlan(spec, CacheLayout(page_size), sizes, tight, cut, num_ctas)
+        yield from (one.kernel for one in plan.launches)
+
+
+def append_kernels(model: Model, page_size: int, rotary: str) -> Iterator[Kernel]:
+    """What appends tokens to a cache."""
+    interleaved = ROTARIES[rotary]
+    rotaries = [None]
+    if interleaved is not None:
+        dtypes = model.dtype, "float32"
+        rotaries = [Rotary(model.head_dim, interleaved, dtype) for dtype in dtypes]
+    head_dims = model.head_dim, model.head_dim_v
+    paged = page_size > 0
+    for one in rotaries:
+        yield Append(model.dtype, *head_dims, paged, batch_indexed=False, ragged=False, rotary=one)
+
+
+# ------------------------------------------------------------------------------------ compile
+
+
+def compile_all(kernels: list[Kernel], processes: int, advance: Callable[[], None]) -> None:
+    """Compile kernels in so many processes, and tell of each when it is done."""
+    waiting: queue.SimpleQueue[Kernel] = queue.SimpleQueue()
+    for kernel in kernels:
+        waiting.put(kernel)
+
+    def work() -> None:
+        with worker() as process, contextlib.suppress(queue.Empty):
+            while compile_in(process, waiting.get_nowait()):
+                advance()
+
+    count = min(processes, len(kernels))
+    if count:
+        with ThreadPoolExecutor(count) as pool:
+            for future in [pool.submit(work) for _ in range(count)]:
+                future.result()
+
+
+class Bar:
+    """A progress bar of one line, redrawn in place; silent without a stream."""
+
+    def __init__(self, total: int, stream: TextIO | None) -> None:
+        self.total, self.done, self.stream = total, 0, stream
+        self.begin = time.perf_counter()
+        self.lock = threading.Lock()
+        if stream and total:
+            self.draw()
+
+    def advance(self) -> None:
+        """Draw one more as done; may be called from several threads."""
+        with self.lock:
+            self.done += 1
+            if self.stream:
+                self.draw()
+
+    def draw(self) -> None:
+        full = BAR * self.done // self.total
+        seconds = time.perf_counter() - self.begin
+        line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} kernels, {seconds:.0f} s"
+        self.stream.write(f"\r{line}" + ("\n" if self.done == self.total else ""))
+        self.stream.flush()

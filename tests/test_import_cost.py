@@ -1,0 +1,105 @@
+"""What is not imported until a kernel is needed, and that nothing else notices."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fa3
+
+ROOT = Path(fa3.__file__).parent.parent
+
+HEAVY = {"torch", "cutlass", "numpy", "tvm_ffi", "cuda", "rich", "matplotlib"}
+"""Packages that take long to import."""
+
+IMPORTED = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+
+
+def imported_by(program: str) -> set[str]:
+    """The packages that a program has imported when it ends."""
+    command = [sys.executable, "-c", f"{program}\n{IMPORTED}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+HELP = """
+from fa3.__main__ import main
+try:
+    main([{}])
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import fa3; fa3.__version__, dir(fa3)",
+        "import fa3; fa3.Problem, fa3.AttentionSpec, fa3.Window",
+        "from fa3.tools.models import PRESETS",
+        HELP.format("'--help'"),
+        HELP.format("'plan', '--help'"),
+        HELP.format("'compile', '--help'"),
+        HELP.format("'compile', '--preset', 'no model'"),
+        HELP.format("'cache'"),
+        HELP.format("'cache', 'verify'"),
+    ],
+)
+def test_nothing_heavy_is_imported(program):
+    assert not imported_by(program) & HEAVY
+
+
+def test_the_first_call_imports_what_it_needs():
+    assert {"torch", "cutlass"} <= imported_by("import fa3; fa3.flash_attn_func")
+
+
+def type_checkers_imports() -> dict[str, str]:
+    """What `fa3/__init__.py` imports for type checkers: names and their modules."""
+    tree = ast.parse(Path(fa3.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    return {alias.name: node.module for node in block.body for alias in node.names}
+
+
+def test_type_checkers_see_what_is_imported():
+    assert type_checkers_imports() == fa3.HOMES
+    assert list(fa3.HOMES) == fa3.__all__
+    for name, module in fa3.HOMES.items():
+        assert getattr(fa3, name) is getattr(importlib.import_module(module), name)
+    assert set(fa3.__all__) <= set(dir(fa3))
+
+
+def test_other_names_are_no_attributes():
+    with pytest.raises(AttributeError, match="module 'fa3' has no attribute 'flash_atn_func'"):
+        getattr(fa3, "flash_atn_" + "func")
+    assert not hasattr(fa3, "__wrapped__")
+
+
+EDITED = """
+from pathlib import Path
+import fa3
+from fa3.running import code_cache
+
+source = Path(fa3.__file__).parent / "problem.py"
+source.write_text(source.read_text() + "# edited\\n")
+assert not code_cache.is_unchanged()
+fa3.Problem
+assert code_cache.is_unchanged()
+source.write_text(source.read_text() + "# edited again\\n")
+fa3.Window, fa3.plan_forward
+assert not code_cache.is_unchanged()
+"""
+
+
+def test_sources_that_are_edited_before_they_are_imported_are_the_ones_that_count(tmp_path):
+    copied = tmp_path / "fa3"
+    for path in (ROOT / "fa3").rglob("*.py"):
+        to = copied / path.relative_to(ROOT / "fa3")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_bytes(path.read_bytes())
+    for path in (ROOT / "fa3").rglob("*.json"):
+        (copied / path.relative_to(ROOT / "fa3")).write_bytes(path.read_bytes())
+    subprocess.run([sys.executable, "-c", EDITED], cwd=tmp_path, check=True)

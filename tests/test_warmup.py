@@ -1,0 +1,187 @@
+"""Warming up: which kernels a model can need, and that they are on disk afterwards."""
+
+import io
+
+import pytest
+import torch
+
+import fa3
+from fa3.__main__ import main
+from fa3.calls.decode import prepare_decode
+from fa3.calls.modifiers import Structure
+from fa3.kernels.append import Append, Rotary
+from fa3.kernels.combine import Combine
+from fa3.kernels.decode import Decode
+from fa3.kernels.forward import Forward
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.problem import Problem, Window
+from fa3.running import compiler
+from fa3.schedules.marked import Marked
+from fa3.schedules.stream_k import StreamK, Whole
+from fa3.scores.masks import Band
+from fa3.tools import warmup as module
+from fa3.tools.models import CAUSAL, PRESETS, model_of, sliding
+
+SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
+
+
+@pytest.fixture
+def few_sizes(monkeypatch):
+    """The planner is asked about few sizes only."""
+    monkeypatch.setattr(module, "BATCHES", (1, 4))
+    monkeypatch.setattr(module, "SEQLENS", (1, 64, 4096, 8192))
+
+
+def kernels_of(preset: str, page_sizes=(0, 64), rotary: str = "halves") -> list:
+    return list(module.kernels_of(PRESETS[preset], page_sizes, rotary))
+
+
+def of_type(kernels: list, kind: type) -> list:
+    return [kernel for kernel in kernels if type(kernel) is kind]
+
+
+def test_forward_kernels_are_those_of_plans(few_sizes):
+    model = PRESETS["llama3-8b"]
+    found = of_type(kernels_of("llama3-8b"), Forward)
+    problem = Problem(module.spec_of(model, CAUSAL), 4, 4096, 4096, 8, 4, CAUSAL)
+    first, second = (launch.kernel for launch in plan_forward(problem, H200).launches())
+    assert first.config.fixed_reference and second.schedule_type is Marked
+    assert {first, second} <= set(found)
+    # A single query needs no mask; neither do kernels with which it runs.
+    assert {kernel.spec.mask for kernel in found} == {Band(), Band(right=True)}
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "mistral-7b", "gemma2-9b", "gpt-oss"])
+def test_decode_kernels_are_those_of_calls(few_sizes, preset):
+    model, found = PRESETS[preset], set(kernels_of(preset))
+    sinks = model.dtype if model.sinks else None
+    structure = Structure(module.spec_of(model, CAUSAL).scores, None, sinks)
+    for window in model.windows:
+        for seqlen_q in (1, 3):
+            for pages in (None, 100):
+                for num_splits in (0, 1):
+                    call = prepare_decode(
+                        (5, seqlen_q, model.heads_q, model.head_dim),
+                        (500, 64, model.heads_kv, model.head_dim),
+                        model.head_dim_v, torch.bfloat16, torch.device("cpu"), pages,
+                        (False, False), structure, window, num_splits, False, 0,
+                    )  # fmt: skip
+                    assert {launch.kernel for launch in call.plan.launches} <= found
+
+
+def test_append_kernels(few_sizes):
+    found = of_type(kernels_of("llama3-8b"), Append)
+    assert {(kernel.paged, kernel.rotary) for kernel in found} == {
+        (paged, Rotary(128, False, dtype))
+        for paged in (False, True)
+        for dtype in ("bfloat16", "float32")
+    }
+    (plain,) = of_type(kernels_of("llama3-8b", (16,), "none"), Append)
+    assert plain.paged and plain.rotary is None
+
+
+def test_each_kernel_is_there_once(few_sizes):
+    kernels = kernels_of("gemma2-9b")
+    assert len({compiler.key_of(kernel) for kernel in kernels}) == len(kernels)
+    assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, Whole}
+    assert len(of_type(kernels, Combine)) == 1
+    assert all(kernel.is_storable for kernel in kernels)
+
+
+def test_no_page_sizes_are_no_decoding(few_sizes):
+    assert {type(kernel) for kernel in kernels_of("llama3-8b", ())} == {Forward}
+
+
+def test_presets_are_models_that_can_be_run():
+    for model in PRESETS.values():
+        model.check()
+    assert PRESETS["mistral-7b"].windows == (Window(4095, 0),) == (sliding(4096),)
+    assert model_of("gpt-oss", None, None, None, "fp16", None, 0.0, False).dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "heads and head_dim must be given, or a preset"),
+        ({"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
+        ({"preset": "llama3-8b", "head_dim": 64}, "preset 'llama3-8b' says heads, head_dim"),
+        ({"preset": "llama3-8b", "causal": False}, "preset 'llama3-8b' says .* mask"),
+        ({"heads": (3, 2), "head_dim": 64}, "heads must be .* got 3,2"),
+        ({"heads": (2, 0), "head_dim": 64}, "heads must be .* got 2,0"),
+        ({"heads": (2, 2), "head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
+        ({"heads": (2, 2), "head_dim": 64, "head_dim_v": 512}, "head_dim_v must be .* got 512"),
+        ({"heads": (2, 2), "head_dim": 64, "dtype": "fp8"}, "dtype must be bf16 or fp16"),
+        ({"heads": (2, 2), "head_dim": 64, "window_size": (-2, 0)}, "window must have bounds"),
+        ({"heads": (2, 2), "head_dim": 64, "rotary": "all"}, "rotary must be one of .* 'all'"),
+        ({"heads": (2, 2), "head_dim": 72}, "rotary must be 'none' with head_dim 72"),
+        ({"heads": (2, 2), "head_dim": 64, "page_sizes": (-1,)}, "page_sizes must be 0 or more"),
+        ({"heads": (2, 2), "head_dim": 64, "processes": 0}, "processes must be 1 or more, got 0"),
+    ],
+)
+def test_wrong_options_are_explained(options, message):
+    with pytest.raises(ValueError, match=message):
+        fa3.warmup(**options)
+
+
+@pytest.mark.parametrize("arguments", [("--heads", "8"), ("--causal", "--full"), ("--dtype", "x")])
+def test_wrong_arguments_of_the_command_line(arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", *arguments])
+    assert ended.value.code == 2
+
+
+def test_the_command_line_says_what_the_call_says(monkeypatch, capsys):
+    calls = []
+
+    def warmup(*arguments, **options):
+        calls.append((arguments, options))
+        return module.Warmup(SMALL, 1, 3.2)
+
+    monkeypatch.setitem(vars(fa3), "warmup", warmup)
+    main(["compile", "--heads", "32,8", "--head-dim", "128", "--window", "4095", "0"])
+    main(["compile", "--preset", "gpt-oss", "--page-size", "16", "--page-size", "0"])
+    main(["compile", "--heads", "8,8", "--head-dim", "64", "--full", "--dtype", "fp16"])
+    (windowed, options), (_, preset), (_, full) = calls
+    assert windowed == ((32, 8), 128)
+    assert options["window_size"] == (4095, 0) and options["causal"] is False
+    assert (preset["preset"], preset["page_sizes"], preset["causal"]) == ("gpt-oss", (16, 0), True)
+    assert (full["causal"], full["window_size"], full["dtype"]) == (False, None, "fp16")
+    assert "2 kernels: 1 were there, 1 compiled, in 3 s\n" in capsys.readouterr().out
+
+
+@pytest.mark.compiles
+def test_kernels_are_compiled_once_in_processes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "kernels_of", lambda *arguments: dict.fromkeys(SMALL))
+    monkeypatch.setattr("fa3.running.compiler.compiled", lambda *_: pytest.fail("compiles here"))
+    first = fa3.warmup((2, 1), 64, processes=2)
+    assert (first.compiled, first.present, first.kernels) == (2, 0, SMALL)
+    assert len(list(tmp_path.glob("*.o"))) == 2
+    again = fa3.warmup((2, 1), 64)
+    assert (again.compiled, again.present) == (0, 2)
+    assert callable(compiler.from_disk(SMALL[0]))
+
+
+def test_kernels_that_do_not_compile_are_told(tmp_path, monkeypatch, capfd):
+    """All of them are tried, and what went wrong is printed."""
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
+    wrong = [Combine(dtype, 64, None, None) for dtype in ("no dtype", "none either")]
+    monkeypatch.setattr(module, "kernels_of", lambda *arguments: dict.fromkeys(wrong))
+    with pytest.raises(RuntimeError, match=f"2 of 2 kernels are not in {tmp_path}.*'no dtype'"):
+        fa3.warmup((2, 1), 64, processes=1)
+    printed = capfd.readouterr().err
+    assert "KeyError: 'no dtype'" in printed and "KeyError: 'none either'" in printed
+
+
+def test_a_bar():
+    stream = io.StringIO()
+    bar = module.Bar(3, stream)
+    for _ in range(3):
+        bar.advance()
+    lines = stream.getvalue().split("\r")[1:]
+    assert lines[0] == f"[{' ' * 30}] 0 of 3 kernels, 0 s"
+    assert lines[1] == f"[{'#' * 10}{' ' * 20}] 1 of 3 kernels, 0 s"
+    assert lines[3] == f"[{'#' * 30}] 3 of 3 kernels, 0 s\n"
+    silent = module.Bar(0, stream)
+    assert silent.total == 0 and stream.getvalue().endswith("0 s\n")
