@@ -103,7 +103,7 @@ def keep_only(is_kept) -> Removal:
     remove(path for path in named(folder, LOCK_NAME) if path.stem not in names)
     before = time.time() - ABANDONED_SECONDS
     remove(path for path in named(folder, UNFINISHED_NAME) if path.lstat().st_mtime < before)
-    return Removal(len(dropped), bytes_of(dropped), len(kept), bytes_of(kept))
+    return Removal(len(dropped), bytes_from(dropped), len(kept), bytes_from(kept))
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -111,5 +111,5 @@ def remove(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def bytes_of(files: Iterable[KernelFile]) -> int:
+def bytes_from(files: Iterable[KernelFile]) -> int:
     return sum(file.size for file in files)
