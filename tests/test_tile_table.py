@@ -18,8 +18,9 @@ def test_machine_code(has_used):
     assert report.stack_bytes == 0
     assert report.threads == SORTERS and report.registers <= 64
     assert report.count("ACQBULK") == report.count("PREEXIT") == 1
-    # Twice through the tiles: to count those of each amount of work, and to give them places.
-    assert report.count("ATOMS") == 2
+    # Twice through the tiles, to count those of each amount of work and to give them places; by
+    # the warp and by the lane.
+    assert report.count("ATOMS") == 4
     assert report.count("STG.E.128") == RECORD // 4
 
 

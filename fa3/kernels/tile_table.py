@@ -252,23 +252,27 @@ def owner_of(number: Int32, upto: Int32) -> Int32:
 
 @cute.jit
 def take_places(places: cute.Tensor, amount: Int32, is_taking: cutlass.Boolean) -> Int32:
-    """The next free place for this lane's amount; lanes with equal amounts take theirs at once."""
+    """The next free place for this lane's amount; lane 0 takes one if any lane does.
+
+    If all amounts of a warp are equal, as those of many short sequences, it takes its places at
+    once: the adds of 32 lanes to one word would wait for each other.
+    """
     lane, place = cute.arch.lane_idx(), Int32(0)
-    waiting = cute.arch.vote_ballot_sync(is_taking)
-    while waiting != 0:
-        leader = Int32(31) - cute.arch.clz(waiting & -waiting)
-        of_leader = cute.arch.shuffle_sync(amount, leader)
-        equals = cute.arch.vote_ballot_sync(is_taking and amount == of_leader)
-        first = Int32(0)
-        if lane == leader:
-            first = cute.arch.atomic_add(
-                places.iterator + amount, cute.arch.popc(equals), sem="relaxed", scope="cta"
-            )
-        first = cute.arch.shuffle_sync(first, leader)
-        if is_taking and amount == of_leader:
-            place = first + cute.arch.popc(equals & ((Int32(1) << lane) - 1))
-        waiting = waiting & ~equals
+    of_first = cute.arch.shuffle_sync(amount, 0)
+    taking = cute.arch.vote_ballot_sync(is_taking)
+    if cute.arch.vote_ballot_sync(is_taking and amount == of_first) == taking:
+        if lane == 0:
+            place = add_to(places.iterator + amount, cute.arch.popc(taking))
+        place = cute.arch.shuffle_sync(place, 0)
+        place += cute.arch.popc(taking & ((Int32(1) << lane) - 1))
+    elif is_taking:
+        place = add_to(places.iterator + amount, Int32(1))
     return place
+
+
+def add_to(word: cute.Pointer, number: Int32) -> Int32:
+    """Add to a word of shared memory; return what was there."""
+    return cute.arch.atomic_add(word, number, sem="relaxed", scope="cta")
 
 
 @cute.jit
