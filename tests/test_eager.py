@@ -351,6 +351,7 @@ def test_a_compiled_function_that_must_be_one_graph_is_told_why_it_cannot(call):
         torch.compile(lambda: run(given), backend="eager", fullgraph=True)()
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_compiled_function_breaks_its_graph_around_a_call():
     q, k, v = make_operands(make_problem(1, 20, 20, 2))

@@ -163,6 +163,7 @@ def test_kernels_are_compiled_once_in_processes(tmp_path, monkeypatch, capsys):
     assert callable(compiler.from_disk(SMALL[0]))
 
 
+@pytest.mark.compiles
 def test_kernels_that_do_not_compile_are_told(tmp_path, monkeypatch, capfd):
     """All of them are tried, and what went wrong is printed."""
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
