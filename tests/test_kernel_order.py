@@ -29,7 +29,7 @@ def write_tiles(tiles: cute.Tensor, num_m_blocks: Int32, heads: Int32, batch: In
 @cute.jit
 def divide(numbers: cute.Tensor, divisors: cute.Tensor, quotients: cute.Tensor):
     for i in cutlass.range(numbers.shape[0]):
-        quotients[i] = Divisor.of(divisors[i]).divides(numbers[i])
+        quotients[i] = Divisor.of(divisors[i]).quotient(numbers[i])
 
 
 @pytest.mark.parametrize(

@@ -458,8 +458,8 @@ class Launches:
     def __init__(self):
         self.given = []
 
-    def launch(self, *given):
-        self.given.append(given)
+    def launch(self, operands, *given):
+        self.given.append((*operands, *given))
 
 
 @pytest.fixture

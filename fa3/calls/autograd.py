@@ -11,7 +11,7 @@ from torch._C import _are_functorch_transforms_active
 from fa3.calls.operands import hide_all_keys
 from fa3.planning.plan import Plan
 from fa3.problem import Problem
-from fa3.reference.backward import Wanted, execute_backward
+from fa3.reference.backward import BackwardOperands, Wanted, execute_backward
 from fa3.reference.forward import execute
 from fa3.scores.scores import Score
 
@@ -113,10 +113,11 @@ class HostGradients(torch.autograd.Function):
         """Compute them.
 
         Args:
-            arguments: the tensors of `execute_backward`, from q to d_lse, and those of the spec.
+            arguments: those of `BackwardOperands`, and those of the spec.
         """
-        named, tensors = arguments[:7], arguments[7:]
-        return tuple(execute_backward(problem, *named, softmax_scale, tensors, wanted))
+        count = len(BackwardOperands._fields)
+        operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
+        return tuple(execute_backward(problem, operands, softmax_scale, tensors, wanted))
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor | None):

@@ -57,19 +57,19 @@ from fa3.running.tables import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-FORWARD_OPTIONS = OptionTypes(
-    {
-        "causal": bool,
-        "deterministic": bool,
-        "return_lse": bool,
-        "return_attn_probs": bool,
-        "attention_chunk": int,
-        "num_splits": int,
-        "sm_margin": int,
-        "softcap": float,
-    },
-    notes={"causal": FROM_FLASH_ATTENTION_2},
-)
+FORWARD_TYPES = {
+    "causal": bool,
+    "deterministic": bool,
+    "return_lse": bool,
+    "return_attn_probs": bool,
+    "attention_chunk": int,
+    "num_splits": int,
+    "sm_margin": int,
+    "softcap": float,
+}
+"""Types of the options of a call without a cache."""
+
+FORWARD_OPTIONS = OptionTypes(FORWARD_TYPES, notes={"causal": FROM_FLASH_ATTENTION_2})
 
 SPARE = 1024
 """Positions beyond the last key that kernels count, in blocks."""

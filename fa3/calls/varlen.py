@@ -1,7 +1,7 @@
-"""`flash_attn_varlen_func`: packed sequences of different lengths, in one launch.
+"""`flash_attn_varlen_func`: packed sequences of different lengths, in one call.
 
-Lengths are read on the GPU only. What follows from heads, types and options is worked out once and
-remembered, whatever the lengths are; what follows from lengths is looked at in every call, and
+Lengths on a GPU are read there only. What follows from heads, types and options is worked out once
+and remembered, whatever the lengths are; what follows from lengths is looked at in every call, and
 nothing of it is remembered. CPU tensors go to the reference.
 """
 
@@ -14,6 +14,7 @@ from fa3.calls import varlen_gpu
 from fa3.calls.assertions import is_visible
 from fa3.calls.devices import reserve_sms
 from fa3.calls.eager import check_untraced
+from fa3.calls.forward import FORWARD_TYPES
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import describe, hide_all_keys_of_lse
 from fa3.calls.options import (
@@ -44,19 +45,7 @@ from fa3.reference.varlen import RaggedOperands, execute_varlen
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-VARLEN_OPTIONS = OptionTypes(
-    {
-        "causal": bool,
-        "deterministic": bool,
-        "return_lse": bool,
-        "return_attn_probs": bool,
-        "attention_chunk": int,
-        "num_splits": int,
-        "sm_margin": int,
-        "softcap": float,
-    },
-    notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2},
-)
+VARLEN_OPTIONS = OptionTypes(FORWARD_TYPES, notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2})
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +103,12 @@ def flash_attn_varlen_func(
     sequence stands at key i + seqlen_k - seqlen_q, where the lengths are those used (bottom-right
     alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
-    On the CPU only so far: kernels for packed sequences are there, but not yet checked on a GPU.
-    Lengths on a GPU are never read by the host, so the call can be captured in a CUDA graph, and
-    no length causes a compilation. Lengths on the CPU are checked before anything is written. With
-    FA3_ASSERTIONS=1 in the environment when fa3 is imported, those on a GPU are read back and
-    checked, too: every call then waits for the GPU, and none can be captured. Whatever lengths are,
-    nothing outside of the tensors is read or written; but where they are not what is said below,
-    the result is undefined.
-
-    Runs on the current stream of the tensors' GPU; CPU tensors run through
-    `fa3.reference.varlen`.
+    CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
+    GPUs are refused so far: the kernels have not been checked there. They are made so that the host
+    never reads lengths on a GPU, unless FA3_ASSERTIONS=1 is in the environment when fa3 is imported
+    (then every call waits for the GPU, and none can be captured in a CUDA graph); that no length
+    causes a compilation; and that, whatever lengths are, nothing outside of the tensors is read or
+    written, but the result is undefined where they are not what is said below.
 
     Args:
         q: (total_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8 up to 256.
@@ -176,8 +161,8 @@ def flash_attn_varlen_func(
             does not compile; on the CPU, or with FA3_ASSERTIONS=1, also if cu_seqlens_q or
             cu_seqlens_k do not cut the rows, or a length is above its maximum.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
-            a graph is being traced.
+        NotImplementedError: the tensors are on a GPU, the combination is not supported, a tensor
+            does not lie in memory, or a graph is being traced.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -291,7 +276,7 @@ def attend_packed(
     elif call.gpu is None:
         execute_varlen(call.spec, call.window, operands, scale, modifiers)
     else:
-        call.gpu.launch(*operands, min(max_seqlen_k, total_k), modifiers, scale)
+        call.gpu.launch(operands, min(max_seqlen_k, total_k), modifiers, scale)
 
 
 def hide_all_keys_of_used(operands: RaggedOperands, sinks: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.problem import Window
+from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
 
@@ -34,33 +35,23 @@ class PreparedVarlen:
 
     def launch(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        seqused_q: torch.Tensor | None,
-        seqused_k: torch.Tensor | None,
+        operands: RaggedOperands,
         max_seqlen_k: int,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
     ) -> None:
-        """Run the kernels on the current stream of q's GPU."""
+        """Run the kernels on the current stream of the tensors' GPU."""
+        q, k, v, out, lse, *integers = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
-                self.launch(
-                    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                    max_seqlen_k, modifiers, scale,
-                )  # fmt: skip
+                self.launch(operands, max_seqlen_k, modifiers, scale)
             return
         total_q, heads, _ = q.shape
-        capacity = capacity_of_table(total_q, cu_seqlens_q.shape[0] - 1, self.tile_m)
+        capacity = capacity_of_table(total_q, len(operands.cu_seqlens_q) - 1, self.tile_m)
         table = q.new_empty(words_of_table(capacity), dtype=torch.int32)
         # In the order of `TileTableArguments` and of `ForwardArguments`.
         self.tile_table(
-            cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, table, total_q, k.shape[0], capacity,
+            *integers, table, total_q, k.shape[0], capacity,
             shift_of_work(max_seqlen_k, self.tile_n), *self.window,
         )  # fmt: skip
         self.forward(

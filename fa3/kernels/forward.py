@@ -47,7 +47,7 @@ from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.row_lse import RowLse
 from fa3.primitives.row_store import RowStore
-from fa3.primitives.rows_of_sequence import padded_by_end
+from fa3.primitives.rows_of_sequence import with_movable_end
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
@@ -112,6 +112,19 @@ class ForwardBuffers(NamedTuple):
     o: cute.Tensor
 
 
+class Work(NamedTuple):
+    """What a CTA works on.
+
+    Fields:
+        segment: what its cluster works on.
+        tile: the CTA's own tile.
+    """
+
+    sequences: Dense | Ragged
+    segment: Segment
+    tile: Tile
+
+
 class ForwardPipelines(NamedTuple):
     """The mbarrier pipelines from the producer to the consumers."""
 
@@ -155,7 +168,7 @@ class Forward(AttentionKernel):
         window = Window(call.window_left, call.window_right)
         if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
-            q, k, v, o = map(padded_by_end, (call.q, call.k, call.v, call.o))
+            q, k, v, o = map(with_movable_end, (call.q, call.k, call.v, call.o))
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
             q, k, v, o = (
@@ -368,7 +381,7 @@ class Forward(AttentionKernel):
             tile = self.tile_of(segment, rank)
             sequence = sequences.sequence(segment)
             blocks = self.key_blocks(mask.at(tile.batch, tile.head), segment, sequence)
-            head_kv = operands.heads_of_key.divides(tile.head)
+            head_kv = operands.heads_of_key.quotient(tile.head)
             of_keys = (head_kv, sequences.keys(segment), 1, rank, config.cluster)
             load_q = tile_loader(
                 operands.q, smem.q, pipelines.q, tile.head, sequences.queries(segment),
@@ -422,7 +435,8 @@ class Forward(AttentionKernel):
             segment = schedule.segment(cursor)
             began = recorder.now()
             tile = self.tile_of(segment, rank)
-            place, slab = (sequences, segment, tile), tile.m_block * config.consumers + group
+            work = Work(sequences, segment, tile)
+            slab = tile.m_block * config.consumers + group
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
             sequence = sequences.sequence(segment)
             rules = Rules.of(
@@ -465,13 +479,13 @@ class Forward(AttentionKernel):
                         acc_O, lse, coords, segment.part, warp, number, of_rows, free
                     )
                 else:
-                    self.finish_tile(operands, attention, out, of_rows, place, slab)
+                    self.finish_tile(operands, attention, out, of_rows, work, slab)
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, tile, thread_idx, of_rows)
             elif cutlass.const_expr(self.repeats):
-                self.finish_again(operands, attention, out, of_rows, place, slab, thread_idx)
+                self.finish_again(operands, attention, out, of_rows, work, slab, thread_idx)
             else:
-                self.finish_tile(operands, attention, out, of_rows, place, slab)
+                self.finish_tile(operands, attention, out, of_rows, work, slab)
                 if cutlass.const_expr(config.fixed_reference):
                     self.mark(operands, attention, tile, thread_idx, of_rows)
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
@@ -526,15 +540,11 @@ class Forward(AttentionKernel):
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
-        place: tuple,
+        work: Work,
         slab,
     ):
-        """Divide O by the row sums; write O and the log-sum-exps to global memory.
-
-        Args:
-            place: the sequences, the segment and the CTA's tile.
-        """
-        sequences, segment, tile = place
+        """Divide O by the row sums; write O and the log-sum-exps to global memory."""
+        sequences, segment, tile = work
         acc_O, coords = attention.regs.acc_O, attention.rules.coords
         lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
         out.store(acc_O, slab, tile.head, sequences.queries(segment))
@@ -552,16 +562,12 @@ class Forward(AttentionKernel):
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
-        place: tuple,
+        work: Work,
         slab,
         thread_idx,
     ):
-        """Finish a tile of the second launch: write marked rows, let the others keep their bits.
-
-        Args:
-            place: as for `finish_tile`.
-        """
-        _, _, tile = place
+        """Finish a tile of the second launch: write marked rows, let the others keep their bits."""
+        tile = work.tile
         warp = self.warp_of_tile(thread_idx)
         of_group = operands.marks.rows_of_group(tile, warp // WARPS * WARPS)
         own = Int32(0)
@@ -573,7 +579,7 @@ class Forward(AttentionKernel):
         out.meet()
         operands.marks.wipe_out(tile, warp)
         if is_whole:
-            self.finish_tile(operands, attention, out, sinks, place, slab)
+            self.finish_tile(operands, attention, out, sinks, work, slab)
         else:
             acc_O = attention.regs.acc_O
             lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)

@@ -96,6 +96,21 @@ class RaggedLengths(NamedTuple):
         return begin, cutlass.max(length, 0)
 
 
+class TileTableOperands(NamedTuple):
+    """What the table is made of, and where it goes.
+
+    Fields:
+        table, capacity, shift: see `TileTableArguments`.
+    """
+
+    queries: RaggedLengths
+    keys: RaggedLengths
+    table: cute.Tensor
+    capacity: Int32
+    shift: Int32
+    window: Window
+
+
 @dataclass(frozen=True)
 class TileTable:
     """The kernel that makes the table.
@@ -128,20 +143,13 @@ class TileTable:
         keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
         window = Window(call.window_left, call.window_right)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(queries, keys, call.table, call.capacity, call.shift, window).launch(
+        operands = TileTableOperands(queries, keys, call.table, call.capacity, call.shift, window)
+        self.kernel(operands).launch(
             grid=(1, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        queries: RaggedLengths,
-        keys: RaggedLengths,
-        table: cute.Tensor,
-        capacity: Int32,
-        shift: Int32,
-        window: Window,
-    ):
+    def kernel(self, operands: TileTableOperands):
         smem = cutlass.memory.SmemAllocator()
         places = smem.allocate_tensor(Int32, cute.make_layout(AMOUNTS), byte_alignment=16)
         of_warps = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
@@ -150,16 +158,16 @@ class TileTable:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         cute.arch.sync_threads()
-        self.sort(queries, keys, table, capacity, shift, window, places, is_counting=True)
+        self.sort(operands, places, is_counting=True)
         cute.arch.sync_threads()
         count, upto = places[thread], self.sum_up(places[thread], of_warps)
         places[thread] = upto - count
         if thread == SORTERS - 1:
             for i in cutlass.range_constexpr(TABLE_HEADER):
-                number = cutlass.min(upto, capacity) if i == NUM_RECORDS else Int32(0)
-                table[i] = number
+                count_or_0 = cutlass.min(upto, operands.capacity) if i == NUM_RECORDS else Int32(0)
+                operands.table[i] = count_or_0
         cute.arch.sync_threads()
-        self.sort(queries, keys, table, capacity, shift, window, places, is_counting=False)
+        self.sort(operands, places, is_counting=False)
 
     @cute.jit
     def sum_up(self, number: Int32, of_warps: cute.Tensor) -> Int32:
@@ -176,19 +184,12 @@ class TileTable:
 
     @cute.jit
     def sort(
-        self,
-        queries: RaggedLengths,
-        keys: RaggedLengths,
-        table: cute.Tensor,
-        capacity: Int32,
-        shift: Int32,
-        window: Window,
-        places: cute.Tensor,
-        is_counting: cutlass.Constexpr,
+        self, operands: TileTableOperands, places: cute.Tensor, is_counting: cutlass.Constexpr
     ):
         """Go through all tiles: count those of each amount of work, or write them at its place."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
+        queries, keys, table, capacity, shift, window = operands
         batch = queries.cu.shape[0] - 1
         first = warp * WARP
         while first < batch:

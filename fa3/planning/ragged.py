@@ -11,7 +11,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.tile_table import AMOUNTS, TileTable
 from fa3.planning.tilings import general_tiling
 from fa3.problem import AttentionSpec
-from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles, most_records
+from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
 from fa3.scores.masks import Intersection
 
 
@@ -47,8 +47,9 @@ class RaggedPlan:
 
 
 def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
-    """The most records that the table of a call can need."""
-    return max(1, most_records(total_q, batch, tile_m))
+    """The most records that the table of a call can need: a tile may be partly full only where a
+    sequence ends."""
+    return max(1, total_q // tile_m + batch)
 
 
 def words_of_table(capacity: int) -> int:

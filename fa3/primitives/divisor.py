@@ -29,6 +29,6 @@ class Divisor(NamedTuple):
         magic = (Int64(1) << Int64(shift)) // Int64(value) + 1
         return cls(value, Uint32(magic), shift)
 
-    def divides(self, number: Int32) -> Int32:
+    def quotient(self, number: Int32) -> Int32:
         """number // value; the number is not negative."""
         return Int32((Uint64(number) * Uint64(self.magic)) >> Uint64(self.shift))

@@ -16,7 +16,7 @@ class DenseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """Where one sequence's rows lie among those of others in a tensor of `padded_by_end`.
+    """Where one sequence's rows lie among those of others in a tensor of `with_movable_end`.
 
     Fields:
         begin, length: its first row and the number of its rows.
@@ -31,7 +31,7 @@ class RaggedRows(NamedTuple):
         return cute.domain_offset((tensor.shape[0] - self.length, 0), rows)
 
 
-def padded_by_end(tensor: cute.Tensor) -> cute.Tensor:
+def with_movable_end(tensor: cute.Tensor) -> cute.Tensor:
     """A view of (total, heads, head_dim) in which each sequence can end where the rows end.
 
     (rows, head_dim, heads, ends): element (r, c, h, e) is that of row r + e - total. So row

@@ -13,7 +13,7 @@ def tile_loader(
     smem: cute.Tensor,
     pipe,
     head,
-    place,
+    rows,
     copies: int = 1,
     rank=0,
     cluster: int = 1,
@@ -24,11 +24,11 @@ def tile_loader(
 
     Args:
         smem: (rows, columns, stages * copies), the stages of the pipeline `pipe`.
-        place: where the rows of the head's sequence lie.
+        rows: where the rows of the head's sequence lie.
         copies: TMA copies that fill one stage, from neighbouring tiles in global memory.
         rank: this CTA's rank in the cluster. It loads its share of each tile for all CTAs.
     """
-    to_smem, from_gmem = tma.tiles_of_head(smem, head, place, rank, cluster)
+    to_smem, from_gmem = tma.tiles_of_head(smem, head, rows, rank, cluster)
     multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
 
     def load(index, state):

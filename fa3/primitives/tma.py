@@ -20,16 +20,16 @@ class TmaTensor(NamedTuple):
         info = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
         return cls(info[0], info[1])
 
-    def tiles_of_head(self, smem: cute.Tensor, head, place, rank=0, num_multicast: int = 1):
+    def tiles_of_head(self, smem: cute.Tensor, head, rows, rank=0, num_multicast: int = 1):
         """Both sides of a copy of one head: shared memory by stage, global memory by tile.
 
         With multicast, only the share that the CTA of rank `rank` copies.
 
         Args:
-            place: where the rows of the head's sequence lie (`fa3.primitives.rows_of_sequence`).
+            rows: where the rows of the head's sequence lie (`fa3.primitives.rows_of_sequence`).
         """
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
-        gmem = cute.local_tile(place.of_head(self.coords, head), tile, (None, 0))
+        gmem = cute.local_tile(rows.of_head(self.coords, head), tile, (None, 0))
         return cpasync.tma_partition(
             self.atom,
             rank,

@@ -49,6 +49,25 @@ class Gradients(NamedTuple):
     sinks: torch.Tensor | None
 
 
+class BackwardOperands(NamedTuple):
+    """What the backward pass reads, on the CPU.
+
+    Fields:
+        q, k, v: as `fa3.reference.forward.execute` took them.
+        out, lse: what it gave.
+        d_out: (batch, seqlen_q, num_heads_q, head_dim_v), dtype of q: the gradient of out.
+        d_lse: (batch, num_heads_q, seqlen_q), float32: the gradient of the log-sum-exp.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    d_out: torch.Tensor
+    d_lse: torch.Tensor
+
+
 ALL_WANTED = Wanted()
 
 
@@ -56,13 +75,7 @@ ALL_WANTED = Wanted()
 @torch.autocast("cpu", enabled=False)
 def execute_backward(
     problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    d_out: torch.Tensor,
-    d_lse: torch.Tensor,
+    operands: BackwardOperands,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
     wanted: Wanted = ALL_WANTED,
@@ -71,16 +84,14 @@ def execute_backward(
 
     Args:
         problem: its scores must have a `derivative`.
-        q, k, v, softmax_scale, tensors: as `fa3.reference.forward.execute` took them.
-        out, lse: what it gave.
-        d_out: (batch, seqlen_q, num_heads_q, head_dim_v), dtype of q: the gradient of out.
-        d_lse: (batch, num_heads_q, seqlen_q), float32: the gradient of the log-sum-exp.
+        softmax_scale, tensors: as `fa3.reference.forward.execute` took them.
         wanted: of the sinks nothing is computed if there are none.
 
     Returns:
         those of q, k, v and the sinks, of their shapes and dtypes, contiguous. A row that sees no
         key gets 0 and adds nothing, whatever came for it.
     """
+    q, k, v, out, lse, d_out, d_lse = operands
     scores, mask, sinks = bind(problem.spec, tensors)
     is_empty = lse == -torch.inf
     # exp2(score - inf) is the 0 that all P of an empty row are.

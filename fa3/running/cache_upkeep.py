@@ -8,7 +8,7 @@ for loading, the folder must belong to the user or to root, and nobody else may 
 import contextlib
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,7 +84,7 @@ def bound(size: int) -> Removal:
     return keep_only(fits)
 
 
-def keep_only(is_kept) -> Removal:
+def keep_only(is_kept: Callable[[KernelFile], bool]) -> Removal:
     """Remove the kernels that are not to be kept, asked from the one used last, and what is left
     of kernels that are not there.
 
@@ -103,7 +103,7 @@ def keep_only(is_kept) -> Removal:
     remove(path for path in named(folder, LOCK_NAME) if path.stem not in names)
     before = time.time() - ABANDONED_SECONDS
     remove(path for path in named(folder, UNFINISHED_NAME) if path.lstat().st_mtime < before)
-    return Removal(len(dropped), bytes_from(dropped), len(kept), bytes_from(kept))
+    return Removal(len(dropped), total_size(dropped), len(kept), total_size(kept))
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -111,5 +111,5 @@ def remove(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def bytes_from(files: Iterable[KernelFile]) -> int:
+def total_size(files: Iterable[KernelFile]) -> int:
     return sum(file.size for file in files)

@@ -106,17 +106,17 @@ class KernelOrder(TileOrder):
         return cls(num_m_blocks, num_heads, batch, heads_per_section, *map(Divisor.of, divisors))
 
     def section_of(self, index):
-        return self.tiles_of_section.divides(index)
+        return self.tiles_of_section.quotient(index)
 
     @cute.jit
     def rank_of(self, within, heads):
-        rank = self.heads_of_section.divides(within)
+        rank = self.heads_of_section.quotient(within)
         if heads != self.heads_per_section:
-            rank = self.heads_of_last.divides(within)
+            rank = self.heads_of_last.quotient(within)
         return rank
 
     def batch_of(self, flat_head):
-        return self.heads.divides(flat_head)
+        return self.heads.quotient(flat_head)
 
 
 class Schedule(Protocol):

@@ -44,11 +44,6 @@ class TileRecord(NamedTuple):
     seqlen_k: int
 
 
-def most_records(total_q: int, batch: int, tile_m: int) -> int:
-    """The most records that lengths with this total can have."""
-    return total_q // tile_m + batch
-
-
 class RaggedCursor(NamedTuple):
     """The CTA's present tile.
 
@@ -100,7 +95,7 @@ class RaggedTiles(Dynamic):
     def at(self, index, count, end) -> RaggedCursor:
         """The cursor at a tile. It reads the record at once, while the present tile is finished."""
         # Past the end the last record is read, never what is behind the table.
-        number = self.heads.divides(cutlass.max(cutlass.min(index, end - 1), 0))
+        number = self.heads.quotient(cutlass.max(cutlass.min(index, end - 1), 0))
         words = cute.make_tensor(
             (self.counters.iterator + (TABLE_HEADER + number * RECORD)).align(16),
             cute.make_layout(RECORD),

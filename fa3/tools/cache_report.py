@@ -2,7 +2,7 @@
 
 import time
 
-from fa3.running.cache_upkeep import bytes_from, kernel_files
+from fa3.running.cache_upkeep import kernel_files, total_size
 from fa3.running.code_cache import cache_dir, check_trust
 
 SPANS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
@@ -16,7 +16,7 @@ def show_cache() -> None:
     """
     folder = cache_dir()
     files = kernel_files(folder)
-    lines = {"folder": folder, "kernels": len(files), "size": f"{bytes_from(files) / 1e6:.1f} MB"}
+    lines = {"folder": folder, "kernels": len(files), "size": f"{total_size(files) / 1e6:.1f} MB"}
     if files:
         now = time.time()
         first, last = (age(now - file.used) for file in (files[-1], files[0]))
