@@ -24,6 +24,7 @@ from fa3.calls.scheduler_metadata import get_scheduler_metadata, most_of_whole_t
 from fa3.kernels.append import MOST_VECTORS, THREADS
 from fa3.planning.decode import MOST_ROWS, MOST_TILES, Sizes, check_workspace, choose_cut
 from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.workspace import WorkspaceSize
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules import stream_k
@@ -116,15 +117,14 @@ def test_masks_count_the_keys_of_the_longest_sequences(case):
 def as_fixed(walk: Walk, kind: type) -> Walk:
     """Return a walk as a kernel has it, with places in the line of this kind."""
     pieces, batch, batch_begin = walk.place
-    place = Place(
-        Pieces(kind(pieces.total), Int32(pieces.num_ctas)), Int32(batch), kind(batch_begin)
+    num_ctas, num_m_blocks = (
+        PlainDivisor(Int32(divisor.value)) for divisor in (pieces.num_ctas, walk.num_m_blocks)
     )
+    place = Place(Pieces(kind(pieces.total), num_ctas), Int32(batch), kind(batch_begin))
     blocks = [tuple(map(Int32, length)) for length in walk.lengths.blocks]
     cut = replace(walk.cut, **{name: Int32(n) for name, n in vars(walk.cut).items()})
-    return Walk(
-        cut, HostLengths(blocks), Int32(walk.num_m_blocks), Int32(walk.num_heads), Int32(walk.cta),
-        place,
-    )  # fmt: skip
+    heads, cta = Int32(walk.num_heads), Int32(walk.cta)
+    return Walk(cut, HostLengths(blocks), num_m_blocks, heads, cta, place)
 
 
 def segments_of(walk: Walk, count: int) -> list:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fa3.primitives.divisor import PlainDivisor
 from fa3.schedules.stream_k import (
     HostLengths,
     Pieces,
@@ -146,7 +147,7 @@ def test_a_walk_begins_in_a_sequence_even_if_lengths_change(call, data):
 
 @given(st.integers(0, 3000), st.integers(1, 200))
 def test_pieces_are_contiguous_and_equal(total, num_ctas):
-    pieces = Pieces(total, num_ctas)
+    pieces = Pieces(total, PlainDivisor(num_ctas))
     begins = [pieces.begin(cta) for cta in range(num_ctas + 1)]
     assert begins[0] == 0 and begins[-1] == total
     sizes = [end - begin for begin, end in itertools.pairwise(begins)]

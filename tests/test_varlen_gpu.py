@@ -16,9 +16,12 @@ from varlen_problems import (
 
 import fa3
 from fa3.calls import varlen
+from fa3.calls.forward import prepare_forward
 from fa3.kernels.tile_table import TileTable
+from fa3.planning import tilings
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.problem import Window
+from fa3.running import counters
 from fa3.running.compiler import load_kernel
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
 from fa3.scores.masks import Band
@@ -81,13 +84,45 @@ def test_many_short_sequences(device):
     check(VarlenProblem(lengths, lengths, causal=True, heads_kv=2), device)
 
 
-def test_equal_lengths_have_the_bits_of_a_dense_call(device):
-    call = make_call(VarlenProblem((300,) * 4, (300,) * 4, head_dim=128, head_dim_v=128), 0, device)
-    out, lse = run(call)
-    dense = [call[name].view(4, 300, 1, 128) for name in "qkv"]
-    expected, expected_lse = fa3.flash_attn_func(*dense, return_lse=True)
+@pytest.fixture
+def always_fixed(monkeypatch):
+    """Dense calls of any size get a fixed reference, as packed sequences do."""
+    monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
+    prepare_forward.cache_clear()
+    yield
+    prepare_forward.cache_clear()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_lengths_have_the_bits_of_a_dense_call(causal, head_dim, device, always_fixed):
+    lengths = (2000,) * 4
+    call = make_call(
+        VarlenProblem(lengths, lengths, None, None, 0, 1, 2, head_dim, head_dim), 0, device
+    )
+    out, lse = run(call | {"causal": causal})
+    dense = [call[name].view(4, 2000, -1, head_dim) for name in "qkv"]
+    expected, expected_lse = fa3.flash_attn_func(*dense, causal=causal, return_lse=True)
     assert torch.equal(out, expected.view(out.shape))
     assert torch.equal(lse, expected_lse.transpose(0, 1).reshape(lse.shape))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("factor", [1, 8, 40])
+def test_rows_whose_reference_fails_are_computed_again(factor, head_dim, device):
+    lengths = (700, 0, 130, 1, 64, 333)
+    problem = VarlenProblem(
+        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
+        causal=True,
+    )  # fmt: skip
+    call = make_call(problem, 0, device)
+    # Queries of some sequences only, so that some tiles fail in part, some wholly, some not.
+    call["q"][::3] *= factor
+    for _ in range(2):
+        out, lse = run(call)
+        check_varlen(problem, call, out, lse)
+    torch.cuda.synchronize()
+    assert all(not n.any() for stream in counters.BY_STREAM.values() for n in stream.free)
 
 
 def test_a_graph_serves_other_lengths(device):

@@ -40,6 +40,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
+from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
@@ -150,7 +151,7 @@ class PreparedCall:
         tensors = q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale
         kernel, integers, _ = self.launches[0]
         if not self.total_counters:
-            kernel(*tensors, *integers, state, *NO_PARTS, None, recording)
+            kernel(*tensors, *integers, state, *NO_PARTS, None, recording, None)
             return
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
@@ -158,9 +159,9 @@ class PreparedCall:
         if of_schedule is not None:
             state = of_schedule
         parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
-        kernel(*tensors, *integers, state, *parts, marks, recording)
+        kernel(*tensors, *integers, state, *parts, marks, recording, None)
         for kernel, integers, _ in self.launches[1:]:
-            kernel(*tensors, *integers, marks, *NO_PARTS, None, None)
+            kernel(*tensors, *integers, marks, *NO_PARTS, None, None, None)
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)
 
@@ -201,8 +202,6 @@ class PartMemory:
         """Memory, counters and number of parts of one launch."""
         return q.new_empty(self.numbers, dtype=torch.float32), counters, self.num_slots
 
-
-NO_PARTS = (None, None, 0)
 
 ALIGNED = 4
 """Counters in 16 bytes, as kernels want them to be aligned."""

@@ -19,6 +19,7 @@ from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsup
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import Pieces
@@ -290,7 +291,7 @@ def most_of_whole_tiles(
     )
     of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
     ends = (tiles * of_tile).cumsum()
-    pieces = Pieces(int(ends[-1]), num_ctas)
+    pieces = Pieces(int(ends[-1]), PlainDivisor(num_ctas))
     cuts = pieces.begin(np.arange(num_ctas + 1))
     sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
     begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]

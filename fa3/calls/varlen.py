@@ -270,24 +270,27 @@ def attend_packed(
     scale: float,
 ) -> None:
     """Write the rows of out and lse that belong to queries that are used; there are rows."""
-    total_k = operands.k.shape[0]
-    if total_k == 0:
+    most_keys = min(max_seqlen_k, operands.k.shape[0])
+    if most_keys == 0:
         hide_all_keys_of_used(operands, sinks)
     elif call.gpu is None:
         execute_varlen(call.spec, call.window, operands, scale, modifiers)
     else:
-        call.gpu.launch(operands, min(max_seqlen_k, total_k), modifiers, scale)
+        call.gpu.launch(operands, most_keys, modifiers, scale)
 
 
 def hide_all_keys_of_used(operands: RaggedOperands, sinks: torch.Tensor | None) -> None:
-    """Write what queries get that see no key; rows of out that are not used stay as they are."""
-    out, ends, used = operands.out, operands.cu_seqlens_q, operands.seqused_q
+    """Write what queries get that see no key; rows that are not used stay as they are."""
+    out, lse, ends, used = operands.out, operands.lse, operands.cu_seqlens_q, operands.seqused_q
     row = torch.arange(len(out), dtype=torch.int32, device=out.device)
     end = ends[1:]
     if used is not None:
         end = ends[:-1] + torch.minimum(used.clamp(min=0), ends.diff())
     # Rows behind the last sequence count as its own, past its end.
     sequence = torch.bucketize(row, ends[1:-1], right=True)
-    out.masked_fill_((row < end[sequence])[:, None, None], 0.0)
-    if operands.lse is not None:
-        hide_all_keys_of_lse(operands.lse, sinks)
+    is_used = row < end[sequence]
+    out.masked_fill_(is_used[:, None, None], 0.0)
+    if lse is not None:
+        hidden = torch.empty_like(lse)
+        hide_all_keys_of_lse(hidden, sinks)
+        lse.copy_(torch.where(is_used, hidden, lse))

@@ -284,8 +284,7 @@ class Combine:
             source = DenseParts(call.dense_o, call.dense_lse)
         else:
             size = WorkspaceSize(call.num_records, call.num_slots, call.rows)
-            workspace = Workspace.of(call.workspace, size, self.head_dim_v)
-            source = RecordedParts(workspace, call.o.shape[1], self.qhead_per_kvhead)
+            source = Workspace.of(call.workspace, size, self.head_dim_v)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         batch, seqlen, heads, _ = call.o.shape
         lse = RowLse.at(call.lse, (batch, heads, seqlen))
@@ -303,7 +302,11 @@ class Combine:
 
     @cute.kernel
     def kernel(self, source, mO: cute.Tensor, row_lse: RowLse, sinks):
+        """`source` is the decode kernel's `Workspace`, or `DenseParts`."""
         exchange = Exchange.allocate()
+        if cutlass.const_expr(self.qhead_per_kvhead is not None):
+            # Here, and not on the host: what the launch hands over is no constant any more.
+            source = RecordedParts(source, mO.shape[1], self.qhead_per_kvhead)
         record, first_set, _ = cute.arch.block_idx()
         _, sets, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_launch_dependents()

@@ -56,6 +56,7 @@ from fa3.primitives.cache_blocks import (
     TmaBlocks,
     block_pipeline,
 )
+from fa3.primitives.divisor import Divisor
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import (
     PackedCoords,
@@ -219,7 +220,8 @@ class Decode(AttentionKernel):
         if cutlass.const_expr(self.cut_type.has_parts):
             size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))
             workspace = Workspace.of(call.workspace, size, self.spec.head_dim_v)
-        sizes = capacity, Window(call.window_left, call.window_right), num_m_blocks, num_heads
+        divisors = Divisor.of(num_m_blocks), Divisor.of(call.num_ctas)
+        sizes = capacity, Window(call.window_left, call.window_right), *divisors, num_heads
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(operands, workspace, call.softmax_scale, cut, sizes).launch(
             grid=(call.num_ctas, 1, 1),
@@ -264,7 +266,7 @@ class Decode(AttentionKernel):
         self, operands: DecodeOperands, cut, sizes: tuple, is_early: cutlass.Constexpr
     ) -> Walk:
         """The walk over this CTA's segments."""
-        capacity, window, num_m_blocks, num_heads = sizes
+        capacity, window, num_m_blocks, num_ctas, num_heads = sizes
         _, mask, _ = bind(self.spec, operands.modifiers)
         lengths = Cached(
             operands.seqlens,
@@ -277,9 +279,8 @@ class Decode(AttentionKernel):
             is_early,
         )
         cta, _, _ = cute.arch.block_idx()
-        num_ctas, _, _ = cute.arch.grid_dim()
         number = Int64 if self.is_long else Int32
-        place = locate(lengths, num_m_blocks * num_heads, num_ctas, cta, number)
+        place = locate(lengths, num_m_blocks.value * num_heads, num_ctas, cta, number)
         return Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
 
     @cute.jit
@@ -341,7 +342,7 @@ class Decode(AttentionKernel):
         k_state = pipeline.make_pipeline_state(producer, stages)
         v_state = pipeline.make_pipeline_state(producer, stages)
         # With one tile for each key/value head, each block is read only once.
-        policy = Int64(EVICT_FIRST) if walk.num_m_blocks == 1 else Int64(EVICT_NORMAL)
+        policy = Int64(EVICT_FIRST) if walk.num_m_blocks.value == 1 else Int64(EVICT_NORMAL)
         blocks_k = self.blocks_of(operands.k, smem.k, operands.tables.page_table, policy)
         blocks_v = self.blocks_of(operands.v, smem.v, operands.tables.page_table, policy)
 

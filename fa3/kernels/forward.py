@@ -58,7 +58,7 @@ from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
 from fa3.schedules.order import KernelOrder
-from fa3.schedules.ragged import RaggedTiles
+from fa3.schedules.ragged import RaggedOrder
 from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
@@ -166,40 +166,34 @@ class Forward(AttentionKernel):
         call = ForwardArguments(*given)
         config = self.config
         window = Window(call.window_left, call.window_right)
-        if cutlass.const_expr(self.is_ragged):
+        if cutlass.const_expr(self.schedule_type.is_ragged):
             sequences = Ragged(window)
             q, k, v, o = map(with_movable_end, (call.q, call.k, call.v, call.o))
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
-            q, k, v, o = (
-                cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-                for t in (call.q, call.k, call.v, call.o)
-            )
+            q, k, v, o = (self.in_rows(tensor) for tensor in (call.q, call.k, call.v, call.o))
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        batch = 1 if self.is_ragged else q.shape[3]
-        lse = RowLse.at(call.lse, (batch, q.shape[2], q.shape[0]))
-        rows = RowStore(o, lse) if self.repeats or self.schedule_type.splits else None
+        rows_q, heads_q, _ = call.q.shape[-3:]
+        lse = RowLse.at(call.lse, (self.batch(call), heads_q, rows_q))
+        row_store = None
+        if cutlass.const_expr(self.repeats or self.schedule_type.splits):
+            row_store = RowStore(self.in_rows(call.o), lse)
         operands = ForwardOperands(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load_kv, k, layouts.k, config.cluster),
             TmaTensor.of(load_kv, v, layouts.v, config.cluster),
             TmaTensor.of(store, o, layouts.o),
             lse,
-            Divisor.of(q.shape[2] // k.shape[2]),
+            Divisor.of(heads_q // k.shape[2]),
             call.modifiers,
-            rows,
-            self.part_merge(call, rows),
-            self.marks(call, q),
+            row_store,
+            self.part_merge(call, row_store),
+            self.marks(call),
             Recorder(call.recording) if self.is_recorded else NoRecorder(),
         )
-        order = KernelOrder.of(
-            cute.ceil_div(q.shape[0], config.tile_m * config.cluster_m),
-            q.shape[2] // config.cluster_h,
-            batch,
-            call.heads_per_section,
-        )
+        order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
         self.kernel(operands, call.softmax_scale, sequences, schedule).launch(
@@ -212,23 +206,45 @@ class Forward(AttentionKernel):
         )
 
     @property
-    def is_ragged(self) -> bool:
-        """Whether q, k, v and o hold sequences of different lengths behind one another."""
-        return self.schedule_type is RaggedTiles
-
-    @property
     def repeats(self) -> bool:
         """Whether this is the second launch, which computes the rows that the first one marked."""
-        return self.schedule_type is Marked
+        return issubclass(self.schedule_type, Marked)
 
-    def marks(self, call: ForwardArguments, q: cute.Tensor) -> Marks | None:
-        """The marks of rows of Q (seqlen, head_dim, heads, batch); None if there are none."""
+    def batch(self, call: ForwardArguments):
+        """The batch of the tensors; packed sequences are in one."""
+        return 1 if self.schedule_type.is_ragged else call.q.shape[0]
+
+    def in_rows(self, tensor: cute.Tensor) -> cute.Tensor:
+        """(rows, head_dim, heads, batch) of a tensor of the call."""
+        layout = tensor.layout
+        if self.schedule_type.is_ragged:
+            layout = cute.prepend(layout, cute.make_layout(1))
+        return cute.make_tensor(tensor.iterator, cute.select(layout, mode=[1, 3, 2, 0]))
+
+    def order(
+        self, call: ForwardArguments, cluster_m: int = 1, cluster_h: int = 1
+    ) -> KernelOrder | RaggedOrder:
+        """The order of the tiles of clusters, or of single CTAs."""
+        rows_q, heads_q, _ = call.q.shape[-3:]
+        if self.schedule_type.is_ragged:
+            return RaggedOrder(call.table, Divisor.of(heads_q))
+        return KernelOrder.of(
+            cute.ceil_div(rows_q, self.config.tile_m * cluster_m),
+            heads_q // cluster_h,
+            self.batch(call),
+            call.heads_per_section * (self.config.cluster_h // cluster_h),
+        )
+
+    def marks(self, call: ForwardArguments) -> Marks | None:
+        """The marks of rows of Q; None if there are none."""
         words = call.schedule_state if self.repeats else call.marks
-        if words is None:
-            return None
-        num_m_blocks = cute.ceil_div(q.shape[0], self.config.tile_m)
-        heads = call.heads_per_section * self.config.cluster_h
-        return Marks(words, KernelOrder.of(num_m_blocks, *q.shape[2:], heads))
+        return None if words is None else Marks(words, self.order(call))
+
+    def number_of(self, operands: ForwardOperands, work: "Work"):
+        """The number of the CTA's tile among the marks."""
+        if self.schedule_type.is_ragged:
+            return work.segment.number
+        return operands.marks.order.index(work.tile)
 
     def part_merge(self, call: ForwardArguments, row_store) -> PartMerge | None:
         """The merge of split tiles, if there is one. A slot holds the rows of a whole cluster."""
@@ -474,20 +490,20 @@ class Forward(AttentionKernel):
                     acc_O, free = attention.regs.acc_O, config.fragment_registers
                     lse = attention.softmax.finish(as_rows_and_columns(acc_O))
                     if cutlass.const_expr(config.fixed_reference):
-                        self.mark(operands, attention, tile, thread_idx, None)
+                        self.mark(operands, attention, work, thread_idx, None)
                     operands.parts.finish(
                         acc_O, lse, coords, segment.part, warp, number, of_rows, free
                     )
                 else:
                     self.finish_tile(operands, attention, out, of_rows, work, slab)
                     if cutlass.const_expr(config.fixed_reference):
-                        self.mark(operands, attention, tile, thread_idx, of_rows)
+                        self.mark(operands, attention, work, thread_idx, of_rows)
             elif cutlass.const_expr(self.repeats):
                 self.finish_again(operands, attention, out, of_rows, work, slab, thread_idx)
             else:
                 self.finish_tile(operands, attention, out, of_rows, work, slab)
                 if cutlass.const_expr(config.fixed_reference):
-                    self.mark(operands, attention, tile, thread_idx, of_rows)
+                    self.mark(operands, attention, work, thread_idx, of_rows)
             recorder.note(thread, group, segment.tile, blocks, (began, started, computed))
             if cutlass.const_expr(not config.own_o):
                 out.wait()
@@ -525,13 +541,19 @@ class Forward(AttentionKernel):
 
     @cute.jit
     def mark(
-        self, operands: ForwardOperands, attention: Attention, tile, thread_idx, sinks: tuple | None
+        self,
+        operands: ForwardOperands,
+        attention: Attention,
+        work: Work,
+        thread_idx,
+        sinks: tuple | None,
     ):
         """Mark those of this thread's finished rows whose reference failed."""
         has_sinks = sinks is not None
         if attention.may_have_failed(has_sinks):
             warp = self.warp_of_tile(thread_idx)
-            operands.marks.add(attention.failed_rows(has_sinks), tile, warp)
+            number = self.number_of(operands, work)
+            operands.marks.add(attention.failed_rows(has_sinks), number, warp)
 
     @cute.jit
     def finish_tile(
@@ -552,8 +574,7 @@ class Forward(AttentionKernel):
             for r in cutlass.range_constexpr(cute.size(lse)):
                 row = coords.query(r)
                 if row < attention.rules.sequence.seqlen_q:
-                    at = sequences.lse_at(tile, segment, row)
-                    operands.lse.store(at, lse[r], coords)
+                    operands.lse.store(sequences.place(tile, segment, row), lse[r], coords)
 
     @cute.jit
     def finish_again(
@@ -567,9 +588,8 @@ class Forward(AttentionKernel):
         thread_idx,
     ):
         """Finish a tile of the second launch: write marked rows, let the others keep their bits."""
-        tile = work.tile
-        warp = self.warp_of_tile(thread_idx)
-        of_group = operands.marks.rows_of_group(tile, warp // WARPS * WARPS)
+        number, warp = self.number_of(operands, work), self.warp_of_tile(thread_idx)
+        of_group = operands.marks.rows_of_group(number, warp // WARPS * WARPS)
         own = Int32(0)
         is_whole = Boolean(True)
         for i in cutlass.range_constexpr(WARPS):
@@ -577,14 +597,19 @@ class Forward(AttentionKernel):
             is_whole = is_whole and of_group[i] == ALL_ROWS
         # Clear the marks only after all warps of the group have read them.
         out.meet()
-        operands.marks.wipe_out(tile, warp)
+        operands.marks.wipe_out(number, warp)
         if is_whole:
             self.finish_tile(operands, attention, out, sinks, work, slab)
         else:
-            acc_O = attention.regs.acc_O
+            acc_O, rules = attention.regs.acc_O, attention.rules
             lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
-            is_marked = tuple((own & bit_of_row(r)) != 0 for r in range(2))
-            operands.rows.store(acc_O, lse, attention.rules.coords, is_marked)
+            queries = [rules.coords.query(r) for r in range(2)]
+            places = tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
+            is_written = tuple(
+                (own & bit_of_row(r)) != 0 and queries[r] < rules.sequence.seqlen_q
+                for r in range(2)
+            )
+            operands.rows.store(acc_O, lse, rules.coords, places, is_written)
 
     def warp_of_tile(self, thread_idx):
         """This warp's index among the consumer warps of a CTA."""

@@ -14,6 +14,9 @@ from fa3.problem import ELEMENTS, AttentionSpec
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Consumer warpgroups -> (producer, consumer) registers a thread after setmaxnreg."""
 
+NO_PARTS = (None, None, 0)
+"""What a launch takes for parts of tiles if none is split."""
+
 OTHER_REGISTERS = 24
 """Registers that a consumer thread needs besides its fragments of S, P and O."""
 
@@ -153,6 +156,7 @@ class ForwardArguments(NamedTuple):
         num_slots: parts of all tiles.
         marks: (`Marks.size`,) int32, zero; None without `fixed_reference`.
         recording: int64; None except in an instrumented kernel.
+        table: int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
     """
 
     q: object
@@ -172,13 +176,14 @@ class ForwardArguments(NamedTuple):
     num_slots: int = 0
     marks: object = None
     recording: object = None
+    table: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
         """Types of a `Forward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
-        batches = () if kernel.is_ragged else (batch,)
+        batches = () if schedule.is_ragged else (batch,)
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         buffer = arguments.compact_tensor("float32", (cute.sym_int64(),))
         state, counters, marks = (
@@ -203,5 +208,8 @@ class ForwardArguments(NamedTuple):
             marks=marks if kernel.config.fixed_reference else None,
             recording=arguments.compact_tensor("int64", (cute.sym_int(),))
             if kernel.is_recorded
+            else None,
+            table=arguments.compact_tensor("int32", (cute.sym_int(),))
+            if schedule.is_ragged
             else None,
         )

@@ -4,13 +4,14 @@
 other is the forward kernel, which walks the table (`fa3.schedules.ragged`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.tile_table import AMOUNTS, TileTable
-from fa3.planning.tilings import general_tiling
+from fa3.planning.tilings import general_tiling, takes_fixed_reference
 from fa3.problem import AttentionSpec
+from fa3.schedules.marked import MarkedRagged
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
 from fa3.scores.masks import Intersection
 
@@ -33,11 +34,15 @@ class RaggedPlan:
     @property
     def config(self) -> ForwardConfig:
         """The tiling for long sequences; it depends on the spec only, so no length compiles."""
-        return general_tiling(self.spec)
+        return replace(general_tiling(self.spec), fixed_reference=takes_fixed_reference(self.spec))
 
-    def kernel(self) -> Forward:
-        """The forward kernel."""
-        return Forward(self.spec, self.config, RaggedTiles)
+    def kernels(self) -> tuple[Forward, ...]:
+        """The forward kernel, then the one for rows whose fixed reference failed."""
+        config = self.config
+        kernel = Forward(self.spec, config, RaggedTiles)
+        if not config.fixed_reference:
+            return (kernel,)
+        return kernel, Forward(self.spec, config.again, MarkedRagged)
 
     def tile_table(self) -> TileTable:
         """The kernel that makes the table of tiles."""

@@ -15,7 +15,7 @@ class Position(NamedTuple):
     """The position of one score, as a user's score or mask function sees it.
 
     `query` and `key` are always inside the sequence: in the padding of a tile they name the last
-    one. Query i is aligned with key i + seqlen_k - seqlen_q.
+    one, and key 0 if the sequence has none. Query i is aligned with key i + seqlen_k - seqlen_q.
     """
 
     batch: Int32
@@ -79,11 +79,12 @@ class ScoreCoords:
 
     def position(self, r: int, c: int, n_block, sequence) -> Position:
         """The position of score (r, c) of a block."""
+        last_key = cutlass.max(sequence.seqlen_k, 1) - 1
         return Position(
             self.batch,
             self.head_of(r),
             cutlass.min(self.query(r), sequence.seqlen_q - 1),
-            cutlass.min(self.first_key(n_block) + self.column_steps[c], sequence.seqlen_k - 1),
+            cutlass.min(self.first_key(n_block) + self.column_steps[c], last_key),
             sequence.seqlen_q,
             sequence.seqlen_k,
         )

@@ -1,4 +1,4 @@
-"""Division inside a kernel by a number that is known before its launch."""
+"""Division inside a kernel by a number that is known before its launch; its twin on the host."""
 
 from typing import NamedTuple
 
@@ -32,3 +32,12 @@ class Divisor(NamedTuple):
     def quotient(self, number: Int32) -> Int32:
         """number // value; the number is not negative."""
         return Int32((Uint64(number) * Uint64(self.magic)) >> Uint64(self.shift))
+
+
+class PlainDivisor(NamedTuple):
+    """A divisor by which is divided as usual: on the host, and where numbers have 64 bits."""
+
+    value: int
+
+    def quotient(self, number):
+        return number // self.value

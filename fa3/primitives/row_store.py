@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean
 
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.fragments import as_rows_and_columns, convert
@@ -16,7 +15,8 @@ class RowStore(NamedTuple):
     """The outputs that receive rows and their log-sum-exps.
 
     Fields:
-        out: (seqlen_q, head_dim_v, heads, batch).
+        out: (seqlen_q, head_dim_v, heads, batch); of packed sequences, whose rows are all in one
+            line, batch is 1.
         lse: of (batch, heads, seqlen_q).
     """
 
@@ -24,20 +24,33 @@ class RowStore(NamedTuple):
     lse: RowLse
 
     @cute.jit
-    def store(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords, is_written: tuple):
-        """Write row r of this thread's rows of an accumulator where `is_written[r]`."""
+    def store(
+        self,
+        acc: cute.Tensor,
+        lse: cute.Tensor,
+        coords: ScoreCoords,
+        places: tuple,
+        is_written: tuple,
+    ):
+        """Write row r of this thread's rows of an accumulator to places[r] where `is_written[r]`.
+
+        Args:
+            places: (batch, head, row) for each of this thread's rows.
+        """
         rows = as_rows_and_columns(acc)
         for r in cutlass.range_constexpr(len(is_written)):
-            query = coords.query(r)
-            if is_written[r] and query < self.out.shape[0]:
+            if is_written[r]:
+                batch, head, query = places[r]
                 row = rows[r, None]
                 converted = cute.make_rmem_tensor(row.shape, self.out.element_type)
                 convert(row, converted)
-                place = self.out[query, None, coords.head, coords.batch]
-                store_row(converted, place, coords.column)
+                store_row(converted, self.out[query, None, head, batch], coords.column)
                 if self.lse.is_wanted():
-                    self.lse.store((coords.batch, coords.head, query), lse[r], coords)
+                    self.lse.store(places[r], lse[r], coords)
 
     def store_all(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords):
-        """Write all of this thread's rows."""
-        self.store(acc, lse, coords, tuple(Boolean(True) for _ in coords.row_steps))
+        """Write all of this thread's rows that are queries."""
+        queries = [coords.query(r) for r in range(len(coords.row_steps))]
+        places = tuple((coords.batch, coords.head, query) for query in queries)
+        is_written = tuple(query < self.out.shape[0] for query in queries)
+        self.store(acc, lse, coords, places, is_written)

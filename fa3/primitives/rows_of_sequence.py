@@ -3,6 +3,13 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
+from cutlass import Int64
+
+ROWS_END = 2**30
+"""The row behind the last one of every sequence, in a tensor of `with_movable_end`."""
+
+WRAP = 2**34
+"""WRAP * ROWS_END elements are 2**64: as much as nothing, since addresses have 64 bits."""
 
 
 class DenseRows(NamedTuple):
@@ -27,22 +34,26 @@ class RaggedRows(NamedTuple):
 
     def of_head(self, tensor: cute.Tensor, head) -> cute.Tensor:
         """(rows, head_dim) of the sequence, which end where the tensor's rows end."""
-        rows = tensor[None, None, head, self.begin + self.length]
-        return cute.domain_offset((tensor.shape[0] - self.length, 0), rows)
+        rows = tensor[None, None, head, self.begin + self.length, ROWS_END]
+        return cute.domain_offset((ROWS_END - self.length, 0), rows)
 
 
 def with_movable_end(tensor: cute.Tensor) -> cute.Tensor:
     """A view of (total, heads, head_dim) in which each sequence can end where the rows end.
 
-    (rows, head_dim, heads, ends): element (r, c, h, e) is that of row r + e - total. So row
-    total - length + i with e = begin + length is row i of a sequence, and the rows after its last
-    one are out of bounds: TMA loads zeros for them and does not store them.
+    (rows, head_dim, heads, ends, back): element (r, c, h, e, ROWS_END) is that of row
+    r + e - ROWS_END. So row ROWS_END - length + i with e = begin + length is row i of a sequence,
+    and the rows after its last one are out of bounds: TMA loads zeros for them and does not store
+    them. The last mode goes back by ROWS_END rows, which needs addresses that wrap around. A
+    pointer that lies so far before the tensor would do without it, but then TMA faults: for boxes
+    that are out of bounds it touches memory where the tensor begins.
 
-    Source of the idea: ragged TMA descriptors of Triton (triton/tools/ragged_tma.py) and quack.
+    Source of the idea: ragged TMA descriptors of Triton (triton/tools/ragged_tma.py).
     """
     total, heads, head_dim = tensor.shape
     row_stride, head_stride, _ = tensor.layout.stride
     layout = cute.make_layout(
-        (total, head_dim, heads, total + 1), stride=(row_stride, 1, head_stride, row_stride)
+        (ROWS_END, head_dim, heads, total + 1, ROWS_END + 1),
+        stride=(row_stride, 1, head_stride, row_stride, WRAP - Int64(row_stride)),
     )
-    return cute.make_tensor((tensor.iterator - total * row_stride).align(16), layout)
+    return cute.make_tensor(tensor.iterator, layout)

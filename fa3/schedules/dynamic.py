@@ -125,7 +125,7 @@ class Dynamic(Planned):
         return cursor.index < self.order.num_tiles
 
     def segment(self, cursor: DynamicCursor) -> Segment:
-        return Segment(self.order.tile(cursor.index))
+        return self.order.segment(cursor.index)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ the second, whose CTAs take the marked tiles (`Marked`).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +14,7 @@ from cutlass import Int32
 from fa3.primitives.wgmma import ROWS_OF_WARP, WARP, WARPS
 from fa3.schedules.dynamic import Dynamic
 from fa3.schedules.order import TileOrder
-from fa3.schedules.segment import Tile
+from fa3.schedules.ragged import RaggedOrder
 
 MARKS_HEADER = 4
 """Words before the tiles' bits: whether any tile is marked (ANY), marked tiles taken (TAKEN), and
@@ -29,6 +29,11 @@ ALL_ROWS = (1 << ROWS_OF_WARP) - 1
 """The word of a warp with all rows marked."""
 
 
+def words_of_marks(num_tiles):
+    """Words of int32 that the marks of so many tiles take."""
+    return MARKS_HEADER + (num_tiles + 31) // 32 + num_tiles * MOST_WARPS
+
+
 class Marks(NamedTuple):
     """The marks of a call: a bit for every tile, and a word for every warp with a bit for each row.
 
@@ -40,7 +45,7 @@ class Marks(NamedTuple):
     """
 
     words: cute.Tensor
-    order: TileOrder
+    order: TileOrder | RaggedOrder
 
     @property
     def num_groups(self):
@@ -50,7 +55,7 @@ class Marks(NamedTuple):
     @property
     def size(self):
         """Words of int32 that the marks take."""
-        return MARKS_HEADER + self.num_groups + self.order.num_tiles * MOST_WARPS
+        return words_of_marks(self.order.num_tiles)
 
     def group(self, index):
         """Index of the word with the bits of tiles 32 * index to 32 * index + 31."""
@@ -61,12 +66,12 @@ class Marks(NamedTuple):
         return MARKS_HEADER + self.num_groups + index * MOST_WARPS + warp
 
     @cute.jit
-    def add(self, failed: tuple, tile: Tile, warp: Int32):
+    def add(self, failed: tuple, index: Int32, warp: Int32):
         """Mark a warp's rows that failed, and their tile; all threads of the warp call this.
 
         Args:
             failed: for each of this thread's rows whether it failed; one thread's word is enough.
-
+            index: the tile's number.
             warp: this warp's index in the tile.
         """
         mask = Int32(0)
@@ -74,7 +79,7 @@ class Marks(NamedTuple):
             mask = mask | (bit_of_row(r) if failed[r] else Int32(0))
         mask = cute.arch.warp_redux_sync(mask, "or")
         if mask != 0 and cute.arch.lane_idx() == 0:
-            index, words = self.order.index(tile), self.words.iterator
+            words = self.words.iterator
             # Atomic: warps share their tile's bit, and CTAs with parts of one tile share its rows.
             of_rows, of_tiles = self.rows(index, warp), self.group(index // 32)
             cute.arch.atomic_or(words + of_rows, mask, sem="relaxed", scope="gpu")
@@ -83,16 +88,15 @@ class Marks(NamedTuple):
             self.words[ANY] = 1
 
     @cute.jit
-    def rows_of_group(self, tile: Tile, first_warp: Int32) -> list[Int32]:
+    def rows_of_group(self, index: Int32, first_warp: Int32) -> list[Int32]:
         """The row bits of the four warps of a consumer warpgroup, from `first_warp` on."""
-        index = self.order.index(tile)
         return [self.words[self.rows(index, first_warp + i)] for i in range(WARPS)]
 
     @cute.jit
-    def wipe_out(self, tile: Tile, warp: Int32):
+    def wipe_out(self, index: Int32, warp: Int32):
         """Clear the row bits of a warp."""
         if cute.arch.lane_idx() == 0:
-            self.words[self.rows(self.order.index(tile), warp)] = 0
+            self.words[self.rows(index, warp)] = 0
 
 
 def bit_of_row(r: int) -> Int32:
@@ -214,3 +218,18 @@ class MarkedProducer(Marked):
 
                 for i in range(cute.arch.lane_idx(), self.marks.group(self.marks.num_groups), WARP):
                     self.counters[i] = 0
+
+
+@dataclass(frozen=True)
+class MarkedRagged(Marked):
+    """`Marked` for tiles of packed sequences."""
+
+    is_ragged: ClassVar[bool] = True
+
+    def for_producer(self) -> "MarkedRaggedProducer":
+        return MarkedRaggedProducer(**vars(self))
+
+
+@dataclass(frozen=True)
+class MarkedRaggedProducer(MarkedRagged, MarkedProducer):
+    """`MarkedRagged` as the producer warp walks it."""

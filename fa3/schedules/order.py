@@ -77,6 +77,10 @@ class TileOrder:
         rank = self.num_m_blocks - 1 - tile.m_block
         return first_head * self.num_m_blocks + rank * heads + flat_head - first_head
 
+    def segment(self, index) -> Segment:
+        """The tile with this number, as a whole."""
+        return Segment(self.tile(index))
+
     def contains(self, tile: Tile) -> bool:
         """Whether this is a tile of the problem."""
         bounds = Tile(self.num_m_blocks, self.num_heads, self.batch)
@@ -152,6 +156,9 @@ class Schedule(Protocol):
 
     num_counters: ClassVar[int]
     """How many int32 counters it has instead of a table; they are 0 before and after a launch."""
+
+    is_ragged: ClassVar[bool]
+    """Whether its tiles are those of packed sequences, which a table in device memory has."""
 
     shared_words: ClassVar[int]
     """64-bit words of shared memory in which the producer tells the consumers the next tile."""
@@ -242,6 +249,7 @@ class Planned:
     direction: ClassVar[str] = "last query rows first"
     reads_state: ClassVar[bool] = False
     splits: ClassVar[bool] = False
+    is_ragged: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
     shared_words: ClassVar[int] = 0
 

@@ -63,31 +63,77 @@ class RaggedCursor(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RaggedOrder:
+    """Numbers the tiles of packed sequences: record by record, and in a record head by head.
+
+    Fields:
+        table: int32; how many of its records are used only the GPU knows.
+        heads: query heads.
+    """
+
+    table: cute.Tensor
+    heads: Divisor
+
+    @property
+    def num_tiles(self):
+        """Tiles that the table has room for."""
+        return (self.table.shape[0] - TABLE_HEADER) // RECORD * self.heads.value
+
+    @property
+    def num_used(self):
+        """Tiles that the table has."""
+        return self.table[NUM_RECORDS] * self.heads.value
+
+    def record_and_head(self, index) -> tuple[TileRecord, Int32]:
+        """The record of the tile with this number, and its head."""
+        number = self.heads.quotient(index)
+        words = cute.make_tensor(
+            (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16),
+            cute.make_layout(RECORD),
+        )
+        found = cute.make_rmem_tensor(RECORD, Int32)
+        cute.autovec_copy(words, found)
+        record = (cute.arch.make_warp_uniform(found[i]) for i in range(len(TileRecord._fields)))
+        return TileRecord(*record), index - number * self.heads.value
+
+    def segment(self, index) -> Segment:
+        """The tile with this number."""
+        return segment_of(index, *self.record_and_head(index))
+
+
+def segment_of(index, record: TileRecord, head) -> Segment:
+    """A tile of packed sequences, as a whole."""
+    return Segment(Tile(record.m_block, head, record.batch), record=record, number=index)
+
+
+@dataclass(frozen=True)
 class RaggedTiles(Dynamic):
     """Persistent CTAs take tiles of packed sequences from a table in device memory.
 
     Fields:
-        order: only its number of heads counts.
-        counters: the table, int32.
+        order: a `RaggedOrder`.
+        counters: the table, whose first word counts the tiles taken.
     """
 
     name: ClassVar[str] = "ragged"
+    is_ragged: ClassVar[bool] = True
+    reads_state: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
+
+    @classmethod
+    def on_device(cls, order: RaggedOrder, num_clusters, state) -> "RaggedTiles":
+        return cls(order, num_clusters, order.table)
 
     def for_producer(self) -> "RaggedProducer":
         return RaggedProducer(**vars(self))
-
-    @property
-    def heads(self) -> Divisor:
-        return self.order.heads
 
     def first(self, cluster) -> RaggedCursor:
         nothing = TileRecord(*(cluster * 0 for _ in TileRecord._fields))
         return RaggedCursor(cluster, cluster * 0, cluster * 0, cluster * 0, nothing)
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
-        end = self.counters[NUM_RECORDS] * self.heads.value
-        return self.at(cursor.index, cursor.count, cute.arch.make_warp_uniform(end))
+        end = cute.arch.make_warp_uniform(self.order.num_used)
+        return self.at(cursor.index, cursor.count, end)
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
         return self.at(self.following(cursor.count), cursor.count + 1, cursor.end)
@@ -95,23 +141,15 @@ class RaggedTiles(Dynamic):
     def at(self, index, count, end) -> RaggedCursor:
         """The cursor at a tile. It reads the record at once, while the present tile is finished."""
         # Past the end the last record is read, never what is behind the table.
-        number = self.heads.quotient(cutlass.max(cutlass.min(index, end - 1), 0))
-        words = cute.make_tensor(
-            (self.counters.iterator + (TABLE_HEADER + number * RECORD)).align(16),
-            cute.make_layout(RECORD),
-        )
-        found = cute.make_rmem_tensor(RECORD, Int32)
-        cute.autovec_copy(words, found)
-        record = (cute.arch.make_warp_uniform(found[i]) for i in range(len(TileRecord._fields)))
-        head = index - number * self.heads.value
-        return RaggedCursor(index, count, end, head, TileRecord(*record))
+        read = cutlass.max(cutlass.min(index, end - 1), 0)
+        record, head = self.order.record_and_head(read)
+        return RaggedCursor(index, count, end, head, record)
 
     def is_valid(self, cursor: RaggedCursor):
         return cursor.index < cursor.end
 
     def segment(self, cursor: RaggedCursor) -> Segment:
-        m_block, batch, *_ = cursor.record
-        return Segment(Tile(m_block, cursor.head, batch), record=cursor.record)
+        return segment_of(cursor.index, cursor.record, cursor.head)
 
     def finish(self) -> None:
         """Nothing: every launch has a table of its own."""

@@ -79,7 +79,8 @@ class Segment(NamedTuple):
     Fields:
         begin, end: None for all key blocks that the tile touches. In decoding, block 0 is the
             first one that the tile touches.
-        record: what the schedule knows of the tile's sequence; None if that is nothing.
+        record: of packed sequences what their table has of the tile; None without a table.
+        number: the tile's number in that table.
     """
 
     tile: Tile
@@ -87,6 +88,7 @@ class Segment(NamedTuple):
     end: int | None = None
     part: PackedPart | Part = PackedPart()
     record: tuple | None = None
+    number: int | None = None
 
     @property
     def is_whole(self):

@@ -42,8 +42,8 @@ class Sequences(Protocol):
     def keys(self, segment: Segment) -> DenseRows | RaggedRows:
         """Where its rows of K and V lie."""
 
-    def lse_at(self, tile: Tile, segment: Segment, row) -> tuple:
-        """Where a row's log-sum-exp lies."""
+    def place(self, tile: Tile, segment: Segment, row) -> tuple:
+        """Where a row lies in tensors (batch, heads, rows)."""
 
 
 class Dense(NamedTuple):
@@ -66,13 +66,13 @@ class Dense(NamedTuple):
     def keys(self, segment: Segment) -> DenseRows:
         return DenseRows(segment.tile.batch)
 
-    def lse_at(self, tile: Tile, segment: Segment, row) -> tuple:
-        """Where a row's log-sum-exp lies in (batch, heads, seqlen_q)."""
+    def place(self, tile: Tile, segment: Segment, row) -> tuple:
+        """Where a row lies in (batch, heads, seqlen_q)."""
         return tile.batch, tile.head, row
 
 
 class Ragged(NamedTuple):
-    """Sequences of different lengths behind one another; `RaggedTiles` knows where each one is."""
+    """Sequences of different lengths behind one another; a segment's record says where its is."""
 
     window: Window
 
@@ -86,8 +86,8 @@ class Ragged(NamedTuple):
     def keys(self, segment: Segment) -> RaggedRows:
         return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
 
-    def lse_at(self, tile: Tile, segment: Segment, row) -> tuple:
-        """Where a row's log-sum-exp lies in (1, heads, total_q)."""
+    def place(self, tile: Tile, segment: Segment, row) -> tuple:
+        """Where a row lies in (1, heads, total_q)."""
         return 0, tile.head, segment.record.begin_q + row
 
 

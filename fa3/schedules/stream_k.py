@@ -26,6 +26,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from fa3.primitives.arithmetic import larger, smaller
+from fa3.primitives.divisor import Divisor, PlainDivisor
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.segment import Part, Segment, Tile
 
@@ -52,20 +53,20 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Pieces:
-    """`total` blocks in a line, cut into `num_ctas` pieces whose sizes differ by one at most."""
+    """`total` blocks in a line, cut into a piece for each CTA; sizes differ by one at most."""
 
     total: int
-    num_ctas: int
+    num_ctas: Divisor | PlainDivisor
 
     def begin(self, cta):
         """First block of a CTA's piece; the end of the previous piece."""
-        size = self.total // self.num_ctas
-        return cta * size + smaller(cta, self.total - size * self.num_ctas)
+        size = self.num_ctas.quotient(self.total)
+        return cta * size + smaller(cta, self.total - size * self.num_ctas.value)
 
     def cta_of(self, position):
         """The CTA whose piece has the block at a position."""
-        size = self.total // self.num_ctas
-        longer_ctas = self.total - size * self.num_ctas
+        size = self.num_ctas.quotient(self.total)
+        longer_ctas = self.total - size * self.num_ctas.value
         longer = longer_ctas * (size + 1)
         # Longer pieces come first: `among` is 1 in them and 0 after. This takes one division only.
         among = smaller(larger(longer - position, 0), 1)
@@ -110,7 +111,7 @@ class StreamK:
     def part(self, pieces: Pieces, cta, tile_number, tile_begin, block, num_blocks) -> Part:
         first = as_int32(pieces.cta_of(tile_begin))
         last = as_int32(pieces.cta_of(tile_begin + num_blocks - 1))
-        by_tile = smaller(self.num_ctas // self.num_tiles, 1)
+        by_tile = 1 - smaller(larger(self.num_tiles - self.num_ctas, 0), 1)
         record = cta + by_tile * (tile_number - cta)
         return Part(first + cta, 2 * first, last - first + 1, record)
 
@@ -221,14 +222,14 @@ class Walk:
 
     cut: StreamK | Units | Whole
     lengths: Lengths
-    num_m_blocks: int
+    num_m_blocks: Divisor | PlainDivisor
     num_heads: int
     cta: int
     place: Place
 
     @property
     def tiles(self):
-        return self.num_m_blocks * self.num_heads
+        return self.num_m_blocks.value * self.num_heads
 
     def first(self) -> WalkCursor:
         pieces, batch, batch_begin = self.place
@@ -246,8 +247,8 @@ class Walk:
         return cursor.position < self.place.pieces.begin(self.cta + 1)
 
     def tile(self, cursor: WalkCursor) -> Tile:
-        head = cursor.tile // self.num_m_blocks
-        return Tile(cursor.tile - head * self.num_m_blocks, head, cursor.batch)
+        head = self.num_m_blocks.quotient(cursor.tile)
+        return Tile(cursor.tile - head * self.num_m_blocks.value, head, cursor.batch)
 
     def segment(self, cursor: WalkCursor) -> Segment:
         num_blocks = self.lengths.num_blocks(cursor.length)
@@ -304,6 +305,8 @@ def locate(lengths: Lengths, tiles, num_ctas, cta, number: cutlass.Constexpr) ->
     A 32-way search: each lane adds up the blocks of a range of sequences, and the range in which
     the piece begins is split again. `number` is the type of a position in the line.
     """
+    if cutlass.const_expr(number is Int64):
+        num_ctas = PlainDivisor(num_ctas.value)
     span = Int32(WARP)
     while span < lengths.num_sequences:
         span = span * WARP
@@ -363,12 +366,12 @@ def walks(
     begins = [0]
     for length in lengths.blocks:
         begins.append(begins[-1] + tiles * lengths.num_blocks(length))
-    pieces, batch = Pieces(begins[-1], num_ctas), 0
+    pieces, batch = Pieces(begins[-1], PlainDivisor(num_ctas)), 0
     for cta in range(num_ctas):
         while batch + 1 < len(lengths.blocks) and begins[batch + 1] <= pieces.begin(cta):
             batch += 1
         place = Place(pieces, batch, begins[batch])
-        yield Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
+        yield Walk(cut, lengths, PlainDivisor(num_m_blocks), num_heads, cta, place)
 
 
 def segments(
