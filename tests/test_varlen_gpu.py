@@ -16,11 +16,11 @@ from varlen_problems import (
 
 import fa3
 from fa3.calls import varlen
-from fa3.calls.forward import prepare_forward
+from fa3.calls.forward import PreparedCall
 from fa3.kernels.tile_table import TileTable
-from fa3.planning import tilings
-from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
-from fa3.problem import Window
+from fa3.planning.planner import plan_forward
+from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running import counters
 from fa3.running.compiler import load_kernel
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
@@ -84,25 +84,24 @@ def test_many_short_sequences(device):
     check(VarlenProblem(lengths, lengths, causal=True, heads_kv=2), device)
 
 
-@pytest.fixture
-def always_fixed(monkeypatch):
-    """Dense calls of any size get a fixed reference, as packed sequences do."""
-    monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
-    prepare_forward.cache_clear()
-    yield
-    prepare_forward.cache_clear()
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_equal_lengths_have_the_bits_of_a_dense_call(causal, head_dim, device, always_fixed):
-    lengths = (2000,) * 4
-    call = make_call(
-        VarlenProblem(lengths, lengths, None, None, 0, 1, 2, head_dim, head_dim), 0, device
+def test_equal_lengths_have_the_bits_of_a_dense_call(causal, head_dim, device):
+    batch, length = 4, 2000
+    lengths, sizes = (length,) * batch, {"head_dim": head_dim, "head_dim_v": head_dim}
+    problem = VarlenProblem(lengths, lengths, heads_kv=1, group=2, causal=causal, **sizes)
+    call = make_call(problem, 0, device)
+    out, lse = run(call)
+    window = Window(right=0) if causal else Window()
+    spec = AttentionSpec("bfloat16", head_dim, head_dim, Band.of(window))
+    dense = Problem(spec, batch, length, length, 1, 2, window)
+    q, k, v = (call[name].view(batch, length, -1, head_dim) for name in "qkv")
+    expected = torch.full_like(q, torch.nan)
+    expected_lse = lse.new_full((batch, 2, length), torch.nan)
+    plan = plan_forward(dense, config=RaggedPlan(spec, False, False, 132).config, schedule="list")
+    PreparedCall.on_gpu(plan, q.device, expected.shape, expected_lse.shape).launch(
+        q, k, v, expected, expected_lse, None, head_dim**-0.5
     )
-    out, lse = run(call | {"causal": causal})
-    dense = [call[name].view(4, 2000, -1, head_dim) for name in "qkv"]
-    expected, expected_lse = fa3.flash_attn_func(*dense, causal=causal, return_lse=True)
     assert torch.equal(out, expected.view(out.shape))
     assert torch.equal(lse, expected_lse.transpose(0, 1).reshape(lse.shape))
 

@@ -29,7 +29,7 @@ class Mailbox(NamedTuple):
     """Shared memory in which the producer tells the consumers the next tile.
 
     Fields:
-        numbers: (SLOTS,) int32, tile numbers.
+        numbers: (words, SLOTS) int32, what is told of a tile; its number first.
         full, empty: an mbarrier per slot each.
     """
 
@@ -59,6 +59,9 @@ class Dynamic(Planned):
     takes_pairs: ClassVar[bool] = False
     reads_state: ClassVar[bool] = True
     num_counters: ClassVar[int] = 2
+    told: ClassVar[int] = 1
+    """Numbers that the producer tells of a tile: 1, 2 or a multiple of 4."""
+
     shared_words: ClassVar[int] = 3 * SLOTS
     table: ClassVar[None] = None
 
@@ -86,9 +89,9 @@ class Dynamic(Planned):
             for slot in cutlass.range_constexpr(SLOTS):
                 cute.arch.mbarrier_init(full + slot, 1)
                 cute.arch.mbarrier_init(empty + slot, warps)
-        numbers = cute.recast_ptr(shared + 2 * SLOTS, dtype=Int32)
-        mailbox = Mailbox(cute.make_tensor(numbers, cute.make_layout(SLOTS)), full, empty)
-        return replace(self, mailbox=mailbox)
+        numbers = cute.recast_ptr(shared + 2 * SLOTS, dtype=Int32).align(min(16, 4 * self.told))
+        layout = cute.make_layout((self.told, SLOTS))
+        return replace(self, mailbox=Mailbox(cute.make_tensor(numbers, layout), full, empty))
 
     def for_producer(self) -> "DynamicProducer":
         return DynamicProducer(**vars(self))
@@ -101,24 +104,33 @@ class Dynamic(Planned):
             return DynamicCursor(cursor.index + self.num_clusters, cursor.count + 1)
         return DynamicCursor(self.following(cursor.count), cursor.count + 1)
 
-    @cute.jit
     def following(self, count: Int32) -> Int32:
-        """Read the next tile's number from the mailbox; all warps of all consumers call this."""
+        """The next tile's number, from the mailbox; all warps of all consumers call this."""
+        (index,) = self.hear(count)
+        return index
+
+    @cute.jit
+    def hear(self, count: Int32) -> tuple:
+        """What the mailbox has of the next tile."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
         cute.arch.mbarrier_wait(self.mailbox.full + slot, round_of_slot % 2)
-        index = self.mailbox.numbers[slot]
+        numbers = cute.make_rmem_tensor(self.told, Int32)
+        cute.autovec_copy(self.mailbox.numbers[None, slot], numbers)
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.mailbox.empty + slot)
-        return cute.arch.make_warp_uniform(index)
+        return tuple(cute.arch.make_warp_uniform(numbers[i]) for i in range(self.told))
 
     @cute.jit
-    def tell(self, count: Int32, index: Int32):
-        """Put a tile's number into the mailbox; one warp of the producer calls this."""
+    def tell(self, count: Int32, *told: Int32):
+        """Put what is told of a tile into the mailbox; one warp of the producer calls this."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
+        numbers = cute.make_rmem_tensor(self.told, Int32)
+        for i in cutlass.range_constexpr(self.told):
+            numbers[i] = told[i]
         cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
         if cute.arch.lane_idx() == 0:
-            self.mailbox.numbers[slot] = index
+            cute.autovec_copy(numbers, self.mailbox.numbers[None, slot])
             cute.arch.mbarrier_arrive(self.mailbox.full + slot)
 
     def is_valid(self, cursor: DynamicCursor):
@@ -132,17 +144,21 @@ class Dynamic(Planned):
 class DynamicProducer(Dynamic):
     """`Dynamic` as the producer warp walks it: takes tiles, and fills the mailbox."""
 
-    @cute.jit
     def following(self, count: Int32) -> Int32:
         """Take the next tile and put its number into the mailbox; one warp calls this."""
-        index = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            index = self.num_clusters + cute.arch.atomic_add(
-                self.counters.iterator, Int32(1), sem="relaxed", scope="gpu"
-            )
-        index = cute.arch.shuffle_sync(index, 0)
+        index = self.num_clusters + cute.arch.shuffle_sync(self.take(), 0)
         self.tell(count, index)
         return index
+
+    @cute.jit
+    def take(self) -> Int32:
+        """Add 1 to the counter; lane 0 gets what it was before, other lanes anything."""
+        before = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            before = cute.arch.atomic_add(
+                self.counters.iterator, Int32(1), sem="relaxed", scope="gpu"
+            )
+        return before
 
     @cute.jit
     def finish(self):

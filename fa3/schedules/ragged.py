@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.divisor import Divisor
-from fa3.schedules.dynamic import Dynamic, DynamicProducer
+from fa3.schedules.dynamic import SLOTS, Dynamic, DynamicProducer
 from fa3.schedules.segment import Segment, Tile
 
 TABLE_HEADER = 8
@@ -43,6 +43,11 @@ class TileRecord(NamedTuple):
     begin_k: int
     seqlen_k: int
 
+    @classmethod
+    def of(cls, words: tuple) -> "TileRecord":
+        """The record in a table's words, which all lanes of a warp have loaded."""
+        return cls(*map(cute.arch.make_warp_uniform, words[: len(cls._fields)]))
+
 
 class RaggedCursor(NamedTuple):
     """The CTA's present tile.
@@ -60,6 +65,29 @@ class RaggedCursor(NamedTuple):
     end: int
     head: int
     record: TileRecord
+
+
+class Awaited(NamedTuple):
+    """What the producer knows of tiles that come after the present one; none of it has been looked
+    at, so that nothing has waited for it.
+
+    Fields:
+        index, head: the next tile.
+        words: its record.
+        taken: how many tiles had been taken when the tile after it was; lane 0 knows.
+    """
+
+    index: int
+    head: int
+    words: tuple
+    taken: int
+
+
+class ProducerCursor(NamedTuple):
+    """A `RaggedCursor`, and what has been asked for already."""
+
+    present: RaggedCursor
+    awaited: Awaited
 
 
 @dataclass(frozen=True)
@@ -82,23 +110,20 @@ class RaggedOrder:
     @property
     def num_used(self):
         """Tiles that the table has."""
-        return self.table[NUM_RECORDS] * self.heads.value
+        return cute.arch.make_warp_uniform(self.table[NUM_RECORDS] * self.heads.value)
 
-    def record_and_head(self, index) -> tuple[TileRecord, Int32]:
-        """The record of the tile with this number, and its head."""
+    def ask(self, index) -> tuple[tuple, Int32]:
+        """Load the record of the tile with this number: its words, and the tile's head."""
         number = self.heads.quotient(index)
-        words = cute.make_tensor(
-            (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16),
-            cute.make_layout(RECORD),
-        )
-        found = cute.make_rmem_tensor(RECORD, Int32)
-        cute.autovec_copy(words, found)
-        record = (cute.arch.make_warp_uniform(found[i]) for i in range(len(TileRecord._fields)))
-        return TileRecord(*record), index - number * self.heads.value
+        record = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
+        words = cute.make_rmem_tensor(RECORD, Int32)
+        cute.autovec_copy(cute.make_tensor(record, cute.make_layout(RECORD)), words)
+        return tuple(words[i] for i in range(RECORD)), index - number * self.heads.value
 
     def segment(self, index) -> Segment:
         """The tile with this number."""
-        return segment_of(index, *self.record_and_head(index))
+        words, head = self.ask(index)
+        return segment_of(index, TileRecord.of(words), head)
 
 
 def segment_of(index, record: TileRecord, head) -> Segment:
@@ -110,6 +135,9 @@ def segment_of(index, record: TileRecord, head) -> Segment:
 class RaggedTiles(Dynamic):
     """Persistent CTAs take tiles of packed sequences from a table in device memory.
 
+    The first two tiles of a CTA are those at its number and one round further, so that the
+    producer can ask for records and for tiles one tile before it needs them.
+
     Fields:
         order: a `RaggedOrder`.
         counters: the table, whose first word counts the tiles taken.
@@ -119,6 +147,8 @@ class RaggedTiles(Dynamic):
     is_ragged: ClassVar[bool] = True
     reads_state: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
+    told: ClassVar[int] = 2 + len(TileRecord._fields)
+    shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
 
     @classmethod
     def on_device(cls, order: RaggedOrder, num_clusters, state) -> "RaggedTiles":
@@ -128,22 +158,17 @@ class RaggedTiles(Dynamic):
         return RaggedProducer(**vars(self))
 
     def first(self, cluster) -> RaggedCursor:
-        nothing = TileRecord(*(cluster * 0 for _ in TileRecord._fields))
-        return RaggedCursor(cluster, cluster * 0, cluster * 0, cluster * 0, nothing)
+        zero = cluster * 0
+        return RaggedCursor(cluster, zero, zero, zero, TileRecord(*(zero for _ in range(6))))
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
-        end = cute.arch.make_warp_uniform(self.order.num_used)
-        return self.at(cursor.index, cursor.count, end)
+        end = self.order.num_used
+        words, head = self.order.ask(within(cursor.index, end))
+        return RaggedCursor(cursor.index, cursor.count, end, head, TileRecord.of(words))
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
-        return self.at(self.following(cursor.count), cursor.count + 1, cursor.end)
-
-    def at(self, index, count, end) -> RaggedCursor:
-        """The cursor at a tile. It reads the record at once, while the present tile is finished."""
-        # Past the end the last record is read, never what is behind the table.
-        read = cutlass.max(cutlass.min(index, end - 1), 0)
-        record, head = self.order.record_and_head(read)
-        return RaggedCursor(index, count, end, head, record)
+        index, head, *record = self.hear(cursor.count)
+        return RaggedCursor(index, cursor.count + 1, cursor.end, head, TileRecord(*record))
 
     def is_valid(self, cursor: RaggedCursor):
         return cursor.index < cursor.end
@@ -155,6 +180,34 @@ class RaggedTiles(Dynamic):
         """Nothing: every launch has a table of its own."""
 
 
+def within(index, end):
+    """The number of a tile whose record may be read: past the end that of the last one."""
+    return cutlass.max(cutlass.min(index, end - 1), 0)
+
+
 @dataclass(frozen=True)
 class RaggedProducer(RaggedTiles, DynamicProducer):
     """`RaggedTiles` as the producer warp walks it: takes tiles, and fills the mailbox."""
+
+    def begin(self, cursor: RaggedCursor) -> ProducerCursor:
+        present, following = super().begin(cursor), cursor.index + self.num_clusters
+        return ProducerCursor(present, self.awaited(following, present.end))
+
+    def awaited(self, index, end) -> Awaited:
+        """Ask for the record of a tile, and for one more tile."""
+        words, head = self.order.ask(within(index, end))
+        return Awaited(index, head, words, self.take())
+
+    def next(self, cursor: ProducerCursor) -> ProducerCursor:
+        present, (index, head, words, taken) = cursor
+        record = TileRecord.of(words)
+        self.tell(present.count, index, head, *record)
+        present = RaggedCursor(index, present.count + 1, present.end, head, record)
+        later = 2 * self.num_clusters + cute.arch.shuffle_sync(taken, 0)
+        return ProducerCursor(present, self.awaited(later, present.end))
+
+    def is_valid(self, cursor: ProducerCursor):
+        return super().is_valid(cursor.present)
+
+    def segment(self, cursor: ProducerCursor) -> Segment:
+        return super().segment(cursor.present)
