@@ -1,9 +1,9 @@
 """Backward attention for Hopper: dK, dV, and the sums of dQ.
 
 `fa3.calls.backward` launches it between `BackwardBegin`, which gives each row's log-sum-exp and
-delta, and `BackwardEnd`, which makes dQ of the sums. A CTA has a tile of keys of one key/value head.
-K and V stay in shared memory, and the query blocks that see the keys pass by, of one query head
-of the group after another; so dK and dV stay in registers until they are done.
+delta, and `BackwardEnd`, which makes dQ of the sums. A CTA has a tile of keys of one key/value
+head. K and V stay in shared memory, and the query blocks that see the keys pass by, of one query
+head of the group after another; so dK and dV stay in registers until they are done.
 
     P^T = exp(K Q^T - lse)           dV += P^T dO
     dS^T = P^T (V dO^T - delta)      dK += dS^T Q       dQ += dS K
@@ -281,14 +281,22 @@ class Backward(AttentionKernel):
         return Tile(schedule.order.num_m_blocks - 1 - m_block, head, batch)
 
     @cute.jit
-    def query_blocks(self, mask, n_block, sequence):
-        """Blocks of queries that see keys of a tile; all are masked where the keys end."""
+    def query_blocks(self, mask, n_block, sequence) -> Blocks:
+        """Blocks of queries that see keys of a tile; all are masked where the keys end.
+
+        A block in which the queries end needs no mask for that: its rows' statistics hide them.
+        """
         config = self.config
         begin = n_block * config.tile_n
         blocks = mask.query_blocks(begin, config.tile_n, config.tile_m, sequence)
-        has_end = begin + config.tile_n > sequence.seqlen_k
-        full_begin = blocks.end if has_end else blocks.full_begin
-        full_end = blocks.end if has_end else blocks.full_end
+        full_begin, full_end = blocks.full_begin, blocks.full_end
+        is_masked = begin + config.tile_n > sequence.seqlen_k
+        if cutlass.const_expr(not mask.left):
+            # Without a full block it is not known whether the last one is masked by the diagonal.
+            is_masked = is_masked or full_begin == full_end
+            full_end = blocks.end
+        full_begin = blocks.end if is_masked else full_begin
+        full_end = blocks.end if is_masked else full_end
         return Blocks(blocks.begin, full_begin, full_end, blocks.end)
 
     # ------------------------------------------------------------------------------ producer

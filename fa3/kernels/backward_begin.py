@@ -93,7 +93,8 @@ class BackwardBegin(AttentionKernel):
         total = Float32(0.0)
         if is_query and lane * VECTOR < self.spec.head_dim_v:
             o, d_o = (
-                vector_of(tensor[batch, query, head, None], lane) for tensor in (call.out, call.d_out)
+                vector_of(tensor[batch, query, head, None], lane)
+                for tensor in (call.out, call.d_out)
             )
             products = o.load().to(Float32) * d_o.load().to(Float32)
             total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), reduction_profile=0)

@@ -48,9 +48,7 @@ class BackwardEnd(AttentionKernel):
     def smem_layout(self) -> cute.ComposedLayout:
         """Pieces (rows, columns, groups) as they leave."""
         shape = ROWS, ROWS, self.config.pieces(self.columns).width
-        return sm90.make_smem_layout_a(
-            LayoutEnum.ROW_MAJOR, shape, self.dtype, self.config.groups
-        )
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, self.config.groups)
 
     @cute.jit
     def __call__(self, *given):

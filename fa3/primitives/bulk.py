@@ -1,6 +1,5 @@
 """Copies and reductions of plain runs of global memory, without a tensor map."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 

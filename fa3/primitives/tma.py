@@ -20,7 +20,9 @@ class TmaTensor(NamedTuple):
         info = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
         return cls(info[0], info[1])
 
-    def tiles_of_head(self, smem: cute.Tensor, head, rows, rank=0, num_multicast: int = 1, column=0):
+    def tiles_of_head(
+        self, smem: cute.Tensor, head, rows, rank=0, num_multicast: int = 1, column=0
+    ):
         """Both sides of a copy of one head: shared memory by stage, global memory by tile.
 
         With multicast, only the share that the CTA of rank `rank` copies.

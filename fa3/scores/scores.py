@@ -217,7 +217,7 @@ class Alibi(Score):
                 if cutlass.const_expr(not self.is_causal):
                     distance = cute.arch.fmax(distance, -distance)
                 scores[r, c] = scores[r, c] - slope * distance
-        return None
+        return
 
     @cute.jit
     def slant(self, scores: cute.Tensor, growth, coords: ScoreCoords):
