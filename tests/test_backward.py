@@ -264,7 +264,7 @@ def test_slopes_have_no_gradient(slopes):
 
 
 def test_where_there_is_no_memory_there_are_no_gradients():
-    with pytest.raises(ValueError, match="^q must be a CPU or CUDA tensor, got meta"):
+    with pytest.raises(ValueError, match=r"^q must be a CPU or CUDA tensor, got meta"):
         fa3.flash_attn_func(*(x.detach().to("meta").requires_grad_() for x in leaves()))
 
 

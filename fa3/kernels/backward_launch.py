@@ -1,4 +1,4 @@
-"""The backward kernels' tiling, chosen by `fa3.planning.backward`, and the arguments of launches."""
+"""The backward kernels' tiling, chosen by `fa3.planning.backward`, and arguments of launches."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -82,8 +82,9 @@ class BackwardConfig:
         gradients = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 // self.shares
         scores = ROWS * self.queries // WARPGROUP
         operands = 0 if self.shares_keys else 2 * scores * element // FLOAT_BYTES
-        pieces = self.pieces(padded(spec.head_dim))
-        return gradients + max(2 * scores, operands + ROWS * pieces.width // WARPGROUP)
+        factors = sum(score.kind.bends for score in spec.scores) * scores * element // FLOAT_BYTES
+        piece = ROWS * self.pieces(padded(spec.head_dim)).width // WARPGROUP
+        return gradients + max(2 * scores + factors, operands + piece)
 
     def validate(self, spec: AttentionSpec) -> None:
         """Check that the kernel can run this config for this spec.

@@ -92,8 +92,9 @@ class ScoreCoords:
 
 @dataclass(frozen=True)
 class TransposedCoords:
-    """Coordinates of a thread's part of S^T. Score (r, c) belongs to key `row + row_steps[r]` and to
-    column `column + column_steps[c]` of a block of `tile_m` queries. Steps are compile-time integers.
+    """Coordinates of a thread's part of S^T. Score (r, c) belongs to key `row + row_steps[r]` and
+    to column `column + column_steps[c]` of a block of `tile_m` queries. Steps are compile-time
+    integers.
     """
 
     row: Int32

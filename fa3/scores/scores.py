@@ -43,6 +43,9 @@ class Score:
     hides = True
     """Whether `apply` may make a score -inf."""
 
+    bends = True
+    """Whether the derivative of `apply` may be other than 1."""
+
     bound = math.inf
     """The largest magnitude of a natural logit after `apply`."""
 
@@ -151,6 +154,7 @@ class Alibi(Score):
     is_causal: bool
 
     hides = False
+    bends = False
 
     def reference(self, logits, at):
         slopes = self.slopes.to(logits.dtype)
