@@ -5,13 +5,15 @@ computed on the CPU, where jit code runs as well.
 """
 
 import re
+from dataclasses import replace
 
 import cutlass
 import cutlass.cute as cute
 import pytest
 import torch
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.runtime import from_dlpack
+from reference import visible
 from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec_of
 
 from fa3.kernels.backward import Backward
@@ -19,16 +21,19 @@ from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
 from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
-from fa3.primitives.gradient_mmas import columns_of, columns_of_keys, rows_of
+from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
 from fa3.primitives.query_tiles import QueryGradients, QueryPieces, QueryTiles, RowStatistics
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
 from fa3.running.compiler import compile_kernel
-from fa3.schedules import SingleTile
+from fa3.schedules import SingleTile, Tile
+from fa3.scores.masks import Band, Sequence
 from fa3.tools.cubin import CubinReport, inspect
 
 WGMMA_K = 16
+
+OPTIONS = "--gpu-arch sm_90a"
 
 SIZES = ((32, 32), (64, 64), (72, 72), (128, 128), (192, 64), (192, 128), (192, 192), (256, 256))
 """Sizes (of q and k, of v) that are compiled; they take every row of the table, and every width of
@@ -252,3 +257,74 @@ def test_every_number_of_a_query_tile_has_one_place(tile_m, columns):
     first = sums[: 32 * 4].view(32, 4)
     expected = torch.arange(32)[:, None] * 4 * quads + torch.arange(4)
     assert torch.equal(first, expected.int())
+
+
+@cute.jit
+def write_masks(
+    blocks: cute.Tensor, hidden: cute.Tensor, kernel: cutlass.Constexpr, sizes: tuple[Int32, ...]
+):
+    """Write the query blocks of every tile of keys, and which scores a mask hides: 1 is left, 2 is
+    hidden."""
+    seqlen_q, seqlen_k, left, right = sizes
+    sequence = Sequence(seqlen_q, seqlen_k, Window(left, right))
+    config = kernel.config
+    for n_block in cutlass.range(blocks.shape[0]):
+        found = kernel.query_blocks(kernel.spec.mask, n_block, sequence)
+        for i in cutlass.range_constexpr(4):
+            blocks[n_block, i] = found[i]
+    mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
+    _, num_blocks, num_tiles = hidden.shape
+    for n_block in cutlass.range(num_tiles):
+        for m_block in cutlass.range(num_blocks):
+            for group in cutlass.range_constexpr(config.groups):
+                for thread in cutlass.range(WARPGROUP):
+                    tile = Tile(n_block, Int32(0), Int32(0))
+                    coords = kernel.coords(mmas, thread, group, tile)
+                    rows, columns = len(coords.row_steps), len(coords.column_steps)
+                    scores = cute.make_rmem_tensor((rows, columns), Float32)
+                    scores.fill(0.0)
+                    kernel.spec.mask.apply_transposed(scores, coords, m_block, sequence)
+                    for r in cutlass.range_constexpr(rows):
+                        for c in cutlass.range_constexpr(columns):
+                            key = coords.key(r) - n_block * config.tile_n
+                            query = coords.column + coords.column_steps[c]
+                            at = key * config.tile_m + query
+                            hidden[at, m_block, n_block] += Int32(1 + (scores[r, c] != 0.0))
+
+
+WINDOWS = (Window(), Window(right=0), Window(60, 20), Window(left=70), Window(right=150))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_query_blocks_and_masks(head_dim, window):
+    """Every visible pair is in a block that is touched; and scores of blocks without a mask, and
+    those that a mask leaves, are visible, but for queries that are none."""
+    spec = replace(spec_of(head_dim, "full"), mask=Band.of(window))
+    kernel = Backward(spec, choose_backward_config(spec), SingleTile)
+    tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
+    run = None
+    for seqlen_q, seqlen_k in ((1, 1), (64, 128), (63, 300), (300, 63), (257, 257), (130, 400)):
+        num_tiles, num_blocks = -(-seqlen_k // tile_n), -(-seqlen_q // tile_m)
+        blocks = torch.full((num_tiles, 4), -1, dtype=torch.int32)
+        hidden = torch.zeros(tile_n * tile_m, num_blocks, num_tiles, dtype=torch.int32)
+        sizes = tuple(map(Int32, (seqlen_q, seqlen_k, *window)))
+        tensors = [from_dlpack(x).mark_layout_dynamic(x.ndim - 1) for x in (blocks, hidden)]
+        # With the architecture of the kernel: its WGMMAs say which scores a thread has.
+        run = run or cute.compile(write_masks, *tensors, kernel, sizes, options=OPTIONS)
+        run(*tensors, sizes)
+        is_query = torch.arange(num_blocks * tile_m) < seqlen_q
+        seen = torch.zeros(num_blocks * tile_m, num_tiles * tile_n, dtype=torch.bool)
+        seen[:seqlen_q, :seqlen_k] = visible(seqlen_q, seqlen_k, window)
+        left = hidden.view(tile_n, tile_m, num_blocks, num_tiles).permute(2, 1, 3, 0)
+        # Each score has one thread.
+        assert ((left == 1) | (left == 2)).all()
+        left = (left == 1).reshape(seen.shape)
+        assert torch.equal(left[is_query], seen[is_query])
+        for n_block, (begin, full_begin, full_end, end) in enumerate(blocks.tolist()):
+            assert 0 <= begin <= full_begin <= full_end <= end <= num_blocks and begin < end
+            of_tile = seen[:, n_block * tile_n : (n_block + 1) * tile_n]
+            assert not of_tile[: begin * tile_m].any() and not of_tile[end * tile_m :].any()
+            full = slice(full_begin * tile_m, full_end * tile_m)
+            assert of_tile[full][is_query[full]].all()
