@@ -41,7 +41,7 @@ from cutlass import Float32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.attention_kernel import AttentionKernel
-from fa3.kernels.backward_launch import REGISTERS, BackwardArguments, BackwardConfig
+from fa3.kernels.backward_launch import BackwardArguments, BackwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
@@ -51,7 +51,7 @@ from fa3.primitives.query_tiles import STATISTICS, QueryGradients, QueryTiles, R
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
+from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
@@ -60,7 +60,7 @@ from fa3.scores.masks import Blocks
 from fa3.scores.scores import TransposedRules, bind
 
 SCORES_BARRIER = 1
-FIRST_EPILOGUE_BARRIER = 2
+FIRST_STORE_BARRIER = 2
 """Named barriers: one of all MMA warpgroups, one of each in the epilogue."""
 
 
@@ -69,7 +69,7 @@ def scores_barrier(config: BackwardConfig) -> pipeline.NamedBarrier:
     return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * config.groups)
 
 
-class BackwardOperands(NamedTuple):
+class BackwardTensors(NamedTuple):
     """The global tensors.
 
     Fields:
@@ -153,7 +153,7 @@ class Backward(AttentionKernel):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         num_heads, batch = q.shape[2:]
         tiles = QueryTiles(cute.ceil_div(q.shape[0], config.tile_m), num_heads)
-        operands = BackwardOperands(
+        operands = BackwardTensors(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load, k, layouts.k),
             TmaTensor.of(load, v, layouts.v),
@@ -182,7 +182,7 @@ class Backward(AttentionKernel):
         return GradientLayouts.of(self.dtype, self.config, self.columns, self.columns_v)
 
     @cute.kernel
-    def kernel(self, operands: BackwardOperands, softmax_scale: Float32, sequences, schedule):
+    def kernel(self, operands: BackwardTensors, softmax_scale: Float32, sequences, schedule):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in operands[:6]:
@@ -304,7 +304,7 @@ class Backward(AttentionKernel):
     @cute.jit
     def load(
         self,
-        operands: BackwardOperands,
+        operands: BackwardTensors,
         smem: BackwardBuffers,
         pipelines: BackwardPipelines,
         sequences,
@@ -348,7 +348,7 @@ class Backward(AttentionKernel):
     @cute.jit
     def mma(
         self,
-        operands: BackwardOperands,
+        operands: BackwardTensors,
         smem: BackwardBuffers,
         pipelines: BackwardPipelines,
         softmax_scale: Float32,
@@ -398,7 +398,7 @@ class Backward(AttentionKernel):
     @cute.jit
     def store(
         self,
-        operands: BackwardOperands,
+        operands: BackwardTensors,
         smem: BackwardBuffers,
         mmas: GradientMmas,
         regs: GradientOperands,
@@ -415,7 +415,7 @@ class Backward(AttentionKernel):
             slab += group
         # All groups have read K and V for the last time.
         scores_barrier(self.config).arrive_and_wait()
-        own = thread, group, FIRST_EPILOGUE_BARRIER
+        own = thread, group, FIRST_STORE_BARRIER
         out_v = SlabStore(operands.dv, smem.dv, mmas.dv, *own)
         out_v.store(regs.acc_dV, slab, head_kv, rows, column)
         out_k = SlabStore(operands.dk, smem.dk, mmas.dk, *own)

@@ -27,7 +27,7 @@ from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.problem import AttentionSpec
 from fa3.schedules.order import KernelOrder
 
-THREADS = 256
+BEGIN_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BackwardBegin(AttentionKernel):
     def lanes(self) -> int:
         """Lanes that share a row."""
         vectors = -(-self.spec.head_dim_v // VECTOR)
-        return max(1 << (vectors - 1).bit_length(), THREADS // self.config.tile_m)
+        return max(1 << (vectors - 1).bit_length(), BEGIN_THREADS // self.config.tile_m)
 
     @cute.jit
     def __call__(self, *given):
@@ -61,7 +61,7 @@ class BackwardBegin(AttentionKernel):
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(call, order).launch(
             grid=(order.num_tiles, 1, 1),
-            block=(THREADS, 1, 1),
+            block=(BEGIN_THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=1,
@@ -77,9 +77,9 @@ class BackwardBegin(AttentionKernel):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         pieces = config.pieces(self.columns)
-        QueryGradients(call.sums, tiles).clear(pieces, thread, THREADS, tile)
+        QueryGradients(call.sums, tiles).clear(pieces, thread, BEGIN_THREADS, tile)
         statistics = RowStatistics(call.statistics, tiles).of_tile(config.tile_m, tile)
-        rows_at_once = THREADS // self.lanes
+        rows_at_once = BEGIN_THREADS // self.lanes
         for i in cutlass.range_constexpr(config.tile_m // rows_at_once):
             row = i * rows_at_once + thread // self.lanes
             self.row(call, statistics, tile, row, thread % self.lanes)

@@ -9,16 +9,12 @@ from cutlass import Float32, Int32
 from fa3.primitives import arguments
 from fa3.primitives.query_tiles import STATISTICS, QueryPieces
 from fa3.primitives.shared_memory import check_fits, padded
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 
-REGISTERS = {2: (24, 240), 3: (32, 160)}
-"""MMA warpgroups -> (producer, MMA) registers a thread after setmaxnreg."""
-
-OTHER_REGISTERS = 24
+SPARE_REGISTERS = 24
 """Registers that a thread of an MMA warpgroup needs besides its fragments."""
-
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -120,10 +116,10 @@ class BackwardConfig:
             )
         check_fits(self.smem_bytes(spec), self, spec)
         _, registers = REGISTERS[self.groups]
-        if self.registers(spec) > registers - OTHER_REGISTERS:
+        if self.registers(spec) > registers - SPARE_REGISTERS:
             raise ValueError(
                 f"{self} takes {self.registers(spec)} registers a thread for the fragments of "
-                f"{spec}, there are {registers - OTHER_REGISTERS}"
+                f"{spec}, there are {registers - SPARE_REGISTERS}"
             )
 
 
@@ -165,7 +161,7 @@ class BackwardArguments(NamedTuple):
     def symbolic(cls, kernel) -> "BackwardArguments":
         """Types of a `Backward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
-        sizes = Sizes.symbolic()
+        sizes = CallSizes.symbolic()
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         keys, values = sizes.of_keys(spec, spec.head_dim), sizes.of_keys(spec, spec.head_dim_v)
         return cls(
@@ -210,7 +206,7 @@ class BeginArguments(NamedTuple):
     @classmethod
     def symbolic(cls, kernel) -> "BeginArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        spec, sizes = kernel.spec, Sizes.symbolic()
+        spec, sizes = kernel.spec, CallSizes.symbolic()
         rows = sizes.batch, sizes.heads_q, sizes.seqlen_q
         return cls(
             out=sizes.of_queries(spec, spec.head_dim_v),
@@ -239,10 +235,10 @@ class EndArguments(NamedTuple):
     def symbolic(cls, kernel) -> "EndArguments":
         """Types of a kernel's arguments without sizes."""
         spec = kernel.spec
-        return cls(numbers(), Sizes.symbolic().of_queries(spec, spec.head_dim), Float32(0.0))
+        return cls(numbers(), CallSizes.symbolic().of_queries(spec, spec.head_dim), Float32(0.0))
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Symbols for the sizes of a call."""
 
     batch: object
@@ -252,7 +248,7 @@ class Sizes(NamedTuple):
     heads_kv: object
 
     @classmethod
-    def symbolic(cls) -> "Sizes":
+    def symbolic(cls) -> "CallSizes":
         return cls(*(cute.sym_int() for _ in cls._fields))
 
     def of_queries(self, spec: AttentionSpec, columns: int) -> object:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import FLOAT_BYTES, BackwardConfig
+from fa3.kernels.backward_launch import BackwardConfig
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
+from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules import SingleTile
 from fa3.scores.masks import Band

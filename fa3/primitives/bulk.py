@@ -3,8 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
-QUAD = 4
-"""32-bit elements in 16 bytes, the most that a thread moves at once."""
+from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 
 
 @cute.jit
@@ -13,7 +12,7 @@ def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
 
     One warp calls it; the addresses and the size are multiples of 16 bytes.
     """
-    size = Int32(cute.size(source) * 4)
+    size = Int32(cute.size(source) * FLOAT_BYTES)
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "

@@ -14,7 +14,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives.wgmma import ROWS
 
-UNITS = {
+SWIZZLES = {
     64: warpgroup.SmemLayoutAtomKind.K_SW128,
     32: warpgroup.SmemLayoutAtomKind.K_SW64,
     16: warpgroup.SmemLayoutAtomKind.K_SW32,
@@ -24,7 +24,7 @@ UNITS = {
 
 def smem_layout(dtype, rows: int, columns: int, count: int, width: int) -> cute.ComposedLayout:
     """(rows, columns, count), swizzled in the largest units that divide `width` columns."""
-    kind = next(kind for unit, kind in UNITS.items() if width % unit == 0)
+    kind = next(kind for unit, kind in SWIZZLES.items() if width % unit == 0)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 

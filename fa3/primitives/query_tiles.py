@@ -16,7 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.primitives.bulk import QUAD, add_quad
+from fa3.primitives.bulk import add_quad
+from fa3.primitives.vectors import QUAD
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 
 STATISTICS = 2
