@@ -226,12 +226,6 @@ BAD_OPERANDS = {
     ),
     "alignment": ("k", lambda q, k, v: (q, shifted(k, 4), v), ValueError, ["16", "8 bytes"]),
     "strides": ("v", lambda q, k, v: (q, k, widened(v, 4)), ValueError, ["multiples of 8", "68"]),
-    "gradient": (
-        "q",
-        lambda q, k, v: (q.to("meta").requires_grad_(), k, v),
-        ValueError,
-        ["grad", "no backward", "CPU"],
-    ),
 }
 
 

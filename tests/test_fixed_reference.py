@@ -11,14 +11,14 @@ from score_problems import RelativeBias
 
 from fa3.calls.forward import ALIGNED, PreparedCall
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import REGISTERS, ForwardConfig
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.costs import Costs, Rule, TileCosts, TileKey, costs_of
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
 from fa3.primitives.softmax import Reference
-from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP
+from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, TileList, TileOrder
 from fa3.schedules.marked import MARKS_HEADER, MOST_WARPS, Marks

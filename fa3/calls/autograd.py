@@ -1,13 +1,15 @@
-"""Gradients of `flash_attn_func` on the CPU: what torch's autograd calls and keeps.
+"""Gradients of `flash_attn_func`: what torch's autograd calls and keeps.
 
-`flash_attn_func` comes here with checked CPU tensors when one of them wants a gradient. What is
-kept until the backward pass are the tensors of the call, its output and its log-sum-exp, no matrix
-of queries by keys; `fa3.reference.backward` computes P again from them.
+`flash_attn_func` comes here with checked tensors when one of them wants a gradient. What is kept
+until the backward pass are the tensors of the call, its output and its log-sum-exp, no matrix of
+queries by keys; `fa3.reference.backward` computes P again from them, and on a GPU the kernels that
+`fa3.calls.backward` launches.
 """
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
+from fa3.calls.backward import gradients
 from fa3.calls.operands import hide_all_keys
 from fa3.planning.plan import Plan
 from fa3.problem import Problem
@@ -28,13 +30,16 @@ def check_differentiable(
     sinks: torch.Tensor | None,
     score: Score | None,
     out: torch.Tensor | None,
+    deterministic: bool,
+    sm_margin: int,
 ) -> None:
     """Raise unless a call that wants a gradient can have one.
 
     Raises:
         ValueError: the caller gives the output's memory, which may be written again before the
             backward pass reads it.
-        NotImplementedError: it has a score of the user's, or a transform of torch.func is active.
+        NotImplementedError: it has a score of the user's, a transform of torch.func is active, or
+            the call is on a GPU and wants what its backward pass cannot do yet.
     """
     given = {"q": q, "k": k, "v": v, "sinks": sinks}
     name = next(name for name, tensor in given.items() if wants_gradient(tensor))
@@ -46,6 +51,16 @@ def check_differentiable(
     if score is not None:
         raise NotImplementedError(
             f"{name} requires grad, but score has no derivative yet: use torch.no_grad()"
+        )
+    if q.is_cuda and deterministic:
+        raise NotImplementedError(
+            f"{name} requires grad, but the backward pass on a GPU adds up dQ in no fixed order "
+            "yet: pass deterministic=False, or use torch.no_grad()"
+        )
+    if q.is_cuda and sm_margin:
+        raise NotImplementedError(
+            f"{name} requires grad, but the backward pass cannot leave SMs to others yet: pass "
+            "sm_margin=0, or use torch.no_grad()"
         )
     if _are_functorch_transforms_active():
         raise NotImplementedError(
@@ -120,7 +135,79 @@ class HostGradients(torch.autograd.Function):
         return tuple(execute_backward(problem, operands, softmax_scale, tensors, wanted))
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor | None):
-        raise NotImplementedError(
-            "flash_attn_func has no second derivative: its gradients cannot be differentiated"
+    def backward(ctx, *_: torch.Tensor | None):
+        raise no_second_derivative()
+
+
+class DeviceAttention(torch.autograd.Function):
+    """Attention of tensors on a GPU, differentiable once by q, k, v and the sinks."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        call: object,
+        softmax_scale: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a `fa3.calls.forward.PreparedCall`.
+
+        Args:
+            tensors: those of the spec's scores, mask and sinks, in this order.
+
+        Returns:
+            out and lse.
+        """
+        out = call.output.allocate(q)
+        lse = q.new_empty(call.lse_shape, dtype=torch.float32)
+        if call.launches:
+            call.launch(q, k, v, out, lse, tensors or None, softmax_scale)
+        else:
+            hide_all_keys(out, lse, tensors[-1] if call.problem.spec.sinks else None)
+        ctx.problem, ctx.softmax_scale = call.problem, softmax_scale
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what `forward` took, in its order."""
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        *found, d_sinks = DeviceGradients.apply(
+            ctx.problem, ctx.softmax_scale, any(wanted[3:]), *saved[:5], d_out, d_lse, *saved[5:]
         )
+        found = (x if is_wanted else None for x, is_wanted in zip(found, wanted[:3], strict=True))
+        # Of these tensors only sinks have a gradient. They come last.
+        of_tensors = (*[None] * (len(saved) - 6), d_sinks) if len(saved) > 5 else ()
+        return None, None, *found, *of_tensors
+
+
+class DeviceGradients(torch.autograd.Function):
+    """The gradients of `DeviceAttention`, which have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx, problem: Problem, softmax_scale: float, wants_sinks: bool, *arguments
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Compute them.
+
+        Args:
+            arguments: those of `BackwardOperands`, and those of the spec.
+        """
+        count = len(BackwardOperands._fields)
+        operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
+        return tuple(gradients(problem, operands, softmax_scale, tensors, wants_sinks))
+
+    @staticmethod
+    def backward(ctx, *_: torch.Tensor | None):
+        raise no_second_derivative()
+
+
+def no_second_derivative() -> NotImplementedError:
+    return NotImplementedError(
+        "flash_attn_func has no second derivative: its gradients cannot be differentiated"
+    )

@@ -10,7 +10,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from fa3.calls.autograd import HostAttention, check_differentiable, wants_gradient
+from fa3.calls.autograd import (
+    DeviceAttention,
+    HostAttention,
+    check_differentiable,
+    wants_gradient,
+)
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import check_untraced
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
@@ -90,7 +95,7 @@ class PreparedCall:
         num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
             and `total_counters` all of them.
         parts: what the kernel takes if the plan splits tiles.
-        problem: what is asked of the CPU, also if there is nothing to compute.
+        problem: what is asked, also if there is nothing to compute.
     """
 
     plan: Plan | None
@@ -125,6 +130,7 @@ class PreparedCall:
             counts,
             parts,
             sum(counts),
+            plan.problem,
         )
 
     def launch(
@@ -240,9 +246,8 @@ def flash_attn_func(
     Query i stands at key i + seqlen_k - seqlen_q (bottom-right alignment). Several query heads
     may share one key/value head (GQA, MQA): query head h uses key/value head
     h // (heads_q / heads_kv). Runs on the current stream of the tensors' GPU; CPU tensors run
-    through `fa3.reference.forward`, and there q, k, v and sinks may require grad: out and the
-    log-sum-exp are then differentiable by them, once, with `fa3.reference.backward`. On GPUs there
-    is no backward yet.
+    through `fa3.reference.forward`. q, k, v and sinks may require grad: out and the log-sum-exp are
+    then differentiable by them, once.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
@@ -261,8 +266,9 @@ def flash_attn_func(
             head's softmax, and so the log-sum-exp.
         score: a function of scores of your own, see `fa3.Score`; applied last. Has no gradient.
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
-        deterministic: accepted for compatibility; the forward pass always is.
-        sm_margin: SMs to leave to other kernels.
+        deterministic: whether gradients must have the same bits every time, which on GPUs they
+            cannot yet. The forward pass always has.
+        sm_margin: SMs to leave to other kernels; on GPUs not with gradients.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. Must
@@ -295,11 +301,12 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    causal, _, return_lse, return_attn_probs, attention_chunk, num_splits, sm_margin, softcap = (
-        FORWARD_OPTIONS.of(
-            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap,
-        )
+    (
+        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+        sm_margin, softcap,
+    ) = FORWARD_OPTIONS.of(
+        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+        sm_margin, softcap,
     )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
@@ -336,18 +343,20 @@ def flash_attn_func(
             score,
             mask,
             is_causal,
-            has_backward=q.is_cpu,
+            has_backward=True,
         )
     call = prepare_forward(
         *described, causal, window_size, modifiers.structure, sm_margin, schedule, plan
     )
     head_dim = described[0][0][-1]
     scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
-    # Calls that launch have no backward: their tensors have been refused if they want one.
-    if not call.launches and wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out)
+    if wants_gradient(q, k, v, sinks):
+        check_differentiable(q, k, v, sinks, score, out, deterministic, sm_margin)
         tensors = modifiers.tensors or ()
-        out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)
+        if q.is_cuda:
+            out, lse = DeviceAttention.apply(call, scale, q, k, v, *tensors)
+        else:
+            out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)
         return (out, lse) if return_lse else out
     if out is None:
         out = call.output.allocate(q)

@@ -69,7 +69,7 @@ def describe(
     """Check what may change from call to call, and describe the rest.
 
     Args:
-        has_backward: whether the tensor may require grad if it is on the CPU.
+        has_backward: whether the tensor may require grad.
 
     Raises:
         TypeError: it is no tensor.
@@ -78,7 +78,7 @@ def describe(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.requires_grad and not (has_backward and tensor.is_cpu):
+    if tensor.requires_grad and not has_backward:
         check_undifferentiated(name)
     try:
         address = tensor.data_ptr()

@@ -29,14 +29,11 @@ from cutlass import Float32, Int32, Int64
 from fa3.primitives import arguments
 from fa3.primitives.row_lse import RowLse
 from fa3.primitives.softmax import LOG2_E, finite
-from fa3.primitives.vectors import vector_of
+from fa3.primitives.vectors import QUAD, vector_of
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 
 GROUPS = 16
 LANES = 16
-QUAD = 4
-"""32-bit elements in 16 bytes."""
-
 COLUMNS = LANES * QUAD
 
 IN_FLIGHT = 9

@@ -36,7 +36,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.attention_kernel import AttentionKernel
-from fa3.kernels.forward_launch import BOUNDED, REGISTERS, ForwardArguments, ForwardConfig
+from fa3.kernels.forward_launch import BOUNDED, ForwardArguments, ForwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
@@ -53,7 +53,7 @@ from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
-from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
+from fa3.primitives.wgmma import REGISTERS, ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row

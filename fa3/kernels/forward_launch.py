@@ -8,11 +8,8 @@ from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
 from fa3.primitives.shared_memory import check_fits, padded
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
 from fa3.problem import ELEMENTS, AttentionSpec
-
-REGISTERS = {2: (24, 240), 3: (32, 160)}
-"""Consumer warpgroups -> (producer, consumer) registers a thread after setmaxnreg."""
 
 NO_PARTS = (None, None, 0)
 """What a launch takes for parts of tiles if none is split."""

@@ -16,6 +16,7 @@ from fa3.planning.launch import Launch
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import padded
+from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window
@@ -35,8 +36,6 @@ MOST_ROWS = 1 << 30
 
 MOST_TILES = 1 << 27
 """Most tiles of a call: 32 bits must index all numbers of their records."""
-
-FLOAT_BYTES = 4
 
 
 class Sizes(NamedTuple):

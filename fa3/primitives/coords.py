@@ -88,3 +88,51 @@ class ScoreCoords:
             sequence.seqlen_q,
             sequence.seqlen_k,
         )
+
+
+@dataclass(frozen=True)
+class TransposedCoords:
+    """Coordinates of a thread's part of S^T. Score (r, c) belongs to key `row + row_steps[r]` and
+    to column `column + column_steps[c]` of a block of `tile_m` queries. Steps are compile-time
+    integers.
+    """
+
+    row: Int32
+    column: Int32
+    row_steps: tuple[int, ...]
+    column_steps: tuple[int, ...]
+    tile_m: int
+    batch: Int32
+    head: Int32
+
+    @classmethod
+    def of(cls, tiled_mma: cute.TiledMma, thread, shape: tuple[int, int], begins, tile_m, tile):
+        """The coordinates of `thread` in an accumulator of this shape.
+
+        Args:
+            begins: the key of its first row, and the place of its first column in the block.
+            tile: names head and batch.
+        """
+        coords = ScoreCoords.of(tiled_mma, thread, shape, begins[0], tile)
+        column = begins[1] + coords.column
+        steps = coords.row_steps, coords.column_steps
+        return cls(coords.row, column, *steps, tile_m, tile.batch, tile.head)
+
+    def key(self, r: int):
+        """The key of row r."""
+        return self.row + self.row_steps[r]
+
+    def first_query(self, m_block):
+        """The query of this thread's column 0; column c is `column_steps[c]` further."""
+        return m_block * self.tile_m + self.column
+
+    def position(self, r: int, c: int, m_block, sequence) -> Position:
+        """The position of score (r, c) of a block."""
+        return Position(
+            self.batch,
+            self.head,
+            cutlass.min(self.first_query(m_block) + self.column_steps[c], sequence.seqlen_q - 1),
+            cutlass.min(self.key(r), sequence.seqlen_k - 1),
+            sequence.seqlen_q,
+            sequence.seqlen_k,
+        )

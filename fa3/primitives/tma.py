@@ -20,16 +20,19 @@ class TmaTensor(NamedTuple):
         info = cpasync.make_tiled_tma_atom(op, tensor, stage, tile, num_multicast=num_multicast)
         return cls(info[0], info[1])
 
-    def tiles_of_head(self, smem: cute.Tensor, head, rows, rank=0, num_multicast: int = 1):
+    def tiles_of_head(
+        self, smem: cute.Tensor, head, rows, rank=0, num_multicast: int = 1, column=0
+    ):
         """Both sides of a copy of one head: shared memory by stage, global memory by tile.
 
         With multicast, only the share that the CTA of rank `rank` copies.
 
         Args:
             rows: where the rows of the head's sequence lie (`fa3.primitives.rows_of_sequence`).
+            column: which tile of columns.
         """
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
-        gmem = cute.local_tile(rows.of_head(self.coords, head), tile, (None, 0))
+        gmem = cute.local_tile(rows.of_head(self.coords, head), tile, (None, column))
         return cpasync.tma_partition(
             self.atom,
             rank,

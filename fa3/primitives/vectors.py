@@ -1,9 +1,15 @@
-"""Rows of 16-bit elements as vectors of 16 bytes, the most that a thread moves at once."""
+"""Rows as vectors of 16 bytes, the most that a thread moves at once."""
 
 import cutlass.cute as cute
 
 VECTOR = 8
 """16-bit elements of a vector."""
+
+QUAD = 4
+"""32-bit elements of a vector."""
+
+FLOAT_BYTES = 4
+"""Bytes of a float32."""
 
 
 def vector_of(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:

@@ -16,6 +16,9 @@ WARPS = WARPGROUP // WARP
 ROWS = 64
 """Rows of one WGMMA."""
 
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+"""Warpgroups that multiply -> registers of a thread after setmaxnreg: producer, others."""
+
 ROWS_OF_WARP = ROWS // WARPS
 """Accumulator rows of a WGMMA that one warp holds."""
 

@@ -31,7 +31,7 @@ import cutlass.cute as cute
 from cutlass.base_dsl.typing import Integer
 
 from fa3.primitives.arithmetic import larger, smaller
-from fa3.primitives.coords import Position, ScoreCoords
+from fa3.primitives.coords import Position, ScoreCoords, TransposedCoords
 from fa3.problem import NO_BOUND, Window
 from fa3.scores.templates import Template
 
@@ -159,6 +159,26 @@ class Band:
                     hidden = hidden or coords.column_steps[c] < begin
                 scores[r, c] = -cutlass.Float32.inf if hidden else scores[r, c]
 
+    @cute.jit
+    def apply_transposed(
+        self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence: Sequence
+    ):
+        """Set the hidden scores of one block of S^T to -inf, and those of keys past the last one.
+
+        Queries past the last one are left as they are.
+        """
+        first_query = coords.first_query(m_block)
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            key = coords.key(r)
+            begin, end = self.query_range(key, sequence)
+            begin = begin if key < sequence.seqlen_k else sequence.seqlen_q
+            begin, end = begin - first_query, end - first_query
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                hidden = coords.column_steps[c] < begin
+                if cutlass.const_expr(self.left):
+                    hidden = hidden or coords.column_steps[c] >= end
+                scores[r, c] = -cutlass.Float32.inf if hidden else scores[r, c]
+
 
 class Rows(NamedTuple):
     """Queries first to last, inclusive, of one head: what a mask's ranges may depend on."""
@@ -268,5 +288,17 @@ class Intersection:
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 at = coords.position(r, c, n_block, sequence)
+                visible = cutlass.Boolean(self.function.visible(at))
+                scores[r, c] = scores[r, c] if visible else -cutlass.Float32.inf
+
+    @cute.jit
+    def apply_transposed(
+        self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence: Sequence
+    ):
+        """Set the hidden scores of a block of S^T to -inf, and those of keys past the last one."""
+        self.band.apply_transposed(scores, coords, m_block, sequence)
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                at = coords.position(r, c, m_block, sequence)
                 visible = cutlass.Boolean(self.function.visible(at))
                 scores[r, c] = scores[r, c] if visible else -cutlass.Float32.inf

@@ -6,8 +6,9 @@ columns) of a thread. They need not be natural logits: a score x stands for the 
 The unit is softmax_scale at first; each score's `unit_after` gives the unit after its `apply`. So
 a factor that all scores share costs nothing.
 
-Each class has a device half and a torch half, `reference`, which the reference and tests run; ours
-also have its `derivative`, for the backward pass.
+Each class has a device half and a torch half, `reference`, which the reference and tests run. Ours
+also have the `derivative` of `reference`, and `apply_transposed` for the backward kernel, which
+holds S^T and wants the derivative too.
 
 Your own score is a subclass with two methods:
 
@@ -31,7 +32,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from fa3.primitives.coords import Position, ScoreCoords
+from fa3.primitives.coords import Position, ScoreCoords, TransposedCoords
 from fa3.primitives.softmax import LOG2_E
 from fa3.problem import AttentionSpec
 
@@ -41,6 +42,9 @@ class Score:
 
     hides = True
     """Whether `apply` may make a score -inf."""
+
+    bends = True
+    """Whether the derivative of `apply` may be other than 1."""
 
     bound = math.inf
     """The largest magnitude of a natural logit after `apply`."""
@@ -78,6 +82,16 @@ class Score:
                 at = coords.position(r, c, n_block, sequence)
                 scores[r, c] = Float32(self.score(scores[r, c] * unit, at))
 
+    def apply_transposed(
+        self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence, unit
+    ):
+        """Change a block of S^T (keys, queries) in place, all of it: no shifts are left.
+
+        Returns:
+            the derivative of each natural logit by the one before, or None where all are 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no derivative")
+
 
 @dataclass(frozen=True)
 class Softcap(Score):
@@ -112,6 +126,16 @@ class Softcap(Score):
             row = scores[r, None]
             row.store(cute.math.tanh(row.load() * scale, fastmath=True))
 
+    @cute.jit
+    def apply_transposed(self, scores: cute.Tensor, coords, m_block, sequence, unit):
+        self.apply(scores, (), coords, m_block, sequence, unit)
+        # In 16 bits, which are as exact as the tanh and take half of the registers.
+        slopes = cute.make_rmem_tensor_like(scores, cutlass.Float16)
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            tanh = scores[r, None].load()
+            slopes[r, None].store((1.0 - tanh * tanh).to(cutlass.Float16))
+        return slopes
+
 
 @dataclass(frozen=True)
 class Alibi(Score):
@@ -130,6 +154,7 @@ class Alibi(Score):
     is_causal: bool
 
     hides = False
+    bends = False
 
     def reference(self, logits, at):
         slopes = self.slopes.to(logits.dtype)
@@ -182,6 +207,21 @@ class Alibi(Score):
                     distance = cute.arch.fmax(distance, -distance)
                     scores[r, c] = scores[r, c] - slopes[r] * distance
         return tuple(shifts[r] for r in range(num_rows))
+
+    @cute.jit
+    def apply_transposed(
+        self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence, unit
+    ):
+        at = (coords.head,) if len(self.slopes.shape) == 1 else (coords.batch, coords.head)
+        slope = self.slopes[at] / unit
+        for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            first = Float32(coords.first_query(m_block) + sequence.offset - coords.key(r))
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                distance = first + float(coords.column_steps[c])
+                if cutlass.const_expr(not self.is_causal):
+                    distance = cute.arch.fmax(distance, -distance)
+                scores[r, c] = scores[r, c] - slope * distance
+        return
 
     @cute.jit
     def slant(self, scores: cute.Tensor, growth, coords: ScoreCoords):
@@ -281,3 +321,45 @@ class Rules:
             return None
         rows = range(len(self.coords.row_steps))
         return tuple(Float32(sinks[self.coords.head_of(r)]) * LOG2_E for r in rows)
+
+
+@dataclass(frozen=True)
+class TransposedRules:
+    """What happens to the scores of one tile between K Q^T and P^T; fields as in `Rules`."""
+
+    scores: tuple[Score, ...]
+    units: tuple
+    mask: object
+    coords: TransposedCoords
+    sequence: object
+
+    @classmethod
+    def of(cls, scores: tuple[Score, ...], mask, coords: TransposedCoords, sequence, softmax_scale):
+        """The rules of a tile, from a mask and scores that are bound to their tensors."""
+        units = [softmax_scale]
+        for score in scores:
+            units.append(score.unit_after(units[-1]))
+        return cls(scores, tuple(units), mask, coords, sequence)
+
+    @property
+    def unit(self):
+        """The natural logit that a score of 1 stands for after `apply`."""
+        return self.units[-1]
+
+    @cute.jit
+    def apply(self, values: cute.Tensor, m_block, masked: cutlass.Constexpr):
+        """Change a block of S^T (keys, queries) in place, and set masked scores to -inf.
+
+        Returns:
+            factors of dS (keys, queries): the derivatives of all scores that have one.
+        """
+        factors = []
+        for i in cutlass.range_constexpr(len(self.scores)):
+            slopes = self.scores[i].apply_transposed(
+                values, self.coords, m_block, self.sequence, self.units[i]
+            )
+            if cutlass.const_expr(slopes is not None):
+                factors.append(slopes)
+        if cutlass.const_expr(masked):
+            self.mask.apply_transposed(values, self.coords, m_block, self.sequence)
+        return tuple(factors)

@@ -1,0 +1,130 @@
+"""The backward pass of `flash_attn_func` on a GPU: memory and launches.
+
+`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Three kernels run:
+statistics of the rows and zeros for the sums of dQ, the gradients, and dQ of its sums.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fa3.calls.operands import ALIGNMENT
+from fa3.planning.backward import BackwardPlan
+from fa3.primitives.query_tiles import STATISTICS
+from fa3.problem import REMEMBERED, Problem
+from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sinks
+from fa3.running.compiler import load_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBackward:
+    """What a problem leads to.
+
+    Fields:
+        begin, main, end: the kernels' entries.
+        numbers: float32 that statistics and sums take.
+    """
+
+    plan: BackwardPlan
+    begin: Callable
+    main: Callable
+    end: Callable
+    numbers: tuple[int, int]
+
+    @classmethod
+    def of(cls, plan: BackwardPlan) -> "PreparedBackward":
+        numbers = plan.numbers_of_statistics, plan.numbers_of_sums
+        return cls(plan, *map(load_kernel, plan.kernels), numbers)
+
+    def launch(
+        self, operands: BackwardOperands, softmax_scale: float, tensors: tuple | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the kernels on the current stream of the current device.
+
+        Returns:
+            dq, dk, dv and the statistics of the rows.
+        """
+        q, k, v, out, lse, d_out, d_lse = operands
+        plan = self.plan
+        statistics, sums = q.new_empty(sum(self.numbers), dtype=torch.float32).split(self.numbers)
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        self.begin(out, d_out, lse, d_lse, statistics, sums)
+        self.main(
+            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale,
+            *plan.problem.window, plan.heads_per_section, plan.num_key_tiles, None,
+        )  # fmt: skip
+        self.end(sums, dq, softmax_scale)
+        return dq, dk, dv, statistics
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def prepare_backward(problem: Problem, has_d_lse: bool) -> PreparedBackward:
+    """Plan the backward pass of a problem and load its kernels."""
+    return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse))
+
+
+def gradients(
+    problem: Problem,
+    operands: BackwardOperands,
+    softmax_scale: float,
+    tensors: tuple[torch.Tensor, ...],
+    wants_sinks: bool,
+) -> Gradients:
+    """Compute the gradients of a problem posed by tensors on a GPU.
+
+    Args:
+        operands: `d_out` and `d_lse` may be laid out in any way, and None for zeros.
+        tensors: those of the spec's scores, mask and sinks.
+        wants_sinks: whether the gradient of the sinks is wanted.
+
+    Returns:
+        those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
+        if what came for it is finite.
+    """
+    q, k, v, out, _, d_out, d_lse = operands
+    if d_out is None and d_lse is None:
+        return Gradients(*map(torch.zeros_like, (q, k, v)), None)
+    d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    operands = operands._replace(d_out=d_out, d_lse=d_lse)
+    if 0 in (*q.shape, *k.shape):
+        return without_keys(operands, tensors, wants_sinks)
+    with torch.cuda.device(q.device):
+        call = prepare_backward(problem, d_lse is not None)
+        dq, dk, dv, statistics = call.launch(operands, softmax_scale, tensors or None)
+    d_sinks = None
+    if wants_sinks:
+        d_sinks = gradient_of_sinks(tensors[-1], *of_rows(statistics, call.plan))
+    return Gradients(dq, dk, dv, d_sinks)
+
+
+def for_tma(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, or its copy if TMA cannot walk it: gradients come laid out in any way."""
+    unit = ALIGNMENT // tensor.element_size()
+    is_fit = tensor.stride(-1) == 1 and tensor.data_ptr() % ALIGNMENT == 0
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        is_fit = is_fit and (size == 1 or (stride > 0 and stride % unit == 0))
+    return tensor if is_fit else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def of_rows(statistics: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exps (infinite for rows that see no key) and deltas, (batch, heads, seqlen_q)."""
+    problem, tile_m = plan.problem, plan.config.tile_m
+    tiles = statistics.view(problem.batch, problem.num_heads_q, -1, STATISTICS, tile_m)
+    lse, delta = (tiles[:, :, :, i].flatten(2)[:, :, : problem.seqlen_q] for i in range(STATISTICS))
+    return lse * math.log(2.0), delta
+
+
+def without_keys(
+    operands: BackwardOperands, tensors: tuple[torch.Tensor, ...], wants_sinks: bool
+) -> Gradients:
+    """The gradients where there are no queries or no keys: only the sinks may have one."""
+    d_sinks = None
+    if wants_sinks:
+        d_lse, lse = operands.d_lse, operands.lse
+        delta = torch.zeros_like(lse) if d_lse is None else -d_lse
+        d_sinks = gradient_of_sinks(tensors[-1], lse, delta)
+    return Gradients(*map(torch.zeros_like, operands[:3]), d_sinks)

@@ -1,0 +1,434 @@
+"""Backward attention for Hopper: dK, dV, and the sums of dQ.
+
+`fa3.calls.backward` launches it between `BackwardBegin`, which gives each row's log-sum-exp and
+delta, and `BackwardEnd`, which makes dQ of the sums. A CTA has a tile of keys of one key/value
+head. K and V stay in shared memory, and the query blocks that see the keys pass by, of one query
+head of the group after another; so dK and dV stay in registers until they are done.
+
+    P^T = exp(K Q^T - lse)           dV += P^T dO
+    dS^T = P^T (V dO^T - delta)      dK += dS^T Q       dQ += dS K
+
+S and dP are computed transposed, keys by queries: then P^T and dS^T in registers are already the
+operands of dV and dK. dS goes through shared memory for dQ, which needs all keys of the tile.
+
+Roles per CTA
+    warpgroup 0    producer       one warp issues all TMA loads; 24-32 registers a thread
+    warpgroup 1..  MMA warpgroups 64 keys each; or all the same 64 keys (`shares_keys`), each half
+                                  of the queries of S and dP, and half of the columns of dK and dV
+
+BackwardPipelines, producer -> MMA warpgroups (mbarriers)
+    pipeline_k, pipeline_v  the tile's K, V   1 stage    released after the epilogue
+    pipeline_q   Q and the rows' statistics   q_stages   released after dK and dQ
+    pipeline_do  dO                           do_stages  released after dV
+
+Timeline of an MMA warpgroup in a step
+    tensor cores | K Q^T | V dO^T | dV += P^T dO | (all groups) dQ = dS K | dK += dS^T Q |
+    this group   | waits | P from S              | dS, to smem            | dQ to memory | waits
+    One barrier for all groups lies between the last dS written and the first dQ started. dS of a
+    step has the stage of its Q: who waits for that Q knows that all groups are done with the dS
+    that was there, since all have released the Q before.
+
+Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), appendix B.1; Dao, FlashAttention-2
+(arXiv 2307.08691), section 3.1.2.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from fa3.kernels.attention_kernel import AttentionKernel
+from fa3.kernels.backward_launch import BackwardArguments, BackwardConfig
+from fa3.primitives import arguments
+from fa3.primitives.bulk import load_run
+from fa3.primitives.coords import TransposedCoords
+from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
+from fa3.primitives.gradient_step import GradientStep
+from fa3.primitives.query_tiles import STATISTICS, QueryGradients, QueryTiles, RowStatistics
+from fa3.primitives.slab_store import SlabStore
+from fa3.primitives.tile_load import tile_loader
+from fa3.primitives.tma import TmaTensor
+from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP, WARPS
+from fa3.problem import AttentionSpec, Window
+from fa3.schedules import Tile
+from fa3.schedules.order import KernelOrder
+from fa3.schedules.sequences import Dense
+from fa3.scores.masks import Blocks
+from fa3.scores.scores import TransposedRules, bind
+
+SCORES_BARRIER = 1
+FIRST_STORE_BARRIER = 2
+"""Named barriers: one of all MMA warpgroups, one of each in the epilogue."""
+
+
+def scores_barrier(config: BackwardConfig) -> pipeline.NamedBarrier:
+    """The barrier of all MMA warpgroups."""
+    return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * config.groups)
+
+
+class BackwardTensors(NamedTuple):
+    """The global tensors.
+
+    Fields:
+        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch).
+        qhead_per_kvhead: query heads that share one key/value head.
+        modifiers: the tensors of the spec's scores, mask and sinks.
+    """
+
+    q: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+    d_out: TmaTensor
+    dk: TmaTensor
+    dv: TmaTensor
+    statistics: RowStatistics
+    sums: QueryGradients
+    qhead_per_kvhead: int
+    modifiers: tuple | None
+
+
+class BackwardBuffers(NamedTuple):
+    """The buffers in shared memory, with the layouts of `GradientLayouts`.
+
+    Fields:
+        ds, p: blocks of scores; no P if it stays in registers.
+        dk, dv: lie where K and V do.
+        statistics: (tile_m, STATISTICS, q_stages), float32.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    d_out: cute.Tensor
+    ds: cute.Tensor
+    p: cute.Tensor | None
+    dk: cute.Tensor
+    dv: cute.Tensor
+    statistics: cute.Tensor
+
+
+class BackwardPipelines(NamedTuple):
+    """The mbarrier pipelines from the producer to the MMA warpgroups."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    d_out: pipeline.PipelineTmaAsync
+
+
+@dataclass(frozen=True)
+class Backward(AttentionKernel):
+    """The backward kernel, compiled for one (spec, config, schedule type)."""
+
+    spec: AttentionSpec
+    config: BackwardConfig
+    schedule_type: type
+
+    entry_name: ClassVar[str] = "fa3_backward"
+
+    def __post_init__(self):
+        self.config.validate(self.spec)
+
+    def arguments(self) -> list:
+        """Symbolic arguments of a launch, and the stream."""
+        return [*BackwardArguments.symbolic(self), arguments.symbolic_stream()]
+
+    @cute.jit
+    def __call__(self, *given):
+        """Launch on `BackwardArguments` and a stream."""
+        *given, stream = given
+        call = BackwardArguments(*given)
+        config = self.config
+        sequences = Dense(
+            call.q.shape[1], call.k.shape[1], Window(call.window_left, call.window_right)
+        )
+        q, k, v, d_out, dk, dv = (
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+            for t in (call.q, call.k, call.v, call.d_out, call.dk, call.dv)
+        )
+        layouts = self.layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        num_heads, batch = q.shape[2:]
+        tiles = QueryTiles(cute.ceil_div(q.shape[0], config.tile_m), num_heads)
+        operands = BackwardTensors(
+            TmaTensor.of(load, q, layouts.q),
+            TmaTensor.of(load, k, layouts.k),
+            TmaTensor.of(load, v, layouts.v),
+            TmaTensor.of(load, d_out, layouts.d_out),
+            TmaTensor.of(store, dk, layouts.dk),
+            TmaTensor.of(store, dv, layouts.dv),
+            RowStatistics(call.statistics, tiles),
+            QueryGradients(call.sums, tiles),
+            num_heads // k.shape[2],
+            call.modifiers,
+        )
+        order = KernelOrder.of(
+            cute.ceil_div(k.shape[0], config.tile_n), k.shape[2], batch, call.heads_per_section
+        )
+        schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        self.kernel(operands, call.softmax_scale, sequences, schedule).launch(
+            grid=(call.num_clusters, 1, 1),
+            block=(config.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
+        )
+
+    def layouts(self) -> GradientLayouts:
+        return GradientLayouts.of(self.dtype, self.config, self.columns, self.columns_v)
+
+    @cute.kernel
+    def kernel(self, operands: BackwardTensors, softmax_scale: Float32, sequences, schedule):
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for tma in operands[:6]:
+                cpasync.prefetch_descriptor(tma.atom)
+        smem, pipelines = self.setup_shared_memory()
+        cluster, _, _ = cute.arch.block_idx()
+        cursor = schedule.first(cluster)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        producer_registers, mma_registers = REGISTERS[self.config.groups]
+        if warp_idx < WARPS:
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp_idx == 0:
+                self.load(operands, smem, pipelines, sequences, schedule, cursor)
+        else:
+            cute.arch.setmaxregister_increase(mma_registers)
+            self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
+
+    @cute.jit
+    def setup_shared_memory(self):
+        """Lay out shared memory, initialise the mbarriers and synchronize the CTA."""
+        config, layouts = self.config, self.layouts()
+        of_rows = cute.make_layout((config.tile_m, STATISTICS, config.q_stages))
+
+        def buffer(layout, exists: bool = True):
+            size = cute.cosize(layout) if exists else 0
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, size], 1024]
+
+        @cute.struct
+        class Storage:
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.q_stages]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
+            statistics: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(of_rows)], 128]
+            q: buffer(layouts.q)
+            k: buffer(layouts.k)
+            v: buffer(layouts.v)
+            d_out: buffer(layouts.d_out)
+            ds: buffer(layouts.scores)
+            p: buffer(layouts.scores, config.shares_keys)
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+
+        def tensor(field, layout):
+            return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+        smem = BackwardBuffers(
+            tensor(storage.q, layouts.q),
+            tensor(storage.k, layouts.k),
+            tensor(storage.v, layouts.v),
+            tensor(storage.d_out, layouts.d_out),
+            tensor(storage.ds, layouts.scores),
+            tensor(storage.p, layouts.scores) if config.shares_keys else None,
+            tensor(storage.k, layouts.dk),
+            tensor(storage.v, layouts.dv),
+            storage.statistics.get_tensor(of_rows),
+        )
+
+        def tma_pipeline(barriers, stages: int, layout, copies: int, more_bytes: int = 0):
+            stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
+            return pipeline.PipelineTmaAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+                consumer_group=pipeline.CooperativeGroup(
+                    pipeline.Agent.Thread, WARPS * config.groups
+                ),
+                tx_count=copies * stage_bytes + more_bytes,
+                cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+                defer_sync=True,
+            )
+
+        row_bytes = cute.size_in_bytes(Float32, cute.slice_(of_rows, (None, None, 0)))
+        pipelines = BackwardPipelines(
+            tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, 1, row_bytes),
+            tma_pipeline(storage.barriers_k, 1, layouts.k, config.slabs),
+            tma_pipeline(storage.barriers_v, 1, layouts.v, config.slabs),
+            tma_pipeline(storage.barriers_do, config.do_stages, layouts.d_out, 1),
+        )
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        return smem, pipelines
+
+    def pipeline_states(self, user: pipeline.PipelineUserType):
+        """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
+        stages = self.config.q_stages, self.config.do_stages, 1, 1
+        return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
+
+    def keys_of(self, schedule, segment) -> Tile:
+        """The tile of keys of a segment, `m_block` being its index among the keys' tiles.
+
+        The order counts from the last block down; the first keys have most queries.
+        """
+        m_block, head, batch = segment.tile
+        return Tile(schedule.order.num_m_blocks - 1 - m_block, head, batch)
+
+    @cute.jit
+    def query_blocks(self, mask, n_block, sequence) -> Blocks:
+        """Blocks of queries that see keys of a tile; all are masked where the keys end.
+
+        A block in which the queries end needs no mask for that: its rows' statistics hide them.
+        """
+        config = self.config
+        begin = n_block * config.tile_n
+        blocks = mask.query_blocks(begin, config.tile_n, config.tile_m, sequence)
+        full_begin, full_end = blocks.full_begin, blocks.full_end
+        is_masked = begin + config.tile_n > sequence.seqlen_k
+        if cutlass.const_expr(not mask.left):
+            # Without a full block it is not known whether the last one is masked by the diagonal.
+            is_masked = is_masked or full_begin == full_end
+            full_end = blocks.end
+        full_begin = blocks.end if is_masked else full_begin
+        full_end = blocks.end if is_masked else full_end
+        return Blocks(blocks.begin, full_begin, full_end, blocks.end)
+
+    # ------------------------------------------------------------------------------ producer
+
+    @cute.jit
+    def load(
+        self,
+        operands: BackwardTensors,
+        smem: BackwardBuffers,
+        pipelines: BackwardPipelines,
+        sequences,
+        schedule,
+        cursor,
+    ):
+        """Load K and V of every tile, and stream Q and dO of the blocks that see them."""
+        config = self.config
+        _, mask, _ = bind(self.spec, operands.modifiers)
+        states = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        q_state, do_state, k_state, v_state = states
+        cursor = schedule.begin(cursor)
+        while schedule.is_valid(cursor):
+            segment = schedule.segment(cursor)
+            n_block, head_kv, batch = self.keys_of(schedule, segment)
+            sequence = sequences.sequence(segment)
+            of_keys = head_kv, sequences.keys(segment), config.slabs
+            k_state = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)(n_block, k_state)
+            v_state = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)(n_block, v_state)
+            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
+                head = head_kv * operands.qhead_per_kvhead + h
+                blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
+
+                def load_statistics(m_block, state, head=head, batch=batch):
+                    source = operands.statistics.of_tile(config.tile_m, (m_block, head, batch))
+                    target = smem.statistics[None, None, state.index]
+                    load_run(source, target, pipelines.q.producer_get_barrier(state))
+
+                rows = sequences.queries(segment)
+                load_q = tile_loader(
+                    operands.q, smem.q, pipelines.q, head, rows, beside=load_statistics
+                )
+                load_do = tile_loader(operands.d_out, smem.d_out, pipelines.d_out, head, rows)
+                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    q_state = load_q(m_block, q_state)
+                    do_state = load_do(m_block, do_state)
+            cursor = schedule.next(cursor)
+
+    # ------------------------------------------------------------------------ MMA warpgroups
+
+    @cute.jit
+    def mma(
+        self,
+        operands: BackwardTensors,
+        smem: BackwardBuffers,
+        pipelines: BackwardPipelines,
+        softmax_scale: Float32,
+        sequences,
+        schedule,
+        cursor,
+    ):
+        """Compute this warpgroup's part of dK and dV of every tile, and of all dQ on the way."""
+        config = self.config
+        thread_idx, _, _ = cute.arch.thread_idx()
+        thread = thread_idx % WARPGROUP
+        group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP) - 1
+        scores, mask, _ = bind(self.spec, operands.modifiers)
+        mmas = GradientMmas.of(self.dtype, config, self.columns, self.columns_v)
+        regs = GradientOperands.of(mmas, config, smem, group)
+        states = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        q_state, do_state, k_state, v_state = states
+        cursor = schedule.begin(cursor)
+        while schedule.is_valid(cursor):
+            segment = schedule.segment(cursor)
+            n_block, head_kv, batch = self.keys_of(schedule, segment)
+            sequence = sequences.sequence(segment)
+            regs.acc_dK.fill(0.0)
+            regs.acc_dV.fill(0.0)
+            pipelines.k.consumer_wait(k_state)
+            pipelines.v.consumer_wait(v_state)
+            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
+                tile = Tile(n_block, head_kv * operands.qhead_per_kvhead + h, batch)
+                coords = self.coords(mmas, thread, group, tile)
+                of_head = mask.at(batch, tile.head)
+                rules = TransposedRules.of(scores, of_head, coords, sequence, softmax_scale)
+                blocks = self.query_blocks(of_head, n_block, sequence)
+                step = GradientStep(
+                    config, mmas, regs, smem, pipelines, operands.sums, rules, thread, group,
+                    scores_barrier(config),
+                )  # fmt: skip
+                q_state, do_state = step.all(blocks, q_state, do_state)
+            cursor = schedule.next(cursor)
+            regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
+            place = n_block, head_kv, sequences.keys(segment)
+            self.store(operands, smem, mmas, regs, place, thread, group)
+            pipelines.k.consumer_release(k_state)
+            pipelines.v.consumer_release(v_state)
+            k_state.advance()
+            v_state.advance()
+
+    @cute.jit
+    def store(
+        self,
+        operands: BackwardTensors,
+        smem: BackwardBuffers,
+        mmas: GradientMmas,
+        regs: GradientOperands,
+        place: tuple,
+        thread,
+        group,
+    ):
+        """Write this group's dK and dV to global memory, through the place of K and V."""
+        n_block, head_kv, rows = place
+        slab, column = n_block * self.config.slabs, 0
+        if cutlass.const_expr(self.config.shares_keys):
+            column = group
+        else:
+            slab += group
+        # All groups have read K and V for the last time.
+        scores_barrier(self.config).arrive_and_wait()
+        own = thread, group, FIRST_STORE_BARRIER
+        out_v = SlabStore(operands.dv, smem.dv, mmas.dv, *own)
+        out_v.store(regs.acc_dV, slab, head_kv, rows, column)
+        out_k = SlabStore(operands.dk, smem.dk, mmas.dk, *own)
+        out_k.store(regs.acc_dK, slab, head_kv, rows, column)
+        out_k.wait()
+
+    def coords(self, mmas: GradientMmas, thread, group, tile: Tile) -> TransposedCoords:
+        """The coordinates of a thread's scores, of keys of a tile and of its query head."""
+        config = self.config
+        key, column = tile.m_block * config.tile_n, 0
+        if config.shares_keys:
+            column = group * config.queries
+        else:
+            key += group * ROWS
+        shape = ROWS, config.queries
+        return TransposedCoords.of(mmas.scores, thread, shape, (key, column), config.tile_m, tile)

@@ -1,0 +1,111 @@
+"""Before the backward kernel: each row's log-sum-exp and delta, and zeros for the sums of dQ.
+
+delta = rowsum(dO O) - dLSE is what dP is taken relative to: dS = P (dP - delta). A CTA computes the
+rows of one tile of queries, which the backward kernel then loads in one run. A row of O and dO is
+read by a few neighbouring lanes, 16 bytes each at a time.
+
+Timeline of a CTA
+    wait for the kernel before | zeros | rows of O and dO, all loads in flight | sums over lanes
+    The backward kernel is launched early and waits in hardware for the end of this one.
+
+Source: Dao, FlashAttention-2 (arXiv 2307.08691), algorithm 2.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from fa3.kernels.attention_kernel import AttentionKernel
+from fa3.kernels.backward_launch import BackwardConfig, BeginArguments
+from fa3.primitives import arguments
+from fa3.primitives.query_tiles import QueryGradients, QueryTiles, RowStatistics
+from fa3.primitives.softmax import LOG2_E
+from fa3.primitives.vectors import VECTOR, vector_of
+from fa3.problem import AttentionSpec
+from fa3.schedules.order import KernelOrder
+
+BEGIN_THREADS = 256
+
+
+@dataclass(frozen=True)
+class BackwardBegin(AttentionKernel):
+    """The kernel, compiled for one (spec, config); `has_d_lse`: whether there is a dLSE."""
+
+    spec: AttentionSpec
+    config: BackwardConfig
+    has_d_lse: bool
+
+    entry_name: ClassVar[str] = "fa3_backward_begin"
+
+    def arguments(self) -> list:
+        """Symbolic arguments of a launch, and the stream."""
+        return [*BeginArguments.symbolic(self), arguments.symbolic_stream()]
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row."""
+        vectors = -(-self.spec.head_dim_v // VECTOR)
+        return max(1 << (vectors - 1).bit_length(), BEGIN_THREADS // self.config.tile_m)
+
+    @cute.jit
+    def __call__(self, *given):
+        """Launch on `BeginArguments` and a stream."""
+        *given, stream = given
+        call = BeginArguments(*given)
+        batch, seqlen_q, heads, _ = call.out.shape
+        num_m_blocks = cute.ceil_div(seqlen_q, self.config.tile_m)
+        order = KernelOrder.of(num_m_blocks, heads, batch, 1)
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        self.kernel(call, order).launch(
+            grid=(order.num_tiles, 1, 1),
+            block=(BEGIN_THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, call: BeginArguments, order: KernelOrder):
+        config = self.config
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        tile = order.tile(block)
+        tiles = QueryTiles(order.num_m_blocks, order.num_heads)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        pieces = config.pieces(self.columns)
+        QueryGradients(call.sums, tiles).clear(pieces, thread, BEGIN_THREADS, tile)
+        statistics = RowStatistics(call.statistics, tiles).of_tile(config.tile_m, tile)
+        rows_at_once = BEGIN_THREADS // self.lanes
+        for i in cutlass.range_constexpr(config.tile_m // rows_at_once):
+            row = i * rows_at_once + thread // self.lanes
+            self.row(call, statistics, tile, row, thread % self.lanes)
+
+    @cute.jit
+    def row(self, call: BeginArguments, statistics: cute.Tensor, tile, row, lane):
+        """Write the statistics of a row of the tile."""
+        m_block, head, batch = tile
+        query = m_block * self.config.tile_m + row
+        is_query = query < call.out.shape[1]
+        total = Float32(0.0)
+        if is_query and lane * VECTOR < self.spec.head_dim_v:
+            o, d_o = (
+                vector_of(tensor[batch, query, head, None], lane)
+                for tensor in (call.out, call.d_out)
+            )
+            products = o.load().to(Float32) * d_o.load().to(Float32)
+            total = products.reduce(cute.ReductionOp.ADD, Float32(0.0), reduction_profile=0)
+        total = cute.arch.warp_reduction(total, lambda a, b: a + b, threads_in_group=self.lanes)
+        if lane == 0:
+            lse, delta = Float32.inf, Float32(0.0)
+            if is_query:
+                given = call.lse[batch, head, query]
+                if given != -Float32.inf:
+                    lse, delta = given * LOG2_E, total
+                    if cutlass.const_expr(self.has_d_lse):
+                        delta -= call.d_lse[batch, head, query]
+            statistics[row, 0] = lse
+            statistics[row, 1] = delta

@@ -1,0 +1,104 @@
+"""After the backward kernel: dQ = softmax_scale * its sums, in 16 bits.
+
+A CTA converts one tile of queries. Each warpgroup reads a piece as the backward kernel's warpgroup
+held it, so it can leave through shared memory and TMA like any accumulator.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from fa3.kernels.attention_kernel import AttentionKernel
+from fa3.kernels.backward_launch import BackwardConfig, EndArguments
+from fa3.primitives import arguments
+from fa3.primitives.query_tiles import QueryGradients, QueryTiles
+from fa3.primitives.rows_of_sequence import DenseRows
+from fa3.primitives.slab_store import SlabStore
+from fa3.primitives.tma import TmaTensor
+from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.problem import AttentionSpec
+from fa3.schedules.order import KernelOrder
+
+FIRST_BARRIER = 1
+
+
+@dataclass(frozen=True)
+class BackwardEnd(AttentionKernel):
+    """The kernel, compiled for one (spec, config)."""
+
+    spec: AttentionSpec
+    config: BackwardConfig
+
+    entry_name: ClassVar[str] = "fa3_backward_end"
+
+    def arguments(self) -> list:
+        """Symbolic arguments of a launch, and the stream."""
+        return [*EndArguments.symbolic(self), arguments.symbolic_stream()]
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * self.config.groups
+
+    def smem_layout(self) -> cute.ComposedLayout:
+        """Pieces (rows, columns, groups) as they leave."""
+        shape = ROWS, ROWS, self.config.pieces(self.columns).width
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, self.config.groups)
+
+    @cute.jit
+    def __call__(self, *given):
+        """Launch on `EndArguments` and a stream."""
+        *given, stream = given
+        call = EndArguments(*given)
+        batch, seqlen_q, heads, _ = call.dq.shape
+        dq = cute.make_tensor(call.dq.iterator, cute.select(call.dq.layout, mode=[1, 3, 2, 0]))
+        tma = TmaTensor.of(cpasync.CopyBulkTensorTileS2GOp(), dq, self.smem_layout())
+        order = KernelOrder.of(cute.ceil_div(seqlen_q, self.config.tile_m), heads, batch, 1)
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        self.kernel(call.sums, tma, call.softmax_scale, order).launch(
+            grid=(order.num_tiles, 1, 1),
+            block=(self.threads, 1, 1),
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, sums: cute.Tensor, tma: TmaTensor, scale: Float32, order: KernelOrder):
+        layout, pieces = self.smem_layout(), self.config.pieces(self.columns)
+
+        @cute.struct
+        class Storage:
+            pieces: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
+
+        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        smem = storage.pieces.get_tensor(layout.outer, swizzle=layout.inner)
+        block, _, _ = cute.arch.block_idx()
+        thread_idx, _, _ = cute.arch.thread_idx()
+        thread = thread_idx % WARPGROUP
+        group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP)
+        tile = order.tile(block)
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        # Says which elements of a piece a thread holds; nothing is multiplied here.
+        major = OperandMajorMode.K
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (ROWS, pieces.width)
+        )
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, pieces.width)), Float32)
+        tiles = QueryTiles(order.num_m_blocks, order.num_heads)
+        QueryGradients(sums, tiles).load(pieces, acc, thread, group, tile)
+        acc.store(acc.load() * scale)
+        slab, column = tile.m_block * pieces.rows, 0
+        if cutlass.const_expr(pieces.rows > 1):
+            slab += group
+        else:
+            column = group
+        out = SlabStore(tma, smem, mma, thread, group, FIRST_BARRIER)
+        out.store(acc, slab, tile.head, DenseRows(tile.batch), column)
+        out.wait()

@@ -1,0 +1,265 @@
+"""The backward kernels' tiling, chosen by `fa3.planning.backward`, and arguments of launches."""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from fa3.primitives import arguments
+from fa3.primitives.query_tiles import STATISTICS, QueryPieces
+from fa3.primitives.shared_memory import check_fits, padded
+from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
+from fa3.problem import AttentionSpec
+
+SPARE_REGISTERS = 24
+"""Registers that a thread of an MMA warpgroup needs besides its fragments."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tiling of the backward kernel.
+
+    Either each MMA warpgroup has 64 keys of the tile, and P and dS are operands from registers;
+    or, with `shares_keys`, all have the same 64 keys: they share the queries of S and dP and the
+    columns of dK and dV, and P goes through shared memory as dS does.
+
+    Fields:
+        tile_m: queries of a block.
+        tile_n: keys of a CTA's tile.
+        groups: MMA warpgroups.
+        q_stages, do_stages: blocks of Q and of dO in shared memory. P and dS have as many as Q.
+        shares_keys: see above.
+    """
+
+    tile_m: int
+    tile_n: int
+    groups: int = 2
+    q_stages: int = 2
+    do_stages: int = 2
+    shares_keys: bool = False
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (1 + self.groups)
+
+    @property
+    def slabs(self) -> int:
+        """Times 64 keys."""
+        return self.tile_n // ROWS
+
+    @property
+    def shares(self) -> int:
+        """Groups that share a slab's columns of dK and dV."""
+        return self.groups if self.shares_keys else 1
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block in a group's S and dP."""
+        return self.tile_m // self.shares
+
+    def pieces(self, columns: int) -> QueryPieces:
+        """How the groups share a tile of dQ."""
+        return QueryPieces.of(self.tile_m, columns, self.groups)
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        """Bytes of shared memory for the kernel's buffers and barriers."""
+        head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        kv = self.tile_n * (head_dim + head_dim_v)
+        queries = self.tile_m * (self.q_stages * head_dim + self.do_stages * head_dim_v)
+        scores = self.tile_m * self.tile_n * self.q_stages * (2 if self.shares_keys else 1)
+        statistics = FLOAT_BYTES * STATISTICS * self.tile_m * self.q_stages
+        return spec.element.bytes * (kv + queries + scores) + statistics + 1024
+
+    def registers(self, spec: AttentionSpec) -> int:
+        """Registers of a thread for its fragments, where most are live."""
+        element = spec.element.bytes
+        gradients = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 // self.shares
+        scores = ROWS * self.queries // WARPGROUP
+        operands = 0 if self.shares_keys else 2 * scores * element // FLOAT_BYTES
+        factors = sum(score.kind.bends for score in spec.scores) * scores * element // FLOAT_BYTES
+        piece = ROWS * self.pieces(padded(spec.head_dim)).width // WARPGROUP
+        return gradients + max(2 * scores + factors, operands + piece)
+
+    def validate(self, spec: AttentionSpec) -> None:
+        """Check that the kernel can run this config for this spec.
+
+        Raises:
+            TypeError: a field has the wrong type.
+            ValueError: the kernel cannot run a field's value.
+        """
+        for field in fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if type(value) is not kind:
+                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
+        for name in ("q_stages", "do_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.groups not in REGISTERS:
+            raise ValueError(f"groups must be 2 or 3, got {self.groups}")
+        keys = ROWS if self.shares_keys else ROWS * self.groups
+        if self.tile_n != keys:
+            raise ValueError(
+                f"tile_n must be {keys} with groups={self.groups} and "
+                f"shares_keys={self.shares_keys}, got {self.tile_n}"
+            )
+        pieces = self.pieces(padded(spec.head_dim))
+        if self.shares_keys and (
+            pieces.columns != self.groups
+            or self.tile_m % (16 * self.groups)
+            or padded(spec.head_dim_v) % (16 * self.groups)
+        ):
+            raise ValueError(
+                f"shares_keys must be False with {self.groups} groups, tile_m={self.tile_m} and "
+                f"head_dim_v={spec.head_dim_v}: they cannot share them equally"
+            )
+        check_fits(self.smem_bytes(spec), self, spec)
+        _, registers = REGISTERS[self.groups]
+        if self.registers(spec) > registers - SPARE_REGISTERS:
+            raise ValueError(
+                f"{self} takes {self.registers(spec)} registers a thread for the fragments of "
+                f"{spec}, there are {registers - SPARE_REGISTERS}"
+            )
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments of a launch of the backward kernel, in this order; the stream comes last.
+
+    Fields:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k: (batch, seqlen_k, heads_kv, head_dim).
+        v: (batch, seqlen_k, heads_kv, head_dim_v).
+        d_out: (batch, seqlen_q, heads_q, head_dim_v).
+        dk, dv: like k and v, receive the gradients.
+        statistics: of `RowStatistics`.
+        sums: of `QueryGradients`, receives the sums of dQ.
+        modifiers: the tensors of the spec's scores, mask and sinks; None without any.
+        softmax_scale: factor of Q K^T.
+        window_left, window_right: keys seen before and after a query's own; where they are bounded.
+        heads_per_section, num_clusters: that of `TileOrder`, and the number of CTAs to launch.
+        schedule_state: int32; the schedule's table.
+    """
+
+    q: object
+    k: object
+    v: object
+    d_out: object
+    dk: object
+    dv: object
+    statistics: object
+    sums: object
+    modifiers: tuple | None
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    heads_per_section: int
+    num_clusters: int
+    schedule_state: object = None
+
+    @classmethod
+    def symbolic(cls, kernel) -> "BackwardArguments":
+        """Types of a `Backward`'s arguments without sizes; equal sizes share a symbol."""
+        spec, schedule = kernel.spec, kernel.schedule_type
+        sizes = CallSizes.symbolic()
+        modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
+        keys, values = sizes.of_keys(spec, spec.head_dim), sizes.of_keys(spec, spec.head_dim_v)
+        return cls(
+            q=sizes.of_queries(spec, spec.head_dim),
+            k=keys,
+            v=values,
+            d_out=sizes.of_queries(spec, spec.head_dim_v),
+            dk=sizes.of_keys(spec, spec.head_dim),
+            dv=sizes.of_keys(spec, spec.head_dim_v),
+            statistics=numbers(),
+            sums=numbers(),
+            modifiers=modifiers or None,
+            softmax_scale=Float32(0.0),
+            window_left=Int32(0),
+            window_right=Int32(0),
+            heads_per_section=Int32(0),
+            num_clusters=Int32(0),
+            schedule_state=arguments.compact_tensor("int32", (cute.sym_int(),))
+            if schedule.reads_state
+            else None,
+        )
+
+
+class BeginArguments(NamedTuple):
+    """The arguments of a launch of `BackwardBegin`, in this order; the stream comes last.
+
+    Fields:
+        out, d_out: (batch, seqlen_q, heads_q, head_dim_v).
+        lse: (batch, heads_q, seqlen_q) float32, natural logarithm.
+        d_lse: like lse; None without a gradient of the log-sum-exp.
+        statistics: receives `RowStatistics`.
+        sums: of `QueryGradients`, receives zeros.
+    """
+
+    out: object
+    d_out: object
+    lse: object
+    d_lse: object
+    statistics: object
+    sums: object
+
+    @classmethod
+    def symbolic(cls, kernel) -> "BeginArguments":
+        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
+        spec, sizes = kernel.spec, CallSizes.symbolic()
+        rows = sizes.batch, sizes.heads_q, sizes.seqlen_q
+        return cls(
+            out=sizes.of_queries(spec, spec.head_dim_v),
+            d_out=sizes.of_queries(spec, spec.head_dim_v),
+            lse=arguments.compact_tensor("float32", rows),
+            d_lse=arguments.compact_tensor("float32", rows) if kernel.has_d_lse else None,
+            statistics=numbers(),
+            sums=numbers(),
+        )
+
+
+class EndArguments(NamedTuple):
+    """The arguments of a launch of `BackwardEnd`, in this order; the stream comes last.
+
+    Fields:
+        sums: of `QueryGradients`.
+        dq: (batch, seqlen_q, heads_q, head_dim), receives the gradient.
+        softmax_scale: factor of the sums.
+    """
+
+    sums: object
+    dq: object
+    softmax_scale: float
+
+    @classmethod
+    def symbolic(cls, kernel) -> "EndArguments":
+        """Types of a kernel's arguments without sizes."""
+        spec = kernel.spec
+        return cls(numbers(), CallSizes.symbolic().of_queries(spec, spec.head_dim), Float32(0.0))
+
+
+class CallSizes(NamedTuple):
+    """Symbols for the sizes of a call."""
+
+    batch: object
+    seqlen_q: object
+    seqlen_k: object
+    heads_q: object
+    heads_kv: object
+
+    @classmethod
+    def symbolic(cls) -> "CallSizes":
+        return cls(*(cute.sym_int() for _ in cls._fields))
+
+    def of_queries(self, spec: AttentionSpec, columns: int) -> object:
+        shape = self.batch, self.seqlen_q, self.heads_q, columns
+        return arguments.tma_tensor(spec.dtype, shape)
+
+    def of_keys(self, spec: AttentionSpec, columns: int) -> object:
+        shape = self.batch, self.seqlen_k, self.heads_kv, columns
+        return arguments.tma_tensor(spec.dtype, shape)
+
+
+def numbers() -> object:
+    """A buffer of float32."""
+    return arguments.compact_tensor("float32", (cute.sym_int64(),))

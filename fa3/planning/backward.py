@@ -1,0 +1,111 @@
+"""Plans of the backward pass: the tiling, the order of the key tiles, and what is launched.
+
+A CTA of the backward kernel has a tile of keys of one key/value head and of all query heads that
+share it. The tiles of the first keys come first: with a causal mask most queries see them.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fa3.kernels.backward import Backward
+from fa3.kernels.backward_begin import BackwardBegin
+from fa3.kernels.backward_end import BackwardEnd
+from fa3.kernels.backward_launch import BackwardConfig
+from fa3.primitives.query_tiles import STATISTICS
+from fa3.primitives.shared_memory import padded
+from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.problem import AttentionSpec, Problem
+from fa3.schedules import SingleTile
+from fa3.scores.masks import Band
+
+L2_BYTES = 40 << 20
+"""Of Q, dO and dQ that tiles which run beside one another should share in L2."""
+
+
+class BackwardTiling(NamedTuple):
+    """A config for head sizes up to these."""
+
+    head_dim: int
+    head_dim_v: int
+    config: BackwardConfig
+
+    def fits(self, spec: AttentionSpec) -> bool:
+        """Whether the config can run a spec."""
+        if spec.head_dim > self.head_dim or spec.head_dim_v > self.head_dim_v:
+            return False
+        try:
+            self.config.validate(spec)
+        except ValueError:
+            return False
+        return True
+
+
+BACKWARD_TILINGS = (
+    BackwardTiling(64, 64, BackwardConfig(128, 128)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128)),
+    BackwardTiling(256, 256, BackwardConfig(64, 64, shares_keys=True)),
+)
+"""The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit;
+none of them has been compared with others yet."""
+
+
+def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
+    """The config for a spec."""
+    return next(tiling.config for tiling in BACKWARD_TILINGS if tiling.fits(spec))
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the gradients of a problem are computed; it has at least one query and one key.
+
+    Fields:
+        has_d_lse: whether the log-sum-exp has a gradient.
+    """
+
+    problem: Problem
+    config: BackwardConfig
+    has_d_lse: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem, has_d_lse: bool) -> "BackwardPlan":
+        return cls(problem, choose_backward_config(problem.spec), has_d_lse)
+
+    @property
+    def kernels(self) -> tuple[BackwardBegin, Backward, BackwardEnd]:
+        """The kernels, in the order in which they run."""
+        spec, config = self.problem.spec, self.config
+        # What masks and scores change is in the second one only.
+        plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
+        return (
+            BackwardBegin(plain, config, self.has_d_lse),
+            Backward(spec, config, SingleTile),
+            BackwardEnd(plain, config),
+        )
+
+    @property
+    def num_query_tiles(self) -> int:
+        problem = self.problem
+        return -(-problem.seqlen_q // self.config.tile_m) * problem.num_heads_q * problem.batch
+
+    @property
+    def num_key_tiles(self) -> int:
+        problem = self.problem
+        return -(-problem.seqlen_k // self.config.tile_n) * problem.num_heads_kv * problem.batch
+
+    @property
+    def numbers_of_statistics(self) -> int:
+        """float32 that the rows' statistics take."""
+        return self.num_query_tiles * self.config.tile_m * STATISTICS
+
+    @property
+    def numbers_of_sums(self) -> int:
+        """float32 that the sums of dQ take."""
+        return self.num_query_tiles * self.config.pieces(padded(self.problem.spec.head_dim)).numbers
+
+    @property
+    def heads_per_section(self) -> int:
+        """Key/value heads whose Q, dO and dQ fit into L2 together."""
+        problem, spec = self.problem, self.problem.spec
+        of_row = spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim)
+        of_head = problem.seqlen_q * problem.qhead_per_kvhead * of_row
+        return min(max(1, L2_BYTES // of_head), problem.num_heads_kv * problem.batch)

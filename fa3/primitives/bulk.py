@@ -1,0 +1,38 @@
+"""Copies and reductions of plain runs of global memory, without a tensor map."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from fa3.primitives.vectors import FLOAT_BYTES, QUAD
+
+
+@cute.jit
+def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
+    """Copy contiguous fp32 numbers to shared memory; an mbarrier counts their bytes.
+
+    One warp calls it; the addresses and the size are multiples of 16 bytes.
+    """
+    size = Int32(cute.size(source) * FLOAT_BYTES)
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                Int32(target.iterator.toint()),
+                source.iterator.toint(),
+                size,
+                Int32(barrier.toint()),
+            ],
+        )
+
+
+@cute.jit
+def add_quad(target: cute.Tensor, values: cute.Tensor):
+    """Add 4 fp32 numbers in registers to 4 neighbours in global memory; nothing waits for it."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[
+            target.iterator.toint(),
+            *(values[i] for i in range(QUAD)),
+        ],
+    )

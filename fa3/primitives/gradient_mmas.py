@@ -1,0 +1,191 @@
+"""The five WGMMAs of the backward kernel: their shared-memory layouts, operands and accumulators.
+
+Every buffer in shared memory is read in two ways. Q, K and dO are rows of a head for S and dP, and
+columns of it for dK, dQ and dV; dS (keys, queries) is an operand of dK as it is and of dQ
+transposed. A transposed view moves nothing: WGMMA takes 16-bit operands either way.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers as sm90
+
+from fa3.primitives.wgmma import ROWS
+
+SWIZZLES = {
+    64: warpgroup.SmemLayoutAtomKind.K_SW128,
+    32: warpgroup.SmemLayoutAtomKind.K_SW64,
+    16: warpgroup.SmemLayoutAtomKind.K_SW32,
+}
+"""Columns of a swizzled unit -> its kind. No operand may begin or end in the middle of a unit."""
+
+
+def smem_layout(dtype, rows: int, columns: int, count: int, width: int) -> cute.ComposedLayout:
+    """(rows, columns, count), swizzled in the largest units that divide `width` columns."""
+    kind = next(kind for unit, kind in SWIZZLES.items() if width % unit == 0)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+
+
+class GradientLayouts(NamedTuple):
+    """Swizzled layouts (rows, columns, count).
+
+    Fields:
+        q, d_out: queries, counted in stages.
+        k, v: slabs of 64 keys.
+        scores: of dS, and of P: slabs of 64 keys with queries as columns, all slabs of a stage and
+            then those of the next.
+        dk, dv: what each group writes at the end, in the place of K and V.
+    """
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    d_out: cute.ComposedLayout
+    scores: cute.ComposedLayout
+    dk: cute.ComposedLayout
+    dv: cute.ComposedLayout
+
+    @classmethod
+    def of(cls, dtype, config, columns: int, columns_v: int) -> "GradientLayouts":
+        """Layouts for a `BackwardConfig` and padded head sizes."""
+        tile_m, slabs, shares, groups = config.tile_m, config.slabs, config.shares, config.groups
+        dk, dv = columns // shares, columns_v // shares
+        # K is an operand of a group's piece of dQ, and of dK's memory.
+        width_k = config.pieces(columns).width
+        return cls(
+            smem_layout(dtype, tile_m, columns, config.q_stages, dk),
+            smem_layout(dtype, ROWS, columns, slabs, width_k),
+            smem_layout(dtype, ROWS, columns_v, slabs, dv),
+            smem_layout(dtype, tile_m, columns_v, config.do_stages, dv),
+            smem_layout(dtype, ROWS, tile_m, slabs * config.q_stages, ROWS),
+            smem_layout(dtype, ROWS, dk, groups, width_k),
+            smem_layout(dtype, ROWS, dv, groups, dv),
+        )
+
+
+class GradientMmas(NamedTuple):
+    """The WGMMAs of a group.
+
+    Fields:
+        scores: S^T = K Q^T and dP^T = V dO^T, from shared memory.
+        dv, dk: dV += P^T dO and dK += dS^T Q; P and dS in registers unless groups share keys.
+        dq: a piece of dQ = dS K, from shared memory.
+    """
+
+    scores: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
+
+    @classmethod
+    def of(cls, dtype, config, columns: int, columns_v: int) -> "GradientMmas":
+        """The WGMMAs for a `BackwardConfig` and padded head sizes."""
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        source = warpgroup.OperandSource
+        of_p = source.SMEM if config.shares_keys else source.RMEM
+
+        def mma(a_major, b_major, width: int, a_source=source.SMEM):
+            return sm90.make_trivial_tiled_mma(
+                dtype, dtype, a_major, b_major, Float32, (1, 1, 1), (ROWS, width), a_source
+            )
+
+        return cls(
+            mma(k_major, k_major, config.queries),
+            mma(k_major, mn_major, columns_v // config.shares, of_p),
+            mma(k_major, mn_major, columns // config.shares, of_p),
+            mma(mn_major, mn_major, config.pieces(columns).width),
+        )
+
+
+class GradientOperands(NamedTuple):
+    """One thread's operands: descriptors of shared memory, and accumulators in registers.
+
+    Fields:
+        k, v: this group's keys, rows of S^T and dP^T.
+        q, d_out: columns of S^T and dP^T, by stage.
+        qt, d_out_t: columns of dK and dV, by stage.
+        kt: columns of this group's piece of dQ.
+        dst: rows of this group's piece of dQ, by stage.
+        p, ds: rows of dV and dK, by stage, if they come from shared memory; else None.
+    """
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    d_out: cute.Tensor
+    qt: cute.Tensor
+    d_out_t: cute.Tensor
+    kt: cute.Tensor
+    dst: cute.Tensor
+    p: cute.Tensor | None
+    ds: cute.Tensor | None
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+
+    @classmethod
+    def of(cls, mmas: GradientMmas, config, smem, group) -> "GradientOperands":
+        """The operands of a group; `smem` has the buffers of `GradientLayouts`."""
+        slab, share = (0, group) if config.shares_keys else (group, 0)
+        pieces = config.pieces(cute.size(smem.k, mode=[1]))
+        down, right = (group, 0) if pieces.rows > 1 else (0, group)
+        dk, dv = (cute.size(buffer, mode=[1]) // config.shares for buffer in (smem.k, smem.v))
+        qt, d_out_t = columns_of(smem.q, dk), columns_of(smem.d_out, dv)
+        kt = columns_of_keys(smem.k, pieces.width, 1)
+        dst = columns_of_keys(smem.ds, ROWS, config.q_stages)
+        q, d_out = (rows_of(buffer, config.queries) for buffer in (smem.q, smem.d_out))
+        return cls(
+            operand_a(mmas.scores, smem.k[None, None, slab]),
+            operand_a(mmas.scores, smem.v[None, None, slab]),
+            operand_b(mmas.scores, q[None, None, share, None]),
+            operand_b(mmas.scores, d_out[None, None, share, None]),
+            operand_b(mmas.dk, qt[None, share, None, None]),
+            operand_b(mmas.dv, d_out_t[None, share, None, None]),
+            operand_b(mmas.dq, kt[None, right, None, 0]),
+            operand_a(mmas.dq, dst[None, down, None, None]),
+            operand_a(mmas.dv, smem.p) if config.shares_keys else None,
+            operand_a(mmas.dk, smem.ds) if config.shares_keys else None,
+            cute.make_rmem_tensor(mmas.dk.partition_shape_C((ROWS, dk)), Float32),
+            cute.make_rmem_tensor(mmas.dv.partition_shape_C((ROWS, dv)), Float32),
+        )
+
+
+def operand_a(mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
+    """Descriptors of a buffer (M, K, ...) as operand A."""
+    return mma.make_fragment_A(mma.get_slice(0).partition_A(smem))
+
+
+def operand_b(mma: cute.TiledMma, smem: cute.Tensor) -> cute.Tensor:
+    """Descriptors of a buffer (N, K, ...) as operand B."""
+    return mma.make_fragment_B(mma.get_slice(0).partition_B(smem))
+
+
+def rows_of(smem: cute.Tensor, size: int) -> cute.Tensor:
+    """View (rows, columns, count) as (size, columns, rows / size, count)."""
+    rows, columns, count = (cute.size(smem, mode=[i]) for i in range(3))
+    layout = cute.make_layout(
+        (size, columns, rows // size, count), stride=(1, rows, size, rows * columns)
+    )
+    return cute.composition(smem, layout)
+
+
+def columns_of(smem: cute.Tensor, size: int) -> cute.Tensor:
+    """View (rows, columns, count) as (size, columns / size, rows, count)."""
+    rows, columns, count = (cute.size(smem, mode=[i]) for i in range(3))
+    layout = cute.make_layout(
+        (size, columns // size, rows, count), stride=(rows, rows * size, 1, rows * columns)
+    )
+    return cute.composition(smem, layout)
+
+
+def columns_of_keys(smem: cute.Tensor, size: int, stages: int) -> cute.Tensor:
+    """View (64, columns, slabs * stages) as (size, columns / size, all keys, stages)."""
+    rows, columns, count = (cute.size(smem, mode=[i]) for i in range(3))
+    slabs, slab = count // stages, rows * columns
+    layout = cute.make_layout(
+        (size, columns // size, (rows, slabs), stages),
+        stride=(rows, rows * size, (1, slab), slab * slabs),
+    )
+    return cute.composition(smem, layout)

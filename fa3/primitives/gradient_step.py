@@ -1,0 +1,141 @@
+"""The backward kernel's loop over query blocks: what a tile of keys gives and gets in each step.
+
+Q, dO and the rows' statistics come from shared memory, where the producer's TMA wrote them; dK and
+dV stay in registers for the epilogue, and dQ is added to the sums in global memory.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from fa3.primitives import wgmma
+from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
+from fa3.primitives.query_tiles import QueryGradients
+from fa3.primitives.score_gradients import ColumnStatistics
+from fa3.primitives.softmax import LOG2_E
+from fa3.primitives.wgmma import ROWS
+
+
+@dataclass(frozen=True)
+class GradientStep:
+    """The steps of one tile of keys and one query head, for one MMA warpgroup.
+
+    Fields:
+        config: a `fa3.kernels.backward_launch.BackwardConfig`.
+        smem, pipelines: the kernel's buffers, and what delivers Q and dO into them.
+        sums: receive dQ.
+        rules: score functions and masks; their coordinates name query head and batch.
+        barrier: of all MMA warpgroups.
+    """
+
+    config: object
+    mmas: GradientMmas
+    regs: GradientOperands
+    smem: object
+    pipelines: object
+    sums: QueryGradients
+    rules: object
+    thread: Int32
+    group: Int32
+    barrier: object
+
+    @cute.jit
+    def all(self, blocks, q_state, do_state):
+        """All query blocks, upwards."""
+        m_block = blocks.begin
+        while m_block < blocks.full_begin:
+            q_state, do_state = self.next(m_block, q_state, do_state, masked=True)
+            m_block += 1
+        while m_block < blocks.full_end:
+            q_state, do_state = self.next(m_block, q_state, do_state, masked=False)
+            m_block += 1
+        if cutlass.const_expr(self.rules.mask.left):
+            while m_block < blocks.end:
+                q_state, do_state = self.next(m_block, q_state, do_state, masked=True)
+                m_block += 1
+        return q_state, do_state
+
+    @cute.jit
+    def next(self, m_block, q_state, do_state, masked: cutlass.Constexpr):
+        """One query block: S and dP, then dV, dQ and dK."""
+        config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
+        pipelines.q.consumer_wait(q_state)
+        acc_S = self.issue_scores(regs.k, regs.q[None, None, None, q_state.index])
+        pipelines.d_out.consumer_wait(do_state)
+        acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, do_state.index])
+        warpgroup.wait_group(1)
+        p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
+        coords = self.rules.coords
+        statistics = ColumnStatistics(
+            self.smem.statistics[None, None, q_state.index], coords.column, coords.column_steps
+        )
+        factors = self.rules.apply(p, m_block, masked)
+        statistics.exponentiate(p, self.rules.unit * LOG2_E)
+        rP = self.rounded(acc_S)
+        d_out_t = regs.d_out_t[None, None, None, do_state.index]
+        if cutlass.const_expr(config.shares_keys):
+            self.write(rP, self.smem.p, q_state)
+            warpgroup.wait_group(0)
+        else:
+            wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(rP), d_out_t, accumulate=True)
+            warpgroup.wait_group(1)
+        statistics.differentiate(p, dP, factors)
+        rdS = self.rounded(acc_S)
+        self.write(rdS, self.smem.ds, q_state)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.barrier.arrive_and_wait()
+        of_ds = as_operand_a(rdS)
+        if cutlass.const_expr(config.shares_keys):
+            of_p = regs.p[None, None, None, q_state.index]
+            of_ds = regs.ds[None, None, None, q_state.index]
+            wgmma.issue(mmas.dv.op, regs.acc_dV, of_p, d_out_t, accumulate=True)
+        acc_dQ = self.issue_dq(q_state)
+        qt = regs.qt[None, None, None, q_state.index]
+        wgmma.issue(mmas.dk.op, regs.acc_dK, of_ds, qt, accumulate=True)
+        warpgroup.wait_group(1)
+        pipelines.d_out.consumer_release(do_state)
+        tile = m_block, coords.head, coords.batch
+        pieces = config.pieces(cute.size(self.smem.k, mode=[1]))
+        self.sums.add(pieces, acc_dQ, self.thread, self.group, tile)
+        warpgroup.wait_group(0)
+        pipelines.q.consumer_release(q_state)
+        q_state.advance()
+        do_state.advance()
+        return q_state, do_state
+
+    def issue_scores(self, a, b) -> cute.Tensor:
+        """Start S^T = K Q^T or dP^T = V dO^T into a fresh accumulator."""
+        shape = self.mmas.scores.partition_shape_C((ROWS, self.config.queries))
+        acc = cute.make_rmem_tensor(shape, Float32)
+        wgmma.issue(self.mmas.scores.op, acc, a, b, accumulate=False)
+        return acc
+
+    def issue_dq(self, q_state) -> cute.Tensor:
+        """Start this group's piece of dQ = dS K into a fresh accumulator."""
+        width = self.config.pieces(cute.size(self.smem.k, mode=[1])).width
+        acc = cute.make_rmem_tensor(self.mmas.dq.partition_shape_C((ROWS, width)), Float32)
+        dst = self.regs.dst[None, None, None, q_state.index]
+        wgmma.issue(self.mmas.dq.op, acc, dst, self.regs.kt, accumulate=False)
+        return acc
+
+    def rounded(self, acc: cute.Tensor) -> cute.Tensor:
+        """An accumulator in 16 bits."""
+        rounded = cute.make_rmem_tensor_like(acc, self.smem.q.element_type)
+        convert(acc, rounded)
+        return rounded
+
+    @cute.jit
+    def write(self, fragment: cute.Tensor, buffer: cute.Tensor, q_state):
+        """Write this group's part of P^T or dS^T to shared memory."""
+        if cutlass.const_expr(self.config.shares_keys):
+            shape = ROWS, self.config.queries
+            part = cute.local_tile(buffer[None, None, q_state.index], shape, (0, self.group))
+        else:
+            part = buffer[None, None, q_state.index * self.config.groups + self.group]
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), fragment.element_type)
+        copy = cute.make_tiled_copy_C(atom, self.mmas.scores).get_slice(self.thread)
+        cute.copy(atom, copy.retile(fragment), copy.partition_D(part))

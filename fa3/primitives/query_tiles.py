@@ -1,0 +1,141 @@
+"""What the backward pass keeps of each tile of queries in global memory, all of it fp32.
+
+`RowStatistics`: each row's log-sum-exp and delta; `fa3.kernels.backward_begin` writes them, the
+backward kernel loads those of a tile in one run.
+
+`QueryGradients`: the sums of dQ. Many CTAs add to the same rows, one for each tile of keys. The
+backward kernel adds straight from its accumulators (`add`), and `fa3.kernels.backward_end` reads
+them with the same threads (`load`). Nobody else looks at this memory, so its layout is free: 4
+elements of a thread lie side by side, and after them those of the next thread, so that a warp adds
+to 512 bytes in a row.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from fa3.primitives.bulk import add_quad
+from fa3.primitives.vectors import QUAD
+from fa3.primitives.wgmma import ROWS, WARPGROUP
+
+STATISTICS = 2
+"""Numbers of a row: its log-sum-exp and its delta."""
+
+
+class QueryTiles(NamedTuple):
+    """Numbers the tiles of queries (m_block, head, batch)."""
+
+    num_m_blocks: Int32
+    num_heads: Int32
+
+    def number(self, tile) -> Int64:
+        m_block, head, batch = tile
+        return Int64(m_block) + self.num_m_blocks * (head + self.num_heads * Int64(batch))
+
+
+class RowStatistics(NamedTuple):
+    """The statistics of all tiles; `buffer` is (tiles * STATISTICS * tile_m,)."""
+
+    buffer: cute.Tensor
+    tiles: QueryTiles
+
+    def of_tile(self, tile_m: int, tile) -> cute.Tensor:
+        """(tile_m, STATISTICS): of each row the log-sum-exp in powers of two, and delta.
+
+        A row that sees no key, or that is past the last query, has inf and 0, so that its P is 0.
+        """
+        begin = self.tiles.number(tile) * (STATISTICS * tile_m)
+        return cute.make_tensor(
+            (self.buffer.iterator + begin).align(16), cute.make_layout((tile_m, STATISTICS))
+        )
+
+
+class QueryPieces(NamedTuple):
+    """How the warpgroups of a CTA share a tile of dQ: each has a piece of 64 rows.
+
+    Fields:
+        rows, columns: pieces below and beside one another; one of the two is 1.
+        width: columns of a piece.
+    """
+
+    rows: int
+    columns: int
+    width: int
+
+    @classmethod
+    def of(cls, tile_m: int, columns: int, groups: int) -> "QueryPieces":
+        """Pieces of a tile of `tile_m` rows and `columns` columns.
+
+        Raises:
+            ValueError: the groups cannot share it equally.
+        """
+        if tile_m == ROWS * groups:
+            return cls(groups, 1, columns)
+        if tile_m == ROWS and columns % (16 * groups) == 0:
+            return cls(1, groups, columns // groups)
+        raise ValueError(
+            f"tile_m must be {ROWS * groups}, or {ROWS} if {groups} warpgroups can share the "
+            f"columns, got {tile_m} with {columns} columns"
+        )
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def quads(self) -> int:
+        """Groups of 4 elements that a thread has of a piece."""
+        return ROWS * self.width // WARPGROUP // QUAD
+
+    @property
+    def numbers(self) -> int:
+        """Elements of a tile."""
+        return self.count * ROWS * self.width
+
+
+class QueryGradients(NamedTuple):
+    """The sums of all tiles; `buffer` is (tiles * pieces.numbers,)."""
+
+    buffer: cute.Tensor
+    tiles: QueryTiles
+
+    def quads_of(self, pieces: QueryPieces, thread, piece, tile) -> cute.Tensor:
+        """(4, quads): a thread's elements of one piece of a tile."""
+        begin = self.tiles.number(tile) * pieces.numbers
+        offset = piece * (pieces.quads * WARPGROUP * QUAD) + thread * QUAD
+        layout = cute.make_layout((QUAD, pieces.quads), stride=(1, QUAD * WARPGROUP))
+        return cute.make_tensor((self.buffer.iterator + (begin + offset)).align(16), layout)
+
+    @cute.jit
+    def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):
+        """Add a thread's accumulator of a piece."""
+        target, quads = self.quads_of(pieces, thread, piece, tile), in_quads(acc)
+        for i in cutlass.range_constexpr(pieces.quads):
+            add_quad(target[None, i], quads[None, i])
+
+    @cute.jit
+    def load(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):
+        """Read a thread's accumulator of a piece."""
+        source, quads = self.quads_of(pieces, thread, piece, tile), in_quads(acc)
+        for i in cutlass.range_constexpr(pieces.quads):
+            cute.autovec_copy(source[None, i], quads[None, i])
+
+    @cute.jit
+    def clear(self, pieces: cutlass.Constexpr, thread, threads: cutlass.Constexpr, tile):
+        """Set a tile to zero; `threads` threads share the work."""
+        quads = pieces.numbers // QUAD
+        begin = self.quads_of(pieces, 0, 0, tile).iterator
+        target = cute.make_tensor(begin, cute.make_layout((QUAD, quads)))
+        zeros = cute.make_rmem_tensor(QUAD, Float32)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(-(-quads // threads)):
+            quad = thread + i * threads
+            if quad < quads:
+                cute.autovec_copy(zeros, target[None, quad])
+
+
+def in_quads(acc: cute.Tensor) -> cute.Tensor:
+    """View an accumulator as (4, quads): of each quad two columns of two rows."""
+    return cute.logical_divide(cute.flatten(acc), cute.make_layout(QUAD))

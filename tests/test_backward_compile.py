@@ -1,0 +1,330 @@
+"""The backward kernels, compiled for sm_90a and read back as machine code; no GPU is needed.
+
+And where their threads find what: views of shared memory and the order of the sums of dQ are
+computed on the CPU, where jit code runs as well.
+"""
+
+import re
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import from_dlpack
+from reference import visible
+from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec_of
+
+from fa3.kernels.backward import Backward
+from fa3.kernels.backward_begin import BackwardBegin
+from fa3.kernels.backward_end import BackwardEnd
+from fa3.kernels.backward_launch import BackwardConfig
+from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
+from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
+from fa3.primitives.query_tiles import QueryGradients, QueryPieces, QueryTiles, RowStatistics
+from fa3.primitives.shared_memory import CAPACITY, padded
+from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.problem import Problem, Window
+from fa3.running.compiler import compile_kernel
+from fa3.schedules import SingleTile, Tile
+from fa3.scores.masks import Band, Sequence
+from fa3.tools.cubin import CubinReport, inspect
+
+WGMMA_K = 16
+
+OPTIONS = "--gpu-arch sm_90a"
+
+SIZES = ((32, 32), (64, 64), (72, 72), (128, 128), (192, 64), (192, 128), (192, 192), (256, 256))
+"""Sizes (of q and k, of v) that are compiled; they take every row of the table, and every width of
+a swizzled unit."""
+
+SPECS = (
+    *(spec_of(head_dim, "causal", head_dim_v=head_dim_v) for head_dim, head_dim_v in SIZES),
+    *(spec_of(head_dim, "full") for head_dim in (64, 128, 256)),
+    spec_of(96, "window"),
+    spec_of(128, "causal", dtype="float16"),
+    modified(64, "causal", (CAP, BEHIND_BY_BATCH)),
+    modified(128, "full", (CAP, AROUND)),
+    modified(128, "causal", function=DOCUMENTS),
+    modified(256, "window", (CAP, BEHIND_BY_BATCH), DOCUMENTS),
+)
+
+
+def name_of(spec) -> str:
+    scores = "".join(f"-{score.kind.__name__}" for score in spec.scores)
+    mask = "-mask" if spec.mask.templates else ""
+    bounds = getattr(spec.mask, "band", spec.mask)
+    sides = f"-{'L' * bounds.left}{'R' * bounds.right}"
+    return f"d{spec.head_dim}v{spec.head_dim_v}-{spec.dtype}{sides}{scores}{mask}"
+
+
+# --------------------------------------------------------------------------------- machine code
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
+def test_machine_code(spec):
+    config = choose_backward_config(spec)
+    kernel = compile_kernel(Backward(spec, config, SingleTile))
+    report = inspect(kernel.cubin)
+    check_resources(report, kernel.ptxas_log, config.threads)
+    assert report.count("USETMAXREG.DEALLOC") == 1
+    assert report.count("USETMAXREG.TRY_ALLOC") == 1
+    check_wgmma(report, spec, config)
+    pieces = config.pieces(padded(spec.head_dim))
+    assert report.count("REDG.E.ADD.F32x4") == pieces.quads * loops(spec)
+    assert report.count("UBLKCP") == 1
+    # P stays in registers unless warpgroups share keys; dS does not.
+    written = (2 if config.shares_keys else 1) * loops(spec) * ROWS * config.queries
+    columns = padded(spec.head_dim) + padded(spec.head_dim_v)
+    written += ROWS * columns // config.shares
+    assert report.count("STSM") == written // (8 * WARPGROUP)
+
+
+def loops(spec) -> int:
+    """Loops over query blocks: masked at the diagonal or where keys end, unmasked, and with a left
+    bound masked at the end."""
+    return 2 + spec.mask.left
+
+
+def check_resources(report: CubinReport, ptxas_log: str, threads: int):
+    assert report.threads == threads
+    assert report.registers * report.threads <= 65536
+    assert report.stack_bytes == 0
+    assert report.spill_instructions == 0
+    assert re.search(r"\bUsed \d+ registers", ptxas_log), "no remarks of ptxas to look at"
+    assert not re.findall(r"C75\d\d", ptxas_log), ptxas_log
+
+
+def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
+    head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+    of_step = (head_dim + head_dim_v + 2 * config.tile_m + config.tile_n) // WGMMA_K
+    assert report.wgmma == of_step * loops(spec)
+    # Serialised, each would have a wait of its own.
+    assert report.wgmma_waits == 4 * loops(spec)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
+def test_machine_code_of_the_other_kernels(head_dim):
+    spec = spec_of(head_dim, "full")
+    config = choose_backward_config(spec)
+    kernels = (
+        *(BackwardBegin(spec, config, has_d_lse) for has_d_lse in (False, True)),
+        BackwardEnd(spec, config),
+    )
+    for kernel in kernels:
+        compiled = compile_kernel(kernel)
+        report = inspect(compiled.cubin)
+        check_resources(report, compiled.ptxas_log, report.threads)
+        assert report.count("LDG.E.128") >= 1
+        assert report.tma_stores == 0 or isinstance(kernel, BackwardEnd)
+
+
+@pytest.mark.parametrize("head_dim_v", range(8, 257, 8))
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_size_has_a_config(head_dim, head_dim_v):
+    spec = spec_of(head_dim, "causal", head_dim_v=head_dim_v)
+    config = choose_backward_config(spec)
+    config.validate(spec)
+    assert config.smem_bytes(spec) <= CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BackwardConfig(64, 256), "tile_n must be 128"),
+        (BackwardConfig(64, 128, shares_keys=True), "tile_n must be 64"),
+        (BackwardConfig(96, 128), "tile_m must be 128, or 64"),
+        (BackwardConfig(64, 128, groups=4), "groups must be 2 or 3"),
+        (BackwardConfig(64, 128, q_stages=0), "q_stages must be 1 or more"),
+        (BackwardConfig(128, 128, q_stages=1, do_stages=1), "registers"),
+        (BackwardConfig(64, 128, q_stages=6), "bytes of shared memory"),
+    ],
+)
+def test_validate_rejects(config, message):
+    with pytest.raises(ValueError, match=message):
+        config.validate(spec_of(128, "causal"))
+
+
+def test_the_table_has_no_row_in_vain():
+    sizes = [(d, dv) for d in range(8, 257, 8) for dv in range(8, 257, 8)]
+    chosen = {choose_backward_config(spec_of(d, "full", head_dim_v=dv)) for d, dv in sizes}
+    assert chosen == {tiling.config for tiling in BACKWARD_TILINGS}
+
+
+def test_memory_of_a_plan():
+    spec = spec_of(96, "full", head_dim_v=64)
+    plan = BackwardPlan.of(Problem(spec, 2, 100, 300, 3, 4, Window()), has_d_lse=False)
+    assert plan.config.tile_m == 64 and plan.config.tile_n == 128
+    assert plan.num_query_tiles == 2 * 12 * 2 and plan.num_key_tiles == 2 * 3 * 3
+    assert plan.numbers_of_sums == 2 * 12 * 2 * 64 * 96
+    assert plan.numbers_of_statistics == 2 * 12 * 2 * 64 * 2
+
+
+# ---------------------------------------------------------------------- where threads find what
+
+
+@cute.jit
+def write_views(
+    memory: cute.Tensor,
+    of_rows: cute.Tensor,
+    of_columns: cute.Tensor,
+    of_keys: cute.Tensor,
+    shape: cutlass.Constexpr,
+    size: cutlass.Constexpr,
+    stages: cutlass.Constexpr,
+):
+    """Read a buffer (rows, columns, count), blocked as TMA writes it, through each of its views."""
+    rows, columns, count = shape
+    blocks = cute.make_layout(
+        (rows, (16, columns // 16), count), stride=(16, (1, 16 * rows), rows * columns)
+    )
+    buffer = cute.make_tensor(memory.iterator, blocks)
+    for view, target in (
+        (rows_of(buffer, size), of_rows),
+        (columns_of(buffer, size), of_columns),
+        (columns_of_keys(buffer, size, stages), of_keys),
+    ):
+        for i in cutlass.range(cute.size(target)):
+            target[i] = view[i]
+
+
+@pytest.mark.compiles
+def test_views_of_shared_memory():
+    rows, columns, count, size, stages = 64, 96, 6, 32, 2
+    memory = torch.empty(rows * columns * count, dtype=torch.int32)
+    element = torch.arange(memory.numel(), dtype=torch.int32).view(count, rows, columns)
+    # Blocks of 16 columns stand behind one another.
+    blocks = element.view(count, rows, columns // 16, 16).transpose(1, 2)
+    memory.copy_(blocks.reshape(-1))
+    found = [torch.empty_like(memory) for _ in range(3)]
+    write_views(*map(from_dlpack, (memory, *found)), (rows, columns, count), size, stages)
+    # The first mode of a view is the fastest.
+    by_rows = element.view(count, rows // size, size, columns).transpose(2, 3)
+    assert torch.equal(found[0].view(by_rows.shape), by_rows)
+    by_columns = element.view(count, rows, columns // size, size)
+    assert torch.equal(found[1].view(by_columns.shape), by_columns)
+    slabs = count // stages
+    by_keys = element.view(stages, slabs * rows, columns // size, size)
+    assert torch.equal(found[2].view(by_keys.shape), by_keys)
+
+
+@cute.jit
+def write_owners(
+    sums: cute.Tensor,
+    statistics: cute.Tensor,
+    num_m_blocks: Int32,
+    num_heads: Int32,
+    batch: Int32,
+    tile_m: cutlass.Constexpr,
+    pieces: cutlass.Constexpr,
+):
+    """Number what the threads find in the sums, thread by thread; count what is kept of rows."""
+    tiles = QueryTiles(num_m_blocks, num_heads)
+    number = Int32(0)
+    for b in cutlass.range(batch):
+        for h in cutlass.range(num_heads):
+            for m in cutlass.range(num_m_blocks):
+                tile = m, h, b
+                for piece in cutlass.range(pieces.count):
+                    for thread in cutlass.range(WARPGROUP):
+                        quads = QueryGradients(sums, tiles).quads_of(pieces, thread, piece, tile)
+                        for i in cutlass.range(cute.size(quads)):
+                            quads[i] += number
+                            number += 1
+                rows = RowStatistics(statistics, tiles).of_tile(tile_m, tile)
+                for i in cutlass.range(cute.size(rows)):
+                    rows[i] += 1
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("tile_m", "columns"), [(64, 96), (128, 64)])
+def test_every_number_of_a_query_tile_has_one_place(tile_m, columns):
+    pieces = QueryPieces.of(tile_m, columns, groups=2)
+    assert pieces.numbers == tile_m * columns
+    num_m_blocks, heads, batch = 3, 2, 2
+    count = num_m_blocks * heads * batch
+    sums = torch.zeros(count * pieces.numbers, dtype=torch.int32)
+    statistics = torch.zeros(count * tile_m * 2, dtype=torch.int32)
+    sizes = map(Int32, (num_m_blocks, heads, batch))
+    write_owners(*map(from_dlpack, (sums, statistics)), *sizes, tile_m, pieces)
+    assert (statistics == 1).all()
+    assert torch.equal(sums.sort().values, torch.arange(len(sums), dtype=torch.int32))
+    # A warp adds to 512 bytes in a row, 16 of each lane.
+    quads = columns // 2 // (1 if tile_m == 128 else 2) // 4
+    first = sums[: 32 * 4].view(32, 4)
+    expected = torch.arange(32)[:, None] * 4 * quads + torch.arange(4)
+    assert torch.equal(first, expected.int())
+
+
+@cute.jit
+def write_masks(
+    blocks: cute.Tensor, hidden: cute.Tensor, kernel: cutlass.Constexpr, sizes: tuple[Int32, ...]
+):
+    """Write the query blocks of every tile of keys, and which scores a mask hides: 1 is left, 2 is
+    hidden."""
+    seqlen_q, seqlen_k, left, right = sizes
+    sequence = Sequence(seqlen_q, seqlen_k, Window(left, right))
+    config = kernel.config
+    for n_block in cutlass.range(blocks.shape[0]):
+        found = kernel.query_blocks(kernel.spec.mask, n_block, sequence)
+        for i in cutlass.range_constexpr(4):
+            blocks[n_block, i] = found[i]
+    mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
+    _, num_blocks, num_tiles = hidden.shape
+    for n_block in cutlass.range(num_tiles):
+        for m_block in cutlass.range(num_blocks):
+            for group in cutlass.range_constexpr(config.groups):
+                for thread in cutlass.range(WARPGROUP):
+                    tile = Tile(n_block, Int32(0), Int32(0))
+                    coords = kernel.coords(mmas, thread, group, tile)
+                    rows, columns = len(coords.row_steps), len(coords.column_steps)
+                    scores = cute.make_rmem_tensor((rows, columns), Float32)
+                    scores.fill(0.0)
+                    kernel.spec.mask.apply_transposed(scores, coords, m_block, sequence)
+                    for r in cutlass.range_constexpr(rows):
+                        for c in cutlass.range_constexpr(columns):
+                            key = coords.key(r) - n_block * config.tile_n
+                            query = coords.column + coords.column_steps[c]
+                            at = key * config.tile_m + query
+                            hidden[at, m_block, n_block] += Int32(1 + (scores[r, c] != 0.0))
+
+
+WINDOWS = (Window(), Window(right=0), Window(60, 20), Window(left=70), Window(right=150))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_query_blocks_and_masks(head_dim, window):
+    """Every visible pair is in a block that is touched; and scores of blocks without a mask, and
+    those that a mask leaves, are visible, but for queries that are none."""
+    spec = replace(spec_of(head_dim, "full"), mask=Band.of(window))
+    kernel = Backward(spec, choose_backward_config(spec), SingleTile)
+    tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
+    run = None
+    for seqlen_q, seqlen_k in ((1, 1), (64, 128), (63, 300), (300, 63), (257, 257), (130, 400)):
+        num_tiles, num_blocks = -(-seqlen_k // tile_n), -(-seqlen_q // tile_m)
+        blocks = torch.full((num_tiles, 4), -1, dtype=torch.int32)
+        hidden = torch.zeros(tile_n * tile_m, num_blocks, num_tiles, dtype=torch.int32)
+        sizes = tuple(map(Int32, (seqlen_q, seqlen_k, *window)))
+        tensors = [from_dlpack(x).mark_layout_dynamic(x.ndim - 1) for x in (blocks, hidden)]
+        # With the architecture of the kernel: its WGMMAs say which scores a thread has.
+        run = run or cute.compile(write_masks, *tensors, kernel, sizes, options=OPTIONS)
+        run(*tensors, sizes)
+        is_query = torch.arange(num_blocks * tile_m) < seqlen_q
+        seen = torch.zeros(num_blocks * tile_m, num_tiles * tile_n, dtype=torch.bool)
+        seen[:seqlen_q, :seqlen_k] = visible(seqlen_q, seqlen_k, window)
+        left = hidden.view(tile_n, tile_m, num_blocks, num_tiles).permute(2, 1, 3, 0)
+        # Each score has one thread.
+        assert ((left == 1) | (left == 2)).all()
+        left = (left == 1).reshape(seen.shape)
+        assert torch.equal(left[is_query], seen[is_query])
+        for n_block, (begin, full_begin, full_end, end) in enumerate(blocks.tolist()):
+            assert 0 <= begin <= full_begin <= full_end <= end <= num_blocks and begin < end
+            of_tile = seen[:, n_block * tile_n : (n_block + 1) * tile_n]
+            assert not of_tile[: begin * tile_m].any() and not of_tile[end * tile_m :].any()
+            full = slice(full_begin * tile_m, full_end * tile_m)
+            assert of_tile[full][is_query[full]].all()

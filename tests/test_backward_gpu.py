@@ -1,0 +1,306 @@
+"""Gradients on a Hopper GPU against those of torch's autograd through dense attention in float64.
+
+Simplest first: what hangs or fails early says most. Memory is NaN wherever a kernel writes nothing.
+"""
+
+import random
+
+import pytest
+import torch
+from gradients import check_gradients
+from problems import make_operands, make_problem, poisoned_allocations
+from score_problems import Recipe
+
+import fa3
+from fa3.planning.backward import BackwardPlan
+from fa3.problem import NO_BOUND, Problem, Window
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = Window(right=0)
+WINDOWS = (Window(), CAUSAL, Window(40, 20), Window(left=70), Window(right=100))
+
+HEAD_DIMS = ((64, 64), (128, 128), (72, 72), (96, 96), (256, 256), (192, 128), (192, 192))
+"""Sizes (of q and k, of v): those of each way to share the work, and of each swizzle."""
+
+
+def check(problem: Problem, device, weights=(True, False), seed: int = 0, **modifiers) -> dict:
+    q, k, v = make_operands(problem, seed, device)
+    return check_gradients(q, k, v, problem.window, weights, seed, **modifiers)
+
+
+# -------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+def test_one_block_of_queries_and_one_tile_of_keys(head_dims, device):
+    head_dim, head_dim_v = head_dims
+    check(make_problem(1, 64, 64, 1, 1, head_dim, head_dim_v=head_dim_v), device)
+
+
+@pytest.mark.parametrize("seqlen_k", [128, 512])
+@pytest.mark.parametrize("seqlen_q", [128, 512])
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+def test_whole_blocks(head_dims, seqlen_q, seqlen_k, device):
+    head_dim, head_dim_v = head_dims
+    check(make_problem(1, seqlen_q, seqlen_k, 1, 1, head_dim, head_dim_v=head_dim_v), device)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [(1, 1), (63, 63), (113, 113), (512, 512), (1023, 1023), (113, 203), (203, 113), (1024, 1000)],
+)
+def test_lengths(seqlen_q, seqlen_k, head_dims, window, device):
+    head_dim, head_dim_v = head_dims
+    problem = make_problem(
+        2, seqlen_q, seqlen_k, 2, head_dim=head_dim, head_dim_v=head_dim_v, window=window
+    )
+    check(problem, device)
+
+
+@pytest.mark.parametrize("qhead_per_kvhead", [2, 3, 8])
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(40, 20)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_shared_heads(head_dim, window, qhead_per_kvhead, device):
+    check(make_problem(2, 200, 333, 2, qhead_per_kvhead, head_dim, window), device)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim(head_dim, dtype, device):
+    check(make_problem(2, 130, 150, 2, head_dim=head_dim, window=CAUSAL, dtype=dtype), device)
+
+
+RANDOM_HEAD_DIMS = (*HEAD_DIMS, (40, 40), (64, 128), (128, 64), (192, 64), (96, 80), (64, 256))
+
+
+def random_problem(seed: int) -> tuple[Problem, Recipe]:
+    """Draw a problem and modifiers; what changes the code comes from few sets."""
+    draw, number = random.Random(seed), seed % len(RANDOM_HEAD_DIMS)
+    of_spec = random.Random(number)
+    head_dim, head_dim_v = RANDOM_HEAD_DIMS[number]
+    window = of_spec.choice(WINDOWS)
+
+    def length() -> int:
+        return draw.randint(1, draw.choice((1, 40, 300, 1100)))
+
+    def bound(given: int) -> int:
+        return given if given in (NO_BOUND, 0) else draw.choice((0, draw.randint(0, 700)))
+
+    seqlen_q = length()
+    problem = make_problem(
+        draw.randint(1, 3),
+        seqlen_q,
+        draw.choice((seqlen_q, length())),
+        draw.randint(1, 2),
+        draw.choice((1, 2, 4)),
+        head_dim,
+        Window(*map(bound, window)),
+        of_spec.choice(("bfloat16", "float16")),
+        head_dim_v,
+    )
+    recipe = Recipe(
+        of_spec.choice((0.0, 0.0, 2.0, 30.0)),
+        of_spec.choice((0, 0, 1, 2)),
+        of_spec.choice((None, None, "float32", "q")),
+    )
+    return problem, recipe
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_combinations(seed, device):
+    problem, recipe = random_problem(seed)
+    modifiers = recipe.make(problem, make_operands(problem, seed, device)[0], seed)
+    weights = random.Random(seed).choice(((1, 0), (1, 1), (0, 1)))
+    check(problem, device, weights, seed, **modifiers)
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 0)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_tiles_than_sms(head_dim, window, device):
+    check(make_problem(2, 2048, 2048, 8, head_dim=head_dim, window=window), device)
+
+
+# ----------------------------------------------------------------------- what changes the scores
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(softcap=2.0),
+        Recipe(softcap=30.0),
+        Recipe(alibi_rank=1),
+        Recipe(alibi_rank=2),
+        Recipe(sinks="float32"),
+        Recipe(softcap=20.0, alibi_rank=2, sinks="q"),
+        Recipe(mask="documents"),
+        Recipe(mask="prefix"),
+        Recipe(mask="span"),
+    ],
+)
+def test_modifiers(recipe, head_dim, window, device):
+    problem = make_problem(2, 300, 400, 2, 2, head_dim, window)
+    q, k, v = make_operands(problem, 0, device)
+    check_gradients(q, k, v, window, (True, True), **recipe.make(problem, q))
+
+
+@pytest.mark.parametrize("weights", [(True, True), (False, True)])
+def test_gradient_of_the_log_sum_exp(weights, device):
+    check(make_problem(2, 200, 333, 2, 2, 128, CAUSAL), device, weights)
+
+
+def test_rows_that_see_nothing(device):
+    found = check(make_problem(2, 350, 130, 2, head_dim=64, window=CAUSAL), device, (True, True))
+    assert not found["q"][:, :220].any() and found["q"][:, 221:].any()
+
+
+@pytest.mark.parametrize("size", [1e2, -1e2, 1e-3])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_of_all_sizes(head_dim, size, device):
+    """Far below 0 too: the zeros after the last key must not come in, as large as they then are."""
+    q, k, v = make_operands(make_problem(1, 150, 150, 1, head_dim=head_dim), 0, device)
+    leaves = [x.requires_grad_() for x in (q.abs() * size, k.abs(), v)]
+    with poisoned_allocations():
+        found = torch.autograd.grad(fa3.flash_attn_func(*leaves).float().sum(), leaves)
+    assert all(x.isfinite().all() for x in found)
+
+
+# ------------------------------------------------------------------------------ part of autograd
+
+
+def leaves(device, seqlen_q: int = 170, seqlen_k: int = 190) -> list[torch.Tensor]:
+    """Return q, k and v that require grad."""
+    operands = make_operands(make_problem(2, seqlen_q, seqlen_k, 2, head_dim=64), 0, device)
+    return [x.requires_grad_() for x in operands]
+
+
+@pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("sinks",), ("q", "sinks"), ("k", "v")])
+def test_only_some_inputs(names, device):
+    q, k, v = leaves(device)
+    inputs = {"q": q, "k": k, "v": v, "sinks": torch.zeros(2, requires_grad=True, device=device)}
+    out = fa3.flash_attn_func(**inputs)
+    d_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, [inputs[name] for name in names], d_out)
+    some = {name: x if name in names else x.detach() for name, x in inputs.items()}
+    found = torch.autograd.grad(fa3.flash_attn_func(**some), [some[name] for name in names], d_out)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_nothing_to_compute(sizes, has_sinks, device):
+    batch, seqlen_q, seqlen_k, heads_kv = sizes
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
+    q, k, v = (x.requires_grad_() for x in make_operands(problem, 0, device))
+    sinks = torch.ones(2 * heads_kv, device=device, requires_grad=True) if has_sinks else None
+    out, lse = fa3.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
+    wanted = (q, k, v, sinks) if has_sinks else (q, k, v)
+    found = torch.autograd.grad((out, lse), wanted, (out, torch.ones_like(lse)))
+    for x, dx in zip(wanted[:3], found[:3], strict=True):
+        assert dx.shape == x.shape and not dx.any()
+    if has_sinks:
+        assert found[3].tolist() == [batch * seqlen_q * (seqlen_k == 0)] * len(sinks)
+
+
+def test_views_and_strange_gradients(device):
+    """Operands and gradients that are not contiguous; one gradient is expanded from a number."""
+    packed = torch.randn(2, 80, 3, 4, 64, device=device).half().requires_grad_()
+    apart = packed.detach().clone().requires_grad_()
+    d_out = torch.randn(2, 4, 80, 64, device=device).half().transpose(1, 2)
+    of_views = torch.autograd.grad(fa3.flash_attn_func(*packed.unbind(2)), packed, d_out)
+    copies = (x.contiguous() for x in apart.unbind(2))
+    of_copies = torch.autograd.grad(fa3.flash_attn_func(*copies), apart, d_out.contiguous())
+    torch.testing.assert_close(*of_views, *of_copies, atol=1e-2, rtol=1e-2)
+    q, k, v = leaves(device)
+    out = fa3.flash_attn_func(q, k, v)
+    expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)
+    found = torch.autograd.grad(out.sum(), (q, k, v))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+
+
+def test_the_forward_pass_is_the_same(device):
+    q, k, v = leaves(device)
+    found = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert all(x.requires_grad for x in found)
+    with torch.no_grad():
+        expected = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_dk_and_dv_have_the_same_bits_every_time(device):
+    """Only dQ is added up in no fixed order."""
+    q, k, v = leaves(device, 1000, 1000)
+    out = fa3.flash_attn_func(q, k, v, causal=True)
+    d_out = torch.randn_like(out)
+    first = torch.autograd.grad(out, (k, v), d_out, retain_graph=True)
+    for _ in range(20):
+        again = torch.autograd.grad(out, (k, v), d_out, retain_graph=True)
+        assert all(map(torch.equal, again, first))
+
+
+def test_captured_in_a_graph(device):
+    q, k, v = leaves(device)
+    d_out = torch.randn_like(q)
+
+    def run():
+        return torch.autograd.grad(fa3.flash_attn_func(q, k, v, causal=True), (q, k, v), d_out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for x in found:
+        x.fill_(torch.nan)
+    graph.replay()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+
+
+def test_what_is_kept(device):
+    q, k, v = leaves(device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        fa3.flash_attn_func(q, k, v, causal=True)
+    assert kept == [q.shape, k.shape, v.shape, q.shape, (2, 2, 170)]
+
+
+def test_memory_beside_the_gradients(device):
+    q, k, v = leaves(device, 4096, 4096)
+    out = fa3.flash_attn_func(q, k, v)
+    d_out = torch.randn_like(out)
+    problem = make_problem(2, 4096, 4096, 2, head_dim=64)
+    plan = BackwardPlan.of(problem, has_d_lse=False)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(out, (q, k, v), d_out)
+    took = torch.cuda.max_memory_allocated() - before
+    scratch = 4 * (plan.numbers_of_sums + plan.numbers_of_statistics)
+    assert took <= scratch + 3 * q.nbytes + (1 << 20)
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def test_refusals(device):
+    q, k, v = leaves(device)
+    out = fa3.flash_attn_func(q, k, v)
+    (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.float().sum().backward()
+    with pytest.raises(NotImplementedError, match=r"^q requires grad, .* deterministic=False"):
+        fa3.flash_attn_func(q, k, v, deterministic=True)
+    with pytest.raises(NotImplementedError, match=r"^q requires grad, .* sm_margin=0"):
+        fa3.flash_attn_func(q, k, v, sm_margin=4)
+    with pytest.raises(ValueError, match=r"^q requires grad, so out must be None"):
+        fa3.flash_attn_func(q, k, v, out=torch.empty_like(q))
+    with torch.no_grad():
+        fa3.flash_attn_func(q, k, v, deterministic=True, sm_margin=4)
