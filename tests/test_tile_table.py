@@ -4,8 +4,9 @@ import pytest
 
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
+from fa3.primitives.divisor import PlainDivisor
 from fa3.running.compiler import compile_kernel
-from fa3.schedules.ragged import RECORD, TABLE_HEADER
+from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedOrder
 from fa3.scores.masks import Band
 from fa3.tools.cubin import inspect
 
@@ -18,8 +19,8 @@ def test_machine_code(has_used):
     assert report.stack_bytes == 0
     assert report.threads == SORTERS and report.registers <= 64
     assert report.count("ACQBULK") == report.count("PREEXIT") == 1
-    # Twice through the tiles, to count those of each amount of work and to give them places; by
-    # the warp and by the lane.
+    # Twice through the sequences, to count the tiles of each amount of work and to give them
+    # places; by the warp and by the lane.
     assert report.count("ATOMS") == 4
     assert report.count("STG.E.128") == RECORD // 4
 
@@ -37,3 +38,21 @@ def test_all_amounts_of_work_are_told_apart_as_far_as_there_is_room(seqlen):
     shift, blocks = shift_of_work(seqlen, 128), -(-seqlen // 128)
     assert blocks >> shift < AMOUNTS
     assert shift == 0 or blocks >> (shift - 1) >= AMOUNTS
+
+
+@pytest.mark.parametrize("heads_of_key", [1, 3])
+@pytest.mark.parametrize("rows_of_section", [1, 1000, 2500, 10**6])
+@pytest.mark.parametrize("seqlen_k", [0, 1, 1000])
+def test_a_sequence_has_every_tile_once_and_heads_whose_keys_fit_beside_each_other(
+    seqlen_k, rows_of_section, heads_of_key
+):
+    heads, num_m_blocks = 6, 5
+    order = RaggedOrder(None, PlainDivisor(heads), heads_of_key, rows_of_section)
+    tiles = [order.place(i, num_m_blocks, seqlen_k) for i in range(heads * num_m_blocks)]
+    assert sorted(tiles) == [(head, m) for head in range(heads) for m in range(num_m_blocks)]
+    of_section = min(heads, max(1, rows_of_section // max(1, seqlen_k)) * heads_of_key)
+    sections = [head // of_section for head, _ in tiles]
+    assert sections == sorted(sections)
+    for section in set(sections):
+        of_this = [m_block for head, m_block in tiles if head // of_section == section]
+        assert of_this == sorted(of_this, reverse=True)

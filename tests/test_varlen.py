@@ -25,6 +25,7 @@ import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.calls import assertions, varlen, varlen_gpu
 from fa3.calls.modifiers import UNMODIFIED
+from fa3.planning.gpu import H200
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -508,25 +509,17 @@ def test_nothing_is_launched_where_there_is_nothing_to_compute(problem, launches
 
 def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
     made = []
-    monkeypatch.setattr(varlen, "check_is_checked", lambda device: None)
-    monkeypatch.setattr(varlen_gpu, "ctas_on", lambda device, margin: 132 - margin)
+    monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
     monkeypatch.setattr(varlen_gpu, "prepare", lambda plan, window: made.append((plan, window)))
     device = torch.device("cuda", 0)
     tokens = [(torch.Size(shape), torch.bfloat16, device) for shape in ((4, 64), (2, 64), (2, 32))]
     key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, 2
     varlen.prepare_varlen.__wrapped__(*key)
     ((plan, window),) = made
-    assert window == Window(right=0) and plan.num_ctas == 130
+    assert window == Window(right=0) and plan.gpu.num_sms == 130
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
 
-
-def test_gpus_are_refused_until_the_kernels_were_checked_there():
-    device = torch.device("cuda", 0)
-    tokens = [(torch.Size((2, 64)), torch.bfloat16, device)] * 3
-    key = *tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0
-    with pytest.raises(NotImplementedError, match=r"^q is on cuda:0: packed sequences run on"):
-        varlen.prepare_varlen(*key)
 
 
 def caches() -> dict:

@@ -1,5 +1,6 @@
 """Packed sequences on a Hopper GPU: the table of tiles, and attention against float64."""
 
+import itertools
 import random
 
 import pytest
@@ -15,9 +16,9 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import varlen
 from fa3.calls.forward import PreparedCall
 from fa3.kernels.tile_table import TileTable
+from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.problem import AttentionSpec, Problem, Window
@@ -32,12 +33,6 @@ FAMILIES = 12
 """Sets of options that change the generated code, for each dtype."""
 
 TILE_M, TILE_N = 128, 96
-
-
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch):
-    """What these tests are for: calls are let through to the kernels."""
-    monkeypatch.setattr(varlen, "check_is_checked", lambda device: None)
 
 
 def run(call: dict):
@@ -98,7 +93,7 @@ def test_equal_lengths_have_the_bits_of_a_dense_call(causal, head_dim, device):
     q, k, v = (call[name].view(batch, length, -1, head_dim) for name in "qkv")
     expected = torch.full_like(q, torch.nan)
     expected_lse = lse.new_full((batch, 2, length), torch.nan)
-    plan = plan_forward(dense, config=RaggedPlan(spec, False, False, 132).config, schedule="list")
+    plan = plan_forward(dense, config=RaggedPlan(spec, False, False, H200).config, schedule="list")
     PreparedCall.on_gpu(plan, q.device, expected.shape, expected_lse.shape).launch(
         q, k, v, expected, expected_lse, None, head_dim**-0.5
     )
@@ -178,11 +173,16 @@ def test_the_table_has_every_tile_once_and_the_longest_first(lengths, device):
     found = [TileRecord(*words[: len(TileRecord._fields)]) for words in records]
     begins = ends.tolist()
     expected = [
-        TileRecord(m_block, batch, begins[batch], length, begins[batch], length)
+        TileRecord(
+            m_block, batch, begins[batch], length, begins[batch], length, -(-length // TILE_M)
+        )
         for batch, length in enumerate(lengths)
         for m_block in range(-(-length // TILE_M))
     ]
     assert sorted(found) == sorted(expected) and header[0] == 0
-    ends_of_keys = [min((tile.m_block + 1) * TILE_M, tile.seqlen_k) for tile in found]
-    work = [-(-end // TILE_N) >> shift for end in ends_of_keys]
+    # Sequence by sequence, the last rows first, and sequences in order of their longest tile.
+    for one, other in itertools.pairwise(found):
+        assert one.m_block == (other.m_block + 1 if one.batch == other.batch else 0)
+    lasts = [tile for tile in found if tile.m_block == tile.num_m_blocks - 1]
+    work = [-(-tile.seqlen_k // TILE_N) >> shift for tile in lasts]
     assert work == sorted(work, reverse=True)

@@ -12,7 +12,7 @@ import torch
 
 from fa3.calls import varlen_gpu
 from fa3.calls.assertions import is_visible
-from fa3.calls.devices import reserve_sms
+from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import check_untraced
 from fa3.calls.forward import FORWARD_TYPES
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
@@ -104,10 +104,9 @@ def flash_attn_varlen_func(
     alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
     CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
-    GPUs are refused so far: the kernels have not been checked there. They are made so that the host
-    never reads lengths on a GPU, unless FA3_ASSERTIONS=1 is in the environment when fa3 is imported
-    (then every call waits for the GPU, and none can be captured in a CUDA graph); that no length
-    causes a compilation; and that, whatever lengths are, nothing outside of the tensors is read or
+    On a GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is
+    imported (then every call waits for the GPU, and none can be captured in a CUDA graph). No
+    length causes a compilation. Whatever lengths are, nothing outside of the tensors is read or
     written, but the result is undefined where they are not what is said below.
 
     Args:
@@ -161,8 +160,8 @@ def flash_attn_varlen_func(
             does not compile; on the CPU, or with FA3_ASSERTIONS=1, also if cu_seqlens_q or
             cu_seqlens_k do not cut the rows, or a length is above its maximum.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the tensors are on a GPU, the combination is not supported, a tensor
-            does not lie in memory, or a graph is being traced.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
+            a graph is being traced.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -247,18 +246,8 @@ def prepare_varlen(
     if q.device.type == "cpu":
         reserve_sms(H200, sm_margin)
         return RaggedCall(spec, window, None)
-    check_is_checked(q.device)
-    num_ctas = varlen_gpu.ctas_on(q.device, sm_margin)
-    plan = RaggedPlan(spec, has_used_q, has_used_k, num_ctas)
+    plan = RaggedPlan(spec, has_used_q, has_used_k, reserve_sms(gpu_of(q.device), sm_margin))
     return RaggedCall(spec, window, varlen_gpu.prepare(plan, window))
-
-
-def check_is_checked(device: torch.device) -> None:
-    """Raise for a GPU: the kernels of packed sequences compile, but have not been checked there."""
-    raise NotImplementedError(
-        f"q is on {device}: packed sequences run on the CPU only so far, since their kernels have "
-        "not been checked on a GPU"
-    )
 
 
 def attend_packed(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.problem import Window
@@ -29,6 +28,8 @@ class PreparedVarlen:
     Fields:
         tile_table, forward, again: the kernels' entries; `again` is None if no row can fail.
         tile_m, tile_n: of the forward kernel's config.
+        num_ctas: CTAs of the forward kernel, one for each SM that it may use.
+        rows_of_section: see `fa3.schedules.ragged.RaggedOrder`.
     """
 
     tile_table: Callable
@@ -38,6 +39,7 @@ class PreparedVarlen:
     tile_m: int
     tile_n: int
     num_ctas: int
+    rows_of_section: int
 
     def launch(
         self,
@@ -63,7 +65,7 @@ class PreparedVarlen:
         # In the order of `ForwardArguments`.
         given = (
             q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
-            heads, min(self.num_ctas, capacity * heads),
+            self.rows_of_section, min(self.num_ctas, capacity * heads),
         )  # fmt: skip
         if self.again is None:
             self.forward(*given, None, *NO_PARTS, None, None, table)
@@ -83,10 +85,5 @@ def prepare(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     forward, *again = map(load_kernel, plan.kernels())
     return PreparedVarlen(
         load_kernel(plan.tile_table()), forward, again[0] if again else None, window,
-        config.tile_m, config.tile_n, plan.num_ctas,
+        config.tile_m, config.tile_n, plan.gpu.num_sms, plan.rows_of_section,
     )  # fmt: skip
-
-
-def ctas_on(device: torch.device, sm_margin: int) -> int:
-    """CTAs of the forward kernel on a GPU of which `sm_margin` SMs are left to other kernels."""
-    return reserve_sms(gpu_of(device), sm_margin).num_sms

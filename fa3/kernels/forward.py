@@ -227,7 +227,10 @@ class Forward(AttentionKernel):
         """The order of the tiles of clusters, or of single CTAs."""
         rows_q, heads_q, _ = call.q.shape[-3:]
         if self.schedule_type.is_ragged:
-            return RaggedOrder(call.table, Divisor.of(heads_q))
+            heads_of_key = heads_q // call.k.shape[-2]
+            return RaggedOrder(
+                call.table, Divisor.of(heads_q), heads_of_key, call.heads_per_section
+            )
         return KernelOrder.of(
             cute.ceil_div(rows_q, self.config.tile_m * cluster_m),
             heads_q // cluster_h,

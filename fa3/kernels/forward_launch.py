@@ -146,7 +146,8 @@ class ForwardArguments(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section, num_clusters: that of `TileOrder`, and the number of clusters to launch.
+        heads_per_section: that of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`.
+        num_clusters: clusters to launch.
         schedule_state: int32; the schedule's table, counters or marks.
         part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
         part_counters: (slots * warps,) int32, zero.

@@ -2,12 +2,12 @@
 
 `fa3.calls.varlen_gpu` launches it before the forward kernel. It reads the lengths from device
 memory, so that the host need not wait for them, and writes the table that `RaggedTiles` walks:
-a record of every tile, those with most key blocks first.
+a record of every tile, sequence by sequence, those whose longest tile has most key blocks first.
 
-One CTA does it, in time linear in sequences and tiles. A warp takes 32 sequences at a time: each
-lane reads one and counts its tiles; then the lanes share all tiles of the 32. Tiles are sorted by
-counting: the warps count the tiles of each amount of work, prefix sums give each amount its place,
-and the warps go through the tiles once more and write them there.
+One CTA does it, in time linear in sequences and tiles. A warp takes 32 sequences at a time, each
+lane one. They are sorted by counting: the tiles of each amount of work are counted, prefix sums
+give each amount its place, and the warps go through the sequences once more: each takes places for
+its tiles, and the lanes share the tiles of all 32 to write them there.
 
 Timeline
     clear the counts | wait for the previous kernel | count | prefix sums | write records, header
@@ -186,7 +186,7 @@ class TileTable:
     def sort(
         self, operands: TileTableOperands, places: cute.Tensor, is_counting: cutlass.Constexpr
     ):
-        """Go through all tiles: count those of each amount of work, or write them at its place."""
+        """Go through all sequences: count the tiles of each amount of work, or write them."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
         queries, keys, table, capacity, shift, window = operands
@@ -200,33 +200,36 @@ class TileTable:
                 begin_k, seqlen_k = keys.read(of_lane)
             num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
             upto = sum_in_warp(num_tiles)
-            total = cute.arch.shuffle_sync(upto, WARP - 1)
-            step = Int32(0)
-            while step < total:
-                number = step + lane
-                owner = owner_of(number, upto)
-                m_block = number - cute.arch.shuffle_sync(upto - num_tiles, owner)
-                record = TileRecord(
-                    m_block,
-                    first + owner,
-                    *(
+            amount = self.amount(num_tiles, Sequence(seqlen_q, seqlen_k, window), shift)
+            place = take_places(places, amount, num_tiles, upto)
+            if cutlass.const_expr(not is_counting):
+                total = cute.arch.shuffle_sync(upto, WARP - 1)
+                step = Int32(0)
+                while step < total:
+                    number = step + lane
+                    owner = owner_of(number, upto)
+                    of_owner = [
                         cute.arch.shuffle_sync(value, owner)
-                        for value in (begin_q, seqlen_q, begin_k, seqlen_k)
-                    ),
-                )
-                amount = self.amount(record, shift, window)
-                place = take_places(places, amount, number < total)
-                if cutlass.const_expr(not is_counting):
-                    write_record(table, place, record, number < total and place < capacity)
-                step += WARP
+                        for value in (
+                            begin_q, seqlen_q, begin_k, seqlen_k, num_tiles, upto, place,
+                        )
+                    ]  # fmt: skip
+                    *ends, num_m_blocks, end, first_place = of_owner
+                    left = end - 1 - number
+                    at = first_place + num_m_blocks - 1 - left
+                    record = TileRecord(left, first + owner, *ends, num_m_blocks)
+                    write_record(table, at, record, number < total and at < capacity)
+                    step += WARP
             first += SORTERS
 
-    def amount(self, record: TileRecord, shift: Int32, window: Window) -> Int32:
-        """The index of a tile's amount of work; the most work has index 0."""
-        sequence = Sequence(record.seqlen_q, record.seqlen_k, window)
-        row = record.m_block * self.tile_m
-        blocks = self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
-        work = (blocks.end - blocks.begin) >> shift
+    def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
+        """The index of the amount of work of a sequence's longest tile; the most has index 0."""
+        last_row = cutlass.max(num_tiles - 1, 0) * self.tile_m
+        blocks = [
+            self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
+            for row in (Int32(0), last_row)
+        ]
+        work = cutlass.max(*(one.end - one.begin for one in blocks)) >> shift
         return AMOUNTS - 1 - cutlass.min(work, AMOUNTS - 1)
 
 
@@ -252,22 +255,24 @@ def owner_of(number: Int32, upto: Int32) -> Int32:
 
 
 @cute.jit
-def take_places(places: cute.Tensor, amount: Int32, is_taking: cutlass.Boolean) -> Int32:
-    """The next free place for this lane's amount; lane 0 takes one if any lane does.
+def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -> Int32:
+    """The first of the next `count` free places for this lane's amount.
 
     If all amounts of a warp are equal, as those of many short sequences, it takes its places at
     once: the adds of 32 lanes to one word would wait for each other.
+
+    Args:
+        upto: the sum of `count` over the lanes up to this one.
     """
     lane, place = cute.arch.lane_idx(), Int32(0)
     of_first = cute.arch.shuffle_sync(amount, 0)
-    taking = cute.arch.vote_ballot_sync(is_taking)
-    if cute.arch.vote_ballot_sync(is_taking and amount == of_first) == taking:
+    total = cute.arch.shuffle_sync(upto, WARP - 1)
+    if cute.arch.vote_all_sync(amount == of_first or count == 0):
         if lane == 0:
-            place = add_to(places.iterator + amount, cute.arch.popc(taking))
-        place = cute.arch.shuffle_sync(place, 0)
-        place += cute.arch.popc(taking & ((Int32(1) << lane) - 1))
-    elif is_taking:
-        place = add_to(places.iterator + amount, Int32(1))
+            place = add_to(places.iterator + amount, total)
+        place = cute.arch.shuffle_sync(place, 0) + upto - count
+    elif count > 0:
+        place = add_to(places.iterator + amount, count)
     return place
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.tile_table import AMOUNTS, TileTable
+from fa3.planning.gpu import Gpu
 from fa3.planning.tilings import general_tiling, takes_fixed_reference
 from fa3.problem import AttentionSpec
 from fa3.schedules.marked import MarkedRagged
@@ -23,13 +24,13 @@ class RaggedPlan:
     Fields:
         spec: what the forward kernel is compiled for, besides its tiling.
         has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
-        num_ctas: CTAs of the forward kernel, one for each SM that it may use.
+        gpu: what the forward kernel may use of it.
     """
 
     spec: AttentionSpec
     has_used_q: bool
     has_used_k: bool
-    num_ctas: int
+    gpu: Gpu
 
     @property
     def config(self) -> ForwardConfig:
@@ -43,6 +44,13 @@ class RaggedPlan:
         if not config.fixed_reference:
             return (kernel,)
         return kernel, Forward(self.spec, config.again, MarkedRagged)
+
+    @property
+    def rows_of_section(self) -> int:
+        """Rows of K and V of one head that fit in L2."""
+        spec = self.spec
+        row = (spec.head_dim + spec.head_dim_v) * spec.element.bytes
+        return self.gpu.l2_bytes // row
 
     def tile_table(self) -> TileTable:
         """The kernel that makes the table of tiles."""

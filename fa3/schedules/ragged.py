@@ -1,9 +1,13 @@
 """The schedule of packed sequences: a table of tiles that a kernel makes from lengths on the GPU.
 
 `fa3.kernels.tile_table` writes the table, the forward kernel walks it. A record has all that a CTA
-must know of a tile, so that no length is read twice. Records are in order of falling work; each
-stands for a tile of every query head. CTAs take the next record and head from a counter, which is
-the table's first word: longest first, and balanced whatever the lengths are.
+must know of a tile, so that no length is read twice. A sequence's records are behind one another,
+its last rows first; the sequences with most work come first. CTAs take the next tile from a
+counter, which is the table's first word: longest first, and balanced whatever the lengths are.
+
+There are as many tiles for each record as there are query heads, so tile i belongs to the sequence
+of record i // heads. Inside of a sequence, tiles are in sections of heads whose K and V fit in L2
+together, as in `TileOrder`: a section has all row blocks of its heads.
 """
 
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.divisor import Divisor
 from fa3.schedules.dynamic import SLOTS, Dynamic, DynamicProducer
 from fa3.schedules.segment import Segment, Tile
@@ -24,7 +29,7 @@ NUM_RECORDS = 2
 """The word of the header that has the number of records."""
 
 RECORD = 8
-"""Words of a record: those of `TileRecord`, and two unused ones."""
+"""Words of a record: those of `TileRecord`, and one unused one."""
 
 
 class TileRecord(NamedTuple):
@@ -34,6 +39,7 @@ class TileRecord(NamedTuple):
         m_block, batch: the tile: `m_block` counts inside the sequence, `batch` is the sequence.
         begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
         begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys.
+        num_m_blocks: row blocks of the sequence.
     """
 
     m_block: int
@@ -42,11 +48,7 @@ class TileRecord(NamedTuple):
     seqlen_q: int
     begin_k: int
     seqlen_k: int
-
-    @classmethod
-    def of(cls, words: tuple) -> "TileRecord":
-        """The record in a table's words, which all lanes of a warp have loaded."""
-        return cls(*map(cute.arch.make_warp_uniform, words[: len(cls._fields)]))
+    num_m_blocks: int
 
 
 class RaggedCursor(NamedTuple):
@@ -72,13 +74,12 @@ class Awaited(NamedTuple):
     at, so that nothing has waited for it.
 
     Fields:
-        index, head: the next tile.
-        words: its record.
+        index: the next tile.
+        words: the record of its number.
         taken: how many tiles had been taken when the tile after it was; lane 0 knows.
     """
 
     index: int
-    head: int
     words: tuple
     taken: int
 
@@ -92,15 +93,19 @@ class ProducerCursor(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedOrder:
-    """Numbers the tiles of packed sequences: record by record, and in a record head by head.
+    """Numbers the tiles of packed sequences.
 
     Fields:
         table: int32; how many of its records are used only the GPU knows.
         heads: query heads.
+        heads_of_key: query heads that share one key/value head.
+        rows_of_section: rows of K and V of one head that fit in L2.
     """
 
     table: cute.Tensor
     heads: Divisor
+    heads_of_key: int
+    rows_of_section: int
 
     @property
     def num_tiles(self):
@@ -112,21 +117,41 @@ class RaggedOrder:
         """Tiles that the table has."""
         return cute.arch.make_warp_uniform(self.table[NUM_RECORDS] * self.heads.value)
 
-    def ask(self, index) -> tuple[tuple, Int32]:
-        """Load the record of the tile with this number: its words, and the tile's head."""
-        number = self.heads.quotient(index)
-        record = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
+    def ask(self, index) -> tuple:
+        """Load the words of the record that has the number of this tile."""
+        first = TABLE_HEADER + self.heads.quotient(index) * RECORD
+        record = cute.make_tensor((self.table.iterator + first).align(16), cute.make_layout(RECORD))
         words = cute.make_rmem_tensor(RECORD, Int32)
-        cute.autovec_copy(cute.make_tensor(record, cute.make_layout(RECORD)), words)
-        return tuple(words[i] for i in range(RECORD)), index - number * self.heads.value
+        cute.autovec_copy(record, words)
+        return tuple(words[i] for i in range(RECORD))
+
+    def tile(self, index, words: tuple) -> tuple[Int32, TileRecord]:
+        """The head and the record of the tile with this number, from the words that were loaded."""
+        found = TileRecord(*map(cute.arch.make_warp_uniform, words[: len(TileRecord._fields)]))
+        heads = self.heads.value
+        before = found.num_m_blocks - 1 - found.m_block
+        number = index - self.heads.quotient(index) * heads + before * heads
+        head, m_block = self.place(number, found.num_m_blocks, found.seqlen_k)
+        return head, found._replace(m_block=m_block)
+
+    def place(self, number, num_m_blocks, seqlen_k) -> tuple:
+        """The head and row block of a sequence's tile with this number."""
+        heads = self.heads.value
+        fitting = larger(self.rows_of_section // larger(seqlen_k, 1), 1)
+        of_section = smaller(fitting * self.heads_of_key, heads)
+        section = number // (num_m_blocks * of_section)
+        first_head = section * of_section
+        of_this = smaller(of_section, heads - first_head)
+        rest = number - first_head * num_m_blocks
+        rank = rest // of_this
+        return first_head + rest - rank * of_this, num_m_blocks - 1 - rank
 
     def segment(self, index) -> Segment:
         """The tile with this number."""
-        words, head = self.ask(index)
-        return segment_of(index, TileRecord.of(words), head)
+        return segment_of(index, *self.tile(index, self.ask(index)))
 
 
-def segment_of(index, record: TileRecord, head) -> Segment:
+def segment_of(index, head, record: TileRecord) -> Segment:
     """A tile of packed sequences, as a whole."""
     return Segment(Tile(record.m_block, head, record.batch), record=record, number=index)
 
@@ -147,7 +172,9 @@ class RaggedTiles(Dynamic):
     is_ragged: ClassVar[bool] = True
     reads_state: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
-    told: ClassVar[int] = 2 + len(TileRecord._fields)
+    told: ClassVar[int] = 8
+    """The number, the head, and the record up to `seqlen_k`."""
+
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
 
     @classmethod
@@ -159,22 +186,26 @@ class RaggedTiles(Dynamic):
 
     def first(self, cluster) -> RaggedCursor:
         zero = cluster * 0
-        return RaggedCursor(cluster, zero, zero, zero, TileRecord(*(zero for _ in range(6))))
+        nothing = TileRecord(*(zero for _ in TileRecord._fields))
+        return RaggedCursor(cluster, zero, zero, zero, nothing)
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
         end = self.order.num_used
-        words, head = self.order.ask(within(cursor.index, end))
-        return RaggedCursor(cursor.index, cursor.count, end, head, TileRecord.of(words))
+        index = within(cursor.index, end)
+        head, record = self.order.tile(index, self.order.ask(index))
+        return RaggedCursor(cursor.index, cursor.count, end, head, record)
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
         index, head, *record = self.hear(cursor.count)
-        return RaggedCursor(index, cursor.count + 1, cursor.end, head, TileRecord(*record))
+        # Consumers have no use for the number of row blocks.
+        found = TileRecord(*record, cursor.record.num_m_blocks)
+        return RaggedCursor(index, cursor.count + 1, cursor.end, head, found)
 
     def is_valid(self, cursor: RaggedCursor):
         return cursor.index < cursor.end
 
     def segment(self, cursor: RaggedCursor) -> Segment:
-        return segment_of(cursor.index, cursor.record, cursor.head)
+        return segment_of(cursor.index, cursor.head, cursor.record)
 
     def finish(self) -> None:
         """Nothing: every launch has a table of its own."""
@@ -195,12 +226,11 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
 
     def awaited(self, index, end) -> Awaited:
         """Ask for the record of a tile, and for one more tile."""
-        words, head = self.order.ask(within(index, end))
-        return Awaited(index, head, words, self.take())
+        return Awaited(index, self.order.ask(within(index, end)), self.take())
 
     def next(self, cursor: ProducerCursor) -> ProducerCursor:
-        present, (index, head, words, taken) = cursor
-        record = TileRecord.of(words)
+        present, (index, words, taken) = cursor
+        head, record = self.order.tile(within(index, present.end), words)
         self.tell(present.count, index, head, *record)
         present = RaggedCursor(index, present.count + 1, present.end, head, record)
         later = 2 * self.num_clusters + cute.arch.shuffle_sync(taken, 0)
