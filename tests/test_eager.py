@@ -1,19 +1,14 @@
 """Tensors without memory, and calls that are recorded: refused, where nothing would be computed."""
 
 import contextlib
-from dataclasses import dataclass
 
 import pytest
 import torch
-from kvcache_problems import CacheProblem, make_call
-from problems import make_operands, make_problem
+from full_calls import CALLS, calls_of_q
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-
-import fa3
 
 # By torch's own rules for forward mode, when the first dual level is entered.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -75,95 +70,6 @@ NOWHERE = {
 }
 
 
-@dataclass(frozen=True)
-class Shift(fa3.Score):
-    by: torch.Tensor
-
-    def reference(self, logits, at):
-        return logits + self.by[at.head]
-
-
-@dataclass(frozen=True)
-class Only(fa3.Mask):
-    head: torch.Tensor
-
-    def reference(self, at):
-        return at.head == self.head[at.head]
-
-
-def attention() -> dict:
-    """Return the tensors of a call that has all of them."""
-    q, k, v = make_operands(make_problem(1, 20, 20, 2))
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "out": torch.empty_like(q),
-        "alibi_slopes": torch.ones(2),
-        "sinks": torch.ones(2),
-        "score.by": torch.ones(2),
-        "mask.head": torch.arange(2).int(),
-    }
-
-
-def attend(tensors: dict):
-    tensors = dict(tensors)
-    score, mask = Shift(tensors.pop("score.by")), Only(tensors.pop("mask.head"))
-    return fa3.flash_attn_func(**tensors, score=score, mask=mask)
-
-
-def packed() -> dict:
-    """Return the tensors of a call on packed sequences that has all of them."""
-    tensors = attention()
-    tensors |= {name: tensors[name][0].clone() for name in ("q", "k", "v", "out")}
-    ends, used = (torch.tensor(counts, dtype=torch.int32) for counts in ([0, 8, 20], [8, 12]))
-    lengths = {name: ends.clone() for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    return tensors | lengths | {name: used.clone() for name in ("seqused_q", "seqused_k")}
-
-
-def attend_packed(tensors: dict):
-    tensors = dict(tensors, max_seqlen_q=12, max_seqlen_k=12)
-    score, mask = Shift(tensors.pop("score.by")), Only(tensors.pop("mask.head"))
-    return fa3.flash_attn_varlen_func(**tensors, score=score, mask=mask)
-
-
-def cached() -> dict:
-    """Return the tensors of a call on a cache that has all of them."""
-    problem = CacheProblem(
-        (20, 3), 2, (2, 1), ragged=True, page_size=16, rotary=(32, True, "float32"),
-        leftpads=(1, 0), batch_idx=(1, 0), rows=3, alibi=1, sinks="float32",
-    )  # fmt: skip
-    call = make_call(problem)
-    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
-    return tensors | {"out": torch.empty_like(call["q"])}
-
-
-def combined() -> dict:
-    return {
-        "out_partial": torch.ones(2, 1, 4, 2, 64),
-        "lse_partial": torch.ones(2, 1, 4, 2),
-        "out": torch.ones(1, 4, 2, 64),
-    }
-
-
-def lengths() -> dict:
-    return {
-        "cache_seqlens": torch.tensor([20, 3], dtype=torch.int32),
-        "cu_seqlens_k_new": torch.tensor([0, 1, 2], dtype=torch.int32),
-        "cache_leftpad": torch.tensor([1, 0], dtype=torch.int32),
-    }
-
-
-CALLS = {
-    "attend": (attend, attention),
-    "varlen": (attend_packed, packed),
-    "cache": (lambda tensors: fa3.flash_attn_with_kvcache(**tensors), cached),
-    "combine": (lambda tensors: fa3.flash_attn_combine(**tensors), combined),
-    "metadata": (
-        lambda tensors: fa3.get_scheduler_metadata(2, 1, 64, 2, 2, 64, **tensors),
-        lengths,
-    ),
-}
 ARGUMENTS = [(call, name) for call, (_, tensors) in CALLS.items() for name in tensors()]
 WITH_FLOATS = [
     (call, name)
@@ -225,73 +131,24 @@ def test_gradients_of_every_tensor_are_refused(call):
 
 # ------------------------------------------------------------------------------------- tracing
 
-RECORDERS = {
-    "make_fx": lambda run, q: make_fx(run)(q),
-    "make_fx before dispatch": lambda run, q: make_fx(run, pre_dispatch=True)(q),
-    "make_fx of fakes": lambda run, q: make_fx(run, tracing_mode="fake")(q),
-    "make_fx of symbols": lambda run, q: make_fx(run, tracing_mode="symbolic")(q),
+TRANSFORMS = {
     "jit": lambda run, q: torch.jit.trace(run, q, check_trace=False),
-    "export": lambda run, q: torch.export.export(Module(run), (q,), strict=False),
     "vmap": lambda run, q: torch.func.vmap(run)(q[None]),
     "functionalize": lambda run, q: torch.func.functionalize(run)(q),
     "jvp": lambda run, q: torch.func.jvp(run, (q,), (q,)),
     "grad": lambda run, q: torch.func.grad(lambda q: run(q).sum())(q),
     "grad of others": lambda run, q: torch.func.grad(lambda x: (run(q) * x).sum())(q),
-    "fake mode": lambda run, q: under(FakeTensorMode(), run, q),
-    "fake mode that takes others": lambda run, q: under(
-        FakeTensorMode(allow_non_fake_inputs=True), run, q
-    ),
 }
 
 
-class Module(torch.nn.Module):
-    def __init__(self, run):
-        super().__init__()
-        self.run = run
-
-    def forward(self, q):
-        return self.run(q)
-
-
-def under(mode, run, *tensors):
-    with mode:
-        return run(*tensors)
-
-
-def calls_of_q() -> dict:
-    """Return functions of one tensor for each call that launches something."""
-    found = {}
-    for call, first in (
-        ("attend", "q"),
-        ("varlen", "q"),
-        ("cache", "q"),
-        ("combine", "out_partial"),
-    ):
-        run, tensors = CALLS[call]
-        rest = tensors()
-        q = rest.pop(first)
-        found[call] = outputs_of(run, first, rest), q
-    return found
-
-
-def outputs_of(run, first: str, rest: dict):
-    """Return a function from one tensor of a call to the call's output."""
-
-    def of_first(tensor):
-        result = run(rest | {first: tensor})
-        return result[0] if isinstance(result, tuple) else result
-
-    return of_first
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recorder", RECORDERS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("call", ["attend", "varlen", "cache", "combine"])
-def test_what_is_recorded_is_refused(call, recorder):
+def test_transforms_are_refused(call, transform):
     run, q = calls_of_q()[call]
-    complaint = r"being traced|must lie in memory|requires grad"
+    complaint = r"torch.jit.trace|must lie in memory|requires grad"
     with pytest.raises((NotImplementedError, ValueError), match=complaint):
-        RECORDERS[recorder](run, q)
+        TRANSFORMS[transform](run, q)
     run(q)
 
 
@@ -342,25 +199,9 @@ def test_subclasses_with_memory(call, change):
     assert torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_compiled_function_that_must_be_one_graph_is_told_why_it_cannot(call):
-    run, tensors = CALLS[call]
+def test_metadata_is_made_outside_of_graphs():
+    run, tensors = CALLS["metadata"]
     given = tensors()
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="a graph is being traced"):
         torch.compile(lambda: run(given), backend="eager", fullgraph=True)()
-
-
-@pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_a_compiled_function_breaks_its_graph_around_a_call():
-    q, k, v = make_operands(make_problem(1, 20, 20, 2))
-
-    def function(q, k, v):
-        return fa3.flash_attn_func(q + 1, k, v, causal=True) * 2
-
-    compiled = torch.compile(function, backend="eager")
-    assert torch.equal(compiled(q, k, v), function(q, k, v))
-    q.requires_grad_()
-    of_q, expected = (torch.autograd.grad(f(q, k, v).sum(), q) for f in (compiled, function))
-    assert torch.equal(*of_q, *expected)

@@ -21,7 +21,7 @@ FLOORS = (
     ("planning", "running"),
     ("reference",),
     ("calls",),
-    ("tools",),
+    ("integrations", "tools"),
     ("__init__", "interface"),
     ("__main__",),
 )
@@ -34,7 +34,7 @@ STANDARD_LIBRARY_ONLY = (
     "running/code_cache.py",
     "tools/cubin.py",
 )
-USE_TORCH = ("calls", "reference", "running", "tools")
+USE_TORCH = ("calls", "integrations", "reference", "running", "tools")
 
 
 def room_of(path: Path) -> str:

@@ -521,7 +521,6 @@ def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
 
 
-
 def caches() -> dict:
     """Return how much each cache of the package remembers."""
     return {

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from fa3.calls import operators
 from fa3.calls.devices import gpu_of
-from fa3.calls.eager import check_resolved, check_untraced
+from fa3.calls.eager import check_resolved, is_traced
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
@@ -28,6 +29,7 @@ from fa3.calls.operands import (
     operand_of,
 )
 from fa3.calls.options import shown
+from fa3.calls.traced import trace_combine
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED
 from fa3.reference.block_loop import merge
@@ -42,6 +44,7 @@ COMBINE_CTAS = 16
 """CTAs of the kernel that merges, for each SM."""
 
 
+@operators.COMBINE.stands_for
 def flash_attn_combine(
     out_partial: torch.Tensor,
     lse_partial: torch.Tensor,
@@ -67,21 +70,23 @@ def flash_attn_combine(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong shape, layout or device.
-        NotImplementedError: a tensor does not lie in memory, or a graph is being traced.
+        NotImplementedError: a tensor does not lie in memory.
 
     Source: Dao et al., Flash-Decoding.
     """
-    of_out = None if out is None else describe("out", out)
+    traced = is_traced(out_partial)
+    of_out = None if out is None or traced else describe("out", out)
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else out.dtype
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, got {shown(out_dtype)}")
+    if traced:
+        return trace_combine(out_partial, lse_partial, out, out_dtype)
     of_parts = (
         describe("out_partial", out_partial),
         describe("lse_partial", lse_partial, alignment=1),
     )
     check_resolved("lse_partial", lse_partial)
-    check_untraced(out_partial)
     call = prepare_combine(*of_parts, of_out, out_dtype)
     if out is not None:
         check_writable("out", out)

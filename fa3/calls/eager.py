@@ -1,8 +1,9 @@
 """Whether a call may run here and now, on the memory of its tensors.
 
 A kernel is launched on addresses. What torch hangs on its own operators passes it by: a node of a
-graph that is being traced, a gradient, a tangent of forward mode, the batch of a vmap. A call that
-would lose one of these is refused, and so is a tensor that lies nowhere.
+graph that is being traced, a gradient, a tangent of forward mode, the batch of a vmap. In a graph
+an operator stands for the call (`fa3.calls.operators`). A call that would lose another of these is
+refused, and so is a tensor that lies nowhere.
 """
 
 import torch
@@ -30,29 +31,39 @@ LOWEST_ADDRESS = 1 << 33
 """Nearly all memory lies above, on GPUs too. An address below may be an offset from nowhere."""
 
 
-def check_untraced(tensor: torch.Tensor) -> None:
-    """Raise if what is done to a tensor now is recorded, or done to what stands for others.
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether what is done to a tensor now is recorded in a graph: then an operator of
+    `fa3.calls.operators` stands for the call.
 
     Raises:
-        NotImplementedError: it is, and a launch would be lost.
+        NotImplementedError: it is recorded where no operator can stand, or done to what stands for
+            other tensors, and a launch would be lost.
     """
-    if (
-        _len_torch_dispatch_stack()
-        or _are_functorch_transforms_active()
-        or _is_torch_function_mode_enabled()
-        or _is_tracing()
-    ):
-        check_modes(tensor)
+    # torch.compile reads this line itself, and no further.
+    return is_dynamo_compiling() or (
+        (
+            _len_torch_dispatch_stack()
+            or _are_functorch_transforms_active()
+            or _is_torch_function_mode_enabled()
+            or _is_tracing()
+        )
+        and is_recorded(tensor)
+    )
 
 
-def check_modes(tensor: torch.Tensor) -> None:
-    """Raise if one of the modes that are active would lose a launch."""
-    tracing = _is_tracing() or _len_torch_dispatch_stack_pre_dispatch()
-    if tracing or any(_get_dispatch_mode(key) is not None for key in RECORDERS):
-        raise is_traced()
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether one of the modes that are active records what operators do."""
+    if _is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace cannot see the kernels: use torch.compile or torch.export, or call "
+            "fa3 outside of it"
+        )
     if _are_functorch_transforms_active():
         # It may wrap what is allocated under it, also beside tensors that it knows nothing of.
         address_of("what a call allocates", tensor.new_empty(1))
+    return bool(_len_torch_dispatch_stack_pre_dispatch()) or any(
+        _get_dispatch_mode(key) is not None for key in RECORDERS
+    )
 
 
 def check_undifferentiated(name: str) -> None:
@@ -68,10 +79,10 @@ def check_undifferentiated(name: str) -> None:
         )
 
 
-def is_traced() -> NotImplementedError:
+def cannot_be_traced() -> NotImplementedError:
     return NotImplementedError(
-        "a graph is being traced (torch.compile, torch.export, make_fx, torch.jit.trace or a "
-        "FakeTensorMode), which cannot see the kernels: call fa3 outside of it"
+        "a graph is being traced (torch.compile, torch.export, make_fx or a FakeTensorMode), in "
+        "which no operator stands for this call: call it outside of the graph"
     )
 
 
@@ -88,7 +99,7 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
     except (RuntimeError, TypeError) as error:
         # What stands for an address under torch.compile compares with nothing. Asking only here
         # costs other calls no time.
-        raise is_traced() if is_dynamo_compiling() else lies_nowhere(name, tensor) from error
+        raise cannot_be_traced() if is_dynamo_compiling() else lies_nowhere(name, tensor) from error
     if is_low and is_offset(tensor, address):
         raise lies_nowhere(name, tensor)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:

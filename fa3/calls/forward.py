@@ -10,27 +10,24 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from fa3.calls import operators
 from fa3.calls.autograd import (
     DeviceAttention,
     HostAttention,
     check_differentiable,
     wants_gradient,
 )
+from fa3.calls.dense import pose
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.eager import check_untraced
+from fa3.calls.eager import is_traced
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import (
     ALIGNMENT,
     Description,
     Operand,
     Output,
-    check_head_dim,
-    check_heads_divide,
-    check_like_q,
     check_out,
-    check_q,
     check_rank,
-    check_shape,
     describe,
     describe_unaligned,
     hide_all_keys,
@@ -45,12 +42,12 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
+from fa3.calls.traced import trace_dense
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_forward, schedule_name
-from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
@@ -76,12 +73,6 @@ FORWARD_TYPES = {
 """Types of the options of a call without a cache."""
 
 FORWARD_OPTIONS = OptionTypes(FORWARD_TYPES, notes={"causal": FROM_FLASH_ATTENTION_2})
-
-SPARE = 1024
-"""Positions beyond the last key that kernels count, in blocks."""
-
-FEWEST_ROWS, MOST_FORWARD_TILES = 128, 1 << 25
-"""Rows of a tile at least; tiles at most, whose marks are counted in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +204,8 @@ ALIGNED = 4
 """Counters in 16 bytes, as kernels want them to be aligned."""
 
 
+@operators.FORWARD.stands_for
+@operators.FORWARD_OUT.stands_for
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -295,8 +288,8 @@ def flash_attn_func(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong value, shape, layout or device, a score or mask does
             not compile, or a tensor requires grad that would get none.
-        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
-            a graph is being traced.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or a
+            transform of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -324,12 +317,16 @@ def flash_attn_func(
         check_hashable("schedule", schedule)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
+    if is_traced(q):
+        return trace_dense(
+            q, k, v, out, return_lse, score, mask, plan, schedule, deterministic, softmax_scale,
+            causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
+        )  # fmt: skip
     described = (
         describe("q", q, ALIGNMENT, True),
         describe("k", k, ALIGNMENT, True),
         describe("v", v, ALIGNMENT, True),
     )
-    check_untraced(q)
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         check_rank("q", Operand(*described[0]))
@@ -423,17 +420,10 @@ def prepare_forward(
 ) -> PreparedCall:
     """Validate a call, plan it and load its kernel."""
     q, k, v = Operand(*q), Operand(*k), Operand(*v)
-    check_operands(q, k, v)
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_kv, _ = k.shape
-    window = check_window(window_size, causal).tighten(seqlen_q, seqlen_k)
-    head_dim_v = v.shape[-1]
-    output = Output.of((batch, seqlen_q, heads_q, head_dim_v), q)
+    problem = pose(q, k, v, causal, window_size, modifiers)
+    batch, seqlen_q, heads_q, _ = q.shape
+    output = Output.of((batch, seqlen_q, heads_q, v.shape[3]), q)
     lse_shape = batch, heads_q, seqlen_q
-    spec = modifiers.spec(q.dtype, head_dim, head_dim_v, window)
-    problem = Problem(
-        spec, batch, seqlen_q, seqlen_k, heads_kv, heads_q // max(1, heads_kv), window
-    )
     gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
     if given_plan is None:
         gpu = reserve_sms(gpu, sm_margin)
@@ -444,7 +434,7 @@ def prepare_forward(
     else:
         check_plan(given_plan)
         check_same_problem(given_plan, problem)
-    if 0 in (batch, seqlen_q, seqlen_k, heads_q):
+    if 0 in (batch, seqlen_q, problem.seqlen_k, heads_q):
         # There is no tile, so no plan either.
         schedule_name(schedule)
         return PreparedCall(None, output, lse_shape, problem=problem)
@@ -452,36 +442,6 @@ def prepare_forward(
     if q.device.type == "cpu":
         return PreparedCall(plan, output, lse_shape, problem=problem)
     return PreparedCall.on_gpu(plan, q.device, output, lse_shape)
-
-
-def check_operands(q: Operand, k: Operand, v: Operand) -> None:
-    """Raise if q, k and v do not describe one attention problem."""
-    check_q(q)
-    check_like_q("k", k, q)
-    check_like_q("v", v, q)
-    check_head_dim("q", q)
-    check_head_dim("v", v)
-    check_shape("k", k, (q.shape[0], *k.shape[1:3], q.shape[3]), "q")
-    check_shape("v", v, (*k.shape[:3], v.shape[3]), "k")
-    check_heads_divide(q, "k", k)
-    check_forward_counts(q.shape[0], q.shape[1], k.shape[1], q.shape[2])
-
-
-def check_forward_counts(batch: int, seqlen_q: int, seqlen_k: int, heads: int) -> None:
-    """Raise unless kernels can count queries, keys and tiles in 32 bits; `heads` are q's."""
-    most_keys = LARGEST - SPARE - 2 * seqlen_q
-    if seqlen_k > most_keys:
-        if most_keys < 1:
-            most_queries = (LARGEST - SPARE - 1) // 2
-            raise ValueError(f"q must have at most {most_queries} queries, got {seqlen_q}")
-        raise ValueError(
-            f"k must have at most {most_keys} keys with {seqlen_q} queries, got {seqlen_k}"
-        )
-    if batch * heads * (seqlen_q // FEWEST_ROWS + 1) > MOST_FORWARD_TILES:
-        raise ValueError(
-            f"q must have at most {MOST_FORWARD_TILES} tiles of {FEWEST_ROWS} rows, got batch "
-            f"{batch}, {seqlen_q} queries and {heads} heads"
-        )
 
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import decode
+from fa3.calls import decode, operators
 from fa3.calls.assertions import is_visible
 from fa3.calls.cache_call import (
     INTEGERS,
@@ -24,7 +24,7 @@ from fa3.calls.cache_call import (
     written_first,
 )
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.eager import check_untraced
+from fa3.calls.eager import is_traced
 from fa3.calls.modifiers import check_alibi_slopes, check_sinks, check_softcap
 from fa3.calls.operands import (
     DTYPES,
@@ -46,7 +46,8 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
-from fa3.calls.scheduler_metadata import SchedulerMetadata
+from fa3.calls.scheduler_metadata import SchedulerMetadata, check_is_metadata
+from fa3.calls.traced import trace_cached
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
 from fa3.primitives.vectors import VECTOR
@@ -96,6 +97,8 @@ class PreparedCacheCall:
     apart: CheckOfAddresses
 
 
+@operators.WITH_KVCACHE.stands_for
+@operators.READ_KVCACHE.stands_for
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -217,8 +220,8 @@ def flash_attn_with_kvcache(
             FA3_ASSERTIONS=1, also a length, index or page that does not fit the cache. Nothing
             has been appended then.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
-            a graph is being traced.
+        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or a
+            transform of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
@@ -244,6 +247,13 @@ def flash_attn_with_kvcache(
     window_size = as_pair(window_size)
     if k is None and v is None:
         cu_seqlens_k_new = None
+    if is_traced(q):
+        return trace_cached(
+            q, k_cache, v_cache, out, return_lse, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new,
+            rotary_interleaved, scheduler_metadata, cache_seqlens, cache_batch_idx, cache_leftpad,
+            page_table, softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes,
+            sinks, num_splits, batch_invariant,
+        )  # fmt: skip
     length = None
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         length, cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS), None
@@ -252,7 +262,6 @@ def flash_attn_with_kvcache(
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
     )  # fmt: skip
     described = tensors.describe()
-    check_untraced(q)
     if scheduler_metadata is not None:
         check_metadata(scheduler_metadata, described, causal, window_size, bool(softcap))
         num_splits, sm_margin = scheduler_metadata.options(num_splits, sm_margin, batch_invariant)
@@ -299,9 +308,7 @@ def check_metadata(
     has_softcap: bool,
 ) -> None:
     """Raise unless the metadata was made for such a call."""
-    if not isinstance(metadata, SchedulerMetadata):
-        came = type(metadata).__name__
-        raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
+    check_is_metadata(metadata)
     compare_with_metadata(metadata, described, causal, window_size, has_softcap)
 
 

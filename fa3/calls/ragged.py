@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.assertions import read_back
-from fa3.calls.forward import FEWEST_ROWS, MOST_FORWARD_TILES
+from fa3.calls.dense import FEWEST_ROWS, MOST_FORWARD_TILES
 from fa3.calls.operands import (
     ALIGNMENT,
     DTYPES,

@@ -79,6 +79,12 @@ class SchedulerMetadata:
         return 1 if whole else self.num_splits, self.sm_margin
 
 
+def check_is_metadata(metadata: object) -> None:
+    if not isinstance(metadata, SchedulerMetadata):
+        came = type(metadata).__name__
+        raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
+
+
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import varlen_gpu
+from fa3.calls import operators, varlen_gpu
 from fa3.calls.assertions import is_visible
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.eager import check_untraced
+from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import describe, hide_all_keys_of_lse
@@ -38,6 +38,7 @@ from fa3.calls.ragged import (
     describe_integers,
     tokens_of,
 )
+from fa3.calls.traced import trace_packed
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
 from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Window
@@ -62,6 +63,8 @@ class RaggedCall:
     gpu: varlen_gpu.PreparedVarlen | None
 
 
+@operators.VARLEN.stands_for
+@operators.VARLEN_OUT.stands_for
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -161,7 +164,7 @@ def flash_attn_varlen_func(
             cu_seqlens_k do not cut the rows, or a length is above its maximum.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
-            a graph is being traced.
+            a transform of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -172,8 +175,6 @@ def flash_attn_varlen_func(
             sm_margin, softcap,
         )
     )  # fmt: skip
-    max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
-    max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     if page_table is not None:
         raise NotImplementedError(
             "page_table is not supported yet in flash_attn_varlen_func: caches with pages go "
@@ -191,10 +192,17 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs
     window_size = as_pair(window_size)
+    if is_traced(q):
+        return trace_packed(
+            q, k, v, out, return_lse, score, mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal, window_size, softcap,
+            sm_margin, alibi_slopes, sinks,
+        )  # fmt: skip
+    max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
+    max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     described = describe("q", q), describe("k", k), describe("v", v)
     described_integers = describe_integers(integers)
-    check_untraced(q)
     tokens = tuple(map(tokens_of, "qkv", described))
     batch = check_integers(described_integers, described[0])
     total_q, total_k = check_totals(*described, batch)

@@ -3,8 +3,8 @@
 import argparse
 import json
 
+from fa3.calls.dense import check_forward_counts
 from fa3.calls.devices import gpu_of
-from fa3.calls.forward import check_forward_counts
 from fa3.planning.explanation import microseconds
 from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan

@@ -1,0 +1,1 @@
+"""fa3 inside of other libraries: PyTorch's own attention functions, Transformers."""

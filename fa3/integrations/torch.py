@@ -1,0 +1,332 @@
+"""fa3 behind `F.scaled_dot_product_attention` and `torch.nn.attention.varlen.varlen_attn`.
+
+    fa3.integrations.torch.register()
+    torch.nn.attention.activate_flash_attention_impl("fa3")
+    ...
+    torch.nn.attention.restore_flash_attention_impl()
+
+Both functions end in operators of `aten` wherever torch chooses its flash backend. To activate fa3
+puts kernels in their place at the dispatch key CUDA: each takes what fa3 computes, and hands the
+rest to the kernel that was there (`stock`), which gives what it always gave. What never comes to
+the flash backend, such as float32 and masks given as tensors, does not come here either.
+
+Shapes are aten's: `_scaled_dot_product_...` has (batch, heads, seqlen, head_dim), `_flash_...`
+(batch, seqlen, heads, head_dim), or with cum_seq_q (total, heads, head_dim).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.attention
+
+from fa3.calls.devices import gpu_of
+from fa3.calls.forward import flash_attn_func
+from fa3.calls.operands import ALIGNMENT, DTYPES
+from fa3.calls.operator_backward import gradients_of_call
+from fa3.calls.varlen import flash_attn_varlen_func
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
+
+IMPLEMENTATION = "fa3"
+"""What `activate_flash_attention_impl` takes."""
+
+
+def register() -> None:
+    """Make fa3 known to torch as a flash attention implementation; activates nothing.
+
+    Raises:
+        RuntimeError: torch is older than 2.11, which has no such implementations.
+    """
+    register_impl = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register_impl is None:
+        raise RuntimeError(
+            "scaled_dot_product_attention can be routed to fa3 from torch 2.11 on, this is "
+            f"{torch.__version__}: call fa3.flash_attn_func, or pass attn_implementation='fa3' to "
+            "Transformers (fa3.integrations.transformers)"
+        )
+    register_impl(IMPLEMENTATION, register_fn=activate)
+
+
+def activate(key: str = "CUDA") -> "Activation":
+    """Put fa3's kernels in place; torch calls this and keeps what it returns."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in KERNELS.items():
+        routed = Routed(kernel, stock_kernel(f"aten::{name}", key))
+        library.impl(name, routed, key, with_keyset=True)
+    return Activation(library)
+
+
+def stock_kernel(name: str, key: str) -> Callable:
+    """What runs an operator at a dispatch key so far; takes the keys, then its arguments."""
+    return torch.library.get_kernel(name, key).call_boxed
+
+
+@dataclass
+class Activation:
+    """The kernels in place; `remove` brings back those that were there."""
+
+    library: torch.library.Library | None
+
+    def remove(self) -> None:
+        if self.library is not None:
+            self.library._destroy()
+            self.library = None
+
+
+class Refused(Exception):
+    """A call is for the stock kernel."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A kernel of fa3 with the one that was in its place."""
+
+    kernel: Callable
+    stock: Callable = field(repr=False)
+
+    def __call__(self, keys: torch._C.DispatchKeySet, *arguments, **named):
+        try:
+            # Autograd is above: it has noted what it needs.
+            with torch.no_grad():
+                return self.kernel(*arguments, **named)
+        except Refused:
+            return self.stock(keys, *arguments, **named)
+
+
+# ----------------------------------------------------------------------------------- kernels
+
+
+def sdpa_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    """aten::_scaled_dot_product_flash_attention."""
+    check_plain(dropout_p, return_debug_mask)
+    # In memory as the query is.
+    out = torch.empty_like(query)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    lse = attend_into(q, k, v, out.transpose(1, 2), None, None, 0, 0, scale, is_causal)
+    return out, lse, None, None, query.shape[2], key.shape[2], *without_dropout(query)
+
+
+def sdpa_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """aten::_scaled_dot_product_flash_attention_backward."""
+    check_plain(dropout_p)
+    of_heads = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    found = differentiate_dense(*of_heads, logsumexp, scale, is_causal)
+    return tuple(x.transpose(1, 2) for x in found)
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    **options,
+) -> tuple:
+    """aten::_flash_attention_forward."""
+    out = torch.empty_like(query)
+    lse = flash_forward_into(
+        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, **options,
+    )  # fmt: skip
+    return out, lse, *without_dropout(query)
+
+
+def flash_forward_into(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """aten::_flash_attention_forward_no_dropout_inplace: writes out, returns the log-sum-exp."""
+    check_plain(dropout_p, return_debug_mask)
+    if alibi_slopes is not None or block_table is not None or (num_splits or 0) > 1:
+        raise Refused
+    window = window_of(window_size_left, window_size_right)
+    return attend_into(
+        query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, scale, is_causal, window,
+        seqused_k,
+    )  # fmt: skip
+
+
+def flash_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """aten::_flash_attention_backward."""
+    check_plain(dropout_p)
+    if cum_seq_q is not None:
+        # Packed sequences have no backward pass yet.
+        raise Refused
+    window = window_of(window_size_left, window_size_right)
+    return differentiate_dense(
+        grad_out, query, key, value, out, logsumexp, scale, is_causal, window
+    )
+
+
+KERNELS = {
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
+    "_flash_attention_backward": flash_backward,
+}
+"""Operators of aten, and what runs them."""
+
+
+def attend_into(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    is_causal: bool,
+    window: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    seqused_k: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write out and return the log-sum-exp; the shapes are fa3's."""
+    check_taken(q, k, v, out)
+    options = {"window_size": window, "return_lse": True, "out": out}
+    if cum_seq_q is None:
+        if seqused_k is not None:
+            raise Refused
+        _, lse = flash_attn_func(q, k, v, scale, is_causal, **options)
+        return lse
+    integers = cum_seq_q, cum_seq_k, seqused_k
+    if cum_seq_k is None or any(x is not None and x.dtype != torch.int32 for x in integers):
+        raise Refused
+    _, lse = flash_attn_varlen_func(
+        q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, scale, is_causal, **options
+    )
+    return lse
+
+
+def differentiate_dense(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float | None,
+    is_causal: bool,
+    window: tuple[int, int] = (NO_BOUND, NO_BOUND),
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v; the shapes are fa3's."""
+    check_taken(q, k, v, out)
+    if q.is_cuda and torch.are_deterministic_algorithms_enabled():
+        # The sums of dQ have no fixed order yet.
+        raise Refused
+    *found, _ = gradients_of_call(
+        d_out, None, q, k, v, out, lse, scale, is_causal, window,
+        softcap=0.0, alibi_slopes=None, sinks=None, mask=None,
+    )  # fmt: skip
+    return tuple(found)
+
+
+def without_dropout(query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """rng_state, unused and debug_attn_mask of a call without dropout."""
+    state = {"dtype": torch.uint64, "device": query.device}
+    return torch.zeros(2, **state), torch.zeros((), **state), query.new_empty(0)
+
+
+def window_of(left: int | None, right: int | None) -> tuple[int, int]:
+    return tuple(NO_BOUND if bound is None or bound < 0 else bound for bound in (left, right))
+
+
+# ----------------------------------------------------------------------------- who takes a call
+
+
+def check_plain(dropout_p: float, return_debug_mask: bool = False) -> None:
+    if dropout_p or return_debug_mask:
+        raise Refused
+
+
+def check_taken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise `Refused` unless fa3 has kernels for these tensors, as they lie."""
+    head_dim = q.shape[-1]
+    same = all((x.dtype, x.device, x.shape[-1]) == (q.dtype, q.device, head_dim) for x in (k, v))
+    fits = q.dtype in DTYPES and head_dim % HEAD_DIM_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM
+    if not (same and fits and all(map(is_laid_out, (q, k, v, out)))):
+        raise Refused
+    if q.is_cuda:
+        try:
+            gpu_of(q.device)
+        except ValueError:
+            raise Refused from None
+
+
+def is_laid_out(tensor: torch.Tensor) -> bool:
+    """Whether TMA can walk a tensor where it lies."""
+    unit = ALIGNMENT // tensor.element_size()
+    strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return (
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % ALIGNMENT == 0
+        and all(stride % unit == 0 for size, stride in strides if size > 1 or tensor.ndim == 3)
+    )

@@ -1,0 +1,441 @@
+"""Operators that stand for calls in graphs: torch's own checks, and what graphs compute."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from full_calls import CALLS
+from problems import make_operands, make_problem
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fa3
+import fa3.interface
+from fa3.calls import operators
+
+WINDOW = {"softmax_scale": None, "causal": True, "window_left": -1, "window_right": 0}
+PLAIN = {"softcap": 0.0, "sm_margin": 0, "alibi_slopes": None, "sinks": None}
+NO_FUNCTIONS = {"score": None, "score_tensors": [], "mask": None, "mask_tensors": []}
+NO_INTEGERS = {"cache_length": None, "cache_batch_idx": None, "cache_leftpad": None}
+DENSE = WINDOW | PLAIN | NO_FUNCTIONS | {"schedule": None}
+CACHED = WINDOW | PLAIN | NO_INTEGERS | {
+    "page_table": None, "num_splits": 0, "batch_invariant": False,
+}  # fmt: skip
+APPENDED = {
+    "rotary_cos": None, "rotary_sin": None, "cu_seqlens_k_new": None, "rotary_interleaved": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Times(fa3.Score):
+    """The logits of a head times a number of the tensor's and a plain one."""
+
+    of_head: torch.Tensor
+    factor: float = 1.0
+
+    def reference(self, logits, at):
+        return logits * self.of_head[at.head] * self.factor
+
+
+@dataclass(frozen=True)
+class Near(fa3.Mask):
+    """Keys up to a distance."""
+
+    reach: torch.Tensor
+
+    def reference(self, at):
+        return (at.query - at.key).abs() <= self.reach[at.head]
+
+
+def tensors(seqlen: int = 20, batch: int = 2) -> tuple[torch.Tensor, ...]:
+    """Return q, k and v with two query heads for each key/value head."""
+    return make_operands(make_problem(batch, seqlen, seqlen, 2, 2))
+
+
+def packed(*lengths: int) -> tuple[torch.Tensor, ...]:
+    """Return packed q, k and v, and where each sequence ends."""
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return *(x[0].contiguous() for x in tensors(sum(lengths), 1)), ends
+
+
+def cache(capacity: int = 40, batch: int = 2) -> tuple[torch.Tensor, ...]:
+    """Return q and what it appends, a cache of 2 heads, and lengths."""
+    q, k, v = tensors(1, batch)
+    shape = batch, capacity, 2, 64
+    k_cache, v_cache = (torch.randn(shape).to(q.dtype) for _ in range(2))
+    return q, k, v, k_cache, v_cache, torch.arange(3, 3 + batch, dtype=torch.int32)
+
+
+def forward_case(**options) -> tuple:
+    return operators.FORWARD, tensors(), DENSE | options
+
+
+def differentiated_case() -> tuple:
+    inputs = tuple(x.requires_grad_() for x in tensors())
+    return operators.FORWARD, inputs, DENSE | {"sinks": torch.randn(4).requires_grad_()}
+
+
+def backward_case() -> tuple:
+    q, k, v = tensors()
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
+    return operators.BACKWARD, given, DENSE
+
+
+def written_case() -> tuple:
+    q, k, v = tensors()
+    return operators.FORWARD_OUT, (q, k, v, torch.empty_like(q)), DENSE
+
+
+def varlen_case(has_out: bool) -> tuple:
+    q, k, v, ends = packed(7, 13)
+    lengths = ends, ends, 13, 13, None, None
+    options = WINDOW | PLAIN | NO_FUNCTIONS
+    if has_out:
+        return operators.VARLEN_OUT, (q, k, v, torch.empty_like(q), *lengths), options
+    return operators.VARLEN, (q, k, v, *lengths), options
+
+
+def cache_case(appends: bool, has_out: bool) -> tuple:
+    q, k, v, k_cache, v_cache, lengths = cache()
+    given = q, k_cache, v_cache, torch.empty_like(q) if has_out else None
+    options = CACHED | {"cache_seqlens": lengths}
+    if appends:
+        return operators.WITH_KVCACHE, given, options | APPENDED | {"k": k, "v": v}
+    return operators.READ_KVCACHE, given, options
+
+
+def combine_case(has_out: bool) -> tuple:
+    parts = torch.randn(3, 2, 20, 4, 64)
+    out = torch.empty(2, 20, 4, 64, dtype=torch.bfloat16) if has_out else None
+    return operators.COMBINE, (parts, torch.randn(3, 2, 20, 4), out, torch.bfloat16), {}
+
+
+CASES = {
+    "forward": forward_case,
+    "forward, sinks": lambda: forward_case(sinks=torch.randn(4), softcap=5.0),
+    "forward, differentiated": differentiated_case,
+    "forward_out": written_case,
+    "backward": backward_case,
+    "varlen_forward": lambda: varlen_case(False),
+    "varlen_forward_out": lambda: varlen_case(True),
+    "read_kvcache": lambda: cache_case(False, False),
+    "read_kvcache with out": lambda: cache_case(False, True),
+    "with_kvcache": lambda: cache_case(True, False),
+    "with_kvcache with out": lambda: cache_case(True, True),
+    "combine": lambda: combine_case(False),
+    "combine with out": lambda: combine_case(True),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("case", CASES)
+def test_torch_finds_the_operators_sound(case):
+    operator, given, options = CASES[case]()
+    found = torch.library.opcheck(operator.overload, given, options)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+def test_no_operator_is_left_out():
+    checked = {CASES[case]()[0].name for case in CASES}
+    assert checked == {o.name for o in vars(operators).values() if hasattr(o, "overload")}
+
+
+# ------------------------------------------------------------------------ calls, all tensors
+
+GRAPHS = {
+    "make_fx": lambda run, given: make_fx(run)(*given),
+    "make_fx before dispatch": lambda run, given: make_fx(run, pre_dispatch=True)(*given),
+    "make_fx of symbols": lambda run, given: make_fx(run, tracing_mode="symbolic")(*given),
+    "export": lambda run, given: torch.export.export(Module(run), given, strict=False).module(),
+    "strict export": lambda run, given: torch.export.export(
+        Module(run), given, strict=True
+    ).module(),
+    "compile": lambda run, given: torch.compile(run, backend="aot_eager", fullgraph=True),
+}
+
+
+class Module(torch.nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def forward(self, *given):
+        return self.run(*given)
+
+
+def exported(run, given: tuple, strict: bool):
+    return torch.export.export(Module(run), given, strict=strict).module()
+
+
+def of_tensors(call: str):
+    """Return a call as a function of all of its tensors, these, and their names."""
+    run, make = CALLS[call]
+    named = make()
+
+    def of_given(*given):
+        result = run(dict(zip(named, given, strict=True)))
+        return torch.mul(result[0] if isinstance(result, tuple) else result, 2)
+
+    return of_given, tuple(named.values()), tuple(named)
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("call", ["attend", "varlen", "cache", "combine"])
+def test_a_graph_computes_and_writes_what_the_call_does(call, graph):
+    run, given, names = of_tensors(call)
+    torch.compiler.reset()
+    with torch.no_grad():
+        traced = GRAPHS[graph](run, tuple(x.clone() for x in given))
+    here, there = ([x.clone() for x in given] for _ in range(2))
+    assert torch.equal(traced(*there), run(*here))
+    for name, one, other in zip(names, here, there, strict=True):
+        # Caches hold NaN where no sequence has a token.
+        assert torch.equal(one.nan_to_num(), other.nan_to_num()), f"{name} differs"
+
+
+@pytest.mark.parametrize("call", ["attend", "varlen", "cache", "combine"])
+@pytest.mark.parametrize("has_out", [True, False])
+def test_fakes_lie_as_results_do(call, has_out):
+    run, make = CALLS[call]
+    given = make()
+    if not has_out:
+        del given["out"]
+    names = {} if call == "combine" else {"return_lse": True}
+    found = run(given | names)
+    with FakeTensorMode() as mode:
+        fakes = run({name: mode.from_tensor(x) for name, x in given.items()} | names)
+    for one, fake in zip(found, fakes, strict=True):
+        assert isinstance(fake, FakeTensor)
+        assert (one.shape, one.stride(), one.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+# ----------------------------------------------------------------------------------- lengths
+
+
+def attend_to_itself(q, k, v):
+    return fa3.flash_attn_func(q + 1, k, v, causal=True, window_size=(30, 0), return_lse=True)
+
+
+def attend_inside(q, k, v, ends, longest):
+    return fa3.flash_attn_varlen_func(
+        q + 1, k, v, ends, ends, longest, longest, causal=True, return_lse=True
+    )
+
+
+def decode(q, k, v, k_cache, v_cache, lengths):
+    out, lse = fa3.flash_attn_with_kvcache(
+        q + 1, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, return_lse=True
+    )
+    return out, lse, k_cache.sum(), v_cache[:, 3].clone()
+
+
+def packed_of(n: int) -> tuple:
+    return *packed(5, 8 * n), 8 * n
+
+
+LENGTHS = {
+    "dense": (attend_to_itself, lambda n: tensors(8 * n + 5, n + 1)),
+    "packed": (attend_inside, packed_of),
+    "cache": (decode, lambda n: cache(16 * n + 8, n + 1)),
+    "cache, a number": (decode, lambda n: (*cache(16 * n + 8)[:5], n)),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("dynamic", "most_graphs"), [(True, 1), (None, 2)])
+@pytest.mark.parametrize("call", LENGTHS)
+def test_no_length_compiles_a_graph_anew(call, dynamic, most_graphs):
+    run, make = LENGTHS[call]
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    # Sizes that are equal at first are taken to be equal always.
+    for n in (6, 4, 7, 9):
+        given = make(n)
+        copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+        assert all(map(torch.equal, compiled(*given), run(*copies)))
+        for one, other in zip(given, copies, strict=True):
+            assert not isinstance(one, torch.Tensor) or torch.equal(one, other)
+    assert counters["stats"]["unique_graphs"] <= most_graphs
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("call", ["dense", "cache"])
+def test_inductor(call):
+    run, make = LENGTHS[call]
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for n in (1, 2):
+        given = make(n)
+        expected = run(*(x.clone() for x in given))
+        assert all(map(torch.equal, compiled(*given), expected))
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:`isinstance")
+def test_an_exported_program_is_of_any_length():
+    length = torch.export.Dim("length")
+    program = torch.export.export(
+        Module(attend_to_itself), tensors(), dynamic_shapes=(({1: length},) * 3,)
+    )
+    given = tensors(33)
+    for version in (program, program.run_decompositions()):
+        assert all(map(torch.equal, version.module()(*given), attend_to_itself(*given)))
+
+
+# --------------------------------------------------------------------------------- gradients
+
+
+def gradients(run, inputs: tuple, of_lse: bool = True) -> tuple[torch.Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = run(*leaves)
+    loss = (out.float() ** 2).sum() + (lse.sin().sum() if of_lse else 0)
+    return torch.autograd.grad(loss, leaves)
+
+
+def with_modifiers(q, k, v, sinks):
+    slopes, near = torch.full((4,), 0.1), Near(torch.arange(4, dtype=torch.int32))
+    return fa3.flash_attn_func(
+        q, k, v, 0.2, softcap=8.0, alibi_slopes=slopes, sinks=sinks, mask=near, return_lse=True
+    )
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("of_lse", [True, False])
+@pytest.mark.parametrize(
+    ("run", "inputs"),
+    [(attend_to_itself, tensors()), (with_modifiers, (*tensors(), torch.randn(4)))],
+    ids=["plain", "modifiers"],
+)
+def test_gradients_in_a_graph(run, inputs, of_lse):
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found, expected = (gradients(f, inputs, of_lse) for f in (compiled, run))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.compiles
+def test_gradients_of_other_lengths_come_from_the_same_graph():
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(attend_to_itself, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (16, 40, 33):
+        found, expected = (gradients(f, tensors(n, 3)) for f in (compiled, attend_to_itself))
+        assert all(map(torch.equal, found, expected))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_operator_has_no_second_derivative():
+    inputs = [x.requires_grad_() for x in tensors()]
+    out, _ = operators.FORWARD.overload(*inputs, **DENSE)
+    (d_q,) = torch.autograd.grad(out.float().square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        d_q.float().sum().backward()
+
+
+# --------------------------------------------------------------------- the user's functions
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_functions_of_the_users(where):
+    of_head = torch.rand(4)
+    objects = [Times(of_head, 2.0), Times(of_head, 3.0)]
+
+    def run(q, k, v, which, of_head):
+        score = objects[which] if where == "outside" else Times(of_head, 3.0 if which else 2.0)
+        return fa3.flash_attn_func(q, k, v, score=score)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for which in (0, 1, 0):
+        given = *tensors(), which, of_head
+        assert torch.equal(compiled(*given), run(*given))
+    # Its tensors are no part of the graph.
+    of_head.mul_(2)
+    assert torch.equal(compiled(*given), run(*given))
+
+
+def test_a_function_that_another_process_named():
+    options = DENSE | {"score": "elsewhere.Score"}
+    with pytest.raises(ValueError, match=r"elsewhere\.Score is not known here"):
+        operators.FORWARD.overload(*tensors(), **options)
+
+
+# ------------------------------------------------------------------------------------ refused
+
+REFUSED = {
+    "plan": ({"plan": fa3.plan_forward(make_problem())}, NotImplementedError, "plan must be None"),
+    "schedule": ({"schedule": list}, NotImplementedError, "schedule must be a name"),
+    "score": ({"score": 3}, TypeError, "score must be a frozen dataclass derived from fa3.Score"),
+    "alibi": ({"alibi_slopes": torch.ones(4).requires_grad_()}, ValueError, "alibi_slopes requ"),
+    "window": ({"window_size": (1, 2, 3)}, ValueError, "window_size must be two integers"),
+    "packing": ({"pack_gqa": True}, NotImplementedError, "pack_gqa is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_graph_cannot_have_is_said_when_it_is_traced(case):
+    options, error, complaint = REFUSED[case]
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(error, match=complaint):
+        fa3.flash_attn_func(*tensors(), **options)
+
+
+def test_gradients_that_a_graph_cannot_have():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    ends = torch.tensor([0, 20], dtype=torch.int32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(NotImplementedError, match="score has no derivative yet"):
+            fa3.flash_attn_func(q, k, v, score=Times(torch.ones(4)))
+        with pytest.raises(ValueError, match="out must be None"):
+            fa3.flash_attn_func(q, k, v, out=torch.empty_like(q))
+        with pytest.raises(ValueError, match="q requires grad"):
+            fa3.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 20, 20)
+        with pytest.raises(ValueError, match="q requires grad"):
+            fa3.flash_attn_with_kvcache(q, k, v)
+
+
+def test_tensors_that_do_not_go_together_are_refused_when_traced():
+    q, k, v = tensors()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(ValueError, match="k must have 4 dimensions"):
+            fa3.flash_attn_func(q, k[0], v)
+        with pytest.raises(TypeError, match=r"v must be torch.bfloat16 like q"):
+            fa3.flash_attn_func(q, k, v.half())
+        with pytest.raises(TypeError, match=r"q must be torch.bfloat16 or torch.float16"):
+            fa3.flash_attn_func(q.float(), k.float(), v.float())
+
+
+# ---------------------------------------------------------------------------------------- GPU
+
+
+def on_gpu(given: tuple, device: torch.device) -> tuple:
+    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("call", LENGTHS)
+def test_graphs_on_a_gpu(call, mode, device):
+    run, make = LENGTHS[call]
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, mode=mode)
+    for n in (6, 6, 6, 9, 9):
+        given = on_gpu(make(n), device)
+        copies = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in given)
+        found, expected = [x.clone() for x in compiled(*given)], run(*copies)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.gpu
+def test_gradients_in_a_graph_on_a_gpu(device):
+    torch.compiler.reset()
+    compiled = torch.compile(attend_to_itself, fullgraph=True)
+    inputs = on_gpu(tensors(300), device)
+    found, expected = (gradients(f, inputs) for f in (compiled, attend_to_itself))
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,227 @@
+"""fa3 behind torch's own attention functions.
+
+Without a GPU the kernels are put at the dispatch key CPU, where torch has none of these operators:
+calls of aten's operators and `varlen_attn` then go through the dispatcher and autograd as on a GPU.
+"""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn import attention as torch_attention
+
+import fa3
+from fa3.integrations import torch as integration
+
+needs_registry = pytest.mark.skipif(
+    not hasattr(torch_attention, "register_flash_attention_impl"),
+    reason="torch has no flash attention implementations before 2.11",
+)
+
+
+class Stock:
+    """Stands for torch's kernels, and keeps which were called."""
+
+    def __init__(self):
+        self.called = []
+
+    def kernel(self, name: str, key: str):
+        def run(keys, *arguments, **named):
+            self.called.append(name.removeprefix("aten::"))
+            return getattr(self, "result", None)
+
+        return run
+
+
+@pytest.fixture
+def stock(monkeypatch):
+    """Activate fa3 for CPU tensors."""
+    stock = Stock()
+    monkeypatch.setattr(integration, "stock_kernel", stock.kernel)
+    activation = integration.activate("CPU")
+    yield stock
+    activation.remove()
+
+
+def heads_first(batch=2, heads=4, seqlen=40, head_dim=64, transposed=True, dtype=torch.bfloat16):
+    """Return q, k and v, (batch, heads, seqlen, head_dim)."""
+    shape = (batch, seqlen, heads) if transposed else (batch, heads, seqlen)
+    made = (torch.randn(*shape, head_dim).to(dtype) for _ in range(3))
+    return tuple(x.transpose(1, 2) if transposed else x for x in made)
+
+
+@pytest.mark.parametrize("name", integration.KERNELS)
+def test_kernels_take_what_the_operators_have(name):
+    schema = getattr(torch.ops.aten, name).default._schema
+    expected = [argument.name for argument in schema.arguments]
+    taken = inspect.signature(integration.KERNELS[name]).parameters
+    if "options" in taken:
+        taken = [*taken][:-1] + [
+            name
+            for name, one in inspect.signature(integration.flash_forward_into).parameters.items()
+            if one.kind is one.KEYWORD_ONLY
+        ]
+    # An older torch has fewer of the last ones.
+    assert [name for name in taken if name in expected] == expected
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_forward_and_backward_through_the_dispatcher(stock, transposed, is_causal):
+    q, k, v = (x.requires_grad_() for x in heads_first(transposed=transposed))
+    out, lse, _, _, max_q, max_k, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, is_causal, scale=0.2
+    )
+    assert (max_q, max_k) == (40, 40)
+    assert out.stride() == torch.empty_like(q).stride()
+    inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = fa3.flash_attn_func(*inputs, 0.2, is_causal, return_lse=True)
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert torch.equal(lse, expected_lse)
+    d_out = torch.randn_like(expected)
+    found = torch.autograd.grad(out, (q, k, v), d_out.transpose(1, 2))
+    wanted = torch.autograd.grad(expected, inputs, d_out)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.transpose(1, 2), other)
+    assert not stock.called
+
+
+def test_what_fa3_does_not_compute_goes_to_the_stock_kernel(stock):
+    call = torch.ops.aten._scaled_dot_product_flash_attention
+    q, k, v = heads_first()
+    like_results = call(q, k, v)
+    stock.result = like_results
+    call(q, k, v, 0.5)
+    call(*heads_first(dtype=torch.float32))
+    call(*heads_first(head_dim=60))
+    call(*heads_first(head_dim=264))
+    call(q[..., 4:60], k[..., 4:60], v[..., 4:60])
+    assert stock.called == 5 * ["_scaled_dot_product_flash_attention"]
+
+
+def test_packed_sequences(stock):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, k, v = torch.randn(3, 50, 4, 64, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    for window in ((-1, -1), (-1, 0), (8, 0)):
+        out = varlen.varlen_attn(q, k, v, ends, ends, 30, 30, window_size=window)
+        expected = fa3.flash_attn_varlen_func(q, k, v, ends, ends, 30, 30, window_size=window)
+        assert torch.equal(out, expected)
+    assert not stock.called
+
+
+def test_a_kernel_that_writes_to_a_tensor_of_the_callers(stock):
+    operator = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
+    if operator is None:
+        pytest.skip("this torch has no such operator")
+    q, k, v = torch.randn(3, 2, 30, 4, 64, dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    lse = operator(out, q, k, v, None, None, 30, 30, 0.0, True, False)
+    expected = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+def test_removing_brings_back_what_was_there(stock, monkeypatch):
+    q, k, v = heads_first()
+    second = integration.activate("CPU")
+    second.remove()
+    torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+    assert not stock.called
+
+
+@needs_registry
+def test_registered_by_name(monkeypatch):
+    from torch.nn.attention import _registry
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", {})
+    made = []
+    monkeypatch.setattr(integration, "stock_kernel", lambda name, key: made.append((name, key)))
+    integration.register()
+    assert torch_attention.list_flash_attention_impls() == ["fa3"]
+    torch_attention.activate_flash_attention_impl("fa3")
+    assert torch_attention.current_flash_attention_impl() == "fa3"
+    torch_attention.restore_flash_attention_impl()
+    assert torch_attention.current_flash_attention_impl() is None
+    assert made == [(f"aten::{name}", "CUDA") for name in integration.KERNELS]
+
+
+def test_an_older_torch_is_told_what_it_lacks(monkeypatch):
+    monkeypatch.delattr(torch_attention, "register_flash_attention_impl", raising=False)
+    with pytest.raises(RuntimeError, match=r"from torch 2.11 on, this is"):
+        integration.register()
+
+
+# ---------------------------------------------------------------------------------------- GPU
+
+
+@pytest.fixture
+def active():
+    """Activate fa3 on the GPU."""
+    integration.register()
+    torch_attention.activate_flash_attention_impl("fa3")
+    yield
+    torch_attention.restore_flash_attention_impl()
+
+
+def runs_of_fa3(monkeypatch) -> list:
+    """Note the calls that fa3 computes from now on."""
+    ran = []
+    run = integration.attend_into
+
+    def noted(*arguments, **named):
+        result = run(*arguments, **named)
+        ran.append(arguments[0].shape)
+        return result
+
+    monkeypatch.setattr(integration, "attend_into", noted)
+    return ran
+
+
+@needs_registry
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sdpa_on_a_gpu(active, device, monkeypatch, is_causal):
+    ran = runs_of_fa3(monkeypatch)
+    q, k, v = (x.to(device).requires_grad_() for x in heads_first(seqlen=300))
+    with torch_attention.sdpa_kernel(torch_attention.SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    d_out = torch.randn_like(out)
+    found = out, *torch.autograd.grad(out, (q, k, v), d_out)
+    assert len(ran) == 1
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
+        exact = F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
+    expected = exact, *torch.autograd.grad(exact, inputs, d_out.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2)
+
+
+@needs_registry
+@pytest.mark.gpu
+def test_sdpa_on_a_gpu_with_what_fa3_does_not_compute(active, device, monkeypatch):
+    ran = runs_of_fa3(monkeypatch)
+    q, k, v = (x.to(device) for x in heads_first(seqlen=64))
+    mask = torch.ones(64, 64, dtype=torch.bool, device=device).tril()
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert len(ran) == 1
+    masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    in_fp32 = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+    F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert len(ran) == 1
+    torch.testing.assert_close(plain, masked, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(plain.float(), in_fp32, atol=2e-2, rtol=2e-2)
+
+
+@needs_registry
+@pytest.mark.gpu
+def test_restored_on_a_gpu(device, monkeypatch):
+    ran = runs_of_fa3(monkeypatch)
+    integration.register()
+    q, k, v = (x.to(device) for x in heads_first())
+    torch_attention.activate_flash_attention_impl("fa3")
+    F.scaled_dot_product_attention(q, k, v)
+    torch_attention.restore_flash_attention_impl()
+    F.scaled_dot_product_attention(q, k, v)
+    assert len(ran) == 1

@@ -1,0 +1,340 @@
+"""fa3 as an attention implementation of Transformers: five families of models, made small."""
+
+import pytest
+import torch
+from problems import make_operands, make_problem
+from reference import positions, visible
+from score_problems import NOTHING, modify
+
+import fa3
+from fa3.kernels.forward import Forward
+from fa3.planning.planner import plan_forward
+from fa3.problem import Window
+from fa3.running.compiler import compile_kernel
+from fa3.schedules import StaticPersistent
+from fa3.tools.cubin import inspect
+
+transformers = pytest.importorskip(
+    "transformers", minversion="5.23", reason="needs Transformers: pip install fa3[transformers]"
+)
+
+from transformers import StaticCache  # noqa: E402
+
+from fa3.integrations import transformers as integration  # noqa: E402
+
+integration.register()
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 98,
+}
+WINDOW = 8
+BOTH_LAYERS = ["sliding_attention", "full_attention"]
+
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen3": ("Qwen3", {}),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": WINDOW, "layer_types": BOTH_LAYERS, "attn_logit_softcapping": 5.0},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": BOTH_LAYERS,
+            "num_local_experts": 2,
+            # A choice of experts would depend on rounding.
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+
+families = pytest.mark.parametrize("family", FAMILIES)
+devices = pytest.mark.parametrize("device_type", DEVICES)
+
+
+def make_model(family: str, device_type: str = "cpu") -> torch.nn.Module:
+    """Return a model with random weights, bfloat16, that attends with fa3."""
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**SMALL | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(device_type, torch.bfloat16)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or "sinks" in parameter_name:
+                # Weights that make attention matter.
+                parameter.normal_(0, 1 if "sinks" in parameter_name else 0.08)
+    model.set_attn_implementation("fa3")
+    return model.eval()
+
+
+def tokens(*shape: int, device_type: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(2, 98, shape, generator=generator).to(device_type)
+
+
+def as_eager(model: torch.nn.Module, run):
+    """Return what a function gives with eager attention."""
+    model.set_attn_implementation("eager")
+    try:
+        return run()
+    finally:
+        model.set_attn_implementation("fa3")
+
+
+def in_float32(model: torch.nn.Module, run):
+    """Return what a function gives in eager attention and float32."""
+    model.float()
+    try:
+        return as_eager(model, run)
+    finally:
+        model.bfloat16()
+
+
+def check_logits(model: torch.nn.Module, run) -> None:
+    """Assert that an output is as near to float32's as eager attention's in bfloat16."""
+    found = run().float()
+    rounded, exact = as_eager(model, run).float(), in_float32(model, run)
+    allowed = 2 * (rounded - exact).abs().max() + 1e-3
+    assert (found - exact).abs().max() <= allowed
+
+
+@families
+@devices
+@torch.no_grad()
+def test_prefill(family, device_type):
+    model, ids = make_model(family, device_type), tokens(2, 40, device_type=device_type)
+    check_logits(model, lambda: model(ids).logits)
+
+
+@families
+@devices
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@torch.no_grad()
+def test_padding(family, device_type, side):
+    model, ids = make_model(family, device_type), tokens(2, 40, device_type=device_type)
+    kept = torch.ones_like(ids)
+    kept[0, {"left": slice(0, 11), "right": slice(29, 40), "holes": slice(9, 13)}[side]] = 0
+    check_logits(model, lambda: model(ids, attention_mask=kept).logits[kept.bool()])
+
+
+@families
+@devices
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_every_step_of_a_generation(family, device_type, cache, padded):
+    """Each step's logits are those of the whole sequence, computed at once without a cache."""
+    model, ids = make_model(family, device_type), tokens(2, 24, device_type=device_type)
+    kept = torch.ones_like(ids)
+    if padded:
+        kept[0, :5] = 0
+    position = (kept.cumsum(1) - 1).clamp(min=0)
+    at_once = in_float32(
+        model, lambda: model(ids, attention_mask=kept, position_ids=position).logits
+    )
+    rounded = as_eager(model, lambda: model(ids, attention_mask=kept, position_ids=position).logits)
+    allowed = 3 * (rounded - at_once)[kept.bool()].abs().max() + 1e-3
+    past = StaticCache(config=model.config, max_cache_len=32) if cache == "static" else None
+    begin = 0
+    for end in (15, 16, 17, 21, 22, 23, 24):
+        result = model(
+            ids[:, begin:end],
+            attention_mask=kept[:, :end],
+            position_ids=position[:, begin:end],
+            past_key_values=past,
+            use_cache=True,
+        )
+        past, part = result.past_key_values, slice(begin, end)
+        difference = (result.logits.float() - at_once[:, part])[kept[:, part].bool()]
+        assert difference.abs().max() <= allowed
+        begin = end
+
+
+@families
+@devices
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generate(family, device_type, cache):
+    model, ids = make_model(family, device_type), tokens(2, 12, device_type=device_type)
+    kept = torch.ones_like(ids)
+    kept[0, :4] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "disable_compile": True}
+    found = model.generate(ids, attention_mask=kept, cache_implementation=cache, **options)
+    assert found.shape == (2, 20)
+    # Where two tokens are as likely bfloat16 may choose either: the logits decide.
+    with torch.no_grad():
+        all_kept = torch.cat([kept, kept.new_ones(2, 8)], dim=1)
+        position = (all_kept.cumsum(1) - 1).clamp(min=0)
+        logits = in_float32(
+            model, lambda: model(found, attention_mask=all_kept, position_ids=position).logits
+        )[:, 11:-1]
+    chosen = logits.gather(2, found[:, 12:, None])[..., 0]
+    ended = (found[:, 12:] == 98).cumsum(1) - (found[:, 12:] == 98).int() > 0
+    assert ((logits.amax(dim=2) - chosen)[~ended] < 0.05).all()
+
+
+def gradients_of(model: torch.nn.Module, run) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    run().backward()
+    return {
+        name: parameter.grad.float()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def check_gradients(model: torch.nn.Module, run) -> None:
+    """Assert that gradients are as near to float32's as eager attention's in bfloat16."""
+    found = gradients_of(model, run)
+    rounded = as_eager(model, lambda: gradients_of(model, run))
+    exact = in_float32(model, lambda: gradients_of(model, run))
+    assert found.keys() == rounded.keys()
+    for name, one in found.items():
+        error, allowed = ((x - exact[name]).norm() for x in (one, rounded[name]))
+        # Sums that nearly cancel: eager attention may be lucky.
+        assert error <= 3 * allowed + 0.08 * exact[name].norm() + 1e-6, name
+
+
+@families
+@devices
+def test_a_training_step(family, device_type):
+    model, ids = make_model(family, device_type), tokens(2, 24, device_type=device_type)
+    model.train()
+    check_gradients(model, lambda: model(ids, labels=ids).loss)
+
+
+PACKED = (9, 4, 17)
+
+
+def packed(device_type: str, has_lengths: bool) -> tuple[torch.Tensor, dict]:
+    """Return tokens of packed sequences, and what says where they lie."""
+    position = torch.cat([torch.arange(n) for n in PACKED])[None].to(device_type)
+    ends = torch.tensor([0, *PACKED], device=device_type).cumsum(0).int()
+    lengths = {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(PACKED),
+        "max_length_k": max(PACKED),
+    }
+    options = {"position_ids": position} | (lengths if has_lengths else {})
+    return tokens(1, sum(PACKED), device_type=device_type), options
+
+
+def logits_of_packed(model: torch.nn.Module, ids: torch.Tensor, options: dict) -> torch.Tensor:
+    """Return logits of packed sequences; with eager attention, of one after the other."""
+    if model.config._attn_implementation == "fa3":
+        return model(ids, use_cache=False, **options).logits
+    parts = ids.split(PACKED, dim=1)
+    return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+
+
+packings = pytest.mark.parametrize(
+    ("family", "has_lengths"),
+    # GPT-OSS's model does not look at position ids for packed sequences, whatever attends.
+    [(family, n) for family in FAMILIES for n in (True, False) if n or family != "gpt_oss"],
+)
+
+
+@packings
+@devices
+@torch.no_grad()
+def test_packed_sequences(family, device_type, has_lengths):
+    model = make_model(family, device_type)
+    ids, options = packed(device_type, has_lengths)
+    check_logits(model, lambda: logits_of_packed(model, ids, options))
+
+
+@packings
+@devices
+def test_packed_training(family, device_type, has_lengths):
+    model = make_model(family, device_type).train()
+    ids, options = packed(device_type, has_lengths)
+    check_gradients(model, lambda: logits_of_packed(model, ids, options).float().square().mean())
+
+
+@pytest.mark.compiles
+@families
+@torch.no_grad()
+def test_no_graph_breaks(family):
+    model, ids = make_model(family), tokens(2, 24)
+    expected = model(ids, use_cache=False).logits
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.compiles
+@families
+@torch.no_grad()
+def test_no_graph_breaks_in_a_step_with_a_static_cache(family):
+    model, ids = make_model(family), tokens(2, 12)
+    caches = [StaticCache(config=model.config, max_cache_len=32) for _ in range(2)]
+    for cache in caches:
+        model(ids, past_key_values=cache)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in tokens(3, 2, 1):
+        found, expected = (
+            run(step, past_key_values=cache).logits
+            for run, cache in zip((compiled, model), caches, strict=True)
+        )
+        assert torch.equal(found, expected)
+
+
+def test_what_is_refused():
+    model, ids = make_model("llama").train(), tokens(1, 8)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(NotImplementedError, match="dropout of attention is not supported"):
+        model(ids)
+    model.eval()
+    with pytest.raises(TypeError, match="attention_mask must be a bool mask"):
+        model(ids, attention_mask=torch.zeros(1, 1, 8, 8))
+    with pytest.raises(TypeError, match=r"q must be torch.bfloat16 or torch.float16"):
+        model.float()(ids)
+
+
+MASKS = {
+    "after padding": lambda: integration.AfterPadding(torch.tensor([0, 70, 300]).int()),
+    "same sequence": lambda: integration.SameSequence(torch.arange(400).int() // 150),
+    "listed": lambda: integration.Listed(torch.ones(3, 400, 400, dtype=torch.uint8).tril()),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_compile_without_spills(mask):
+    problem = make_problem(3, 400, 400, 2, 2)
+    q, _, _ = make_operands(problem)
+    modified, _ = modify(problem, q, NOTHING | {"mask": MASKS[mask]()})
+    kernel = Forward(modified.spec, plan_forward(modified).config, StaticPersistent)
+    report = inspect(compile_kernel(kernel).cubin)
+    assert report.stack_bytes == 0 and report.spill_instructions == 0
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_ranges_of_masks_hide_nothing_that_is_seen(mask):
+    problem = make_problem(3, 400, 400, 2, 2, window=Window(right=0))
+    q, k, v = make_operands(problem)
+    mask = MASKS[mask]()
+    found = fa3.flash_attn_func(q, k, v, causal=True, mask=mask)
+    at = positions(3, torch.arange(4), 400, 400)
+    seen = mask.reference(at).expand(3, 4, 400, 400) & visible(400, 400, problem.window)
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, enable_gqa=True
+    ).nan_to_num()
+    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=2e-2, rtol=2e-2)
