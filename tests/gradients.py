@@ -2,7 +2,7 @@
 
 import torch
 from problems import poisoned_allocations
-from reference import NO_WINDOW, cap_error, largest_difference, positions, visible
+from reference import FEW_KEYS, NO_WINDOW, cap_error, largest_difference, positions, visible
 
 import fa3
 from fa3.problem import Window
@@ -114,9 +114,23 @@ def check_gradients(
         allowed += 4 * capped * largest_difference(true, 0 * true)
         if name == "sinks":
             allowed += error_of_sinks(q, k, v, d_out, window, modifiers)
+        if k.shape[1] < FEW_KEYS and q.is_cuda and name in "qk":
+            allowed += error_of_delta(q, k, v, d_out)
         error = largest_difference(ours_, true)
         assert error <= allowed, f"{name}: error {error:.3g} is above {allowed:.3g}"
     return dict(zip(inputs, found, strict=True))
+
+
+def error_of_delta(q, k, v, d_out) -> float:
+    """Return how far the rounding of out alone may take a gradient of q or k.
+
+    Torch's weight of a single key is exactly 1, and dP - delta exactly 0. Beside a reference that
+    is not the row's maximum a weight is any number, and rounded to 16 bits, like those of several
+    keys.
+    """
+    largest = max(x.abs().max().item() for x in (q, k))
+    delta = (d_out.norm(dim=-1).max() * v.float().norm(dim=-1).max()).item()
+    return torch.finfo(q.dtype).eps * delta * largest * q.shape[-1] ** -0.5
 
 
 def error_of_sinks(q, k, v, d_out, window: Window, modifiers: dict) -> float:
