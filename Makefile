@@ -18,6 +18,7 @@ quick: lint
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.bench_forward
