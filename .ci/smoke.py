@@ -15,10 +15,12 @@ from fa3.scores.masks import Band
 
 (wheel,) = Path(sys.argv[1]).glob("*.whl")
 (sdist,) = Path(sys.argv[1]).glob("*.tar.gz")
-names = zipfile.ZipFile(wheel).namelist()
+with zipfile.ZipFile(wheel) as archive:
+    names = archive.namelist()
 assert {"fa3/py.typed", "fa3/planning/costs_h200.json"} <= set(names)
 assert {name.split("/")[0].split("-")[0] for name in names} == {"fa3"}, names
-sources = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+with tarfile.open(sdist) as archive:
+    sources = {name.partition("/")[2] for name in archive.getnames()}
 assert {"tests/conftest.py", "docs/extending.md", "benchmarks/harness.py"} <= sources
 
 assert "site-packages" in fa3.__file__, fa3.__file__
