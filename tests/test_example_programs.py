@@ -37,3 +37,9 @@ def test_on_the_gpu(device):
     assert prefill.example(str(device), seqlen=2000).isfinite().all()
     assert decode_loop.example(str(device)).isfinite().all()
     assert own_schedule.example(str(device)).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_training_on_the_gpu(device):
+    losses = training_loop.example(str(device))
+    assert losses[-1] < 0.1 * losses[0]

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_backward_compile import SPECS
+from test_backward_compile import name_of as name_of_backward
 from test_compile import cases, name_of
 from test_decode_compile import COMBINES
 
@@ -45,6 +47,8 @@ def names_of_tests() -> list[str]:
         "test_decode_compile.py::test_machine_code_of_decode[page16]",
         f"test_decode_compile.py::test_machine_code_of_combine[{COMBINES[0]}]",
         "test_append_compile.py::test_machine_code[pairs]",
+        f"test_backward_compile.py::test_machine_code[{name_of_backward(SPECS[1])}]",
+        "test_backward_compile.py::test_machine_code_of_the_other_kernels[64]",
         "test_tile_table.py::test_machine_code[True]",
     ]
 

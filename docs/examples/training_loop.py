@@ -1,6 +1,6 @@
 """Training: a small causal model learns to repeat its input, with gradients through attention.
 
-On the CPU, where `flash_attn_func` is differentiable; docs/support.md says where it is besides.
+It trains on the CPU; what of the backward pass GPUs have is in docs/backward.md.
 """
 
 import torch

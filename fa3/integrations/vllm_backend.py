@@ -230,7 +230,7 @@ class Fa3Attention(AttentionImpl[Metadata]):
             with_aligned_heads(keys),
             with_aligned_heads(values),
             step.query_start_loc,
-            None,
+            None,  # type: ignore[arg-type]  # pages have no ends; awaits pages, as below
             step.max_query_len,
             step.max_seq_len,
             seqused_k=step.seq_lens,
@@ -241,7 +241,7 @@ class Fa3Attention(AttentionImpl[Metadata]):
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
-            page_table=step.block_table,
+            page_table=step.block_table,  # type: ignore[arg-type]
             out=output[: step.num_actual_tokens],
         )
         return output
