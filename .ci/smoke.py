@@ -25,6 +25,8 @@ assert {"tests/conftest.py", "docs/extending.md", "benchmarks/harness.py"} <= so
 
 assert "site-packages" in fa3.__file__, fa3.__file__
 assert metadata.version("fa3") == fa3.__version__
+(plugin,) = metadata.entry_points(group="vllm.general_plugins")
+assert plugin.name == "fa3" and callable(plugin.load())
 
 q, k, v = torch.randn(3, 2, 200, 4, 64, dtype=torch.bfloat16)
 out = fa3.flash_attn_func(q, k, v, causal=True)

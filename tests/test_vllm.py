@@ -215,10 +215,10 @@ def test_what_a_layer_refuses(backend):
 
 def test_a_table_may_be_exchanged(backend):
     builder = backend.MetadataBuilder(None, [], None, torch.device("cpu"))
-    metadata = backend.Metadata(1, 1, 1, *torch.zeros(4, 2), True)
+    metadata = backend.Metadata(1, 1, 1, *torch.zeros(3, 2), True)
     table, slots = torch.ones(2, 2)
     changed = builder.update_block_table(metadata, table, slots)
-    assert changed.block_table is table and changed.slot_mapping is slots
+    assert changed.block_table is table
     assert changed.seq_lens is metadata.seq_lens and metadata.block_table is not table
 
 

@@ -89,7 +89,6 @@ class Metadata(AttentionMetadata):
         query_start_loc: (requests + 1,), int32: where each request's queries begin.
         seq_lens: (requests,), int32: tokens of each request, those of this step included.
         block_table: (requests, pages of a request), int32: its pages.
-        slot_mapping: (num_actual_tokens,), int64: where each new token goes.
         causal: whether a query sees no later tokens.
     """
 
@@ -99,7 +98,6 @@ class Metadata(AttentionMetadata):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     causal: bool
 
 
@@ -110,6 +108,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     _cudagraph_support = AttentionCGSupport.NEVER
     supports_update_block_table = True
 
+    # vLLM's is abstract.
     def __init__(self, kv_cache_spec, layer_names: list[str], vllm_config, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -129,14 +128,14 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,
-            common.slot_mapping,
             common.causal,
         )
 
     def update_block_table(
         self, metadata: Metadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> Metadata:
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        # Where new tokens go, vLLM tells `do_kv_cache_update` itself.
+        return replace(metadata, block_table=blk_table)
 
 
 class Fa3Attention(AttentionImpl[Metadata]):
