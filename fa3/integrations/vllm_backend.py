@@ -229,7 +229,7 @@ class Fa3Attention(AttentionImpl[Metadata]):
             with_aligned_heads(keys),
             with_aligned_heads(values),
             step.query_start_loc,
-            None,  # type: ignore[arg-type]  # pages have no ends; awaits pages, as below
+            None,  # pages have no ends
             step.max_query_len,
             step.max_seq_len,
             seqused_k=step.seq_lens,
@@ -240,7 +240,7 @@ class Fa3Attention(AttentionImpl[Metadata]):
             softcap=self.softcap,
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
-            page_table=step.block_table,  # type: ignore[arg-type]
+            page_table=step.block_table,
             out=output[: step.num_actual_tokens],
         )
         return output
