@@ -3,8 +3,9 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 READY := .venv/.ready
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE pyproject.toml docs benchmarks fa3 tests
 
-.PHONY: demo test quick lint bench
+.PHONY: demo test quick lint bench pages docs package
 
 demo: $(READY)
 	$(BIN)/python -m fa3 demo
@@ -18,9 +19,23 @@ quick: lint
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.bench_forward
+
+pages: $(READY)
+	$(BIN)/python -m docs.pages.support
+	$(BIN)/python -m docs.pages.performance
+
+docs: $(READY)
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	rm -rf build/pages && mkdir -p build/pages
+	cp -r $(PAGES) build/pages
+	$(BIN)/mkdocs build --quiet --strict
+
+package: $(READY)
+	.ci/package '$(TORCH)'
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -52,18 +52,20 @@ def draw_panel(axes: Axes, rows: Sequence[Row], looks: dict[str, dict[str, objec
     for name, look in looks.items():
         line = sorted((row for row in rows if row.provider == name), key=lambda row: row.seqlen_q)
         axes.plot([row.seqlen_q for row in line], [row.tflops for row in line], label=name, **look)
-        if not is_peer(name):
-            for row in line:
-                axes.annotate(
-                    f"{row.tflops:.0f}", (row.seqlen_q, row.tflops), (0, 7),
-                    textcoords="offset points", ha="center", fontsize=8, color=look["color"],
-                )  # fmt: skip
     seqlens = sorted({row.seqlen_q for row in rows})
+    for seqlen in seqlens:
+        # Ours as numbers, one above the other over the highest line.
+        rates = {row.provider: row.tflops for row in rows if row.seqlen_q == seqlen}
+        ours = [name for name in looks if name in rates and not is_peer(name)]
+        for line, name in enumerate(reversed(ours)):
+            axes.annotate(
+                f"{rates[name]:.0f}", (seqlen, max(rates.values())), (0, 7 + 9 * line),
+                textcoords="offset points", ha="center", fontsize=8, color=looks[name]["color"],
+            )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks(seqlens, [size(seqlen) for seqlen in seqlens])
     axes.minorticks_off()
-    rates = [row.tflops for row in rows]
-    axes.set_ylim(0.9 * min(rates), 1.06 * max(rates))
+    axes.set_ylim(0, 1.12 * max(row.tflops for row in rows))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fa3
 from fa3.problem import NO_BOUND
-from fa3.tools.models import PRESETS, ROTARIES, SHORT_DTYPES
+from fa3.tools.models import PAGE_SIZES, PRESETS, ROTARIES, SHORT_DTYPES
 
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
@@ -198,7 +198,7 @@ def run_compile(options: argparse.Namespace) -> None:
         window_size=tuple(options.window) if options.window else None,
         softcap=options.softcap,
         sinks=options.sinks,
-        **({"page_sizes": tuple(options.page_size)} if options.page_size else {}),
+        page_sizes=tuple(options.page_size or PAGE_SIZES),
         rotary=options.rotary,
         processes=options.processes,
     )

@@ -1,8 +1,7 @@
 """What is asked: the compile key (`AttentionSpec`) and a spec with run-time sizes (`Problem`)."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REMEMBERED = 4096
 """Calls of different shapes, strides or options of which it is remembered what they lead to. One
@@ -59,7 +58,7 @@ class AttentionSpec:
         dtype: element type of q, k and v, one of `ELEMENTS`, which out has too.
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
-        mask: a mask of `fa3.scores.masks`; its compile-time half.
+        mask: a mask of `fa3.scores.masks`, which this room cannot know; its compile-time half.
         scores: what is done to the scores before the softmax, in this order: templates of
             objects of `fa3.scores.scores`.
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
@@ -68,8 +67,8 @@ class AttentionSpec:
     dtype: str
     head_dim: int
     head_dim_v: int
-    mask: Hashable
-    scores: tuple[Hashable, ...] = ()
+    mask: Any
+    scores: tuple[Any, ...] = ()
     sinks: str | None = None
 
     @property

@@ -135,8 +135,8 @@ def sdpa_backward(
 ) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward."""
     check_plain(dropout_p)
-    of_heads = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = differentiate_dense(*of_heads, logsumexp, scale, is_causal)
+    d_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    found = differentiate_dense(d_out, q, k, v, out, logsumexp, scale, is_causal)
     return tuple(x.transpose(1, 2) for x in found)
 
 
@@ -225,7 +225,7 @@ def flash_backward(
     )
 
 
-KERNELS = {
+KERNELS: dict[str, Callable] = {
     "_scaled_dot_product_flash_attention": sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": sdpa_backward,
     "_flash_attention_forward": flash_forward,
@@ -291,12 +291,13 @@ def differentiate_dense(
 
 def without_dropout(query: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """rng_state, unused and debug_attn_mask of a call without dropout."""
-    state = {"dtype": torch.uint64, "device": query.device}
-    return torch.zeros(2, **state), torch.zeros((), **state), query.new_empty(0)
+    state, unused = (query.new_zeros(shape, dtype=torch.uint64) for shape in ((2,), ()))
+    return state, unused, query.new_empty(0)
 
 
 def window_of(left: int | None, right: int | None) -> tuple[int, int]:
-    return tuple(NO_BOUND if bound is None or bound < 0 else bound for bound in (left, right))
+    left, right = (NO_BOUND if one is None or one < 0 else one for one in (left, right))
+    return left, right
 
 
 # ----------------------------------------------------------------------------- who takes a call

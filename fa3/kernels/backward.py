@@ -45,6 +45,7 @@ from fa3.kernels.backward_launch import BackwardArguments, BackwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
+from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.query_tiles import STATISTICS, QueryGradients, QueryTiles, RowStatistics
@@ -225,7 +226,7 @@ class Backward(AttentionKernel):
             ds: buffer(layouts.scores)
             p: buffer(layouts.scores, config.shares_keys)
 
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = SmemAllocator().allocate(Storage)
 
         def tensor(field, layout):
             return field.get_tensor(layout.outer, swizzle=layout.inner)

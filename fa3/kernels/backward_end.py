@@ -11,12 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, EndArguments
 from fa3.primitives import arguments
+from fa3.primitives.dsl import LayoutEnum, SmemAllocator
 from fa3.primitives.query_tiles import QueryGradients, QueryTiles
 from fa3.primitives.rows_of_sequence import DenseRows
 from fa3.primitives.slab_store import SlabStore
@@ -76,7 +76,7 @@ class BackwardEnd(AttentionKernel):
         class Storage:
             pieces: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], 1024]
 
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = SmemAllocator().allocate(Storage)
         smem = storage.pieces.get_tensor(layout.outer, swizzle=layout.inner)
         block, _, _ = cute.arch.block_idx()
         thread_idx, _, _ = cute.arch.thread_idx()

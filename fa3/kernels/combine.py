@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
+from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.row_lse import RowLse
 from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.vectors import QUAD, vector_of
@@ -192,7 +193,7 @@ class Exchange(NamedTuple):
 
     @classmethod
     def allocate(cls) -> "Exchange":
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         o = cute.make_layout((QUAD, LANES, GROUPS), stride=(1, QUAD, COLUMNS))
         scalars = cute.make_layout((2, GROUPS), stride=(1, 2))
         return cls(*(smem.allocate_tensor(Float32, n, byte_alignment=16) for n in (o, scalars)))

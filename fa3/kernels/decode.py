@@ -39,7 +39,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.attention_kernel import AttentionKernel
@@ -57,6 +56,7 @@ from fa3.primitives.cache_blocks import (
     block_pipeline,
 )
 from fa3.primitives.divisor import Divisor
+from fa3.primitives.dsl import LayoutEnum, SmemAllocator
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import (
     PackedCoords,
@@ -303,7 +303,7 @@ class Decode(AttentionKernel):
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
 
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = SmemAllocator().allocate(Storage)
         smem = DecodeBuffers(
             *(
                 field.get_tensor(layout.outer, swizzle=layout.inner)

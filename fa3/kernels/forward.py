@@ -32,7 +32,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.attention_kernel import AttentionKernel
@@ -42,6 +41,7 @@ from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
+from fa3.primitives.dsl import LayoutEnum, SmemAllocator
 from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
@@ -314,7 +314,7 @@ class Forward(AttentionKernel):
                 1024,
             ]
 
-        storage = cutlass.memory.SmemAllocator().allocate(Storage)
+        storage = SmemAllocator().allocate(Storage)
         o = storage.o if config.own_o else storage.q
         smem = ForwardBuffers(
             *(

@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives import arguments
+from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
@@ -150,7 +151,7 @@ class TileTable:
 
     @cute.kernel
     def kernel(self, operands: TileTableOperands):
-        smem = cutlass.memory.SmemAllocator()
+        smem = SmemAllocator()
         places = smem.allocate_tensor(Int32, cute.make_layout(AMOUNTS), byte_alignment=16)
         of_warps = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
         thread, _, _ = cute.arch.thread_idx()

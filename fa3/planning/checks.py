@@ -3,6 +3,8 @@
 Sizes must be of type int: 300.0 equals 300, so caches would take the one for the other.
 """
 
+from typing import Any
+
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.problem import (
@@ -72,7 +74,7 @@ def check_type(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r:.200}")
 
 
-def check_size(name: str, value: object, least: int = 1) -> None:
+def check_size(name: str, value: Any, least: int = 1) -> None:
     """Raise unless a value is an integer of at least `least`."""
     check_type(name, value, int)
     if value < least:

@@ -143,10 +143,10 @@ class Explanation:
     def balance(self) -> str:
         timeline = self.timeline
         return (
-            f"{microseconds(min(timeline.busy, default=0.0))} to "
-            f"{microseconds(max(timeline.busy, default=0.0))} us of work for "
+            f"{duration(min(timeline.busy, default=0.0))} to "
+            f"{duration(max(timeline.busy, default=0.0))} of work for "
             f"{'an' if self.lane == 'SM' else 'a'} {self.lane}, mean "
-            f"{microseconds(timeline.mean)}: {timeline.balance:.1%}."
+            f"{duration(timeline.mean)}: {timeline.balance:.1%}."
         )
 
     @property
@@ -156,17 +156,17 @@ class Explanation:
         where = "" if self.costs.measured else f" Not measured on a {self.gpu.name}."
         tile = "" if self.chosen.measured else " Its tile or schedule was not measured."
         return (
-            f"{microseconds(prediction.us)} us predicted under steady load, {rate:,.0f} TFLOP/s; "
-            f"{microseconds(prediction.burst_us)} us in a burst.{where}{tile}"
+            f"{duration(prediction.us)} predicted under steady load, {rate:,.0f} TFLOP/s; "
+            f"{duration(prediction.burst_us)} in a burst.{where}{tile}"
         )
 
     @property
     def bound(self) -> str:
         prediction = self.chosen.prediction
         return (
-            f"By {prediction.bound}: compute {microseconds(prediction.compute_us)} us with SMs "
+            f"By {prediction.bound}: compute {duration(prediction.compute_us)} with SMs "
             f"busy for {prediction.busy:.1%} of it, device memory "
-            f"{microseconds(prediction.memory_us)} us, launch {prediction.launch_us:.1f} us."
+            f"{duration(prediction.memory_us)}, launch {prediction.launch_us:.1f} us."
         )
 
     @property
@@ -174,21 +174,23 @@ class Explanation:
         """The candidates with their predicted times."""
         us = self.chosen.prediction.us
         others = [candidate for candidate in self.candidates if candidate.name != self.chosen.name]
-        lines = [f"{self.chosen.name}: {microseconds(us)} us."]
+        lines = [f"{self.chosen.name}: {duration(us)}."]
         for other in others:
             difference = other.prediction.us / us - 1 if us else 0.0
             remark = "" if other.measured else ", not measured"
             if 0 < us - other.prediction.us <= least_gain(us):
                 remark += ", less than the model can tell"
             lines.append(
-                f"{other.name}: {microseconds(other.prediction.us)} us, {difference:+.1%}{remark}."
+                f"{other.name}: {duration(other.prediction.us)}, {difference:+.1%}{remark}."
             )
         return ("\n" + " " * 9).join(lines)
 
 
-def microseconds(us: float) -> str:
-    """A time in three digits or whole microseconds."""
-    return f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+def duration(us: float) -> str:
+    """A time in three digits or more: "12.3 us", "1,234 us", "393.9 ms"."""
+    if us >= 10_000:
+        return f"{us / 1000:,.1f} ms"
+    return f"{us:,.0f} us" if us >= 100 else f"{us:.1f} us"
 
 
 def counted(number: int, noun: str) -> str:

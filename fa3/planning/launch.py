@@ -1,7 +1,7 @@
 """What a plan launches: a plan is a list of these, in the order in which they run."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
@@ -13,7 +13,7 @@ class Launch(NamedTuple):
         num_counters: counters that its schedule finds at zero.
     """
 
-    kernel: object
+    kernel: Any
     integers: tuple[int, ...]
     num_counters: int = 0
 

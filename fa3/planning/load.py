@@ -107,7 +107,7 @@ class Load(NamedTuple):
         last: when the last cluster is done.
         total, of_blocks: sum over all segments, and over their key blocks alone.
         longest: time of the longest segment.
-        count: number of segments.
+        num_segments: how many segments there are.
         rounds: segments of the cluster that has the most.
         blocks, blocks_of_parts: key blocks of all segments, and of the parts of tiles.
         num_parts: number of parts of tiles.
@@ -117,7 +117,7 @@ class Load(NamedTuple):
     total: float
     of_blocks: float
     longest: float
-    count: int
+    num_segments: int
     rounds: int
     blocks: float
     blocks_of_parts: float = 0.0
@@ -133,16 +133,17 @@ class Load(NamedTuple):
             last = float(np.bincount(segments.owner, times).max(initial=0.0))
             rounds = int(np.bincount(segments.owner).max(initial=0))
         total, num_parts = float(times.sum()), segments.num_partial
+        is_part = np.zeros(len(times), bool) if segments.partial is None else segments.partial > 0
         blocks = segments.full + segments.masked
         return cls(
             last,
             total,
             of_blocks=max(0.0, total - num_parts * tile.part_us - len(times) * tile.tile_us),
             longest=float(times.max(initial=0.0)),
-            count=len(times),
+            num_segments=len(times),
             rounds=rounds,
             blocks=float(blocks.sum()),
-            blocks_of_parts=float(blocks[segments.partial > 0].sum()) if num_parts else 0.0,
+            blocks_of_parts=float(blocks[is_part].sum()),
             num_parts=num_parts,
         )
 
@@ -250,7 +251,7 @@ class RowLoad:
             total=stretches * (whole + part),
             of_blocks=of_blocks,
             longest=max(whole, part),
-            count=2 * stretches,
+            num_segments=2 * stretches,
             rounds=2,
             blocks=self.blocks,
             blocks_of_parts=self.blocks * share_of_parts,

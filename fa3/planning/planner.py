@@ -6,6 +6,7 @@ times. Runs on the host and needs no GPU. `fa3.calls.forward` and the command li
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import cast
 
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
@@ -72,7 +73,7 @@ def plan_forward(
         check_pairs(name, config)
     found = candidates(problem, gpu, config, (name,) if name else CHOICES)
     if isinstance(schedule, tuple(SCHEDULES.values())):
-        return plan_of_schedule(problem, gpu, found, schedule)
+        return plan_of_schedule(problem, gpu, found, cast(Schedule, schedule))
     whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
     best = choose(whole or found)
     if best.prediction.busy < 1 - IDLE:

@@ -132,9 +132,9 @@ def predict(costs: Costs, tiled: TiledProblem, schedule: str, load: Load) -> Pre
         burst * slowdown,
         memory_us,
         launch_us,
-        (load.longest + unit_us) * slowdown if load.count else 0.0,
-        load.count / lanes,
-        (load.total + load.count * unit_us) * per_sm,
+        (load.longest + unit_us) * slowdown if load.num_segments else 0.0,
+        load.num_segments / lanes,
+        (load.total + load.num_segments * unit_us) * per_sm,
     )
 
 

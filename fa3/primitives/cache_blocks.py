@@ -8,9 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
+from fa3.primitives.dsl import LayoutEnum
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS

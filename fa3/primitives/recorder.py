@@ -53,8 +53,8 @@ class Recorder(NamedTuple):
             count = cute.recast_ptr(self.words.iterator, dtype=Int32)
             row = cute.arch.atomic_add(count, Int32(1), sem="relaxed", scope="gpu")
             place = (tile.m_block, tile.head, tile.batch, blocks.begin, blocks.end)
-            note = Note(cute.arch.smid(), warpgroup, *place, *times, now)
-            for i, value in enumerate(note):
+            # In a branch, version 4.7 of the DSL takes no name for a NamedTuple.
+            for i, value in enumerate(Note(cute.arch.smid(), warpgroup, *place, *times, now)):
                 self.words[HEADER + row * len(Note._fields) + i] = Int64(value)
 
 

@@ -95,7 +95,8 @@ def keep_only(is_kept: Callable[[KernelFile], bool]) -> Removal:
     folder = cache_dir()
     with contextlib.suppress(FileNotFoundError):
         check_trust(folder, folder.stat())
-    kept, dropped = [], []
+    kept: list[KernelFile] = []
+    dropped: list[KernelFile] = []
     for file in kernel_files(folder):
         (kept if is_kept(file) else dropped).append(file)
     remove(file.path for file in dropped)

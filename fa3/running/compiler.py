@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -51,13 +51,16 @@ class Kernel(Protocol):
             code.
     """
 
-    entry_name: str
-    is_storable: bool
+    @property
+    def entry_name(self) -> str: ...
+
+    @property
+    def is_storable(self) -> bool: ...
 
     def arguments(self) -> list:
         """Symbolic arguments: the types of a call without sizes; equal sizes share a symbol."""
 
-    def __call__(self, *arguments) -> None:
+    def __call__(self, *arguments: Any, **named: Any) -> None:
         """The host function: a `cute.jit` method that launches the kernel."""
 
 
@@ -72,7 +75,8 @@ class CompiledKernel:
     Fields:
         entry: the callable; takes the arguments of the kernel's `__call__` except the stream.
         cubin: the machine code.
-        ptxas_log: registers, spills and warnings as ptxas prints them.
+        ptxas_log: registers, spills and warnings as ptxas prints them; empty with version 4.7 of
+            the DSL, which hands on none.
     """
 
     entry: Callable
@@ -80,7 +84,7 @@ class CompiledKernel:
     ptxas_log: str
 
 
-def compiled(kernel: Kernel, options: str) -> Callable:
+def compiled(kernel: Kernel, options: str) -> Any:
     """Compile a kernel.
 
     Raises:
@@ -91,7 +95,7 @@ def compiled(kernel: Kernel, options: str) -> Callable:
             return cute.compile(kernel, *kernel.arguments(), options=options)
     except Exception as error:
         # Kernels that are not storable are those with users' functions, which `explain` knows.
-        explained = None if kernel.is_storable else explain(error, kernel.spec)
+        explained = None if kernel.is_storable else explain(error, kernel.spec)  # type: ignore[attr-defined]
         if explained is None:
             raise
         raise explained from error

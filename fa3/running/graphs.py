@@ -9,6 +9,7 @@ import ctypes
 import functools
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -29,7 +30,7 @@ class Capture:
 
     gone: int
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    counters: dict[int, object] = field(default_factory=dict)
+    counters: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: driver.CUgraph) -> "Capture":

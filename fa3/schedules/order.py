@@ -154,8 +154,9 @@ class Schedule(Protocol):
     splits: ClassVar[bool]
     """Whether segments may be parts of tiles."""
 
-    num_counters: ClassVar[int]
-    """How many int32 counters it has instead of a table; they are 0 before and after a launch."""
+    @property
+    def num_counters(self) -> int:
+        """How many int32 counters it has instead of a table; 0 before and after a launch."""
 
     is_ragged: ClassVar[bool]
     """Whether its tiles are those of packed sequences, which a table in device memory has."""
@@ -163,9 +164,14 @@ class Schedule(Protocol):
     shared_words: ClassVar[int]
     """64-bit words of shared memory in which the producer tells the consumers the next tile."""
 
-    order: TileOrder
-    num_clusters: int
-    table: object | None
+    @property
+    def order(self) -> TileOrder: ...
+
+    @property
+    def num_clusters(self) -> int: ...
+
+    @property
+    def table(self) -> np.ndarray | None: ...
 
     # ------------------------------------------------------------------------------------- host
 

@@ -5,7 +5,7 @@ is plain arithmetic on the fields, so the same code runs on Python ints (planner
 and on Int32 values inside a kernel.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ONLY = 1
 """`PackedPart.number` of a whole tile."""
@@ -84,8 +84,8 @@ class Segment(NamedTuple):
     """
 
     tile: Tile
-    begin: int | None = None
-    end: int | None = None
+    begin: Any = None
+    end: Any = None
     part: PackedPart | Part = PackedPart()
     record: tuple | None = None
     number: int | None = None

@@ -24,7 +24,7 @@ Your own mask is a subclass of `Mask` with two methods, and two more if it knows
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -42,12 +42,13 @@ class Blocks(NamedTuple):
     Key blocks that a query tile touches, or query blocks that a key tile touches. begin <=
     full_begin <= full_end <= end and begin < end: a tile always has one block at least; if that
     is fully hidden, the output is 0 and the log-sum-exp -inf, as for any hidden row.
+    Numbers, values inside a kernel, or arrays of one length.
     """
 
-    begin: int
-    full_begin: int
-    full_end: int
-    end: int
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
 
     @classmethod
     def of(cls, first: tuple, last: tuple, size) -> "Blocks":

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from fa3.running.compiler import Kernel, object_code
 
@@ -37,17 +38,24 @@ def worker() -> Iterator[subprocess.Popen]:
             yield process
         finally:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+                pipes(process)[0].close()
+
+
+def pipes(process: subprocess.Popen) -> tuple[IO[bytes], IO[bytes]]:
+    """Where kernels go to a process, and where its answers come from."""
+    assert process.stdin and process.stdout, "both were asked for"
+    return process.stdin, process.stdout
 
 
 def compile_in(process: subprocess.Popen, kernel: Kernel) -> bool:
     """Have a kernel compiled; whether the process is still there."""
+    kernels, answers = pipes(process)
     try:
-        pickle.dump(kernel, process.stdin)
-        process.stdin.flush()
+        pickle.dump(kernel, kernels)
+        kernels.flush()
     except BrokenPipeError:
         return False
-    return bool(process.stdout.readline())
+    return bool(answers.readline())
 
 
 def serve() -> None:

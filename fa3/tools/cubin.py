@@ -143,7 +143,10 @@ def inspect(cubin: bytes) -> CubinReport:
 
 def opcode(instruction: str) -> str:
     """The opcode of a SASS instruction, without its predicate."""
-    return OPCODE.match(instruction)[1]
+    found = OPCODE.match(instruction)
+    if found is None:
+        raise ValueError(f"not an instruction: {instruction!r}")
+    return found[1]
 
 
 def elf_sections(elf: bytes) -> dict[str, bytes]:

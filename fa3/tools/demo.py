@@ -103,7 +103,7 @@ def tensors(of: Problem, device: str) -> tuple[torch.Tensor, torch.Tensor, torch
     """Random q, k and v of a problem."""
     random = torch.Generator(device).manual_seed(0)
     head_dim = of.spec.head_dim
-    return tuple(
+    q, k, v = (
         torch.randn(of.batch, seqlen, heads, head_dim, device=device, generator=random).bfloat16()
         for seqlen, heads in (
             (of.seqlen_q, of.num_heads_q),
@@ -111,6 +111,7 @@ def tensors(of: Problem, device: str) -> tuple[torch.Tensor, torch.Tensor, torch
             (of.seqlen_k, of.num_heads_kv),
         )
     )
+    return q, k, v
 
 
 def attention(
@@ -124,7 +125,7 @@ def attention(
     return (scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1) @ v).transpose(1, 2)
 
 
-def compare(out: torch.Tensor, q, k, v, exact: torch.dtype) -> str:
+def compare(out, q, k, v, exact: torch.dtype) -> str:
     """The largest error of `out`, beside that of PyTorch in the dtype of q."""
     reference = attention(q, k, v, exact)
     ours, torchs = (
@@ -158,7 +159,7 @@ def time_beside_cudnn(screen: Screen) -> None:
             )  # fmt: skip
 
     calls = {"fa3": fa3_call, "cuDNN": cudnn_call}
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     with screen.progress("timing", total=ROUNDS) as advance:
         for call in calls.values():
             milliseconds(call)

@@ -13,6 +13,9 @@ SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 ROTARIES = {"halves": False, "pairs": True, "none": None}
 """Rotary embeddings by what turns together -> `rotary_interleaved`; None for no embedding."""
 
+PAGE_SIZES = (0, 64)
+"""Page sizes of caches by default; 0 stands for a cache without pages."""
+
 CAUSAL = Window(right=0)
 
 

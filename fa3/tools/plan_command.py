@@ -5,7 +5,7 @@ import json
 
 from fa3.calls.dense import check_forward_counts
 from fa3.calls.devices import gpu_of
-from fa3.planning.explanation import microseconds
+from fa3.planning.explanation import duration
 from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
@@ -38,11 +38,11 @@ def show_plan(options: argparse.Namespace) -> None:
 def describe_recording(recorded: Timeline, plan: Plan) -> str:
     """What was recorded beside what was predicted, in a sentence."""
     prediction = plan.predict()
-    steady = microseconds(prediction.us - prediction.launch_us)
-    burst = microseconds(prediction.burst_us - prediction.launch_us)
+    steady = duration(prediction.us - prediction.launch_us)
+    burst = duration(prediction.burst_us - prediction.launch_us)
     return (
-        f"{microseconds(recorded.us)} us, balance {recorded.balance:.1%}, beside {steady} us "
-        f"predicted under steady load and {burst} us in a burst, all without the launch."
+        f"{duration(recorded.us)}, balance {recorded.balance:.1%}, beside {steady} "
+        f"predicted under steady load and {burst} in a burst, all without the launch."
     )
 
 

@@ -33,7 +33,7 @@ from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.tools.compile_worker import compile_in, worker
-from fa3.tools.models import ROTARIES, Model, model_of
+from fa3.tools.models import PAGE_SIZES, ROTARIES, Model, model_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 
@@ -46,9 +46,6 @@ to 5,600 for each of four presets, led to one kernel more at most: gemma2-9b's 2
 
 MOST_TOKENS = 1 << 20
 """Most keys of a batch that the planner is asked about."""
-
-PAGE_SIZES = (0, 64)
-"""Page sizes by default; 0 stands for a cache without pages."""
 
 BAR = 30
 
@@ -222,7 +219,7 @@ def decode_kernels(model: Model, window: Window, page_size: int) -> Iterator[Ker
 def append_kernels(model: Model, page_size: int, rotary: str) -> Iterator[Kernel]:
     """What appends tokens to a cache."""
     interleaved = ROTARIES[rotary]
-    rotaries = [None]
+    rotaries: list[Rotary | None] = [None]
     if interleaved is not None:
         dtypes = model.dtype, "float32"
         rotaries = [Rotary(model.head_dim, interleaved, dtype) for dtype in dtypes]
@@ -261,18 +258,18 @@ class Bar:
         self.begin = time.perf_counter()
         self.lock = threading.Lock()
         if stream and total:
-            self.draw()
+            self.draw(stream)
 
     def advance(self) -> None:
         """Draw one more as done; may be called from several threads."""
         with self.lock:
             self.done += 1
             if self.stream:
-                self.draw()
+                self.draw(self.stream)
 
-    def draw(self) -> None:
+    def draw(self, stream: TextIO) -> None:
         full = BAR * self.done // self.total
         seconds = time.perf_counter() - self.begin
         line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} kernels, {seconds:.0f} s"
-        self.stream.write(f"\r{line}" + ("\n" if self.done == self.total else ""))
-        self.stream.flush()
+        stream.write(f"\r{line}" + ("\n" if self.done == self.total else ""))
+        stream.flush()

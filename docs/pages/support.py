@@ -1,0 +1,263 @@
+"""Writes docs/support.md: what each function takes, found by calling it.
+
+    python -m docs.pages.support
+
+Each option is given to each function in a small call on the CPU. What is refused on a GPU alone
+stands in docs/conventions.md. Tilings come from the planner, versions from pyproject.toml.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import fa3
+from docs.examples.documents import Documents
+from docs.examples.relative_bias import RelativeBias
+from fa3.planning.gpu import H200
+from fa3.planning.tilings import choose_config
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, Problem, Window
+from fa3.scores.masks import Band
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "support.md"
+
+TITLE = """# Support matrix
+
+Written by `python -m docs.pages.support` from the code; a test says when it is stale. Each option
+was given to each function in a small call on the CPU: *yes*, *-* where there is no such argument,
+or the error that it raises. What GPUs refuse beyond that is in
+[conventions.md](conventions.md#what-is-refused).
+"""
+
+BATCH, SEQLEN, HEADS_Q, HEADS_KV, HEAD_DIM, PAGE_SIZE = 2, 8, 4, 2, 16, 4
+YES = "yes"
+
+Inputs = dict[str, object]
+
+
+def dense(dtype: torch.dtype, head_dims: tuple[int, int], heads_kv: int) -> Inputs:
+    """What `flash_attn_func` needs."""
+    q = torch.zeros(BATCH, SEQLEN, HEADS_Q, head_dims[0], dtype=dtype)
+    k, v = (torch.zeros(BATCH, SEQLEN, heads_kv, size, dtype=dtype) for size in head_dims)
+    return {"q": q, "k": k, "v": v}
+
+
+def packed(dtype: torch.dtype, head_dims: tuple[int, int], heads_kv: int) -> Inputs:
+    """What `flash_attn_varlen_func` needs."""
+    ends = torch.arange(0, (BATCH + 1) * SEQLEN, SEQLEN, dtype=torch.int32)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    longest = {"max_seqlen_q": SEQLEN, "max_seqlen_k": SEQLEN}
+    tensors = {name: t.flatten(0, 1) for name, t in dense(dtype, head_dims, heads_kv).items()}
+    return {**tensors, **lengths, **longest}
+
+
+def cached(dtype: torch.dtype, head_dims: tuple[int, int], heads_kv: int) -> Inputs:
+    """What `flash_attn_with_kvcache` needs."""
+    given = dense(dtype, head_dims, heads_kv)
+    caches = {"k_cache": given["k"], "v_cache": given["v"]}
+    return {"q": given["q"][:, :1].contiguous(), **caches, "cache_seqlens": SEQLEN - 2}
+
+
+FUNCTIONS: dict[str, tuple[Callable, Callable[..., Inputs]]] = {
+    "flash_attn_func": (fa3.flash_attn_func, dense),
+    "flash_attn_varlen_func": (fa3.flash_attn_varlen_func, packed),
+    "flash_attn_with_kvcache": (fa3.flash_attn_with_kvcache, cached),
+}
+"""Each function, and what makes its inputs."""
+
+DENSE, PACKED, CACHED = FUNCTIONS
+
+SHAPES = {
+    DENSE: (BATCH, SEQLEN, HEADS_Q, HEAD_DIM),
+    PACKED: (BATCH * SEQLEN, HEADS_Q, HEAD_DIM),
+    CACHED: (BATCH, 1, HEADS_Q, HEAD_DIM),
+}
+"""Of q and of the output."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Something to ask of a function.
+
+    Fields:
+        arguments: how it is asked of every function that has all of these arguments.
+        of: how it is asked of some functions alone; of the others it is not.
+    """
+
+    name: str
+    arguments: Inputs = field(default_factory=dict)
+    of: dict[str, Inputs] = field(default_factory=dict)
+
+    def arguments_of(self, function: str) -> Inputs | None:
+        """The arguments of a call; None where the function has none for it."""
+        parameters = inspect.signature(FUNCTIONS[function][0]).parameters
+        chosen = self.of.get(function) if self.of else self.arguments
+        if chosen is None or not set(chosen) <= set(parameters):
+            return None
+        make = FUNCTIONS[function][1]
+        return make(torch.bfloat16, (HEAD_DIM, HEAD_DIM), HEADS_KV) | chosen
+
+
+def integers(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+NEW: Inputs = {name: zeros(BATCH, 1, HEADS_KV, HEAD_DIM) for name in "kv"}
+ROTARY: Inputs = {name: torch.zeros(SEQLEN, HEAD_DIM // 2) for name in ("rotary_cos", "rotary_sin")}
+
+PAGES = BATCH * SEQLEN // PAGE_SIZE
+TABLE: Inputs = {"page_table": torch.arange(PAGES, dtype=torch.int32).view(BATCH, -1)}
+IN_PAGES = zeros(PAGES, PAGE_SIZE, HEADS_KV, HEAD_DIM)
+LENGTHS = integers(5, SEQLEN)
+IDS = torch.zeros(BATCH, SEQLEN, dtype=torch.int32)
+
+
+def options() -> Iterator[Option]:
+    """What is asked of the functions."""
+    yield Option("causal", {"causal": True})
+    yield Option("sliding window", {"window_size": (3, 0)})
+    yield Option("softcap", {"softcap": 30.0})
+    yield Option("ALiBi", {"alibi_slopes": torch.ones(HEADS_Q)})
+    yield Option("sinks", {"sinks": torch.zeros(HEADS_Q)})
+    yield Option("score of your own", {"score": RelativeBias(torch.zeros(HEADS_Q, 9), reach=4)})
+    yield Option("mask of your own", {"mask": Documents(IDS, IDS)})
+    yield Option("log-sum-exp", {"return_lse": True})
+    outs = {name: {"out": zeros(*shape)} for name, shape in SHAPES.items()}
+    yield Option("output given", of=outs)
+    yield Option("tile order of your own", {"schedule": lambda tiles: tiles})
+    yield Option("lengths used", {"seqused_q": LENGTHS, "seqused_k": LENGTHS})
+    yield Option(
+        "pages",
+        of={
+            PACKED: {"k": IN_PAGES, "v": IN_PAGES, "seqused_k": LENGTHS, **TABLE},
+            CACHED: {"k_cache": IN_PAGES, "v_cache": IN_PAGES, **TABLE},
+        },
+    )
+    yield Option("append", of={CACHED: NEW})
+    for name, interleaved in (("pairs", True), ("halves", False)):
+        rotary = {**NEW, **ROTARY, "rotary_interleaved": interleaved}
+        yield Option(f"append, rotary embedding of {name}", of={CACHED: rotary})
+    yield Option("left padding", {"cache_leftpad": integers(1, 0)})
+    yield Option("chosen rows of the cache", {"cache_batch_idx": integers(1, 0)})
+    ends = {"cu_seqlens_q": integers(0, 1, BATCH), "max_seqlen_q": 1}
+    yield Option("packed queries on a cache", of={CACHED: ends})
+    yield Option("the same bits in any batch", {"batch_invariant": True})
+    yield Option("`num_splits` above 1", {"num_splits": 2})
+    yield Option("`pack_gqa=True`", {"pack_gqa": True})
+    yield Option("`sm_margin`", {"sm_margin": 4})
+    yield Option("`deterministic`", {"deterministic": True})
+    yield Option("`qv`", {"qv": zeros(BATCH, SEQLEN, HEADS_Q, HEAD_DIM)})
+    yield Option("`k_descale`", {"k_descale": torch.ones(BATCH, HEADS_KV)})
+    yield Option("`attention_chunk`", {"attention_chunk": 4})
+    differentiable = {name: {"q": zeros(*shape).requires_grad_()} for name, shape in SHAPES.items()}
+    yield Option("gradients", of=differentiable)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
+HEAD_DIMS = ((64, 64), (72, 72), (128, 128), (192, 128), (64, 256), (256, 256), (264, 264))
+TILED = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HEADS = {"MHA": HEADS_Q, "GQA": HEADS_KV, "MQA": 1}
+
+
+def answer(function: str, arguments: Inputs | None) -> str:
+    """What a function says to arguments: yes, or the error that it raises."""
+    if arguments is None:
+        return "-"
+    try:
+        FUNCTIONS[function][0](**arguments)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        return f"`{type(error).__name__}`"
+    return "yes"
+
+
+def table(head: Sequence[str], lines: Iterator[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    rows = (head, ["---"] * len(head), *lines)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def answers(name: str, of: Callable[[str], Inputs | None]) -> list[str]:
+    """A line of a table: what every function says."""
+    return [name, *(answer(function, of(function)) for function in FUNCTIONS)]
+
+
+def option_lines() -> Iterator[list[str]]:
+    for option in options():
+        yield answers(option.name, option.arguments_of)
+
+
+def operand_lines() -> Iterator[list[str]]:
+    """Dtypes, head sizes and numbers of heads."""
+    same, usual = torch.bfloat16, (HEAD_DIM, HEAD_DIM)
+    cases = {
+        **{str(dtype).removeprefix("torch."): (dtype, usual, HEADS_KV) for dtype in DTYPES},
+        **{f"head sizes {q}, {v}": (same, (q, v), HEADS_KV) for q, v in HEAD_DIMS},
+        **{name: (same, usual, heads_kv) for name, heads_kv in HEADS.items()},
+    }
+    for name, case in cases.items():
+        yield answers(name, lambda function, case=case: FUNCTIONS[function][1](*case))
+
+
+def tiling_lines() -> Iterator[list[str]]:
+    """The planner's tilings of long sequences."""
+    for head_dim, head_dim_v in (
+        (64, 64),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (192, 192),
+        (256, 256),
+    ):
+        for name, window in (("none", Window()), ("causal", Window(right=0))):
+            spec = fa3.AttentionSpec("bfloat16", head_dim, head_dim_v, Band.of(window))
+            config = choose_config(Problem(spec, 1, 1 << 14, 1 << 14, 8, 1, window), H200)
+            yield [
+                f"{head_dim}, {head_dim_v}",
+                name,
+                f"{config.tile_m} x {config.tile_n}",
+                f"{config.q_stages}, {config.kv_stages}",
+                str(config.cluster),
+                f"{config.smem_bytes(spec):,}",
+            ]
+
+
+def version_lines() -> Iterator[list[str]]:
+    """What pyproject.toml asks for."""
+    text = (ROOT / "pyproject.toml").read_text()
+    yield ["Python", re.search(r'requires-python = "(.*)"', text)[1]]
+    required = re.search(r"\ndependencies = \[\n(.*?)\n\]", text, re.DOTALL)[1]
+    for requirement in re.findall(r'"(.*)"', required):
+        name, versions = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", requirement).groups()
+        yield [name, versions or "any"]
+
+
+def page() -> str:
+    """The page as it should be."""
+    of_gpu = "The first choice for 16k tokens on an H200; the planner compares it with others."
+    sizes = f"Multiples of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}; some of them:"
+    tilings = ("head sizes", "mask", "tile", "stages of Q, of K and V", "cluster", "shared memory")
+    return "\n".join(
+        (
+            TITLE,
+            "## Options\n",
+            table(("option", *(f"`{name}`" for name in FUNCTIONS)), option_lines()),
+            f"## Operands\n\n{sizes}\n",
+            table(("operands", *(f"`{name}`" for name in FUNCTIONS)), operand_lines()),
+            f"## Tilings\n\n{of_gpu}\n",
+            table(tilings, tiling_lines()),
+            "## Versions\n",
+            table(("package", "versions"), version_lines()),
+        )
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
