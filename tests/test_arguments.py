@@ -64,9 +64,9 @@ TENSORS = {
 }  # fmt: skip
 UNSUPPORTED = {
     "attend": ("qv", "q_descale", "k_descale", "v_descale"),
-    "varlen": ("qv", "q_descale", "k_descale", "v_descale", "page_table"),
+    "varlen": ("qv", "q_descale", "k_descale", "v_descale"),
     "cache": (
-        "qv", "cu_seqlens_q", "max_seqlen_q", "rotary_seqlens",
+        "qv", "rotary_seqlens",
         "q_descale", "k_descale", "v_descale",
     ),
     "metadata": ("cu_seqlens_q",),

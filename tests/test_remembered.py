@@ -34,14 +34,14 @@ def call_of(batch: int) -> CacheCall:
 
 
 def cache_call(batch: int) -> tuple:
-    return call_of(batch), True, (-1, -1), True, 0, 0
+    return call_of(batch)[:-1], None, True, (-1, -1), True, 0, 0
 
 
 def metadata_of_call(batch: int) -> tuple:
     metadata = SchedulerMetadata(
         batch, 1, 4, 1, 64, 64, torch.bfloat16, None, Window(right=0), False, 0, 0
     )
-    return metadata, call_of(batch), True, (-1, -1), False
+    return metadata, call_of(batch)[:-1], None, True, (-1, -1), False
 
 
 def merge(parts: int) -> tuple:

@@ -357,9 +357,21 @@ def test_what_32_bits_do_not_count_is_refused(total_q, total_k, heads, complaint
         flash_attn_varlen_func(q, k, k, integers(0, 1), integers(0, 1), 1, 1)
 
 
-def test_pages_are_for_the_call_on_caches():
-    with pytest.raises(NotImplementedError, match=r"^page_table .* flash_attn_with_kvcache"):
-        flash_attn_varlen_func(**make_call(RAGGED), page_table=integers(0, 1))
+PAGED = {"cu_seqlens_k": None, "seqused_k": integers(3, 9, 4), "page_table": integers(0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "complaint"),
+    [
+        ({"seqused_k": None}, ValueError, "seqused_k must be given with page_table"),
+        ({"cu_seqlens_k": integers(0, 1)}, ValueError, "cu_seqlens_k must be None with page_table"),
+        ({"seqused_q": integers(1)}, NotImplementedError, "seqused_q is not supported with page"),
+        ({}, ValueError, "k_cache must have 4 dimensions"),
+    ],
+)
+def test_what_does_not_go_with_pages(changes, error, complaint):
+    with pytest.raises(error, match=f"^{complaint}"):
+        flash_attn_varlen_func(**make_call(RAGGED) | PAGED | changes)
 
 
 def test_the_order_of_flash_attention_2_is_told_from_that_of_3():

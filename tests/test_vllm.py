@@ -173,7 +173,6 @@ def test_a_window_has_two_sides_without_causality(backend, monkeypatch):
     check(backend, Requests(*BATCHES["mixed"]), {"sliding_window": 12}, options)
 
 
-@pytest.mark.xfail(raises=NotImplementedError, strict=True, reason="awaits pages")
 def test_pages_themselves(backend):
     check(backend, Requests(*BATCHES["mixed"]), {}, {})
 

@@ -6,6 +6,7 @@ is on a GPU is read back with FA3_ASSERTIONS=1 only; the kernels bound what they
 """
 
 import itertools
+from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from fa3.calls.assertions import read_back
 from fa3.calls.operands import (
     DIMENSIONS,
     Description,
-    Operand,
     check_contiguous,
     check_device,
     check_dtype,
@@ -28,6 +28,7 @@ from fa3.calls.operands import (
     check_q,
     check_rank,
     check_shape,
+    check_stride,
     describe,
     operand_of,
 )
@@ -37,6 +38,7 @@ from fa3.schedules.sequences import LONGEST, capacity_of
 
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
+QUERY_DIMENSIONS = ("total_q", "heads", "head_dim")
 
 LENGTHS = "an integer or an int32 torch.Tensor"
 """What cache_seqlens may be."""
@@ -46,7 +48,7 @@ ROTARY_UNIT = 16
 
 
 class CacheTensors(NamedTuple):
-    """All tensors of a call, in the order in which they are checked; the last five are int32.
+    """All tensors of a call, in the order in which they are checked; the last six are int32.
 
     Shapes are those of `flash_attn_with_kvcache`. A number in place of cache_seqlens is no tensor.
     """
@@ -63,6 +65,7 @@ class CacheTensors(NamedTuple):
     cache_leftpad: torch.Tensor | None
     page_table: torch.Tensor | None
     cu_seqlens_k_new: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None = None
 
     def describe(self) -> tuple[Description | None, ...]:
         """Describe each tensor that is given.
@@ -71,7 +74,8 @@ class CacheTensors(NamedTuple):
             TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
         """
         # A loop over the names would take four times as long.
-        q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, cu_seqlens = self
+        q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, *ends = self
+        ends_new, ends_q = ends
         return (
             describe("q", q),
             describe("k_cache", k_cache),
@@ -84,11 +88,12 @@ class CacheTensors(NamedTuple):
             None if batch_idx is None else describe("cache_batch_idx", batch_idx, 1),
             None if leftpad is None else describe("cache_leftpad", leftpad, 1),
             None if pages is None else describe("page_table", pages, 1),
-            None if cu_seqlens is None else describe("cu_seqlens_k_new", cu_seqlens, 1),
+            None if ends_new is None else describe("cu_seqlens_k_new", ends_new, 1),
+            None if ends_q is None else describe("cu_seqlens_q", ends_q, 1),
         )
 
 
-INTEGERS = CacheTensors._fields[-5:]
+INTEGERS = CacheTensors._fields[-6:]
 
 
 def written_first(of_tensors: tuple) -> tuple:
@@ -96,27 +101,45 @@ def written_first(of_tensors: tuple) -> tuple:
     return of_tensors[1:3] + of_tensors[:1] + of_tensors[3:]
 
 
-class CacheCall(NamedTuple("CacheCall", [(name, Operand | None) for name in CacheTensors._fields])):
-    """What each of the `CacheTensors` is like, and what follows from that."""
+class CacheCall(
+    namedtuple("CacheCall", (*CacheTensors._fields, "max_seqlen_q"), defaults=(None, None))
+):
+    """What each of the `CacheTensors` is like, and what follows from that.
+
+    Fields:
+        max_seqlen_q: the most queries of a sequence, if they are packed.
+    """
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, described: Sequence[Description | None]) -> "CacheCall":
+    def of(
+        cls, described: Sequence[Description | None], max_seqlen_q: int | None = None
+    ) -> "CacheCall":
         """The call whose tensors are described."""
-        return cls(*map(operand_of, described))
+        return cls(*map(operand_of, described), max_seqlen_q)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the queries of sequences are behind one another."""
+        return self.cu_seqlens_q is not None
 
     @property
     def batch(self) -> int:
-        return self.q.shape[0]
+        return self.cu_seqlens_q.shape[0] - 1 if self.is_packed else self.q.shape[0]
 
     @property
     def seqlen_q(self) -> int:
-        return self.q.shape[1]
+        """Queries of a sequence; of packed ones the most."""
+        return self.max_seqlen_q if self.is_packed else self.q.shape[1]
+
+    @property
+    def heads_q(self) -> int:
+        return self.q.shape[-2]
 
     @property
     def head_dim(self) -> int:
-        return self.q.shape[3]
+        return self.q.shape[-1]
 
     @property
     def head_dim_v(self) -> int:
@@ -153,7 +176,9 @@ def check_tensors(call: CacheCall) -> None:
         TypeError: a tensor has the wrong dtype.
         ValueError: a tensor has a wrong shape, layout or device, is missing, or has no place.
     """
-    check_q(call.q)
+    check_q(call.q, QUERY_DIMENSIONS if call.is_packed else DIMENSIONS)
+    if call.is_packed:
+        check_packed(call)
     dimensions = DIMENSIONS if call.page_table is None else PAGED_DIMENSIONS
     check_like_q("k_cache", call.k_cache, call.q, dimensions)
     check_like_q("v_cache", call.v_cache, call.q, dimensions)
@@ -178,7 +203,8 @@ def check_tensors(call: CacheCall) -> None:
 
 def check_cache_counts(call: CacheCall) -> None:
     """Raise if 32 bits, in which kernels count, do not do for a size or what follows from it."""
-    for name, operand in zip(call._fields, call, strict=True):
+    for name in CacheTensors._fields:
+        operand = getattr(call, name)
         if operand is not None and max(operand.shape, default=0) > LARGEST:
             raise ValueError(
                 f"{name} must have sizes of at most {LARGEST}, got shape {tuple(operand.shape)}"
@@ -188,8 +214,8 @@ def check_cache_counts(call: CacheCall) -> None:
             f"k_cache must have at most {LONGEST} tokens of a sequence, or in a page, got "
             f"{call.page_size}"
         )
-    heads_q, heads_kv = call.q.shape[2], call.k_cache.shape[2]
-    group = heads_q // max(1, heads_kv)
+    heads_kv = call.k_cache.shape[2]
+    group = call.heads_q // max(1, heads_kv)
     Sizes(call.batch, call.seqlen_q, heads_kv, group, call.capacity).check("q")
 
 
@@ -200,6 +226,7 @@ def check_indices(call: CacheCall) -> None:
         "cache_batch_idx": (call.batch,),
         "cache_leftpad": (call.batch,),
         "cu_seqlens_k_new": (call.batch + 1,),
+        "cu_seqlens_q": (call.batch + 1,),
         "page_table": None,
     }
     for name, shape in shapes.items():
@@ -222,6 +249,20 @@ def check_indices(call: CacheCall) -> None:
             f"{name} must have {call.batch} rows like q, or cache_batch_idx must say which are "
             f"meant, got {call.num_sequences}"
         )
+
+
+def check_packed(call: CacheCall) -> None:
+    """Raise unless packed queries can be cut into those of sequences."""
+    ends = call.cu_seqlens_q
+    if len(ends.shape) != 1 or not ends.shape[0]:
+        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(ends.shape)}")
+    if call.max_seqlen_q is None:
+        raise ValueError("max_seqlen_q must be given with cu_seqlens_q")
+    if call.rotary_cos is not None:
+        raise NotImplementedError("rotary_cos is not supported with cu_seqlens_q")
+    # Kernels step to rows where other sequences would be, also along a single one.
+    check_stride("q", call.q, 0)
+    check_stride("q", call.q, 1)
 
 
 def check_new_tokens(call: CacheCall) -> None:
@@ -281,6 +322,7 @@ class HostValues:
         counts: tokens that each gets.
         leftpads, batch_idx: as given.
         pages: each row of the page table.
+        query_ends: cu_seqlens_q, if given.
     """
 
     seqlens: list[int] | None
@@ -288,6 +330,7 @@ class HostValues:
     leftpads: list[int] | None
     batch_idx: list[int] | None
     pages: list[list[int]] | None
+    query_ends: list[int] | None = None
 
 
 def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None]) -> HostValues:
@@ -301,7 +344,7 @@ def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None
         ValueError: cache_seqlens is a number that does not fit the cache, or cu_seqlens_k_new
             does not cut k into one piece for each sequence.
     """
-    cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new = integers
+    cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, ends_q = integers
     if isinstance(cache_seqlens, int):
         # Also in an empty batch, where no sequence has it.
         if not 0 <= cache_seqlens <= call.capacity:
@@ -328,6 +371,7 @@ def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None
         read_back("cache_leftpad", cache_leftpad),
         read_back("cache_batch_idx", cache_batch_idx),
         read_back("page_table", page_table),
+        read_back("cu_seqlens_q", ends_q),
     )
 
 
@@ -348,6 +392,8 @@ def check_values(call: CacheCall, values: HostValues, query_step: int) -> None:
         check_leftpads(values.leftpads, values.seqlens or [call.capacity] * call.batch)
     if values.batch_idx is not None:
         check_batch_idx(call, values.batch_idx)
+    if values.query_ends is not None:
+        check_query_ends(call, values.query_ends)
     seen = values.seqlens, values.counts, values.pages
     hidden = [
         name
@@ -359,6 +405,19 @@ def check_values(call: CacheCall, values: HostValues, query_step: int) -> None:
     ]
     if None not in seen and not hidden:
         check_pages(call, values)
+
+
+def check_query_ends(call: CacheCall, ends: list[int]) -> None:
+    """Raise unless the queries of each sequence exist, and are no more than there may be."""
+    total = call.q.shape[0]
+    counts = [end - begin for begin, end in itertools.pairwise(ends)]
+    if ends[0] != 0 or ends[-1] > total or min(counts, default=0) < 0:
+        raise ValueError(f"cu_seqlens_q must rise from 0 to at most q's {total} rows, got {ends}")
+    if max(counts, default=0) > call.max_seqlen_q:
+        raise ValueError(
+            f"max_seqlen_q must be {max(counts)} or more, the most queries of a sequence, got "
+            f"{call.max_seqlen_q}"
+        )
 
 
 def check_batch_idx(call: CacheCall, batch_idx: list[int]) -> None:

@@ -49,6 +49,7 @@ def attend_with_cache(
     num_splits: int = 0,
     batch_invariant: bool = False,
     sm_margin: int = 0,
+    max_seqlen_q: int | None = None,
 ) -> None:
     """Attend to a cache: on the current stream of the tensors' GPU, or on the CPU.
 
@@ -59,17 +60,20 @@ def attend_with_cache(
         softcap: see `fa3.scores.scores.Softcap`; 0 for none.
         num_splits, batch_invariant: see `fa3.planning.decode.choose_cut`.
         sm_margin: SMs to leave to other kernels.
+        max_seqlen_q: the most queries that a sequence may have, if they are packed.
     """
-    q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks = operands
-    modifiers = UNMODIFIED
+    q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends = operands
+    modifiers, batch = UNMODIFIED, seqlens.shape[0]
+    seqlen_q = q.shape[1] if ends is None else max_seqlen_q
     if softcap or slopes is not None or sinks is not None:
-        is_causal = window.right == 0 or q.shape[1] == 1
-        modifiers = Modifiers.of(q, q.shape[0], softcap, slopes, sinks, None, None, is_causal)
+        is_causal = window.right == 0 or seqlen_q == 1
+        modifiers = Modifiers.of(q, batch, softcap, slopes, sinks, None, None, is_causal)
     call = prepare_decode(
-        q.shape, k.shape, v.shape[-1], q.dtype, q.device,
+        q.shape if ends is None else (batch, seqlen_q, *q.shape[1:]),
+        k.shape, v.shape[-1], q.dtype, q.device,
         None if page_table is None else page_table.shape[1],
         (batch_idx is not None, leftpad is not None),
-        modifiers.structure, window, num_splits, batch_invariant, sm_margin,
+        modifiers.structure, window, num_splits, batch_invariant, sm_margin, ends is not None,
     )  # fmt: skip
     if not call.launches:
         execute_decode(call.plan, operands, softmax_scale, modifiers.tensors)
@@ -81,8 +85,8 @@ def attend_with_cache(
         workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
     # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
     kernel(
-        q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, modifiers.tensors, workspace,
-        softmax_scale, *integers,
+        q, k, v, out, lse, ends, seqlens, batch_idx, leftpad, page_table, modifiers.tensors,
+        workspace, softmax_scale, *integers,
     )  # fmt: skip
     for combine, sizes, _ in merges:
         combine(out, lse, sinks, None, None, workspace, *sizes)
@@ -102,8 +106,14 @@ def prepare_decode(
     num_splits: int,
     batch_invariant: bool,
     sm_margin: int,
+    is_packed: bool = False,
 ) -> PreparedDecode:
-    """Choose how a call runs, and load its kernels. q and k are shapes."""
+    """Choose how a call runs, and load its kernels.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), also of packed queries.
+        k: the cache's shape.
+    """
     batch, seqlen_q, heads_q, head_dim = q
     _, rows_of_cache, heads_kv, _ = k
     batch_indexed, left_padded = given
@@ -115,8 +125,8 @@ def prepare_decode(
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
-    cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant)
-    plan = DecodePlan(spec, cache, sizes, window, cut, num_ctas)
+    cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, is_packed)
+    plan = DecodePlan(spec, cache, sizes, window, cut, num_ctas, is_packed)
     if not on_gpu:
         return PreparedDecode(plan)
     if cut.has_parts:

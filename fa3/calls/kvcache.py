@@ -46,6 +46,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
+from fa3.calls.ragged import hide_all_keys_of_packed
 from fa3.calls.scheduler_metadata import SchedulerMetadata, check_is_metadata
 from fa3.calls.traced import trace_cached
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
@@ -112,9 +113,9 @@ def flash_attn_with_kvcache(
     cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
-    cu_seqlens_q: None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: None = None,
+    max_seqlen_q: int | None = None,
     rotary_seqlens: None = None,
     q_descale: None = None,
     k_descale: None = None,
@@ -157,7 +158,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
-            up to 256. Strides as in `flash_attn_func`, here and below.
+            up to 256. Strides as in `flash_attn_func`, here and below. With cu_seqlens_q
+            (total_q, heads_q, head_dim).
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), like q; with page_table
             (num_pages, page_size, heads_kv, head_dim), page_size 1 or more.
         v_cache: like k_cache with head_dim_v, which may differ from head_dim.
@@ -178,6 +180,10 @@ def flash_attn_with_kvcache(
         page_table: (batch, max_pages) int32: the pages of each sequence, in order. Entries
             after its last token are not used, nor those after 2^31 - 2^20 tokens. Those that a
             window has left behind are not read, but where the table is checked they must exist.
+        cu_seqlens_q: (batch + 1,) int32: where the queries of each sequence begin and end in q,
+            if sequences have different numbers of them; the last may be below total_q. Rows of no
+            sequence are not written. On a GPU, queries beyond max_seqlen_q are left out.
+        max_seqlen_q: the most queries of a sequence; must be given with cu_seqlens_q.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v. Ignored without them.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
@@ -205,14 +211,14 @@ def flash_attn_with_kvcache(
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
             caches that are appended to, must not share memory with another tensor of the call;
             they may lie between each other's elements, as the halves of one buffer do.
-        qv, cu_seqlens_q, max_seqlen_q, rotary_seqlens, q_descale, k_descale, v_descale,
-            attention_chunk: in the signature for compatibility; anything but their default is
-            not supported.
+        qv, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk: in the signature for
+            compatibility; anything but their default is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
         log-sum-exp of the scores, (batch, heads_q, seqlen_q), float32, natural logarithm. A query
-        that sees no key gives 0 and -inf, or 0 and its head's sink.
+        that sees no key gives 0 and -inf, or 0 and its head's sink. With cu_seqlens_q
+        (total_q, heads_q, head_dim_v) and (heads_q, total_q).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -233,21 +239,26 @@ def flash_attn_with_kvcache(
         attention_chunk, num_splits, sm_margin, softcap,
     )  # fmt: skip
     if (
-        not (qv is cu_seqlens_q is max_seqlen_q is rotary_seqlens is pack_gqa is None)
+        not (qv is rotary_seqlens is pack_gqa is None)
         or not (q_descale is k_descale is v_descale is None)
         or attention_chunk
     ):
         reject_unsupported(
             attention_chunk, pack_gqa, has_packing=True,
-            qv=qv, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-            rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
+            qv=qv, rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
             v_descale=v_descale,
         )  # fmt: skip
+    if max_seqlen_q is not None:
+        max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
+        if cu_seqlens_q is None:
+            raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {max_seqlen_q}")
     return_lse = return_lse or return_softmax_lse
     window_size = as_pair(window_size)
     if k is None and v is None:
         cu_seqlens_k_new = None
     if is_traced(q):
+        if cu_seqlens_q is not None:
+            raise NotImplementedError("cu_seqlens_q must be None while a graph is traced")
         return trace_cached(
             q, k_cache, v_cache, out, return_lse, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new,
             rotary_interleaved, scheduler_metadata, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -259,17 +270,19 @@ def flash_attn_with_kvcache(
         length, cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS), None
     tensors = CacheTensors(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
-        cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
+        cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
     )  # fmt: skip
     described = tensors.describe()
     if scheduler_metadata is not None:
-        check_metadata(scheduler_metadata, described, causal, window_size, bool(softcap))
+        check_metadata(
+            scheduler_metadata, described, max_seqlen_q, causal, window_size, bool(softcap)
+        )
         num_splits, sm_margin = scheduler_metadata.options(num_splits, sm_margin, batch_invariant)
     call = prepare_cache_call(
-        described, causal, window_size, rotary_interleaved, num_splits, sm_margin
+        described, max_seqlen_q, causal, window_size, rotary_interleaved, num_splits, sm_margin
     )
     scale = check_scale(softmax_scale, call.head_dim)
-    check_modifiers(q, softcap, alibi_slopes, sinks)
+    check_modifiers(q, call.description.batch, softcap, alibi_slopes, sinks)
     if cache_seqlens is None and length is None:
         if k is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
@@ -282,18 +295,22 @@ def flash_attn_with_kvcache(
     if out is None:
         out = call.output.allocate(q)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
-    seqlens, batch_idx, leftpad, pages, _ = integers
+    seqlens, batch_idx, leftpad, pages, _, ends_q = integers
     if call.append is not None:
         q, seqlens = append_tokens(call, tensors, integers)
     if call.attends:
         operands = CacheOperands(
-            q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, alibi_slopes, sinks
-        )
+            q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, alibi_slopes, sinks,
+            ends_q,
+        )  # fmt: skip
         decode.attend_with_cache(
-            operands, scale, call.window, softcap, num_splits, batch_invariant, sm_margin
-        )
-    else:
+            operands, scale, call.window, softcap, num_splits, batch_invariant, sm_margin,
+            max_seqlen_q,
+        )  # fmt: skip
+    elif ends_q is None:
         hide_all_keys(out, lse, sinks)
+    elif call.description.batch:
+        hide_all_keys_of_packed(out, lse, ends_q, None, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -303,30 +320,32 @@ def flash_attn_with_kvcache(
 def check_metadata(
     metadata: SchedulerMetadata,
     described: tuple[Description | None, ...],
+    max_seqlen_q: int | None,
     causal: bool,
     window_size: tuple[int, int],
     has_softcap: bool,
 ) -> None:
     """Raise unless the metadata was made for such a call."""
     check_is_metadata(metadata)
-    compare_with_metadata(metadata, described, causal, window_size, has_softcap)
+    compare_with_metadata(metadata, described, max_seqlen_q, causal, window_size, has_softcap)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def compare_with_metadata(
     metadata: SchedulerMetadata,
     described: tuple[Description | None, ...],
+    max_seqlen_q: int | None,
     causal: bool,
     window_size: tuple[int, int],
     has_softcap: bool,
 ) -> None:
     """Raise unless the metadata was made for a call of this description."""
-    call = CacheCall.of(described)
+    call = CacheCall.of(described, max_seqlen_q)
     check_tensors(call)
     metadata.check(
         batch=call.batch,
         seqlen_q=call.seqlen_q,
-        heads_q=call.q.shape[2],
+        heads_q=call.heads_q,
         heads_kv=call.k_cache.shape[2],
         head_dim=call.head_dim,
         head_dim_v=call.head_dim_v,
@@ -339,6 +358,7 @@ def compare_with_metadata(
 
 def check_modifiers(
     q: torch.Tensor,
+    batch: int,
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
@@ -347,7 +367,7 @@ def check_modifiers(
     if softcap:
         check_softcap(softcap)
     if alibi_slopes is not None:
-        check_alibi_slopes(alibi_slopes, q, q.shape[0])
+        check_alibi_slopes(alibi_slopes, q, batch)
     if sinks is not None:
         check_sinks(sinks, q)
 
@@ -385,6 +405,7 @@ def check_cache_out(
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_cache_call(
     described: tuple[Description | None, ...],
+    max_seqlen_q: int | None,
     causal: bool,
     window_size: tuple[int, int],
     rotary_interleaved: bool,
@@ -392,7 +413,7 @@ def prepare_cache_call(
     sm_margin: int,
 ) -> PreparedCacheCall:
     """Validate a call of this description and load the kernel that appends."""
-    call = CacheCall.of(described)
+    call = CacheCall.of(described, max_seqlen_q)
     check_tensors(call)
     window = check_window(window_size, causal)
     if num_splits < 0:
@@ -407,11 +428,13 @@ def prepare_cache_call(
     return PreparedCacheCall(
         call,
         append,
-        has_room and 0 not in call.q.shape,
+        has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q),
         window.tighten(call.seqlen_q, call.capacity),
         int(window != Window()),
-        Output.of((*call.q.shape[:3], call.head_dim_v), call.q),
-        (call.batch, call.q.shape[2], call.seqlen_q),
+        Output.of((*call.q.shape[:-1], call.head_dim_v), call.q),
+        (call.heads_q, call.q.shape[0])
+        if call.is_packed
+        else (call.batch, call.heads_q, call.seqlen_q),
         call.head_dim,
         check_of_addresses(TENSORS, written_first(described), num_written=2),
     )
@@ -420,7 +443,7 @@ def prepare_cache_call(
 def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
     """The kernel that appends k and v of this call."""
     tokens, heads_kv = call.k.shape[:-2].numel(), call.k.shape[-2]
-    for name, rows in (("k", tokens * heads_kv), ("q", call.q.shape[:3].numel())):
+    for name, rows in (("k", tokens * heads_kv), ("q", call.q.shape[:-1].numel())):
         if rows * max(call.head_dim, call.head_dim_v) // VECTOR > MOST_VECTORS:
             raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
     rotary = None
@@ -496,7 +519,7 @@ def append_tokens(
         the queries, rotated if there are rotary tables, and the lengths with the new tokens.
     """
     q, k_cache, v_cache, k, v, cos, sin, *_ = tensors
-    seqlens, batch_idx, _, pages, cu_seqlens = integers
+    seqlens, batch_idx, _, pages, cu_seqlens, _ = integers
     total = seqlens.new_empty(call.description.batch)
     rotated = None if cos is None else q.new_empty(q.shape)
     arguments = AppendArguments(

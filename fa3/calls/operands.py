@@ -19,6 +19,7 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What q, k, v and out may have, and the kernels' names for it."""
 
 DIMENSIONS = ("batch", "seqlen", "heads", "head_dim")
+PACKED_DIMENSIONS = ("total", "heads", "head_dim")
 """Of q, k, v and out."""
 
 ALIGNMENT = 16
@@ -113,9 +114,9 @@ def operand_of(description: Description | None) -> Operand | None:
 # ---------------------------------------------------------------------------------- attention
 
 
-def check_q(q: Operand) -> None:
+def check_q(q: Operand, dimensions: tuple[str, ...] = DIMENSIONS) -> None:
     """Raise unless q can be attended from; what other tensors are like follows from it."""
-    check_rank("q", q)
+    check_rank("q", q, dimensions)
     check_kind(q)
     check_layout("q", q)
 
@@ -188,7 +189,7 @@ def check_out(
 def check_output(out: Description, shape: tuple[int, ...], q: Description) -> None:
     """Raise unless the output of a call on q can lie like this."""
     out, q = Operand(*out), Operand(*q)
-    check_like_q("out", out, q)
+    check_like_q("out", out, q, DIMENSIONS if len(shape) == len(DIMENSIONS) else PACKED_DIMENSIONS)
     check_shape("out", out, shape, "q and the values")
     check_no_overlap("out", out)
 

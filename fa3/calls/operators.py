@@ -29,12 +29,12 @@ import torch
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
+    PACKED_DIMENSIONS,
     Operand,
     check_dtype,
     check_rank,
     check_same_kind,
 )
-from fa3.calls.ragged import PACKED_DIMENSIONS
 from fa3.calls.user_functions import put_together
 
 OF_SCORES = (

@@ -17,6 +17,7 @@ from fa3.calls.dense import FEWEST_ROWS, MOST_FORWARD_TILES
 from fa3.calls.operands import (
     ALIGNMENT,
     DTYPES,
+    PACKED_DIMENSIONS,
     Description,
     Operand,
     check_apart,
@@ -33,11 +34,11 @@ from fa3.calls.operands import (
     check_stride,
     check_writable,
     describe,
+    hide_all_keys_of_lse,
 )
 from fa3.calls.options import VARLEN_FROM_FLASH_ATTENTION_2
 from fa3.reference.varlen import used_rows
 
-PACKED_DIMENSIONS = ("total", "heads", "head_dim")
 """Of q, k, v and out."""
 
 INTEGERS_OF_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
@@ -229,3 +230,32 @@ def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
             )
     if ends[-1] > total:
         raise ValueError(f"{name} must end with the {total} rows of {side} or less, got {ends[-1]}")
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+def hide_all_keys_of_packed(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    ends: torch.Tensor,
+    used: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Write what packed queries get that see no key; rows that are not used stay as they are.
+
+    Args:
+        ends, used: cu_seqlens_q and seqused_q, on out's device.
+    """
+    row = torch.arange(len(out), dtype=torch.int32, device=out.device)
+    end = ends[1:]
+    if used is not None:
+        end = ends[:-1] + torch.minimum(used.clamp(min=0), ends.diff())
+    # Rows behind the last sequence count as its own, past its end.
+    sequence = torch.bucketize(row, ends[1:-1], right=True)
+    is_used = row < end[sequence]
+    out.masked_fill_(is_used[:, None, None], 0.0)
+    if lse is not None:
+        hidden = torch.empty_like(lse)
+        hide_all_keys_of_lse(hidden, sinks)
+        lse.copy_(torch.where(is_used, hidden, lse))

@@ -15,8 +15,9 @@ from fa3.calls.assertions import is_visible
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
+from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
-from fa3.calls.operands import describe, hide_all_keys_of_lse
+from fa3.calls.operands import describe
 from fa3.calls.options import (
     VARLEN_FROM_FLASH_ATTENTION_2,
     OptionTypes,
@@ -36,6 +37,7 @@ from fa3.calls.ragged import (
     check_tokens,
     check_totals,
     describe_integers,
+    hide_all_keys_of_packed,
     tokens_of,
 )
 from fa3.calls.traced import trace_packed
@@ -70,7 +72,7 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     seqused_q: torch.Tensor | None = None,
@@ -96,7 +98,7 @@ def flash_attn_varlen_func(
     mask: Mask | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
-    page_table: None = None,
+    page_table: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
 
@@ -145,9 +147,14 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, head_dim_v) tensor that receives the output, like q. Rows of
             queries that are not used stay as they are. Must not share memory with another tensor
             of the call; it may lie between their elements.
-        num_splits: 0 or 1, which are the same: keys of a tile are not split.
+        num_splits: 0 or 1, which are the same: keys of a tile are not split; with page_table they
+            are where that suits the GPU, and a larger number says into how many parts.
         pack_gqa: None or False, which are the same.
-        page_table: not supported; caches with pages go through `flash_attn_with_kvcache`.
+        page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
+            (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
+            says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
+            calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
+            finds there; score, mask and seqused_q are not supported.
         qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
             anything but their default is not supported.
 
@@ -176,10 +183,16 @@ def flash_attn_varlen_func(
         )
     )  # fmt: skip
     if page_table is not None:
-        raise NotImplementedError(
-            "page_table is not supported yet in flash_attn_varlen_func: caches with pages go "
-            "through flash_attn_with_kvcache"
-        )
+        check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask)
+        return flash_attn_with_kvcache(
+            q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+            num_splits=0 if num_splits == 1 else num_splits, pack_gqa=pack_gqa,
+            sm_margin=sm_margin, alibi_slopes=alibi_slopes, sinks=sinks,
+            return_lse=return_lse or return_attn_probs, out=out,
+        )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
         or attention_chunk
@@ -234,6 +247,17 @@ def flash_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
+def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask) -> None:
+    """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
+    if seqused_k is None:
+        raise ValueError("seqused_k must be given with page_table: how many keys sequences have")
+    if cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
+    for name, given in (("seqused_q", seqused_q), ("score", score), ("mask", mask)):
+        if given is not None:
+            raise NotImplementedError(f"{name} is not supported with page_table")
+
+
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_varlen(
     q: tuple,
@@ -269,25 +293,9 @@ def attend_packed(
     """Write the rows of out and lse that belong to queries that are used; there are rows."""
     most_keys = min(max_seqlen_k, operands.k.shape[0])
     if most_keys == 0:
-        hide_all_keys_of_used(operands, sinks)
+        out, lse, ends, used = operands.out, operands.lse, operands.cu_seqlens_q, operands.seqused_q
+        hide_all_keys_of_packed(out, lse, ends, used, sinks)
     elif call.gpu is None:
         execute_varlen(call.spec, call.window, operands, scale, modifiers)
     else:
         call.gpu.launch(operands, most_keys, modifiers, scale)
-
-
-def hide_all_keys_of_used(operands: RaggedOperands, sinks: torch.Tensor | None) -> None:
-    """Write what queries get that see no key; rows that are not used stay as they are."""
-    out, lse, ends, used = operands.out, operands.lse, operands.cu_seqlens_q, operands.seqused_q
-    row = torch.arange(len(out), dtype=torch.int32, device=out.device)
-    end = ends[1:]
-    if used is not None:
-        end = ends[:-1] + torch.minimum(used.clamp(min=0), ends.diff())
-    # Rows behind the last sequence count as its own, past its end.
-    sequence = torch.bucketize(row, ends[1:-1], right=True)
-    is_used = row < end[sequence]
-    out.masked_fill_(is_used[:, None, None], 0.0)
-    if lse is not None:
-        hidden = torch.empty_like(lse)
-        hide_all_keys_of_lse(hidden, sinks)
-        lse.copy_(torch.where(is_used, hidden, lse))

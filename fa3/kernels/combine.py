@@ -27,8 +27,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.dsl import SmemAllocator
-from fa3.primitives.row_lse import RowLse
+from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, finite
 from fa3.primitives.vectors import QUAD, vector_of
 from fa3.primitives.workspace import Workspace, WorkspaceSize
@@ -51,6 +52,7 @@ class TileParts(NamedTuple):
         first, count: the first slot, and the number of slots.
         rows: rows of the tile.
         m_block, head, batch: the tile.
+        first_query: where the queries of its sequence begin, if they are packed.
     """
 
     first: Int32
@@ -59,6 +61,7 @@ class TileParts(NamedTuple):
     m_block: Int32
     head: Int32
     batch: Int32
+    first_query: Int32 | int = 0
 
 
 class Row(NamedTuple):
@@ -81,19 +84,23 @@ class RecordedParts:
     """Parts in the decode kernel's workspace.
 
     Fields:
-        seqlen_q: query positions.
+        seqlen_q: query positions; None if the records have them.
         qhead_per_kvhead: query heads in a tile's rows; row r is head r % qhead_per_kvhead.
     """
 
     workspace: Workspace
-    seqlen_q: Int32
+    seqlen_q: Int32 | None
     qhead_per_kvhead: int
 
     def parts(self, record) -> TileParts:
-        m_block, head, batch, first, count = (self.workspace.records[record, i] for i in range(5))
+        words = [
+            self.workspace.records[record, i] for i in range(7 if self.seqlen_q is None else 5)
+        ]
+        m_block, head, batch, first, count, *queries = words
+        first_query, seqlen_q = queries if queries else (0, self.seqlen_q)
         rows_of_tile = self.workspace.lse.shape[1]
-        rows = self.seqlen_q * self.qhead_per_kvhead - m_block * rows_of_tile
-        return TileParts(first, count, cutlass.min(rows, rows_of_tile), m_block, head, batch)
+        rows = cutlass.min(seqlen_q * self.qhead_per_kvhead - m_block * rows_of_tile, rows_of_tile)
+        return TileParts(first, count, rows, m_block, head, batch, first_query)
 
     def row(self, parts: TileParts, row) -> Row:
         workspace, ratio = self.workspace, self.qhead_per_kvhead
@@ -102,7 +109,7 @@ class RecordedParts:
             workspace.o[None, row, None],
             workspace.lse[None, row],
             parts.batch,
-            packed // ratio,
+            parts.first_query + packed // ratio,
             parts.head * ratio + packed % ratio,
         )
 
@@ -203,7 +210,8 @@ class CombineArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
-        o: (batch, seqlen, heads, head_dim_v), receives the output.
+        o: (batch, seqlen, heads, head_dim_v), receives the output; (total, heads, head_dim_v) if
+            queries are packed.
         lse: address of (batch, heads, seqlen) float32, which receives the log-sum-exp; 0 for none.
         sinks: (heads,), or None.
         dense_o, dense_lse: (parts, batch, seqlen, heads, head_dim_v) and (parts, batch, seqlen,
@@ -228,6 +236,7 @@ class CombineArguments(NamedTuple):
     def symbolic(cls, kernel: "Combine") -> "CombineArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         batch, seqlen, heads = (cute.sym_int() for _ in range(3))
+        rows = (seqlen,) if kernel.is_packed else (batch, seqlen)
         workspace = dense_o = dense_lse = None
         if kernel.qhead_per_kvhead is None:
             parts = cute.sym_int(), batch, seqlen, heads
@@ -237,7 +246,7 @@ class CombineArguments(NamedTuple):
         else:
             workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
         return cls(
-            o=arguments.tma_tensor(kernel.dtype, (batch, seqlen, heads, kernel.head_dim_v)),
+            o=arguments.tma_tensor(kernel.dtype, (*rows, heads, kernel.head_dim_v)),
             lse=Int64(0),
             sinks=arguments.strided_tensor(kernel.sinks, 1) if kernel.sinks else None,
             dense_o=dense_o,
@@ -259,12 +268,15 @@ class Combine:
         head_dim_v: columns of O.
         qhead_per_kvhead: query heads in a tile's rows, for recorded parts; None for dense parts.
         sinks: dtype of the heads' sinks, or None.
+        is_packed: whether the queries of sequences are behind one another, in tensors without a
+            batch.
     """
 
     dtype: str
     head_dim_v: int
     qhead_per_kvhead: int | None
     sinks: str | None
+    is_packed: bool = False
 
     entry_name: ClassVar[str] = "fa3_combine"
     is_storable: ClassVar[bool] = True
@@ -284,9 +296,13 @@ class Combine:
             size = WorkspaceSize(call.num_records, call.num_slots, call.rows)
             source = Workspace.of(call.workspace, size, self.head_dim_v)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        batch, seqlen, heads, _ = call.o.shape
-        lse = RowLse.at(call.lse, (batch, heads, seqlen))
-        self.kernel(source, call.o, lse, call.sinks).launch(
+        o = call.o
+        if cutlass.const_expr(self.is_packed):
+            # Whatever sequence a record names: its rows count from the first one.
+            o = cute.make_tensor(o.iterator, shared_by(LARGEST, o.layout))
+        batch, seqlen, heads, _ = o.shape
+        lse = RowLse.at(call.lse, (batch, heads, seqlen), self.is_packed)
+        self.kernel(source, o, lse, call.sinks).launch(
             # Only x may be larger than 65,535.
             grid=(call.num_records, call.sets, cute.ceil_div(self.head_dim_v, COLUMNS)),
             block=(GROUPS * LANES, 1, 1),
@@ -304,7 +320,8 @@ class Combine:
         exchange = Exchange.allocate()
         if cutlass.const_expr(self.qhead_per_kvhead is not None):
             # Here, and not on the host: what the launch hands over is no constant any more.
-            source = RecordedParts(source, mO.shape[1], self.qhead_per_kvhead)
+            seqlen_q = None if self.is_packed else mO.shape[1]
+            source = RecordedParts(source, seqlen_q, self.qhead_per_kvhead)
         record, first_set, _ = cute.arch.block_idx()
         _, sets, _ = cute.arch.grid_dim()
         cute.arch.griddepcontrol_launch_dependents()

@@ -65,7 +65,7 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
-from fa3.primitives.row_lse import RowLse
+from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoTurns
@@ -73,8 +73,8 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.segment import Segment, Tile
-from fa3.schedules.sequences import Cached, capacity_of
-from fa3.schedules.stream_k import StreamK, Units, Walk, Whole, locate
+from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
+from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Walk, Whole, locate
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
@@ -91,11 +91,12 @@ class DecodeOperands(NamedTuple):
     """The global tensors.
 
     Fields:
-        q: (batch, seqlen_q, heads_q, head_dim).
+        q: (batch, rows, heads_q, head_dim); packed queries are the same rows for every sequence.
         k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages); without TMA
             descriptors if rows are gathered.
-        o: (batch, seqlen_q, heads_q, head_dim_v).
-        lse: of (batch, heads_q, seqlen_q).
+        o: (batch, rows, heads_q, head_dim_v).
+        lse: of (batch, heads_q, rows).
+        cu_seqlens_q: (batch + 1,) int32, where packed queries begin and end; None without.
         seqlens: (batch,) int32, keys of the sequences, padding included.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
@@ -106,6 +107,7 @@ class DecodeOperands(NamedTuple):
     v: TmaTensor | cute.Tensor
     o: cute.Tensor
     lse: RowLse
+    cu_seqlens_q: cute.Tensor | None
     seqlens: cute.Tensor
     tables: CacheTables
     modifiers: tuple | None
@@ -151,7 +153,8 @@ class Decode(AttentionKernel):
     """The decode kernel, compiled for one (spec, config, ratio, cache layout, type of cut).
 
     A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
-    With `is_long` the key blocks of all tiles together may need 64-bit numbers.
+    With `is_long` the key blocks of all tiles together may need 64-bit numbers. With `is_packed`
+    sequences have different numbers of queries, which are behind one another.
     """
 
     spec: AttentionSpec
@@ -160,6 +163,7 @@ class Decode(AttentionKernel):
     cache: CacheLayout
     cut_type: type
     is_long: bool = False
+    is_packed: bool = False
 
     entry_name: ClassVar[str] = "fa3_decode"
 
@@ -190,6 +194,13 @@ class Decode(AttentionKernel):
         *given, stream = given
         call = DecodeArguments(*given)
         ratio, page_table = self.qhead_per_kvhead, call.page_table
+        q, o = call.q, call.o
+        if cutlass.const_expr(self.is_packed):
+            q, o = (
+                cute.make_tensor(t.iterator, shared_by(call.seqlens.shape[0], t.layout))
+                for t in (q, o)
+            )
+        heads_q = q.shape[2]
         capacity = capacity_of(call.k.shape[1], 1 if page_table is None else page_table.shape[1])
         k, v = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
@@ -199,21 +210,23 @@ class Decode(AttentionKernel):
             k = TmaBlocks.descriptor(k, self.columns, self.box)
             v = TmaBlocks.descriptor(v, self.columns_v, self.box)
         operands = DecodeOperands(
-            call.q,
+            q,
             k,
             v,
-            call.o,
-            RowLse.at(call.lse, (call.q.shape[0], call.q.shape[2], call.q.shape[1])),
+            o,
+            RowLse.at(call.lse, (call.seqlens.shape[0], heads_q, q.shape[1]), self.is_packed),
+            call.cu_seqlens_q,
             call.seqlens,
             CacheTables(call.batch_idx, call.leftpad, page_table),
             call.modifiers,
         )
-        rows = call.q.shape[1] * ratio
-        num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), call.q.shape[2] // ratio
-        num_tiles = call.q.shape[0] * num_heads * num_m_blocks
+        seqlen_q = call.max_seqlen_q if self.is_packed else q.shape[1]
+        rows = seqlen_q * ratio
+        num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), heads_q // ratio
+        num_tiles = q.shape[0] * num_heads * num_m_blocks
         cut = Whole()
         if cutlass.const_expr(self.cut_type is StreamK):
-            cut = StreamK(call.num_ctas, num_tiles)
+            cut = StreamK(call.num_ctas, BY_CTA if self.is_packed else num_tiles)
         if cutlass.const_expr(self.cut_type is Units):
             cut = Units(call.num_splits, call.unit_blocks, call.max_parts, num_tiles)
         workspace = None
@@ -221,7 +234,8 @@ class Decode(AttentionKernel):
             size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))
             workspace = Workspace.of(call.workspace, size, self.spec.head_dim_v)
         divisors = Divisor.of(num_m_blocks), Divisor.of(call.num_ctas)
-        sizes = capacity, Window(call.window_left, call.window_right), *divisors, num_heads
+        window = Window(call.window_left, call.window_right)
+        sizes = capacity, seqlen_q, window, *divisors, num_heads
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(operands, workspace, call.softmax_scale, cut, sizes).launch(
             grid=(call.num_ctas, 1, 1),
@@ -266,21 +280,26 @@ class Decode(AttentionKernel):
         self, operands: DecodeOperands, cut, sizes: tuple, is_early: cutlass.Constexpr
     ) -> Walk:
         """The walk over this CTA's segments."""
-        capacity, window, num_m_blocks, num_ctas, num_heads = sizes
+        capacity, seqlen_q, window, num_m_blocks, num_ctas, num_heads = sizes
         _, mask, _ = bind(self.spec, operands.modifiers)
+        packed = None
+        if cutlass.const_expr(self.is_packed):
+            rows = operands.q.shape[1]
+            packed = PackedQueries(operands.cu_seqlens_q, rows, self.qhead_per_kvhead, ROWS)
         lengths = Cached(
             operands.seqlens,
             operands.tables,
             mask,
-            operands.q.shape[1],
+            seqlen_q,
             capacity,
             window,
             self.config.tile_n,
             is_early,
+            packed,
         )
         cta, _, _ = cute.arch.block_idx()
         number = Int64 if self.is_long else Int32
-        place = locate(lengths, num_m_blocks.value * num_heads, num_ctas, cta, number)
+        place = locate(lengths, num_m_blocks, num_heads, num_ctas, cta, number)
         return Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
 
     @cute.jit
@@ -454,7 +473,8 @@ class Decode(AttentionKernel):
                 # A warp knows only that itself has read Q: wait for the others.
                 consumer_barrier().arrive_and_wait()
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
-            self.store(operands, workspace, segment, attention, sinks)
+            queries = walk.lengths.queries(length)
+            self.store(operands, workspace, segment, attention, sinks, queries)
             cursor = following
 
     @cute.jit
@@ -475,7 +495,8 @@ class Decode(AttentionKernel):
         thread, _, _ = cute.arch.thread_idx()
         if walk.is_valid(cursor):
             ratio = self.qhead_per_kvhead
-            fetch_rows(mQ, sQ[None, None, stage], walk.tile(cursor), ratio, thread)
+            queries = walk.lengths.queries(cursor.length)
+            fetch_rows(mQ, sQ[None, None, stage], walk.tile(cursor), queries, ratio, thread)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -491,28 +512,37 @@ class Decode(AttentionKernel):
 
     @cute.jit
     def store(
-        self, operands: DecodeOperands, workspace, segment: Segment, attention: Attention, sinks
+        self,
+        operands: DecodeOperands,
+        workspace,
+        segment: Segment,
+        attention: Attention,
+        sinks,
+        queries: tuple,
     ):
         """Write the segment's rows: to O if it is a whole tile, else to the workspace as a part."""
         part, acc_O = segment.part, as_rows_and_columns(attention.regs.acc_O)
         if cutlass.const_expr(self.cut_type.has_parts):
             if part.num_parts == 1:
-                self.store_rows(operands, attention, sinks)
+                self.store_rows(operands, attention, sinks, queries)
             else:
                 lse = attention.softmax.finish(acc_O)
                 store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
             if segment.begin == 0 and cute.arch.thread_idx()[0] == 0:
                 record = (*segment.tile, part.first_slot, part.num_parts)
+                if cutlass.const_expr(self.is_packed):
+                    record = (*record, *queries)
                 for i in cutlass.range_constexpr(len(record)):
                     workspace.records[part.record, i] = record[i]
         else:
-            self.store_rows(operands, attention, sinks)
+            self.store_rows(operands, attention, sinks, queries)
 
     @cute.jit
-    def store_rows(self, operands: DecodeOperands, attention: Attention, sinks):
+    def store_rows(self, operands: DecodeOperands, attention: Attention, sinks, queries: tuple):
         """Finish the rows of a whole tile; write O and the log-sum-exps."""
         acc_O, rules = attention.regs.acc_O, attention.rules
         lse = attention.softmax.finish(as_rows_and_columns(acc_O), rules.sinks_of_rows(sinks))
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
         convert(acc_O, converted)
-        store_rows(as_rows_and_columns(converted), lse, operands.o, operands.lse, rules.coords)
+        out, row_lse = operands.o, operands.lse
+        store_rows(as_rows_and_columns(converted), lse, out, row_lse, rules.coords, queries)

@@ -45,12 +45,14 @@ class DecodeArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
-        q: (batch, seqlen_q, heads_q, head_dim).
+        q: (batch, seqlen_q, heads_q, head_dim); packed queries have no batch, here and below:
+            (total_q, heads_q, head_dim).
         k, v: the cache, (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v); with pages
             (num_pages, page_size, heads_kv, ...).
         o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
         lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
-            none.
+            none. (heads_q, total_q) if packed.
+        cu_seqlens_q: (batch + 1,) int32, where packed queries begin and end; None without.
         seqlens: (batch,) int32, keys of the sequences, padding included.
         batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
         page_table: (batch, pages) int32; None without pages.
@@ -59,6 +61,7 @@ class DecodeArguments(NamedTuple):
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
         num_splits, unit_blocks, max_parts: see `Units`.
+        max_seqlen_q: most queries of a sequence.
         num_ctas: CTAs to launch.
     """
 
@@ -67,6 +70,7 @@ class DecodeArguments(NamedTuple):
     v: object
     o: object
     lse: int
+    cu_seqlens_q: object
     seqlens: object
     batch_idx: object
     leftpad: object
@@ -79,6 +83,7 @@ class DecodeArguments(NamedTuple):
     num_splits: int
     unit_blocks: int
     max_parts: int
+    max_seqlen_q: int
     num_ctas: int
 
     @classmethod
@@ -87,6 +92,8 @@ class DecodeArguments(NamedTuple):
         spec, cache = kernel.spec, kernel.cache
         batch, seqlen_q, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
         rows = cute.sym_int(), cache.page_size or cute.sym_int()
+        queries = (seqlen_q,) if kernel.is_packed else (batch, seqlen_q)
+        ends = arguments.compact_tensor("int32", (cute.sym_int(),)) if kernel.is_packed else None
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
 
@@ -94,11 +101,12 @@ class DecodeArguments(NamedTuple):
             return arguments.compact_tensor("int32", (batch,)) if exists else None
 
         return cls(
-            q=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim)),
+            q=arguments.tma_tensor(spec.dtype, (*queries, heads_q, spec.head_dim)),
             k=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim)),
             v=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim_v)),
-            o=arguments.tma_tensor(spec.dtype, (batch, seqlen_q, heads_q, spec.head_dim_v)),
+            o=arguments.tma_tensor(spec.dtype, (*queries, heads_q, spec.head_dim_v)),
             lse=Int64(0),
+            cu_seqlens_q=ends,
             seqlens=per_sequence(),
             batch_idx=per_sequence(cache.batch_indexed),
             leftpad=per_sequence(cache.left_padded),
@@ -111,5 +119,6 @@ class DecodeArguments(NamedTuple):
             num_splits=Int32(0),
             unit_blocks=Int32(0),
             max_parts=Int32(0),
+            max_seqlen_q=Int32(0),
             num_ctas=Int32(0),
         )

@@ -20,7 +20,7 @@ from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window
-from fa3.schedules.stream_k import StreamK, Units, Whole
+from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Whole
 
 TILE_N = 64
 """Keys of a key block."""
@@ -102,6 +102,7 @@ class DecodePlan:
         window: a bound that hides no key is left out.
         cut: where tiles may be cut.
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
+        is_packed: whether sequences have different numbers of queries; sizes have the most.
     """
 
     spec: AttentionSpec
@@ -110,12 +111,14 @@ class DecodePlan:
     window: Window
     cut: StreamK | Units | Whole
     num_ctas: int
+    is_packed: bool = False
 
     def kernel(self) -> Decode:
         """The decode kernel."""
         is_long = self.sizes.num_tiles * self.sizes.most_blocks(self.window) > LARGEST
         config, ratio = config_of(self.spec), self.sizes.qhead_per_kvhead
-        return Decode(self.spec, config, ratio, self.cache, type(self.cut), is_long)
+        cut_type = type(self.cut)
+        return Decode(self.spec, config, ratio, self.cache, cut_type, is_long, self.is_packed)
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
@@ -123,14 +126,15 @@ class DecodePlan:
         cut, units = self.cut, (1, 1, 1)
         if isinstance(cut, Units):
             units = cut.num_splits, cut.unit_blocks, cut.max_parts
-        return (*self.window, *units, self.num_ctas)
+        return (*self.window, *units, self.sizes.seqlen_q, self.num_ctas)
 
     def combine(self) -> Combine | None:
         """The kernel that merges parts; None if the cut leaves no parts."""
         if not self.cut.has_parts:
             return None
         spec = self.spec
-        return Combine(spec.dtype, spec.head_dim_v, self.sizes.qhead_per_kvhead, spec.sinks)
+        ratio = self.sizes.qhead_per_kvhead
+        return Combine(spec.dtype, spec.head_dim_v, ratio, spec.sinks, self.is_packed)
 
     @property
     def workspace(self) -> WorkspaceSize:
@@ -171,7 +175,12 @@ def config_of(spec: AttentionSpec) -> DecodeConfig:
 
 
 def choose_cut(
-    sizes: Sizes, window: Window, num_ctas: int, num_splits: int = 0, batch_invariant: bool = False
+    sizes: Sizes,
+    window: Window,
+    num_ctas: int,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    is_packed: bool = False,
 ) -> StreamK | Units | Whole:
     """Choose where tiles may be cut.
 
@@ -179,6 +188,7 @@ def choose_cut(
         num_splits: 0 cuts keys so that all SMs read equally many; 1 never cuts; n cuts the keys of
             every sequence into n parts.
         batch_invariant: make a sequence's result bitwise independent of the other sequences.
+        is_packed: whether sequences have different numbers of queries.
     """
     blocks = sizes.most_blocks(window)
     if num_splits:
@@ -188,7 +198,7 @@ def choose_cut(
     if batch_invariant:
         unit = keys_of_unit(sizes.rows) // TILE_N
         return units_of(sizes, blocks, unit, -(-blocks // unit))
-    return StreamK(num_ctas, sizes.num_tiles)
+    return StreamK(num_ctas, BY_CTA if is_packed else sizes.num_tiles)
 
 
 def keys_of_unit(rows: int) -> int:

@@ -46,13 +46,22 @@ class PackedCoords(ScoreCoords):
 
 @cute.jit
 def fetch_rows(
-    mQ: cute.Tensor, smem: cute.Tensor, tile, qhead_per_kvhead: cutlass.Constexpr, thread: Int32
+    mQ: cute.Tensor,
+    smem: cute.Tensor,
+    tile,
+    queries: tuple,
+    qhead_per_kvhead: cutlass.Constexpr,
+    thread: Int32,
 ):
-    """Start to copy a tile's rows of Q (batch, seqlen_q, heads_q, head_dim) to shared memory.
+    """Start to copy a tile's rows of Q (batch, rows, heads_q, head_dim) to shared memory.
 
     A warpgroup issues cp.async. Rows and columns past the end become 0.
+
+    Args:
+        queries: the first row of the sequence's queries, and their number.
     """
-    _, seqlen_q, _, head_dim = mQ.shape
+    first, seqlen_q = queries
+    head_dim = mQ.shape[3]
     atom = cute.make_copy_atom(cpasync.CopyG2SOp(), mQ.element_type, num_bits_per_copy=128)
     columns = cute.size(smem, mode=[1])
     zeros = cute.make_rmem_tensor(VECTOR, mQ.element_type)
@@ -62,7 +71,7 @@ def fetch_rows(
         packed, target = tile.m_block * ROWS + row, vector_of(smem[row, None], vector)
         if packed < seqlen_q * qhead_per_kvhead and vector * VECTOR < head_dim:
             head = tile.head * qhead_per_kvhead + packed % qhead_per_kvhead
-            source = mQ[tile.batch, packed // qhead_per_kvhead, head, None]
+            source = mQ[tile.batch, first + packed // qhead_per_kvhead, head, None]
             cute.copy(atom, vector_of(source, vector), target)
         else:
             cute.autovec_copy(zeros, target)
@@ -92,16 +101,27 @@ def store_row(values: cute.Tensor, row: cute.Tensor, column: Int32):
 
 
 @cute.jit
-def store_rows(rows: cute.Tensor, lse: cute.Tensor, mO: cute.Tensor, row_lse, coords: PackedCoords):
-    """Write a thread's part of a tile's rows (2, columns) to O (batch, seqlen_q, heads_q,
-    head_dim_v), and their log-sum-exps to `row_lse`.
+def store_rows(
+    rows: cute.Tensor,
+    lse: cute.Tensor,
+    mO: cute.Tensor,
+    row_lse,
+    coords: PackedCoords,
+    queries: tuple,
+):
+    """Write a thread's part of a tile's rows (2, columns) to O (batch, rows, heads_q, head_dim_v),
+    and their log-sum-exps to `row_lse`.
+
+    Args:
+        queries: the first row of the sequence's queries, and their number.
     """
+    first, seqlen_q = queries
     for r in cutlass.range_constexpr(cute.size(lse)):
         query, head = coords.query(r), coords.head_of(r)
-        if query < mO.shape[1]:
-            store_row(rows[r, None], mO[coords.batch, query, head, None], coords.column)
+        if query < seqlen_q:
+            store_row(rows[r, None], mO[coords.batch, first + query, head, None], coords.column)
             if row_lse.is_wanted():
-                row_lse.store((coords.batch, head, query), lse[r], coords)
+                row_lse.store((coords.batch, head, first + query), lse[r], coords)
 
 
 @cute.jit

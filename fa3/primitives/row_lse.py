@@ -17,10 +17,18 @@ class RowLse(NamedTuple):
     tensor: cute.Tensor
 
     @classmethod
-    def at(cls, address: Int64, shape: tuple) -> "RowLse":
-        """The tensor at an address; nothing if that is 0."""
+    def at(cls, address: Int64, shape: tuple, is_packed: bool = False) -> "RowLse":
+        """The tensor at an address; nothing if that is 0.
+
+        Args:
+            shape: (batch, heads, rows).
+            is_packed: whether the rows are the same for every sequence.
+        """
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-        return cls(cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=(2, 1, 0))))
+        layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
+        if is_packed:
+            layout = shared_by(shape[0], cute.select(layout, mode=[1, 2]))
+        return cls(cute.make_tensor(pointer, layout))
 
     def is_wanted(self) -> Boolean:
         """Whether there is a tensor to write."""
@@ -29,6 +37,11 @@ class RowLse(NamedTuple):
     def store(self, at: tuple, lse: Float32, coords: ScoreCoords):
         """Write a row's log-sum-exp, which is wanted, from one of the four threads of the row."""
         store_lse(self.tensor, at, lse, coords)
+
+
+def shared_by(batch, layout: cute.Layout) -> cute.Layout:
+    """A layout with a mode in front, all of whose `batch` entries are the same."""
+    return cute.prepend(layout, cute.make_layout(batch, stride=0))
 
 
 @cute.jit

@@ -40,7 +40,8 @@ class Workspace(NamedTuple):
 
     Fields:
         records: (num_records, 8) int32: m_block, head, batch, first slot and number of parts of a
-            tile. With fewer than two parts there is nothing to merge.
+            tile, and where its sequence's queries begin and how many there are if they are packed.
+            With fewer than two parts there is nothing to merge.
         lse: (num_slots, rows), natural logarithm.
         o: (num_slots, rows, head_dim_v), float32, each part divided by its own row sums.
     """

@@ -18,7 +18,7 @@ from fa3.primitives.coords import Position
 from fa3.primitives.wgmma import ROWS
 from fa3.reference.block_loop import CPU, HostTensor, RunningSoftmax, attend, merge, with_sink
 from fa3.schedules.segment import Segment, Tile
-from fa3.schedules.sequences import Cached, capacity_of
+from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import records, segments
 from fa3.scores.scores import Score, bind
 
@@ -27,7 +27,8 @@ class CacheOperands(NamedTuple):
     """The tensors of one call, on one device and already validated.
 
     Fields:
-        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16.
+        q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; with cu_seqlens_q, here and
+            below, (total_q, heads_q, head_dim).
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim); with a page table
             (num_pages, page_size, heads_kv, head_dim).
         v_cache: like k_cache with head_dim_v.
@@ -39,6 +40,7 @@ class CacheOperands(NamedTuple):
         page_table: (batch, max_pages) int32.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32, or None.
         sinks: (heads_q,) float32 or q's dtype, or None.
+        cu_seqlens_q: (batch + 1,) int32, where the queries of each sequence begin and end.
     """
 
     q: torch.Tensor
@@ -52,6 +54,7 @@ class CacheOperands(NamedTuple):
     page_table: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -141,21 +144,29 @@ def execute_decode(
     scores, mask, sinks = bind(plan.spec, tensors)
     leftpad = operands.cache_leftpad
     tables = CacheTables(None, None if leftpad is None else HostTensor(leftpad), None)
+    ends, packed = operands.cu_seqlens_q, None
+    if ends is not None:
+        rows = operands.q.shape[0]
+        packed = PackedQueries(HostTensor(ends), rows, sizes.qhead_per_kvhead, ROWS)
     sequences = Cached(
         HostTensor(operands.cache_seqlens), tables, mask, sizes.seqlen_q, sizes.capacity,
-        plan.window, TILE_N,
+        plan.window, TILE_N, packed=packed,
     )  # fmt: skip
     walked = CacheWalk(operands, sizes, softmax_scale, scores, sinks, sequences)
-    known = map(sequences.read, range(sizes.batch))
-    blocks = [(of.begin, of.end) for of in map(sequences.blocks, known)]
-    work = plan.cut, blocks, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas
+    known = list(map(sequences.read, range(sizes.batch)))
+    begins = [of.begin for of in map(sequences.blocks, known)]
+    counts = map(sequences.num_blocks, known)
+    blocks = [(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+    of_rows = None if packed is None else list(map(sequences.m_blocks, known))
+    work = plan.cut, blocks, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas, of_rows
     slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def store(tile: Tile, rows_out: torch.Tensor, rows_lse: torch.Tensor) -> None:
         query, head = walked.rows(tile)
-        out[tile.batch, query, head] = rows_out.to(out.dtype)
+        out[walked.places(tile, query, head)] = rows_out.to(out.dtype)
         if operands.lse is not None:
-            operands.lse[tile.batch, head, query] = rows_lse
+            *batch, row, head = walked.places(tile, query, head)
+            operands.lse[(*batch, head, row)] = rows_lse
 
     for _, segment in segments(*work):
         softmax = walked.attend(segment)
@@ -182,9 +193,16 @@ class CacheWalk:
     def rows(self, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and query head of each row of a tile."""
         group = self.sizes.qhead_per_kvhead
-        end = min((tile.m_block + 1) * ROWS, self.sizes.rows)
-        rows = torch.arange(tile.m_block * ROWS, end, device=CPU)
+        _, seqlen_q = self.sequences.queries(self.sequences.read(tile.batch))
+        begin = tile.m_block * ROWS
+        rows = torch.arange(begin, max(begin, min(begin + ROWS, seqlen_q * group)), device=CPU)
         return rows // group, tile.head * group + rows % group
+
+    def places(self, tile: Tile, query: torch.Tensor, head: torch.Tensor) -> tuple:
+        """Where rows lie in q and out."""
+        first, _ = self.sequences.queries(self.sequences.read(tile.batch))
+        row = first + query
+        return (tile.batch, row, head) if self.sequences.packed is None else (row, head)
 
     def sinks_of(self, tile: Tile) -> torch.Tensor | None:
         """The sink of each row of a tile."""
@@ -195,7 +213,7 @@ class CacheWalk:
         """Attend the rows of a tile to some of its key blocks."""
         tile, (query, head) = segment.tile, self.rows(segment.tile)
         known = self.sequences.read(tile.batch)
-        sequence, (_, leftpad) = self.sequences.sequence(known), known
+        sequence, (_, leftpad, *_) = self.sequences.sequence(known), known
         ranges = self.sequences.mask.key_range(query.numpy(), sequence)
         first, end = (torch.as_tensor(bound, device=CPU).reshape(-1, 1) for bound in ranges)
 
@@ -206,9 +224,10 @@ class CacheWalk:
             return (key >= first) & (key < end)
 
         return attend(
-            self.operands.q[tile.batch, query, head], (tile.batch, head[:, None], query[:, None]),
+            self.operands.q[self.places(tile, query, head)],
+            (tile.batch, head[:, None], query[:, None]),
             sequence, range(segment.begin, segment.end), TILE_N, load, seen, self.scores,
-            self.softmax_scale, self.operands.out.shape[3],
+            self.softmax_scale, self.operands.out.shape[-1],
         )  # fmt: skip
 
     def key_block(self, tile: Tile, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

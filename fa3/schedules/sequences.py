@@ -92,15 +92,50 @@ class Ragged(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PackedQueries:
+    """Queries of sequences behind one another, as many as each sequence has.
+
+    Fields:
+        ends: (batch + 1,) int32, where the queries of each sequence begin and end.
+        total: rows of q. Whatever `ends` says, no row beyond it is named.
+        rows_of_query: rows that a query has in a tile: a key/value head's query heads.
+        rows_of_tile: rows of a tile.
+    """
+
+    ends: cute.Tensor
+    total: int
+    rows_of_query: int
+    rows_of_tile: int
+
+    def read(self, entry, batch, most) -> tuple:
+        """A sequence's first row of q, and its number of queries, which is `most` at most.
+
+        Args:
+            entry: reads an entry of a table.
+        """
+        begin = larger(smaller(entry(self.ends, batch), self.total), 0)
+        end = smaller(entry(self.ends, batch + 1), self.total)
+        return begin, smaller(larger(end - begin, 0), most)
+
+    def m_blocks(self, count):
+        """Row blocks of a key/value head with so many queries; at least one."""
+        rows = count * self.rows_of_query
+        return larger((rows + self.rows_of_tile - 1) // self.rows_of_tile, 1)
+
+
+@dataclass(frozen=True)
 class Cached:
     """Sequences whose keys are in a cache, and whose lengths are in device memory.
 
-    `read` returns (keys including padding, padding), which a cursor can carry.
+    `read` returns (keys including padding, padding), and with packed queries also the first row and
+    the number of queries; a cursor can carry that.
 
     Fields:
         seqlens: (batch,) int32, keys of the sequences, padding included.
+        seqlen_q: queries of each sequence; of packed ones the most that one may have.
         capacity: most keys of a sequence in the cache; longer lengths are cut to it.
         is_early: whether the previous kernel may still be running; see `read_early`.
+        packed: the queries, if sequences have different numbers of them.
     """
 
     seqlens: cute.Tensor
@@ -111,13 +146,28 @@ class Cached:
     window: Window
     tile_n: int
     is_early: bool = False
+    packed: PackedQueries | None = None
 
     @property
     def num_sequences(self):
         return self.seqlens.shape[0]
 
     def read(self, batch) -> tuple:
-        return self.count(self.seqlens, batch), self.count(self.tables.leftpad, batch)
+        keys = self.count(self.seqlens, batch), self.count(self.tables.leftpad, batch)
+        if self.packed is None:
+            return keys
+        return *keys, *self.packed.read(self.entry, batch, self.seqlen_q)
+
+    def queries(self, length: tuple) -> tuple:
+        """The first row of a sequence's queries, and their number."""
+        return (0, self.seqlen_q) if self.packed is None else length[2:]
+
+    def m_blocks(self, length: tuple):
+        """Row blocks of a head of the sequence; None if all sequences have equally many."""
+        if self.packed is None:
+            return None
+        _, count = self.queries(length)
+        return self.packed.m_blocks(count)
 
     def count(self, table: cute.Tensor | None, batch):
         """An entry of a table that counts keys, cut to what the cache holds; 0 if there is none."""
@@ -131,16 +181,24 @@ class Cached:
 
     def sequence(self, length: tuple) -> Sequence:
         """The sequence for a mask: key 0 is the first one after the padding."""
-        seqlen, leftpad = length
-        return Sequence(self.seqlen_q, larger(seqlen - leftpad, 0), self.window)
+        seqlen, leftpad, *_ = length
+        _, seqlen_q = self.queries(length)
+        return Sequence(seqlen_q, larger(seqlen - leftpad, 0), self.window)
 
     def blocks(self, length: tuple) -> Blocks:
         """Key blocks that the queries of a sequence touch; all tiles of the sequence walk them."""
-        return self.mask.key_blocks(0, self.seqlen_q, self.tile_n, self.sequence(length))
+        sequence = self.sequence(length)
+        rows = sequence.seqlen_q if self.packed is None else larger(sequence.seqlen_q, 1)
+        return self.mask.key_blocks(0, rows, self.tile_n, sequence)
 
     def num_blocks(self, length: tuple):
         blocks = self.blocks(length)
-        return blocks.end - blocks.begin
+        count = blocks.end - blocks.begin
+        if self.packed is None:
+            return count
+        # Without queries one block is as few as a walk can have.
+        _, seqlen_q = self.queries(length)
+        return 1 + smaller(seqlen_q, 1) * (count - 1)
 
     def blocks_at(self, walk, cursor):
         """First and last key block of the segment at a cursor."""
@@ -149,7 +207,7 @@ class Cached:
 
     def keys(self, tile, length: tuple) -> Keys:
         """The keys of a tile's sequence and head."""
-        tables, row, (_, leftpad) = self.tables, tile.batch, length
+        tables, row, (_, leftpad, *_) = self.tables, tile.batch, length
         if tables.batch_idx is not None:
             # The row is past the last sequence only if lengths change while they are read early.
             row = self.entry(tables.batch_idx, smaller(row, self.num_sequences - 1))

@@ -30,6 +30,9 @@ from fa3.primitives.divisor import Divisor, PlainDivisor
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.segment import Part, Segment, Tile
 
+BY_CTA = 2**30
+"""Tiles of a `StreamK` whose records are by CTA, if it is not known how many tiles there are."""
+
 MOST_ROOM = 2**30
 """More blocks than any tile has."""
 
@@ -49,6 +52,9 @@ class Lengths(Protocol):
 
     def num_blocks(self, length: tuple):
         """How many key blocks a tile of the sequence walks; at least one."""
+
+    def m_blocks(self, length: tuple):
+        """Row blocks of a head of the sequence; None if all sequences have equally many."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,8 @@ class Walk:
     Fields:
         cut: where tiles may be cut.
         lengths: the lengths of the sequences.
-        num_m_blocks, num_heads: row blocks per head and heads per sequence, so tiles of a sequence.
+        num_m_blocks, num_heads: row blocks per head and heads per sequence, so tiles of a sequence;
+            if `lengths` know how many row blocks each has, the most.
     """
 
     cut: StreamK | Units | Whole
@@ -227,9 +234,13 @@ class Walk:
     cta: int
     place: Place
 
-    @property
-    def tiles(self):
-        return self.num_m_blocks.value * self.num_heads
+    def m_blocks(self, length: tuple) -> Divisor | PlainDivisor:
+        """Row blocks of a head of a sequence."""
+        return m_blocks_of(self.lengths, length, self.num_m_blocks)
+
+    def tiles(self, length: tuple):
+        """Tiles of a sequence."""
+        return self.m_blocks(length).value * self.num_heads
 
     def first(self) -> WalkCursor:
         pieces, batch, batch_begin = self.place
@@ -239,7 +250,7 @@ class Walk:
         tile = (position - batch_begin) // num_blocks
         block = as_int32(position - batch_begin - tile * num_blocks)
         # A length that is read early may have changed since `locate` read it.
-        tile = as_int32(smaller(tile, self.tiles - 1))
+        tile = as_int32(smaller(tile, self.tiles(length) - 1))
         cursor = WalkCursor(position, batch, tile, block, length, self.read(batch + 1))
         return self.advance(cursor, self.cut.begin(block, num_blocks) - block)
 
@@ -247,15 +258,16 @@ class Walk:
         return cursor.position < self.place.pieces.begin(self.cta + 1)
 
     def tile(self, cursor: WalkCursor) -> Tile:
-        head = self.num_m_blocks.quotient(cursor.tile)
-        return Tile(cursor.tile - head * self.num_m_blocks.value, head, cursor.batch)
+        m_blocks = self.m_blocks(cursor.length)
+        head = m_blocks.quotient(cursor.tile)
+        return Tile(cursor.tile - head * m_blocks.value, head, cursor.batch)
 
     def segment(self, cursor: WalkCursor) -> Segment:
         num_blocks = self.lengths.num_blocks(cursor.length)
         part = self.cut.part(
             self.place.pieces,
             self.cta,
-            cursor.batch * self.tiles + cursor.tile,
+            cursor.batch * (self.num_m_blocks.value * self.num_heads) + cursor.tile,
             cursor.position - cursor.block,
             cursor.block,
             num_blocks,
@@ -277,11 +289,12 @@ class Walk:
         # `tiles` is 1 at the end of a tile, `batches` 1 at the end of a sequence, else both are 0.
         # A division would take 100 cycles.
         tiles = 1 - smaller(num_blocks - block, 1)
-        batches = 1 - smaller(self.tiles - cursor.tile - tiles, 1)
+        of_sequence = self.tiles(cursor.length)
+        batches = 1 - smaller(of_sequence - cursor.tile - tiles, 1)
         return WalkCursor(
             cursor.position + blocks,
             cursor.batch + batches,
-            cursor.tile + tiles - batches * self.tiles,
+            cursor.tile + tiles - batches * of_sequence,
             block - tiles * num_blocks,
             tuple(
                 now + batches * (then - now)
@@ -295,11 +308,19 @@ class Walk:
         return self.lengths.read(smaller(batch, self.lengths.num_sequences - 1))
 
 
+def m_blocks_of(lengths: Lengths, length: tuple, most) -> Divisor | PlainDivisor:
+    """Row blocks of a head of a sequence; `most` if all have equally many."""
+    own = lengths.m_blocks(length)
+    return most if own is None else PlainDivisor(own)
+
+
 # ------------------------------------------------------------------------------------- device
 
 
 @cute.jit
-def locate(lengths: Lengths, tiles, num_ctas, cta, number: cutlass.Constexpr) -> Place:
+def locate(
+    lengths: Lengths, num_m_blocks, num_heads, num_ctas, cta, number: cutlass.Constexpr
+) -> Place:
     """Find the sequence in which a CTA's piece begins. Every lane of a warp calls this.
 
     A 32-way search: each lane adds up the blocks of a range of sequences, and the range in which
@@ -317,7 +338,9 @@ def locate(lengths: Lengths, tiles, num_ctas, cta, number: cutlass.Constexpr) ->
         begin = batch + lane * share
         blocks = number(0)
         for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
-            blocks += number(tiles) * lengths.num_blocks(lengths.read(i))
+            length = lengths.read(i)
+            tiles = m_blocks_of(lengths, length, num_m_blocks).value * num_heads
+            blocks += number(tiles) * lengths.num_blocks(length)
         upto = blocks
         for shift in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
@@ -338,20 +361,34 @@ def locate(lengths: Lengths, tiles, num_ctas, cta, number: cutlass.Constexpr) ->
 
 @dataclass(frozen=True)
 class HostLengths:
-    """`Lengths` on the host: key blocks [begin, end) that the queries of each sequence touch."""
+    """`Lengths` on the host.
+
+    Fields:
+        blocks: key blocks [begin, end) that the queries of each sequence touch.
+        of_rows: row blocks of a head of each sequence; None if all have equally many.
+    """
 
     blocks: Sequence[tuple[int, int]]
+    of_rows: Sequence[int] | None = None
 
     @property
     def num_sequences(self) -> int:
         return len(self.blocks)
 
-    def read(self, batch: int) -> tuple[int, int]:
-        return self.blocks[batch]
+    def read(self, batch: int) -> tuple[int, ...]:
+        return (
+            self.blocks[batch]
+            if self.of_rows is None
+            else (*self.blocks[batch], self.of_rows[batch])
+        )
 
-    def num_blocks(self, length: tuple[int, int]) -> int:
-        begin, end = length
+    def num_blocks(self, length: tuple[int, ...]) -> int:
+        begin, end, *_ = length
         return end - begin
+
+    def m_blocks(self, length: tuple[int, ...]) -> int | None:
+        _, _, *own = length
+        return own[0] if own else None
 
 
 def walks(
@@ -362,16 +399,15 @@ def walks(
     num_ctas: int,
 ) -> Iterator[Walk]:
     """Yield the walk of every CTA, the same as the kernel's."""
-    tiles = num_m_blocks * num_heads
-    begins = [0]
-    for length in lengths.blocks:
+    begins, most = [0], PlainDivisor(num_m_blocks)
+    for length in map(lengths.read, range(lengths.num_sequences)):
+        tiles = m_blocks_of(lengths, length, most).value * num_heads
         begins.append(begins[-1] + tiles * lengths.num_blocks(length))
     pieces, batch = Pieces(begins[-1], PlainDivisor(num_ctas)), 0
     for cta in range(num_ctas):
         while batch + 1 < len(lengths.blocks) and begins[batch + 1] <= pieces.begin(cta):
             batch += 1
-        place = Place(pieces, batch, begins[batch])
-        yield Walk(cut, lengths, PlainDivisor(num_m_blocks), num_heads, cta, place)
+        yield Walk(cut, lengths, most, num_heads, cta, Place(pieces, batch, begins[batch]))
 
 
 def segments(
@@ -380,15 +416,17 @@ def segments(
     num_m_blocks: int,
     num_heads: int,
     num_ctas: int,
+    of_rows: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Segment]]:
     """Yield (CTA, segment) of every segment, CTA by CTA; block 0 is the sequence's first block.
 
     Args:
         blocks: key blocks [begin, end) that the queries of each sequence touch, at least one.
-        num_m_blocks: row blocks of a key/value head.
+        num_m_blocks: row blocks of a key/value head; with `of_rows` the most.
         num_heads: key/value heads.
+        of_rows: row blocks of a key/value head of each sequence, if they differ.
     """
-    for walk in walks(cut, HostLengths(blocks), num_m_blocks, num_heads, num_ctas):
+    for walk in walks(cut, HostLengths(blocks, of_rows), num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):
             segment = walk.segment(cursor)
@@ -406,9 +444,10 @@ def records(
     num_m_blocks: int,
     num_heads: int,
     num_ctas: int,
+    of_rows: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Tile, range]]:
     """Yield (record, tile, slots to merge in this order) for every tile that is cut into parts."""
-    for walk in walks(cut, HostLengths(blocks), num_m_blocks, num_heads, num_ctas):
+    for walk in walks(cut, HostLengths(blocks, of_rows), num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
         while walk.is_valid(cursor):
             segment = walk.segment(cursor)

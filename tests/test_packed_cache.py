@@ -1,0 +1,166 @@
+"""Queries packed behind one another, with keys in a cache: each sequence against dense attention."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from problems import poisoned_allocations
+from reference import check_attention
+
+import fa3
+from fa3.problem import NO_BOUND, Window
+
+SEEDS = range(60)
+
+
+class PackedCall(NamedTuple):
+    """A call, and what it is about.
+
+    Fields:
+        arguments: of `flash_attn_with_kvcache`.
+        queries, lengths: queries and keys of each sequence.
+        keys, values: what each sequence has in the cache.
+    """
+
+    arguments: dict
+    queries: list[int]
+    lengths: list[int]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+def make_call(seed: int, device, dtype=torch.bfloat16) -> PackedCall:
+    """Draw a call; what of the cache no sequence uses is NaN."""
+    draw, code = random.Random(seed), random.Random(f"kernel {seed % 10}")
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    def int32(numbers) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    batch, heads_kv, group = draw.randint(1, 6), draw.randint(1, 2), code.choice((1, 3, 4, 8))
+    head_dim, head_dim_v = code.choice(((64, 64), (128, 128), (256, 256), (192, 128)))
+    page_size, capacity = code.choice((None, 16, 64, 5)), draw.choice((64, 300, 1000))
+    queries = [draw.choice((0, 1, 1, draw.randint(1, 90))) for _ in range(batch)]
+    lengths = [draw.choice((0, 1, draw.randint(0, capacity))) for _ in range(batch)]
+    q = normal(sum(queries) + draw.choice((0, 3)), heads_kv * group, head_dim)
+    pages = 1 if page_size is None else -(-capacity // page_size)
+    rows, columns = batch * pages + 2, page_size or capacity
+    k = torch.full((rows, columns, heads_kv, head_dim), torch.nan, dtype=dtype, device=device)
+    v = torch.full((rows, columns, heads_kv, head_dim_v), torch.nan, dtype=dtype, device=device)
+    table = torch.tensor(draw.sample(range(rows), batch * pages), device=device).view(batch, pages)
+    keys, values = [], []
+    for row, length in zip(table, lengths, strict=True):
+        keys.append(normal(length, heads_kv, head_dim))
+        values.append(normal(length, heads_kv, head_dim_v))
+        at = torch.arange(length, device=device)
+        k[row[at // columns], at % columns] = keys[-1]
+        v[row[at // columns], at % columns] = values[-1]
+    mode = draw.choice(("auto", "auto", "one", "some", "invariant"))
+    arguments = {
+        "q": q, "k_cache": k, "v_cache": v, "cache_seqlens": int32(lengths),
+        "cu_seqlens_q": int32([0, *queries]).cumsum(0, dtype=torch.int32),
+        "max_seqlen_q": max(queries) + draw.choice((0, 7)),
+        "causal": code.random() < 0.5,
+        "window_size": code.choice(((NO_BOUND, NO_BOUND), (draw.randint(0, 90), NO_BOUND))),
+        "num_splits": {"one": 1, "some": 3}.get(mode, 0),
+        "batch_invariant": mode == "invariant",
+        "sinks": normal(heads_kv * group).float() if code.random() < 0.3 else None,
+    }  # fmt: skip
+    if page_size is None:
+        arguments["cache_batch_idx"] = table[:, 0].to(torch.int32)
+    else:
+        arguments["page_table"] = table.to(torch.int32)
+    return PackedCall(arguments, queries, lengths, keys, values)
+
+
+def check(call: PackedCall) -> None:
+    """Call into NaN memory, and compare every sequence with attention to its keys alone."""
+    arguments = call.arguments
+    q, window = arguments["q"], Window(*arguments["window_size"])
+    if arguments["causal"]:
+        window = Window(window.left, 0)
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_with_kvcache(**arguments, return_lse=True)
+    assert lse.shape == (q.shape[1], q.shape[0])
+    begin = 0
+    for count, k, v in zip(call.queries, call.keys, call.values, strict=True):
+        rows = slice(begin, begin + count)
+        begin += count
+        check_attention(
+            out[None, rows], lse[None, :, rows], q[None, rows], k[None], v[None], window=window,
+            sinks=arguments["sinks"],
+        )  # fmt: skip
+    # Nothing is written behind the last sequence.
+    assert out[begin:].isnan().all() and lse[:, begin:].isnan().all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_calls(seed):
+    check(make_call(seed, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(120))
+def test_random_calls_on_a_gpu(seed, dtype, device):
+    check(make_call(seed, device, dtype))
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_other_lengths(device):
+    call = make_call(1, device)
+    arguments = call.arguments
+    ends = arguments["cu_seqlens_q"]
+    fa3.flash_attn_with_kvcache(**arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fa3.flash_attn_with_kvcache(**arguments)
+    for used in (int(ends[-1]), int(ends[-1]) // 2, 1):
+        ends.clamp_(max=used)
+        graph.replay()
+        expected = fa3.flash_attn_with_kvcache(**arguments)
+        assert torch.equal(out[:used], expected[:used])
+
+
+BAD_CALLS = {
+    "max_seqlen_q must be given with cu_seqlens_q": {"max_seqlen_q": None},
+    "max_seqlen_q must be 3 or more": {"max_seqlen_q": 2},
+    "cu_seqlens_q must rise from 0": {"cu_seqlens_q": torch.tensor([0, 9, 2]).int()},
+    "cu_seqlens_q must have shape": {"cu_seqlens_q": torch.zeros(0).int()},
+    "cu_seqlens_q has dtype|cu_seqlens_q must": {"cu_seqlens_q": torch.tensor([0, 1, 4])},
+    "q must have 3 dimensions": {"q": torch.zeros(2, 2, 2, 64).bfloat16()},
+    "cache_seqlens must have shape|cache_seqlens": {"cache_seqlens": torch.zeros(3).int()},
+}
+
+
+@pytest.mark.parametrize("complaint", BAD_CALLS)
+def test_bad_calls(complaint):
+    cache = torch.zeros(2, 8, 2, 64).bfloat16()
+    call = {
+        "q": torch.zeros(4, 2, 64).bfloat16(), "k_cache": cache, "v_cache": cache,
+        "cache_seqlens": torch.tensor([4, 8]).int(), "max_seqlen_q": 3,
+        "cu_seqlens_q": torch.tensor([0, 1, 4]).int(),
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=f"^({complaint})"):
+        fa3.flash_attn_with_kvcache(**call | BAD_CALLS[complaint])
+
+
+def test_new_tokens_are_packed_as_well():
+    torch.manual_seed(0)
+    caches = [torch.zeros(2, 16, 1, 64).bfloat16() for _ in range(2)]
+    q, k, v = (torch.randn(5, 1, 64).bfloat16() for _ in range(3))
+    ends, lengths = torch.tensor([0, 2, 5]).int(), torch.tensor([3, 0]).int()
+    out = fa3.flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=lengths, cu_seqlens_q=ends, cu_seqlens_k_new=ends,
+        max_seqlen_q=3, causal=True,
+    )  # fmt: skip
+    assert torch.equal(caches[0][0, 3:5], k[:2]) and torch.equal(caches[1][1, :3], v[2:])
+    for rows, row, length in ((slice(0, 2), 0, 5), (slice(2, 5), 1, 3)):
+        keys, values = (cache[row : row + 1, :length] for cache in caches)
+        expected = fa3.flash_attn_func(q[None, rows], keys, values, causal=True)
+        torch.testing.assert_close(out[None, rows], expected, rtol=1e-2, atol=1e-2)
