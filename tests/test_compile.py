@@ -19,14 +19,20 @@ from fa3.kernels import forward_launch as tiling
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200
-from fa3.planning.tilings import TILINGS, Tiling, choose_config, general_tiling
+from fa3.planning.tilings import (
+    TILINGS,
+    Tiling,
+    choose_config,
+    general_tiling,
+    takes_fixed_reference,
+)
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import GUESSED
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
-from fa3.schedules.marked import Marked
+from fa3.schedules.marked import Marked, MarkedRagged
 from fa3.schedules.ragged import RaggedTiles
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Softcap
@@ -117,7 +123,9 @@ def cases():
         yield spec, config_of(spec), TileList
     for head_dim, mask in ((64, "full"), (128, "causal"), (256, "window")):
         spec = spec_of(head_dim, mask)
-        yield spec, general_tiling(spec), RaggedTiles
+        fixed = takes_fixed_reference(spec)
+        yield spec, replace(general_tiling(spec), fixed_reference=fixed), RaggedTiles
+        yield spec, general_tiling(spec), MarkedRagged
     for spec in (
         spec_of(128, "left"),
         spec_of(64, "full", dtype="float16"),

@@ -77,6 +77,18 @@ def test_machine_code_of_decode(spec, cache, cut):
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("cache", ["contiguous", "page16", "page24"])
+@pytest.mark.parametrize("cut", [StreamK, Units])
+def test_machine_code_of_packed_queries(cut, cache):
+    spec, cache = spec_of(mask="causal"), CACHES[cache]
+    compiled = compile_kernel(Decode(spec, config_of(spec), 4, cache, cut, is_packed=True))
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log)
+    check_wgmma(report, spec)
+    check_dependent_launch(report)
+
+
+@pytest.mark.compiles
 def test_machine_code_with_long_places():
     """Places in the line take two registers each, and are passed on in two halves."""
     spec, cache = spec_of(mask="causal"), CACHES["page64"]
@@ -151,6 +163,7 @@ COMBINES = (
     Combine("bfloat16", 128, 4, None),
     Combine("float16", 256, 1, "float32"),
     Combine("bfloat16", 8, 2, None),
+    Combine("bfloat16", 128, 4, None, is_packed=True),
     Combine("float32", 72, None, None),
     Combine("bfloat16", 128, None, None),
 )

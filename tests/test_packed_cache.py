@@ -1,4 +1,4 @@
-"""Queries packed behind one another, with keys in a cache: each sequence against dense attention."""
+"""Queries packed behind one another, with keys in a cache: each sequence against its own."""
 
 import random
 from typing import NamedTuple
