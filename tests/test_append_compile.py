@@ -23,6 +23,7 @@ KERNELS = {
     "halves": replace(PLAIN, rotary=Rotary(128, False, "bfloat16")),
     "pairs-of-some": replace(PLAIN, paged=True, rotary=Rotary(64, True, "float32")),
     "halves-of-some": replace(PLAIN, dtype="float16", rotary=Rotary(16, False, "float32")),
+    "packed": replace(PLAIN, rotary=Rotary(128, False, "bfloat16"), packed=True, turned=True),
     "everything": replace(
         PLAIN, paged=True, batch_indexed=True, ragged=True, rotary=Rotary(128, False, "float32")
     ),

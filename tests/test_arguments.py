@@ -66,7 +66,7 @@ UNSUPPORTED = {
     "attend": ("qv", "q_descale", "k_descale", "v_descale"),
     "varlen": ("qv", "q_descale", "k_descale", "v_descale"),
     "cache": (
-        "qv", "rotary_seqlens",
+        "qv",
         "q_descale", "k_descale", "v_descale",
     ),
     "metadata": ("cu_seqlens_q",),

@@ -431,7 +431,7 @@ BAD_ARGUMENTS = [
     ("v_descale", torch.ones(2, 2), NotImplementedError),
     ("max_seqlen_q", 2, ValueError),
     ("max_seqlen_q", 2.0, TypeError),
-    ("rotary_seqlens", integers(3, 3), NotImplementedError),
+    ("rotary_seqlens", integers(3, -3), ValueError),
 ]
 
 
@@ -551,7 +551,7 @@ def integers_on_gpu(call: dict) -> dict:
 def seen_by_host(call: dict) -> HostValues:
     """Return what the host sees of a call's integer tensors."""
     tensors = CacheTensors(*map(call.get, CacheTensors._fields))
-    return values_on_host(CacheCall.of(tensors.describe()), tensors[-6:])
+    return values_on_host(CacheCall.of(tensors.describe()), tensors[-7:])
 
 
 @pytest.mark.parametrize(("value", "enabled"), [(None, False), ("0", False), ("1", True)])

@@ -164,3 +164,60 @@ def test_new_tokens_are_packed_as_well():
         keys, values = (cache[row : row + 1, :length] for cache in caches)
         expected = fa3.flash_attn_func(q[None, rows], keys, values, causal=True)
         torch.testing.assert_close(out[None, rows], expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rotary_embedding_turns_packed_queries(interleaved, causal, is_turned, where):
+    torch.manual_seed(0)
+    queries, lengths, turns = (3, 0, 1, 70), (5, 9, 0, 40), (7, 2, 0, 100)
+    batch, heads, head_dim = len(queries), 4, 64
+
+    def int32(numbers) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=where)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=where).bfloat16()
+
+    q, k, v = (normal(sum(queries), h, head_dim) for h in (heads, 2, 2))
+    caches = [normal(batch, 128, 2, head_dim) for _ in range(2)]
+    angle = torch.rand(200, 16, device=where)
+    options = {
+        "rotary_cos": angle.cos().bfloat16(), "rotary_sin": angle.sin().bfloat16(),
+        "causal": causal, "rotary_interleaved": interleaved,
+    }  # fmt: skip
+    ends = int32([0, *queries]).cumsum(0, dtype=torch.int32)
+    alone = [cache.clone() for cache in caches]
+    out = fa3.flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=int32(lengths), cu_seqlens_q=ends, max_seqlen_q=70,
+        cu_seqlens_k_new=ends, rotary_seqlens=int32(turns) if is_turned else None, **options,
+    )  # fmt: skip
+    for sequence, rows in enumerate(map(slice, ends.tolist(), ends.tolist()[1:])):
+        turn = int32(turns[sequence : sequence + 1]) if is_turned else None
+        expected = fa3.flash_attn_with_kvcache(
+            q[None, rows], *(cache[sequence : sequence + 1] for cache in alone), k[None, rows],
+            v[None, rows], cache_seqlens=int32(lengths[sequence : sequence + 1]),
+            rotary_seqlens=turn, **options,
+        )  # fmt: skip
+        torch.testing.assert_close(out[None, rows], expected, rtol=2e-2, atol=2e-2)
+    assert all(map(torch.equal, caches, alone))
+
+
+def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():
+    """As if the cache were that long, for keys and queries alike."""
+    torch.manual_seed(0)
+    cache, angle = torch.randn(1, 64, 1, 32).bfloat16(), torch.rand(64, 16)
+    q, k = (torch.randn(1, 2, 1, 32).bfloat16() for _ in range(2))
+    tables = {"rotary_cos": angle.cos().bfloat16(), "rotary_sin": angle.sin().bfloat16()}
+    lengths, turns = torch.tensor([5]).int(), torch.tensor([30]).int()
+    moved, there = cache.clone(), cache.clone()
+    fa3.flash_attn_with_kvcache(
+        q, moved, cache.clone(), k, k, cache_seqlens=lengths, rotary_seqlens=turns, causal=True,
+        **tables,
+    )  # fmt: skip
+    fa3.flash_attn_with_kvcache(
+        q, there, cache.clone(), k, k, cache_seqlens=turns, causal=True, **tables
+    )
+    assert torch.equal(moved[:, 5:7], there[:, 30:32])

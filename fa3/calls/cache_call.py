@@ -48,7 +48,7 @@ ROTARY_UNIT = 16
 
 
 class CacheTensors(NamedTuple):
-    """All tensors of a call, in the order in which they are checked; the last six are int32.
+    """All tensors of a call, in the order in which they are checked; the last seven are int32.
 
     Shapes are those of `flash_attn_with_kvcache`. A number in place of cache_seqlens is no tensor.
     """
@@ -66,6 +66,7 @@ class CacheTensors(NamedTuple):
     page_table: torch.Tensor | None
     cu_seqlens_k_new: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None = None
+    rotary_seqlens: torch.Tensor | None = None
 
     def describe(self) -> tuple[Description | None, ...]:
         """Describe each tensor that is given.
@@ -75,7 +76,7 @@ class CacheTensors(NamedTuple):
         """
         # A loop over the names would take four times as long.
         q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, *ends = self
-        ends_new, ends_q = ends
+        ends_new, ends_q, turns = ends
         return (
             describe("q", q),
             describe("k_cache", k_cache),
@@ -90,10 +91,11 @@ class CacheTensors(NamedTuple):
             None if pages is None else describe("page_table", pages, 1),
             None if ends_new is None else describe("cu_seqlens_k_new", ends_new, 1),
             None if ends_q is None else describe("cu_seqlens_q", ends_q, 1),
+            None if turns is None else describe("rotary_seqlens", turns, 1),
         )
 
 
-INTEGERS = CacheTensors._fields[-6:]
+INTEGERS = CacheTensors._fields[-7:]
 
 
 def written_first(of_tensors: tuple) -> tuple:
@@ -102,7 +104,7 @@ def written_first(of_tensors: tuple) -> tuple:
 
 
 class CacheCall(
-    namedtuple("CacheCall", (*CacheTensors._fields, "max_seqlen_q"), defaults=(None, None))
+    namedtuple("CacheCall", (*CacheTensors._fields, "max_seqlen_q"), defaults=(None, None, None))
 ):
     """What each of the `CacheTensors` is like, and what follows from that.
 
@@ -198,6 +200,8 @@ def check_tensors(call: CacheCall) -> None:
         check_new_tokens(call)
     if call.rotary_cos is not None or call.rotary_sin is not None:
         check_rotary(call)
+    elif call.rotary_seqlens is not None:
+        raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin")
     check_cache_counts(call)
 
 
@@ -227,6 +231,7 @@ def check_indices(call: CacheCall) -> None:
         "cache_leftpad": (call.batch,),
         "cu_seqlens_k_new": (call.batch + 1,),
         "cu_seqlens_q": (call.batch + 1,),
+        "rotary_seqlens": (call.batch,),
         "page_table": None,
     }
     for name, shape in shapes.items():
@@ -258,8 +263,6 @@ def check_packed(call: CacheCall) -> None:
         raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(ends.shape)}")
     if call.max_seqlen_q is None:
         raise ValueError("max_seqlen_q must be given with cu_seqlens_q")
-    if call.rotary_cos is not None:
-        raise NotImplementedError("rotary_cos is not supported with cu_seqlens_q")
     # Kernels step to rows where other sequences would be, also along a single one.
     check_stride("q", call.q, 0)
     check_stride("q", call.q, 1)
@@ -322,7 +325,7 @@ class HostValues:
         counts: tokens that each gets.
         leftpads, batch_idx: as given.
         pages: each row of the page table.
-        query_ends: cu_seqlens_q, if given.
+        query_ends, turns: cu_seqlens_q and rotary_seqlens, if given.
     """
 
     seqlens: list[int] | None
@@ -331,6 +334,7 @@ class HostValues:
     batch_idx: list[int] | None
     pages: list[list[int]] | None
     query_ends: list[int] | None = None
+    turns: list[int] | None = None
 
 
 def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None]) -> HostValues:
@@ -344,7 +348,7 @@ def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None
         ValueError: cache_seqlens is a number that does not fit the cache, or cu_seqlens_k_new
             does not cut k into one piece for each sequence.
     """
-    cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, ends_q = integers
+    cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, *rest = integers
     if isinstance(cache_seqlens, int):
         # Also in an empty batch, where no sequence has it.
         if not 0 <= cache_seqlens <= call.capacity:
@@ -371,7 +375,7 @@ def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None
         read_back("cache_leftpad", cache_leftpad),
         read_back("cache_batch_idx", cache_batch_idx),
         read_back("page_table", page_table),
-        read_back("cu_seqlens_q", ends_q),
+        *map(read_back, INTEGERS[-len(rest) :], rest),
     )
 
 
@@ -386,8 +390,8 @@ def check_values(call: CacheCall, values: HostValues, query_step: int) -> None:
     """
     if values.seqlens is not None:
         check_seqlens(call, values)
-        if call.rotary_cos is not None:
-            check_positions(call, values, query_step)
+    if call.rotary_cos is not None:
+        check_positions(call, values, query_step)
     if values.leftpads is not None:
         check_leftpads(values.leftpads, values.seqlens or [call.capacity] * call.batch)
     if values.batch_idx is not None:
@@ -465,13 +469,24 @@ def check_leftpads(leftpads: list[int], limits: list[int]) -> None:
 def check_positions(call: CacheCall, values: HostValues, query_step: int) -> None:
     """Raise unless the rotary tables reach as far as keys and queries do."""
     positions = call.rotary_cos.shape[0]
-    queries = 1 + (call.seqlen_q - 1) * query_step if call.seqlen_q else 0
+    turns = values.seqlens if call.rotary_seqlens is None else values.turns
+    if turns is None:
+        return
+    queries = [call.seqlen_q] * call.batch
+    if call.is_packed:
+        ends = values.query_ends or [0] * (call.batch + 1)
+        queries = [end - begin for begin, end in itertools.pairwise(ends)]
     counts = values.counts or [0] * call.batch
-    for sequence, (seqlen, count) in enumerate(zip(values.seqlens, counts, strict=True)):
-        if seqlen + max(count, queries) > positions:
+    for sequence, (turn, count, seqlen_q) in enumerate(zip(turns, counts, queries, strict=True)):
+        if turn < 0:
+            raise ValueError(
+                f"rotary_seqlens must be 0 or more, got {turn} for sequence {sequence}"
+            )
+        of_queries = 1 + (seqlen_q - 1) * query_step if seqlen_q else 0
+        if turn + max(count, of_queries) > positions:
             raise ValueError(
                 f"rotary_cos has {positions} positions, sequence {sequence} needs "
-                f"{seqlen + max(count, queries)}"
+                f"{turn + max(count, of_queries)}"
             )
 
 

@@ -116,7 +116,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
-    rotary_seqlens: None = None,
+    rotary_seqlens: torch.Tensor | None = None,
     q_descale: None = None,
     k_descale: None = None,
     v_descale: None = None,
@@ -171,6 +171,8 @@ def flash_attn_with_kvcache(
             cache_seqlens + i; so is query i if causal or window_size is given, and otherwise all
             queries are at position cache_seqlens. Needs k.
         rotary_sin: like rotary_cos.
+        rotary_seqlens: (batch,) int32: positions at which the rotary embedding begins in each
+            sequence, instead of cache_seqlens.
         cache_seqlens: int or (batch,) int32: tokens of each sequence, without k; all that the
             cache can hold if not given. Must be given with k.
         cache_batch_idx: (batch,) int32: the row of the cache, or of page_table, that is a
@@ -211,8 +213,8 @@ def flash_attn_with_kvcache(
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
             caches that are appended to, must not share memory with another tensor of the call;
             they may lie between each other's elements, as the halves of one buffer do.
-        qv, rotary_seqlens, q_descale, k_descale, v_descale, attention_chunk: in the signature for
-            compatibility; anything but their default is not supported.
+        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
+            anything but their default is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
@@ -239,14 +241,13 @@ def flash_attn_with_kvcache(
         attention_chunk, num_splits, sm_margin, softcap,
     )  # fmt: skip
     if (
-        not (qv is rotary_seqlens is pack_gqa is None)
+        not (qv is pack_gqa is None)
         or not (q_descale is k_descale is v_descale is None)
         or attention_chunk
     ):
         reject_unsupported(
             attention_chunk, pack_gqa, has_packing=True,
-            qv=qv, rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale,
+            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
     if max_seqlen_q is not None:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
@@ -257,8 +258,9 @@ def flash_attn_with_kvcache(
     if k is None and v is None:
         cu_seqlens_k_new = None
     if is_traced(q):
-        if cu_seqlens_q is not None:
-            raise NotImplementedError("cu_seqlens_q must be None while a graph is traced")
+        for name, given in (("cu_seqlens_q", cu_seqlens_q), ("rotary_seqlens", rotary_seqlens)):
+            if given is not None:
+                raise NotImplementedError(f"{name} must be None while a graph is traced")
         return trace_cached(
             q, k_cache, v_cache, out, return_lse, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new,
             rotary_interleaved, scheduler_metadata, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -271,6 +273,7 @@ def flash_attn_with_kvcache(
     tensors = CacheTensors(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
+        rotary_seqlens,
     )  # fmt: skip
     described = tensors.describe()
     if scheduler_metadata is not None:
@@ -295,7 +298,7 @@ def flash_attn_with_kvcache(
     if out is None:
         out = call.output.allocate(q)
     lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
-    seqlens, batch_idx, leftpad, pages, _, ends_q = integers
+    seqlens, batch_idx, leftpad, pages, _, ends_q, _ = integers
     if call.append is not None:
         q, seqlens = append_tokens(call, tensors, integers)
     if call.attends:
@@ -458,6 +461,8 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
         batch_indexed=call.cache_batch_idx is not None,
         ragged=call.cu_seqlens_k_new is not None,
         rotary=rotary,
+        packed=call.is_packed and rotary is not None,
+        turned=call.rotary_seqlens is not None,
     )
 
 
@@ -519,12 +524,13 @@ def append_tokens(
         the queries, rotated if there are rotary tables, and the lengths with the new tokens.
     """
     q, k_cache, v_cache, k, v, cos, sin, *_ = tensors
-    seqlens, batch_idx, _, pages, cu_seqlens, _ = integers
+    seqlens, batch_idx, _, pages, cu_seqlens, ends_q, turns = integers
     total = seqlens.new_empty(call.description.batch)
     rotated = None if cos is None else q.new_empty(q.shape)
     arguments = AppendArguments(
         k, v, k_cache, v_cache, seqlens, total, cu_seqlens, batch_idx, pages,
-        None if rotated is None else q, rotated, cos, sin, call.query_step,
+        None if rotated is None else q, rotated, cos, sin,
+        None if rotated is None else ends_q, turns, call.query_step,
     )  # fmt: skip
     call.append(*arguments)
     return q if rotated is None else rotated, total

@@ -61,11 +61,13 @@ class CachePlace(NamedTuple):
     Fields:
         sequence: index of its sequence in the batch.
         position: its position in the sequence.
+        nth: which of the sequence's new tokens it is.
         kept: whether the cache has room for it.
     """
 
     sequence: Int32
     position: Int32
+    nth: Int32
     kept: Boolean
 
 
@@ -118,12 +120,15 @@ class NewTokens:
         seqlens: (batch,), int32: tokens of each sequence before the append.
         cu_seqlens: (batch + 1,), int32: where each sequence's new tokens begin and end; None if
             all sequences get equally many.
+        turns: (batch,), int32: positions from which a rotary embedding counts in each sequence;
+            None for the lengths.
     """
 
     k: cute.Tensor
     v: cute.Tensor
     seqlens: cute.Tensor
     cu_seqlens: cute.Tensor | None
+    turns: cute.Tensor | None
 
     @property
     def num_tokens(self):
@@ -135,6 +140,13 @@ class NewTokens:
     def seqlen(self, sequence, capacity) -> Int32:
         """Tokens of a sequence before the append: the caller's number, clamped to the capacity."""
         return cutlass.min(cutlass.max(self.seqlens[sequence], 0), capacity)
+
+    @cute.jit
+    def turn(self, sequence, capacity) -> Int32:
+        """The position of a sequence's first new token for a rotary embedding."""
+        if cutlass.const_expr(self.turns is None):
+            return self.seqlen(sequence, capacity)
+        return cutlass.max(self.turns[sequence], 0)
 
     @cute.jit
     def begin(self, sequence) -> Int32:
@@ -156,18 +168,11 @@ class NewTokens:
             sequence = token // self.k.shape[1]
             nth = token - sequence * self.k.shape[1]
         else:
-            # The last sequence that begins at or before the token.
-            sequence, end = Int32(0), Int32(self.seqlens.shape[0])
-            while end - sequence > 1:
-                middle = (sequence + end) // 2
-                if self.cu_seqlens[middle] <= token:
-                    sequence = middle
-                else:
-                    end = middle
+            sequence = sequence_of(self.cu_seqlens, token, self.seqlens.shape[0])
             nth = token - self.begin(sequence)
         seqlen = self.seqlen(sequence, capacity)
         kept = nth >= 0 and nth < self.count(sequence, capacity - seqlen)
-        return CachePlace(sequence, seqlen + nth, kept)
+        return CachePlace(sequence, seqlen + nth, nth, kept)
 
     def row(self, tokens: cute.Tensor, token, place: CachePlace, head) -> cute.Tensor:
         """One head of a token of `k` or `v`."""
@@ -181,11 +186,55 @@ class Queries(NamedTuple):
     """The queries (batch, seqlen, heads, head_dim), and the tensor for the rotated ones.
 
     Query i is at position old length + `i * step` of its sequence.
+
+    Fields:
+        ends: (batch + 1,), int32: where each sequence's queries begin and end in (total, heads,
+            head_dim); None if all sequences have equally many.
     """
 
     q: cute.Tensor
     rotated: cute.Tensor
     step: Int32
+    ends: cute.Tensor | None
+
+    @property
+    def rows(self):
+        """Queries of all sequences, times heads."""
+        *sizes, _ = self.q.shape
+        rows = 1
+        for size in sizes:
+            rows = rows * size
+        return rows
+
+    @cute.jit
+    def place(self, token) -> tuple:
+        """(sequence, index in it, whether it is one) of query number `token`."""
+        if cutlass.const_expr(self.ends is None):
+            seqlen = self.q.shape[1]
+            sequence = token // seqlen
+            return sequence, token - sequence * seqlen, sequence < self.q.shape[0]
+        batch = self.ends.shape[0] - 1
+        sequence = sequence_of(self.ends, token, batch)
+        nth = token - self.ends[sequence]
+        is_query = token < self.q.shape[0] and nth >= 0 and token < self.ends[sequence + 1]
+        return sequence, nth, is_query
+
+    def at(self, tensor: cute.Tensor, token, sequence, nth, head) -> cute.Tensor:
+        """One head of a query in `q` or `rotated`."""
+        return tensor[sequence, nth, head, None] if self.ends is None else tensor[token, head, None]
+
+
+@cute.jit
+def sequence_of(ends: cute.Tensor, token, batch) -> Int32:
+    """The last sequence that begins at or before a token."""
+    sequence, end = Int32(0), Int32(batch)
+    while end - sequence > 1:
+        middle = (sequence + end) // 2
+        if ends[middle] <= token:
+            sequence = middle
+        else:
+            end = middle
+    return sequence
 
 
 class AppendArguments(NamedTuple):
@@ -205,6 +254,9 @@ class AppendArguments(NamedTuple):
         q: (batch, seqlen_q, heads_q, head_dim); None without a rotary embedding.
         rotated: like q, receives the rotated queries; None without a rotary embedding.
         cos, sin: (positions, rotary dim / 2); None without a rotary embedding.
+        cu_seqlens_q: (batch + 1,) int32, where the queries of each sequence begin and end, if q is
+            (total_q, heads_q, head_dim); None otherwise.
+        rotary_seqlens: (batch,) int32, positions from which the embedding counts; None for seqlens.
         query_step: positions from one query to the next, 0 or 1.
     """
 
@@ -221,6 +273,8 @@ class AppendArguments(NamedTuple):
     rotated: object
     cos: object
     sin: object
+    cu_seqlens_q: object
+    rotary_seqlens: object
     query_step: int
 
     @classmethod
@@ -232,7 +286,8 @@ class AppendArguments(NamedTuple):
         cache = cute.sym_int(), cute.sym_int()
         queries, tables = (None, None), (None, None)
         if rotary is not None:
-            shape = batch, cute.sym_int(), cute.sym_int(), kernel.head_dim
+            rows = (cute.sym_int(),) if kernel.packed else (batch, cute.sym_int())
+            shape = *rows, cute.sym_int(), kernel.head_dim
             queries = tuple(arguments.tma_tensor(dtype, shape) for _ in queries)
             shape = cute.sym_int(), rotary.dim // 2
             tables = tuple(arguments.tma_tensor(rotary.dtype, shape) for _ in tables)
@@ -252,6 +307,10 @@ class AppendArguments(NamedTuple):
             rotated=queries[1],
             cos=tables[0],
             sin=tables[1],
+            cu_seqlens_q=arguments.compact_tensor("int32", (cute.sym_int(),))
+            if kernel.packed
+            else None,
+            rotary_seqlens=arguments.compact_tensor("int32", (batch,)) if kernel.turned else None,
             query_step=Int32(0),
         )
 
@@ -268,6 +327,8 @@ class Append:
         batch_indexed: whether `batch_idx` maps sequences to rows of the cache.
         ragged: whether sequences get different numbers of new tokens.
         rotary: the embedding of k and q; None without one, and then the kernel takes no q.
+        packed: whether it takes queries of sequences that have different numbers of them.
+        turned: whether the embedding counts from positions of its own.
     """
 
     dtype: str
@@ -277,6 +338,8 @@ class Append:
     batch_indexed: bool
     ragged: bool
     rotary: Rotary | None
+    packed: bool = False
+    turned: bool = False
 
     entry_name: ClassVar[str] = "fa3_append"
     is_storable: ClassVar[bool] = True
@@ -293,16 +356,15 @@ class Append:
         pages = 1 if call.page_table is None else call.page_table.shape[1]
         capacity = capacity_of(call.k_cache.shape[1], pages)
         cache = Cache(call.k_cache, call.v_cache, call.page_table, call.batch_idx, capacity)
-        new = NewTokens(call.k, call.v, call.seqlens, call.cu_seqlens)
+        new = NewTokens(call.k, call.v, call.seqlens, call.cu_seqlens, call.rotary_seqlens)
         rows = new.num_tokens * call.k_cache.shape[2]
         columns = max(self.head_dim, self.head_dim_v)
         vectors = cutlass.max(rows * (columns // VECTOR), call.seqlens.shape[0])
         queries = tables = None
         if cutlass.const_expr(self.rotary is not None):
-            queries = Queries(call.q, call.rotated, call.query_step)
+            queries = Queries(call.q, call.rotated, call.query_step, call.cu_seqlens_q)
             tables = Tables(call.cos, call.sin)
-            query_rows = call.q.shape[0] * call.q.shape[1] * call.q.shape[2]
-            vectors = cutlass.max(vectors, query_rows * (self.head_dim // VECTOR))
+            vectors = cutlass.max(vectors, queries.rows * (self.head_dim // VECTOR))
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(cache, new, call.new_seqlens, queries, tables).launch(
             grid=(cute.ceil_div(vectors, THREADS), 2 if self.rotary is None else 3, 1),
@@ -348,25 +410,23 @@ class Append:
             outer, inner, exists = cache.row_of(place)
             if exists:
                 source = new.row(tokens, token, place, head)
-                self.move(source, target[outer, inner, head, None], vector, tables, place.position)
+                position = new.turn(place.sequence, cache.capacity) + place.nth
+                self.move(source, target[outer, inner, head, None], vector, tables, position)
 
     @cute.jit
     def rotate_query(self, index, new: NewTokens, cache: Cache, queries: Queries, tables: Tables):
         """Write vector `index` of the rotated queries."""
-        _, seqlen, heads, head_dim = queries.q.shape
+        heads, head_dim = queries.q.shape[-2:]
         row, vector = row_and_vector(index, head_dim)
         token, head = row // heads, row % heads
-        sequence = token // seqlen
-        if sequence < queries.q.shape[0]:
-            nth = token - sequence * seqlen
-            position = new.seqlen(sequence, cache.capacity) + nth * queries.step
-            self.move(
-                queries.q[sequence, nth, head, None],
-                queries.rotated[sequence, nth, head, None],
-                vector,
-                tables,
-                position,
+        sequence, nth, is_query = queries.place(token)
+        if is_query:
+            position = new.turn(sequence, cache.capacity) + nth * queries.step
+            source, target = (
+                queries.at(tensor, token, sequence, nth, head)
+                for tensor in (queries.q, queries.rotated)
             )
+            self.move(source, target, vector, tables, position)
 
     @cute.jit
     def move(

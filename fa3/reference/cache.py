@@ -68,7 +68,7 @@ class HostAppend:
         """Take `AppendArguments`: write k and v to the cache, the new lengths, rotated queries."""
         call = AppendArguments(*given)
         k, v, k_cache, v_cache, seqlens, new_seqlens, cu_seqlens, batch_idx, page_table = call[:9]
-        q, rotated, cos, sin, query_step = call[9:]
+        q, rotated, cos, sin, ends_q, turns, query_step = call[9:]
         rotary, capacity = self.kernel.rotary, tokens_of_sequence(k_cache, page_table)
         for sequence, seqlen in enumerate(seqlens.clamp(0, capacity).tolist()):
             of_sequence = sequence
@@ -78,9 +78,13 @@ class HostAppend:
             new_k, new_v = k[of_sequence][:room], v[of_sequence][:room]
             positions = torch.arange(seqlen, seqlen + len(new_k), device=CPU)
             if rotary is not None:
-                new_k = rotate(new_k, positions, cos, sin, rotary)
-                of_queries = seqlen + query_step * torch.arange(q.shape[1], device=CPU)
-                rotated[sequence] = rotate(q[sequence], of_queries, cos, sin, rotary)
+                turn = seqlen if turns is None else max(0, int(turns[sequence]))
+                new_k = rotate(new_k, positions - seqlen + turn, cos, sin, rotary)
+                rows = sequence
+                if ends_q is not None:
+                    rows = slice(*ends_q[sequence : sequence + 2].clamp(min=0).tolist())
+                of_queries = turn + query_step * torch.arange(len(q[rows]), device=CPU)
+                rotated[rows] = rotate(q[rows], of_queries, cos, sin, rotary)
             outer, inner, exists = find(sequence, positions, batch_idx, page_table, k_cache)
             places = outer[exists], inner[exists]
             k_cache[places], v_cache[places] = new_k[exists], new_v[exists]
