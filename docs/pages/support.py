@@ -137,7 +137,13 @@ def options() -> Iterator[Option]:
     yield Option(
         "pages",
         of={
-            PACKED: {"k": IN_PAGES, "v": IN_PAGES, "seqused_k": LENGTHS, **TABLE},
+            PACKED: {
+                "k": IN_PAGES,
+                "v": IN_PAGES,
+                "cu_seqlens_k": None,
+                "seqused_k": LENGTHS,
+                **TABLE,
+            },
             CACHED: {"k_cache": IN_PAGES, "v_cache": IN_PAGES, **TABLE},
         },
     )
@@ -147,8 +153,10 @@ def options() -> Iterator[Option]:
         yield Option(f"append, rotary embedding of {name}", of={CACHED: rotary})
     yield Option("left padding", {"cache_leftpad": integers(1, 0)})
     yield Option("chosen rows of the cache", {"cache_batch_idx": integers(1, 0)})
-    ends = {"cu_seqlens_q": integers(0, 1, BATCH), "max_seqlen_q": 1}
-    yield Option("packed queries on a cache", of={CACHED: ends})
+    packed = {
+        "q": zeros(3, HEADS_Q, HEAD_DIM), "cu_seqlens_q": integers(0, 1, 3), "max_seqlen_q": 2
+    }  # fmt: skip
+    yield Option("packed queries on a cache", of={CACHED: packed})
     yield Option("the same bits in any batch", {"batch_invariant": True})
     yield Option("`num_splits` above 1", {"num_splits": 2})
     yield Option("`pack_gqa=True`", {"pack_gqa": True})
