@@ -1,5 +1,7 @@
 """The machine code of the kernel that makes the table of tiles, and the sizes of the table."""
 
+import itertools
+
 import pytest
 
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
@@ -51,8 +53,11 @@ def test_a_sequence_has_every_tile_once_and_heads_whose_keys_fit_beside_each_oth
     tiles = [order.place(i, num_m_blocks, seqlen_k) for i in range(heads * num_m_blocks)]
     assert sorted(tiles) == [(head, m) for head in range(heads) for m in range(num_m_blocks)]
     of_section = min(heads, max(1, rows_of_section // max(1, seqlen_k)) * heads_of_key)
-    sections = [head // of_section for head, _ in tiles]
+    # The first section has what is left over.
+    sections = [-((heads - 1 - head) // of_section) for head, _ in tiles]
     assert sections == sorted(sections)
     for section in set(sections):
-        of_this = [m_block for head, m_block in tiles if head // of_section == section]
+        of_this = [
+            m_block for _, m_block in itertools.compress(tiles, map(section.__eq__, sections))
+        ]
         assert of_this == sorted(of_this, reverse=True)

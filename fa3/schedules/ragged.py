@@ -69,26 +69,16 @@ class RaggedCursor(NamedTuple):
     record: TileRecord
 
 
-class Awaited(NamedTuple):
-    """What the producer knows of tiles that come after the present one; none of it has been looked
-    at, so that nothing has waited for it.
+class ProducerCursor(NamedTuple):
+    """A `RaggedCursor`, and what has been asked for already.
 
     Fields:
-        index: the next tile.
-        words: the record of its number.
-        taken: how many tiles had been taken when the tile after it was; lane 0 knows.
+        taken: how many tiles had been taken when the next one was; lane 0 knows. It has not been
+            looked at, so that nothing has waited for it.
     """
 
-    index: int
-    words: tuple
-    taken: int
-
-
-class ProducerCursor(NamedTuple):
-    """A `RaggedCursor`, and what has been asked for already."""
-
     present: RaggedCursor
-    awaited: Awaited
+    taken: int
 
 
 @dataclass(frozen=True)
@@ -117,21 +107,18 @@ class RaggedOrder:
         """Tiles that the table has."""
         return cute.arch.make_warp_uniform(self.table[NUM_RECORDS] * self.heads.value)
 
-    def ask(self, index) -> tuple:
-        """Load the words of the record that has the number of this tile."""
-        first = TABLE_HEADER + self.heads.quotient(index) * RECORD
-        record = cute.make_tensor((self.table.iterator + first).align(16), cute.make_layout(RECORD))
+    def tile(self, index) -> tuple[Int32, TileRecord]:
+        """The head and the record of the tile with this number."""
+        number = self.heads.quotient(index)
+        first = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
         words = cute.make_rmem_tensor(RECORD, Int32)
-        cute.autovec_copy(record, words)
-        return tuple(words[i] for i in range(RECORD))
-
-    def tile(self, index, words: tuple) -> tuple[Int32, TileRecord]:
-        """The head and the record of the tile with this number, from the words that were loaded."""
-        found = TileRecord(*map(cute.arch.make_warp_uniform, words[: len(TileRecord._fields)]))
+        cute.autovec_copy(cute.make_tensor(first, cute.make_layout(RECORD)), words)
+        fields = range(len(TileRecord._fields))
+        found = TileRecord(*(cute.arch.make_warp_uniform(words[i]) for i in fields))
         heads = self.heads.value
         before = found.num_m_blocks - 1 - found.m_block
-        number = index - self.heads.quotient(index) * heads + before * heads
-        head, m_block = self.place(number, found.num_m_blocks, found.seqlen_k)
+        of_sequence = index - number * heads + before * heads
+        head, m_block = self.place(of_sequence, found.num_m_blocks, found.seqlen_k)
         return head, found._replace(m_block=m_block)
 
     def place(self, number, num_m_blocks, seqlen_k) -> tuple:
@@ -139,16 +126,20 @@ class RaggedOrder:
         heads = self.heads.value
         fitting = larger(self.rows_of_section // larger(seqlen_k, 1), 1)
         of_section = smaller(fitting * self.heads_of_key, heads)
-        section = number // (num_m_blocks * of_section)
-        first_head = section * of_section
-        of_this = smaller(of_section, heads - first_head)
+        # If one section has fewer heads, it is the first: the tiles at the end, which fill the gaps
+        # between CTAs, are then as many as they can be.
+        missing = (heads + of_section - 1) // of_section * of_section - heads
+        section = (number + missing * num_m_blocks) // (num_m_blocks * of_section)
+        end_head = (section + 1) * of_section - missing
+        first_head = larger(end_head - of_section, 0)
+        of_this = end_head - first_head
         rest = number - first_head * num_m_blocks
         rank = rest // of_this
         return first_head + rest - rank * of_this, num_m_blocks - 1 - rank
 
     def segment(self, index) -> Segment:
         """The tile with this number."""
-        return segment_of(index, *self.tile(index, self.ask(index)))
+        return segment_of(index, *self.tile(index))
 
 
 def segment_of(index, head, record: TileRecord) -> Segment:
@@ -160,8 +151,7 @@ def segment_of(index, head, record: TileRecord) -> Segment:
 class RaggedTiles(Dynamic):
     """Persistent CTAs take tiles of packed sequences from a table in device memory.
 
-    The first two tiles of a CTA are those at its number and one round further, so that the
-    producer can ask for records and for tiles one tile before it needs them.
+    The producer asks for a tile when it begins to load the one before.
 
     Fields:
         order: a `RaggedOrder`.
@@ -190,10 +180,13 @@ class RaggedTiles(Dynamic):
         return RaggedCursor(cluster, zero, zero, zero, nothing)
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
-        end = self.order.num_used
-        index = within(cursor.index, end)
-        head, record = self.order.tile(index, self.order.ask(index))
-        return RaggedCursor(cursor.index, cursor.count, end, head, record)
+        return self.read(cursor._replace(end=self.order.num_used))
+
+    def read(self, cursor: RaggedCursor) -> RaggedCursor:
+        """The cursor with its tile's record; past the end the last one's."""
+        index = cutlass.max(cutlass.min(cursor.index, cursor.end - 1), 0)
+        head, record = self.order.tile(index)
+        return cursor._replace(head=head, record=record)
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
         index, head, *record = self.hear(cursor.count)
@@ -211,30 +204,19 @@ class RaggedTiles(Dynamic):
         """Nothing: every launch has a table of its own."""
 
 
-def within(index, end):
-    """The number of a tile whose record may be read: past the end that of the last one."""
-    return cutlass.max(cutlass.min(index, end - 1), 0)
-
-
 @dataclass(frozen=True)
 class RaggedProducer(RaggedTiles, DynamicProducer):
     """`RaggedTiles` as the producer warp walks it: takes tiles, and fills the mailbox."""
 
     def begin(self, cursor: RaggedCursor) -> ProducerCursor:
-        present, following = super().begin(cursor), cursor.index + self.num_clusters
-        return ProducerCursor(present, self.awaited(following, present.end))
-
-    def awaited(self, index, end) -> Awaited:
-        """Ask for the record of a tile, and for one more tile."""
-        return Awaited(index, self.order.ask(within(index, end)), self.take())
+        return ProducerCursor(super().begin(cursor), self.take())
 
     def next(self, cursor: ProducerCursor) -> ProducerCursor:
-        present, (index, words, taken) = cursor
-        head, record = self.order.tile(within(index, present.end), words)
-        self.tell(present.count, index, head, *record)
-        present = RaggedCursor(index, present.count + 1, present.end, head, record)
-        later = 2 * self.num_clusters + cute.arch.shuffle_sync(taken, 0)
-        return ProducerCursor(present, self.awaited(later, present.end))
+        present, taken = cursor
+        index = self.num_clusters + cute.arch.shuffle_sync(taken, 0)
+        following = self.read(present._replace(index=index, count=present.count + 1))
+        self.tell(present.count, index, following.head, *following.record)
+        return ProducerCursor(following, self.take())
 
     def is_valid(self, cursor: ProducerCursor):
         return super().is_valid(cursor.present)
