@@ -5,6 +5,7 @@ import gc
 import inspect
 import random
 import re
+import tracemalloc
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -613,3 +614,51 @@ def test_arguments_by_position():
         USED, softmax_scale=0.3, causal=True, window=(20, 0), recipe=Recipe(softcap=5.0)
     )
     check_varlen(problem, call | {"softcap": 5.0}, out, lse)
+
+
+def test_calls_of_ever_new_lengths_keep_no_memory(monkeypatch):
+    """Of calls that hardly ever have the same lengths, batch and totals."""
+    monkeypatch.setattr(varlen, "attend_packed", lambda *arguments: None)
+    q, k = (torch.zeros(300, 2, 8).bfloat16() for _ in range(2))
+    ends = torch.arange(301, dtype=torch.int32)
+    draw = random.Random(0)
+
+    def sweep() -> int:
+        for _ in range(5_000):
+            batch = draw.randint(1, 40)
+            total_q, total_k = (draw.randint(batch, 300) for _ in range(2))
+            cut = ends[: batch + 1]
+            flash_attn_varlen_func(
+                q[:total_q], k[:total_k], k[:total_k], cut, cut, draw.randint(1, 10**6),
+                draw.randint(1, 10**6),
+            )  # fmt: skip
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        sizes = [sweep() for _ in range(4)]
+    finally:
+        tracemalloc.stop()
+    assert sizes[-1] - sizes[0] < 1 << 16
+
+
+@pytest.mark.gpu
+def test_calls_of_ever_new_lengths_keep_no_memory_on_a_gpu(device):
+    draw = random.Random(0)
+    q = torch.zeros(4096, 2, 64, dtype=torch.bfloat16, device=device)
+    cuts = [torch.randint(0, 4096, (40,), device=device).sort()[0].int() for _ in range(50)]
+    for cut in cuts:
+        cut[0] = 0
+
+    def sweep(calls: int) -> int:
+        for _ in range(calls):
+            batch = draw.randint(1, 39)
+            cut, total = draw.choice(cuts)[: batch + 1], draw.randint(1, 4096)
+            rows = q[:total]
+            longest = draw.randint(1, 4096)
+            flash_attn_varlen_func(rows, rows, rows, cut, cut, longest, longest, causal=True)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    sizes = [sweep(20_000) for _ in range(5)]
+    assert sizes[-1] - sizes[0] < 1 << 20
