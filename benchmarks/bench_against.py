@@ -23,8 +23,8 @@ from types import ModuleType
 import torch
 
 import fa3
-from benchmarks.harness import REGIMES, Regime
 from benchmarks.shapes import HIDDEN, TOKENS
+from fa3.tools.timing import REGIMES, Regime
 
 PARTS = ("host", "grid", "failing", "decode", "few")
 LEAST_BLOCK_MS = 20

@@ -16,14 +16,14 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import regret, results, runs, shapes
-from benchmarks.fit_costs import SCHEDULES_CSV, observe, predicted_us
+from benchmarks.fit_costs import SCHEDULES_CSV, observe
 from benchmarks.plans import Planned, all_plans, can_run
 from benchmarks.problems import present_gpu, problem_of
 from benchmarks.results import PlanRow
 from benchmarks.runs import Timed
 from benchmarks.shapes import Cell
 from fa3.kernels.forward import Forward
-from fa3.planning.costs import costs_of
+from fa3.planning.observation import predicted_us
 from fa3.running.compiler import load_kernel
 
 SHAPES = ["grid", "low-wave"]
@@ -134,8 +134,7 @@ def report(console: Console, directories: Sequence[Path]) -> None:
         found = [verdict for verdict in verdicts if verdict.regime == regime]
         console.print(f"{regime}: {regret.describe(regret.standing(found))}")
     timed = [row for found in regret.by_cell(rows).values() for row in found if can_run(row)]
-    costs = costs_of(gpu.name)
-    predicted = [predicted_us(costs, observe(row, gpu)) for row in timed]
+    predicted = [predicted_us(gpu.costs, observe(row, gpu)) for row in timed]
     regret.draw(timed, predicted, verdicts, directories[0] / "schedules.png")
     (directories[0] / "schedules.md").write_text(regret.markdown(verdicts))
     console.print(directories[0] / "schedules.png")

@@ -1,9 +1,6 @@
 """How a cell is measured: inputs, check against float32, then timed rounds of all providers.
 
-Two regimes. "steady" is what users get: a second of load first, then blocks of 200 ms one after
-the other, so that the power cap sets the clock. "burst" is 60 ms of work after an idle spell, at
-full clock. In every round each provider runs one block, in random order; ratios are taken inside
-a round.
+Regimes and rounds are those of `fa3.tools.timing`; ratios are taken inside a round.
 """
 
 import gc
@@ -11,28 +8,19 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.meter import Meter
-from benchmarks.peers import Call, Provider, Tensors
+from benchmarks.peers import Provider, Tensors
 from benchmarks.shapes import Cell
+from fa3.tools.timing import Block, Regime, Runner, make_runner, run_block, run_rounds
 
 DATA = ("normal", "scaled", "growing")
 """How inputs are drawn: normal; normal with scores times 8; scores that grow along the keys by
 more than lazy rescaling lets pass, in every block."""
-
-GRAPH_BELOW_US = 200
-"""Shorter calls are replayed from a CUDA graph, so that no provider's host time shows."""
-
-LEAD_IN_US = 4000
-"""Work of the same provider before the clock of a block starts."""
-
-GRAPH_US = 4000
-"""Work inside one graph."""
 
 REFERENCE_ROWS = 2048
 REFERENCE_SCORES = 1 << 26
@@ -42,37 +30,6 @@ ERROR_FLOOR = 1e-5
 
 class WrongOutput(Exception):
     """A provider's output is not attention."""
-
-
-@dataclass(frozen=True, slots=True)
-class Regime:
-    """When work is measured.
-
-    Fields:
-        load_s: seconds of work before the first block.
-        idle_s: seconds of idleness before every block.
-        block_ms: measured work of one block.
-    """
-
-    name: str
-    load_s: float
-    idle_s: float
-    block_ms: float
-
-
-REGIMES = {
-    "burst": Regime("burst", load_s=0, idle_s=0.25, block_ms=60),
-    "steady": Regime("steady", load_s=1, idle_s=0, block_ms=200),
-}
-
-
-class Block(NamedTuple):
-    """One timed block: microseconds per call, and when it ran on the host's clock."""
-
-    us: float
-    calls: int
-    begin: float
-    end: float
 
 
 class Errors(NamedTuple):
@@ -192,82 +149,6 @@ def check_provider(
     return Errors(worst, reference.allowed)
 
 
-class EagerRunner:
-    """Runs calls from the host one by one, through all sets of inputs in turn."""
-
-    launch = "eager"
-
-    def __init__(self, calls: list[Call]) -> None:
-        self.calls = calls
-        self.us = math.nan
-
-    def enqueue(self, count: int) -> int:
-        """Enqueue at least this many calls; return how many."""
-        for i in range(count):
-            self.calls[i % len(self.calls)]()
-        return count
-
-
-class GraphRunner:
-    """Replays a CUDA graph of many calls."""
-
-    launch = "graph"
-
-    def __init__(self, calls: list[Call], us: float) -> None:
-        self.us = us
-        # A replay reads tensors that only the calls may hold.
-        self.calls = calls
-        rotations = math.ceil(GRAPH_US / (us * len(calls)))
-        self.calls_per_graph = rotations * len(calls)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for _ in range(rotations):
-                for call in calls:
-                    call()
-
-    def enqueue(self, count: int) -> int:
-        """Enqueue at least this many calls; return how many."""
-        replays = math.ceil(count / self.calls_per_graph)
-        for _ in range(replays):
-            self.graph.replay()
-        return replays * self.calls_per_graph
-
-
-Runner = EagerRunner | GraphRunner
-
-
-def run_block(runner: Runner, block_ms: float) -> Block:
-    """Time about `block_ms` of calls, after a short lead-in of the same calls."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    runner.enqueue(math.ceil(LEAD_IN_US / runner.us))
-    start.record()
-    calls = runner.enqueue(math.ceil(block_ms * 1e3 / runner.us))
-    stop.record()
-    stop.synchronize()
-    end = time.perf_counter()
-    elapsed_ms = start.elapsed_time(stop)
-    runner.us = elapsed_ms * 1e3 / calls
-    return Block(runner.us, calls, end - elapsed_ms / 1e3, end)
-
-
-def make_runner(calls: list[Call], always_graph: bool = False) -> Runner:
-    """Warm calls up, and choose between graph and host by how long they take."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    runner = EagerRunner(calls)
-    begin = time.perf_counter()
-    runner.enqueue(4)
-    torch.cuda.synchronize()
-    runner.us = (time.perf_counter() - begin) * 1e6 / 4
-    run_block(runner, block_ms=5)
-    if runner.us >= GRAPH_BELOW_US and not always_graph:
-        return runner
-    graph = GraphRunner(calls, runner.us)
-    run_block(graph, block_ms=5)
-    return graph
-
-
 class Contender(NamedTuple):
     """A provider ready to be timed on one cell, as its fastest alternative."""
 
@@ -292,22 +173,6 @@ def choose_runner(provider: Provider, cell: Cell, inputs: list[Tensors]) -> Cont
             times[choice].append(run_block(runner, block_ms=10).us)
     choice = min(times, key=lambda name: statistics.median(times[name]))
     return Contender(provider, choice, runners[choice])
-
-
-def run_rounds(
-    runners: dict[str, Runner], regime: Regime, rounds: int, shuffle: random.Random
-) -> Iterator[tuple[str, Block]]:
-    """Run every runner once a round, in random order, and give each block as it is done."""
-    names = list(runners)
-    loaded_until = time.perf_counter() + regime.load_s
-    while time.perf_counter() < loaded_until:
-        for runner in runners.values():
-            run_block(runner, block_ms=50)
-    for _ in range(rounds):
-        shuffle.shuffle(names)
-        for name in names:
-            time.sleep(regime.idle_s)
-            yield name, run_block(runners[name], regime.block_ms)
 
 
 def measure(

@@ -23,23 +23,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import environment, harness, results
-from benchmarks.harness import REGIMES, Block, Contender, Errors, Regime
+from benchmarks.harness import Contender, Errors
 from benchmarks.meter import Meter, NvmlGauge, Reading, open_gauge, read_interval, reason_names
 from benchmarks.peers import Provider
 from benchmarks.ratios import summarise
 from benchmarks.results import FAILED, OK, UNSUPPORTED, WRONG, Measurement
 from benchmarks.shapes import Cell
+from fa3.tools.timing import QUICK, QUICK_ROUNDS, REGIMES, Block, Regime
 
 WIDTH = 200
 """Columns of tables that do not go to a terminal."""
-
-QUICK = {
-    "burst": {"idle_s": 0.05, "block_ms": 15},
-    "steady": {"load_s": 0.5, "block_ms": 50},
-}
-"""Regimes of a quick run: enough for differences of some per cent; too short for joules."""
-
-QUICK_ROUNDS = 3
 
 
 class Verdict(NamedTuple):
@@ -188,7 +181,7 @@ def chosen_regimes(options: argparse.Namespace) -> list[Regime]:
     """The regimes that the options ask for."""
     regimes = [REGIMES[name] for name in dict.fromkeys(options.regimes)]
     if options.quick:
-        return [replace(regime, **QUICK[regime.name]) for regime in regimes]
+        return [QUICK[regime.name] for regime in regimes]
     return [
         replace(regime, block_ms=options.block_ms) if regime.name == "steady" else regime
         for regime in regimes

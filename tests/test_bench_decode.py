@@ -14,10 +14,11 @@ import torch
 from benchmarks import bench_decode, caches, harness, peers, results, runs, shapes
 from benchmarks.bench_decode import CSV_NAME, DecodeRow
 from benchmarks.caches import CELLS, OURS, PAGED, PAGED_CELL, READ, READ_BYTES, DecodeCell, Ours
-from benchmarks.harness import Block, WrongOutput
+from benchmarks.harness import WrongOutput
 from benchmarks.meter import Meter
 from benchmarks.peers import Tensors
 from benchmarks.results import FAILED, OK, UNSUPPORTED, WRONG
+from fa3.tools.timing import REGIMES, Block
 
 BY_NAME = {cell.name: cell for cell in CELLS}
 
@@ -229,7 +230,7 @@ def timed_rows(cell: DecodeCell, blocks: dict[str, list[float]]) -> list[DecodeR
         for one in providers
         if one is not broken
     }
-    job = runs.Job(cell, providers, [harness.REGIMES["burst"]])
+    job = runs.Job(cell, providers, [REGIMES["burst"]])
     run = SimpleNamespace(data="normal")
     times = {name: [Block(us, 10, 0, 1) for us in found] for name, found in blocks.items()}
     return bench_decode.make_rows(

@@ -21,15 +21,20 @@ from benchmarks import (
     runs,
     shapes,
 )
-from benchmarks.fit_costs import START, Accuracy
+from benchmarks.fit_costs import START
 from benchmarks.meter import Meter
 from benchmarks.peers import Tensors
 from benchmarks.results import OK, PlanRow, Row
-from fa3.planning.costs import costs_of, read_costs
+from fa3.planning import fit
+from fa3.planning.costs import parse_costs
+from fa3.planning.fit import Accuracy
 from fa3.planning.gpu import H200
+from fa3.planning.observation import predicted_us
+from fa3.planning.parameters import comparable_schedules
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.schedules import SCHEDULES
+from fa3.tools.timing import REGIMES, Block
 
 CELLS = shapes.grid([64, 128], list(shapes.MASKS), [512, 1024, 2048, 4096])
 SMALL = [
@@ -85,7 +90,7 @@ def rows_of(cells, model, schedules=("list", "static", "single")) -> list[PlanRo
             for regime in ("burst", "steady"):
                 plan = plan_forward(problem, H200, choose_config(problem, H200), schedule)
                 row = plan_row(cell, plan, 1.0, regime)
-                us = fit_costs.predicted_us(model, fit_costs.observe(row, H200))
+                us = predicted_us(model, fit_costs.observe(row, H200))
                 rows.append(replace(row, us=us))
     return rows
 
@@ -177,19 +182,19 @@ def test_the_fit_finds_a_model_again():
     unit_us = {"single": 1.1, "static": 0.1, "single in pairs": 1.3, "dynamic in pairs": 0.8}
     truth = replace(START, rule=rule, unit_us=unit_us, launch_us=3.4)
     seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, truth)]
-    fitted = fit_costs.fit_all(START, seen)
-    misses = [fit_costs.predicted_us(fitted, one) / one.us - 1 for one in seen]
+    fitted = fit.fit_all(START, seen)
+    misses = [predicted_us(fitted, one) / one.us - 1 for one in seen]
     assert Accuracy.of(misses).largest < 0.01
     assert fitted.unit_us["single"] == pytest.approx(1.1, abs=0.15)
     assert fitted.schedules == ("list", "single", "static")
-    held_out = fit_costs.held_out_errors(START, seen)
+    held_out = fit.held_out_errors(START, seen)
     assert len(held_out) == len(seen)
     assert Accuracy.of(error for _, error in held_out).largest < 0.03
 
 
 def test_halves_are_halves():
     seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, START)]
-    first, second = fit_costs.halves(seen)
+    first, second = fit.halves(seen)
     assert not first & second
     assert first | second == {cell.name for cell in CELLS}
     assert abs(len(first) - len(second)) <= len({one.key for one in seen})
@@ -198,9 +203,9 @@ def test_halves_are_halves():
 def test_a_schedule_is_compared_where_both_were_measured():
     rows = rows_of(CELLS[:1], START, ("list",)) + rows_of(CELLS[1:2], START, ("static",))
     seen = [fit_costs.observe(row, H200) for row in rows]
-    assert fit_costs.comparable_schedules(seen) == []
+    assert comparable_schedules(seen) == []
     seen += [fit_costs.observe(row, H200) for row in rows_of(CELLS[1:2], START, ("list",))]
-    assert fit_costs.comparable_schedules(seen) == ["static"]
+    assert comparable_schedules(seen) == ["static"]
 
 
 def test_fitting_a_directory_writes_a_model(tmp_path, capsys):
@@ -208,7 +213,7 @@ def test_fitting_a_directory_writes_a_model(tmp_path, capsys):
     out = tmp_path / "costs.json"
     fit_costs.main([str(tmp_path), "--out", str(out)])
     assert "held out: median" in capsys.readouterr().out
-    model = read_costs(out)
+    model = parse_costs(out.read_text())
     assert model.measured
     assert model.source["cells"] == 4
 
@@ -269,7 +274,7 @@ def test_only_some_plans_are_measured_when_asked():
     every = bench_schedules.plans_of(cell, ())
     some = bench_schedules.plans_of(cell, ("static",))
     assert {one.name for one in some} == {one.name for one in every if "static" in one.name}
-    assert costs_of(H200.name).tiles
+    assert H200.costs.tiles
 
 
 # --------------------------------------------------------------------------------- a run
@@ -277,7 +282,7 @@ def test_only_some_plans_are_measured_when_asked():
 
 def timed(cell: shapes.Cell, providers: list, us: dict[str, float]) -> runs.Timed:
     """What a run has of a cell when its blocks are done; those without a time have failed."""
-    regime = harness.REGIMES["steady"]
+    regime = REGIMES["steady"]
     verdicts = {
         one.name: runs.Verdict(OK, errors=harness.Errors(0.01, 0.02))
         if one.name in us
@@ -289,7 +294,7 @@ def timed(cell: shapes.Cell, providers: list, us: dict[str, float]) -> runs.Time
         one.name: harness.Contender(one, "", runner) for one in providers if one.name in us
     }
     blocks = {
-        name: [harness.Block(time * factor, 10, 0.0, 1.0) for factor in (1.0, 1.1, 0.9)]
+        name: [Block(time * factor, 10, 0.0, 1.0) for factor in (1.0, 1.1, 0.9)]
         for name, time in us.items()
     }
     run = runs.Run(Console(), "normal", 3, Path(), math.inf, None)

@@ -21,6 +21,7 @@ from benchmarks import (
 )
 from benchmarks.meter import Sample
 from benchmarks.results import FAILED, OK, UNSUPPORTED, Row
+from fa3.tools.timing import REGIMES
 
 
 def make_row(provider: str = "fa3", **changes) -> Row:
@@ -131,7 +132,7 @@ def test_a_later_row_replaces_an_earlier_one(tmp_path):
 def test_resuming_measures_what_is_missing():
     cells = shapes.grid([128], ["full"], [1024, 2048])
     providers = [SimpleNamespace(name="fa3"), SimpleNamespace(name="cudnn")]
-    regimes = [harness.REGIMES["burst"], harness.REGIMES["steady"]]
+    regimes = [REGIMES["burst"], REGIMES["steady"]]
     rows = [make_row(), make_row("cudnn", status=FAILED)]
 
     def pending(data: str, rows: list[Row], chosen: list) -> dict[str, list[str]]:
@@ -165,7 +166,7 @@ def test_arguments_choose_cells_and_regimes():
 
 def test_quick_runs_are_short():
     options = bench_forward.parse_arguments(["--quick"])
-    for quick, usual in zip(runs.chosen_regimes(options), harness.REGIMES.values(), strict=True):
+    for quick, usual in zip(runs.chosen_regimes(options), REGIMES.values(), strict=True):
         assert quick.name == usual.name
         assert quick.block_ms < usual.block_ms / 3
 

@@ -14,15 +14,7 @@ from problems import make_problem
 from score_problems import RelativeBias
 
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import (
-    H200_COSTS,
-    Rule,
-    TileCosts,
-    TileKey,
-    costs_of,
-    read_costs,
-    write_costs,
-)
+from fa3.planning.costs import H200_COSTS, parse_costs, shipped_costs, text_of
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.load import (
@@ -35,6 +27,7 @@ from fa3.planning.load import (
 )
 from fa3.planning.planner import CHOICES, LEAST_MARGIN, candidates, choose, plan_forward
 from fa3.planning.prediction import bytes_moved, predict
+from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import alternatives, choose_config
 from fa3.problem import Window
@@ -75,29 +68,27 @@ def load_of(segments: Segments) -> Load:
 # --------------------------------------------------------------------------------- parameters
 
 
-def test_parameters_survive_the_file(tmp_path):
-    costs = read_costs(H200_COSTS)
-    path = tmp_path / "costs.json"
-    write_costs(costs, path)
-    assert read_costs(path) == costs
+def test_parameters_survive_the_file():
+    costs = parse_costs(H200_COSTS.read_text())
+    assert parse_costs(text_of(costs)) == costs
 
 
 def test_shipped_parameters_say_where_they_come_from():
-    costs = costs_of("NVIDIA H200")
+    costs = shipped_costs("NVIDIA H200")
     assert costs.measured
     assert costs.source["held_out_error"]["median"] < 0.05
     assert costs.source["results"]
 
 
 def test_an_h100_is_derived_and_says_so():
-    measured, derived = costs_of("NVIDIA H200"), costs_of("NVIDIA H100 80GB HBM3")
+    measured, derived = shipped_costs("NVIDIA H200"), shipped_costs("NVIDIA H100 80GB HBM3")
     assert not derived.measured
     assert derived.bytes_per_us < measured.bytes_per_us
     assert derived.tiles == measured.tiles
     problem = grid_problem(4, 4096, 16, 128)
     assert plan_forward(problem, H100).predict().us > plan_forward(problem, H200).predict().us
     assert "Not measured on a NVIDIA H100" in str(plan_forward(problem, H100).explain())
-    assert not costs_of("some other GPU").measured
+    assert not shipped_costs("some other GPU").measured
 
 
 def test_a_tile_that_was_not_measured_follows_the_rule():
@@ -235,7 +226,7 @@ def test_keys_that_overflow_l2_are_read_again():
 def test_a_tile_in_parts_is_shorter_but_moves_more():
     """Segments may be parts of a tile's key range: what a split schedule gives."""
     problem = make_problem(1, 128, 16384, 8, head_dim=128)
-    costs, tiled = costs_of(H200.name), TiledProblem(problem, H200, TILES)
+    costs, tiled = shipped_costs(H200.name), TiledProblem(problem, H200, TILES)
     whole = segments_of_tiles(tiled)
     parts = Segments(
         np.repeat(whole.full // 16, 16),

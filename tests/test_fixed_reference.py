@@ -13,9 +13,10 @@ from fa3.calls.forward import ALIGNED, PreparedCall
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
-from fa3.planning.costs import Costs, Rule, TileCosts, TileKey, costs_of
+from fa3.planning.costs import Costs
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
+from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
 from fa3.primitives.softmax import Reference
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
@@ -139,7 +140,7 @@ def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():
     rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1, part_us=2, fixed=0.9)
     follows = TileKey(128, 128, True, 128, 128, 1)
     fixed, other = follows._replace(follows=False), follows._replace(follows=False, tile_n=64)
-    costs = costs_of(H200.name)
+    costs = H200.costs
     costs = Costs(
         **vars(costs) | {"rule": rule, "tiles": {follows: TileCosts(1.0, 2.0, 3.0, 1.1, 2.0)}}
     )
@@ -150,4 +151,4 @@ def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():
 def test_the_plan_says_so():
     plan = plan_forward(LARGE)
     assert plan.name.endswith("fixed reference")
-    assert plan.predict().launch_us > costs_of(H200.name).launch_us
+    assert plan.predict().launch_us > H200.costs.launch_us

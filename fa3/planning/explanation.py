@@ -8,6 +8,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Costs, least_gain
 from fa3.planning.gpu import Gpu
 from fa3.planning.prediction import Prediction
+from fa3.planning.tile_costs import TileKey
 from fa3.planning.timeline import Timeline
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
@@ -66,6 +67,7 @@ class Explanation:
             "Time": self.time,
             "Bound": self.bound,
             "Choice": self.choice,
+            "Costs": self.tuning,
         }
         return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
 
@@ -159,6 +161,14 @@ class Explanation:
             f"{duration(prediction.us)} predicted under steady load, {rate:,.0f} TFLOP/s; "
             f"{duration(prediction.burst_us)} in a burst.{where}{tile}"
         )
+
+    @property
+    def tuning(self) -> str:
+        """What the predictions come from, if that was measured on the user's GPU."""
+        if self.gpu.tuned is None:
+            return ""
+        shapes = self.costs.tile(TileKey.of(self.problem.spec, self.config)).tuned
+        return f"Tuned to this GPU: {self.costs.when}; its tile on {shapes} of them."
 
     @property
     def bound(self) -> str:

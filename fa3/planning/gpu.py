@@ -1,24 +1,35 @@
 """The GPUs that the planner knows; `fa3.calls.devices` finds the one that a tensor is on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from fa3.planning.costs import H100_NAME, Costs, shipped_costs
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """What the planner needs to know of a GPU.
 
+    Two that differ in their costs are different GPUs, so no plan is remembered for both.
+
     Fields:
         num_sms: streaming multiprocessors.
         l2_bytes: bytes of L2 that the K and V of one section of heads may take.
+        tuned: costs that `python -m fa3 tune` has fitted to it, if it did.
     """
 
     name: str
     num_sms: int
     l2_bytes: int
+    tuned: Costs | None = field(default=None, repr=False)
+
+    @property
+    def costs(self) -> Costs:
+        """The parameters of the cost model: tuned ones, or those that come with fa3."""
+        return shipped_costs(self.name) if self.tuned is None else self.tuned
 
 
 H200 = Gpu("NVIDIA H200", num_sms=132, l2_bytes=32 << 20)
 """Has 60 MB of L2; Q and O pass through it too, so half is left for K and V."""
 
-H100 = Gpu("NVIDIA H100", num_sms=132, l2_bytes=26 << 20)
+H100 = Gpu(H100_NAME, num_sms=132, l2_bytes=26 << 20)
 """The SXM version: 50 MB of L2."""

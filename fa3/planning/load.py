@@ -2,7 +2,7 @@
 
 `fa3.planning.prediction` predicts a time from a `Load`. That is counted from a schedule's actual
 segments (`Load.of`), or estimated from a problem's tiles (`RowLoad`), which is faster: the planner
-compares these estimates. Segment times come from `fa3.planning.costs`.
+compares these estimates. Segment times come from `fa3.planning.tile_costs`.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fa3.planning.costs import TileCosts
+from fa3.planning.tile_costs import TileCosts
 from fa3.planning.tiled import TiledProblem
 from fa3.schedules import Schedule, TileOrder
 from fa3.schedules.split import SHORTEST

@@ -11,7 +11,6 @@ import numpy as np
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
-from fa3.planning.costs import costs_of
 from fa3.planning.explanation import Candidate, Explanation, describe_config
 from fa3.planning.gpu import Gpu
 from fa3.planning.launch import Launch
@@ -133,7 +132,7 @@ class Plan:
             self.as_candidate(),
             tuple(found),
             self.simulate(),
-            costs_of(self.gpu.name),
+            self.gpu.costs,
         )
 
 
@@ -187,7 +186,7 @@ def check_pairs(schedule: str, config: ForwardConfig) -> None:
 
 def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
     """A tiling and a schedule for a problem, with the predicted time."""
-    costs = costs_of(tiled.gpu.name)
+    costs = tiled.gpu.costs
     measured = tiled.costs.is_known and costs.knows(schedule)
     return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
 

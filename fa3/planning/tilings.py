@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fa3.kernels.forward_launch import BOUNDED, ForwardConfig
-from fa3.planning.costs import has_mask
 from fa3.planning.gpu import Gpu
+from fa3.planning.tile_costs import has_mask
 from fa3.planning.tiled import TiledProblem
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import SLACK

@@ -8,13 +8,10 @@ import contextlib
 import itertools
 import os
 import queue
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TextIO
 
 import torch
 
@@ -34,6 +31,7 @@ from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.tools.compile_worker import compile_in, worker
 from fa3.tools.models import PAGE_SIZES, ROTARIES, Model, model_of
+from fa3.tools.progress import Bar, terminal
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 
@@ -46,8 +44,6 @@ to 5,600 for each of four presets, led to one kernel more at most: gemma2-9b's 2
 
 MOST_TOKENS = 1 << 20
 """Most keys of a batch that the planner is asked about."""
-
-BAR = 30
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ def warmup(
         )
     kernels = tuple(kernels_of(model, page_sizes, rotary))
     absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
-    bar = Bar(len(absent), sys.stderr if progress and sys.stderr.isatty() else None)
+    bar = Bar(len(absent), terminal() if progress else None)
     compile_all(absent, processes or len(os.sched_getaffinity(0)), bar.advance)
     check_kept(absent)
     return Warmup(kernels, len(absent), time.perf_counter() - begin)
@@ -248,28 +244,3 @@ def compile_all(kernels: list[Kernel], processes: int, advance: Callable[[], Non
         with ThreadPoolExecutor(count) as pool:
             for future in [pool.submit(work) for _ in range(count)]:
                 future.result()
-
-
-class Bar:
-    """A progress bar of one line, redrawn in place; silent without a stream."""
-
-    def __init__(self, total: int, stream: TextIO | None) -> None:
-        self.total, self.done, self.stream = total, 0, stream
-        self.begin = time.perf_counter()
-        self.lock = threading.Lock()
-        if stream and total:
-            self.draw(stream)
-
-    def advance(self) -> None:
-        """Draw one more as done; may be called from several threads."""
-        with self.lock:
-            self.done += 1
-            if self.stream:
-                self.draw(self.stream)
-
-    def draw(self, stream: TextIO) -> None:
-        full = BAR * self.done // self.total
-        seconds = time.perf_counter() - self.begin
-        line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} kernels, {seconds:.0f} s"
-        stream.write(f"\r{line}" + ("\n" if self.done == self.total else ""))
-        stream.flush()

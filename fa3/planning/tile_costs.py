@@ -1,0 +1,126 @@
+"""What a tile costs: `TileCosts` by `TileKey`, and the `Rule` for tiles that were not measured.
+
+`fa3.planning.costs` keeps them for a GPU.
+"""
+
+from typing import NamedTuple
+
+from fa3.kernels.forward_launch import ForwardConfig
+from fa3.primitives.shared_memory import padded
+from fa3.problem import AttentionSpec
+
+ENOUGH_CELLS = 4
+"""Shapes on which a tile must have been measured: fewer cannot determine its parameters."""
+
+
+def has_mask(spec: AttentionSpec) -> bool:
+    """Whether this spec has a causal or window mask, so that its tiles differ in key blocks."""
+    return bool(spec.mask.left or spec.mask.right)
+
+
+class TileKey(NamedTuple):
+    """What a tile's time depends on; the key of `Costs.tiles`.
+
+    Fields:
+        head_dim, head_dim_v: padded.
+        masked: whether the spec has a mask.
+        cluster: CTAs that share K and V.
+        follows: whether the softmax follows the running maximum, or has a fixed reference.
+        element_bytes: bytes of an element of q, k and v.
+        kernel: the kernel that works on the tile.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    masked: bool
+    tile_m: int
+    tile_n: int
+    cluster: int
+    follows: bool = True
+    element_bytes: int = 2
+    kernel: str = "forward"
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, config: ForwardConfig) -> "TileKey":
+        return cls(
+            padded(spec.head_dim),
+            padded(spec.head_dim_v),
+            has_mask(spec),
+            config.tile_m,
+            config.tile_n,
+            config.cluster,
+            not config.fixed_reference,
+            spec.element.bytes,
+        )
+
+
+class TileCosts(NamedTuple):
+    """Times of a cluster's tile at burst clock.
+
+    Fields:
+        full_us, masked_us: microseconds of a key block, without and with the mask applied.
+        tile_us: microseconds of a tile besides its blocks: prologue, epilogue, pipeline fill.
+        steady: factor on all of these under steady load on every SM.
+        part_us: microseconds that a part of a tile takes in addition: its output is written in
+            fp32, and merged.
+        cells: number of shapes on which the tile was measured.
+        tuned: of these, shapes on which it was measured on the user's own GPU.
+    """
+
+    full_us: float
+    masked_us: float
+    tile_us: float
+    steady: float
+    part_us: float
+    cells: int = 0
+    tuned: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the tile was measured on enough shapes to be compared with others."""
+        return self.cells >= ENOUGH_CELLS
+
+    def us(self, full, masked):
+        """Microseconds of tiles with `full` and `masked` key blocks, as numbers or arrays."""
+        return self.tile_us + full * self.full_us + masked * self.masked_us
+
+
+class Rule(NamedTuple):
+    """Estimates the times of a tile that was not measured.
+
+    Fields:
+        tensor, exponential: microseconds per clock that a key block's WGMMAs, and that its
+            exponentials, take.
+        masked: ratio of a masked block's time to a full block's.
+        tile_us, steady: as in `TileCosts`.
+        part_us: as in `TileCosts`, for 128 rows and 128 columns of output. It grows with the rows
+            and with the square of the columns: more columns leave fewer registers for merging.
+        fixed: ratio of a block's time with a fixed reference to that with the running maximum.
+    """
+
+    tensor: float
+    exponential: float
+    masked: float
+    tile_us: float
+    steady: float
+    part_us: float
+    fixed: float = 1.0
+
+    def tile(self, key: TileKey) -> TileCosts:
+        tensor, exponential = clocks_of_block(key)
+        full = self.tensor * tensor + self.exponential * exponential
+        part_us = self.part_us * key.tile_m / 128 * (key.head_dim_v / 128) ** 2
+        tile = TileCosts(full, full * self.masked, self.tile_us, self.steady, part_us)
+        return tile if key.follows else self.without_maxima(tile)
+
+    def without_maxima(self, tile: TileCosts) -> TileCosts:
+        """The costs of a tile, changed to those with a fixed reference."""
+        full_us, masked_us = tile.full_us * self.fixed, tile.masked_us * self.fixed
+        return tile._replace(full_us=full_us, masked_us=masked_us)
+
+
+def clocks_of_block(key: TileKey) -> tuple[float, float]:
+    """Clocks that a CTA's key block takes on the tensor cores, and on the exponential units."""
+    scores = key.tile_m * key.tile_n
+    bytes_of_key = key.element_bytes * (key.head_dim + key.head_dim_v)
+    return scores * bytes_of_key / 4096, scores / 16

@@ -1,0 +1,44 @@
+"""A bar that shows how far a command has come."""
+
+import sys
+import threading
+import time
+from typing import TextIO
+
+BAR = 30
+"""Characters of a full bar."""
+
+
+def terminal() -> TextIO | None:
+    """The standard error, if that is a terminal, so that a bar can be drawn."""
+    return sys.stderr if sys.stderr.isatty() else None
+
+
+class Bar:
+    """A progress bar of one line, redrawn in place; silent without a stream."""
+
+    def __init__(self, total: int, stream: TextIO | None, things: str = "kernels") -> None:
+        self.total, self.done, self.stream, self.things = total, 0, stream, things
+        self.begin = time.perf_counter()
+        self.lock = threading.Lock()
+        if stream and total:
+            self.draw(stream)
+
+    def advance(self) -> None:
+        """Draw one more as done; may be called from several threads."""
+        with self.lock:
+            self.done += 1
+            if self.stream:
+                self.draw(self.stream)
+
+    def end(self) -> None:
+        """Leave the line of a bar that is not full."""
+        if self.stream and self.done < self.total:
+            self.stream.write("\n")
+
+    def draw(self, stream: TextIO) -> None:
+        full = BAR * self.done // self.total
+        seconds = time.perf_counter() - self.begin
+        line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} {self.things}, {seconds:.0f} s"
+        stream.write(f"\r{line}" + ("\n" if self.done == self.total else ""))
+        stream.flush()

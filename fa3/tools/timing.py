@@ -1,0 +1,158 @@
+"""Times calls on the GPU: each by CUDA events, several in rounds that go through all of them.
+
+For `fa3.tools.tuning` and the benchmarks. Two regimes. "steady" is what users get: a while of load
+first, then blocks of work one after the other, so that the power cap sets the clock. "burst" is a
+short block after an idle spell, at full clock. In every round each call runs one block, in random
+order.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+Call = Callable[[], object]
+
+GRAPH_BELOW_US = 200
+"""Shorter calls are replayed from a CUDA graph, so that no provider's host time shows."""
+
+LEAD_IN_US = 4000
+"""Work of the same provider before the clock of a block starts."""
+
+GRAPH_US = 4000
+"""Work inside one graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """When work is measured.
+
+    Fields:
+        load_s: seconds of work before the first block.
+        idle_s: seconds of idleness before every block.
+        block_ms: measured work of one block.
+    """
+
+    name: str
+    load_s: float
+    idle_s: float
+    block_ms: float
+
+
+REGIMES = {
+    "burst": Regime("burst", load_s=0, idle_s=0.25, block_ms=60),
+    "steady": Regime("steady", load_s=1, idle_s=0, block_ms=200),
+}
+
+QUICK = {
+    "burst": Regime("burst", load_s=0, idle_s=0.05, block_ms=15),
+    "steady": Regime("steady", load_s=0.5, idle_s=0, block_ms=50),
+}
+"""Shorter: enough for differences of some per cent; too short for joules."""
+
+QUICK_ROUNDS = 3
+
+
+class Block(NamedTuple):
+    """One timed block: microseconds per call, and when it ran on the host's clock."""
+
+    us: float
+    calls: int
+    begin: float
+    end: float
+
+
+class EagerRunner:
+    """Runs calls from the host one by one, through all sets of inputs in turn."""
+
+    launch = "eager"
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+        self.us = math.nan
+
+    def enqueue(self, count: int) -> int:
+        """Enqueue at least this many calls; return how many."""
+        for i in range(count):
+            self.calls[i % len(self.calls)]()
+        return count
+
+
+class GraphRunner:
+    """Replays a CUDA graph of many calls."""
+
+    launch = "graph"
+
+    def __init__(self, calls: list[Call], us: float) -> None:
+        self.us = us
+        # A replay reads tensors that only the calls may hold.
+        self.calls = calls
+        rotations = math.ceil(GRAPH_US / (us * len(calls)))
+        self.calls_per_graph = rotations * len(calls)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for _ in range(rotations):
+                for call in calls:
+                    call()
+
+    def enqueue(self, count: int) -> int:
+        """Enqueue at least this many calls; return how many."""
+        replays = math.ceil(count / self.calls_per_graph)
+        for _ in range(replays):
+            self.graph.replay()
+        return replays * self.calls_per_graph
+
+
+Runner = EagerRunner | GraphRunner
+
+
+def run_block(runner: Runner, block_ms: float) -> Block:
+    """Time about `block_ms` of calls, after a short lead-in of the same calls."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    runner.enqueue(math.ceil(LEAD_IN_US / runner.us))
+    start.record()
+    calls = runner.enqueue(math.ceil(block_ms * 1e3 / runner.us))
+    stop.record()
+    stop.synchronize()
+    end = time.perf_counter()
+    elapsed_ms = start.elapsed_time(stop)
+    runner.us = elapsed_ms * 1e3 / calls
+    return Block(runner.us, calls, end - elapsed_ms / 1e3, end)
+
+
+def make_runner(calls: list[Call], always_graph: bool = False) -> Runner:
+    """Warm calls up, and choose between graph and host by how long they take."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    runner = EagerRunner(calls)
+    begin = time.perf_counter()
+    runner.enqueue(4)
+    torch.cuda.synchronize()
+    runner.us = (time.perf_counter() - begin) * 1e6 / 4
+    run_block(runner, block_ms=5)
+    if runner.us >= GRAPH_BELOW_US and not always_graph:
+        return runner
+    graph = GraphRunner(calls, runner.us)
+    run_block(graph, block_ms=5)
+    return graph
+
+
+def run_rounds(
+    runners: dict[str, Runner], regime: Regime, rounds: int, shuffle: random.Random
+) -> Iterator[tuple[str, Block]]:
+    """Run every runner once a round, in random order, and give each block as it is done."""
+    names = list(runners)
+    loaded_until = time.perf_counter() + regime.load_s
+    while time.perf_counter() < loaded_until:
+        for runner in runners.values():
+            run_block(runner, block_ms=50)
+    for _ in range(rounds):
+        shuffle.shuffle(names)
+        for name in names:
+            time.sleep(regime.idle_s)
+            yield name, run_block(runners[name], regime.block_ms)
