@@ -1,4 +1,4 @@
-"""The command line: `python -m fa3 info | plan | compile | cache | demo`.
+"""The command line: `python -m fa3 info | plan | compile | tune | cache | demo`.
 
 What a command needs is imported when it runs: `--help` needs neither torch nor the compiler.
 """
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     info.set_defaults(command=run_info)
     add_plan(commands.add_parser("plan", help="show how a problem would run"))
     add_compile(commands.add_parser("compile", help="compile all kernels of a model, in parallel"))
+    add_tune(commands.add_parser("tune", help="fit the planner's costs to the GPU that is here"))
     add_cache(commands.add_parser("cache", help="look after the compiled kernels on disk"))
     demo = commands.add_parser(
         "demo", help="run attention on a Hopper GPU, or all that works without one"
@@ -75,15 +76,7 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
         default=DEFAULT_SHAPE,
         help="batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)",
     )
-    plan.add_argument("--causal", action="store_true", help="hide keys after a query's position")
-    plan.add_argument(
-        "--window",
-        nargs=2,
-        type=int,
-        metavar=("L", "R"),
-        default=(NO_BOUND, NO_BOUND),
-        help="keys to either side of a query's position, -1 for all; --causal sets R to 0",
-    )
+    add_mask(plan)
     plan.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
     plan.add_argument(
         "--schedule",
@@ -141,6 +134,42 @@ def add_compile(model: argparse.ArgumentParser) -> None:
     model.set_defaults(command=run_compile)
 
 
+def add_tune(tune: argparse.ArgumentParser) -> None:
+    shapes = tune.add_mutually_exclusive_group()
+    shapes.add_argument("--preset", choices=PRESETS, help="measure shapes of a well-known model")
+    shapes.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="B,SQ,SK,HQ,HKV,D",
+        help="measure these; by default some with head_dim 64, 128 and 256, causal",
+    )
+    add_mask(tune)
+    tune.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
+    tune.add_argument(
+        "--budget",
+        type=seconds,
+        default=60.0,
+        metavar="TIME",
+        help="measure for so long, as in 60s or 5m; kernels are compiled before (default: 60s)",
+    )
+    tune.add_argument(
+        "--forget", action="store_true", help="go back to the costs that come with fa3"
+    )
+    tune.set_defaults(command=run_tune)
+
+
+def add_mask(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--causal", action="store_true", help="hide keys after a query's position")
+    command.add_argument(
+        "--window",
+        nargs=2,
+        type=int,
+        metavar=("L", "R"),
+        default=(NO_BOUND, NO_BOUND),
+        help="keys to either side of a query's position, -1 for all; --causal sets R to 0",
+    )
+
+
 def add_cache(cache: argparse.ArgumentParser) -> None:
     actions = cache.add_subparsers(metavar="action")
     cache.set_defaults(command=run_cache, action="show")
@@ -162,6 +191,14 @@ def head_counts(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"needs two integers HQ,HKV, got {text!r}")
     query_heads, kv_heads = map(int, text.split(","))
     return query_heads, kv_heads
+
+
+def seconds(text: str) -> float:
+    """The seconds in "60", "60s" or "1.5m"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"needs a time as in 60s or 5m, got {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def byte_count(text: str) -> int:
@@ -206,6 +243,12 @@ def run_compile(options: argparse.Namespace) -> None:
         f"{len(report.kernels)} kernels: {report.present} were there, {report.compiled} compiled, "
         f"in {report.seconds:.0f} s"
     )
+
+
+def run_tune(options: argparse.Namespace) -> None:
+    from fa3.tools.tune_command import run_tune
+
+    run_tune(options)
 
 
 def run_cache(options: argparse.Namespace) -> None:

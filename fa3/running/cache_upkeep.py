@@ -1,8 +1,9 @@
 """Upkeep of the folder of compiled kernels, for the command line: look, verify, clear, bound.
 
-Only files that `code_cache` names are ever removed: objects, their locks, and unfinished objects
-of processes that have ended. All else in the folder, which may be a shared one, is left alone. As
-for loading, the folder must belong to the user or to root, and nobody else may write to it.
+Only files that `code_cache` names are ever removed: objects, their locks, and unfinished files of
+processes that have ended. All else in the folder, which may be a shared one, is left alone: costs
+that were tuned to a GPU (`fa3.calls.tuned_costs`) stay. As for loading, the folder must belong to
+the user or to root, and nobody else may write to it.
 """
 
 import contextlib
@@ -16,10 +17,10 @@ from fa3.running.code_cache import cache_dir, check_trust, read
 
 OBJECT_NAME = re.compile(r"[0-9a-f]{64}\.o")
 LOCK_NAME = re.compile(r"[0-9a-f]{64}\.lock")
-UNFINISHED_NAME = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
+UNFINISHED_NAME = re.compile(r"([0-9a-f]{64}|tuned-[a-z0-9-]+)\.[0-9a-f]{16}\.tmp")
 
 ABANDONED_SECONDS = 3600
-"""Age from which nobody is still writing an unfinished object: that takes milliseconds."""
+"""Age from which nobody is still writing an unfinished file: that takes milliseconds."""
 
 
 class KernelFile(NamedTuple):

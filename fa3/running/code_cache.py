@@ -153,14 +153,24 @@ def keep(path: Path, code: bytes) -> None:
         # old sources, new ones or both.
         warn("until the process starts again: its sources have changed since they were imported")
         return
+    try:
+        write(path, code)
+    except OSError as error:
+        warn(f"in {path.parent}: {error.strerror}. Set FA3_CACHE_DIR to a folder of your own")
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file that `read` reads, atomically.
+
+    Raises:
+        OSError: that is not possible, or others may write to its folder.
+    """
     unfinished = path.with_suffix(f".{secrets.token_hex(8)}.tmp")
     try:
         check_trust(path.parent, path.parent.stat())
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
-            file.write(sealed(path, code))
+            file.write(sealed(path, content))
         unfinished.replace(path)
-    except OSError as error:
-        warn(f"in {path.parent}: {error.strerror}. Set FA3_CACHE_DIR to a folder of your own")
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()

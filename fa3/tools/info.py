@@ -1,4 +1,4 @@
-"""What `python -m fa3 info` prints: GPU, versions and the kernel cache."""
+"""What `python -m fa3 info` prints: GPU, versions, the kernel cache, and where costs are from."""
 
 import contextlib
 import importlib.metadata
@@ -25,8 +25,19 @@ def show_info(version: str) -> None:
         ("torch", torch.__version__),
         ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
         ("cache", describe_cache()),
+        ("costs", costs_here()),
     ):
         print(f"{name:9} {value}")
+
+
+def costs_here() -> str:
+    """Where the planner's costs for the GPU are from."""
+    if not torch.cuda.is_available():
+        return "those that come with fa3"
+    # Only now, since it imports the compiler.
+    from fa3.tools.cost_report import describe_costs
+
+    return describe_costs()
 
 
 def driver_version() -> str:

@@ -6,7 +6,6 @@ import json
 from fa3.calls.dense import check_forward_counts
 from fa3.calls.devices import gpu_of
 from fa3.planning.explanation import duration
-from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
 from fa3.planning.timeline import Timeline
@@ -15,11 +14,12 @@ from fa3.scores.masks import Band
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.models import SHORT_DTYPES
 from fa3.tools.recording import hopper_device, record_timeline
+from fa3.tools.warmup import known_gpus
 
 
 def show_plan(options: argparse.Namespace) -> None:
     """Print how a problem would run; options are those of the command line."""
-    gpu = gpu_of(hopper_device()) if options.record else H200
+    gpu = gpu_of(hopper_device()) if options.record else known_gpus()[0]
     plan = plan_forward(problem_of(options), gpu, schedule=options.schedule)
     explanation = plan.explain()
     print(explanation)
@@ -48,9 +48,14 @@ def describe_recording(recorded: Timeline, plan: Plan) -> str:
 
 def problem_of(options: argparse.Namespace) -> Problem:
     """The problem of a call that the options describe."""
-    sizes = options.shape.split(",")
+    return problem_of_shape(options.shape, options)
+
+
+def problem_of_shape(shape: str, options: argparse.Namespace) -> Problem:
+    """The problem of a shape "B,SQ,SK,HQ,HKV,D", with the options' dtype and mask."""
+    sizes = shape.split(",")
     if len(sizes) != 6 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"--shape needs six positive integers, got {options.shape!r}")
+        raise ValueError(f"a shape needs six positive integers, got {shape!r}")
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, sizes)
     if heads_q % heads_kv:
         raise ValueError(f"{heads_q} query heads do not divide among {heads_kv} key/value heads")

@@ -51,7 +51,7 @@ def hopper_device(device: torch.device | str = "cuda") -> torch.device:
     device, seen = torch.device(device), torch.cuda.device_count()
     if device.type != "cuda" or (device.index or 0) >= seen:
         raise ValueError(
-            f"a recording needs a Hopper GPU (9.0); got device {str(device)!r}, and torch sees "
+            f"this needs a Hopper GPU (9.0); got device {str(device)!r}, and torch sees "
             f"{counted(seen, 'GPU')}"
         )
     if device.index is None:
