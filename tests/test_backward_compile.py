@@ -21,8 +21,16 @@ from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
 from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
+from fa3.planning.ragged_backward import RaggedBackwardPlan
 from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
-from fa3.primitives.query_tiles import QueryGradients, QueryPieces, QueryTiles, RowStatistics
+from fa3.primitives.query_tiles import (
+    QueryGradients,
+    QueryPieces,
+    QueryTiles,
+    RowStatistics,
+    first_packed_tile,
+    number_of_packed_tiles,
+)
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
@@ -105,6 +113,21 @@ def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("head_dim", [72, 128, 256])
+def test_machine_code_for_packed_sequences(head_dim):
+    spec = spec_of(head_dim, "causal")
+    plan = RaggedBackwardPlan(spec, has_used_q=True, has_used_k=True, has_d_lse=True)
+    for kernel in plan.kernels:
+        compiled = compile_kernel(kernel)
+        report = inspect(compiled.cubin)
+        check_resources(report, compiled.ptxas_log, report.threads)
+        # Each waits for the one before, and lets the next one come.
+        assert report.count("ACQBULK") >= 1 and report.count("PREEXIT") == 1
+        if isinstance(kernel, Backward):
+            check_wgmma(report, spec, plan.config)
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
 def test_machine_code_of_the_other_kernels(head_dim):
     spec = spec_of(head_dim, "full")
@@ -160,6 +183,18 @@ def test_memory_of_a_plan():
     assert plan.num_query_tiles == 2 * 12 * 2 and plan.num_key_tiles == 2 * 3 * 3
     assert plan.numbers_of_sums == 2 * 12 * 2 * 64 * 96
     assert plan.numbers_of_statistics == 2 * 12 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("lengths", [(0,), (1,), (64,), (65, 0, 63, 128), (1,) * 300, (0, 0, 70)])
+@pytest.mark.parametrize("spare", [0, 1, 64, 100])
+def test_tiles_of_packed_sequences_are_apart(lengths, spare):
+    owned = [*lengths[:-1], lengths[-1] + spare]
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    firsts = [first_packed_tile(64, begin, batch) for batch, begin in enumerate(begins)]
+    ends = [*firsts[1:], number_of_packed_tiles(sum(owned), len(lengths), 64)]
+    for first, end, rows in zip(firsts, ends, owned, strict=True):
+        # A sequence without rows has a tile too: keys without queries walk one block.
+        assert first + max(1, -(-rows // 64)) <= end
 
 
 # ---------------------------------------------------------------------- where threads find what

@@ -250,7 +250,6 @@ BAD_TENSORS = [
     ("k", lambda x: shifted(x, 4), ValueError, "starts 8 bytes after a multiple of 16"),
     ("v", lambda x: widened(x, 4), ValueError, "must have strides that are multiples of 8"),
     ("k", one_row, ValueError, "must have strides that are multiples of 8 elements (16 bytes)"),
-    ("q", lambda x: x.clone().requires_grad_(), ValueError, "requires grad, but there is no"),
     ("cu_seqlens_q", lambda x: x.tolist(), TypeError, "must be a torch.Tensor, got list"),
     ("cu_seqlens_q", lambda x: None, TypeError, "must be a torch.Tensor, got NoneType"),
     ("cu_seqlens_q", lambda x: x.long(), TypeError, "must be torch.int32, got torch.int64"),

@@ -136,7 +136,7 @@ class HostGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):
-        raise no_second_derivative()
+        raise no_second_derivative("flash_attn_func")
 
 
 class DeviceAttention(torch.autograd.Function):
@@ -204,10 +204,10 @@ class DeviceGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):
-        raise no_second_derivative()
+        raise no_second_derivative("flash_attn_func")
 
 
-def no_second_derivative() -> NotImplementedError:
+def no_second_derivative(name: str) -> NotImplementedError:
     return NotImplementedError(
-        "flash_attn_func has no second derivative: its gradients cannot be differentiated"
+        f"{name} has no second derivative: its gradients cannot be differentiated"
     )

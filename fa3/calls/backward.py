@@ -105,8 +105,8 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, or its copy if TMA cannot walk it: gradients come laid out in any way."""
     unit = ALIGNMENT // tensor.element_size()
     is_fit = tensor.stride(-1) == 1 and tensor.data_ptr() % ALIGNMENT == 0
-    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-        is_fit = is_fit and (size == 1 or (stride > 0 and stride % unit == 0))
+    for stride in tensor.stride()[:-1]:
+        is_fit = is_fit and stride > 0 and stride % unit == 0
     return tensor if is_fit else tensor.clone(memory_format=torch.contiguous_format)
 
 

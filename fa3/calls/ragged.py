@@ -235,6 +235,16 @@ def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
 # ------------------------------------------------------------------------------------ results
 
 
+def used_queries(total_q: int, ends: torch.Tensor, used: torch.Tensor | None) -> torch.Tensor:
+    """Which rows of q belong to queries that are used, (total_q,) bool; there is a sequence."""
+    row = torch.arange(total_q, dtype=torch.int32, device=ends.device)
+    end = ends[1:]
+    if used is not None:
+        end = ends[:-1] + torch.minimum(used.clamp(min=0), ends.diff())
+    # Rows behind the last sequence count as its own, past its end.
+    return row < end[torch.bucketize(row, ends[1:-1], right=True)]
+
+
 def hide_all_keys_of_packed(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -247,13 +257,7 @@ def hide_all_keys_of_packed(
     Args:
         ends, used: cu_seqlens_q and seqused_q, on out's device.
     """
-    row = torch.arange(len(out), dtype=torch.int32, device=out.device)
-    end = ends[1:]
-    if used is not None:
-        end = ends[:-1] + torch.minimum(used.clamp(min=0), ends.diff())
-    # Rows behind the last sequence count as its own, past its end.
-    sequence = torch.bucketize(row, ends[1:-1], right=True)
-    is_used = row < end[sequence]
+    is_used = used_queries(len(out), ends, used)
     out.masked_fill_(is_used[:, None, None], 0.0)
     if lse is not None:
         hidden = torch.empty_like(lse)

@@ -6,12 +6,12 @@ nothing of it is remembered. CPU tensors go to the reference.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from fa3.calls import operators, varlen_gpu
 from fa3.calls.assertions import is_visible
+from fa3.calls.autograd import check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
@@ -41,28 +41,16 @@ from fa3.calls.ragged import (
     tokens_of,
 )
 from fa3.calls.traced import trace_packed
+from fa3.calls.varlen_autograd import PackedAttention
+from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
-from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Window
-from fa3.reference.varlen import RaggedOperands, execute_varlen
+from fa3.problem import NO_BOUND, REMEMBERED
+from fa3.reference.varlen import PackedLengths, RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
 VARLEN_OPTIONS = OptionTypes(FORWARD_TYPES, notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2})
-
-
-@dataclass(frozen=True, slots=True)
-class RaggedCall:
-    """What a call leads to, whatever its lengths are.
-
-    Fields:
-        window: with bounds that any lengths may have.
-        gpu: the kernels; None on the CPU.
-    """
-
-    spec: AttentionSpec
-    window: Window
-    gpu: varlen_gpu.PreparedVarlen | None
 
 
 @operators.VARLEN.stands_for
@@ -108,6 +96,9 @@ def flash_attn_varlen_func(
     sequence stands at key i + seqlen_k - seqlen_q, where the lengths are those used (bottom-right
     alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
+    out and the log-sum-exp are differentiable by q, k, v and sinks, as those of `flash_attn_func`
+    are. Rows that are not used get 0, and whatever gradient comes for them is not looked at.
+
     CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
     On a GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is
     imported (then every call waits for the GPU, and none can be captured in a CUDA graph). No
@@ -140,7 +131,7 @@ def flash_attn_varlen_func(
         score: a function of scores of your own, see `fa3.Score`; applied last. Positions count
             inside of a sequence, whose number is `batch`.
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
-        deterministic: accepted for compatibility; the forward pass always is.
+        deterministic: give the same bits of dQ every time; all else always has the same.
         sm_margin: SMs to leave to other kernels.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
@@ -170,17 +161,19 @@ def flash_attn_varlen_func(
             does not compile; on the CPU, or with FA3_ASSERTIONS=1, also if cu_seqlens_q or
             cu_seqlens_k do not cut the rows, or a length is above its maximum.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported, a tensor does not lie in memory, or
-            a transform of torch.func or torch.jit.trace is active.
+        NotImplementedError: the combination is not supported, a gradient is wanted that there is
+            not yet (that of a `score`, a second one, with sm_margin on a GPU), a tensor does not
+            lie in memory, or a transform of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    causal, _, return_lse, return_attn_probs, attention_chunk, num_splits, sm_margin, softcap = (
-        VARLEN_OPTIONS.of(
-            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap,
-        )
+    (
+        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+        sm_margin, softcap,
+    ) = VARLEN_OPTIONS.of(
+        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+        sm_margin, softcap,
     )  # fmt: skip
     if page_table is not None:
         check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask)
@@ -214,7 +207,9 @@ def flash_attn_varlen_func(
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    described = describe("q", q), describe("k", k), describe("v", v)
+    described = tuple(
+        describe(name, tensor, has_backward=True) for name, tensor in (("q", q), ("k", k), ("v", v))
+    )
     described_integers = describe_integers(integers)
     tokens = tuple(map(tokens_of, "qkv", described))
     batch = check_integers(described_integers, described[0])
@@ -222,7 +217,9 @@ def flash_attn_varlen_func(
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         is_causal = check_window(window_size, causal).right == 0
-        modifiers = Modifiers.of(q, batch, softcap, alibi_slopes, sinks, score, mask, is_causal)
+        modifiers = Modifiers.of(
+            q, batch, softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
+        )
     call = prepare_varlen(
         *tokens, seqused_q is not None, seqused_k is not None, causal, window_size,
         modifiers.structure, sm_margin,
@@ -231,6 +228,13 @@ def flash_attn_varlen_func(
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
     heads, _ = tokens[0][0]
+    if wants_gradient(q, k, v, sinks):
+        check_differentiable(q, k, v, sinks, score, out, deterministic, sm_margin)
+        longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
+        out, lse = PackedAttention.apply(
+            call, PackedLengths(*integers), longest, scale, q, k, v, *tensors
+        )
+        return (out, lse) if return_lse else out
     shape = total_q, heads, call.spec.head_dim_v
     if out is None:
         out = q.new_empty(shape)
@@ -242,8 +246,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     lse = q.new_empty((heads, total_q), dtype=torch.float32) if return_lse else None
     operands = RaggedOperands(q, k, v, out, lse, *integers)
-    if 0 not in (batch, total_q, heads):
-        attend_packed(call, operands, max_seqlen_k, sinks, modifiers.tensors, scale)
+    call.attend(operands, max_seqlen_k, modifiers.tensors, scale)
     return (out, lse) if return_lse else out
 
 
@@ -280,22 +283,3 @@ def prepare_varlen(
         return RaggedCall(spec, window, None)
     plan = RaggedPlan(spec, has_used_q, has_used_k, reserve_sms(gpu_of(q.device), sm_margin))
     return RaggedCall(spec, window, varlen_gpu.prepare(plan, window))
-
-
-def attend_packed(
-    call: RaggedCall,
-    operands: RaggedOperands,
-    max_seqlen_k: int,
-    sinks: torch.Tensor | None,
-    modifiers: tuple[torch.Tensor, ...] | None,
-    scale: float,
-) -> None:
-    """Write the rows of out and lse that belong to queries that are used; there are rows."""
-    most_keys = min(max_seqlen_k, operands.k.shape[0])
-    if most_keys == 0:
-        out, lse, ends, used = operands.out, operands.lse, operands.cu_seqlens_q, operands.seqused_q
-        hide_all_keys_of_packed(out, lse, ends, used, sinks)
-    elif call.gpu is None:
-        execute_varlen(call.spec, call.window, operands, scale, modifiers)
-    else:
-        call.gpu.launch(operands, most_keys, modifiers, scale)

@@ -45,10 +45,18 @@ from fa3.kernels.backward_launch import BackwardArguments, BackwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
+from fa3.primitives.divisor import Divisor
 from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
-from fa3.primitives.query_tiles import STATISTICS, QueryGradients, QueryTiles, RowStatistics
+from fa3.primitives.query_tiles import (
+    STATISTICS,
+    PackedQueryTiles,
+    QueryGradients,
+    QueryTiles,
+    RowStatistics,
+)
+from fa3.primitives.rows_of_sequence import with_movable_end
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
@@ -56,7 +64,8 @@ from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
-from fa3.schedules.sequences import Dense
+from fa3.schedules.ragged_keys import RaggedKeyOrder
+from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks
 from fa3.scores.scores import TransposedRules, bind
 
@@ -74,7 +83,7 @@ class BackwardTensors(NamedTuple):
     """The global tensors.
 
     Fields:
-        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch).
+        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `with_movable_end`.
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
     """
@@ -143,17 +152,27 @@ class Backward(AttentionKernel):
         *given, stream = given
         call = BackwardArguments(*given)
         config = self.config
-        sequences = Dense(
-            call.q.shape[1], call.k.shape[1], Window(call.window_left, call.window_right)
-        )
-        q, k, v, d_out, dk, dv = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-            for t in (call.q, call.k, call.v, call.d_out, call.dk, call.dv)
-        )
+        window = Window(call.window_left, call.window_right)
+        heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
+        tensors = call.q, call.k, call.v, call.d_out, call.dk, call.dv
+        if cutlass.const_expr(self.schedule_type.is_ragged):
+            sequences = Ragged(window)
+            tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
+            order = RaggedKeyOrder(call.table, Divisor.of(heads_kv), 1, call.heads_per_section)
+            q, k, v, d_out, dk, dv = map(with_movable_end, tensors)
+        else:
+            batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]
+            sequences = Dense(seqlen_q, seqlen_k, window)
+            tiles = QueryTiles(cute.ceil_div(seqlen_q, config.tile_m), heads_q)
+            order = KernelOrder.of(
+                cute.ceil_div(seqlen_k, config.tile_n), heads_kv, batch, call.heads_per_section
+            )
+            q, k, v, d_out, dk, dv = (
+                cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+                for t in tensors
+            )
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        num_heads, batch = q.shape[2:]
-        tiles = QueryTiles(cute.ceil_div(q.shape[0], config.tile_m), num_heads)
         operands = BackwardTensors(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load, k, layouts.k),
@@ -163,11 +182,8 @@ class Backward(AttentionKernel):
             TmaTensor.of(store, dv, layouts.dv),
             RowStatistics(call.statistics, tiles),
             QueryGradients(call.sums, tiles),
-            num_heads // k.shape[2],
+            heads_q // heads_kv,
             call.modifiers,
-        )
-        order = KernelOrder.of(
-            cute.ceil_div(k.shape[0], config.tile_n), k.shape[2], batch, call.heads_per_section
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
@@ -276,9 +292,12 @@ class Backward(AttentionKernel):
     def keys_of(self, schedule, segment) -> Tile:
         """The tile of keys of a segment, `m_block` being its index among the keys' tiles.
 
-        The order counts from the last block down; the first keys have most queries.
+        The order counts from the last block down; the first keys have most queries. A table has
+        the order that is wanted.
         """
         m_block, head, batch = segment.tile
+        if self.schedule_type.is_ragged:
+            return Tile(segment.record.num_m_blocks - 1 - m_block, head, batch)
         return Tile(schedule.order.num_m_blocks - 1 - m_block, head, batch)
 
     @cute.jit
@@ -292,6 +311,10 @@ class Backward(AttentionKernel):
         blocks = mask.query_blocks(begin, config.tile_n, config.tile_m, sequence)
         full_begin, full_end = blocks.full_begin, blocks.full_end
         is_masked = begin + config.tile_n > sequence.seqlen_k
+        if cutlass.const_expr(self.schedule_type.is_ragged):
+            # Keys that are not used: their gradients are 0, which one block is enough for.
+            end = blocks.end if begin < sequence.seqlen_k else blocks.begin + 1
+            blocks = blocks.between(blocks.begin, end)
         if cutlass.const_expr(not mask.left):
             # Without a full block it is not known whether the last one is masked by the diagonal.
             is_masked = is_masked or full_begin == full_end
@@ -322,6 +345,7 @@ class Backward(AttentionKernel):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             sequence = sequences.sequence(segment)
+            statistics = operands.statistics.at(config.tile_m, segment)
             of_keys = head_kv, sequences.keys(segment), config.slabs
             k_state = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)(n_block, k_state)
             v_state = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)(n_block, v_state)
@@ -329,8 +353,8 @@ class Backward(AttentionKernel):
                 head = head_kv * operands.qhead_per_kvhead + h
                 blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
 
-                def load_statistics(m_block, state, head=head, batch=batch):
-                    source = operands.statistics.of_tile(config.tile_m, (m_block, head, batch))
+                def load_statistics(m_block, state, head=head, batch=batch, statistics=statistics):
+                    source = statistics.of_tile(config.tile_m, (m_block, head, batch))
                     target = smem.statistics[None, None, state.index]
                     load_run(source, target, pipelines.q.producer_get_barrier(state))
 
@@ -372,6 +396,7 @@ class Backward(AttentionKernel):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             sequence = sequences.sequence(segment)
+            sums = operands.sums.at(config.tile_m, segment)
             regs.acc_dK.fill(0.0)
             regs.acc_dV.fill(0.0)
             pipelines.k.consumer_wait(k_state)
@@ -383,13 +408,13 @@ class Backward(AttentionKernel):
                 rules = TransposedRules.of(scores, of_head, coords, sequence, softmax_scale)
                 blocks = self.query_blocks(of_head, n_block, sequence)
                 step = GradientStep(
-                    config, mmas, regs, smem, pipelines, operands.sums, rules, thread, group,
+                    config, mmas, regs, smem, pipelines, sums, rules, thread, group,
                     scores_barrier(config),
                 )  # fmt: skip
                 q_state, do_state = step.all(blocks, q_state, do_state)
             cursor = schedule.next(cursor)
             regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
-            place = n_block, head_kv, sequences.keys(segment)
+            place = n_block, head_kv, sequences.gradients_of_keys(segment)
             self.store(operands, smem, mmas, regs, place, thread, group)
             pipelines.k.consumer_release(k_state)
             pipelines.v.consumer_release(v_state)

@@ -21,22 +21,32 @@ from cutlass import Float32
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, BeginArguments
 from fa3.primitives import arguments
-from fa3.primitives.query_tiles import QueryGradients, QueryTiles, RowStatistics
+from fa3.primitives.query_tiles import PackedQueryTiles, QueryGradients, RowStatistics
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.problem import AttentionSpec
 from fa3.schedules.order import KernelOrder
+from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork, QueryTile
 
 BEGIN_THREADS = 256
 
 
 @dataclass(frozen=True)
 class BackwardBegin(AttentionKernel):
-    """The kernel, compiled for one (spec, config); `has_d_lse`: whether there is a dLSE."""
+    """The kernel, compiled for one (spec, config).
+
+    Fields:
+        has_d_lse: whether there is a dLSE.
+        is_ragged: whether sequences are packed.
+        has_used_q: whether these have `seqused_q`.
+    """
 
     spec: AttentionSpec
     config: BackwardConfig
     has_d_lse: bool
+    is_ragged: bool = False
+    has_used_q: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward_begin"
 
@@ -55,12 +65,20 @@ class BackwardBegin(AttentionKernel):
         """Launch on `BeginArguments` and a stream."""
         *given, stream = given
         call = BeginArguments(*given)
-        batch, seqlen_q, heads, _ = call.out.shape
-        num_m_blocks = cute.ceil_div(seqlen_q, self.config.tile_m)
-        order = KernelOrder.of(num_m_blocks, heads, batch, 1)
+        if cutlass.const_expr(self.is_ragged):
+            total_q, heads, _ = call.out.shape
+            lengths = RaggedLengths(call.cu_seqlens_q, call.seqused_q, total_q)
+            tiles = PackedQueryTiles.of(total_q, lengths.num_sequences, self.config.tile_m)
+            queries = PackedQueryWork(lengths, tiles, heads)
+            out, d_out, lse, d_lse = map(in_batch, call[:4])
+            call = call._replace(out=out, d_out=d_out, lse=lse, d_lse=d_lse)
+        else:
+            batch, seqlen_q, heads, _ = call.out.shape
+            num_m_blocks = cute.ceil_div(seqlen_q, self.config.tile_m)
+            queries = DenseQueryWork(KernelOrder.of(num_m_blocks, heads, batch, 1), seqlen_q)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(call, order).launch(
-            grid=(order.num_tiles, 1, 1),
+        self.kernel(call, queries).launch(
+            grid=queries.grid,
             block=(BEGIN_THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -68,32 +86,34 @@ class BackwardBegin(AttentionKernel):
         )
 
     @cute.kernel
-    def kernel(self, call: BeginArguments, order: KernelOrder):
+    def kernel(self, call: BeginArguments, queries: DenseQueryWork | PackedQueryWork):
         config = self.config
-        block, _, _ = cute.arch.block_idx()
+        block, head, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        tile = order.tile(block)
-        tiles = QueryTiles(order.num_m_blocks, order.num_heads)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        pieces = config.pieces(self.columns)
-        QueryGradients(call.sums, tiles).clear(pieces, thread, BEGIN_THREADS, tile)
-        statistics = RowStatistics(call.statistics, tiles).of_tile(config.tile_m, tile)
+        own = queries.at(block, head, config.tile_m)
+        begin = own.tile.m_block * config.tile_m
+        if begin >= 0 and begin < own.owned:
+            sums = QueryGradients(call.sums, own.tiles)
+            sums.clear(config.pieces(self.columns), thread, BEGIN_THREADS, own.tile)
+        statistics = RowStatistics(call.statistics, own.tiles).of_tile(config.tile_m, own.tile)
         rows_at_once = BEGIN_THREADS // self.lanes
         for i in cutlass.range_constexpr(config.tile_m // rows_at_once):
             row = i * rows_at_once + thread // self.lanes
-            self.row(call, statistics, tile, row, thread % self.lanes)
+            self.row(call, statistics, own, row, thread % self.lanes)
 
     @cute.jit
-    def row(self, call: BeginArguments, statistics: cute.Tensor, tile, row, lane):
+    def row(self, call: BeginArguments, statistics: cute.Tensor, own: QueryTile, row, lane):
         """Write the statistics of a row of the tile."""
-        m_block, head, batch = tile
-        query = m_block * self.config.tile_m + row
-        is_query = query < call.out.shape[1]
+        _, head, _ = own.tile
+        query = own.tile.m_block * self.config.tile_m + row
+        is_query = query >= 0 and query < own.seqlen_q
+        place = own.begin + query
         total = Float32(0.0)
         if is_query and lane * VECTOR < self.spec.head_dim_v:
             o, d_o = (
-                vector_of(tensor[batch, query, head, None], lane)
+                vector_of(tensor[own.batch, place, head, None], lane)
                 for tensor in (call.out, call.d_out)
             )
             products = o.load().to(Float32) * d_o.load().to(Float32)
@@ -102,10 +122,18 @@ class BackwardBegin(AttentionKernel):
         if lane == 0:
             lse, delta = Float32.inf, Float32(0.0)
             if is_query:
-                given = call.lse[batch, head, query]
+                given = call.lse[own.batch, head, place]
                 if given != -Float32.inf:
                     lse, delta = given * LOG2_E, total
                     if cutlass.const_expr(self.has_d_lse):
-                        delta -= call.d_lse[batch, head, query]
+                        delta -= call.d_lse[own.batch, head, place]
             statistics[row, 0] = lse
             statistics[row, 1] = delta
+
+
+def in_batch(tensor: cute.Tensor | None) -> cute.Tensor | None:
+    """A tensor of packed sequences in a batch of one."""
+    if tensor is None:
+        return None
+    layout = cute.prepend(tensor.layout, cute.make_layout(1))
+    return cute.make_tensor(tensor.iterator, layout)

@@ -17,23 +17,26 @@ from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, EndArguments
 from fa3.primitives import arguments
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
-from fa3.primitives.query_tiles import QueryGradients, QueryTiles
-from fa3.primitives.rows_of_sequence import DenseRows
+from fa3.primitives.query_tiles import PackedQueryTiles, QueryGradients
+from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.rows_of_sequence import with_movable_end
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 from fa3.schedules.order import KernelOrder
+from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork, QueryTile
 
 FIRST_BARRIER = 1
 
 
 @dataclass(frozen=True)
 class BackwardEnd(AttentionKernel):
-    """The kernel, compiled for one (spec, config)."""
+    """The kernel, compiled for one (spec, config); `is_ragged`: whether sequences are packed."""
 
     spec: AttentionSpec
     config: BackwardConfig
+    is_ragged: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward_end"
 
@@ -55,13 +58,21 @@ class BackwardEnd(AttentionKernel):
         """Launch on `EndArguments` and a stream."""
         *given, stream = given
         call = EndArguments(*given)
-        batch, seqlen_q, heads, _ = call.dq.shape
-        dq = cute.make_tensor(call.dq.iterator, cute.select(call.dq.layout, mode=[1, 3, 2, 0]))
+        if cutlass.const_expr(self.is_ragged):
+            total_q, heads, _ = call.dq.shape
+            lengths = RaggedLengths(call.cu_seqlens_q, None, total_q)
+            tiles = PackedQueryTiles.of(total_q, lengths.num_sequences, self.config.tile_m)
+            queries = PackedQueryWork(lengths, tiles, heads)
+            dq = with_movable_end(call.dq)
+        else:
+            batch, seqlen_q, heads, _ = call.dq.shape
+            num_m_blocks = cute.ceil_div(seqlen_q, self.config.tile_m)
+            queries = DenseQueryWork(KernelOrder.of(num_m_blocks, heads, batch, 1), seqlen_q)
+            dq = cute.make_tensor(call.dq.iterator, cute.select(call.dq.layout, mode=[1, 3, 2, 0]))
         tma = TmaTensor.of(cpasync.CopyBulkTensorTileS2GOp(), dq, self.smem_layout())
-        order = KernelOrder.of(cute.ceil_div(seqlen_q, self.config.tile_m), heads, batch, 1)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(call.sums, tma, call.softmax_scale, order).launch(
-            grid=(order.num_tiles, 1, 1),
+        self.kernel(call.sums, tma, call.softmax_scale, queries).launch(
+            grid=queries.grid,
             block=(self.threads, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -69,8 +80,8 @@ class BackwardEnd(AttentionKernel):
         )
 
     @cute.kernel
-    def kernel(self, sums: cute.Tensor, tma: TmaTensor, scale: Float32, order: KernelOrder):
-        layout, pieces = self.smem_layout(), self.config.pieces(self.columns)
+    def kernel(self, sums: cute.Tensor, tma: TmaTensor, scale: Float32, queries):
+        layout = self.smem_layout()
 
         @cute.struct
         class Storage:
@@ -78,27 +89,34 @@ class BackwardEnd(AttentionKernel):
 
         storage = SmemAllocator().allocate(Storage)
         smem = storage.pieces.get_tensor(layout.outer, swizzle=layout.inner)
-        block, _, _ = cute.arch.block_idx()
+        block, head, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        own = queries.at(block, head, self.config.tile_m)
+        begin = own.tile.m_block * self.config.tile_m
+        if begin >= 0 and begin < own.owned:
+            self.convert(QueryGradients(sums, own.tiles), own, tma, smem, scale)
+
+    @cute.jit
+    def convert(self, sums: QueryGradients, own: QueryTile, tma: TmaTensor, smem, scale: Float32):
+        """Write dQ of a tile."""
+        pieces = self.config.pieces(self.columns)
         thread_idx, _, _ = cute.arch.thread_idx()
         thread = thread_idx % WARPGROUP
         group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP)
-        tile = order.tile(block)
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
         # Says which elements of a piece a thread holds; nothing is multiplied here.
         major = OperandMajorMode.K
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (ROWS, pieces.width)
         )
         acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, pieces.width)), Float32)
-        tiles = QueryTiles(order.num_m_blocks, order.num_heads)
-        QueryGradients(sums, tiles).load(pieces, acc, thread, group, tile)
+        sums.load(pieces, acc, thread, group, own.tile)
         acc.store(acc.load() * scale)
-        slab, column = tile.m_block * pieces.rows, 0
+        slab, column = own.tile.m_block * pieces.rows, 0
         if cutlass.const_expr(pieces.rows > 1):
             slab += group
         else:
             column = group
         out = SlabStore(tma, smem, mma, thread, group, FIRST_BARRIER)
-        out.store(acc, slab, tile.head, DenseRows(tile.batch), column)
+        out.store(acc, slab, own.tile.head, own.rows, column)
         out.wait()

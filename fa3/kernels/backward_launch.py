@@ -126,6 +126,8 @@ class BackwardConfig:
 class BackwardArguments(NamedTuple):
     """The arguments of a launch of the backward kernel, in this order; the stream comes last.
 
+    Tensors of packed sequences are (total, heads, head_dim).
+
     Fields:
         q: (batch, seqlen_q, heads_q, head_dim).
         k: (batch, seqlen_k, heads_kv, head_dim).
@@ -137,8 +139,12 @@ class BackwardArguments(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section, num_clusters: that of `TileOrder`, and the number of CTAs to launch.
+        heads_per_section: that of `TileOrder`; of packed sequences the `rows_of_section` of
+            `RaggedOrder`, rows of Q of all heads that share one key/value head.
+        num_clusters: the number of CTAs to launch.
         schedule_state: int32; the schedule's table.
+        table: int32, the tiles of packed sequences; None without.
+        num_sequences: how many are packed; None without.
     """
 
     q: object
@@ -156,12 +162,14 @@ class BackwardArguments(NamedTuple):
     heads_per_section: int
     num_clusters: int
     schedule_state: object = None
+    table: object = None
+    num_sequences: int | None = None
 
     @classmethod
     def symbolic(cls, kernel) -> "BackwardArguments":
         """Types of a `Backward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
-        sizes = CallSizes.symbolic()
+        sizes = CallSizes.symbolic(schedule.is_ragged)
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         keys, values = sizes.of_keys(spec, spec.head_dim), sizes.of_keys(spec, spec.head_dim_v)
         return cls(
@@ -182,6 +190,10 @@ class BackwardArguments(NamedTuple):
             schedule_state=arguments.compact_tensor("int32", (cute.sym_int(),))
             if schedule.reads_state
             else None,
+            table=arguments.compact_tensor("int32", (cute.sym_int(),))
+            if schedule.is_ragged
+            else None,
+            num_sequences=Int32(0) if schedule.is_ragged else None,
         )
 
 
@@ -194,6 +206,8 @@ class BeginArguments(NamedTuple):
         d_lse: like lse; None without a gradient of the log-sum-exp.
         statistics: receives `RowStatistics`.
         sums: of `QueryGradients`, receives zeros.
+        cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
+            (heads_q, total_q); None without.
     """
 
     out: object
@@ -202,12 +216,14 @@ class BeginArguments(NamedTuple):
     d_lse: object
     statistics: object
     sums: object
+    cu_seqlens_q: object = None
+    seqused_q: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "BeginArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        spec, sizes = kernel.spec, CallSizes.symbolic()
-        rows = sizes.batch, sizes.heads_q, sizes.seqlen_q
+        spec, sizes = kernel.spec, CallSizes.symbolic(kernel.is_ragged)
+        rows = *sizes.of_batch, sizes.heads_q, sizes.seqlen_q
         return cls(
             out=sizes.of_queries(spec, spec.head_dim_v),
             d_out=sizes.of_queries(spec, spec.head_dim_v),
@@ -215,6 +231,8 @@ class BeginArguments(NamedTuple):
             d_lse=arguments.compact_tensor("float32", rows) if kernel.has_d_lse else None,
             statistics=numbers(),
             sums=numbers(),
+            cu_seqlens_q=lengths() if kernel.is_ragged else None,
+            seqused_q=lengths() if kernel.has_used_q else None,
         )
 
 
@@ -225,41 +243,54 @@ class EndArguments(NamedTuple):
         sums: of `QueryGradients`.
         dq: (batch, seqlen_q, heads_q, head_dim), receives the gradient.
         softmax_scale: factor of the sums.
+        cu_seqlens_q: of packed sequences, whose dq is (total_q, heads_q, head_dim); None without.
     """
 
     sums: object
     dq: object
     softmax_scale: float
+    cu_seqlens_q: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "EndArguments":
         """Types of a kernel's arguments without sizes."""
-        spec = kernel.spec
-        return cls(numbers(), CallSizes.symbolic().of_queries(spec, spec.head_dim), Float32(0.0))
+        spec, sizes = kernel.spec, CallSizes.symbolic(kernel.is_ragged)
+        dq, ends = sizes.of_queries(spec, spec.head_dim), lengths() if kernel.is_ragged else None
+        return cls(numbers(), dq, Float32(0.0), ends)
 
 
 class CallSizes(NamedTuple):
-    """Symbols for the sizes of a call."""
+    """Symbols for the sizes of a call.
 
-    batch: object
+    Fields:
+        of_batch: (batch,), or () of packed sequences, whose rows are all in one line.
+    """
+
+    of_batch: tuple
     seqlen_q: object
     seqlen_k: object
     heads_q: object
     heads_kv: object
 
     @classmethod
-    def symbolic(cls) -> "CallSizes":
-        return cls(*(cute.sym_int() for _ in cls._fields))
+    def symbolic(cls, is_ragged: bool) -> "CallSizes":
+        of_batch = () if is_ragged else (cute.sym_int(),)
+        return cls(of_batch, *(cute.sym_int() for _ in cls._fields[1:]))
 
     def of_queries(self, spec: AttentionSpec, columns: int) -> object:
-        shape = self.batch, self.seqlen_q, self.heads_q, columns
+        shape = *self.of_batch, self.seqlen_q, self.heads_q, columns
         return arguments.tma_tensor(spec.dtype, shape)
 
     def of_keys(self, spec: AttentionSpec, columns: int) -> object:
-        shape = self.batch, self.seqlen_k, self.heads_kv, columns
+        shape = *self.of_batch, self.seqlen_k, self.heads_kv, columns
         return arguments.tma_tensor(spec.dtype, shape)
 
 
 def numbers() -> object:
     """A buffer of float32."""
     return arguments.compact_tensor("float32", (cute.sym_int64(),))
+
+
+def lengths() -> object:
+    """Lengths of packed sequences, or where they end."""
+    return arguments.compact_tensor("int32", (cute.sym_int(),))

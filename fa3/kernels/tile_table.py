@@ -1,8 +1,10 @@
-"""Tile table: from the lengths of packed sequences, the tiles of the forward kernel in their order.
+"""Tile table: from the lengths of packed sequences, the tiles of a kernel in their order.
 
-`fa3.calls.varlen_gpu` launches it before the forward kernel. It reads the lengths from device
-memory, so that the host need not wait for them, and writes the table that `RaggedTiles` walks:
-a record of every tile, sequence by sequence, those whose longest tile has most key blocks first.
+`fa3.calls.varlen_gpu` launches it before the forward kernel, whose tiles are of queries, and
+`fa3.calls.varlen_backward` before the backward kernel, whose tiles are of keys. It reads the
+lengths from device memory, so that the host need not wait for them, and writes the table that
+`RaggedTiles` or `RaggedKeyTiles` walks: a record of every tile, sequence by sequence, those whose
+longest tile has most blocks first.
 
 One CTA does it, in time linear in sequences and tiles. A warp takes 32 sequences at a time, each
 lane one. They are sorted by counting: the tiles of each amount of work are counted, prefix sums
@@ -11,7 +13,7 @@ its tiles, and the lanes share the tiles of all 32 to write them there.
 
 Timeline
     clear the counts | wait for the previous kernel | count | prefix sums | write records, header
-    The forward kernel is launched early and waits in hardware for the end of this one.
+    The next kernel is launched early and waits in hardware for the end of this one.
 """
 
 from dataclasses import dataclass
@@ -23,9 +25,11 @@ from cutlass import Int32
 
 from fa3.primitives import arguments
 from fa3.primitives.dsl import SmemAllocator
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
+from fa3.schedules.ragged_keys import KeyTileRecord
 from fa3.scores.masks import Band, Sequence
 
 SORTERS = 1024
@@ -42,7 +46,7 @@ class TileTableArguments(NamedTuple):
         table: int32, receives the header and `capacity` records at most.
         total_q, total_k: rows of q and of k.
         capacity: records that the table has room for.
-        shift: work is counted in units of 2**shift key blocks.
+        shift: work is counted in units of 2**shift blocks.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
     """
 
@@ -76,27 +80,6 @@ class TileTableArguments(NamedTuple):
         )
 
 
-class RaggedLengths(NamedTuple):
-    """Where packed sequences begin and end, in device memory, and what bounds them.
-
-    Fields:
-        cu, used: cumulated lengths; rows that count, or None.
-        total: rows of the tensor. Whatever the lengths say, no row beyond it is named.
-    """
-
-    cu: cute.Tensor
-    used: cute.Tensor | None
-    total: Int32
-
-    def read(self, batch) -> tuple[Int32, Int32]:
-        """A sequence's first row and its length."""
-        begin = cutlass.max(cutlass.min(self.cu[batch], self.total), 0)
-        length = cutlass.min(self.cu[batch + 1], self.total) - begin
-        if self.used is not None:
-            length = cutlass.min(length, self.used[batch])
-        return begin, cutlass.max(length, 0)
-
-
 class TileTableOperands(NamedTuple):
     """What the table is made of, and where it goes.
 
@@ -117,9 +100,11 @@ class TileTable:
     """The kernel that makes the table.
 
     Fields:
-        tile_m, tile_n: query rows of a tile, keys of a block.
+        tile_m, tile_n: query rows and keys of a tile or a block.
         band: the mask's band, for which tiles have more or less work.
         has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
+        is_of_keys: whether tiles are of keys and blocks of queries. Then also rows of k that are
+            not used are in a tile, since they too get a gradient.
     """
 
     tile_m: int
@@ -127,6 +112,7 @@ class TileTable:
     band: Band
     has_used_q: bool
     has_used_k: bool
+    is_of_keys: bool = False
 
     entry_name: ClassVar[str] = "fa3_tile_table"
     is_storable: ClassVar[bool] = True
@@ -195,11 +181,15 @@ class TileTable:
         first = warp * WARP
         while first < batch:
             of_lane = first + lane
-            begin_q, seqlen_q, begin_k, seqlen_k = (Int32(0) for _ in range(4))
+            begin_q, seqlen_q, begin_k, seqlen_k, owned_k = (Int32(0) for _ in range(5))
             if of_lane < batch:
                 begin_q, seqlen_q = queries.read(of_lane)
                 begin_k, seqlen_k = keys.read(of_lane)
+                if cutlass.const_expr(self.is_of_keys):
+                    owned_k = keys.owned(of_lane)
             num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
+            if cutlass.const_expr(self.is_of_keys):
+                num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
             upto = sum_in_warp(num_tiles)
             amount = self.amount(num_tiles, Sequence(seqlen_q, seqlen_k, window), shift)
             place = take_places(places, amount, num_tiles, upto)
@@ -219,17 +209,25 @@ class TileTable:
                     left = end - 1 - number
                     at = first_place + num_m_blocks - 1 - left
                     record = TileRecord(left, first + owner, *ends, num_m_blocks)
+                    if cutlass.const_expr(self.is_of_keys):
+                        record = KeyTileRecord(*record, cute.arch.shuffle_sync(owned_k, owner))
                     write_record(table, at, record, number < total and at < capacity)
                     step += WARP
             first += SORTERS
 
     def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
         """The index of the amount of work of a sequence's longest tile; the most has index 0."""
-        last_row = cutlass.max(num_tiles - 1, 0) * self.tile_m
-        blocks = [
-            self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
-            for row in (Int32(0), last_row)
-        ]
+        last = cutlass.max(num_tiles - 1, 0)
+        if self.is_of_keys:
+            blocks = [
+                self.band.query_blocks(tile * self.tile_n, self.tile_n, self.tile_m, sequence)
+                for tile in (Int32(0), last)
+            ]
+        else:
+            blocks = [
+                self.band.key_blocks(tile * self.tile_m, self.tile_m, self.tile_n, sequence)
+                for tile in (Int32(0), last)
+            ]
         work = cutlass.max(*(one.end - one.begin for one in blocks)) >> shift
         return AMOUNTS - 1 - cutlass.min(work, AMOUNTS - 1)
 
@@ -283,7 +281,12 @@ def add_to(word: cute.Pointer, number: Int32) -> Int32:
 
 
 @cute.jit
-def write_record(table: cute.Tensor, place: Int32, record: TileRecord, is_one: cutlass.Boolean):
+def write_record(
+    table: cute.Tensor,
+    place: Int32,
+    record: TileRecord | KeyTileRecord,
+    is_one: cutlass.Boolean,
+):
     """Write a record of the table if there is one."""
     words = cute.make_rmem_tensor(RECORD, Int32)
     words.fill(0)

@@ -105,7 +105,12 @@ class BackwardPlan:
     @property
     def heads_per_section(self) -> int:
         """Key/value heads whose Q, dO and dQ fit into L2 together."""
-        problem, spec = self.problem, self.problem.spec
-        of_row = spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim)
-        of_head = problem.seqlen_q * problem.qhead_per_kvhead * of_row
-        return min(max(1, L2_BYTES // of_head), problem.num_heads_kv * problem.batch)
+        problem = self.problem
+        fitting = rows_in_l2(problem.spec, problem.qhead_per_kvhead) // problem.seqlen_q
+        return min(max(1, fitting), problem.num_heads_kv * problem.batch)
+
+
+def rows_in_l2(spec: AttentionSpec, qhead_per_kvhead: int) -> int:
+    """Queries, of all heads of a key/value head, whose Q, dO and dQ fit into L2 together."""
+    of_row = spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim)
+    return L2_BYTES // (qhead_per_kvhead * of_row)

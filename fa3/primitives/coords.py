@@ -15,7 +15,7 @@ class Position(NamedTuple):
     """The position of one score, as a user's score or mask function sees it.
 
     `query` and `key` are always inside the sequence: in the padding of a tile they name the last
-    one, and key 0 if the sequence has none. Query i is aligned with key i + seqlen_k - seqlen_q.
+    one, and 0 if the sequence has none. Query i is aligned with key i + seqlen_k - seqlen_q.
     """
 
     batch: Int32
@@ -128,11 +128,14 @@ class TransposedCoords:
 
     def position(self, r: int, c: int, m_block, sequence) -> Position:
         """The position of score (r, c) of a block."""
+        last_query, last_key = (
+            cutlass.max(seqlen, 1) - 1 for seqlen in (sequence.seqlen_q, sequence.seqlen_k)
+        )
         return Position(
             self.batch,
             self.head,
-            cutlass.min(self.first_query(m_block) + self.column_steps[c], sequence.seqlen_q - 1),
-            cutlass.min(self.key(r), sequence.seqlen_k - 1),
+            cutlass.min(self.first_query(m_block) + self.column_steps[c], last_query),
+            cutlass.min(self.key(r), last_key),
             sequence.seqlen_q,
             sequence.seqlen_k,
         )

@@ -25,7 +25,7 @@ STATISTICS = 2
 
 
 class QueryTiles(NamedTuple):
-    """Numbers the tiles of queries (m_block, head, batch)."""
+    """Numbers the tiles of queries (m_block, head, batch) of sequences of equal lengths."""
 
     num_m_blocks: Int32
     num_heads: Int32
@@ -34,12 +34,61 @@ class QueryTiles(NamedTuple):
         m_block, head, batch = tile
         return Int64(m_block) + self.num_m_blocks * (head + self.num_heads * Int64(batch))
 
+    def at(self, tile_m: int, segment) -> "QueryTiles":
+        """The numbers for a segment's sequence."""
+        return self
+
+
+class PackedQueryTiles(NamedTuple):
+    """Numbers the tiles of queries (m_block, head, batch) of packed sequences.
+
+    Where tiles of each sequence begin follows from its first row alone: at row // tile_m + batch.
+    So no two sequences have one in common, and some numbers have no tile.
+
+    Fields:
+        of_head: numbers of a head, those of all sequences.
+        first: that of the present sequence's first tile in head 0.
+    """
+
+    of_head: Int32
+    first: Int32
+
+    @classmethod
+    def of(cls, total_q, num_sequences, tile_m: int) -> "PackedQueryTiles":
+        return cls(number_of_packed_tiles(total_q, num_sequences, tile_m), Int32(0))
+
+    def number(self, tile) -> Int64:
+        m_block, head, _ = tile
+        return Int64(self.first + m_block) + self.of_head * Int64(head)
+
+    def at(self, tile_m: int, segment) -> "PackedQueryTiles":
+        """The numbers for a segment's sequence."""
+        return self.of_sequence(tile_m, segment.record.begin_q, segment.record.batch)
+
+    def of_sequence(self, tile_m: int, begin_q, batch) -> "PackedQueryTiles":
+        """The numbers for a sequence."""
+        return self._replace(first=first_packed_tile(tile_m, begin_q, batch))
+
+
+def first_packed_tile(tile_m: int, begin_q, batch):
+    """Where the tiles of a packed sequence begin; it grows with `batch`."""
+    return begin_q // tile_m + batch
+
+
+def number_of_packed_tiles(total_q, num_sequences, tile_m: int):
+    """Numbers of a head, on the host or in a kernel."""
+    return first_packed_tile(tile_m, total_q, num_sequences)
+
 
 class RowStatistics(NamedTuple):
     """The statistics of all tiles; `buffer` is (tiles * STATISTICS * tile_m,)."""
 
     buffer: cute.Tensor
-    tiles: QueryTiles
+    tiles: QueryTiles | PackedQueryTiles
+
+    def at(self, tile_m: int, segment) -> "RowStatistics":
+        """The statistics for a segment's sequence."""
+        return self._replace(tiles=self.tiles.at(tile_m, segment))
 
     def of_tile(self, tile_m: int, tile) -> cute.Tensor:
         """(tile_m, STATISTICS): of each row the log-sum-exp in powers of two, and delta.
@@ -99,7 +148,11 @@ class QueryGradients(NamedTuple):
     """The sums of all tiles; `buffer` is (tiles * pieces.numbers,)."""
 
     buffer: cute.Tensor
-    tiles: QueryTiles
+    tiles: QueryTiles | PackedQueryTiles
+
+    def at(self, tile_m: int, segment) -> "QueryGradients":
+        """The sums for a segment's sequence."""
+        return self._replace(tiles=self.tiles.at(tile_m, segment))
 
     def quads_of(self, pieces: QueryPieces, thread, piece, tile) -> cute.Tensor:
         """(4, quads): a thread's elements of one piece of a tile."""

@@ -79,12 +79,13 @@ def execute_backward(
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
     wanted: Wanted = ALL_WANTED,
+    first_batch: int = 0,
 ) -> Gradients:
     """Compute the gradients of a problem posed by CPU tensors.
 
     Args:
         problem: its scores must have a `derivative`.
-        softmax_scale, tensors: as `fa3.reference.forward.execute` took them.
+        softmax_scale, tensors, first_batch: as `fa3.reference.forward.execute` took them.
         wanted: of the sinks nothing is computed if there are none.
 
     Returns:
@@ -99,7 +100,9 @@ def execute_backward(
     d_out = d_out.masked_fill(is_empty.transpose(1, 2)[..., None], 0.0)
     delta = (d_out.float() * out.float()).sum(dim=3).transpose(1, 2) - d_lse
     delta = delta.masked_fill(is_empty, 0.0)
-    walk = BackwardWalk(problem, q, k, v, d_out, lse, delta, softmax_scale, scores, mask)
+    walk = BackwardWalk(
+        problem, q, k, v, d_out, lse, delta, softmax_scale, scores, mask, first_batch
+    )
     d_sinks = None
     if sinks is not None and wanted.sinks:
         d_sinks = gradient_of_sinks(sinks, lse, delta)
@@ -122,6 +125,7 @@ class BackwardWalk:
         lse, delta: (batch, num_heads_q, seqlen_q), float32: log-sum-exps, infinite for rows that
             see no key; what dP is taken relative to.
         scores, mask: bound to their tensors.
+        first_batch: what scores and mask take the first batch entry of q for.
     """
 
     problem: Problem
@@ -134,6 +138,7 @@ class BackwardWalk:
     softmax_scale: float
     scores: tuple[Score, ...]
     mask: object
+    first_batch: int
 
     def run(self, wanted: Wanted) -> tuple[torch.Tensor | None, ...]:
         """The gradients of q, k and v, in their dtypes."""
@@ -190,7 +195,7 @@ class BackwardWalk:
         """Yield the query blocks that may see the keys: head, rows, whether pairs are hidden."""
         sequence, group = self.sequence, self.problem.qhead_per_kvhead
         for head in range(head_kv * group, (head_kv + 1) * group):
-            blocks = self.mask.at(batch, head).query_blocks(
+            blocks = self.mask.at(self.first_batch + batch, head).query_blocks(
                 keys.start, KEYS_OF_BLOCK, QUERIES_OF_BLOCK, sequence
             )
             for m_block in range(blocks.begin, blocks.end):
@@ -211,7 +216,8 @@ class BackwardWalk:
         sequence = self.sequence
         query = torch.arange(rows.start, rows.stop, device=CPU)[:, None]
         key = torch.arange(keys.start, keys.stop, device=CPU)
-        at = Position(batch, head, query, key, sequence.seqlen_q, sequence.seqlen_k)
+        number = self.first_batch + batch
+        at = Position(number, head, query, key, sequence.seqlen_q, sequence.seqlen_k)
         values, slope = q @ k.T * self.softmax_scale, 1.0
         for score in self.scores:
             slope = slope * score.derivative(values, at)

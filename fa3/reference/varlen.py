@@ -1,17 +1,48 @@
 """Packed sequences on the CPU: each one runs through the plan that it would get as a batch of one.
 
-On a GPU all of them run in one launch, by another plan (`fa3.planning.ragged`).
+So do their gradients. On a GPU all of them run in one launch, by another plan
+(`fa3.planning.ragged`).
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
+from fa3.reference.backward import ALL_WANTED, BackwardOperands, Gradients, Wanted, execute_backward
 from fa3.reference.forward import execute
 from fa3.scores.scores import bind
+
+
+class PackedLengths(NamedTuple):
+    """Which rows are those of which sequence.
+
+    Fields:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end.
+        seqused_q, seqused_k: (batch,) int32, rows of each sequence that count; all if None.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seqused_q: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return len(self.cu_seqlens_q) - 1
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """The rows of each sequence that count, in q and in k. They are on the CPU."""
+        of_q, of_k = (
+            used_rows(ends.tolist(), None if used is None else used.tolist())
+            for ends, used in zip(self[:2], self[2:], strict=True)
+        )
+        for queries, keys in zip(of_q, of_k, strict=True):
+            yield slice(queries.start, queries.stop), slice(keys.start, keys.stop)
 
 
 class RaggedOperands(NamedTuple):
@@ -23,8 +54,7 @@ class RaggedOperands(NamedTuple):
         v: (total_k, heads_kv, head_dim_v), dtype of q.
         out: (total_q, heads_q, head_dim_v), receives the output.
         lse: (heads_q, total_q) float32, receives the log-sum-exp, or None.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end.
-        seqused_q, seqused_k: (batch,) int32, rows of each sequence that count; all if None.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: of `PackedLengths`.
     """
 
     q: torch.Tensor
@@ -36,6 +66,10 @@ class RaggedOperands(NamedTuple):
     cu_seqlens_k: torch.Tensor
     seqused_q: torch.Tensor | None
     seqused_k: torch.Tensor | None
+
+    @property
+    def lengths(self) -> PackedLengths:
+        return PackedLengths(*self[5:])
 
 
 def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
@@ -65,23 +99,15 @@ def execute_varlen(
         softmax_scale: factor of Q K^T before the softmax; positive.
         tensors: those of the spec's scores, mask and sinks.
     """
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = operands
-    heads_kv = k.shape[1]
+    q, k, v, out, lse = operands[:5]
     _, _, sinks = bind(spec, tensors)
-    rows_q, rows_k = (
-        used_rows(ends.tolist(), None if used is None else used.tolist())
-        for ends, used in ((cu_seqlens_q, seqused_q), (cu_seqlens_k, seqused_k))
-    )
-    for batch, (queries, keys) in enumerate(zip(rows_q, rows_k, strict=True)):
-        of_q, of_k = (slice(rows.start, rows.stop) for rows in (queries, keys))
-        if not queries:
+    for batch, (of_q, of_k) in enumerate(operands.lengths.slices()):
+        problem = problem_of_rows(spec, window, q[of_q], k[of_k])
+        if not problem.seqlen_q:
             continue
-        if keys:
-            problem = Problem(
-                spec, 1, len(queries), len(keys), heads_kv, q.shape[1] // heads_kv, window
-            )
-            of_sequence = q[None, of_q], k[None, of_k], v[None, of_k]
+        if problem.seqlen_k:
             plan = plan_forward(problem)
+            of_sequence = q[None, of_q], k[None, of_k], v[None, of_k]
             result, of_rows = execute(plan, *of_sequence, softmax_scale, tensors, batch)
         else:
             result = 0.0
@@ -89,3 +115,52 @@ def execute_varlen(
         out[of_q] = result
         if lse is not None:
             lse[:, of_q] = of_rows
+
+
+def execute_varlen_backward(
+    spec: AttentionSpec,
+    window: Window,
+    operands: BackwardOperands,
+    lengths: PackedLengths,
+    softmax_scale: float,
+    tensors: tuple[torch.Tensor, ...] | None = None,
+    wanted: Wanted = ALL_WANTED,
+) -> Gradients:
+    """Compute the gradients of what `execute_varlen` did; they are 0 in all other rows.
+
+    Args:
+        operands: q, k, v, out and lse as `execute_varlen` took and gave them; d_out and d_lse like
+            out and lse.
+        wanted: of the sinks nothing is computed if there are none.
+    """
+    q, k, v, out, lse, d_out, d_lse = operands
+    dq, dk, dv = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) if is_wanted else None
+        for x, is_wanted in zip((q, k, v), wanted, strict=False)
+    )
+    d_sinks = None
+    if spec.sinks:
+        # Added up over the sequences before it is rounded.
+        tensors = *tensors[:-1], tensors[-1].float()
+        d_sinks = torch.zeros_like(tensors[-1]) if wanted.sinks else None
+    for batch, (of_q, of_k) in enumerate(lengths.slices()):
+        of_sequence = BackwardOperands(
+            *(x[None, rows] for x, rows in ((q, of_q), (k, of_k), (v, of_k), (out, of_q))),
+            lse[None, :, of_q], d_out[None, of_q], d_lse[None, :, of_q],
+        )  # fmt: skip
+        problem = problem_of_rows(spec, window, q[of_q], k[of_k])
+        found = execute_backward(problem, of_sequence, softmax_scale, tensors, wanted, batch)
+        for target, rows, part in zip((dq, dk, dv), (of_q, of_k, of_k), found, strict=False):
+            if target is not None:
+                target[rows] = part[0]
+        if d_sinks is not None:
+            d_sinks += found.sinks
+    return Gradients(dq, dk, dv, d_sinks)
+
+
+def problem_of_rows(
+    spec: AttentionSpec, window: Window, q: torch.Tensor, k: torch.Tensor
+) -> Problem:
+    """The problem that the rows of one sequence pose."""
+    (seqlen_q, heads_q, _), (seqlen_k, heads_kv, _) = q.shape, k.shape
+    return Problem(spec, 1, seqlen_q, seqlen_k, heads_kv, heads_q // max(1, heads_kv), window)

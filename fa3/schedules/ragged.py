@@ -29,7 +29,7 @@ NUM_RECORDS = 2
 """The word of the header that has the number of records."""
 
 RECORD = 8
-"""Words of a record: those of `TileRecord`, and one unused one."""
+"""Words of a record: those of `TileRecord`, and one that a table of keys has a use for."""
 
 
 class TileRecord(NamedTuple):
@@ -97,6 +97,8 @@ class RaggedOrder:
     heads_of_key: int
     rows_of_section: int
 
+    record_type: ClassVar[type] = TileRecord
+
     @property
     def num_tiles(self):
         """Tiles that the table has room for."""
@@ -113,18 +115,22 @@ class RaggedOrder:
         first = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
         words = cute.make_rmem_tensor(RECORD, Int32)
         cute.autovec_copy(cute.make_tensor(first, cute.make_layout(RECORD)), words)
-        fields = range(len(TileRecord._fields))
-        found = TileRecord(*(cute.arch.make_warp_uniform(words[i]) for i in fields))
+        fields = range(len(self.record_type._fields))
+        found = self.record_type(*(cute.arch.make_warp_uniform(words[i]) for i in fields))
         heads = self.heads.value
         before = found.num_m_blocks - 1 - found.m_block
         of_sequence = index - number * heads + before * heads
-        head, m_block = self.place(of_sequence, found.num_m_blocks, found.seqlen_k)
+        head, m_block = self.place(of_sequence, found.num_m_blocks, self.walked(found))
         return head, found._replace(m_block=m_block)
 
-    def place(self, number, num_m_blocks, seqlen_k) -> tuple:
+    def walked(self, record):
+        """Rows that the tiles of a sequence and a head walk."""
+        return record.seqlen_k
+
+    def place(self, number, num_m_blocks, walked) -> tuple:
         """The head and row block of a sequence's tile with this number."""
         heads = self.heads.value
-        fitting = larger(self.rows_of_section // larger(seqlen_k, 1), 1)
+        fitting = larger(self.rows_of_section // larger(walked, 1), 1)
         of_section = smaller(fitting * self.heads_of_key, heads)
         # If one section has fewer heads, it is the first: the tiles at the end, which fill the gaps
         # between CTAs, are then as many as they can be.

@@ -1,8 +1,8 @@
 """The sequences of a call: how long each one is, and where its keys are.
 
-`Dense` and `Ragged` are for the forward kernel, `Cached` for decoding. All turn what they know of
-a sequence into what masks take. The same arithmetic runs on Python ints (reference, tests) and on
-values inside a kernel.
+`Dense` and `Ragged` are for forward and backward kernels, `Cached` for decoding. All turn what they
+know of a sequence into what masks take. The same arithmetic runs on Python ints (reference, tests)
+and on values inside a kernel.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def capacity_of(page_size, num_pages=1):
 
 
 class Sequences(Protocol):
-    """The sequences of a forward call: what is known of the one that a segment is of."""
+    """The sequences of a call: what is known of the one that a segment is of."""
 
     def sequence(self, segment: Segment) -> Sequence:
         """The sequence for a mask."""
@@ -41,6 +41,9 @@ class Sequences(Protocol):
 
     def keys(self, segment: Segment) -> DenseRows | RaggedRows:
         """Where its rows of K and V lie."""
+
+    def gradients_of_keys(self, segment: Segment) -> DenseRows | RaggedRows:
+        """Where its rows of dK and dV lie; of the backward kernel's segments."""
 
     def place(self, tile: Tile, segment: Segment, row) -> tuple:
         """Where a row lies in tensors (batch, heads, rows)."""
@@ -66,6 +69,9 @@ class Dense(NamedTuple):
     def keys(self, segment: Segment) -> DenseRows:
         return DenseRows(segment.tile.batch)
 
+    def gradients_of_keys(self, segment: Segment) -> DenseRows:
+        return DenseRows(segment.tile.batch)
+
     def place(self, tile: Tile, segment: Segment, row) -> tuple:
         """Where a row lies in (batch, heads, seqlen_q)."""
         return tile.batch, tile.head, row
@@ -85,6 +91,10 @@ class Ragged(NamedTuple):
 
     def keys(self, segment: Segment) -> RaggedRows:
         return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
+
+    def gradients_of_keys(self, segment: Segment) -> RaggedRows:
+        # Keys that are not used get 0.
+        return RaggedRows(segment.record.begin_k, segment.record.owned_k)
 
     def place(self, tile: Tile, segment: Segment, row) -> tuple:
         """Where a row lies in (1, heads, total_q)."""

@@ -1,0 +1,98 @@
+"""Gradients of `flash_attn_varlen_func`: what torch's autograd calls and keeps.
+
+Kept until the backward pass are the tensors of the call, its output and its log-sum-exp. A
+`fa3.calls.varlen_call.RaggedCall` computes both passes.
+"""
+
+import torch
+
+from fa3.calls.autograd import no_second_derivative
+from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.reference.varlen import PackedLengths, RaggedOperands
+
+
+class PackedAttention(torch.autograd.Function):
+    """Attention of packed sequences, differentiable once by q, k, v and the sinks."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        call: object,
+        lengths: PackedLengths,
+        longest: tuple[int, int],
+        softmax_scale: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a call.
+
+        Args:
+            longest: max_seqlen_q and max_seqlen_k.
+            tensors: those of the spec's scores, mask and sinks, in this order.
+
+        Returns:
+            out and lse.
+        """
+        total_q, heads, _ = q.shape
+        out = q.new_empty(total_q, heads, v.shape[2])
+        lse = q.new_empty(heads, total_q, dtype=torch.float32)
+        operands = RaggedOperands(q, k, v, out, lse, *lengths)
+        call.attend(operands, longest[1], tensors or None, softmax_scale)
+        ctx.call, ctx.longest, ctx.softmax_scale = call, longest, softmax_scale
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*lengths, q, k, v, out, lse, *tensors)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of what `forward` took, in its order."""
+        # Asked for once: a checkpoint computes them anew each time.
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        count = len(PackedLengths._fields)
+        lengths, operands, tensors = saved[:count], saved[count : count + 5], saved[count + 5 :]
+        wanted = Wanted(*needed[:3], any(needed[3:]))
+        *found, d_sinks = PackedGradients.apply(
+            ctx.call, ctx.longest, ctx.softmax_scale, wanted, *lengths, *operands, d_out, d_lse,
+            *tensors,
+        )  # fmt: skip
+        found = (x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=False))
+        # Of these tensors only sinks have a gradient. They come last.
+        of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
+        return None, None, None, None, *found, *of_tensors
+
+
+class PackedGradients(torch.autograd.Function):
+    """The gradients of `PackedAttention`, which have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        call: object,
+        longest: tuple[int, int],
+        softmax_scale: float,
+        wanted: Wanted,
+        *arguments: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Compute them.
+
+        Args:
+            arguments: those of `PackedLengths`, those of `BackwardOperands`, and those of the spec.
+        """
+        first, last = (
+            len(PackedLengths._fields),
+            len(PackedLengths._fields) + len(BackwardOperands._fields),
+        )
+        lengths, operands = (
+            PackedLengths(*arguments[:first]),
+            BackwardOperands(*arguments[first:last]),
+        )
+        tensors = arguments[last:]
+        return tuple(call.gradients(operands, lengths, longest, tensors, softmax_scale, wanted))
+
+    @staticmethod
+    def backward(ctx, *_: torch.Tensor | None):
+        raise no_second_derivative("flash_attn_varlen_func")

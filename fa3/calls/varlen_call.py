@@ -1,0 +1,110 @@
+"""What a call on packed sequences leads to, whatever its lengths are: attention and its gradients.
+
+`fa3.calls.varlen` checks and remembers it, `fa3.calls.varlen_autograd` comes back for gradients.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fa3.calls import varlen_backward, varlen_gpu
+from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
+from fa3.problem import AttentionSpec, Window
+from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
+from fa3.reference.varlen import (
+    PackedLengths,
+    RaggedOperands,
+    execute_varlen,
+    execute_varlen_backward,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedCall:
+    """What a call leads to, whatever its lengths are.
+
+    Fields:
+        window: with bounds that any lengths may have.
+        gpu: the kernels; None on the CPU.
+    """
+
+    spec: AttentionSpec
+    window: Window
+    gpu: varlen_gpu.PreparedVarlen | None
+
+    def attend(
+        self,
+        operands: RaggedOperands,
+        max_seqlen_k: int,
+        tensors: tuple[torch.Tensor, ...] | None,
+        scale: float,
+    ) -> None:
+        """Write the rows of out and lse that belong to queries that are used.
+
+        Args:
+            tensors: those of the spec's scores, mask and sinks.
+        """
+        total_q, heads, _ = operands.q.shape
+        if 0 in (operands.lengths.batch, total_q, heads):
+            return
+        most_keys = min(max_seqlen_k, operands.k.shape[0])
+        if most_keys == 0:
+            of_q = operands.cu_seqlens_q, operands.seqused_q
+            sinks = tensors[-1] if self.spec.sinks else None
+            hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
+        elif self.gpu is None:
+            execute_varlen(self.spec, self.window, operands, scale, tensors)
+        else:
+            self.gpu.launch(operands, most_keys, tensors, scale)
+
+    def gradients(
+        self,
+        operands: BackwardOperands,
+        lengths: PackedLengths,
+        longest: tuple[int, int],
+        tensors: tuple[torch.Tensor, ...],
+        scale: float,
+        wanted: Wanted,
+    ) -> Gradients:
+        """The gradients of what `attend` did; they are 0 in rows that are not used.
+
+        Args:
+            operands: its tensors; `d_out` and `d_lse` are None for zeros.
+            longest: max_seqlen_q and max_seqlen_k.
+            tensors: those of the spec's scores, mask and sinks.
+            wanted: whose gradients are; on a GPU q, k and v have theirs together.
+        """
+        q, k, _, out, lse, d_out, d_lse = operands
+        longest = tuple(map(min, longest, (len(q), len(k))))
+        if 0 in (lengths.batch, *q.shape, *longest) or (d_out is None and d_lse is None):
+            return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
+        if self.gpu is not None:
+            return varlen_backward.packed_gradients(
+                self.spec, self.window, operands, lengths, longest[0], tensors, scale, wanted
+            )
+        operands = operands._replace(
+            d_out=torch.zeros_like(out) if d_out is None else d_out,
+            d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
+        )
+        return execute_varlen_backward(
+            self.spec, self.window, operands, lengths, scale, tensors, wanted
+        )
+
+
+def without_visible_keys(
+    operands: BackwardOperands, lengths: PackedLengths, sinks: torch.Tensor | None
+) -> Gradients:
+    """The gradients where no query sees a key: only the sinks, if given, may have one."""
+    q, k, v, _, lse, _, d_lse = operands
+    d_sinks = None
+    if sinks is not None:
+        d_sinks = torch.zeros_like(sinks)
+        if d_lse is not None and lengths.batch:
+            is_used = used_queries(len(q), lengths.cu_seqlens_q, lengths.seqused_q)
+            delta = torch.where(is_used, -d_lse, 0.0)
+            d_sinks = gradient_of_sinks(
+                sinks, torch.where(is_used, lse, torch.inf)[None], delta[None]
+            )
+    return Gradients(
+        *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), d_sinks
+    )

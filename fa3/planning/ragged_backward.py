@@ -1,0 +1,67 @@
+"""How the gradients of packed sequences are computed: the plan holds for any lengths.
+
+`fa3.calls.varlen_backward` launches its kernels: one makes the table of key tiles from the lengths,
+the others are those of the backward pass.
+"""
+
+from dataclasses import dataclass
+
+from fa3.kernels.backward import Backward
+from fa3.kernels.backward_begin import BackwardBegin
+from fa3.kernels.backward_end import BackwardEnd
+from fa3.kernels.backward_launch import BackwardConfig
+from fa3.kernels.tile_table import TileTable
+from fa3.planning.backward import choose_backward_config
+from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
+from fa3.primitives.shared_memory import padded
+from fa3.problem import AttentionSpec
+from fa3.schedules.ragged_keys import RaggedKeyTiles
+from fa3.scores.masks import Band, Intersection
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBackwardPlan:
+    """The kernels for the gradients of a call on packed sequences.
+
+    Fields:
+        spec: what the backward kernel is compiled for, besides its tiling.
+        has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
+        has_d_lse: whether the log-sum-exp has a gradient.
+    """
+
+    spec: AttentionSpec
+    has_used_q: bool
+    has_used_k: bool
+    has_d_lse: bool
+
+    @property
+    def config(self) -> BackwardConfig:
+        return choose_backward_config(self.spec)
+
+    @property
+    def kernels(self) -> tuple[TileTable, BackwardBegin, Backward, BackwardEnd]:
+        """The kernels, in the order in which they run."""
+        spec, config, mask = self.spec, self.config, self.spec.mask
+        plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
+        band = mask.band if isinstance(mask, Intersection) else mask
+        lengths = self.has_used_q, self.has_used_k
+        return (
+            TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
+            BackwardBegin(plain, config, self.has_d_lse, True, self.has_used_q),
+            Backward(spec, config, RaggedKeyTiles),
+            BackwardEnd(plain, config, True),
+        )
+
+    def num_query_tiles(self, total_q: int, num_sequences: int) -> int:
+        """Tiles of a head for which there is memory."""
+        return number_of_packed_tiles(total_q, num_sequences, self.config.tile_m)
+
+    @property
+    def statistics_of_tile(self) -> int:
+        """float32 that the rows' statistics take for a tile of queries."""
+        return self.config.tile_m * STATISTICS
+
+    @property
+    def sums_of_tile(self) -> int:
+        """float32 that the sums of dQ take for a tile of queries."""
+        return self.config.pieces(padded(self.spec.head_dim)).numbers
