@@ -36,6 +36,7 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import SingleTile, Tile
+from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
 from fa3.tools.cubin import CubinReport, inspect
 
@@ -116,7 +117,7 @@ def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
 @pytest.mark.parametrize("head_dim", [72, 128, 256])
 def test_machine_code_for_packed_sequences(head_dim):
     spec = spec_of(head_dim, "causal")
-    plan = RaggedBackwardPlan(spec, has_used_q=True, has_used_k=True, has_d_lse=True)
+    plan = RaggedBackwardPlan(spec, True, True, has_d_lse=True, is_ordered=False)
     for kernel in plan.kernels:
         compiled = compile_kernel(kernel)
         report = inspect(compiled.cubin)
@@ -125,6 +126,22 @@ def test_machine_code_for_packed_sequences(head_dim):
         assert report.count("ACQBULK") >= 1 and report.count("PREEXIT") == 1
         if isinstance(kernel, Backward):
             check_wgmma(report, spec, plan.config)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("schedule", [SingleTile, RaggedKeyTiles])
+@pytest.mark.parametrize("head_dim", [72, 128, 256])
+def test_machine_code_with_sums_in_order(head_dim, schedule):
+    spec = spec_of(head_dim, "causal")
+    config = choose_backward_config(spec)
+    compiled = compile_kernel(Backward(spec, config, schedule, is_ordered=True))
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log, config.threads)
+    check_wgmma(report, spec, config)
+    # A warp waits for a word before it adds, and raises that of the block before; the last one
+    # after the loops.
+    assert report.count("LDG.E.STRONG.GPU") == loops(spec)
+    assert report.count("REDG.E.MAX") == loops(spec) + 1
 
 
 @pytest.mark.compiles
@@ -362,3 +379,45 @@ def test_query_blocks_and_masks(head_dim, window):
             assert not of_tile[: begin * tile_m].any() and not of_tile[end * tile_m :].any()
             full = slice(full_begin * tile_m, full_end * tile_m)
             assert of_tile[full][is_query[full]].all()
+        check_order(blocks, seen, tile_m, tile_n)
+
+
+def check_order(blocks: torch.Tensor, seen: torch.Tensor, tile_m: int, tile_n: int) -> None:
+    """Assert that key tiles with something to add to a query block wait for each other in a row.
+
+    A tile waits for the next one if that walks the block too. In between no tile is missing that
+    walks it.
+    """
+    num_blocks = len(seen) // tile_m
+    by_tile = seen.view(num_blocks, tile_m, -1, tile_n).any(dim=3).any(dim=1)
+    for m_block in range(num_blocks):
+        walked = [begin <= m_block < end for begin, _, _, end in blocks.tolist()]
+        adding = by_tile[m_block].nonzero().flatten().tolist()
+        if adding:
+            assert all(walked[adding[0] : adding[-1] + 1])
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("window", WINDOWS)
+def test_key_tiles_that_are_not_used(window):
+    """Of packed sequences such tiles walk one block, all of it masked."""
+    spec = replace(spec_of(128, "full"), mask=Band.of(window))
+    kernel = Backward(spec, choose_backward_config(spec), RaggedKeyTiles)
+    tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
+    run = None
+    for seqlen_q, seqlen_k in ((300, 0), (0, 100), (300, 129), (64, 128), (1000, 300), (100, 500)):
+        used, num_blocks = -(-seqlen_k // tile_n), max(1, -(-seqlen_q // tile_m))
+        blocks = torch.full((used + 3, 4), -1, dtype=torch.int32)
+        hidden = torch.zeros(tile_n * tile_m, num_blocks, used + 3, dtype=torch.int32)
+        sizes = tuple(map(Int32, (seqlen_q, seqlen_k, *window)))
+        tensors = [from_dlpack(x).mark_layout_dynamic(x.ndim - 1) for x in (blocks, hidden)]
+        run = run or cute.compile(write_masks, *tensors, kernel, sizes, options=OPTIONS)
+        run(*tensors, sizes)
+        for begin, full_begin, full_end, end in blocks[used:].tolist():
+            assert 0 <= begin < end == begin + 1 <= num_blocks and full_begin == full_end == end
+        rows = torch.arange(num_blocks * tile_m) < seqlen_q
+        seen = torch.zeros(len(rows), len(blocks) * tile_n, dtype=torch.bool)
+        seen[:seqlen_q, :seqlen_k] = visible(seqlen_q, seqlen_k, window)
+        left = hidden.view(tile_n, tile_m, num_blocks, -1).permute(2, 1, 3, 0) == 1
+        assert torch.equal(left.reshape(seen.shape)[rows], seen[rows])
+        check_order(blocks, seen, tile_m, tile_n)

@@ -244,6 +244,70 @@ def test_dk_and_dv_have_the_same_bits_every_time(device):
         assert all(map(torch.equal, again, first))
 
 
+DETERMINISTIC = (
+    make_problem(1, 300, 300, 2, head_dim=64),
+    make_problem(2, 1000, 1000, 2, 2, 128, CAUSAL),
+    make_problem(1, 2000, 1500, 2, head_dim=64, window=CAUSAL),
+    make_problem(2, 777, 1500, 1, 3, 128, Window(200, 30)),
+    make_problem(1, 1500, 700, 2, head_dim=128, window=Window(left=100)),
+    make_problem(1, 1000, 1000, 3, head_dim=256, window=CAUSAL),
+    make_problem(1, 700, 900, 2, head_dim=192),
+    make_problem(4, 2048, 2048, 8, head_dim=128, window=CAUSAL),
+    make_problem(4, 2048, 2048, 8, head_dim=64),
+    make_problem(1, 20000, 20000, 1, head_dim=128),
+)
+
+
+@pytest.mark.parametrize("problem", DETERMINISTIC, ids=lambda p: f"{p.seqlen_q}-{p.spec.head_dim}")
+def test_deterministic_gradients_have_the_same_bits_every_time(problem, device):
+    """More tiles than fit on the GPU too: tiles wait for each other, and none may wait forever."""
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    options = {"window_size": tuple(problem.window), "return_lse": True}
+    out, lse = fa3.flash_attn_func(*operands, **options, deterministic=True)
+    plain, _ = fa3.flash_attn_func(*operands, **options)
+    given = torch.randn_like(out), torch.randn_like(lse)
+    first = torch.autograd.grad((out, lse), operands, given, retain_graph=True)
+    expected = torch.autograd.grad(plain, operands, given[0])
+    without_lse = torch.autograd.grad(out, operands, given[0], retain_graph=True)
+    for ours, theirs in zip(without_lse, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    assert all(map(torch.equal, without_lse[1:], expected[1:]))
+    for _ in range(200):
+        again = torch.autograd.grad((out, lse), operands, given, retain_graph=True)
+        assert all(map(torch.equal, again, first))
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(40, 20), Window(left=70)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients(head_dim, window, device):
+    problem = make_problem(2, 500, 700, 2, 2, head_dim, window)
+    q, k, v = make_operands(problem, 0, device)
+    check_gradients(q, k, v, window, (True, True), deterministic=True)
+
+
+def test_deterministic_gradients_captured_in_a_graph(device):
+    """Words that tiles wait for are zero again at each replay."""
+    problem = make_problem(2, 1500, 1500, 4, head_dim=128, window=CAUSAL)
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    d_out = torch.randn_like(operands[0])
+
+    def run():
+        out = fa3.flash_attn_func(*operands, causal=True, deterministic=True)
+        return torch.autograd.grad(out, operands, d_out)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(5):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
+
+
 def test_captured_in_a_graph(device):
     q, k, v = leaves(device)
     d_out = torch.randn_like(q)
@@ -296,8 +360,6 @@ def test_refusals(device):
     (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.float().sum().backward()
-    with pytest.raises(NotImplementedError, match=r"^q requires grad, .* deterministic=False"):
-        fa3.flash_attn_func(q, k, v, deterministic=True)
     with pytest.raises(NotImplementedError, match=r"^q requires grad, .* sm_margin=0"):
         fa3.flash_attn_func(q, k, v, sm_margin=4)
     with pytest.raises(ValueError, match=r"^q requires grad, so out must be None"):

@@ -226,3 +226,26 @@ def test_strange_gradients_of_out(device):
             found = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1)])
+def test_deterministic_gradients_have_the_same_bits_every_time(window, head_dim, device):
+    """Keys without queries, and rows that are not used, add nothing in any order."""
+    draw = random.Random(0)
+    lengths = (1500, 0, 1, *(draw.randint(0, 600) for _ in range(40)), 3000, 127, 128)
+    other = (1000, 300, 0, *(draw.randint(0, 600) for _ in range(40)), 2500, 0, 129)
+    problem = VarlenProblem(
+        lengths, other, None, tuple(count * 2 // 3 for count in other), 200, heads_kv=2, group=2,
+        window=window, **of_size(head_dim),
+    )  # fmt: skip
+    call = make_call(problem, 0, device)
+    check_varlen_gradients(problem, call | {"deterministic": True}, (True, False))
+    leaves = [call[name].detach().requires_grad_() for name in "qkv"]
+    call = call | dict(zip("qkv", leaves, strict=True)) | {"deterministic": True}
+    out = fa3.flash_attn_varlen_func(**call)
+    d_out = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    for _ in range(100):
+        again = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        assert all(map(torch.equal, again, first))

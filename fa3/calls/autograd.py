@@ -30,7 +30,6 @@ def check_differentiable(
     sinks: torch.Tensor | None,
     score: Score | None,
     out: torch.Tensor | None,
-    deterministic: bool,
     sm_margin: int,
 ) -> None:
     """Raise unless a call that wants a gradient can have one.
@@ -51,11 +50,6 @@ def check_differentiable(
     if score is not None:
         raise NotImplementedError(
             f"{name} requires grad, but score has no derivative yet: use torch.no_grad()"
-        )
-    if q.is_cuda and deterministic:
-        raise NotImplementedError(
-            f"{name} requires grad, but the backward pass on a GPU adds up dQ in no fixed order "
-            "yet: pass deterministic=False, or use torch.no_grad()"
         )
     if q.is_cuda and sm_margin:
         raise NotImplementedError(
@@ -146,6 +140,7 @@ class DeviceAttention(torch.autograd.Function):
     def forward(
         ctx,
         call: object,
+        deterministic: bool,
         softmax_scale: float,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -155,6 +150,7 @@ class DeviceAttention(torch.autograd.Function):
         """Run a `fa3.calls.forward.PreparedCall`.
 
         Args:
+            deterministic: whether dQ is to have the same bits every time.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
@@ -166,7 +162,7 @@ class DeviceAttention(torch.autograd.Function):
             call.launch(q, k, v, out, lse, tensors or None, softmax_scale)
         else:
             hide_all_keys(out, lse, tensors[-1] if call.problem.spec.sinks else None)
-        ctx.problem, ctx.softmax_scale = call.problem, softmax_scale
+        ctx.options = call.problem, deterministic, softmax_scale
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         return out, lse
@@ -176,14 +172,14 @@ class DeviceAttention(torch.autograd.Function):
         ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
-        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[3:]
         *found, d_sinks = DeviceGradients.apply(
-            ctx.problem, ctx.softmax_scale, any(wanted[3:]), *saved[:5], d_out, d_lse, *saved[5:]
+            *ctx.options, any(wanted[3:]), *saved[:5], d_out, d_lse, *saved[5:]
         )
         found = (x if is_wanted else None for x, is_wanted in zip(found, wanted[:3], strict=True))
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(saved) - 6), d_sinks) if len(saved) > 5 else ()
-        return None, None, *found, *of_tensors
+        return None, None, None, *found, *of_tensors
 
 
 class DeviceGradients(torch.autograd.Function):
@@ -191,7 +187,12 @@ class DeviceGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, problem: Problem, softmax_scale: float, wants_sinks: bool, *arguments
+        ctx,
+        problem: Problem,
+        deterministic: bool,
+        softmax_scale: float,
+        wants_sinks: bool,
+        *arguments: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Compute them.
 
@@ -200,7 +201,8 @@ class DeviceGradients(torch.autograd.Function):
         """
         count = len(BackwardOperands._fields)
         operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
-        return tuple(gradients(problem, operands, softmax_scale, tensors, wants_sinks))
+        found = gradients(problem, operands, softmax_scale, tensors, wants_sinks, deterministic)
+        return tuple(found)
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):

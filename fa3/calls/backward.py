@@ -50,20 +50,22 @@ class PreparedBackward:
         q, k, v, out, lse, d_out, d_lse = operands
         plan = self.plan
         statistics, sums = q.new_empty(sum(self.numbers), dtype=torch.float32).split(self.numbers)
+        turns = q.new_empty(plan.words_of_turns, dtype=torch.int32) if plan.is_ordered else None
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        self.begin(out, d_out, lse, d_lse, statistics, sums)
+        self.begin(out, d_out, lse, d_lse, statistics, sums, None, None, turns)
         self.main(
             q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale,
             *plan.problem.window, plan.heads_per_section, plan.num_key_tiles, None,
+            None, None, turns,
         )  # fmt: skip
-        self.end(sums, dq, softmax_scale)
+        self.end(sums, dq, softmax_scale, None)
         return dq, dk, dv, statistics
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_backward(problem: Problem, has_d_lse: bool) -> PreparedBackward:
+def prepare_backward(problem: Problem, has_d_lse: bool, is_ordered: bool) -> PreparedBackward:
     """Plan the backward pass of a problem and load its kernels."""
-    return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse))
+    return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse, is_ordered))
 
 
 def gradients(
@@ -72,6 +74,7 @@ def gradients(
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...],
     wants_sinks: bool,
+    deterministic: bool = False,
 ) -> Gradients:
     """Compute the gradients of a problem posed by tensors on a GPU.
 
@@ -79,6 +82,7 @@ def gradients(
         operands: `d_out` and `d_lse` may be laid out in any way, and None for zeros.
         tensors: those of the spec's scores, mask and sinks.
         wants_sinks: whether the gradient of the sinks is wanted.
+        deterministic: whether dQ is to have the same bits every time; the others always have.
 
     Returns:
         those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
@@ -93,7 +97,7 @@ def gradients(
     if 0 in (*q.shape, *k.shape):
         return without_keys(operands, tensors, wants_sinks)
     with torch.cuda.device(q.device):
-        call = prepare_backward(problem, d_lse is not None)
+        call = prepare_backward(problem, d_lse is not None, deterministic)
         dq, dk, dv, statistics = call.launch(operands, softmax_scale, tensors or None)
     d_sinks = None
     if wants_sinks:

@@ -259,8 +259,8 @@ def flash_attn_func(
             head's softmax, and so the log-sum-exp.
         score: a function of scores of your own, see `fa3.Score`; applied last. Has no gradient.
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
-        deterministic: whether gradients must have the same bits every time, which on GPUs they
-            cannot yet. The forward pass always has.
+        deterministic: whether dQ must have the same bits every time, for which key tiles wait for
+            each other on a GPU. Out, dK and dV always have.
         sm_margin: SMs to leave to other kernels; on GPUs not with gradients.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
@@ -348,10 +348,10 @@ def flash_attn_func(
     head_dim = described[0][0][-1]
     scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
     if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, deterministic, sm_margin)
+        check_differentiable(q, k, v, sinks, score, out, sm_margin)
         tensors = modifiers.tensors or ()
         if q.is_cuda:
-            out, lse = DeviceAttention.apply(call, scale, q, k, v, *tensors)
+            out, lse = DeviceAttention.apply(call, deterministic, scale, q, k, v, *tensors)
         else:
             out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)
         return (out, lse) if return_lse else out

@@ -56,7 +56,12 @@ def trace_dense(
     named, functions = options_of(*options), functions_of(score, mask)
     sinks = named["sinks"]
     if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, deterministic, named["sm_margin"])
+        check_differentiable(q, k, v, sinks, score, out, named["sm_margin"])
+        if q.is_cuda and deterministic:
+            raise NotImplementedError(
+                "deterministic must be False while a graph is traced and a gradient is wanted: the "
+                "operator fa3::backward adds up dQ in no fixed order yet"
+            )
     refuse_gradients({"alibi_slopes": named["alibi_slopes"], **tensors_of_functions(functions)})
     named = named | functions | {"schedule": schedule}
     if out is None:

@@ -37,7 +37,6 @@ from fa3.calls.ragged import (
     check_tokens,
     check_totals,
     describe_integers,
-    hide_all_keys_of_packed,
     tokens_of,
 )
 from fa3.calls.traced import trace_packed
@@ -229,10 +228,10 @@ def flash_attn_varlen_func(
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
     heads, _ = tokens[0][0]
     if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, deterministic, sm_margin)
+        check_differentiable(q, k, v, sinks, score, out, sm_margin)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
         out, lse = PackedAttention.apply(
-            call, PackedLengths(*integers), longest, scale, q, k, v, *tensors
+            call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors
         )
         return (out, lse) if return_lse else out
     shape = total_q, heads, call.spec.head_dim_v

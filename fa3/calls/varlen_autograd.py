@@ -20,6 +20,7 @@ class PackedAttention(torch.autograd.Function):
         call: object,
         lengths: PackedLengths,
         longest: tuple[int, int],
+        deterministic: bool,
         softmax_scale: float,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -30,6 +31,7 @@ class PackedAttention(torch.autograd.Function):
 
         Args:
             longest: max_seqlen_q and max_seqlen_k.
+            deterministic: whether dQ is to have the same bits every time.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
@@ -40,7 +42,7 @@ class PackedAttention(torch.autograd.Function):
         lse = q.new_empty(heads, total_q, dtype=torch.float32)
         operands = RaggedOperands(q, k, v, out, lse, *lengths)
         call.attend(operands, longest[1], tensors or None, softmax_scale)
-        ctx.call, ctx.longest, ctx.softmax_scale = call, longest, softmax_scale
+        ctx.call, ctx.options = call, (longest, deterministic, softmax_scale)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*lengths, q, k, v, out, lse, *tensors)
         return out, lse
@@ -51,18 +53,18 @@ class PackedAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
         # Asked for once: a checkpoint computes them anew each time.
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[5:]
         count = len(PackedLengths._fields)
         lengths, operands, tensors = saved[:count], saved[count : count + 5], saved[count + 5 :]
         wanted = Wanted(*needed[:3], any(needed[3:]))
         *found, d_sinks = PackedGradients.apply(
-            ctx.call, ctx.longest, ctx.softmax_scale, wanted, *lengths, *operands, d_out, d_lse,
+            ctx.call, *ctx.options, wanted, *lengths, *operands, d_out, d_lse,
             *tensors,
         )  # fmt: skip
         found = (x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=False))
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
-        return None, None, None, None, *found, *of_tensors
+        return None, None, None, None, None, *found, *of_tensors
 
 
 class PackedGradients(torch.autograd.Function):
@@ -73,6 +75,7 @@ class PackedGradients(torch.autograd.Function):
         ctx,
         call: object,
         longest: tuple[int, int],
+        deterministic: bool,
         softmax_scale: float,
         wanted: Wanted,
         *arguments: torch.Tensor | None,
@@ -91,7 +94,10 @@ class PackedGradients(torch.autograd.Function):
             BackwardOperands(*arguments[first:last]),
         )
         tensors = arguments[last:]
-        return tuple(call.gradients(operands, lengths, longest, tensors, softmax_scale, wanted))
+        found = call.gradients(
+            operands, lengths, longest, tensors, softmax_scale, wanted, deterministic
+        )
+        return tuple(found)
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):

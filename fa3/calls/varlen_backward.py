@@ -53,6 +53,9 @@ class PreparedVarlenBackward:
         tiles = heads * plan.num_query_tiles(total_q, num_sequences)
         sizes = tiles * plan.statistics_of_tile, tiles * plan.sums_of_tile
         statistics, sums = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+        turns = None
+        if plan.is_ordered:
+            turns = q.new_empty(tiles * plan.turns_of_tile, dtype=torch.int32)
         capacity = capacity_of_table(total_k, num_sequences, config.tile_n)
         table = q.new_empty(words_of_table(capacity), dtype=torch.int32)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -62,12 +65,12 @@ class PreparedVarlenBackward:
             shift_of_work(max_seqlen_q, config.tile_m), *window,
         )  # fmt: skip
         ends, _, used, _ = lengths
-        self.begin(out, d_out, lse, d_lse, statistics, sums, ends, used)
+        self.begin(out, d_out, lse, d_lse, statistics, sums, ends, used, turns)
         # In the order of `BackwardArguments`.
         self.main(
             q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *window,
             rows_in_l2(plan.spec, heads // heads_kv), capacity * heads_kv, None, table,
-            num_sequences,
+            num_sequences, turns,
         )  # fmt: skip
         self.end(sums, dq, softmax_scale, ends)
         return dq, dk, dv, statistics.view(heads, -1, STATISTICS, config.tile_m)
@@ -75,10 +78,10 @@ class PreparedVarlenBackward:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_varlen_backward(
-    spec: AttentionSpec, has_used_q: bool, has_used_k: bool, has_d_lse: bool
+    spec: AttentionSpec, has_used_q: bool, has_used_k: bool, has_d_lse: bool, is_ordered: bool
 ) -> PreparedVarlenBackward:
     """Load the kernels for the gradients of packed sequences."""
-    plan = RaggedBackwardPlan(spec, has_used_q, has_used_k, has_d_lse)
+    plan = RaggedBackwardPlan(spec, has_used_q, has_used_k, has_d_lse, is_ordered)
     return PreparedVarlenBackward(plan, *map(load_kernel, plan.kernels))
 
 
@@ -91,6 +94,7 @@ def packed_gradients(
     tensors: tuple[torch.Tensor, ...],
     softmax_scale: float,
     wanted: Wanted,
+    deterministic: bool,
 ) -> Gradients:
     """Compute the gradients of packed sequences on a GPU. There are queries, and keys.
 
@@ -98,6 +102,7 @@ def packed_gradients(
         operands: `d_out` and `d_lse` may be laid out in any way; one of them may be None for zeros.
         tensors: those of the spec's scores, mask and sinks.
         wanted: of the sinks nothing is computed unless it is; the others come all together.
+        deterministic: whether dQ is to have the same bits every time; the others always have.
 
     Returns:
         those of q, k, v and the sinks, contiguous. Rows that are not used get 0.
@@ -106,9 +111,9 @@ def packed_gradients(
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
     operands = operands._replace(d_out=d_out, d_lse=d_lse)
-    has_used_q, has_used_k = (used is not None for used in lengths[2:])
+    given = (*(used is not None for used in lengths[2:]), d_lse is not None)
     with torch.cuda.device(q.device):
-        call = prepare_varlen_backward(spec, has_used_q, has_used_k, d_lse is not None)
+        call = prepare_varlen_backward(spec, *given, deterministic)
         *found, statistics = call.launch(
             operands, lengths, max_seqlen_q, window, tensors or None, softmax_scale
         )

@@ -65,6 +65,7 @@ class RaggedCall:
         tensors: tuple[torch.Tensor, ...],
         scale: float,
         wanted: Wanted,
+        deterministic: bool,
     ) -> Gradients:
         """The gradients of what `attend` did; they are 0 in rows that are not used.
 
@@ -73,6 +74,8 @@ class RaggedCall:
             longest: max_seqlen_q and max_seqlen_k.
             tensors: those of the spec's scores, mask and sinks.
             wanted: whose gradients are; on a GPU q, k and v have theirs together.
+            deterministic: whether dQ is to have the same bits every time, as it always has on the
+                CPU.
         """
         q, k, _, out, lse, d_out, d_lse = operands
         longest = tuple(map(min, longest, (len(q), len(k))))
@@ -80,7 +83,15 @@ class RaggedCall:
             return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
         if self.gpu is not None:
             return varlen_backward.packed_gradients(
-                self.spec, self.window, operands, lengths, longest[0], tensors, scale, wanted
+                self.spec,
+                self.window,
+                operands,
+                lengths,
+                longest[0],
+                tensors,
+                scale,
+                wanted,
+                deterministic,
             )
         operands = operands._replace(
             d_out=torch.zeros_like(out) if d_out is None else d_out,

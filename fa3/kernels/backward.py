@@ -37,7 +37,7 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.attention_kernel import AttentionKernel
@@ -49,6 +49,7 @@ from fa3.primitives.divisor import Divisor
 from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
+from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
 from fa3.primitives.query_tiles import (
     STATISTICS,
     PackedQueryTiles,
@@ -84,6 +85,7 @@ class BackwardTensors(NamedTuple):
 
     Fields:
         q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `with_movable_end`.
+        turns: for sums in a fixed order; None without.
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
     """
@@ -96,6 +98,7 @@ class BackwardTensors(NamedTuple):
     dv: TmaTensor
     statistics: RowStatistics
     sums: QueryGradients
+    turns: TurnWords | None
     qhead_per_kvhead: int
     modifiers: tuple | None
 
@@ -131,11 +134,15 @@ class BackwardPipelines(NamedTuple):
 
 @dataclass(frozen=True)
 class Backward(AttentionKernel):
-    """The backward kernel, compiled for one (spec, config, schedule type)."""
+    """The backward kernel, compiled for one (spec, config, schedule type).
+
+    With `is_ordered` the sums of dQ are added up in a fixed order.
+    """
 
     spec: AttentionSpec
     config: BackwardConfig
     schedule_type: type
+    is_ordered: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward"
 
@@ -182,6 +189,7 @@ class Backward(AttentionKernel):
             TmaTensor.of(store, dv, layouts.dv),
             RowStatistics(call.statistics, tiles),
             QueryGradients(call.sums, tiles),
+            TurnWords(call.turns) if self.is_ordered else None,
             heads_q // heads_kv,
             call.modifiers,
         )
@@ -292,13 +300,19 @@ class Backward(AttentionKernel):
     def keys_of(self, schedule, segment) -> Tile:
         """The tile of keys of a segment, `m_block` being its index among the keys' tiles.
 
-        The order counts from the last block down; the first keys have most queries. A table has
-        the order that is wanted.
+        The order counts from the last block down. The first keys have most queries, so it is
+        turned around; unless the last keys must come first, to add to dQ first.
         """
         m_block, head, batch = segment.tile
+        if self.is_ordered:
+            return segment.tile
+        return Tile(self.num_key_tiles(schedule, segment) - 1 - m_block, head, batch)
+
+    def num_key_tiles(self, schedule, segment):
+        """Tiles of keys of a segment's sequence and head."""
         if self.schedule_type.is_ragged:
-            return Tile(segment.record.num_m_blocks - 1 - m_block, head, batch)
-        return Tile(schedule.order.num_m_blocks - 1 - m_block, head, batch)
+            return segment.record.num_m_blocks
+        return schedule.order.num_m_blocks
 
     @cute.jit
     def query_blocks(self, mask, n_block, sequence) -> Blocks:
@@ -407,11 +421,19 @@ class Backward(AttentionKernel):
                 of_head = mask.at(batch, tile.head)
                 rules = TransposedRules.of(scores, of_head, coords, sequence, softmax_scale)
                 blocks = self.query_blocks(of_head, n_block, sequence)
+                target = sums
+                if cutlass.const_expr(self.is_ordered):
+                    last = self.num_key_tiles(schedule, segment) - 1
+                    place = of_head, n_block, last, sequence
+                    target = self.in_order(sums, operands.turns, blocks, place)
                 step = GradientStep(
-                    config, mmas, regs, smem, pipelines, sums, rules, thread, group,
+                    config, mmas, regs, smem, pipelines, target, rules, thread, group,
                     scores_barrier(config),
                 )  # fmt: skip
                 q_state, do_state = step.all(blocks, q_state, do_state)
+                if cutlass.const_expr(self.is_ordered):
+                    pieces = config.pieces(self.columns)
+                    target.finish(pieces, thread, group, tile.head, batch)
             cursor = schedule.next(cursor)
             regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
             place = n_block, head_kv, sequences.gradients_of_keys(segment)
@@ -420,6 +442,17 @@ class Backward(AttentionKernel):
             pipelines.v.consumer_release(v_state)
             k_state.advance()
             v_state.advance()
+
+    def in_order(
+        self, sums: QueryGradients, turns: TurnWords, blocks: Blocks, place: tuple
+    ) -> OrderedGradients:
+        """The sums of dQ for a tile of keys that adds in its turn."""
+        mask, n_block, last, sequence = place
+        before = self.query_blocks(mask, n_block + 1, sequence)
+        # The last keys have nobody to wait for.
+        end = before.end * Int32(n_block < last)
+        rank = last - n_block + 1
+        return OrderedGradients(sums, turns, rank, blocks.begin, blocks.end, before.begin, end)
 
     @cute.jit
     def store(

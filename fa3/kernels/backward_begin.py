@@ -21,6 +21,7 @@ from cutlass import Float32
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, BeginArguments
 from fa3.primitives import arguments
+from fa3.primitives.ordered_gradients import TurnWords, words_of_turns
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryGradients, RowStatistics
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E
@@ -40,6 +41,7 @@ class BackwardBegin(AttentionKernel):
         has_d_lse: whether there is a dLSE.
         is_ragged: whether sequences are packed.
         has_used_q: whether these have `seqused_q`.
+        is_ordered: whether the sums of dQ are added up in a fixed order.
     """
 
     spec: AttentionSpec
@@ -47,6 +49,7 @@ class BackwardBegin(AttentionKernel):
     has_d_lse: bool
     is_ragged: bool = False
     has_used_q: bool = False
+    is_ordered: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward_begin"
 
@@ -97,6 +100,9 @@ class BackwardBegin(AttentionKernel):
         if begin >= 0 and begin < own.owned:
             sums = QueryGradients(call.sums, own.tiles)
             sums.clear(config.pieces(self.columns), thread, BEGIN_THREADS, own.tile)
+        if cutlass.const_expr(self.is_ordered):
+            words = words_of_turns(config.pieces(self.columns))
+            TurnWords(call.turns).clear(words, own.tiles, own.tile, thread)
         statistics = RowStatistics(call.statistics, own.tiles).of_tile(config.tile_m, own.tile)
         rows_at_once = BEGIN_THREADS // self.lanes
         for i in cutlass.range_constexpr(config.tile_m // rows_at_once):

@@ -145,6 +145,7 @@ class BackwardArguments(NamedTuple):
         schedule_state: int32; the schedule's table.
         table: int32, the tiles of packed sequences; None without.
         num_sequences: how many are packed; None without.
+        turns: of `TurnWords`; None if sums have no fixed order.
     """
 
     q: object
@@ -164,6 +165,7 @@ class BackwardArguments(NamedTuple):
     schedule_state: object = None
     table: object = None
     num_sequences: int | None = None
+    turns: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "BackwardArguments":
@@ -194,6 +196,7 @@ class BackwardArguments(NamedTuple):
             if schedule.is_ragged
             else None,
             num_sequences=Int32(0) if schedule.is_ragged else None,
+            turns=words_of_tiles() if kernel.is_ordered else None,
         )
 
 
@@ -208,6 +211,7 @@ class BeginArguments(NamedTuple):
         sums: of `QueryGradients`, receives zeros.
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
+        turns: of `TurnWords`, receives zeros; None if sums have no fixed order.
     """
 
     out: object
@@ -218,6 +222,7 @@ class BeginArguments(NamedTuple):
     sums: object
     cu_seqlens_q: object = None
     seqused_q: object = None
+    turns: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "BeginArguments":
@@ -233,6 +238,7 @@ class BeginArguments(NamedTuple):
             sums=numbers(),
             cu_seqlens_q=lengths() if kernel.is_ragged else None,
             seqused_q=lengths() if kernel.has_used_q else None,
+            turns=words_of_tiles() if kernel.is_ordered else None,
         )
 
 
@@ -289,6 +295,11 @@ class CallSizes(NamedTuple):
 def numbers() -> object:
     """A buffer of float32."""
     return arguments.compact_tensor("float32", (cute.sym_int64(),))
+
+
+def words_of_tiles() -> object:
+    """A buffer of int32."""
+    return arguments.compact_tensor("int32", (cute.sym_int64(),))
 
 
 def lengths() -> object:

@@ -11,6 +11,7 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
+from fa3.primitives.ordered_gradients import words_of_turns
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES
@@ -60,15 +61,17 @@ class BackwardPlan:
 
     Fields:
         has_d_lse: whether the log-sum-exp has a gradient.
+        is_ordered: whether the sums of dQ are added up in a fixed order.
     """
 
     problem: Problem
     config: BackwardConfig
     has_d_lse: bool = False
+    is_ordered: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, has_d_lse: bool) -> "BackwardPlan":
-        return cls(problem, choose_backward_config(problem.spec), has_d_lse)
+    def of(cls, problem: Problem, has_d_lse: bool, is_ordered: bool = False) -> "BackwardPlan":
+        return cls(problem, choose_backward_config(problem.spec), has_d_lse, is_ordered)
 
     @property
     def kernels(self) -> tuple[BackwardBegin, Backward, BackwardEnd]:
@@ -77,8 +80,8 @@ class BackwardPlan:
         # What masks and scores change is in the second one only.
         plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
         return (
-            BackwardBegin(plain, config, self.has_d_lse),
-            Backward(spec, config, SingleTile),
+            BackwardBegin(plain, config, self.has_d_lse, is_ordered=self.is_ordered),
+            Backward(spec, config, SingleTile, self.is_ordered),
             BackwardEnd(plain, config),
         )
 
@@ -101,6 +104,12 @@ class BackwardPlan:
     def numbers_of_sums(self) -> int:
         """float32 that the sums of dQ take."""
         return self.num_query_tiles * self.config.pieces(padded(self.problem.spec.head_dim)).numbers
+
+    @property
+    def words_of_turns(self) -> int:
+        """int32 that the order of the sums takes."""
+        pieces = self.config.pieces(padded(self.problem.spec.head_dim))
+        return self.num_query_tiles * words_of_turns(pieces) if self.is_ordered else 0
 
     @property
     def heads_per_section(self) -> int:

@@ -12,6 +12,7 @@ from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import choose_backward_config
+from fa3.primitives.ordered_gradients import words_of_turns
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
@@ -27,12 +28,14 @@ class RaggedBackwardPlan:
         spec: what the backward kernel is compiled for, besides its tiling.
         has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
         has_d_lse: whether the log-sum-exp has a gradient.
+        is_ordered: whether the sums of dQ are added up in a fixed order.
     """
 
     spec: AttentionSpec
     has_used_q: bool
     has_used_k: bool
     has_d_lse: bool
+    is_ordered: bool
 
     @property
     def config(self) -> BackwardConfig:
@@ -47,8 +50,8 @@ class RaggedBackwardPlan:
         lengths = self.has_used_q, self.has_used_k
         return (
             TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
-            BackwardBegin(plain, config, self.has_d_lse, True, self.has_used_q),
-            Backward(spec, config, RaggedKeyTiles),
+            BackwardBegin(plain, config, self.has_d_lse, True, self.has_used_q, self.is_ordered),
+            Backward(spec, config, RaggedKeyTiles, self.is_ordered),
             BackwardEnd(plain, config, True),
         )
 
@@ -65,3 +68,9 @@ class RaggedBackwardPlan:
     def sums_of_tile(self) -> int:
         """float32 that the sums of dQ take for a tile of queries."""
         return self.config.pieces(padded(self.spec.head_dim)).numbers
+
+    @property
+    def turns_of_tile(self) -> int:
+        """int32 that the order of the sums takes for a tile of queries."""
+        pieces = self.config.pieces(padded(self.spec.head_dim))
+        return words_of_turns(pieces) if self.is_ordered else 0

@@ -1,7 +1,8 @@
 """Tiles of queries, a CTA for each: the work of the kernels before and after the backward kernel.
 
 What a CTA must know of its tile is the same for sequences of equal lengths and for packed ones;
-only how it finds out is not: `DenseQueryWork` computes it, `PackedQueryWork` searches for the sequence.
+only how it finds out is not: `DenseQueryWork` computes it, `PackedQueryWork` searches for the
+sequence.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,9 @@
 """The schedule of the keys of packed sequences: a table of key tiles, a CTA for each and head.
 
 `fa3.kernels.tile_table` writes the table on the GPU, the backward kernel walks it: sequence by
-sequence, as `fa3.schedules.ragged` says, but inside of a sequence the first keys come first, which
-most queries see under a causal mask. Sections are of heads whose Q, dO and dQ fit in L2 together.
-The GPU starts CTAs in the order of their numbers. How many tiles there are the host does not know:
-it launches CTAs for all that the table has room for, and those without a tile end at once.
+sequence, as `fa3.schedules.ragged` says, in sections of heads whose Q, dO and dQ fit in L2
+together. The GPU starts CTAs in the order of their numbers. How many tiles there are the host does
+not know: it launches CTAs for all that the table has room for, and those without one end at once.
 """
 
 from dataclasses import dataclass
