@@ -9,16 +9,18 @@ Ratios are time before over time now, taken inside a round; above 1 is faster no
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 
@@ -53,8 +55,27 @@ FEW_TILES = ((1, 1024, 8, 1), (1, 2048, 8, 1), (1, 1024, 32, 8), (1, 2048, 32, 8
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@contextlib.contextmanager
+def one_set_of_operators() -> Iterator[None]:
+    """Let torch keep this tree's operators: another one has some of the same names."""
+    importlib.import_module("fa3.calls.operators")
+
+    def register(*arguments, **options) -> Callable:
+        return lambda function: function
+
+    names = "define", "impl", "register_fake", "register_autograd"
+    with mock.patch.multiple(torch.library, **dict.fromkeys(names, register)):
+        yield
+
+
 def load_tree(path: Path) -> ModuleType:
     """Import the fa3 of another checkout beside this one's."""
+    with one_set_of_operators():
+        return load_without_operators(path)
+
+
+def load_without_operators(path: Path) -> ModuleType:
+    """`load_tree` where operators are not registered."""
     ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "fa3"}
     for name in ours:
         del sys.modules[name]

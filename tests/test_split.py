@@ -142,7 +142,7 @@ def test_a_walk_begins_in_a_sequence_even_if_lengths_change(call, data):
     for walk in walks(cut, HostLengths(blocks), *rest):
         cursor = replace(walk, lengths=HostLengths(changed)).first()
         assert cursor.length in changed
-        assert 0 <= cursor.tile < walk.tiles and cursor.batch <= len(blocks)
+        assert 0 <= cursor.tile < walk.tiles(cursor.length) and cursor.batch <= len(blocks)
 
 
 @given(st.integers(0, 3000), st.integers(1, 200))
