@@ -45,6 +45,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_refused_as_unchecked(request, monkeypatch):
+    """GPU tests are what checks it."""
+    if request.node.get_closest_marker("gpu"):
+        from fa3.calls import unchecked
+
+        monkeypatch.setattr(unchecked, "refuse", lambda what, device: None)
+
+
 @pytest.fixture(scope="session")
 def no_kernels(tmp_path_factory):
     """A folder for compiled kernels in which there are none."""

@@ -9,7 +9,12 @@ from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.problem import NO_BOUND, Window
+from fa3.planning.decode import DecodePlan, Sizes, choose_cut
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.workspace import RECORD_STRIDE
+from fa3.problem import NO_BOUND, AttentionSpec, Window
+from fa3.schedules.stream_k import records
+from fa3.scores.masks import Band
 
 SEEDS = range(60)
 
@@ -148,6 +153,27 @@ def test_bad_calls(complaint):
     }  # fmt: skip
     with pytest.raises((TypeError, ValueError), match=f"^({complaint})"):
         fa3.flash_attn_with_kvcache(**call | BAD_CALLS[complaint])
+
+
+def plan_of(is_packed: bool, **options) -> DecodePlan:
+    sizes, window = Sizes(3, 40, 2, 4, 1000), Window()
+    spec = AttentionSpec("bfloat16", 64, 64, Band.of(window))
+    cut = choose_cut(sizes, window, 132, is_packed=is_packed, **options)
+    return DecodePlan(spec, CacheLayout(16), sizes, window, cut, 132, is_packed)
+
+
+def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
+    """The merge reads all records; a walk writes those of the row blocks that there are."""
+    plan = plan_of(True, num_splits=3)
+    blocks, of_rows = [(0, 16), (0, 3), (0, 9)], [3, 1, 2]
+    sizes = plan.sizes
+    written = records(plan.cut, blocks, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas, of_rows)
+    numbers = [record for record, _, _ in written]
+    count = plan.workspace.num_records
+    assert len(set(numbers)) == len(numbers) < count and max(numbers) < count
+    assert plan.open_records == count * RECORD_STRIDE
+    # Elsewhere every record has a CTA that writes it.
+    assert plan_of(True).open_records == plan_of(False, num_splits=3).open_records == 0
 
 
 def test_new_tokens_are_packed_as_well():

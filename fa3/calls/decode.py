@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fa3.calls import unchecked
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
@@ -28,17 +29,19 @@ class PreparedDecode:
     Fields:
         launches: those of the plan with their kernels loaded; none on the CPU.
         workspace: numbers of 32 bits that parts take.
+        records: how many of these, the first ones, must be zero before the first launch.
     """
 
     plan: DecodePlan
     launches: tuple[Launch, ...] = ()
     workspace: int = 0
+    records: int = 0
 
     @classmethod
     def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
         """Load the kernels of a plan."""
         launches = tuple(one.loaded(load_kernel) for one in plan.launches)
-        return cls(plan, launches, plan.workspace.numbers(plan.spec.head_dim_v))
+        return cls(plan, launches, plan.workspace.numbers(plan.spec.head_dim_v), plan.open_records)
 
 
 def attend_with_cache(
@@ -83,6 +86,9 @@ def attend_with_cache(
     workspace = None
     if merges:
         workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
+        if call.records:
+            unchecked.refuse("num_splits or batch_invariant with cu_seqlens_q", q.device)
+            workspace[: call.records].zero_()
     # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
     kernel(
         q, k, v, out, lse, ends, seqlens, batch_idx, leftpad, page_table, modifiers.tensors,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from fa3.calls import operators
+from fa3.calls import operators, unchecked
 from fa3.calls.autograd import (
     DeviceAttention,
     HostAttention,
@@ -351,6 +351,8 @@ def flash_attn_func(
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         tensors = modifiers.tensors or ()
         if q.is_cuda:
+            if deterministic:
+                unchecked.refuse("deterministic=True with a gradient", q.device)
             out, lse = DeviceAttention.apply(call, deterministic, scale, q, k, v, *tensors)
         else:
             out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)

@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from fa3.calls import operators, varlen_gpu
+from fa3.calls import operators, unchecked, varlen_gpu
 from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
@@ -229,6 +229,7 @@ def flash_attn_varlen_func(
     heads, _ = tokens[0][0]
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
+        unchecked.refuse("a gradient of packed sequences", q.device)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
         out, lse = PackedAttention.apply(
             call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors

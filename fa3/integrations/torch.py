@@ -49,11 +49,17 @@ def register() -> None:
 
 def activate(key: str = "CUDA") -> "Activation":
     """Put fa3's kernels in place; torch calls this and keeps what it returns."""
-    library = torch.library.Library("aten", "IMPL")
-    for name, kernel in KERNELS.items():
-        routed = Routed(kernel, stock_kernel(f"aten::{name}", key))
-        library.impl(name, routed, key, with_keyset=True)
-    return Activation(library)
+    # Some versions of torch have fewer of these operators.
+    kernels = {name: kernel for name, kernel in KERNELS.items() if hasattr(torch.ops.aten, name)}
+    stock = {name: stock_kernel(f"aten::{name}", key) for name in kernels}
+    activation = Activation(torch.library.Library("aten", "IMPL"))
+    try:
+        for name, kernel in kernels.items():
+            activation.library.impl(name, Routed(kernel, stock[name]), key, with_keyset=True)
+    except BaseException:
+        activation.remove()
+        raise
+    return activation
 
 
 def stock_kernel(name: str, key: str) -> Callable:

@@ -18,7 +18,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
-from fa3.primitives.workspace import UNIT, WorkspaceSize
+from fa3.primitives.workspace import RECORD_STRIDE, UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Whole
 
@@ -140,6 +140,13 @@ class DecodePlan:
     def workspace(self) -> WorkspaceSize:
         """Size of the workspace for the parts and their records."""
         return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
+
+    @property
+    def open_records(self) -> int:
+        """Numbers of the workspace that no CTA may write, though the merge reads them: the records
+        of row blocks that sequences with fewer queries do not have."""
+        has_gaps = self.is_packed and isinstance(self.cut, Units)
+        return self.workspace.num_records * RECORD_STRIDE if has_gaps else 0
 
     @property
     def launches(self) -> tuple[Launch, ...]:
