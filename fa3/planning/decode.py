@@ -142,6 +142,12 @@ class DecodePlan:
         return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
 
     @property
+    def clears_records(self) -> bool:
+        """Whether records must be zero before the launches: there is one for each tile that a call
+        may have, and sequences with fewer queries have fewer."""
+        return self.is_packed and isinstance(self.cut, Units)
+
+    @property
     def launches(self) -> tuple[Launch, ...]:
         """What is launched: the kernel that attends; the one that merges, if there are parts."""
         combine, size = self.combine(), self.workspace
