@@ -12,7 +12,9 @@ from score_problems import Recipe
 from torch.utils.checkpoint import checkpoint
 
 import fa3
+from fa3.calls import backward
 from fa3.problem import Problem, Window
+from fa3.reference.backward import BackwardOperands
 
 # -------------------------------------------------------------------------------- right results
 
@@ -325,3 +327,16 @@ def test_a_block_is_trained_as_with_torch():
     theirs = losses(sdpa)
     assert ours[-1] < 0.8 * ours[0]
     torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.0)
+
+
+def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
+    """Graphs expect contiguous gradients, and one of the sinks wherever there are sinks."""
+    q = torch.randn(2, 4, 5, 64).bfloat16().transpose(1, 2)
+    k = torch.empty(2, 0, 4, 64).bfloat16()
+    out, lse, sinks = torch.zeros(2, 5, 4, 64).bfloat16(), torch.zeros(2, 4, 5), torch.zeros(4)
+    problem = make_problem(2, 5, 0, 4, head_dim=64)
+    for d_out in (None, out):
+        operands = BackwardOperands(q, k, k, out, lse, d_out, None)
+        found = backward.gradients(problem, operands, 1.0, (sinks,), wants_sinks=True)
+        assert all(x.is_contiguous() and not x.any() for x in found)
+        assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]

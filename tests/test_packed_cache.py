@@ -3,17 +3,22 @@
 import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.planning.decode import DecodePlan, Sizes, choose_cut
+from fa3.calls import decode
+from fa3.kernels.combine import CombineArguments
+from fa3.kernels.decode_launch import DecodeArguments
+from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.workspace import RECORD_STRIDE
 from fa3.problem import NO_BOUND, AttentionSpec, Window
-from fa3.schedules.stream_k import records
+from fa3.schedules.sequences import PackedQueries
+from fa3.schedules.stream_k import records, segments
 from fa3.scores.masks import Band
 
 SEEDS = range(60)
@@ -132,6 +137,76 @@ def test_a_graph_serves_other_lengths(device):
         assert torch.equal(out[:used], expected[:used])
 
 
+@pytest.mark.parametrize("options", [{"num_splits": 3}, {"batch_invariant": True}], ids=str)
+def test_records_of_tiles_that_a_sequence_has_not_are_cleared(options, monkeypatch):
+    """The combine kernel reads a record for each tile that a call may have."""
+    queries, lengths, group = [200, 1, 0, 65], [3000, 70, 40, 0], 2
+    tiles = [max(1, -(-count * group // 64)) for count in queries]
+    prepare, merged = decode.prepare_decode, []
+
+    def prepare_with_stubs(*given):
+        plan = prepare(*given).plan
+        blocks = [
+            (0, max(1, -(-length // TILE_N)) if n else 1)
+            for n, length in zip(queries, lengths, strict=True)
+        ]
+        work = plan.cut, blocks, plan.sizes.num_m_blocks, 1, plan.num_ctas, tiles
+
+        def records_in(workspace: torch.Tensor) -> torch.Tensor:
+            numbers = plan.cut.num_records * RECORD_STRIDE
+            return workspace.view(torch.int32)[:numbers].view(-1, RECORD_STRIDE)
+
+        def attend(*arguments):
+            """Say of every tile that there is how many parts it has, as the decode kernel does."""
+            workspace = DecodeArguments(*arguments).workspace
+            for _, segment in segments(*work):
+                if segment.begin == 0:
+                    records_in(workspace)[segment.part.record, 4] = segment.part.num_parts
+
+        def combine(*arguments):
+            merged.append(records_in(CombineArguments(*arguments).workspace))
+
+        stubs = {plan.kernel(): attend, plan.combine(): combine}
+        monkeypatch.setattr(decode, "load_kernel", stubs.__getitem__)
+        return decode.PreparedDecode.on_gpu(plan)
+
+    monkeypatch.setattr(decode, "prepare_decode", prepare_with_stubs)
+    cache = torch.zeros(4, 3000, 1, 64).bfloat16()
+    with poisoned_allocations():
+        fa3.flash_attn_with_kvcache(
+            torch.zeros(sum(queries), group, 64).bfloat16(), cache, cache,
+            cache_seqlens=torch.tensor(lengths).int(), max_seqlen_q=max(queries),
+            cu_seqlens_q=torch.tensor([0, *queries]).cumsum(0).int(), **options,
+        )  # fmt: skip
+    (records,) = merged
+    for parts, count in zip(records[:, 4].view(len(queries), -1), tiles, strict=True):
+        assert (parts[:count] > 0).all() and not parts[count:].any()
+
+
+@pytest.mark.parametrize("ends", [(-(2**31), 4), (100, -(2**31)), (2**31 - 1, -(2**31)), (5, 9)])
+def test_queries_stay_inside_of_q_whatever_the_ends_say(ends):
+    """32 bits, as in the kernel: a difference of two ends may leave them."""
+    queries = PackedQueries(np.array(ends, np.int32), np.int32(50), 1, 64)
+    with np.errstate(over="raise"):
+        begin, count = queries.read(lambda table, i: table[i], 0, np.int32(64))
+    assert 0 <= begin <= begin + count <= 50
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}], ids=str)
+@pytest.mark.parametrize("ends", [(0, 50, -(2**31), 60), (2**31 - 1, 9, 3, 70), (-9, 5, 2**30, 7)])
+def test_wrong_ends_touch_nothing_outside(ends, options, device):
+    cache = torch.ones(3, 500, 2, 64, device=device, dtype=torch.bfloat16)
+    around = torch.full((180, 4, 64), 7.0, device=device, dtype=torch.bfloat16)
+    fa3.flash_attn_with_kvcache(
+        torch.ones(60, 4, 64, device=device, dtype=torch.bfloat16), cache, cache,
+        cache_seqlens=torch.tensor([500, 30, 200], device=device).int(), max_seqlen_q=50,
+        cu_seqlens_q=torch.tensor(ends, device=device).int(), out=around[60:120], **options,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    assert (around[:60] == 7).all() and (around[120:] == 7).all()
+
+
 BAD_CALLS = {
     "max_seqlen_q must be given with cu_seqlens_q": {"max_seqlen_q": None},
     "max_seqlen_q must be 3 or more": {"max_seqlen_q": 2},
@@ -171,9 +246,9 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
     numbers = [record for record, _, _ in written]
     count = plan.workspace.num_records
     assert len(set(numbers)) == len(numbers) < count and max(numbers) < count
-    assert plan.open_records == count * RECORD_STRIDE
+    assert plan.clears_records
     # Elsewhere every record has a CTA that writes it.
-    assert plan_of(True).open_records == plan_of(False, num_splits=3).open_records == 0
+    assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
 
 
 def test_new_tokens_are_packed_as_well():

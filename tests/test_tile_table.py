@@ -2,11 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.primitives.divisor import PlainDivisor
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.running.compiler import compile_kernel
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedOrder
 from fa3.scores.masks import Band
@@ -33,6 +35,17 @@ def test_the_table_has_room_for_every_tile(lengths):
     capacity = capacity_of_table(sum(lengths), len(lengths), 128)
     assert tiles <= capacity
     assert words_of_table(capacity) == TABLE_HEADER + RECORD * capacity >= TABLE_HEADER + RECORD
+
+
+@pytest.mark.parametrize("used", [None, -(2**31), 2**31 - 1, 7])
+@pytest.mark.parametrize("ends", [(-(2**31), 4), (100, -(2**31)), (2**31 - 1, -(2**31)), (5, 30)])
+def test_rows_stay_inside_of_the_tensor_whatever_the_lengths_say(ends, used):
+    """32 bits, as in the kernel: a difference of two ends may leave them."""
+    used = None if used is None else np.array([used], np.int32)
+    lengths = RaggedLengths(np.array(ends, np.int32), used, np.int32(200))
+    with np.errstate(over="raise"):
+        begin, length = lengths.read(0)
+    assert 0 <= begin <= begin + length <= 200
 
 
 @pytest.mark.parametrize("seqlen", [0, 1, 128, 128 * AMOUNTS - 1, 128 * AMOUNTS, 1 << 20, 1 << 29])

@@ -135,7 +135,10 @@ def test_a_graph_serves_other_lengths(device):
         check_varlen(problem, call, out, lse)
 
 
-@pytest.mark.parametrize("ends", [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9)])
+@pytest.mark.parametrize(
+    "ends",
+    [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9), (0, 100, -(2**31), 300)],
+)
 def test_wrong_lengths_touch_nothing_outside(ends, device):
     call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
     call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)

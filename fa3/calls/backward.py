@@ -88,9 +88,9 @@ def gradients(
         those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
         if what came for it is finite.
     """
-    q, k, v, out, _, d_out, d_lse = operands
+    q, k, _, out, _, d_out, d_lse = operands
     if d_out is None and d_lse is None:
-        return Gradients(*map(torch.zeros_like, (q, k, v)), None)
+        return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
     operands = operands._replace(d_out=d_out, d_lse=d_lse)
@@ -131,4 +131,10 @@ def without_keys(
         d_lse, lse = operands.d_lse, operands.lse
         delta = torch.zeros_like(lse) if d_lse is None else -d_lse
         d_sinks = gradient_of_sinks(tensors[-1], lse, delta)
-    return Gradients(*map(torch.zeros_like, operands[:3]), d_sinks)
+    return no_gradients(operands, d_sinks)
+
+
+def no_gradients(operands: BackwardOperands, d_sinks: torch.Tensor | None) -> Gradients:
+    """Zeros for q, k and v, contiguous as all gradients are."""
+    q, k, v = operands[:3]
+    return Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)), d_sinks)

@@ -29,19 +29,21 @@ class PreparedDecode:
     Fields:
         launches: those of the plan with their kernels loaded; none on the CPU.
         workspace: numbers of 32 bits that parts take.
-        records: how many of these, the first ones, must be zero before the first launch.
+        cleared: how many of them, the first ones, must be zero before the launches.
     """
 
     plan: DecodePlan
     launches: tuple[Launch, ...] = ()
     workspace: int = 0
-    records: int = 0
+    cleared: int = 0
 
     @classmethod
     def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
         """Load the kernels of a plan."""
         launches = tuple(one.loaded(load_kernel) for one in plan.launches)
-        return cls(plan, launches, plan.workspace.numbers(plan.spec.head_dim_v), plan.open_records)
+        size = plan.workspace
+        cleared = size.numbers_of_records if plan.clears_records else 0
+        return cls(plan, launches, size.numbers(plan.spec.head_dim_v), cleared)
 
 
 def attend_with_cache(
@@ -86,9 +88,9 @@ def attend_with_cache(
     workspace = None
     if merges:
         workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
-        if call.records:
+        if call.cleared:
             unchecked.refuse("num_splits or batch_invariant with cu_seqlens_q", q.device)
-            workspace[: call.records].zero_()
+            workspace[: call.cleared].zero_()
     # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
     kernel(
         q, k, v, out, lse, ends, seqlens, batch_idx, leftpad, page_table, modifiers.tensors,

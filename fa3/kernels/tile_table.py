@@ -151,7 +151,9 @@ class TileTable:
         places[thread] = upto - count
         if thread == SORTERS - 1:
             for i in cutlass.range_constexpr(TABLE_HEADER):
-                count_or_0 = cutlass.min(upto, operands.capacity) if i == NUM_RECORDS else Int32(0)
+                # Negative if lengths are so wrong that 32 bits cannot count the tiles.
+                used = cutlass.max(cutlass.min(upto, operands.capacity), 0)
+                count_or_0 = used if i == NUM_RECORDS else Int32(0)
                 operands.table[i] = count_or_0
         cute.arch.sync_threads()
         self.sort(operands, places, is_counting=False)
@@ -211,7 +213,8 @@ class TileTable:
                     record = TileRecord(left, first + owner, *ends, num_m_blocks)
                     if cutlass.const_expr(self.is_of_keys):
                         record = KeyTileRecord(*record, cute.arch.shuffle_sync(owned_k, owner))
-                    write_record(table, at, record, number < total and at < capacity)
+                    has_room = at >= 0 and at < capacity
+                    write_record(table, at, record, number < total and has_room)
                     step += WARP
             first += SORTERS
 

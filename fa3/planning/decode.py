@@ -18,7 +18,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
-from fa3.primitives.workspace import RECORD_STRIDE, UNIT, WorkspaceSize
+from fa3.primitives.workspace import UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Whole
 
@@ -142,11 +142,10 @@ class DecodePlan:
         return WorkspaceSize(self.cut.num_records, self.cut.num_slots, min(self.sizes.rows, ROWS))
 
     @property
-    def open_records(self) -> int:
-        """Numbers of the workspace that no CTA may write, though the merge reads them: the records
-        of row blocks that sequences with fewer queries do not have."""
-        has_gaps = self.is_packed and isinstance(self.cut, Units)
-        return self.workspace.num_records * RECORD_STRIDE if has_gaps else 0
+    def clears_records(self) -> bool:
+        """Whether records must be zero before the launches: there is one for each tile that a call
+        may have, and sequences with fewer queries have fewer."""
+        return self.is_packed and isinstance(self.cut, Units)
 
     @property
     def launches(self) -> tuple[Launch, ...]:

@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+
+from fa3.primitives.arithmetic import larger, smaller
 
 
 class RaggedLengths(NamedTuple):
@@ -25,15 +26,22 @@ class RaggedLengths(NamedTuple):
 
     def begin(self, batch) -> Int32:
         """A sequence's first row."""
-        return cutlass.max(cutlass.min(self.cu[batch], self.total), 0)
+        return larger(smaller(self.cu[batch], self.total), 0)
+
+    def end(self, batch, begin) -> Int32:
+        """The row behind a sequence's last one, which is not before `begin`, its first one.
+
+        The difference of two ends as they are may leave 32 bits.
+        """
+        return larger(smaller(self.cu[batch + 1], self.total), begin)
 
     def read(self, batch) -> tuple[Int32, Int32]:
         """A sequence's first row and its length."""
         begin = self.begin(batch)
-        length = cutlass.min(self.cu[batch + 1], self.total) - begin
-        if self.used is not None:
-            length = cutlass.min(length, self.used[batch])
-        return begin, cutlass.max(length, 0)
+        length = self.end(batch, begin) - begin
+        if self.used is None:
+            return begin, length
+        return begin, larger(smaller(length, self.used[batch]), 0)
 
     @cute.jit
     def owned(self, batch) -> Int32:
@@ -41,7 +49,8 @@ class RaggedLengths(NamedTuple):
 
         They count or not; lengths that are right leave none that no sequence owns.
         """
-        end = cutlass.min(self.cu[batch + 1], self.total)
+        begin = self.begin(batch)
+        end = self.end(batch, begin)
         if batch + 1 == self.num_sequences:
             end = self.total
-        return cutlass.max(end - self.begin(batch), 0)
+        return end - begin

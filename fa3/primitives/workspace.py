@@ -29,9 +29,14 @@ class WorkspaceSize(NamedTuple):
     num_slots: int
     rows: int
 
+    @property
+    def numbers_of_records(self):
+        """32-bit numbers of the records, which come first."""
+        return rounded(self.num_records * RECORD_STRIDE)
+
     def numbers(self, head_dim_v: int):
         """32-bit numbers that the workspace takes."""
-        fixed = rounded(self.num_records * RECORD_STRIDE) + rounded(self.num_slots * self.rows)
+        fixed = self.numbers_of_records + rounded(self.num_slots * self.rows)
         return fixed + self.num_slots * self.rows * head_dim_v
 
 

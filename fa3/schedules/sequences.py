@@ -124,8 +124,8 @@ class PackedQueries:
             entry: reads an entry of a table.
         """
         begin = larger(smaller(entry(self.ends, batch), self.total), 0)
-        end = smaller(entry(self.ends, batch + 1), self.total)
-        return begin, smaller(larger(end - begin, 0), most)
+        end = larger(smaller(entry(self.ends, batch + 1), self.total), begin)
+        return begin, smaller(end - begin, most)
 
     def m_blocks(self, count):
         """Row blocks of a key/value head with so many queries; at least one."""
