@@ -246,9 +246,9 @@ def run_compile(options: argparse.Namespace) -> None:
 
 
 def run_tune(options: argparse.Namespace) -> None:
-    from fa3.tools.tune_command import run_tune
+    from fa3.tools.tune_command import tune_here
 
-    run_tune(options)
+    tune_here(options)
 
 
 def run_cache(options: argparse.Namespace) -> None:

@@ -51,7 +51,7 @@ def nothing_is_refused_as_unchecked(request, monkeypatch):
     if request.node.get_closest_marker("gpu"):
         from fa3.calls import unchecked
 
-        monkeypatch.setattr(unchecked, "refuse", lambda what, device: None)
+        monkeypatch.setattr(unchecked, "refuse_unchecked", lambda what, device: None)
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from fa3.tools.plan_times import PlanTime, PlanTimes, alone, digest_of_sources
 from fa3.tools.timing import Block
 from fa3.tools.tuning import (
     DEFAULT_MODELS,
-    SIZES,
+    TUNED_SIZES,
     fit_times,
     observed,
     plans_to_measure,
@@ -117,13 +117,13 @@ def tune(gpu, stopwatch, *arguments) -> None:
 
 
 def test_a_preset_s_shapes_are_its_own():
-    found = tune_command.problems_of(options("--preset", "llama3-8b"))
-    assert len(found) == len(SIZES)
+    found = tune_command.problems_to_tune(options("--preset", "llama3-8b"))
+    assert len(found) == len(TUNED_SIZES)
     assert {(one.num_heads_q, one.num_heads_kv, one.spec.head_dim) for one in found} == {
         (32, 8, 128)
     }
     assert {one.window for one in found} == {Window(right=0)}
-    half = tune_command.problems_of(options("--preset", "llama3-8b", "--dtype", "fp16"))
+    half = tune_command.problems_to_tune(options("--preset", "llama3-8b", "--dtype", "fp16"))
     assert {one.spec.dtype for one in half} == {"float16"}
 
 
@@ -145,9 +145,9 @@ def test_scores_are_left_out_and_windows_are_not():
 
 
 def test_default_shapes_come_in_turn():
-    found = tune_command.problems_of(options())
+    found = tune_command.problems_to_tune(options())
     assert [one.spec.head_dim for one in found[:6]] == [128, 64, 256] * 2
-    assert len(found) == len(SIZES) * len(DEFAULT_MODELS)
+    assert len(found) == len(TUNED_SIZES) * len(DEFAULT_MODELS)
 
 
 def test_only_what_the_planner_considers_is_measured():
@@ -168,7 +168,7 @@ def test_only_what_the_planner_considers_is_measured():
 )
 def test_wrong_shapes_are_explained(arguments, message):
     with pytest.raises(ValueError, match=message):
-        tune_command.problems_of(options(*arguments))
+        tune_command.problems_to_tune(options(*arguments))
 
 
 @pytest.mark.parametrize(("text", "value"), [("60s", 60), ("5m", 300), ("90", 90), ("0.5h", 1800)])
@@ -277,7 +277,7 @@ def test_tuned_costs_reach_calls_in_the_next_process(folder, gpu, recorded, monk
     assert after != before and hash(after) != hash(before)
     assert after.tuned is not None and after.costs.source["cells"] == 2
     assert devices.reserve_sms(after, 4).costs is after.costs
-    problem = tune_command.problems_of(options(*SHAPES))[0]
+    problem = tune_command.problems_to_tune(options(*SHAPES))[0]
     shipped, tuned = (plan_forward(problem, one) for one in (before, after))
     assert 1.15 < tuned.predict().us / shipped.predict().us < 1.45
     assert f"Not measured on a {NAME}" in str(shipped.explain())
@@ -505,7 +505,7 @@ def test_kernels_are_compiled_before_the_clock_runs(monkeypatch):
         plan_stopwatch, "compile_all", lambda kernels, *others: asked.extend(kernels)
     )
     monkeypatch.setattr(plan_stopwatch, "check_kept", lambda kernels: None)
-    plans = plans_to_measure(tune_command.problems_of(options(*SHAPES))[0], H200)
+    plans = plans_to_measure(tune_command.problems_to_tune(options(*SHAPES))[0], H200)
     GpuStopwatch(torch.device("cpu")).prepare(plans)
     assert len(asked) == len(set(asked))
     assert set(asked) == {launch.kernel for plan in plans for launch in plan.launches()}
@@ -527,7 +527,7 @@ def test_times_are_medians_of_rounds(monkeypatch):
     monkeypatch.setattr(plan_stopwatch, "make_runner", make_runner)
     monkeypatch.setattr(plan_stopwatch, "run_rounds", run_rounds)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    (problem,) = tune_command.problems_of(options("--shapes", "1,150,200,2,1,64", "--causal"))
+    (problem,) = tune_command.problems_to_tune(options("--shapes", "1,150,200,2,1,64", "--causal"))
     plans = plans_to_measure(problem, H200)
     times = GpuStopwatch(torch.device("cpu")).measure(plans)
     assert [(one.config, one.schedule) for one in times] == [

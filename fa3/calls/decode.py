@@ -89,7 +89,7 @@ def attend_with_cache(
     if merges:
         workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
         if call.cleared:
-            unchecked.refuse("num_splits or batch_invariant with cu_seqlens_q", q.device)
+            unchecked.refuse_unchecked("num_splits or batch_invariant with cu_seqlens_q", q.device)
             workspace[: call.cleared].zero_()
     # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
     kernel(

@@ -352,7 +352,7 @@ def flash_attn_func(
         tensors = modifiers.tensors or ()
         if q.is_cuda:
             if deterministic:
-                unchecked.refuse("deterministic=True with a gradient", q.device)
+                unchecked.refuse_unchecked("deterministic=True with a gradient", q.device)
             out, lse = DeviceAttention.apply(call, deterministic, scale, q, k, v, *tensors)
         else:
             out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)

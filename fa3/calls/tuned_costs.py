@@ -14,23 +14,23 @@ from pathlib import Path
 from fa3.planning.costs import Costs, parse_costs, text_of
 from fa3.running.code_cache import cache_dir, check_trust, read, write
 
-SUFFIX = ".costs"
+OF_COSTS = ".costs"
 
 READ: dict[str, Costs | None] = {}
 """What this process has read, by the GPU's name."""
 
-LOCK = threading.Lock()
+READING = threading.Lock()
 
 
 def tuned_costs(gpu_name: str) -> Costs | None:
     """The costs that this process takes for a GPU; None if it was not tuned when they were read."""
-    with LOCK:
+    with READING:
         if gpu_name not in READ:
             READ[gpu_name] = read_costs(gpu_name)
         return READ[gpu_name]
 
 
-def tuned_path(gpu_name: str, suffix: str = SUFFIX) -> Path:
+def tuned_path(gpu_name: str, suffix: str = OF_COSTS) -> Path:
     """The file of a GPU's costs, or another one beside it.
 
     Raises:

@@ -7,7 +7,7 @@ refused here lift this; when they have passed, the refusal goes.
 import torch
 
 
-def refuse(what: str, device: torch.device) -> None:
+def refuse_unchecked(what: str, device: torch.device) -> None:
     """Raise for a GPU."""
     if device.type == "cuda":
         raise NotImplementedError(

@@ -229,7 +229,7 @@ def flash_attn_varlen_func(
     heads, _ = tokens[0][0]
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
-        unchecked.refuse("a gradient of packed sequences", q.device)
+        unchecked.refuse_unchecked("a gradient of packed sequences", q.device)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
         out, lse = PackedAttention.apply(
             call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors

@@ -52,10 +52,11 @@ def activate(key: str = "CUDA") -> "Activation":
     # Some versions of torch have fewer of these operators.
     kernels = {name: kernel for name, kernel in KERNELS.items() if hasattr(torch.ops.aten, name)}
     stock = {name: stock_kernel(f"aten::{name}", key) for name in kernels}
-    activation = Activation(torch.library.Library("aten", "IMPL"))
+    library = torch.library.Library("aten", "IMPL")
+    activation = Activation(library)
     try:
         for name, kernel in kernels.items():
-            activation.library.impl(name, Routed(kernel, stock[name]), key, with_keyset=True)
+            library.impl(name, Routed(kernel, stock[name]), key, with_keyset=True)
     except BaseException:
         activation.remove()
         raise

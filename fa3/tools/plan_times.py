@@ -20,9 +20,9 @@ from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.code_cache import SOURCES, check_trust
 from fa3.scores.masks import Band
 
-SUFFIX = ".times"
+OF_TIMES = ".times"
 
-SIZES = tuple(field.name for field in fields(Problem) if field.name not in ("spec", "window"))
+SIZE_FIELDS = tuple(field.name for field in fields(Problem) if field.name not in ("spec", "window"))
 """The integers of a problem."""
 
 
@@ -44,7 +44,7 @@ class PlanTime(NamedTuple):
         problem, spec = self.problem, self.problem.spec
         return {
             "spec": [spec.dtype, spec.head_dim, spec.head_dim_v],
-            "sizes": [getattr(problem, name) for name in SIZES],
+            "sizes": [getattr(problem, name) for name in SIZE_FIELDS],
             "window": list(problem.window),
             "config": asdict(self.config),
             "schedule": self.schedule,
@@ -57,7 +57,7 @@ class PlanTime(NamedTuple):
         window = Window(*row["window"])
         dtype, head_dim, head_dim_v = row["spec"]
         spec = AttentionSpec(dtype, head_dim, head_dim_v, Band.of(window))
-        problem = Problem(spec, **dict(zip(SIZES, row["sizes"], strict=True)), window=window)
+        problem = Problem(spec, **dict(zip(SIZE_FIELDS, row["sizes"], strict=True)), window=window)
         config = ForwardConfig(**row["config"])
         return cls(problem, config, row["schedule"], row["regime"], float(row["us"]))
 
@@ -77,7 +77,7 @@ class PlanTimes:
         Raises:
             RuntimeError: there is no folder for them.
         """
-        path = tuned_path(gpu_name, SUFFIX)
+        path = tuned_path(gpu_name, OF_TIMES)
         content = json.loads(read_kept(path) or b"{}")
         rows = []
         if (content.get("gpu"), content.get("sources")) == (gpu_name, digest_of_sources()):

@@ -35,7 +35,7 @@ WORSE = 0.01
 times differ from one measurement to the next."""
 
 
-def run_tune(options: argparse.Namespace) -> None:
+def tune_here(options: argparse.Namespace) -> None:
     """Tune the planner to the current GPU; options are those of the command line."""
     device = hopper_device()
     if options.forget:
@@ -54,7 +54,7 @@ def forget(gpu: Gpu) -> None:
 
 def tune(options: argparse.Namespace, gpu: Gpu, stopwatch: Stopwatch) -> None:
     """Measure what is not measured yet, fit to all that was, and keep the costs."""
-    problems = problems_of(options)
+    problems = problems_to_tune(options)
     try:
         with alone(gpu.name):
             record = PlanTimes.read(gpu.name)
@@ -96,7 +96,7 @@ def keep_better(gpu: Gpu, tuning: Tuning) -> None:
         print(f"Costs    {keep_costs(tuning.costs)}, for processes that start from now on")
 
 
-def problems_of(options: argparse.Namespace) -> list[Problem]:
+def problems_to_tune(options: argparse.Namespace) -> list[Problem]:
     """The problems that the options ask for."""
     masked = options.causal or tuple(options.window) != (NO_BOUND, NO_BOUND)
     if options.shapes:

@@ -27,7 +27,7 @@ from fa3.tools.plan_times import PlanTime, PlanTimes, digest_of_sources
 HOPELESS = 1.5
 """Candidates that are predicted to take so many times the best one's time are not measured."""
 
-SIZES = (
+TUNED_SIZES = (
     (1, 4096, 4096), (1, 1024, 1024), (4, 2048, 2048), (1, 128, 4096), (1, 16384, 16384),
     (4, 512, 512), (1, 512, 8192), (1, 512, 512), (8, 1024, 1024), (1, 2048, 2048),
     (1, 8192, 8192), (2, 512, 512), (16, 512, 512), (1, 1280, 8192),
@@ -46,7 +46,7 @@ def shapes_of(models: Iterable[Model]) -> list[Problem]:
     """The shapes to measure for some models. Scores and sinks are left out, as in the costs."""
     found: dict[Problem, None] = {}
     models = tuple(models)
-    for batch, seqlen_q, seqlen_k in SIZES:
+    for batch, seqlen_q, seqlen_k in TUNED_SIZES:
         for model in models:
             for window in model.windows:
                 tight = window.tighten(seqlen_q, seqlen_k)
