@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fa3.calls.devices import gpu_of
-from fa3.calls.tuned_costs import SUFFIX, keep_costs, tuned_path
+from fa3.calls.tuned_costs import OF_COSTS, keep_costs, tuned_path
 from fa3.planning.explanation import counted
 from fa3.planning.gpu import Gpu
 from fa3.problem import NO_BOUND, Problem
@@ -16,8 +16,7 @@ from fa3.tools.info import driver_version
 from fa3.tools.models import PRESETS, SHORT_DTYPES
 from fa3.tools.plan_command import problem_of_shape
 from fa3.tools.plan_stopwatch import GpuStopwatch
-from fa3.tools.plan_times import SUFFIX as TIMES_SUFFIX
-from fa3.tools.plan_times import PlanTimes, alone
+from fa3.tools.plan_times import OF_TIMES, PlanTimes, alone
 from fa3.tools.progress import Bar, terminal
 from fa3.tools.recording import hopper_device
 from fa3.tools.tuning import (
@@ -47,7 +46,7 @@ def tune_here(options: argparse.Namespace) -> None:
 def forget(gpu: Gpu) -> None:
     """Remove what was measured on a GPU and fitted to it."""
     with alone(gpu.name):
-        for suffix in (SUFFIX, TIMES_SUFFIX):
+        for suffix in (OF_COSTS, OF_TIMES):
             tuned_path(gpu.name, suffix).unlink(missing_ok=True)
     print(f"the planner takes the costs that come with fa3 for a {gpu.name}")
 
