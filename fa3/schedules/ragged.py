@@ -131,7 +131,7 @@ class RaggedOrder:
         """The head and row block of a sequence's tile with this number."""
         heads = self.heads.value
         fitting = larger(self.rows_of_section // larger(walked, 1), 1)
-        of_section = smaller(fitting * self.heads_of_key, heads)
+        of_section = smaller(smaller(fitting, heads) * self.heads_of_key, heads)
         # If one section has fewer heads, it is the first: the tiles at the end, which fill the gaps
         # between CTAs, are then as many as they can be.
         missing = (heads + of_section - 1) // of_section * of_section - heads
