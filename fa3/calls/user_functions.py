@@ -7,6 +7,7 @@ process: one that loads an exported program has to name the same objects first, 
 """
 
 import dataclasses
+import threading
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ class Form(NamedTuple):
 
 NAMES: dict[Form, str] = {}
 FORMS: dict[str, Form] = {}
+NAMING = threading.Lock()
 
 
 def take_apart(
@@ -73,14 +75,15 @@ def name_of(kind: type, constants: tuple[tuple[str, Hashable], ...], tensors: tu
     asks for the names in the same order gets the same ones.
     """
     form = Form(kind, constants, tuple(types_of(value) for _, value in constants), tensors)
-    name = NAMES.get(form)
-    if name is None:
-        name = base = f"{kind.__module__}.{kind.__qualname__}"
-        count = 1
-        while name in FORMS:
-            count += 1
-            name = f"{base}#{count}"
-        NAMES[form], FORMS[name] = name, form
+    with NAMING:
+        name = NAMES.get(form)
+        if name is None:
+            name = base = f"{kind.__module__}.{kind.__qualname__}"
+            count = 1
+            while name in FORMS:
+                count += 1
+                name = f"{base}#{count}"
+            NAMES[form], FORMS[name] = name, form
     return name
 
 
