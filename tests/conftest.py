@@ -46,12 +46,16 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_refused_as_unchecked(request, monkeypatch):
+def nothing_is_refused_as_unchecked(request):
     """GPU tests are what checks it."""
-    if request.node.get_closest_marker("gpu"):
-        from fa3.calls import unchecked
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    from fa3.calls import unchecked
 
-        monkeypatch.setattr(unchecked, "refuse_unchecked", lambda what, device: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unchecked, "refuse_unchecked", lambda what, device: None)
+        yield
 
 
 @pytest.fixture(scope="session")
