@@ -8,10 +8,8 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import cutlass.cute as cute
 import pytest
 import torch
-from cutlass import Int32, Int64
 from machine_code import HAS_LOG, check_ptxas_log
 from score_problems import Gate, RelativeBias
 
@@ -28,7 +26,6 @@ from fa3.planning.tilings import (
     general_tiling,
     takes_fixed_reference,
 )
-from fa3.primitives.row_lse import RowLse
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import GUESSED
 from fa3.primitives.wgmma import ROWS, WARPGROUP
@@ -386,15 +383,3 @@ def test_heads_that_share_keys_by_multicast_must_walk_the_same_blocks():
 def test_inspect_rejects_what_is_no_cubin():
     with pytest.raises(ValueError, match="ELF"):
         inspect(b"not a cubin")
-
-
-@cute.jit
-def strides_of_log_sum_exps(batch: Int32, heads: Int32, rows: Int32):
-    lse = RowLse.at(Int64(0), (batch, heads, rows))
-    of_batch, of_head, _ = lse.tensor.layout.stride
-    assert isinstance(of_batch, Int64) and isinstance(of_head, Int64)
-
-
-@pytest.mark.compiles
-def test_log_sum_exps_may_be_more_than_32_bits_count():
-    strides_of_log_sum_exps(Int32(2), Int32(3), Int32(5))

@@ -25,9 +25,7 @@ class RowLse(NamedTuple):
             is_packed: whether the rows are the same for every sequence.
         """
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-        _, heads, rows = shape
-        # There may be more rows than 32 bits count.
-        layout = cute.make_layout(shape, stride=(Int64(heads) * rows, Int64(rows), 1))
+        layout = cute.make_ordered_layout(shape, order=(2, 1, 0))
         if is_packed:
             layout = shared_by(shape[0], cute.select(layout, mode=[1, 2]))
         return cls(cute.make_tensor(pointer, layout))
