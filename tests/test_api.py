@@ -403,7 +403,7 @@ HUGE = 2**31 - 1
         (2048, HUGE - 1023, 1, "k must have at most"),
         (1, 2**32 + 5, 1, "k must have at most"),
         (2**32 + 1, 1, 1, "q must have at most 1073741311 queries, got 4294967297"),
-        (2**24, 128, 256, "q must have at most 33554432 tiles"),
+        (2**24, 128, 256, "q must have at most 16777216 tiles"),
     ],
 )
 def test_what_32_bits_do_not_count_is_refused(seqlen_q, seqlen_k, heads, complaint):

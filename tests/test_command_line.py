@@ -152,7 +152,7 @@ def test_info_counts_only_kernels_that_are_there(monkeypatch, capsys, tmp_path):
         (("--window", "-2", "0"), "--window"),
         (("--schedule", "fifo"), "schedule must be one of .*'dynamic'.*, got 'fifo'"),
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
-        (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 33554432 tiles"),
+        (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

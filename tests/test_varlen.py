@@ -349,7 +349,7 @@ HUGE = 2**29 + 1
     [
         (HUGE, 1, 1, "q must have at most 536870912 rows, got 536870913"),
         (1, HUGE, 1, "k must have at most 536870912 rows, got 536870913"),
-        (2**24, 128, 256, "q must have at most 33554432 tiles of 128 rows"),
+        (2**24, 128, 256, "q must have at most 16777216 tiles of 128 rows"),
     ],
 )
 def test_what_32_bits_do_not_count_is_refused(total_q, total_k, heads, complaint):

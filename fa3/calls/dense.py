@@ -16,8 +16,8 @@ from fa3.problem import Problem
 SPARE = 1024
 """Positions beyond the last key that kernels count, in blocks."""
 
-FEWEST_ROWS, MOST_FORWARD_TILES = 128, 1 << 25
-"""Rows of a tile at least; tiles at most, whose marks are counted in 32 bits."""
+FEWEST_ROWS, MOST_FORWARD_TILES = 128, 1 << 24
+"""Rows of a tile at least; tiles at most: 32 bits count their marks and log-sum-exps."""
 
 
 def pose(
