@@ -16,6 +16,7 @@ import torch
 from fa3.calls.assertions import read_back
 from fa3.calls.operands import (
     DIMENSIONS,
+    PACKED_DIMENSIONS,
     Description,
     check_contiguous,
     check_device,
@@ -38,7 +39,6 @@ from fa3.schedules.sequences import LONGEST, capacity_of
 
 PAGED_DIMENSIONS = ("num_pages", "page_size", "heads", "head_dim")
 RAGGED_DIMENSIONS = ("total_new", "heads", "head_dim")
-QUERY_DIMENSIONS = ("total_q", "heads", "head_dim")
 
 LENGTHS = "an integer or an int32 torch.Tensor"
 """What cache_seqlens may be."""
@@ -178,7 +178,7 @@ def check_tensors(call: CacheCall) -> None:
         TypeError: a tensor has the wrong dtype.
         ValueError: a tensor has a wrong shape, layout or device, is missing, or has no place.
     """
-    check_q(call.q, QUERY_DIMENSIONS if call.is_packed else DIMENSIONS)
+    check_q(call.q, PACKED_DIMENSIONS if call.is_packed else DIMENSIONS)
     if call.is_packed:
         check_packed(call)
     dimensions = DIMENSIONS if call.page_table is None else PAGED_DIMENSIONS

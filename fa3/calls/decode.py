@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import unchecked
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
@@ -89,7 +88,6 @@ def attend_with_cache(
     if merges:
         workspace = torch.empty(call.workspace, dtype=torch.float32, device=q.device)
         if call.cleared:
-            unchecked.refuse_unchecked("num_splits or batch_invariant with cu_seqlens_q", q.device)
             workspace[: call.cleared].zero_()
     # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
     kernel(

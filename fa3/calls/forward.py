@@ -260,7 +260,8 @@ def flash_attn_func(
         score: a function of scores of your own, see `fa3.Score`; applied last. Has no gradient.
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
         deterministic: whether dQ must have the same bits every time, for which key tiles wait for
-            each other on a GPU. Out, dK and dV always have.
+            each other on a GPU, which refuses it with gradients until it has been checked there.
+            Out, dK and dV always have.
         sm_margin: SMs to leave to other kernels; on GPUs not with gradients.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.

@@ -96,7 +96,8 @@ def flash_attn_varlen_func(
     alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
     out and the log-sum-exp are differentiable by q, k, v and sinks, as those of `flash_attn_func`
-    are. Rows that are not used get 0, and whatever gradient comes for them is not looked at.
+    are. Rows that are not used get 0, and whatever gradient comes for them is not looked at. GPUs
+    refuse gradients until they have been checked there.
 
     CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
     On a GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is

@@ -122,12 +122,12 @@ class Dynamic(Planned):
         return tuple(cute.arch.make_warp_uniform(numbers[i]) for i in range(self.told))
 
     @cute.jit
-    def tell(self, count: Int32, *told: Int32):
+    def tell(self, count: Int32, *words: Int32):
         """Put what is told of a tile into the mailbox; one warp of the producer calls this."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
         numbers = cute.make_rmem_tensor(self.told, Int32)
         for i in cutlass.range_constexpr(self.told):
-            numbers[i] = told[i]
+            numbers[i] = words[i]
         cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
         if cute.arch.lane_idx() == 0:
             cute.autovec_copy(numbers, self.mailbox.numbers[None, slot])

@@ -221,7 +221,8 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
         present, taken = cursor
         index = self.num_clusters + cute.arch.shuffle_sync(taken, 0)
         following = self.read(present._replace(index=index, count=present.count + 1))
-        self.tell(present.count, index, following.head, *following.record)
+        *record, _ = following.record
+        self.tell(present.count, index, following.head, *record)
         return ProducerCursor(following, self.take())
 
     def is_valid(self, cursor: ProducerCursor):
