@@ -8,13 +8,12 @@ microseconds, GB/s of the keys and values that the lengths name, and their share
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks import bench_forward, harness, peers, plot, results, runs
+from benchmarks import bench_forward, harness, peers, plot, report, results, runs
 from benchmarks.caches import (
     CELLS,
     DEFAULT,
@@ -33,7 +32,7 @@ from benchmarks.caches import (
     providers_of,
 )
 from benchmarks.peers import Provider
-from benchmarks.ratios import Summary, is_tie, paired_speedup, summarise
+from benchmarks.ratios import Summary, paired_speedup, summarise
 from benchmarks.results import OK, UNSUPPORTED, Row
 from benchmarks.runs import Run, Timed, Verdict
 from benchmarks.shapes import K
@@ -78,29 +77,6 @@ def shrink(cell: DecodeCell) -> DecodeCell:
     return replace(
         cell, name="", group="", batch=1, seqlen_q=queries, seqlen_k=K, lengths=(K,)
     )  # fmt: skip
-
-
-def compile_all(jobs: Sequence[runs.Job], console: Console) -> None:
-    """Put the kernels of ours into the cache on disk, side by side."""
-    calls = dict.fromkeys(
-        (one, shrink(job.cell)) for job in jobs for one in job.providers if isinstance(one, Ours)
-    )
-    with console.status("compile"):
-        for (one, _), error in zip(calls, runs.in_processes(call_once, calls), strict=True):
-            if error:
-                console.print(f"{one.name}: {error}", markup=False)
-
-
-def call_once(of: tuple[Ours, DecodeCell]) -> str:
-    """Make one call, which compiles its kernels; return what went wrong, if anything."""
-    one, cell = of
-    try:
-        (tensors,) = harness.draw_inputs(cell, "normal", sets=1)
-        one.prepare(cell, tensors)[""]()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return runs.first_line(error)
-    return ""
 
 
 def check_cell(run: Run, job: runs.Job) -> dict[str, Verdict]:
@@ -157,21 +133,6 @@ def time_text(row: DecodeRow | None) -> str:
     return f"{row.us:.1f} ({row.gbps:.0f}{share})"
 
 
-def ratio_text(row: DecodeRow | None, name: str) -> str:
-    """One of a row's ratios with its quartiles."""
-    ratio = getattr(row, name) if row else None
-    if ratio is None:
-        return ""
-    text = f"{ratio:.2f} ({getattr(row, f'{name}_q1'):.2f}-{getattr(row, f'{name}_q3'):.2f})"
-    return f"{text} tie" if is_tie(ratio) else text
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in markdown."""
-    lines = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def markdown(rows: Sequence[DecodeRow]) -> str:
     """The tables of one regime: every cell beside its peers, then the page sizes."""
     found = {(row.cell, row.provider): row for row in rows}
@@ -179,22 +140,23 @@ def markdown(rows: Sequence[DecodeRow]) -> str:
     lines = []
     for cell in cells:
         ours, invariant = (found.get((cell.name, name)) for name in (DEFAULT, INVARIANT))
-        best = f"{ratio_text(ours, 'vs_best_peer')} {ours.best_peer if ours else ''}".strip()
         theirs = [time_text(found.get((cell.name, name))) for name in PEERS]
-        line = [cell.label, time_text(ours), *theirs, best, ratio_text(invariant, "vs_fa3")]
-        lines.append(line)
+        of_invariant = report.column_text(invariant, "vs_fa3")
+        lines.append(
+            [cell.label, time_text(ours), *theirs, report.best_peer_text(ours), of_invariant]
+        )
     header = ["heads q/kv, batch x keys", DEFAULT, *PEERS, "over the best peer", "invariant"]
-    text = table(header, lines)
+    text = report.markdown_table(header, lines)
     lines = []
     for page_size in PAGE_SIZES:
         names = page_name(page_size), page_name(page_size, batch_invariant=True)
         pair = [found.get((PAGED_CELL, name)) for name in names]
         if any(pair):
-            paged = (part for row in pair for part in (time_text(row), ratio_text(row, "vs_fa3")))
-            lines.append([str(page_size), *paged])
+            paged = ((time_text(row), report.column_text(row, "vs_fa3")) for row in pair)
+            lines.append([str(page_size), *chain.from_iterable(paged)])
     if lines:
         header = ["page size", DEFAULT, "over contiguous", "invariant", "over contiguous"]
-        text += "\n\n" + table(header, lines)
+        text += "\n\n" + report.markdown_table(header, lines)
     return text
 
 
@@ -214,36 +176,19 @@ def read_text(rows: Iterable[DecodeRow]) -> str:
 def draw(rows: Sequence[DecodeRow], path: Path) -> None:
     """Draw each cell's shares of the stream of reads as bars."""
     names = [DEFAULT, INVARIANT, *PEERS]
-    looks = plot.styles(names)
-    cells = [cell for cell in CELLS if any(row.cell == cell.name for row in rows)]
-    shares = {(row.cell, row.provider): row.share for row in rows}
-    figure = Figure(figsize=(9, 1.5 + 0.55 * len(cells)), layout="constrained")
-    axes = figure.subplots()
-    for i, name in enumerate(names):
-        places = [place + (i - 2) * 0.16 for place in range(len(cells))]
-        widths = [100 * (shares.get((cell.name, name)) or 0) for cell in cells]
-        axes.barh(places, widths, 0.15, label=name, color=looks[name]["color"])
-    axes.set_yticks(range(len(cells)), [cell.label for cell in cells])
-    axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.set_xlabel("GB/s of K and V, % of a stream of reads")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
-    figure.savefig(path, dpi=150)
+    labels = {cell.name: cell.label for cell in CELLS if any(row.cell == cell.name for row in rows)}
+    shares = {(row.cell, row.provider): 100 * (row.share or 0) for row in rows}
+    plot.draw_bars(labels, names, shares, "GB/s of K and V, % of a stream of reads", path)
 
 
-def report(console: Console, rows: Sequence[DecodeRow], directory: Path) -> None:
+def print_report(console: Console, rows: Sequence[DecodeRow], directory: Path) -> None:
     """Print the tables of each regime, and draw it."""
     for regime in dict.fromkeys(row.regime for row in rows):
         chosen = [row for row in rows if row.regime == regime]
         console.print(f"\n{regime}: us (GB/s, share of reads); {read_text(chosen)}\n")
         console.print(markdown(chosen), markup=False, highlight=False, soft_wrap=True)
-        reasons: dict[str, list[str]] = {}
-        for row in chosen:
-            if row.status != OK:
-                reason = f"{row.provider} {row.status}, {row.reason}"
-                reasons.setdefault(reason, []).append(row.cell)
-        for reason, cells in reasons.items():
-            console.print(f"{reason}: {', '.join(cells)}", markup=False, soft_wrap=True)
+        for line in report.failures(chosen):
+            console.print(line, markup=False, soft_wrap=True)
         path = directory / f"decode-{regime}.png"
         draw(chosen, path)
         console.print(path)
@@ -265,7 +210,10 @@ def measure(options: argparse.Namespace, cells: Sequence[DecodeCell], console: C
         options.data,
         done,
     )
-    compile_all(jobs, console)
+    ours = (
+        (one, shrink(job.cell)) for job in jobs for one in job.providers if isinstance(one, Ours)
+    )
+    runs.compile_all(ours, console)
     left = runs.check_and_measure(run, jobs, make_rows, summary_line, check_cell)
     if left:
         console.print(f"{left} cells left: run the same command again")
@@ -287,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in results.read(path, DecodeRow)
         if row.cell in names and row.data == options.data
     ]
-    report(console, rows, directory)
+    print_report(console, rows, directory)
     console.print(path)
 
 

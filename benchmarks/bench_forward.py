@@ -102,17 +102,17 @@ def summary_line(rows: Sequence[Row]) -> str:
     return f"{rows[0].cell} {rows[0].regime}: " + ", ".join(parts) + runs.clock_text(rows)
 
 
-def measure_host(run: Run, providers: Sequence[Provider], like: Cell) -> dict[str, Summary]:
-    """What a call costs the host, by provider, on a shape too small to keep the GPU busy."""
-    tiny = replace(
-        like,
-        name="host",
-        batch=1,
-        seqlen_q=128,
-        seqlen_k=128,
-        heads_q=like.heads_q // like.heads_kv,
-        heads_kv=1,
-    )
+def tiny_cell(like: Cell) -> Cell:
+    """A cell too small to keep the GPU busy."""
+    heads = like.heads_q // like.heads_kv
+    sizes = {"batch": 1, "seqlen_q": 128, "seqlen_k": 128, "heads_q": heads, "heads_kv": 1}
+    return replace(like, name="host", **sizes)
+
+
+def measure_host(
+    run: Run, providers: Sequence[Provider], tiny: Cell, json_name: str = "host.json"
+) -> dict[str, Summary]:
+    """Measure and keep what a call costs the host, by provider."""
     (tensors,) = harness.draw_inputs(tiny, "normal", sets=1)
     costs = {}
     for provider in providers:
@@ -127,7 +127,15 @@ def measure_host(run: Run, providers: Sequence[Provider], like: Cell) -> dict[st
         verdict = runs.attempt(time_calls)
         if verdict.status != OK:
             run.console.print(f"host {provider.name}: {verdict.reason}", markup=False)
+    runs.write_json(
+        run.csv.parent / json_name, {name: cost._asdict() for name, cost in costs.items()}
+    )
     return costs
+
+
+def print_host(console: Console, costs: dict[str, Summary]) -> None:
+    for name, cost in costs.items():
+        console.print(f"host, us a call: {name} {cost.median:.1f} ({cost.q1:.1f}-{cost.q3:.1f})")
 
 
 def print_report(console: Console, rows: Sequence[Row], regimes: Iterable[str]) -> None:
@@ -158,16 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left = 0
     if jobs:
         verdicts = runs.check_all(run, jobs)
-        costs = measure_host(run, providers, jobs[0].cell)
-        runs.write_json(
-            run.csv.parent / "host.json",
-            {name: cost._asdict() for name, cost in costs.items()},
-        )
+        costs = measure_host(run, providers, tiny_cell(jobs[0].cell))
         left = runs.measure_all(run, jobs, verdicts, make_rows, summary_line)
-        for name, cost in costs.items():
-            console.print(
-                f"host, us a call: {name} {cost.median:.1f} ({cost.q1:.1f}-{cost.q3:.1f})"
-            )
+        print_host(console, costs)
     order = {cell.name: i for i, cell in enumerate(cells)}
     rows = [row for row in results.read(run.csv) if row.cell in order and row.data == options.data]
     rows.sort(key=lambda row: order[row.cell])

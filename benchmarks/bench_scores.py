@@ -219,28 +219,6 @@ def providers_of(cell: Cell, found: list[Provider], quick: bool) -> list[Provide
     return [Modified(name, added) for name, added in makes.items()]
 
 
-def compile_all(jobs: Sequence[runs.Job], console: Console) -> None:
-    """Put the kernels without functions of the user's into the cache on disk, side by side."""
-    calls = [(p.name, job.cell) for job in jobs for p in job.providers if p.name in BUILT_IN]
-    with console.status("compile"):
-        for (name, cell), error in zip(calls, runs.in_processes(call_once, calls), strict=True):
-            if error:
-                console.print(f"{cell.name} {name}: {error}", markup=False)
-
-
-def call_once(of: tuple[str, Cell]) -> str:
-    """Make one call, which compiles its kernel; return what went wrong, if anything."""
-    name, cell = of
-    try:
-        (tensors,) = harness.draw_inputs(cell, "normal", sets=1)
-        (call,) = Modified(name, BUILT_IN[name]).prepare(cell, tensors).values()
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return runs.first_line(error)
-    return ""
-
-
 def check_cell(run: Run, job: runs.Job) -> dict[str, Verdict]:
     """Check a cell for every provider, each against what it is asked for."""
     (tensors,) = harness.draw_inputs(job.cell, run.data, sets=1)
@@ -335,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.data,
         done,
     )
-    compile_all(jobs, console)
+    built_in = ((p, job.cell) for job in jobs for p in job.providers if p.name in BUILT_IN)
+    runs.compile_all(built_in, console)
     for job in jobs:
         if not run.has_time_for(0):
             console.print(f"left out: {job.cell.name}")

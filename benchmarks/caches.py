@@ -17,7 +17,7 @@ import torch
 
 import fa3
 from benchmarks import harness, peers
-from benchmarks.harness import Errors, WrongOutput
+from benchmarks.harness import PartsReference
 from benchmarks.peers import Call, Provider, Tensors
 from benchmarks.shapes import NAMED, Cell, K, named, size
 
@@ -222,23 +222,16 @@ def providers_of(cell: DecodeCell, found: list[Provider], only: Sequence[str]) -
     return [*chosen, READ] if chosen else []
 
 
-class CacheReference:
+class CacheReference(PartsReference):
     """What a cell's output should be, on some heads of some sequences of every length."""
 
     def __init__(self, cell: DecodeCell, tensors: Tensors) -> None:
         lengths = cell.lengths
         picks = {0, cell.batch - 1, lengths.index(min(lengths)), lengths.index(max(lengths))}
-        self.by_sequence = {}
+        parts = []
         for i in sorted(picks):
             q, k, v = (tensor[i : i + 1] for tensor in tensors)
             one = replace(cell, batch=1, seqlen_k=lengths[i], lengths=lengths[i : i + 1])
             seen = Tensors(q, k[:, : lengths[i]], v[:, : lengths[i]])
-            self.by_sequence[i] = harness.Reference(one, seen)
-        self.allowed = max(reference.allowed for reference in self.by_sequence.values())
-
-    def check(self, out: torch.Tensor) -> Errors:
-        """Compare an output, as `harness.Reference.check` does."""
-        if not out.isfinite().all():
-            raise WrongOutput("not finite everywhere")
-        errors = [one.check(out[i : i + 1]) for i, one in self.by_sequence.items()]
-        return Errors(max(error.largest for error in errors), self.allowed)
+            parts.append((slice(i, i + 1), harness.Reference(one, seen)))
+        super().__init__(parts)

@@ -38,27 +38,28 @@ class Errors(NamedTuple):
     largest: float
     allowed: float
 
+    @property
+    def share(self) -> float:
+        return self.largest / self.allowed
+
 
 def draw_inputs(cell: Cell, data: str, sets: int, seed: int = 0) -> list[Tensors]:
     """Draw sets of inputs on the GPU as `DATA` says."""
     generator = torch.Generator("cuda").manual_seed(seed)
     dtype = getattr(torch, cell.dtype)
 
-    def normal(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
-        shape = (cell.batch, seqlen, heads, head_dim)
-        return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
-
     inputs = []
     for _ in range(sets):
-        q = normal(cell.seqlen_q, cell.heads_q, cell.head_dim)
-        k = normal(cell.seqlen_k, cell.heads_kv, cell.head_dim)
-        v = normal(cell.seqlen_k, cell.heads_kv, cell.head_dim_v)
+        q, k, v = (
+            torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
+            for shape in cell.operand_shapes
+        )
         if data == "scaled":
             q.mul_(8)
         elif data == "growing":
             # The first column alone adds 8 ln 2 to the scores every 64 keys.
             q[..., 0] = math.sqrt(cell.head_dim)
-            steps = torch.arange(cell.seqlen_k, device="cuda") * (8 * math.log(2) / 64)
+            steps = cell.key_places(k.device) * (8 * math.log(2) / 64)
             k[..., 0] = steps[:, None]
         inputs.append(Tensors(q, k, v))
     return inputs
@@ -132,21 +133,52 @@ class Reference:
         return Errors(largest, self.allowed)
 
 
+class PartsReference:
+    """What some parts of a batch should give, each judged by a reference of its own.
+
+    Fields:
+        parts: places in the first dimension of what a call returns, each with its reference.
+    """
+
+    def __init__(self, parts: list[tuple[slice, Reference]]) -> None:
+        self.parts = parts
+
+    def check(self, result: torch.Tensor | tuple[torch.Tensor, ...]) -> Errors:
+        """Compare what a call returned, as `Reference.check` does; give the worst part's errors."""
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if not tensor.isfinite().all():
+                raise WrongOutput("not finite everywhere")
+        errors = [one.check(part_of(result, rows)) for rows, one in self.parts]
+        return max(errors, key=lambda error: error.share)
+
+
+def part_of(
+    result: torch.Tensor | tuple[torch.Tensor, ...], rows: slice
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Some rows of what a call returned, as a batch of one."""
+    if isinstance(result, tuple):
+        return tuple(part_of(tensor, rows) for tensor in result)
+    return result[rows].reshape(1, -1, *result.shape[-2:])
+
+
 def poison_freed_memory(cell: Cell) -> None:
-    """Leave NaN where the next output is likely to be allocated, to unmask unwritten parts."""
-    shape = (cell.batch, cell.seqlen_q, cell.heads_q, cell.head_dim_v)
-    torch.full(shape, math.nan, dtype=getattr(torch, cell.dtype), device="cuda")
+    """Leave NaN where the next results are likely to be allocated, to unmask unwritten parts."""
+    dtype = getattr(torch, cell.dtype)
+    poisoned = [
+        torch.full(shape, math.nan, dtype=dtype, device="cuda") for shape in cell.result_shapes
+    ]
+    del poisoned
 
 
 def check_provider(
-    provider: Provider, cell: Cell, tensors: Tensors, reference: Reference
+    provider: Provider, cell: Cell, tensors: Tensors, reference: Reference | PartsReference
 ) -> Errors:
     """Compile and check everything that a provider may run on a cell; give its worst errors."""
-    worst = 0.0
+    errors = []
     for call in provider.prepare(cell, tensors).values():
         poison_freed_memory(cell)
-        worst = max(worst, reference.check(call()).largest)
-    return Errors(worst, reference.allowed)
+        errors.append(reference.check(call()))
+    return max(errors, key=lambda error: error.share)
 
 
 class Contender(NamedTuple):
@@ -161,7 +193,9 @@ def choose_runner(provider: Provider, cell: Cell, inputs: list[Tensors]) -> Cont
     """Build a provider's runners for a cell and keep the fastest."""
     by_set = [provider.prepare(cell, tensors) for tensors in inputs]
     runners = {
-        choice: make_runner([calls[choice] for calls in by_set], always_graph=cell.is_decode)
+        choice: make_runner(
+            [calls[choice] for calls in by_set], True if cell.is_decode else cell.graph
+        )
         for choice in by_set[0]
     }
     if len(runners) == 1:
@@ -195,6 +229,16 @@ def measure(
     finally:
         gc.enable()
     return blocks
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most memory that one call takes beside what its inputs take, results included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def host_microseconds(

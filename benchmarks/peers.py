@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -48,12 +49,13 @@ class Provider(Protocol):
 
 
 class Ours:
-    """This package through its public function."""
+    """This package through its public function, with options of it."""
 
     name = "fa3"
     is_peer = False
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "fa3", **options: object) -> None:
+        self.name, self.options = name, options
         package = importlib.import_module("fa3")
         self.attend = package.flash_attn_func
         self.version = package.__version__
@@ -63,7 +65,7 @@ class Ours:
 
     def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
         call = functools.partial(
-            self.attend, *tensors, causal=cell.causal, window_size=window_size(cell)
+            self.attend, *tensors, causal=cell.causal, window_size=window_size(cell), **self.options
         )
         return {importlib.import_module("benchmarks.problems").plan_name(cell): call}
 
@@ -112,12 +114,15 @@ class Fa3Cpp:
 
 
 class Fa4Cute:
-    """FlashAttention-4 in CuTe DSL (package flash-attn-4)."""
+    """FlashAttention-4 in CuTe DSL (package flash-attn-4), with options of it."""
 
     name = "fa4-cute"
     is_peer = True
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "fa4-cute", **options: object) -> None:
+        self.name, self.options = name, options
+        # It reads this when it is imported: without it, processes cannot compile for each other.
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         self.attend = importlib.import_module("flash_attn.cute").flash_attn_func
         self.version = importlib.metadata.version("flash_attn_4")
 
@@ -128,7 +133,7 @@ class Fa4Cute:
         window = (cell.window_left, 0) if cell.window_left >= 0 else (None, None)
 
         def call() -> torch.Tensor:
-            out, _ = self.attend(*tensors, causal=cell.causal, window_size=window)
+            out, _ = self.attend(*tensors, causal=cell.causal, window_size=window, **self.options)
             return out
 
         return {"": call}
@@ -203,6 +208,9 @@ class TileLang:
 PROVIDERS: dict[str, Callable[[], Provider]] = {
     kind.name: kind for kind in (Ours, Fa3Cpp, Fa4Cute, Cudnn, TileLang)
 }
+
+COMPILED = (Fa3Cpp.name, Cudnn.name)
+"""Peers whose kernels come compiled."""
 
 
 def find(

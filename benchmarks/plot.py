@@ -70,7 +70,7 @@ def draw_panel(axes: Axes, rows: Sequence[Row], looks: dict[str, dict[str, objec
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(rows: Sequence[Row], regime: str, path: Path) -> bool:
+def draw(rows: Sequence[Row], regime: str, title: str, path: Path) -> bool:
     """Draw the grid cells of one regime to a PNG; False if there are none."""
     rows = [
         row
@@ -94,19 +94,51 @@ def draw(rows: Sequence[Row], regime: str, path: Path) -> bool:
         axes.set_xlabel("sequence length (16k tokens in all)")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.suptitle(f"Attention forward, bf16, {regime}", fontsize=13)
+    figure.suptitle(f"{title}, bf16, {regime}", fontsize=13)
     figure.savefig(path, dpi=150)
     return True
 
 
-def draw_all(rows: Sequence[Row], directory: Path) -> list[Path]:
+def draw_all(
+    rows: Sequence[Row], directory: Path, name: str = "forward", title: str = "Attention forward"
+) -> list[Path]:
     """Draw every regime that has grid cells; return the pictures."""
     with mpl.rc_context({"font.size": 10}):
         paths = {
-            regime: directory / f"forward-{regime}.png"
+            regime: directory / f"{name}-{regime}.png"
             for regime in dict.fromkeys(row.regime for row in rows)
         }
-        return [path for regime, path in paths.items() if draw(rows, regime, path)]
+        return [path for regime, path in paths.items() if draw(rows, regime, title, path)]
+
+
+def draw_bars(
+    labels: dict[str, str],
+    providers: Sequence[str],
+    values: dict[tuple[str, str], float],
+    meaning: str,
+    path: Path,
+) -> None:
+    """Draw a bar for every cell and provider.
+
+    Args:
+        labels: what to call each cell.
+        values: by cell and provider; there is no bar where there is none.
+        meaning: what the values are.
+    """
+    looks, step = styles(providers), 0.8 / len(providers)
+    height = 1.5 + 0.11 * len(labels) * len(providers)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.subplots()
+    for i, name in enumerate(providers):
+        places = [place + (i - (len(providers) - 1) / 2) * step for place in range(len(labels))]
+        widths = [values.get((cell, name), 0) for cell in labels]
+        axes.barh(places, widths, 0.94 * step, label=name, color=looks[name]["color"])
+    axes.set_yticks(range(len(labels)), list(labels.values()))
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set_xlabel(meaning)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(providers), frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

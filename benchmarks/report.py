@@ -1,4 +1,4 @@
-"""Tables of results for the terminal."""
+"""Tables of results: for the terminal, and in markdown."""
 
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 
 from benchmarks.peers import PROVIDERS
-from benchmarks.ratios import geometric_mean, is_tie
-from benchmarks.results import OK, UNSUPPORTED, Row
-from benchmarks.shapes import SHORT_QUERY
+from benchmarks.ratios import Summary, geometric_mean, is_tie, paired_speedup
+from benchmarks.results import OK, UNSUPPORTED, Measurement, Row
+from benchmarks.shapes import is_decode
 
 
 class Standing(NamedTuple):
@@ -60,7 +60,7 @@ def rate_text(row: Row | None) -> str:
         return "[dim]-[/]"
     if row.status != OK:
         return f"[bold red]{row.status}[/]"
-    return f"{row.gbps:.0f} GB/s" if row.seqlen_q <= SHORT_QUERY else f"{row.tflops:.0f}"
+    return f"{row.gbps:.0f} GB/s" if is_decode(row.seqlen_q, row.seqlen_k) else f"{row.tflops:.0f}"
 
 
 def ratio_text(ratio: float | None, q1: float | None, q3: float | None) -> str:
@@ -134,3 +134,53 @@ def standings_table(rows: Sequence[Row], title: str) -> Table:
                 f"{result.wins}-{result.ties}-{result.losses}",
             )
     return table
+
+
+def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in markdown."""
+    lines = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def time_text(row: Row | None) -> str:
+    """Microseconds and the rate of a row; or why there are none."""
+    if row is None or row.us is None:
+        return row.status if row else ""
+    return f"{row.us:.1f} ({rate_text(row)})"
+
+
+def speed_text(speed: Summary | None) -> str:
+    """A ratio of speeds with its quartiles."""
+    if speed is None:
+        return ""
+    text = f"{speed.median:.2f} ({speed.q1:.2f}-{speed.q3:.2f})"
+    return f"{text} tie" if is_tie(speed.median) else text
+
+
+def column_text(row: Row | None, name: str) -> str:
+    """One of a row's ratios with its quartiles."""
+    if row is None or getattr(row, name) is None:
+        return ""
+    return speed_text(Summary(*(getattr(row, f"{name}{end}") for end in ("", "_q1", "_q3"))))
+
+
+def best_peer_text(row: Row | None) -> str:
+    """A row's speed over the fastest peer, and who that is."""
+    return f"{column_text(row, 'vs_best_peer')} {row.best_peer}".strip() if row else ""
+
+
+def speed_over(row: Measurement | None, base: Measurement | None) -> Summary | None:
+    """How many times faster a row is than another of the same cell and regime; None if unknown."""
+    if not (row and base and row.rounds_us and len(row.rounds_us) == len(base.rounds_us)):
+        return None
+    return paired_speedup(row.rounds_us, base.rounds_us)
+
+
+def failures(rows: Iterable[Measurement]) -> list[str]:
+    """Who was not timed and why, a line for each reason with its cells."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status != OK:
+            reason = f"{row.provider} {row.status}, {row.reason}"
+            reasons.setdefault(reason, []).append(row.cell)
+    return [f"{reason}: {', '.join(cells)}" for reason, cells in reasons.items()]

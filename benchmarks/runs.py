@@ -23,9 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import environment, harness, results
-from benchmarks.harness import Contender, Errors
+from benchmarks.harness import Contender, Errors, PartsReference, Reference
 from benchmarks.meter import Meter, NvmlGauge, Reading, open_gauge, read_interval, reason_names
-from benchmarks.peers import Provider
+from benchmarks.peers import Provider, Tensors
 from benchmarks.ratios import summarise
 from benchmarks.results import FAILED, OK, UNSUPPORTED, WRONG, Measurement
 from benchmarks.shapes import Cell
@@ -177,6 +177,27 @@ def in_processes(compile_one: Callable[..., str], items: Collection) -> Iterator
         yield from pool.map(compile_one, items)
 
 
+def compile_all(calls: Iterable[tuple[Provider, Cell]], console: Console) -> None:
+    """Put the kernels of providers into their caches on disk, side by side."""
+    calls = dict.fromkeys(calls)
+    with console.status("compile"):
+        for (one, cell), error in zip(calls, in_processes(call_once, calls), strict=True):
+            if error:
+                console.print(f"{one.name} {cell.name}: {error}", markup=False)
+
+
+def call_once(of: tuple[Provider, Cell]) -> str:
+    """Make one call, which compiles its kernels; return what went wrong, if anything."""
+    one, cell = of
+    try:
+        (tensors,) = harness.draw_inputs(cell, "normal", sets=1)
+        next(iter(one.prepare(cell, tensors).values()))()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
 def chosen_regimes(options: argparse.Namespace) -> list[Regime]:
     """The regimes that the options ask for."""
     regimes = [REGIMES[name] for name in dict.fromkeys(options.regimes)]
@@ -260,10 +281,14 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def check_cell(run: Run, job: Job) -> dict[str, Verdict]:
+def check_cell(
+    run: Run,
+    job: Job,
+    make_reference: Callable[[Cell, Tensors], Reference | PartsReference] = Reference,
+) -> dict[str, Verdict]:
     """Compile and check a cell for every provider."""
     (tensors,) = harness.draw_inputs(job.cell, run.data, sets=1)
-    reference = harness.Reference(job.cell, tensors)
+    reference = make_reference(job.cell, tensors)
     verdicts = {}
     for provider in job.providers:
         reason = provider.supports(job.cell)

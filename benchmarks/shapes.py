@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 TOKENS = 16384
 """Tokens of every grid cell, whatever its sequence length."""
 
@@ -20,6 +22,29 @@ SHORT_QUERY = 16
 CACHE_BYTES = 60 << 20
 """L2 of an H200."""
 
+CREDITS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+"""What passes are credited with, in floating-point operations of the forward pass."""
+
+
+def count_pairs(seqlen_q: int, seqlen_k: int, causal: bool, window_left: int = -1) -> float:
+    """Credited (query, key) pairs of one head of one sequence.
+
+    A square causal mask counts as half of all pairs, as is the custom; every other mask counts
+    the pairs that it lets through.
+    """
+    if not causal:
+        return seqlen_q * seqlen_k
+    if seqlen_q == seqlen_k and window_left < 0:
+        return seqlen_q * seqlen_k / 2
+    offset = seqlen_k - seqlen_q
+    seen = seqlen_k if window_left < 0 else window_left + 1
+    return sum(max(0, min(row + offset + 1, seen)) for row in range(seqlen_q))
+
+
+def is_decode(seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether few queries read so many keys that a call is counted in bytes."""
+    return seqlen_q <= SHORT_QUERY < seqlen_k
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -30,6 +55,8 @@ class Cell:
         heads_q, heads_kv: query heads, and key/value heads that they share.
         causal: the mask hides keys after a query, aligned to the bottom right.
         window_left: keys that a query sees before itself; -1 for all of them.
+        passes: what a call computes, a key of `CREDITS`.
+        graph: whether calls are replayed from a CUDA graph; None if that depends on their time.
     """
 
     name: str
@@ -44,6 +71,8 @@ class Cell:
     causal: bool
     window_left: int = -1
     dtype: str = "bfloat16"
+    passes: str = "forward"
+    graph: bool | None = None
 
     @property
     def mask(self) -> str:
@@ -53,23 +82,14 @@ class Cell:
 
     @property
     def pairs(self) -> float:
-        """Credited (query, key) pairs of one head.
-
-        A square causal mask counts as half of all pairs, as is the custom; every other mask
-        counts the pairs that it lets through.
-        """
-        if not self.causal:
-            return self.seqlen_q * self.seqlen_k
-        if self.seqlen_q == self.seqlen_k and self.window_left < 0:
-            return self.seqlen_q * self.seqlen_k / 2
-        offset = self.seqlen_k - self.seqlen_q
-        seen = self.seqlen_k if self.window_left < 0 else self.window_left + 1
-        return sum(max(0, min(row + offset + 1, seen)) for row in range(self.seqlen_q))
+        """Credited pairs of one head, on average over the batch."""
+        return count_pairs(self.seqlen_q, self.seqlen_k, self.causal, self.window_left)
 
     @property
     def flops(self) -> float:
-        """Credited floating-point operations of one forward call."""
-        return self.batch * self.heads_q * self.pairs * 2 * (self.head_dim + self.head_dim_v)
+        """Credited floating-point operations of one call."""
+        products = 2 * (self.head_dim + self.head_dim_v)
+        return CREDITS[self.passes] * self.batch * self.heads_q * self.pairs * products
 
     @property
     def kv_bytes(self) -> int:
@@ -78,12 +98,41 @@ class Cell:
 
     @property
     def is_decode(self) -> bool:
-        return self.seqlen_q <= SHORT_QUERY
+        return is_decode(self.seqlen_q, self.seqlen_k)
 
     @property
     def num_sets(self) -> int:
         """Input sets to rotate through, so that decoding reads K and V from device memory."""
         return math.ceil(4 * CACHE_BYTES / self.kv_bytes) if self.is_decode else 1
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The dimensions of q, and of k and v, before those of heads."""
+        return (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of q, k and v."""
+        rows_q, rows_k = self.rows
+        return (
+            (*rows_q, self.heads_q, self.head_dim),
+            (*rows_k, self.heads_kv, self.head_dim),
+            (*rows_k, self.heads_kv, self.head_dim_v),
+        )
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the forward pass's output."""
+        return (*self.rows[0], self.heads_q, self.head_dim_v)
+
+    @property
+    def result_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a call returns: its output, or the gradients of q, k and v."""
+        return (self.out_shape,) if self.passes == "forward" else self.operand_shapes
+
+    def key_places(self, device: torch.device) -> torch.Tensor:
+        """The place of each row of k in its sequence."""
+        return torch.arange(self.seqlen_k, device=device)
 
 
 def grid(head_dims: list[int], masks: list[str], seqlens: list[int]) -> list[Cell]:

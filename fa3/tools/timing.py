@@ -6,6 +6,7 @@ short block after an idle spell, at full clock. In every round each call runs on
 order.
 """
 
+import functools
 import math
 import random
 import time
@@ -82,6 +83,16 @@ class EagerRunner:
         return count
 
 
+@functools.cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream on which a GPU's graphs are captured.
+
+    torch runs a backward pass on the stream of its forward pass, so a graph of the one alone needs
+    the other to have run here.
+    """
+    return torch.cuda.Stream(device)
+
+
 class GraphRunner:
     """Replays a CUDA graph of many calls."""
 
@@ -94,7 +105,7 @@ class GraphRunner:
         rotations = math.ceil(GRAPH_US / (us * len(calls)))
         self.calls_per_graph = rotations * len(calls)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=capture_stream(torch.cuda.current_device())):
             for _ in range(rotations):
                 for call in calls:
                     call()
@@ -124,22 +135,23 @@ def run_block(runner: Runner, block_ms: float) -> Block:
     return Block(runner.us, calls, end - elapsed_ms / 1e3, end)
 
 
-def make_runner(calls: list[Call], always_graph: bool = False) -> Runner:
-    """Warm calls up, and choose between graph and host by how long they take."""
+def make_runner(calls: list[Call], graph: bool | None = None) -> Runner:
+    """Warm calls up, and choose between graph and host: by how long they take, if None."""
     for call in calls:
         call()
     torch.cuda.synchronize()
-    runner = EagerRunner(calls)
+    runner: Runner = EagerRunner(calls)
     begin = time.perf_counter()
     runner.enqueue(4)
     torch.cuda.synchronize()
     runner.us = (time.perf_counter() - begin) * 1e6 / 4
     run_block(runner, block_ms=5)
-    if runner.us >= GRAPH_BELOW_US and not always_graph:
-        return runner
-    graph = GraphRunner(calls, runner.us)
-    run_block(graph, block_ms=5)
-    return graph
+    if graph is None:
+        graph = runner.us < GRAPH_BELOW_US
+    if graph:
+        runner = GraphRunner(calls, runner.us)
+        run_block(runner, block_ms=5)
+    return runner
 
 
 def run_rounds(
