@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import bench_forward, harness, peers, plot, report, results, runs
+from benchmarks import bench_forward, harness, peers, plot, report, runs
 from benchmarks.caches import (
     CELLS,
     DEFAULT,
@@ -63,11 +63,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description="Measure attention to a key/value cache beside its peers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=[], help="only these providers")
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="print and draw this directory's rows, and stop"
-    )
-    runs.add_options(parser)
+    runs.add_row_options(parser, NAMES)
     return parser.parse_args(arguments)
 
 
@@ -199,17 +195,10 @@ def measure(options: argparse.Namespace, cells: Sequence[DecodeCell], console: C
     runs.need_gpu()
     wanted = [name for name in PEERS if not options.only or name in options.only]
     found, missing = peers.find(wanted, PEERS)
-    for name, reason in missing.items():
-        console.print(f"without {name}: {reason}", markup=False)
-    run = runs.open_run(options, console, CSV_NAME, [*OURS, *found, READ], missing)
-    done = results.read(run.csv, DecodeRow) if options.resume else []
-    jobs = runs.find_jobs(
-        cells,
-        runs.chosen_regimes(options),
+    run, jobs = runs.open_jobs(
+        options, console, CSV_NAME, DecodeRow, cells, [*OURS, *found, READ], missing,
         lambda cell: providers_of(cell, found, options.only),
-        options.data,
-        done,
-    )
+    )  # fmt: skip
     ours = (
         (one, shrink(job.cell)) for job in jobs for one in job.providers if isinstance(one, Ours)
     )
@@ -229,13 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     directory = options.report or measure(options, cells, console)
     path = directory / CSV_NAME
-    names = [cell.name for cell in cells]
-    rows = [
-        row
-        for row in results.read(path, DecodeRow)
-        if row.cell in names and row.data == options.data
-    ]
-    print_report(console, rows, directory)
+    print_report(console, runs.rows_to_report(path, DecodeRow, cells, options.data), directory)
     console.print(path)
 
 

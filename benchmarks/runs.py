@@ -168,6 +168,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the cells and stop")
 
 
+def add_row_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add the options of runs whose record is printed from its file.
+
+    Args:
+        names: of all providers.
+    """
+    parser.add_argument("--only", nargs="+", choices=names, default=[], help="only these providers")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="print and draw this directory's rows, and stop"
+    )
+    add_options(parser)
+
+
 def in_processes(compile_one: Callable[..., str], items: Collection) -> Iterator[str]:
     """What a function says of each item, which it compiles, in processes side by side."""
     # A forked process would inherit threads and the CUDA context.
@@ -212,6 +225,15 @@ def chosen_regimes(options: argparse.Namespace) -> list[Regime]:
 def with_names_like(cells: Iterable[Cell], texts: Sequence[str]) -> list[Cell]:
     """The cells whose names contain one of the texts; all cells if there are none."""
     return [cell for cell in cells if not texts or any(text in cell.name for text in texts)]
+
+
+def chosen_cells(
+    cells: Iterable[Cell], quick: Collection[str], options: argparse.Namespace
+) -> list[Cell]:
+    """The cells that the options name; if they name none, all cells, or those of a quick run."""
+    if options.quick and not options.cells:
+        return [cell for cell in cells if cell.name in quick]
+    return with_names_like(cells, options.cells)
 
 
 def find_jobs(
@@ -483,6 +505,37 @@ def open_run(
     keep_environment(out / "environment.json", environment.describe(providers, missing, gauge))
     rounds = QUICK_ROUNDS if options.quick else options.rounds
     return Run(console, options.data, rounds, out / csv_name, deadline, gauge)
+
+
+def open_jobs(
+    options: argparse.Namespace,
+    console: Console,
+    csv_name: str,
+    kind: type[Measurement],
+    cells: Iterable[Cell],
+    found: list[Provider],
+    missing: dict[str, str],
+    providers_of: Callable[[Cell], list[Provider]],
+) -> tuple[Run, list[Job]]:
+    """Open a run, and find what its file does not have yet.
+
+    Args:
+        kind: of the rows.
+        found, missing: providers that could be imported, and why others could not.
+    """
+    for name, reason in missing.items():
+        console.print(f"without {name}: {reason}", markup=False)
+    run = open_run(options, console, csv_name, found, missing)
+    done = results.read(run.csv, kind) if options.resume else []
+    return run, find_jobs(cells, chosen_regimes(options), providers_of, options.data, done)
+
+
+def rows_to_report(
+    path: Path, kind: type[results.Kind], cells: Iterable[Cell], data: str
+) -> list[results.Kind]:
+    """The rows of a file that tell of some cells."""
+    names = {cell.name for cell in cells}
+    return [row for row in results.read(path, kind) if row.cell in names and row.data == data]
 
 
 def keep_environment(path: Path, content: dict) -> None:

@@ -1,0 +1,213 @@
+"""Measure gradients beside their peers: `python -m benchmarks.bench_backward`.
+
+A backward pass alone, and a forward pass with it, through torch's autograd as users run them: host
+time shows where it is longer than the GPU's, but for cells that are replayed from a CUDA graph.
+TFLOP/s count 2.5 and 3.5 times the operations of the forward pass.
+"""
+
+import argparse
+import functools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import bench_forward, harness, plot, report, runs
+from benchmarks.gradients import (
+    CELLS,
+    NAMES,
+    ORDERED_FA4,
+    ORDERED_OURS,
+    OURS,
+    PASSES,
+    PEERS,
+    Found,
+    label_of,
+    reference_of,
+    shrink,
+)
+from benchmarks.peers import COMPILED
+from benchmarks.results import Row
+from benchmarks.runs import Timed
+from benchmarks.shapes import MASKS, Cell, named
+
+CSV_NAME = "backward.csv"
+HOST_NAME = "backward-host.json"
+
+TITLES = {"backward": "Backward pass", "both": "Forward and backward pass"}
+
+QUICK = (
+    "backward-d64-causal-1024",
+    "backward-d64-causal-4096",
+    "backward-d128-causal-1024",
+    "backward-d128-causal-4096",
+    "backward-d128-full-4096",
+    "backward-d256-causal-4096",
+    "backward-gqa-h32.8-2x4k",
+    "backward-few-h12.12-8x1k",
+    "backward-few-h12.12-8x1k-graph",
+    "backward-lognormal-64k",
+    "both-d128-causal-4096",
+    "both-few-h12.12-8x1k",
+)
+"""Cells of a quick run that names none."""
+
+HOST_CELL = replace(named("host", 1, (256, 256), (1, 1)), name="host", passes="both")
+"""Too small to keep the GPU busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRow(Row):
+    """Gradients by a provider beside its peers.
+
+    Fields:
+        passes: what a call computes, see `benchmarks.shapes.CREDITS`.
+        peak_mib: the most memory that a call takes beside what its inputs take.
+    """
+
+    passes: str
+    peak_mib: float | None = None
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_backward",
+        description="Measure gradients beside their peers. "
+        "A quick run that names no cells measures a few of them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    runs.add_row_options(parser, NAMES)
+    parser.set_defaults(regimes=["burst"])
+    return parser.parse_args(arguments)
+
+
+def make_rows(timed: Timed) -> list[GradientRow]:
+    """Turn the blocks of one cell and regime into rows, one for every provider."""
+    rows = []
+    for row in bench_forward.make_rows(timed):
+        contender, peak = timed.contenders.get(row.provider), None
+        if contender:
+            peak = harness.peak_bytes(contender.runner.calls[0]) / 2**20
+        rows.append(GradientRow(**asdict(row), passes=timed.job.cell.passes, peak_mib=peak))
+    return rows
+
+
+def mib_text(row: GradientRow | None) -> str:
+    return f"{row.peak_mib:.0f}" if row and row.peak_mib is not None else ""
+
+
+def table_of_cells(cells: Sequence[Cell], found: dict[tuple[str, str], GradientRow]) -> str:
+    """Every cell beside its peers: time, speed, memory."""
+    lines = []
+    for cell in cells:
+        rows = [found.get((cell.name, name)) for name in (OURS, *PEERS)]
+        times, memory = map(report.time_text, rows), " / ".join(map(mib_text, rows))
+        lines.append([label_of(cell), *times, report.best_peer_text(rows[0]), memory])
+    header = ["head_dim, mask, batch x length, heads", OURS, *PEERS, "over the best peer"]
+    return report.markdown_table([*header, f"MiB: {' / '.join((OURS, *PEERS))}"], lines)
+
+
+def table_of_standings(rows: Sequence[GradientRow]) -> str:
+    """Geometric means of ours over the best peer, over the grid."""
+    grid = [row for row in rows if row.group == "grid" and row.provider == OURS]
+    lines = []
+    for head_dim in sorted({row.head_dim for row in grid}):
+        for mask in MASKS:
+            chosen = [
+                row for row in grid if (row.head_dim, row.causal) == (head_dim, mask == "causal")
+            ]
+            result = report.standing(chosen)
+            places = f"{result.wins}-{result.ties}-{result.losses}"
+            lines.append([str(head_dim), mask, f"{result.vs_best_peer:.3f}", places])
+    return report.markdown_table(["head_dim", "mask", "over the best peer", "win-tie-loss"], lines)
+
+
+def table_of_order(cells: Sequence[Cell], found: dict[tuple[str, str], GradientRow]) -> str:
+    """What deterministic gradients cost: their speed over that of the others."""
+    lines = []
+    for cell in cells:
+        line = [label_of(cell)]
+        for ordered, plain in ((ORDERED_OURS, OURS), (ORDERED_FA4, PEERS[0])):
+            row, base = (found.get((cell.name, name)) for name in (ordered, plain))
+            line += [report.time_text(row), report.speed_text(report.speed_over(row, base))]
+        lines.append(line)
+    header = ["head_dim, mask, batch x length, heads"]
+    for ordered, plain in ((ORDERED_OURS, OURS), (ORDERED_FA4, PEERS[0])):
+        header += [ordered, f"over {plain}"]
+    return report.markdown_table(header, lines)
+
+
+def markdown(rows: Sequence[GradientRow], passes: str) -> str:
+    """The tables of one regime and what was asked for."""
+    rows = [row for row in rows if row.passes == passes]
+    found = {(row.cell, row.provider): row for row in rows}
+    cells = [cell for cell in CELLS if any(row.cell == cell.name for row in rows)]
+    tables = [table_of_cells(cells, found)]
+    if any(row.group == "grid" and row.provider == OURS for row in rows):
+        tables.append(table_of_standings(rows))
+    ordered = [
+        cell
+        for cell in cells
+        if any((cell.name, name) in found for name in (ORDERED_OURS, ORDERED_FA4))
+    ]
+    if ordered:
+        tables.append(table_of_order(ordered, found))
+    return "\n\n".join(tables)
+
+
+def print_report(console: Console, rows: Sequence[GradientRow], directory: Path) -> None:
+    """Print the tables of each regime, and draw its grid."""
+    for regime in dict.fromkeys(row.regime for row in rows):
+        chosen = [row for row in rows if row.regime == regime]
+        for passes in PASSES:
+            if any(row.passes == passes for row in chosen):
+                console.print(f"\n{TITLES[passes]}, {regime}: us (TFLOP/s)\n")
+                text = markdown(chosen, passes)
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+        for line in report.failures(chosen):
+            console.print(line, markup=False, soft_wrap=True)
+    for passes in PASSES:
+        drawn = [row for row in rows if row.passes == passes and row.provider in (OURS, *PEERS)]
+        for path in plot.draw_all(drawn, directory, passes, TITLES[passes]):
+            console.print(path)
+
+
+def measure(options: argparse.Namespace, cells: Sequence[Cell], console: Console) -> Path:
+    """Measure what is not yet in the results directory; return it."""
+    runs.need_gpu()
+    found = Found([name for name in NAMES if not options.only or name in options.only])
+    run, jobs = runs.open_jobs(
+        options, console, CSV_NAME, GradientRow, cells, found.dense, found.missing,
+        found.providers_of,
+    )  # fmt: skip
+    if not jobs:
+        return run.csv.parent
+    of_host = found.providers_of(HOST_CELL)
+    calls = [(one, HOST_CELL) for one in of_host]
+    calls += [(one, shrink(one, job.cell)) for job in jobs for one in job.providers]
+    runs.compile_all((call for call in calls if call[0].name not in COMPILED), console)
+    costs = bench_forward.measure_host(run, of_host, HOST_CELL, HOST_NAME)
+    check = functools.partial(runs.check_cell, make_reference=reference_of)
+    left = runs.check_and_measure(run, jobs, make_rows, bench_forward.summary_line, check)
+    bench_forward.print_host(console, costs)
+    if left:
+        console.print(f"{left} cells left: run the same command again")
+    return run.csv.parent
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    console = runs.make_console()
+    cells = runs.chosen_cells(CELLS, QUICK, options)
+    if options.list:
+        console.print(runs.cells_listing(cells))
+        return
+    directory = options.report or measure(options, cells, console)
+    path = directory / CSV_NAME
+    print_report(console, runs.rows_to_report(path, GradientRow, cells, options.data), directory)
+    console.print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""What `bench_backward` measures: cells of backward passes, and who computes gradients.
+
+Any provider of attention becomes one of gradients: torch's autograd runs its backward pass, with an
+output gradient that is drawn. A call computes gradients alone, of a forward pass that was run when
+the call was prepared, or both passes.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks import harness, packed, peers
+from benchmarks.harness import Errors, PartsReference, WrongOutput
+from benchmarks.packed import PackedCell
+from benchmarks.peers import Call, Provider, Tensors
+from benchmarks.shapes import MASKS, SEQLENS, Cell, K, grid, named, size
+from fa3.tools.timing import capture_stream
+
+PASSES = ("backward", "both")
+GRADIENTS = ("dq", "dk", "dv")
+
+FEW = named("few", 8, (K, K), (12, 12), (64, 64))
+"""Few tiles: the host shows where a graph does not hide it."""
+
+PACKED = packed.lognormal(64 * K)
+
+SHAPES: list[Cell] = [
+    *grid([64, 128, 256], list(MASKS), list(SEQLENS)),
+    replace(grid([96], ["causal"], [4 * K])[0], group="sizes"),
+    replace(named("sizes", 4, (4 * K, 4 * K), (16, 16), (192, 128)), name="d192.128-causal-4096"),
+    named("gqa", 2, (4 * K, 4 * K), (32, 8)),
+    FEW,
+    PACKED,
+]
+
+ORDERED = {
+    *(f"d128-{mask}-{s}" for mask in MASKS for s in (K, 4 * K, 16 * K)),
+    "d64-causal-4096",
+    PACKED.name,
+}
+"""Shapes on which deterministic gradients are measured beside the others."""
+
+
+def with_passes(cell: Cell, passes: str, graph: bool = False) -> Cell:
+    """A cell that asks for gradients."""
+    name = f"{passes}-{cell.name}" + ("-graph" if graph else "")
+    return replace(cell, name=name, passes=passes, graph=graph)
+
+
+CELLS = [
+    with_passes(cell, passes, graph)
+    for passes in PASSES
+    for cell in SHAPES
+    for graph in ((False, True) if cell == FEW else (False,))
+]
+
+BY_NAME = {cell.name: cell for cell in CELLS}
+
+
+def label_of(cell: Cell) -> str:
+    """What a cell is, for a table."""
+    if isinstance(cell, PackedCell):
+        return cell.label.removeprefix(f"{cell.passes}-")
+    head_dims = {cell.head_dim: None, cell.head_dim_v: None}
+    text = (
+        f"{'/'.join(map(str, head_dims))}, {cell.mask}, {cell.batch} x {size(cell.seqlen_q)}, "
+        f"{cell.heads_q}/{cell.heads_kv}"
+    )
+    return f"{text}, graph" if cell.graph else text
+
+
+def draw_gradient(cell: Cell, device: torch.device) -> torch.Tensor:
+    """Draw the gradient of a cell's output; the same for everyone."""
+    generator = torch.Generator(device).manual_seed(1)
+    dtype = getattr(torch, cell.dtype)
+    return torch.randn(cell.out_shape, dtype=dtype, device=device, generator=generator)
+
+
+class Gradients:
+    """The gradients of a provider of attention."""
+
+    def __init__(self, attention: Provider) -> None:
+        self.attention = attention
+        self.name, self.version = attention.name, attention.version
+        # Not a peer with options that make it slower.
+        self.is_peer = attention.is_peer and attention.name in peers.PROVIDERS
+
+    def supports(self, cell: Cell) -> str | None:
+        return self.attention.supports(cell)
+
+    def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
+        """Calls that return the gradients of q, k and v."""
+        leaves = Tensors(*(tensor.detach().requires_grad_() for tensor in tensors))
+        d_out = draw_gradient(cell, tensors.q.device)
+        with torch.enable_grad():
+            calls = self.attention.prepare(cell, leaves)
+        if cell.passes == "both":
+            return {choice: both_passes(attend, leaves, d_out) for choice, attend in calls.items()}
+        stream = torch.cuda.current_stream() if d_out.is_cuda else None
+        if cell.graph:
+            # torch runs a backward pass on the stream of its forward pass.
+            stream = capture_stream(torch.cuda.current_device())
+        return {
+            choice: backward_alone(attend, leaves, d_out, stream)
+            for choice, attend in calls.items()
+        }
+
+
+def backward_alone(
+    attend: Call, leaves: Tensors, d_out: torch.Tensor, stream: torch.cuda.Stream | None
+) -> Call:
+    """The backward pass of a forward pass that is run now, on a stream unless on the CPU."""
+    if stream is not None:
+        torch.cuda.synchronize()
+    with torch.cuda.stream(stream), torch.enable_grad():
+        out = attend()
+    if stream is not None:
+        torch.cuda.synchronize()
+    return functools.partial(torch.autograd.grad, out, leaves, d_out, retain_graph=True)
+
+
+def both_passes(attend: Call, leaves: Tensors, d_out: torch.Tensor) -> Call:
+    """The forward and the backward pass."""
+
+    def call() -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            out = attend()
+        return torch.autograd.grad(out, leaves, d_out)
+
+    return call
+
+
+OURS, ORDERED_OURS, ORDERED_FA4 = "fa3", "fa3-deterministic", "fa4-cute-deterministic"
+
+DENSE_KINDS: dict[str, Callable[[], Provider]] = {
+    OURS: peers.Ours,
+    ORDERED_OURS: functools.partial(peers.Ours, ORDERED_OURS, deterministic=True),
+    "fa4-cute": peers.Fa4Cute,
+    ORDERED_FA4: functools.partial(peers.Fa4Cute, ORDERED_FA4, deterministic=True),
+    "cudnn": peers.Cudnn,
+}
+
+PACKED_KINDS: dict[str, Callable[[], Provider]] = {
+    OURS: packed.Ours,
+    ORDERED_OURS: functools.partial(packed.Ours, ORDERED_OURS, deterministic=True),
+    "fa4-cute": packed.Fa4Cute,
+    ORDERED_FA4: functools.partial(packed.Fa4Cute, ORDERED_FA4, deterministic=True),
+}
+
+PEERS = ("fa4-cute", "cudnn")
+NAMES = tuple(DENSE_KINDS)
+
+
+class Found:
+    """Who could be imported, for dense and for packed cells.
+
+    Fields:
+        missing: why others could not, by name.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        dense, self.missing = peers.find(names, DENSE_KINDS)
+        in_both = [name for name in names if name in PACKED_KINDS]
+        self.dense = [Gradients(one) for one in dense]
+        self.packed = [Gradients(one) for one in peers.find(in_both, PACKED_KINDS)[0]]
+
+    def providers_of(self, cell: Cell) -> list[Provider]:
+        """Who is measured on a cell."""
+        found = self.packed if isinstance(cell, PackedCell) else self.dense
+        is_ordered = cell.name.removeprefix(f"{cell.passes}-") in ORDERED
+        return [one for one in found if is_ordered or one.name not in (ORDERED_OURS, ORDERED_FA4)]
+
+
+def shrink(provider: Provider, cell: Cell) -> Cell:
+    """A cell that runs on the same kernels, smaller if that is known.
+
+    Of ours, the tiling of a dense forward pass depends on all sizes.
+    """
+    cell = replace(cell, name="", group="", passes="both", graph=False)
+    if isinstance(cell, PackedCell):
+        return packed.shrink(cell)
+    if provider.name in (OURS, ORDERED_OURS):
+        return cell
+    length = min(cell.seqlen_q, K)
+    return replace(cell, batch=1, seqlen_q=length, seqlen_k=length)
+
+
+class HeadGradients:
+    """What the gradients of a cell should be, on some heads of K and V."""
+
+    def __init__(self, cell: Cell, tensors: Tensors, d_out: torch.Tensor) -> None:
+        self.group = cell.heads_q // cell.heads_kv
+        self.heads = harness.checked_heads(replace(cell, heads_q=cell.heads_kv))
+        self.expected = []
+        largest = dict.fromkeys(GRADIENTS, 0.0)
+        for batch, head in self.heads:
+            of_head = self.select((tensors.q, tensors.k, tensors.v, d_out), batch, head)
+            exact, rounded = (
+                gradients_of_head(cell, *(tensor.to(dtype) for tensor in of_head))
+                for dtype in (torch.float32, tensors.q.dtype)
+            )
+            for name, x, y in zip(GRADIENTS, exact, rounded, strict=True):
+                largest[name] = max(largest[name], (y - x).abs().max().item())
+            self.expected.append(exact)
+        self.allowed = {
+            name: harness.ERROR_FACTOR * error + harness.ERROR_FLOOR
+            for name, error in largest.items()
+        }
+
+    def select(
+        self, tensors: Sequence[torch.Tensor], batch: int, head: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Of a head of K and V: the group's rows of q, its own of k and v, and more of the group.
+
+        Args:
+            tensors: of q, k and v, and of the output if there is a fourth.
+        """
+        group = slice(head * self.group, (head + 1) * self.group)
+        q, k, v, *out = tensors
+        return (
+            q[batch, :, group],
+            k[batch, :, head],
+            v[batch, :, head],
+            *(tensor[batch, :, group] for tensor in out),
+        )
+
+    def check(self, gradients: tuple[torch.Tensor, ...]) -> Errors:
+        """Compare dq, dk and dv; give the errors of the worst.
+
+        Raises:
+            WrongOutput: if one is not finite everywhere, or too far from float32.
+        """
+        largest = dict.fromkeys(GRADIENTS, 0.0)
+        for name, gradient in zip(GRADIENTS, gradients, strict=True):
+            if not gradient.isfinite().all():
+                raise WrongOutput(f"{name} is not finite everywhere")
+        for (batch, head), expected in zip(self.heads, self.expected, strict=True):
+            found = self.select(gradients, batch, head)
+            for name, x, y in zip(GRADIENTS, expected, found, strict=True):
+                largest[name] = max(largest[name], (y - x).abs().max().item())
+        errors = {name: Errors(largest[name], self.allowed[name]) for name in GRADIENTS}
+        for name, error in errors.items():
+            if error.share > 1:
+                raise WrongOutput(
+                    f"error of {name} {error.largest:.3g}, allowed {error.allowed:.3g}"
+                )
+        return max(errors.values(), key=lambda error: error.share)
+
+
+def gradients_of_head(
+    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of attention as it is written down, everything in the dtype of q.
+
+    Args:
+        q, d_out: (seqlen, query heads that share the head of k and v, head_dim).
+    """
+    with torch.enable_grad():
+        q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+        outs = [harness.attend_head(cell, head, k, v, q.dtype) for head in q.unbind(1)]
+    return torch.autograd.grad(outs, (q, k, v), d_out.unbind(1))
+
+
+def reference_of(cell: Cell, tensors: Tensors) -> HeadGradients | PartsReference:
+    """What the gradients of a cell should be, of packed cells in some sequences."""
+    d_out = draw_gradient(cell, tensors.q.device)
+    if not isinstance(cell, PackedCell):
+        return HeadGradients(cell, tensors, d_out)
+    parts = []
+    for i in packed.checked_sequences(cell):
+        rows, one, of_sequence = packed.sequence_of(cell, i, tensors)
+        parts.append((rows, HeadGradients(one, of_sequence, d_out[rows][None])))
+    return PartsReference(parts)
