@@ -94,7 +94,10 @@ def check_gradients(
         return torch.autograd.grad(outputs, wanted, given, materialize_grads=True)
 
     def of_dtype(dtype: torch.dtype):
-        return lambda **arguments: dense(**arguments, window=window, dtype=dtype)
+        def run(deterministic: bool = False, **arguments):
+            return dense(**arguments, window=window, dtype=dtype)
+
+        return run
 
     def ours(**arguments):
         return fa3.flash_attn_func(**arguments, window_size=tuple(window), return_lse=True)

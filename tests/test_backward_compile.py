@@ -81,8 +81,8 @@ def test_machine_code(spec):
     assert report.count("USETMAXREG.DEALLOC") == 1
     assert report.count("USETMAXREG.TRY_ALLOC") == 1
     check_wgmma(report, spec, config)
-    pieces = config.pieces(padded(spec.head_dim))
-    assert report.count("REDG.E.ADD.F32x4") == pieces.quads * loops(spec)
+    assert report.count("UBLKRED") == config.sum_parts * loops(spec)
+    assert report.count("REDG") == 0
     assert report.count("UBLKCP") == 1
     # P stays in registers unless warpgroups share keys; dS does not.
     written = (2 if config.shares_keys else 1) * loops(spec) * ROWS * config.queries
@@ -142,6 +142,7 @@ def test_machine_code_with_sums_in_order(head_dim, schedule):
     # after the loops.
     assert report.count("LDG.E.STRONG.GPU") == loops(spec)
     assert report.count("REDG.E.MAX") == loops(spec) + 1
+    assert report.count("UBLKRED") == config.sum_parts * loops(spec)
 
 
 @pytest.mark.compiles
@@ -178,6 +179,7 @@ def test_every_head_size_has_a_config(head_dim, head_dim_v):
         (BackwardConfig(96, 128), "tile_m must be 128, or 64"),
         (BackwardConfig(64, 128, groups=4), "groups must be 2 or 3"),
         (BackwardConfig(64, 128, q_stages=0), "q_stages must be 1 or more"),
+        (BackwardConfig(64, 128, sum_parts=3), "sum_parts must divide"),
         (BackwardConfig(128, 128, q_stages=1, do_stages=1), "registers"),
         (BackwardConfig(64, 128, q_stages=6), "bytes of shared memory"),
     ],

@@ -115,10 +115,13 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def of_rows(statistics: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exps (infinite for rows that see no key) and deltas, (batch, heads, seqlen_q)."""
+    """Log-sum-exps and deltas of whole tiles, (batch, heads, rows) in any order of the rows.
+
+    The log-sum-exp is infinite where a row sees no key or is no query.
+    """
     problem, tile_m = plan.problem, plan.config.tile_m
     tiles = statistics.view(problem.batch, problem.num_heads_q, -1, STATISTICS, tile_m)
-    lse, delta = (tiles[:, :, :, i].flatten(2)[:, :, : problem.seqlen_q] for i in range(STATISTICS))
+    lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
     return lse * math.log(2.0), delta
 
 

@@ -5,10 +5,11 @@
     ...
     torch.nn.attention.restore_flash_attention_impl()
 
-Both functions end in operators of `aten` wherever torch chooses its flash backend. To activate fa3
-puts kernels in their place at the dispatch key CUDA: each takes what fa3 computes, and hands the
-rest to the kernel that was there (`stock`), which gives what it always gave. What never comes to
-the flash backend, such as float32 and masks given as tensors, does not come here either.
+Both functions end in operators of `aten` wherever torch chooses its flash backend, which it tries
+first while fa3 is active. To activate fa3 puts kernels in their place at the dispatch key CUDA: each
+takes what fa3 computes, and hands the rest to the kernel that was there (`stock`), which gives what
+it always gave. What never comes to the flash backend, such as float32 and masks given as tensors,
+does not come here either.
 
 Shapes are aten's: `_scaled_dot_product_...` has (batch, heads, seqlen, head_dim), `_flash_...`
 (batch, seqlen, heads, head_dim), or with cum_seq_q (total, heads, head_dim).
@@ -26,6 +27,8 @@ from fa3.calls.operands import ALIGNMENT, DTYPES
 from fa3.calls.operator_backward import gradients_of_call
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
+
+FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
 IMPLEMENTATION = "fa3"
 """What `activate_flash_attention_impl` takes."""
@@ -53,14 +56,26 @@ def activate(key: str = "CUDA") -> "Activation":
     kernels = {name: kernel for name, kernel in KERNELS.items() if hasattr(torch.ops.aten, name)}
     stock = {name: stock_kernel(f"aten::{name}", key) for name in kernels}
     library = torch.library.Library("aten", "IMPL")
-    activation = Activation(library)
+    activation = Activation(library, order_of_backends())
     try:
         for name, kernel in kernels.items():
             library.impl(name, Routed(kernel, stock[name]), key, with_keyset=True)
+        # On Hopper torch would rather take cuDNN.
+        others = [backend for backend in activation.priority if backend != FLASH]
+        torch._C._set_sdp_priority_order([FLASH, *others])
     except BaseException:
         activation.remove()
         raise
     return activation
+
+
+def order_of_backends() -> list[int]:
+    """The order in which torch tries its backends."""
+    if torch.cuda.is_available():
+        # Torch settles it when it chooses for the first time.
+        probe = torch.empty(1, 1, 1, HEAD_DIM_UNIT, device="cuda", dtype=torch.float16)
+        torch._fused_sdp_choice(probe, probe, probe)
+    return torch._C._get_sdp_priority_order()
 
 
 def stock_kernel(name: str, key: str) -> Callable:
@@ -70,14 +85,20 @@ def stock_kernel(name: str, key: str) -> Callable:
 
 @dataclass
 class Activation:
-    """The kernels in place; `remove` brings back those that were there."""
+    """The kernels in place; `remove` brings back those that were there.
+
+    Fields:
+        priority: the order in which torch tried its backends before.
+    """
 
     library: torch.library.Library | None
+    priority: list[int]
 
     def remove(self) -> None:
         if self.library is not None:
             self.library._destroy()
             self.library = None
+            torch._C._set_sdp_priority_order(self.priority)
 
 
 class Refused(Exception):

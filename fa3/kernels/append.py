@@ -212,7 +212,8 @@ class Queries(NamedTuple):
         if cutlass.const_expr(self.ends is None):
             seqlen = self.q.shape[1]
             sequence = token // seqlen
-            return sequence, token - sequence * seqlen, sequence < self.q.shape[0]
+            # Without queries the division gives anything.
+            return sequence, token - sequence * seqlen, token < self.q.shape[0] * seqlen
         batch = self.ends.shape[0] - 1
         sequence = sequence_of(self.ends, token, batch)
         nth = token - self.ends[sequence]

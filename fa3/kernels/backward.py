@@ -110,6 +110,7 @@ class BackwardBuffers(NamedTuple):
         ds, p: blocks of scores; no P if it stays in registers.
         dk, dv: lie where K and V do.
         statistics: (tile_m, STATISTICS, q_stages), float32.
+        sums: what is on its way to the sums of dQ, float32.
     """
 
     q: cute.Tensor
@@ -121,6 +122,7 @@ class BackwardBuffers(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     statistics: cute.Tensor
+    sums: cute.Tensor
 
 
 class BackwardPipelines(NamedTuple):
@@ -231,6 +233,7 @@ class Backward(AttentionKernel):
         """Lay out shared memory, initialise the mbarriers and synchronize the CTA."""
         config, layouts = self.config, self.layouts()
         of_rows = cute.make_layout((config.tile_m, STATISTICS, config.q_stages))
+        staged = config.staged_sums(self.columns)
 
         def buffer(layout, exists: bool = True):
             size = cute.cosize(layout) if exists else 0
@@ -249,6 +252,7 @@ class Backward(AttentionKernel):
             d_out: buffer(layouts.d_out)
             ds: buffer(layouts.scores)
             p: buffer(layouts.scores, config.shares_keys)
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, staged], 128]
 
         storage = SmemAllocator().allocate(Storage)
 
@@ -265,6 +269,7 @@ class Backward(AttentionKernel):
             tensor(storage.k, layouts.dk),
             tensor(storage.v, layouts.dv),
             storage.statistics.get_tensor(of_rows),
+            storage.sums.get_tensor(cute.make_layout(staged)),
         )
 
         def tma_pipeline(barriers, stages: int, layout, copies: int, more_bytes: int = 0):

@@ -22,7 +22,12 @@ from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, BeginArguments
 from fa3.primitives import arguments
 from fa3.primitives.ordered_gradients import TurnWords, words_of_turns
-from fa3.primitives.query_tiles import PackedQueryTiles, QueryGradients, RowStatistics
+from fa3.primitives.query_tiles import (
+    PackedQueryTiles,
+    QueryGradients,
+    RowStatistics,
+    place_of_row,
+)
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.vectors import VECTOR, vector_of
@@ -115,11 +120,11 @@ class BackwardBegin(AttentionKernel):
         _, head, _ = own.tile
         query = own.tile.m_block * self.config.tile_m + row
         is_query = query >= 0 and query < own.seqlen_q
-        place = own.begin + query
+        row_of_tensor = own.begin + query
         total = Float32(0.0)
         if is_query and lane * VECTOR < self.spec.head_dim_v:
             o, d_o = (
-                vector_of(tensor[own.batch, place, head, None], lane)
+                vector_of(tensor[own.batch, row_of_tensor, head, None], lane)
                 for tensor in (call.out, call.d_out)
             )
             products = o.load().to(Float32) * d_o.load().to(Float32)
@@ -128,13 +133,14 @@ class BackwardBegin(AttentionKernel):
         if lane == 0:
             lse, delta = Float32.inf, Float32(0.0)
             if is_query:
-                given = call.lse[own.batch, head, place]
+                given = call.lse[own.batch, head, row_of_tensor]
                 if given != -Float32.inf:
                     lse, delta = given * LOG2_E, total
                     if cutlass.const_expr(self.has_d_lse):
-                        delta -= call.d_lse[own.batch, head, place]
-            statistics[row, 0] = lse
-            statistics[row, 1] = delta
+                        delta -= call.d_lse[own.batch, head, row_of_tensor]
+            place = place_of_row(row, self.config.statistics_at_once)
+            statistics[place, 0] = lse
+            statistics[place, 1] = delta
 
 
 def in_batch(tensor: cute.Tensor | None) -> cute.Tensor | None:

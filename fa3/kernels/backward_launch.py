@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa3.primitives import arguments
-from fa3.primitives.query_tiles import STATISTICS, QueryPieces
+from fa3.primitives.query_tiles import PAIR, STATISTICS, QueryPieces
 from fa3.primitives.shared_memory import check_fits, padded
-from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 
@@ -31,6 +31,9 @@ class BackwardConfig:
         groups: MMA warpgroups.
         q_stages, do_stages: blocks of Q and of dO in shared memory. P and dS have as many as Q.
         shares_keys: see above.
+        sum_parts: dQ of a block goes through shared memory in so many parts, one after another.
+        statistics_at_once: of how many rows a thread reads the statistics at once: 4, all before
+            they are needed, or 2, which takes fewer registers.
     """
 
     tile_m: int
@@ -39,6 +42,8 @@ class BackwardConfig:
     q_stages: int = 2
     do_stages: int = 2
     shares_keys: bool = False
+    sum_parts: int = 1
+    statistics_at_once: int = QUAD
 
     @property
     def threads(self) -> int:
@@ -63,14 +68,18 @@ class BackwardConfig:
         """How the groups share a tile of dQ."""
         return QueryPieces.of(self.tile_m, columns, self.groups)
 
+    def staged_sums(self, columns: int) -> int:
+        """Numbers of dQ that are in shared memory at once."""
+        return self.pieces(columns).numbers // self.sum_parts
+
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv = self.tile_n * (head_dim + head_dim_v)
         queries = self.tile_m * (self.q_stages * head_dim + self.do_stages * head_dim_v)
         scores = self.tile_m * self.tile_n * self.q_stages * (2 if self.shares_keys else 1)
-        statistics = FLOAT_BYTES * STATISTICS * self.tile_m * self.q_stages
-        return spec.element.bytes * (kv + queries + scores) + statistics + 1024
+        numbers = STATISTICS * self.tile_m * self.q_stages + self.staged_sums(head_dim)
+        return spec.element.bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
 
     def registers(self, spec: AttentionSpec) -> int:
         """Registers of a thread for its fragments, where most are live."""
@@ -79,8 +88,11 @@ class BackwardConfig:
         scores = ROWS * self.queries // WARPGROUP
         operands = 0 if self.shares_keys else 2 * scores * element // FLOAT_BYTES
         factors = sum(score.kind.bends for score in spec.scores) * scores * element // FLOAT_BYTES
+        # Log-sum-exps of two columns for each 4 scores, and what a user's mask computes with.
+        early = scores // 2 if self.statistics_at_once == QUAD else 0
+        early += scores // 2 if early and spec.mask.templates else 0
         piece = ROWS * self.pieces(padded(spec.head_dim)).width // WARPGROUP
-        return gradients + max(2 * scores + factors, operands + piece)
+        return gradients + max(2 * scores + factors + early, operands + piece)
 
     def validate(self, spec: AttentionSpec) -> None:
         """Check that the kernel can run this config for this spec.
@@ -93,7 +105,7 @@ class BackwardConfig:
             value, kind = getattr(self, field.name), field.type
             if type(value) is not kind:
                 raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
-        for name in ("q_stages", "do_stages"):
+        for name in ("q_stages", "do_stages", "sum_parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.groups not in REGISTERS:
@@ -104,6 +116,10 @@ class BackwardConfig:
                 f"tile_n must be {keys} with groups={self.groups} and "
                 f"shares_keys={self.shares_keys}, got {self.tile_n}"
             )
+        if self.statistics_at_once not in (PAIR, QUAD):
+            raise ValueError(
+                f"statistics_at_once must be {PAIR} or {QUAD}, got {self.statistics_at_once}"
+            )
         pieces = self.pieces(padded(spec.head_dim))
         if self.shares_keys and (
             pieces.columns != self.groups
@@ -113,6 +129,11 @@ class BackwardConfig:
             raise ValueError(
                 f"shares_keys must be False with {self.groups} groups, tile_m={self.tile_m} and "
                 f"head_dim_v={spec.head_dim_v}: they cannot share them equally"
+            )
+        if pieces.quads % self.sum_parts:
+            raise ValueError(
+                f"sum_parts must divide the {pieces.quads} vectors that a thread has of dQ, got "
+                f"{self.sum_parts}"
             )
         check_fits(self.smem_bytes(spec), self, spec)
         _, registers = REGISTERS[self.groups]

@@ -42,9 +42,11 @@ class BackwardTiling(NamedTuple):
 
 
 BACKWARD_TILINGS = (
-    BackwardTiling(64, 64, BackwardConfig(128, 128)),
+    BackwardTiling(64, 64, BackwardConfig(128, 128, statistics_at_once=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 128)),
-    BackwardTiling(256, 256, BackwardConfig(64, 64, shares_keys=True)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
+    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True, sum_parts=2)),
 )
 """The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit;
 none of them has been compared with others yet."""

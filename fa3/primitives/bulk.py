@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
-from fa3.primitives.vectors import FLOAT_BYTES, QUAD
+from fa3.primitives.vectors import FLOAT_BYTES
 
 
 @cute.jit
@@ -27,12 +27,17 @@ def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
 
 
 @cute.jit
-def add_quad(target: cute.Tensor, values: cute.Tensor):
-    """Add 4 fp32 numbers in registers to 4 neighbours in global memory; nothing waits for it."""
+def add_run(source: cute.Tensor, target: cute.Tensor):
+    """Add contiguous fp32 numbers in shared memory to those in global memory; a bulk group.
+
+    One thread calls it, which also waits for the group; alignment is that of `load_run`.
+    """
     cute.arch.inline_ptx(
-        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[
             target.iterator.toint(),
-            *(values[i] for i in range(QUAD)),
+            Int32(source.iterator.toint()),
+            Int32(cute.size(source) * FLOAT_BYTES),
         ],
     )
+    cute.arch.cp_async_bulk_commit_group()

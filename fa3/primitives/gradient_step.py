@@ -15,7 +15,7 @@ from fa3.primitives import wgmma
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
 from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.query_tiles import QueryGradients
-from fa3.primitives.score_gradients import ColumnStatistics
+from fa3.primitives.score_gradients import DELTA, LSE, ColumnStatistics
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.wgmma import ROWS
 
@@ -64,18 +64,20 @@ class GradientStep:
         """One query block: S and dP, then dV, dQ and dK."""
         config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
         pipelines.q.consumer_wait(q_state)
+        coords = self.rules.coords
+        numbers = self.smem.statistics[None, None, q_state.index]
+        columns = coords.column, len(coords.column_steps)
+        statistics = ColumnStatistics(numbers, *columns, config.statistics_at_once)
         acc_S = self.issue_scores(regs.k, regs.q[None, None, None, q_state.index])
+        lses = statistics.all(LSE)
         pipelines.d_out.consumer_wait(do_state)
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, do_state.index])
         warpgroup.wait_group(1)
         p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
-        coords = self.rules.coords
-        statistics = ColumnStatistics(
-            self.smem.statistics[None, None, q_state.index], coords.column, coords.column_steps
-        )
         factors = self.rules.apply(p, m_block, masked)
-        statistics.exponentiate(p, self.rules.unit * LOG2_E)
+        statistics.exponentiate(p, lses, self.rules.unit * LOG2_E)
         rP = self.rounded(acc_S)
+        deltas = statistics.all(DELTA)
         d_out_t = regs.d_out_t[None, None, None, do_state.index]
         if cutlass.const_expr(config.shares_keys):
             self.write(rP, self.smem.p, q_state)
@@ -83,7 +85,7 @@ class GradientStep:
         else:
             wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(rP), d_out_t, accumulate=True)
             warpgroup.wait_group(1)
-        statistics.differentiate(p, dP, factors)
+        statistics.differentiate(p, dP, deltas, factors)
         rdS = self.rounded(acc_S)
         self.write(rdS, self.smem.ds, q_state)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -100,7 +102,7 @@ class GradientStep:
         pipelines.d_out.consumer_release(do_state)
         tile = m_block, coords.head, coords.batch
         pieces = config.pieces(cute.size(self.smem.k, mode=[1]))
-        self.sums.add(pieces, acc_dQ, self.thread, self.group, tile)
+        self.sums.add(pieces, acc_dQ, self.thread, self.group, tile, self.smem.sums)
         warpgroup.wait_group(0)
         pipelines.q.consumer_release(q_state)
         q_state.advance()

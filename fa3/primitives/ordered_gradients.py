@@ -64,8 +64,8 @@ class OrderedGradients:
     end_before: Int32
 
     @cute.jit
-    def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):
-        """Add a thread's accumulator of a piece, after those that come before."""
+    def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile, stage):
+        """Add a warp's accumulators of a piece, after those that come before."""
         m_block, head, batch = tile
         if m_block > self.begin:
             self.pass_on(pieces, thread, piece, (m_block - 1, head, batch))
@@ -74,7 +74,7 @@ class OrderedGradients:
             while rank < self.rank - 1:
                 rank = cute.arch.load(word, Int32, sem="acquire", scope="gpu")
             cute.arch.sync_warp()
-        self.sums.add(pieces, acc, thread, piece, tile)
+        self.sums.add(pieces, acc, thread, piece, tile, stage)
 
     @cute.jit
     def finish(self, pieces: cutlass.Constexpr, thread, piece, head, batch):
@@ -84,8 +84,8 @@ class OrderedGradients:
     @cute.jit
     def pass_on(self, pieces: cutlass.Constexpr, thread, piece, tile):
         """Make known that this warp has added to a tile."""
-        cute.arch.sync_warp()
         if thread % WARP == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
             # The maximum: tiles of keys that no query sees add zeros, whenever they come.
             word = self.word(pieces, thread, piece, tile)
             cute.arch.atomic_max(word, self.rank, sem="release", scope="gpu")

@@ -3,11 +3,11 @@
 `RowStatistics`: each row's log-sum-exp and delta; `fa3.kernels.backward_begin` writes them, the
 backward kernel loads those of a tile in one run.
 
-`QueryGradients`: the sums of dQ. Many CTAs add to the same rows, one for each tile of keys. The
-backward kernel adds straight from its accumulators (`add`), and `fa3.kernels.backward_end` reads
-them with the same threads (`load`). Nobody else looks at this memory, so its layout is free: 4
-elements of a thread lie side by side, and after them those of the next thread, so that a warp adds
-to 512 bytes in a row.
+`QueryGradients`: the sums of dQ. Many CTAs add to the same rows, one for each tile of keys. In the
+backward kernel each warp puts its accumulators into shared memory, from where they are added in
+bulk (`add`); `fa3.kernels.backward_end` reads them with the same threads (`load`). Nobody else
+looks at this memory, so its layout is free: what a warp has of a tile lies in a row, of 4 elements
+of each thread after another.
 """
 
 from typing import NamedTuple
@@ -16,12 +16,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.primitives.bulk import add_quad
+from fa3.primitives.bulk import add_run
 from fa3.primitives.vectors import QUAD
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
 STATISTICS = 2
 """Numbers of a row: its log-sum-exp and its delta."""
+
+PAIR = 2
+"""Neighbouring columns of an accumulator that a thread has."""
 
 
 class QueryTiles(NamedTuple):
@@ -91,7 +94,9 @@ class RowStatistics(NamedTuple):
         return self._replace(tiles=self.tiles.at(tile_m, segment))
 
     def of_tile(self, tile_m: int, tile) -> cute.Tensor:
-        """(tile_m, STATISTICS): of each row the log-sum-exp in powers of two, and delta.
+        """(tile_m, STATISTICS): of each place the log-sum-exp in powers of two, and delta.
+
+        `place_of_row` says which row has a place.
 
         A row that sees no key, or that is past the last query, has inf and 0, so that its P is 0.
         """
@@ -99,6 +104,18 @@ class RowStatistics(NamedTuple):
         return cute.make_tensor(
             (self.buffer.iterator + begin).align(16), cute.make_layout((tile_m, STATISTICS))
         )
+
+
+def place_of_row(row, at_once: int):
+    """The place of a row of a tile, on the host or in a kernel.
+
+    A thread's columns of an accumulator are pairs, 8 apart. If it reads 4 rows at once, two pairs
+    lie side by side, and next to them those of the next thread.
+    """
+    if at_once == PAIR:
+        return row
+    second, first = row // 8 % 2, row % 8
+    return row // 16 * 16 + first // PAIR * QUAD + second * PAIR + first % PAIR
 
 
 class QueryPieces(NamedTuple):
@@ -157,16 +174,31 @@ class QueryGradients(NamedTuple):
     def quads_of(self, pieces: QueryPieces, thread, piece, tile) -> cute.Tensor:
         """(4, quads): a thread's elements of one piece of a tile."""
         begin = self.tiles.number(tile) * pieces.numbers
-        offset = piece * (pieces.quads * WARPGROUP * QUAD) + thread * QUAD
-        layout = cute.make_layout((QUAD, pieces.quads), stride=(1, QUAD * WARPGROUP))
-        return cute.make_tensor((self.buffer.iterator + (begin + offset)).align(16), layout)
+        of_warp = (piece * WARPS + thread // WARP) * (pieces.quads * WARP * QUAD)
+        return quads_of_lane(self.buffer.iterator + (begin + of_warp), thread % WARP, pieces.quads)
 
     @cute.jit
-    def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):
-        """Add a thread's accumulator of a piece."""
-        target, quads = self.quads_of(pieces, thread, piece, tile), in_quads(acc)
-        for i in cutlass.range_constexpr(pieces.quads):
-            add_quad(target[None, i], quads[None, i])
+    def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile, stage):
+        """Add a warp's accumulators of a piece.
+
+        The additions are still under way when it returns, from `stage`: numbers in shared memory,
+        of which each warp has its part. Who wants them done waits for the bulk groups of lane 0.
+        """
+        quads, of_warp = in_quads(acc), cute.size(stage) // (pieces.count * WARPS)
+        at_once, lane = of_warp // (WARP * QUAD), thread % WARP
+        first = cute.arch.make_warp_uniform(piece * WARPS + thread // WARP) * of_warp
+        run = cute.make_tensor((stage.iterator + first).align(16), cute.make_layout(of_warp))
+        own = quads_of_lane(run.iterator, lane, at_once)
+        target = self.quads_of(pieces, thread - lane, piece, tile)
+        for begin in cutlass.range_constexpr(0, pieces.quads, at_once):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(at_once):
+                cute.autovec_copy(quads[None, begin + i], own[None, i])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            if lane == 0:
+                add_run(run, target[None, begin])
 
     @cute.jit
     def load(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):
@@ -187,6 +219,12 @@ class QueryGradients(NamedTuple):
             quad = thread + i * threads
             if quad < quads:
                 cute.autovec_copy(zeros, target[None, quad])
+
+
+def quads_of_lane(first: cute.Pointer, lane, quads: int) -> cute.Tensor:
+    """(4, quads): a lane's elements of those of a warp, which begin at `first`."""
+    layout = cute.make_layout((QUAD, quads), stride=(1, QUAD * WARP))
+    return cute.make_tensor((first + lane * QUAD).align(16), layout)
 
 
 def in_quads(acc: cute.Tensor) -> cute.Tensor:

@@ -1,7 +1,7 @@
 """From S^T and dP^T in registers to P^T and dS^T, for the backward kernel.
 
 Both are accumulators (keys, queries). What is known of a query stands in shared memory, where the
-producer put it: a thread reads that of two neighbouring columns at once.
+producer put it: a thread reads that of 2 or 4 columns at once.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from fa3.primitives.vectors import vector_of
+from fa3.primitives.query_tiles import PAIR, place_of_row
+from fa3.primitives.vectors import QUAD, vector_of
 
-PAIR = 2
-"""Neighbouring columns of a thread."""
+LSE, DELTA = 0, 1
+"""Which of a row's statistics."""
 
 
 @dataclass(frozen=True)
@@ -22,39 +23,61 @@ class ColumnStatistics:
 
     Fields:
         numbers: (queries, 2) in shared memory, of `fa3.primitives.query_tiles.RowStatistics`.
-        column: the thread's first column; the others are `column_steps` further.
+        column: the thread's first column.
+        columns: how many it has.
+        at_once: how many it reads at once, 2 or 4.
     """
 
     numbers: cute.Tensor
     column: Int32
-    column_steps: tuple[int, ...]
+    columns: int
+    at_once: int
 
-    def pair(self, which: int, j: int) -> cute.Tensor:
-        """The log-sum-exps (0) or deltas (1) of columns 2 j and 2 j + 1."""
-        values = cute.make_rmem_tensor(PAIR, Float32)
-        index = (self.column + self.column_steps[PAIR * j]) // PAIR
-        cute.autovec_copy(vector_of(self.numbers[None, which], index, PAIR), values)
+    def read(self, which: int, i: int) -> cute.Tensor:
+        """The log-sum-exps or the deltas of columns [i at_once, (i + 1) at_once), in registers."""
+        values = cute.make_rmem_tensor(self.at_once, Float32)
+        place = place_of_row(self.column, self.at_once) // self.at_once + i * QUAD
+        cute.autovec_copy(vector_of(self.numbers[None, which], place, self.at_once), values)
         return values
 
-    @cute.jit
-    def exponentiate(self, scores: cute.Tensor, scale_log2: Float32):
-        """P = exp(score - lse), in place; `scale_log2` is the power of two of a score of 1."""
-        for j in cutlass.range_constexpr(cute.size(scores, mode=[1]) // PAIR):
-            lse = self.pair(0, j)
-            for i in cutlass.range_constexpr(PAIR):
-                for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                    exponent = scores[r, PAIR * j + i] * scale_log2 - lse[i]
-                    scores[r, PAIR * j + i] = cute.math.exp2(exponent, fastmath=True)
+    def all(self, which: int) -> "tuple[cute.Tensor, ...] | LateReads":
+        """All of them: read now, or each where it is asked for if registers are short."""
+        late = LateReads(self, which)
+        if self.at_once == PAIR:
+            return late
+        return tuple(late[i] for i in range(self.columns // self.at_once))
 
     @cute.jit
-    def differentiate(self, p: cute.Tensor, dP: cute.Tensor, factors: tuple):
+    def exponentiate(self, scores: cute.Tensor, lses, scale_log2: Float32):
+        """P = exp(score - lse), in place; `scale_log2` is the power of two of a score of 1."""
+        for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
+            lse = lses[begin // self.at_once]
+            for i in cutlass.range_constexpr(self.at_once):
+                c = begin + i
+                for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+                    exponent = scores[r, c] * scale_log2 - lse[i]
+                    scores[r, c] = cute.math.exp2(exponent, fastmath=True)
+
+    @cute.jit
+    def differentiate(self, p: cute.Tensor, dP: cute.Tensor, deltas, factors: tuple):
         """dS = P (dP - delta), in place of P; and times the derivatives of the scores."""
-        for j in cutlass.range_constexpr(cute.size(p, mode=[1]) // PAIR):
-            delta = self.pair(1, j)
-            for i in cutlass.range_constexpr(PAIR):
-                c = PAIR * j + i
+        for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
+            delta = deltas[begin // self.at_once]
+            for i in cutlass.range_constexpr(self.at_once):
+                c = begin + i
                 for r in cutlass.range_constexpr(cute.size(p, mode=[0])):
                     dS = p[r, c] * (dP[r, c] - delta[i])
                     for k in cutlass.range_constexpr(len(factors)):
                         dS = dS * Float32(factors[k][r, c])
                     p[r, c] = dS
+
+
+@dataclass(frozen=True)
+class LateReads:
+    """What is read of a thread's columns, each part where it is asked for."""
+
+    statistics: ColumnStatistics
+    which: int
+
+    def __getitem__(self, i: int) -> cute.Tensor:
+        return self.statistics.read(self.which, i)

@@ -14,6 +14,7 @@ anything else: each capture has its own counters (`fa3.running.graphs`).
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +48,7 @@ class Reserve:
         if self.free is None or len(self.free) < RESERVE // 2:
             idle = idle_stream(device)
             with self.lock, torch.cuda.stream(idle):
-                zeros = torch.zeros(RESERVE, dtype=torch.int32, device=device)
+                zeros = zeros_apart(RESERVE, device)
                 # A graph may run on any stream, so the zeros must be written now.
                 idle.synchronize()
                 self.free = zeros
@@ -82,8 +83,7 @@ class StreamCounters:
         except IndexError:
             counters = None
         if counters is None or len(counters) < count:
-            size = max(count, FEWEST)
-            counters = torch.zeros(size, dtype=torch.int32, device=self.device)
+            counters = zeros_apart(max(count, FEWEST), self.device)
         return counters
 
     def give_back(self, counters: torch.Tensor) -> None:
@@ -118,6 +118,24 @@ class CaptureCounters:
 
 BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
 RESERVES: dict[torch.device, Reserve] = {}
+
+def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
+    """Zeros of the current stream, allocated in a thread of their own.
+
+    A memory pool that the present thread allocates from takes no part in it: those of compiled
+    graphs must be empty when a graph is done, and counters stay.
+    """
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device)
+
+    def allocate() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(allocate).result()
+
 
 NEW_STREAM = threading.RLock()
 """Held while streams come and go; finalizers may come back to it."""
