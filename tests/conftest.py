@@ -45,19 +45,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_refused_as_unchecked(request):
-    """GPU tests are what checks it."""
-    if not request.node.get_closest_marker("gpu"):
-        yield
-        return
-    from fa3.calls import unchecked
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unchecked, "refuse_unchecked", lambda what, device: None)
-        yield
-
-
 @pytest.fixture(scope="session")
 def no_kernels(tmp_path_factory):
     """A folder for compiled kernels in which there are none."""

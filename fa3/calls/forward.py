@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from fa3.calls import operators, unchecked
+from fa3.calls import operators
 from fa3.calls.autograd import (
     DeviceAttention,
     HostAttention,
@@ -260,8 +260,7 @@ def flash_attn_func(
         score: a function of scores of your own, see `fa3.Score`; applied last. Has no gradient.
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
         deterministic: whether dQ must have the same bits every time, for which key tiles wait for
-            each other on a GPU, which refuses it with gradients until it has been checked there.
-            Out, dK and dV always have.
+            each other on a GPU. Out, dK and dV always have.
         sm_margin: SMs to leave to other kernels; on GPUs not with gradients.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
@@ -352,8 +351,6 @@ def flash_attn_func(
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         tensors = modifiers.tensors or ()
         if q.is_cuda:
-            if deterministic:
-                unchecked.refuse_unchecked("deterministic=True with a gradient", q.device)
             out, lse = DeviceAttention.apply(call, deterministic, scale, q, k, v, *tensors)
         else:
             out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)

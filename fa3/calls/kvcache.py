@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import decode, operators, unchecked
+from fa3.calls import decode, operators
 from fa3.calls.assertions import is_visible
 from fa3.calls.cache_call import (
     INTEGERS,
@@ -184,8 +184,7 @@ def flash_attn_with_kvcache(
             window has left behind are not read, but where the table is checked they must exist.
         cu_seqlens_q: (batch + 1,) int32: where the queries of each sequence begin and end in q,
             if sequences have different numbers of them; the last may be below total_q. Rows of no
-            sequence are not written. On a GPU, queries beyond max_seqlen_q are left out, and
-            num_splits above 1 and batch_invariant are refused until they have been checked there.
+            sequence are not written. On a GPU, queries beyond max_seqlen_q are left out.
         max_seqlen_q: the most queries of a sequence; must be given with cu_seqlens_q.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v. Ignored without them.
@@ -282,8 +281,6 @@ def flash_attn_with_kvcache(
             scheduler_metadata, described, max_seqlen_q, causal, window_size, bool(softcap)
         )
         num_splits, sm_margin = scheduler_metadata.options(num_splits, sm_margin, batch_invariant)
-    if cu_seqlens_q is not None and (num_splits > 1 or batch_invariant):
-        unchecked.refuse_unchecked("num_splits or batch_invariant with cu_seqlens_q", q.device)
     call = prepare_cache_call(
         described, max_seqlen_q, causal, window_size, rotary_interleaved, num_splits, sm_margin
     )

@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from fa3.calls import operators, unchecked, varlen_gpu
+from fa3.calls import operators, varlen_gpu
 from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
@@ -96,8 +96,7 @@ def flash_attn_varlen_func(
     alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
     out and the log-sum-exp are differentiable by q, k, v and sinks, as those of `flash_attn_func`
-    are. Rows that are not used get 0, and whatever gradient comes for them is not looked at. GPUs
-    refuse gradients until they have been checked there.
+    are. Rows that are not used get 0, and whatever gradient comes for them is not looked at.
 
     CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
     On a GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is
@@ -230,7 +229,6 @@ def flash_attn_varlen_func(
     heads, _ = tokens[0][0]
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
-        unchecked.refuse_unchecked("a gradient of packed sequences", q.device)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
         out, lse = PackedAttention.apply(
             call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors

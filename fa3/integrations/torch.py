@@ -6,10 +6,10 @@
     torch.nn.attention.restore_flash_attention_impl()
 
 Both functions end in operators of `aten` wherever torch chooses its flash backend, which it tries
-first while fa3 is active. To activate fa3 puts kernels in their place at the dispatch key CUDA: each
-takes what fa3 computes, and hands the rest to the kernel that was there (`stock`), which gives what
-it always gave. What never comes to the flash backend, such as float32 and masks given as tensors,
-does not come here either.
+first while fa3 is active. To activate fa3 puts kernels in their place at the dispatch key CUDA:
+each takes what fa3 computes, and hands the rest to the kernel that was there (`stock`), which gives
+what it always gave. What never comes to the flash backend, such as float32 and masks given as
+tensors, does not come here either.
 
 Shapes are aten's: `_scaled_dot_product_...` has (batch, heads, seqlen, head_dim), `_flash_...`
 (batch, seqlen, heads, head_dim), or with cum_seq_q (total, heads, head_dim).
