@@ -119,6 +119,7 @@ class CaptureCounters:
 BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
 RESERVES: dict[torch.device, Reserve] = {}
 
+
 def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
     """Zeros of the current stream, allocated in a thread of their own.
 
