@@ -88,6 +88,21 @@ class Marks(NamedTuple):
             self.words[ANY] = 1
 
     @cute.jit
+    def add_row(self, index: Int32, row: Int32):
+        """Mark a row of a tile, and the tile.
+
+        Args:
+            index: the tile's number.
+            row: the row's place in the tile.
+        """
+        words = self.words.iterator
+        bit, of_row = Int32(1) << (row % ROWS_OF_WARP), self.rows(index, row // ROWS_OF_WARP)
+        cute.arch.atomic_or(words + of_row, bit, sem="relaxed", scope="gpu")
+        bit, of_tile = Int32(1) << (index % 32), self.group(index // 32)
+        cute.arch.atomic_or(words + of_tile, bit, sem="relaxed", scope="gpu")
+        self.words[ANY] = 1
+
+    @cute.jit
     def rows_of_group(self, index: Int32, first_warp: Int32) -> list[Int32]:
         """The row bits of the four warps of a consumer warpgroup, from `first_warp` on."""
         return [self.words[self.rows(index, first_warp + i)] for i in range(WARPS)]
