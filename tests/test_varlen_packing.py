@@ -18,16 +18,21 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.calls import varlen_call
+from fa3.calls import varlen_call, varlen_gpu
+from fa3.calls.varlen_gpu import PreparedJoined
+from fa3.kernels.forward_launch import ForwardArguments
+from fa3.kernels.joined_table import JoinedTableArguments
 from fa3.planning.gpu import H200
 from fa3.planning.joined import MOST_JOINED_KEYS, JoinedPlan, PackedSizes
+from fa3.planning.ragged import words_of_table
 from fa3.planning.tilings import TILINGS
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Window
 from fa3.reference import joined
-from fa3.reference.varlen import PackedLengths
+from fa3.reference.varlen import PackedLengths, RaggedOperands
 from fa3.schedules.joined import JoinedTile
+from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import RaggedOrder
 from fa3.scores.intervals import NOBODY
 from fa3.scores.masks import Band, Intersection
@@ -298,3 +303,50 @@ def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
     q, k, v = torch.zeros(3, total, 4, 8).bfloat16()
     fa3.flash_attn_varlen_func(q, k, v, ends, ends, 8, 8, causal=True)
     assert len(walked) == 1
+
+
+# ------------------------------------------------------------------------------------- on a GPU
+
+
+class Counters:
+    """Stands for the counters of a stream."""
+
+    taken = None
+
+    def take(self, count: int) -> torch.Tensor:
+        self.taken = torch.zeros(count, dtype=torch.int32)
+        return self.taken
+
+    def give_back(self, counters: torch.Tensor) -> None:
+        assert counters is self.taken
+
+
+def test_what_is_launched(monkeypatch):
+    counters, launched = Counters(), []
+    monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
+    for name in ("current_stream", "capture_of"):
+        monkeypatch.setattr(varlen_gpu, name, lambda place: None)
+    monkeypatch.setattr(varlen_gpu, "counters_of", lambda *place: counters)
+    plan, window, sinks = replace(PLAN, spec=replace(SPEC, sinks="float32")), Window(9, 0), object()
+    kernels = (
+        lambda *given: launched.append(JoinedTableArguments(*given)),
+        *(2 * (lambda *given: launched.append(ForwardArguments(*given)),)),
+    )
+    call = make_call(USED)
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    lengths, out = tuple(call[name] for name in names), torch.empty_like(call["q"])
+    operands = RaggedOperands(*(call[name] for name in "qkv"), out, None, *lengths)
+    PreparedJoined(*kernels, plan, window, 132, 1000).launch(operands, (sinks,), 0.3)
+    table, forward, again = launched
+    assert table[:4] == lengths and table[7:] == (263, 352, 3, *window)
+    for launch in (forward, again):
+        assert launch[:5] == (call["q"], call["k"], call["v"], out, 0)
+        assert launch[6:10] == (0.3, *window, 1000) and launch.table is table.table
+        assert launch[12:15] == (None, None, 0) and launch.recording is None
+    assert forward.modifiers == (table.rows, sinks) and again.modifiers == (sinks,)
+    assert forward.schedule_state is table.tiles and again.schedule_state is counters.taken
+    assert forward.marks is counters.taken and again.marks is None
+    assert (forward.num_clusters, again.num_clusters) == (3 * 4, 10 * 4)
+    assert table.rows.shape == (3 * 128, 4)
+    assert (len(table.tiles), len(table.table)) == (words_of_table(3), words_of_table(10))
+    assert len(counters.taken) == words_of_marks(10 * 4)

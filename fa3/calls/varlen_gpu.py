@@ -2,8 +2,8 @@
 and once more for rows whose fixed reference failed, or, where sequences share tiles, for rows that
 are not finite.
 
-All that depends on lengths is in one tensor that each call allocates, so calls in several threads,
-on several streams and in captured graphs share nothing. Marks of rows are among the counters that
+All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
+several streams and in captured graphs share nothing. Marks of rows are among the counters that
 every call has for itself (`fa3.running.counters`).
 """
 

@@ -645,7 +645,7 @@ class Forward(AttentionKernel):
         else:
             self.finish_rows(operands, attention, sinks, work, lambda r: rows[r].is_used)
         for r in cutlass.range_constexpr(2):
-            # A sequence has one tile when it is computed again.
+            # A sequence has marks for one tile, which is enough where `max_seqlen_q` holds.
             has_place = rows[r].is_used and rows[r].query < self.config.tile_m
             if has_place and not attention.is_finite(r):
                 number = rows[r].batch * operands.marks.order.heads.value + work.tile.head

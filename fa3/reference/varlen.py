@@ -1,7 +1,7 @@
 """Packed sequences on the CPU: each one runs through the plan that it would get as a batch of one.
 
 So do their gradients. On a GPU all of them run in one launch, by another plan
-(`fa3.planning.ragged`).
+(`fa3.planning.ragged`). Short ones may share tiles instead (`fa3.reference.joined`).
 """
 
 import itertools

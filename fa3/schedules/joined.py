@@ -5,9 +5,9 @@ All rows of q are one line, whatever sequences they belong to, and so are all ro
 `fa3.kernels.joined_table` writes a record of each tile and one of each row, from lengths that are
 on the GPU; `JoinedTiles` walks the tiles, `fa3.scores.intervals` masks by rows.
 
-A row that is masked out of a value has the weight 0 there. 0 times NaN is NaN, so what other
-sequences hold could reach a row of the tile. Rows that are not finite are therefore marked, and
-computed again in a tile that has rows of one sequence only (`fa3.schedules.marked.MarkedRagged`).
+Keys that a row does not see have the weight 0. But 0 times NaN is NaN, so what other sequences hold
+could reach a row of the tile. Rows that are not finite are therefore marked, and computed again in
+a tile that has rows of one sequence only (`fa3.schedules.marked.MarkedRagged`).
 """
 
 from dataclasses import dataclass
@@ -82,11 +82,12 @@ class JoinedTile(NamedTuple):
         Args:
             row_begin, num_rows: rows of q, all of them or from one half.
         """
-        record, last = self.record, row_begin + num_rows - 1
-        begins_behind = (row_begin // ROWS) % HALVES
-        ends_behind = larger((last // ROWS) % HALVES, begins_behind)
-        first = begins_behind * record.second_begin
-        return first, record.first_end + ends_behind * (record.seqlen_k - record.first_end)
+        record, row_last = self.record, row_begin + num_rows - 1
+        # 1 where the rows begin or end in the second half, else 0.
+        first_half, last_half = ((row // ROWS) % HALVES for row in (row_begin, row_last))
+        last_half = larger(last_half, first_half)
+        first = first_half * record.second_begin
+        return first, record.first_end + last_half * (record.seqlen_k - record.first_end)
 
     def is_whole(self, half):
         """Whether all rows of a half of the tile are used."""

@@ -1,7 +1,8 @@
 """Marked schedule: the second launch of a forward call, which repeats rows that the first marked.
 
-The first launch marks rows whose softmax failed (`Marks`); `fa3.planning.plan.Plan.again` plans
-the second, whose CTAs take the marked tiles (`Marked`).
+The first launch marks rows whose softmax failed, or which what other sequences hold may have
+reached (`Marks`); `fa3.planning.plan.Plan.again` plans the second, whose CTAs take the marked tiles
+(`Marked`).
 """
 
 from dataclasses import dataclass

@@ -65,7 +65,7 @@ class Intervals(Band):
         return Intervals(table=next(tensors))
 
     def at_rows(self, coords: ScoreCoords, sequence) -> "Intervals":
-        """The mask for the rows of a thread: loads what they see."""
+        """The mask for the rows of a thread: loads what they see, and waits for none of it."""
         queries = (coords.query(r) for r in range(len(coords.row_steps)))
         rows = tuple(read_row(self.table, query) for query in queries)
         return Intervals(table=self.table, rows=rows, begin_k=sequence.record.begin_k)
