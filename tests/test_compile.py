@@ -24,6 +24,7 @@ from fa3.planning.tilings import (
     Tiling,
     choose_config,
     general_tiling,
+    joined_tiling,
     takes_fixed_reference,
 )
 from fa3.primitives.shared_memory import CAPACITY, padded
@@ -32,8 +33,10 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
+from fa3.schedules.joined import JoinedTiles
 from fa3.schedules.marked import Marked, MarkedRagged
 from fa3.schedules.ragged import RaggedTiles
+from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
@@ -56,6 +59,7 @@ MASKS = {
     "causal": Band(right=True),
     "left": Band(left=True),
     "window": Band(left=True, right=True),
+    "rows": Intervals(),
 }
 
 CAP = Template.of(Softcap(30.0))
@@ -126,6 +130,8 @@ def cases():
         fixed = takes_fixed_reference(spec)
         yield spec, replace(general_tiling(spec), fixed_reference=fixed), RaggedTiles
         yield spec, general_tiling(spec), MarkedRagged
+    for spec in (*(spec_of(n, "rows") for n in (64, 128, 256)), spec_of(64, "rows", "float16")):
+        yield spec, joined_tiling(spec), JoinedTiles
     for spec in (
         spec_of(128, "left"),
         spec_of(64, "full", dtype="float16"),
@@ -179,6 +185,7 @@ MODIFIED = (
     *(("128", "full", name) for name in ("softcap", "alibi-around-batch")),
     *(("128", "causal", name) for name in ("alibi-batch", "sinks16")),
     *(("128", "window", name) for name in ("alibi", "softcap-sinks")),
+    *((size, "rows", "softcap-sinks") for size in ("128", "192.128")),
     *(("128", "full", name) for name in ("score", "mask")),
     *(("128", "causal", name) for name in ("gate", "prefix")),
 )
@@ -190,8 +197,10 @@ def modified_cases():
     for size, mask, name in MODIFIED:
         head_dim, head_dim_v = SIZES[size]
         spec = modified(head_dim, mask, *MODIFIERS[name], head_dim_v=head_dim_v)
-        schedule_type = {"full": StaticPersistent, "window": Dynamic}.get(mask, TileList)
-        case = (spec, config_of(spec), schedule_type)
+        schedules = {"full": StaticPersistent, "window": Dynamic, "rows": JoinedTiles}
+        schedule_type = schedules.get(mask, TileList)
+        config = joined_tiling(spec) if schedule_type is JoinedTiles else config_of(spec)
+        case = (spec, config, schedule_type)
         yield pytest.param(case, id=f"d{size}-{mask}-{name}")
 
 
@@ -281,7 +290,7 @@ def attend_loops(spec: AttentionSpec) -> int:
     masked at the begin. The compiler may copy a loop's body, and drops loops that the ranges of a
     mask of the user's never enter.
     """
-    if isinstance(spec.mask, Intersection):
+    if isinstance(spec.mask, Intersection | Intervals):
         return 1 + has_unmasked_blocks(spec)
     return 3 if spec.mask.left else 2
 
@@ -289,6 +298,8 @@ def attend_loops(spec: AttentionSpec) -> int:
 def has_unmasked_blocks(spec: AttentionSpec) -> bool:
     """Whether there is a loop without a mask: all blocks are masked if a mask names none."""
     mask = spec.mask
+    if isinstance(mask, Intervals):
+        return False
     return isinstance(mask, Band) or mask.function.kind.open_range is not Mask.open_range
 
 

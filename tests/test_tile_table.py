@@ -1,10 +1,11 @@
-"""The machine code of the kernel that makes the table of tiles, and the sizes of the table."""
+"""The machine code of the kernels that make tables of tiles, and the sizes of a table."""
 
 import itertools
 
 import numpy as np
 import pytest
 
+from fa3.kernels.joined_table import JoinedTable
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.primitives.divisor import PlainDivisor
@@ -27,6 +28,18 @@ def test_machine_code(has_used):
     # places; by the warp and by the lane.
     assert report.count("ATOMS") == 4
     assert report.count("STG.E.128") == RECORD // 4
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("has_used", [False, True])
+def test_machine_code_where_sequences_share_tiles(has_used):
+    compiled = compile_kernel(JoinedTable(128, Band(left=True, right=True), has_used, has_used))
+    report = inspect(compiled.cubin)
+    assert report.stack_bytes == 0 and report.spill_instructions == 0
+    assert report.threads == 128 and report.registers <= 64
+    assert report.count("ACQBULK") == report.count("PREEXIT") == 1
+    # Of a sequence and of a tile, and of a row.
+    assert report.count("STG.E.128") == 2 * RECORD // 4 + 1
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (1,), (128,), (129, 0, 127), (1,) * 1000, (4096, 5)])

@@ -28,6 +28,7 @@ from fa3.calls import assertions, varlen, varlen_gpu
 from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
+from fa3.planning.joined import JoinedPlan
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -480,7 +481,8 @@ class Launches:
 def launches(monkeypatch):
     """Have calls on CPU tensors launched as if they were on a GPU."""
     kernels, prepare = Launches(), varlen.prepare_varlen
-    monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=kernels))
+    gpu = varlen_gpu.PackedKernels(kernels, kernels)
+    monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
     return kernels.given
 
 
@@ -523,12 +525,13 @@ def test_nothing_is_launched_where_there_is_nothing_to_compute(problem, launches
 def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
     made = []
     monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(varlen_gpu, "prepare", lambda plan, window: made.append((plan, window)))
+    monkeypatch.setattr(varlen_gpu, "prepare", lambda *given: made.append(given))
     device = torch.device("cuda", 0)
     tokens = [(torch.Size(shape), torch.bfloat16, device) for shape in ((4, 64), (2, 64), (2, 32))]
     key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, 2
     varlen.prepare_varlen.__wrapped__(*key)
-    ((plan, window),) = made
+    ((plan, joined, window),) = made
+    assert joined == JoinedPlan.of(plan.spec, True, False, plan.gpu)
     assert window == Window(right=0) and plan.gpu.num_sms == 130
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)

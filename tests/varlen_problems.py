@@ -1,8 +1,9 @@
 """Calls on packed sequences that tests draw, their tensors, and what should come of them."""
 
+import itertools
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -144,9 +145,15 @@ def modifiers_of(call: dict, sequence: int) -> dict:
 
 
 def check_varlen(
-    problem: VarlenProblem, call: dict, out: torch.Tensor, lse: torch.Tensor, **tolerance: float
+    problem: VarlenProblem,
+    call: dict,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    skipped: Container[int] = (),
+    **tolerance: float,
 ) -> None:
-    """Assert that a call gave each sequence what dense attention in float64 gives it.
+    """Assert that a call gave each sequence that is not skipped what dense attention in float64
+    gives it.
 
     Torch's weight of a single key is exactly 1. Beside a fixed reference a weight is any number,
     and rounded to 16 bits, like those of several keys.
@@ -156,6 +163,8 @@ def check_varlen(
     assert lse.shape == (out.shape[1], out.shape[0])
     eps = torch.finfo(out.dtype).eps if out.is_cuda else 0.0
     for sequence, rows in enumerate(problem.rows):
+        if sequence in skipped:
+            continue
         of_q, of_k = (slice(part.start, part.stop) for part in rows)
         check_attention(
             out[None, of_q], lse[None, :, of_q], call["q"][None, of_q], call["k"][None, of_k],
@@ -228,3 +237,28 @@ def random_problem(seed: int, dtype: str, family: int, longest: int = 150) -> Va
         draw.choice((None, 0.3)),
         recipe,
     )
+
+
+def random_short_problem(seed: int, dtype: str, family: int, longest: int = 40) -> VarlenProblem:
+    """Draw any combination of options with which sequences may share tiles."""
+    problem = random_problem(seed, dtype, family, longest)
+    recipe = Recipe(softcap=problem.recipe.softcap, sinks=problem.recipe.sinks)
+    return replace(problem, recipe=recipe)
+
+
+def poison(problem: VarlenProblem, call: dict, every: int = 3) -> set[int]:
+    """Write what is not finite into K and V of every third sequence; return which these are.
+
+    Some have it in one place, some everywhere.
+    """
+    values = itertools.cycle((torch.nan, torch.inf, -torch.inf))
+    poisoned = set()
+    for sequence, rows in list(enumerate(problem.rows))[::every]:
+        if len(rows.k):
+            poisoned.add(sequence)
+            value, of_keys = next(values), slice(rows.k.start, rows.k.stop)
+            if len(poisoned) % 2:
+                call["k"][of_keys], call["v"][of_keys] = value, value
+            else:
+                call["v"][rows.k[-1], -1, -1] = value
+    return poisoned

@@ -43,6 +43,7 @@ from fa3.calls.traced import trace_packed
 from fa3.calls.varlen_autograd import PackedAttention
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
+from fa3.planning.joined import JoinedPlan
 from fa3.planning.ragged import RaggedPlan
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.varlen import PackedLengths, RaggedOperands
@@ -245,7 +246,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     lse = q.new_empty((heads, total_q), dtype=torch.float32) if return_lse else None
     operands = RaggedOperands(q, k, v, out, lse, *integers)
-    call.attend(operands, max_seqlen_k, modifiers.tensors, scale)
+    call.attend(operands, (max_seqlen_q, max_seqlen_k), modifiers.tensors, scale)
     return (out, lse) if return_lse else out
 
 
@@ -277,8 +278,9 @@ def prepare_varlen(
     check_tokens(q, k, v)
     window = check_window(window_size, causal).tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
     spec = modifiers.spec(q.dtype, q.shape[1], v.shape[1], window)
-    if q.device.type == "cpu":
-        reserve_sms(H200, sm_margin)
-        return RaggedCall(spec, window, None)
-    plan = RaggedPlan(spec, has_used_q, has_used_k, reserve_sms(gpu_of(q.device), sm_margin))
-    return RaggedCall(spec, window, varlen_gpu.prepare(plan, window))
+    is_on_host = q.device.type == "cpu"
+    gpu = reserve_sms(H200 if is_on_host else gpu_of(q.device), sm_margin)
+    given = spec, has_used_q, has_used_k, gpu
+    joined = JoinedPlan.of(*given)
+    kernels = None if is_on_host else varlen_gpu.prepare(RaggedPlan(*given), joined, window)
+    return RaggedCall(spec, window, joined, kernels)

@@ -9,8 +9,10 @@ import torch
 
 from fa3.calls import varlen_backward, varlen_gpu
 from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
+from fa3.planning.joined import JoinedPlan
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
+from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import (
     PackedLengths,
     RaggedOperands,
@@ -25,37 +27,45 @@ class RaggedCall:
 
     Fields:
         window: with bounds that any lengths may have.
+        joined: how short sequences share tiles; None if they cannot.
         gpu: the kernels; None on the CPU.
     """
 
     spec: AttentionSpec
     window: Window
-    gpu: varlen_gpu.PreparedVarlen | None
+    joined: JoinedPlan | None
+    gpu: varlen_gpu.PackedKernels | None
 
     def attend(
         self,
         operands: RaggedOperands,
-        max_seqlen_k: int,
+        longest: tuple[int, int],
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
 
         Args:
+            longest: max_seqlen_q and max_seqlen_k.
             tensors: those of the spec's scores, mask and sinks.
         """
         total_q, heads, _ = operands.q.shape
         if 0 in (operands.lengths.batch, total_q, heads):
             return
-        most_keys = min(max_seqlen_k, operands.k.shape[0])
+        most_queries, most_keys = map(min, longest, (total_q, operands.k.shape[0]))
         if most_keys == 0:
             of_q = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
+        elif self.joined is not None and self.joined.suits(operands.sizes(most_queries, most_keys)):
+            if self.gpu is None:
+                execute_joined(self.joined, self.window, operands, scale, tensors)
+            else:
+                self.gpu.joined.launch(operands, tensors, scale)
         elif self.gpu is None:
             execute_varlen(self.spec, self.window, operands, scale, tensors)
         else:
-            self.gpu.launch(operands, most_keys, tensors, scale)
+            self.gpu.alone.launch(operands, most_keys, tensors, scale)
 
     def gradients(
         self,

@@ -1,17 +1,20 @@
 """Launches for packed sequences: the kernel that makes the table of tiles, then the forward kernel,
-and once more for rows whose fixed reference failed.
+and once more for rows whose fixed reference failed, or, where sequences share tiles, for rows that
+are not finite.
 
-All that depends on lengths is in one tensor that each call allocates, so calls in several threads,
-on several streams and in captured graphs share nothing. Marks of rows are among the counters that
+All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
+several streams and in captured graphs share nothing. Marks of rows are among the counters that
 every call has for itself (`fa3.running.counters`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from fa3.kernels.forward_launch import NO_PARTS
+from fa3.planning.joined import JoinedPlan
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands
@@ -19,6 +22,7 @@ from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
+from fa3.scores.intervals import ROW_RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,92 @@ class PreparedVarlen:
         counters.give_back(marks)
 
 
-def prepare(plan: RaggedPlan, window: Window) -> PreparedVarlen:
-    """Load the kernels of a plan."""
-    config = plan.config
+@dataclass(frozen=True, slots=True)
+class PreparedJoined:
+    """A plan for packed sequences that share tiles with its kernels loaded.
+
+    Fields:
+        joined_table, forward, again: the kernels' entries.
+        num_ctas, rows_of_section: as in `PreparedVarlen`.
+    """
+
+    joined_table: Callable
+    forward: Callable
+    again: Callable
+    plan: JoinedPlan
+    window: Window
+    num_ctas: int
+    rows_of_section: int
+
+    def launch(
+        self,
+        operands: RaggedOperands,
+        modifiers: tuple[torch.Tensor, ...] | None,
+        scale: float,
+    ) -> None:
+        """Run the kernels on the current stream of the tensors' GPU."""
+        q, k, v, out, lse, *integers = operands
+        if q.device.index != current_device():
+            with torch.cuda.device(q.device):
+                self.launch(operands, modifiers, scale)
+            return
+        (total_q, heads, _), batch = q.shape, operands.lengths.batch
+        num_tiles = self.plan.num_tiles(total_q)
+        rows, tiles, table = (
+            q.new_empty(shape, dtype=torch.int32)
+            for shape in (
+                (num_tiles * self.plan.config.tile_m, ROW_RECORD),
+                words_of_table(num_tiles),
+                words_of_table(batch),
+            )
+        )
+        # In the order of `JoinedTableArguments`.
+        self.joined_table(
+            *integers, rows, tiles, table, total_q, k.shape[0], num_tiles, *self.window
+        )
+        stream = current_stream(q.device.index)
+        counters = counters_of(q.device, stream, capture_of(stream))
+        marks = counters.take(words_of_marks(batch * heads))
+        # In the order of `ForwardArguments`.
+        tensors = q, k, v, out, 0 if lse is None else lse.data_ptr()
+        options = scale, *self.window, self.rows_of_section
+        # Softcaps have no tensors, so the mask's comes first.
+        with_mask = rows, *(modifiers or ())
+        self.forward(
+            *tensors, with_mask, *options, min(self.num_ctas, num_tiles * heads), tiles,
+            *NO_PARTS, marks, None, table,
+        )  # fmt: skip
+        self.again(
+            *tensors, modifiers, *options, min(self.num_ctas, batch * heads), marks,
+            *NO_PARTS, None, None, table,
+        )  # fmt: skip
+        # Not if anything was raised: then they need not be zero.
+        counters.give_back(marks)
+
+
+class PackedKernels(NamedTuple):
+    """The kernels for packed sequences.
+
+    Fields:
+        alone: for tiles with rows of one sequence.
+        joined: for tiles that sequences share; None if they cannot.
+    """
+
+    alone: PreparedVarlen
+    joined: PreparedJoined | None
+
+
+def prepare(plan: RaggedPlan, joined: JoinedPlan | None, window: Window) -> PackedKernels:
+    """Load the kernels of all plans that a call may take, whatever its lengths are."""
+    config, num_ctas = plan.config, plan.gpu.num_sms
     forward, *again = map(load_kernel, plan.kernels())
-    return PreparedVarlen(
+    alone = PreparedVarlen(
         load_kernel(plan.tile_table()), forward, again[0] if again else None, window,
-        config.tile_m, config.tile_n, plan.gpu.num_sms, plan.rows_of_section,
+        config.tile_m, config.tile_n, num_ctas, plan.rows_of_section,
     )  # fmt: skip
+    if joined is None:
+        return PackedKernels(alone, None)
+    kernels = map(load_kernel, (joined.joined_table(), *joined.kernels()))
+    return PackedKernels(
+        alone, PreparedJoined(*kernels, joined, window, num_ctas, plan.rows_of_section)
+    )

@@ -56,10 +56,11 @@ from fa3.primitives.turns import Turns
 from fa3.primitives.wgmma import REGISTERS, ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
+from fa3.schedules.joined import JoinedOrder, JoinedTiles
 from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.ragged import RaggedOrder
-from fa3.schedules.sequences import Dense, Ragged
+from fa3.schedules.sequences import Dense, Joined, Ragged
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
@@ -120,7 +121,7 @@ class Work(NamedTuple):
         tile: the CTA's own tile.
     """
 
-    sequences: Dense | Ragged
+    sequences: Dense | Ragged | Joined
     segment: Segment
     tile: Tile
 
@@ -167,7 +168,7 @@ class Forward(AttentionKernel):
         config = self.config
         window = Window(call.window_left, call.window_right)
         if cutlass.const_expr(self.schedule_type.is_ragged):
-            sequences = Ragged(window)
+            sequences = Joined(call.q.shape[0]) if self.joins else Ragged(window)
             q, k, v, o = map(with_movable_end, (call.q, call.k, call.v, call.o))
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
@@ -178,7 +179,7 @@ class Forward(AttentionKernel):
         rows_q, heads_q, _ = call.q.shape[-3:]
         lse = RowLse.at(call.lse, (self.batch(call), heads_q, rows_q))
         row_store = None
-        if cutlass.const_expr(self.repeats or self.schedule_type.splits):
+        if cutlass.const_expr(self.repeats or self.joins or self.schedule_type.splits):
             row_store = RowStore(self.in_rows(call.o), lse)
         operands = ForwardOperands(
             TmaTensor.of(load, q, layouts.q),
@@ -210,6 +211,12 @@ class Forward(AttentionKernel):
         """Whether this is the second launch, which computes the rows that the first one marked."""
         return issubclass(self.schedule_type, Marked)
 
+    @property
+    def joins(self) -> bool:
+        """Whether tiles hold rows of several sequences, of which those are marked that what other
+        sequences hold may have reached."""
+        return issubclass(self.schedule_type, JoinedTiles)
+
     def batch(self, call: ForwardArguments):
         """The batch of the tensors; packed sequences are in one."""
         return 1 if self.schedule_type.is_ragged else call.q.shape[0]
@@ -225,12 +232,11 @@ class Forward(AttentionKernel):
         self, call: ForwardArguments, cluster_m: int = 1, cluster_h: int = 1
     ) -> KernelOrder | RaggedOrder:
         """The order of the tiles of clusters, or of single CTAs."""
-        rows_q, heads_q, _ = call.q.shape[-3:]
+        if self.joins:
+            return self.ragged_order(JoinedOrder, call.schedule_state, call)
         if self.schedule_type.is_ragged:
-            heads_of_key = heads_q // call.k.shape[-2]
-            return RaggedOrder(
-                call.table, Divisor.of(heads_q), heads_of_key, call.heads_per_section
-            )
+            return self.ragged_order(RaggedOrder, call.table, call)
+        rows_q, heads_q, _ = call.q.shape[-3:]
         return KernelOrder.of(
             cute.ceil_div(rows_q, self.config.tile_m * cluster_m),
             heads_q // cluster_h,
@@ -238,10 +244,22 @@ class Forward(AttentionKernel):
             call.heads_per_section * (self.config.cluster_h // cluster_h),
         )
 
+    def ragged_order(
+        self, kind: type[RaggedOrder], table: cute.Tensor, call: ForwardArguments
+    ) -> RaggedOrder:
+        """The order of the tiles that a table has."""
+        heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
+        return kind(table, Divisor.of(heads_q), heads_q // heads_kv, call.heads_per_section)
+
     def marks(self, call: ForwardArguments) -> Marks | None:
-        """The marks of rows of Q; None if there are none."""
+        """The marks of rows of Q; None if there are none. They are by the tiles of the launch that
+        computes these rows again."""
         words = call.schedule_state if self.repeats else call.marks
-        return None if words is None else Marks(words, self.order(call))
+        if words is None:
+            return None
+        if self.joins:
+            return Marks(words, self.ragged_order(RaggedOrder, call.table, call))
+        return Marks(words, self.order(call))
 
     def number_of(self, operands: ForwardOperands, work: "Work"):
         """The number of the CTA's tile among the marks."""
@@ -503,6 +521,8 @@ class Forward(AttentionKernel):
                         self.mark(operands, attention, work, thread_idx, of_rows)
             elif cutlass.const_expr(self.repeats):
                 self.finish_again(operands, attention, out, of_rows, work, slab, thread_idx)
+            elif cutlass.const_expr(self.joins):
+                self.finish_joined(operands, attention, out, of_rows, work, slab, group)
             else:
                 self.finish_tile(operands, attention, out, of_rows, work, slab)
                 if cutlass.const_expr(config.fixed_reference):
@@ -604,15 +624,53 @@ class Forward(AttentionKernel):
         if is_whole:
             self.finish_tile(operands, attention, out, sinks, work, slab)
         else:
-            acc_O, rules = attention.regs.acc_O, attention.rules
-            lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
-            queries = [rules.coords.query(r) for r in range(2)]
-            places = tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
-            is_written = tuple(
-                (own & bit_of_row(r)) != 0 and queries[r] < rules.sequence.seqlen_q
-                for r in range(2)
-            )
-            operands.rows.store(acc_O, lse, rules.coords, places, is_written)
+            self.finish_rows(operands, attention, sinks, work, lambda r: (own & bit_of_row(r)) != 0)
+
+    @cute.jit
+    def finish_joined(
+        self,
+        operands: ForwardOperands,
+        attention: Attention,
+        out: SlabStore,
+        sinks: tuple | None,
+        work: Work,
+        slab,
+        half,
+    ):
+        """Finish a tile with rows of several sequences: write those that are used, and mark those
+        that are not finite, since what another sequence holds may be why."""
+        rows = attention.rules.mask.rows
+        if attention.rules.sequence.is_whole(half):
+            self.finish_tile(operands, attention, out, sinks, work, slab)
+        else:
+            self.finish_rows(operands, attention, sinks, work, lambda r: rows[r].is_used)
+        for r in cutlass.range_constexpr(2):
+            # A sequence has marks for one tile, which is enough where `max_seqlen_q` holds.
+            has_place = rows[r].is_used and rows[r].query < self.config.tile_m
+            if has_place and not attention.is_finite(r):
+                number = rows[r].batch * operands.marks.order.heads.value + work.tile.head
+                operands.marks.add_row(number, rows[r].query)
+
+    @cute.jit
+    def finish_rows(
+        self,
+        operands: ForwardOperands,
+        attention: Attention,
+        sinks: tuple | None,
+        work: Work,
+        is_wanted: cutlass.Constexpr,
+    ):
+        """Finish a tile some of whose rows are to stay as they are.
+
+        Args:
+            is_wanted: (r) -> whether this thread's row r is to be written.
+        """
+        acc_O, rules = attention.regs.acc_O, attention.rules
+        lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
+        queries = [rules.coords.query(r) for r in range(2)]
+        places = tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
+        is_written = tuple(is_wanted(r) and queries[r] < rules.sequence.seqlen_q for r in range(2))
+        operands.rows.store(acc_O, lse, rules.coords, places, is_written)
 
     def warp_of_tile(self, thread_idx):
         """This warp's index among the consumer warps of a CTA."""

@@ -152,7 +152,7 @@ class ForwardArguments(NamedTuple):
         part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
         part_counters: (slots * warps,) int32, zero.
         num_slots: parts of all tiles.
-        marks: (`Marks.size`,) int32, zero; None without `fixed_reference`.
+        marks: (`Marks.size`,) int32, zero; None if no row can be marked.
         recording: int64; None except in an instrumented kernel.
         table: int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
     """
@@ -203,7 +203,7 @@ class ForwardArguments(NamedTuple):
             part_buffer=buffer if schedule.splits else None,
             part_counters=counters if schedule.splits else None,
             num_slots=Int32(0),
-            marks=marks if kernel.config.fixed_reference else None,
+            marks=marks if kernel.config.fixed_reference or kernel.joins else None,
             recording=arguments.compact_tensor("int64", (cute.sym_int(),))
             if kernel.is_recorded
             else None,

@@ -28,7 +28,7 @@ from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
-from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
+from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
 from fa3.schedules.ragged_keys import KeyTileRecord
 from fa3.scores.masks import Band, Sequence
 
@@ -281,20 +281,3 @@ def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -
 def add_to(word: cute.Pointer, number: Int32) -> Int32:
     """Add to a word of shared memory; return what was there."""
     return cute.arch.atomic_add(word, number, sem="relaxed", scope="cta")
-
-
-@cute.jit
-def write_record(
-    table: cute.Tensor,
-    place: Int32,
-    record: TileRecord | KeyTileRecord,
-    is_one: cutlass.Boolean,
-):
-    """Write a record of the table if there is one."""
-    words = cute.make_rmem_tensor(RECORD, Int32)
-    words.fill(0)
-    for i in cutlass.range_constexpr(len(record)):
-        words[i] = record[i]
-    if is_one:
-        target = (table.iterator + (TABLE_HEADER + place * RECORD)).align(16)
-        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(RECORD)))

@@ -12,6 +12,7 @@ from fa3.planning.tiled import TiledProblem
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import SLACK
 from fa3.problem import AttentionSpec, Problem
+from fa3.schedules.joined import HALVES
 from fa3.scores.scores import Alibi, Softcap
 
 
@@ -154,6 +155,12 @@ def general_tiling(spec: AttentionSpec) -> ForwardConfig:
     """The tiling for sequences of any length, in single CTAs, with a following reference."""
     rows = (row for row in TILINGS if row.max_seqlen_q == math.inf)
     return replace(next(row.config for row in rows if row.fits(spec)), cluster_m=1)
+
+
+def joined_tiling(spec: AttentionSpec) -> ForwardConfig:
+    """The tiling for tiles with rows of several sequences, whose halves are a warpgroup each."""
+    rows = (row.config for row in TILINGS if row.config.consumers == HALVES and row.fits(spec))
+    return replace(next(rows), cluster_m=1)
 
 
 def choose_config(problem: Problem, gpu: Gpu) -> ForwardConfig:

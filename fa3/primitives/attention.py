@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
-from fa3.primitives.softmax import OnlineSoftmax, Reference
+from fa3.primitives.softmax import OnlineSoftmax, Reference, sum_of_squares
 from fa3.primitives.wgmma import ROWS
 
 
@@ -244,3 +244,10 @@ class Attention:
             and self.softmax.failed(acc_O[r, None], r, has_sinks)
             for r in rows
         )
+
+    @cute.jit
+    def is_finite(self, r: cutlass.Constexpr) -> cutlass.Boolean:
+        """Whether all columns that this thread holds of finished row r are finite."""
+        row = as_rows_and_columns(self.regs.acc_O)[r, None]
+        # Small enough for the squares of what fp32 holds.
+        return sum_of_squares(row, 2.0**-70) < Float32.inf

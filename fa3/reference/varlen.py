@@ -1,7 +1,7 @@
 """Packed sequences on the CPU: each one runs through the plan that it would get as a batch of one.
 
 So do their gradients. On a GPU all of them run in one launch, by another plan
-(`fa3.planning.ragged`).
+(`fa3.planning.ragged`). Short ones may share tiles instead (`fa3.reference.joined`).
 """
 
 import itertools
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from fa3.planning.joined import PackedSizes
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.backward import ALL_WANTED, BackwardOperands, Gradients, Wanted, execute_backward
@@ -71,6 +72,12 @@ class RaggedOperands(NamedTuple):
     def lengths(self) -> PackedLengths:
         return PackedLengths(*self[5:])
 
+    def sizes(self, max_seqlen_q: int, max_seqlen_k: int) -> PackedSizes:
+        """What the host knows of the lengths."""
+        (total_q, heads, _), total_k = self.q.shape, self.k.shape[0]
+        batch = self.lengths.batch
+        return PackedSizes(batch, heads, total_q, total_k, max_seqlen_q, max_seqlen_k)
+
 
 def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
     """The rows of each sequence that count.
@@ -99,22 +106,44 @@ def execute_varlen(
         softmax_scale: factor of Q K^T before the softmax; positive.
         tensors: those of the spec's scores, mask and sinks.
     """
-    q, k, v, out, lse = operands[:5]
-    _, _, sinks = bind(spec, tensors)
+    _, _, _, out, lse = operands[:5]
     for batch, (of_q, of_k) in enumerate(operands.lengths.slices()):
-        problem = problem_of_rows(spec, window, q[of_q], k[of_k])
-        if not problem.seqlen_q:
+        if of_q.start == of_q.stop:
             continue
-        if problem.seqlen_k:
-            plan = plan_forward(problem)
-            of_sequence = q[None, of_q], k[None, of_k], v[None, of_k]
-            result, of_rows = execute(plan, *of_sequence, softmax_scale, tensors, batch)
-        else:
-            result = 0.0
-            of_rows = -torch.inf if sinks is None else sinks[:, None].float()
+        result, of_rows = attend_alone(
+            spec, window, operands, of_q, of_k, softmax_scale, tensors, batch
+        )
         out[of_q] = result
         if lse is not None:
             lse[:, of_q] = of_rows
+
+
+def attend_alone(
+    spec: AttentionSpec,
+    window: Window,
+    operands: RaggedOperands,
+    of_q: slice,
+    of_k: slice,
+    softmax_scale: float,
+    tensors: tuple[torch.Tensor, ...] | None,
+    batch: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend inside of sequence `batch`, whose rows these are; there is a query.
+
+    Returns:
+        out (queries, heads_q, head_dim_v) and the log-sum-exp (heads_q, queries).
+    """
+    q, k, v = operands[:3]
+    problem = problem_of_rows(spec, window, q[of_q], k[of_k])
+    if problem.seqlen_k:
+        of_sequence = q[None, of_q], k[None, of_k], v[None, of_k]
+        out, lse = execute(plan_forward(problem), *of_sequence, softmax_scale, tensors, batch)
+        return out[0], lse[0]
+    _, _, sinks = bind(spec, tensors)
+    of_heads = q.new_full(q.shape[1:2], -torch.inf, dtype=torch.float32)
+    of_heads = of_heads if sinks is None else sinks.float()
+    out = q.new_zeros(problem.seqlen_q, problem.num_heads_q, spec.head_dim_v)
+    return out, of_heads[:, None].expand(-1, problem.seqlen_q)
 
 
 def execute_varlen_backward(

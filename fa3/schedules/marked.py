@@ -1,7 +1,8 @@
 """Marked schedule: the second launch of a forward call, which repeats rows that the first marked.
 
-The first launch marks rows whose softmax failed (`Marks`); `fa3.planning.plan.Plan.again` plans
-the second, whose CTAs take the marked tiles (`Marked`).
+The first launch marks rows whose softmax failed, or which what other sequences hold may have
+reached (`Marks`); `fa3.planning.plan.Plan.again` plans the second, whose CTAs take the marked tiles
+(`Marked`).
 """
 
 from dataclasses import dataclass
@@ -86,6 +87,21 @@ class Marks(NamedTuple):
             bit = Int32(1) << (index % 32)
             cute.arch.atomic_or(words + of_tiles, bit, sem="relaxed", scope="gpu")
             self.words[ANY] = 1
+
+    @cute.jit
+    def add_row(self, index: Int32, row: Int32):
+        """Mark a row of a tile, and the tile.
+
+        Args:
+            index: the tile's number.
+            row: the row's place in the tile.
+        """
+        words = self.words.iterator
+        bit, of_row = Int32(1) << (row % ROWS_OF_WARP), self.rows(index, row // ROWS_OF_WARP)
+        cute.arch.atomic_or(words + of_row, bit, sem="relaxed", scope="gpu")
+        bit, of_tile = Int32(1) << (index % 32), self.group(index // 32)
+        cute.arch.atomic_or(words + of_tile, bit, sem="relaxed", scope="gpu")
+        self.words[ANY] = 1
 
     @cute.jit
     def rows_of_group(self, index: Int32, first_warp: Int32) -> list[Int32]:

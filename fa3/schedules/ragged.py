@@ -112,16 +112,20 @@ class RaggedOrder:
     def tile(self, index) -> tuple[Int32, TileRecord]:
         """The head and the record of the tile with this number."""
         number = self.heads.quotient(index)
-        first = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
-        words = cute.make_rmem_tensor(RECORD, Int32)
-        cute.autovec_copy(cute.make_tensor(first, cute.make_layout(RECORD)), words)
-        fields = range(len(self.record_type._fields))
-        found = self.record_type(*(cute.arch.make_warp_uniform(words[i]) for i in fields))
+        found = self.read(number)
         heads = self.heads.value
         before = found.num_m_blocks - 1 - found.m_block
         of_sequence = index - number * heads + before * heads
         head, m_block = self.place(of_sequence, found.num_m_blocks, self.walked(found))
         return head, found._replace(m_block=m_block)
+
+    def read(self, number) -> NamedTuple:
+        """The record with this number."""
+        first = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
+        words = cute.make_rmem_tensor(RECORD, Int32)
+        cute.autovec_copy(cute.make_tensor(first, cute.make_layout(RECORD)), words)
+        fields = range(len(self.record_type._fields))
+        return self.record_type(*(cute.arch.make_warp_uniform(words[i]) for i in fields))
 
     def walked(self, record):
         """Rows that the tiles of a sequence and a head walk."""
@@ -153,6 +157,18 @@ def segment_of(index, head, record: TileRecord) -> Segment:
     return Segment(Tile(record.m_block, head, record.batch), record=record, number=index)
 
 
+@cute.jit
+def write_record(table: cute.Tensor, place: Int32, record: tuple, is_one: cutlass.Boolean):
+    """Write a record to a place of a table if there is one."""
+    words = cute.make_rmem_tensor(RECORD, Int32)
+    words.fill(0)
+    for i in cutlass.range_constexpr(len(record)):
+        words[i] = record[i]
+    if is_one:
+        target = (table.iterator + (TABLE_HEADER + place * RECORD)).align(16)
+        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(RECORD)))
+
+
 @dataclass(frozen=True)
 class RaggedTiles(Dynamic):
     """Persistent CTAs take tiles of packed sequences from a table in device memory.
@@ -169,7 +185,7 @@ class RaggedTiles(Dynamic):
     reads_state: ClassVar[bool] = False
     num_counters: ClassVar[int] = 0
     told: ClassVar[int] = 8
-    """The number, the head, and the record up to `seqlen_k`."""
+    """The number, the head, and the record's first six words."""
 
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
 
@@ -182,7 +198,8 @@ class RaggedTiles(Dynamic):
 
     def first(self, cluster) -> RaggedCursor:
         zero = cluster * 0
-        nothing = TileRecord(*(zero for _ in TileRecord._fields))
+        kind = self.order.record_type
+        nothing = kind(*(zero for _ in kind._fields))
         return RaggedCursor(cluster, zero, zero, zero, nothing)
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
@@ -196,8 +213,8 @@ class RaggedTiles(Dynamic):
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
         index, head, *record = self.hear(cursor.count)
-        # Consumers have no use for the number of row blocks.
-        found = TileRecord(*record, cursor.record.num_m_blocks)
+        # Consumers have no use for what they are not told.
+        found = self.order.record_type(*record, *cursor.record[len(record) :])
         return RaggedCursor(index, cursor.count + 1, cursor.end, head, found)
 
     def is_valid(self, cursor: RaggedCursor):
@@ -221,8 +238,7 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
         present, taken = cursor
         index = self.num_clusters + cute.arch.shuffle_sync(taken, 0)
         following = self.read(present._replace(index=index, count=present.count + 1))
-        *record, _ = following.record
-        self.tell(present.count, index, following.head, *record)
+        self.tell(present.count, index, following.head, *following.record[: self.told - 2])
         return ProducerCursor(following, self.take())
 
     def is_valid(self, cursor: ProducerCursor):

@@ -1,8 +1,8 @@
 """The sequences of a call: how long each one is, and where its keys are.
 
-`Dense` and `Ragged` are for forward and backward kernels, `Cached` for decoding. All turn what they
-know of a sequence into what masks take. The same arithmetic runs on Python ints (reference, tests)
-and on values inside a kernel.
+`Dense` and `Ragged` are for forward and backward kernels, `Joined` for the forward kernel, `Cached`
+for decoding. All turn what they know of a sequence into what masks take. The same arithmetic runs
+on Python ints (reference, tests) and on values inside a kernel.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
 from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
 from fa3.problem import Problem, Window
+from fa3.schedules.joined import JoinedTile
 from fa3.schedules.segment import Segment, Tile
 from fa3.scores.masks import Blocks, Sequence
 
@@ -99,6 +100,29 @@ class Ragged(NamedTuple):
     def place(self, tile: Tile, segment: Segment, row) -> tuple:
         """Where a row lies in (1, heads, total_q)."""
         return 0, tile.head, segment.record.begin_q + row
+
+
+class Joined(NamedTuple):
+    """Sequences behind one another that share tiles: the rows of all are one line.
+
+    Fields:
+        total_q: rows of q.
+    """
+
+    total_q: int
+
+    def sequence(self, segment: Segment) -> JoinedTile:
+        return JoinedTile(self.total_q, segment.record)
+
+    def queries(self, segment: Segment) -> RaggedRows:
+        return RaggedRows(0, self.total_q)
+
+    def keys(self, segment: Segment) -> RaggedRows:
+        return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
+
+    def place(self, tile: Tile, segment: Segment, row) -> tuple:
+        """Where a row lies in (1, heads, total_q)."""
+        return 0, tile.head, row
 
 
 @dataclass(frozen=True)

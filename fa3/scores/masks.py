@@ -106,7 +106,7 @@ class Band:
 
     @property
     def templates(self) -> tuple[Template, ...]:
-        """The user's masks in it: none."""
+        """What of it has tensors: nothing."""
         return ()
 
     def bind(self, tensors) -> "Band":
@@ -115,6 +115,10 @@ class Band:
 
     def at(self, batch, head) -> "Band":
         """The mask for one head."""
+        return self
+
+    def at_rows(self, coords: ScoreCoords, sequence: Sequence) -> "Band":
+        """The mask for the rows of one thread, of which it may have to load something."""
         return self
 
     def key_range(self, row, sequence: Sequence):
@@ -131,6 +135,10 @@ class Band:
         row_last = smaller(row_begin + num_rows, sequence.seqlen_q) - 1
         ranges = (self.key_range(row, sequence) for row in (row_begin, row_last))
         return Blocks.of(*ranges, tile_n)
+
+    def range_at(self, r: int, coords: ScoreCoords, sequence: Sequence):
+        """Half-open range of the keys that row r of a thread sees."""
+        return self.key_range(coords.query(r), sequence)
 
     def query_range(self, key, sequence: Sequence):
         """Half-open range of the queries that see `key`; empty when end <= begin."""
@@ -152,7 +160,7 @@ class Band:
         """Set the hidden scores of one block to -inf."""
         first_column = coords.first_key(n_block)
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            begin, end = self.key_range(coords.query(r), sequence)
+            begin, end = self.range_at(r, coords, sequence)
             begin, end = begin - first_column, end - first_column
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 hidden = coords.column_steps[c] >= end
@@ -247,6 +255,9 @@ class Intersection:
 
     def at(self, batch, head) -> "Intersection":
         return Intersection(self.band, self.function, batch, head)
+
+    def at_rows(self, coords: ScoreCoords, sequence: Sequence) -> "Intersection":
+        return self
 
     def key_range(self, row, sequence: Sequence):
         """Half-open range of keys outside of which query `row` sees no key."""

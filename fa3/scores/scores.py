@@ -275,6 +275,7 @@ class Rules:
         for score in scores:
             rows.append(score.at_rows(coords, units[-1]))
             units.append(score.unit_after(units[-1]))
+        mask = mask.at_rows(coords, sequence)
         return cls(scores, tuple(units), tuple(rows), mask, coords, sequence)
 
     @property

@@ -1,0 +1,226 @@
+"""Joined table: from the lengths of short packed sequences, what each row of q sees and each tile.
+
+`fa3.calls.varlen_gpu` launches it before the forward kernel that walks `JoinedTiles`. It reads the
+lengths from device memory, so that the host need not wait for them, and writes three tables: the
+`RowRecord` of each row, which the mask reads (`fa3.scores.intervals`), the `JoinedRecord` of each
+tile, and a `TileRecord` of each sequence, for rows that are computed again.
+
+A CTA has the rows of a tile, a thread each. It finds its row's sequence by bisection, with as many
+steps as the number of sequences has bits. What the halves of the tile see follows by reductions.
+
+Timeline
+    wait for the previous kernel | records of sequences | find, records of rows | reduce, record
+    The next kernel is launched early and waits in hardware for the end of this one.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+from fa3.primitives import arguments
+from fa3.primitives.dsl import SmemAllocator
+from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.wgmma import ROWS, WARP
+from fa3.problem import Window
+from fa3.schedules.joined import HALVES, JoinedRecord, keys_seen
+from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
+from fa3.scores.intervals import NOBODY, ROW_RECORD, RowRecord
+from fa3.scores.masks import Band, Sequence
+
+WARPS_OF_HALF = ROWS // WARP
+
+
+class JoinedTableArguments(NamedTuple):
+    """The arguments of a launch, in this order; the stream comes last.
+
+    Fields:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; batch > 0.
+        seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
+        rows: (tiles * tile_m, ROW_RECORD) int32, receives the records of rows.
+        tiles: int32, receives a header and the records of tiles.
+        table: int32, receives a header's place and the records of sequences, by their number.
+        total_q, total_k: rows of q and of k.
+        num_tiles: tiles that the rows of q take.
+        window_left, window_right: keys seen before and after a query's own; where they are bounded.
+    """
+
+    cu_seqlens_q: object
+    cu_seqlens_k: object
+    seqused_q: object
+    seqused_k: object
+    rows: object
+    tiles: object
+    table: object
+    total_q: int
+    total_k: int
+    num_tiles: int
+    window_left: int
+    window_right: int
+
+    @classmethod
+    def symbolic(cls, kernel: "JoinedTable") -> "JoinedTableArguments":
+        """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
+        ends, batch = cute.sym_int(), cute.sym_int()
+
+        def vector(size, exists: bool = True):
+            return arguments.compact_tensor("int32", (size,)) if exists else None
+
+        return cls(
+            cu_seqlens_q=vector(ends),
+            cu_seqlens_k=vector(ends),
+            seqused_q=vector(batch, kernel.has_used_q),
+            seqused_k=vector(batch, kernel.has_used_k),
+            rows=arguments.compact_tensor("int32", (cute.sym_int(), ROW_RECORD)),
+            tiles=vector(cute.sym_int()),
+            table=vector(cute.sym_int()),
+            **dict.fromkeys(cls._fields[7:], Int32(0)),
+        )
+
+
+class JoinedTableOperands(NamedTuple):
+    """What the tables are made of, and where they go.
+
+    Fields:
+        rows, tiles, table: see `JoinedTableArguments`.
+    """
+
+    queries: RaggedLengths
+    keys: RaggedLengths
+    rows: cute.Tensor
+    tiles: cute.Tensor
+    table: cute.Tensor
+    window: Window
+
+
+@dataclass(frozen=True)
+class JoinedTable:
+    """The kernel that makes the tables.
+
+    Fields:
+        tile_m: rows of a tile.
+        band: the mask.
+        has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
+    """
+
+    tile_m: int
+    band: Band
+    has_used_q: bool
+    has_used_k: bool
+
+    entry_name: ClassVar[str] = "fa3_joined_table"
+    is_storable: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.tile_m != HALVES * ROWS:
+            raise ValueError(f"tile_m must be {HALVES * ROWS}, got {self.tile_m}")
+
+    def arguments(self) -> list:
+        """Symbolic arguments of a launch, and the stream."""
+        return [*JoinedTableArguments.symbolic(self), arguments.symbolic_stream()]
+
+    @cute.jit
+    def __call__(self, *given):
+        """Launch on `JoinedTableArguments` and a stream."""
+        *given, stream = given
+        call = JoinedTableArguments(*given)
+        queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
+        keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
+        window = Window(call.window_left, call.window_right)
+        self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
+        operands = JoinedTableOperands(queries, keys, call.rows, call.tiles, call.table, window)
+        self.kernel(operands).launch(
+            grid=(call.num_tiles, 1, 1), block=(self.tile_m, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, operands: JoinedTableOperands):
+        smem = SmemAllocator()
+        # Of each warp: the first and the last key that its rows see, and whether all are used.
+        of_warps = smem.allocate_tensor(
+            Int32, cute.make_layout((3, HALVES * WARPS_OF_HALF)), byte_alignment=16
+        )
+        thread, _, _ = cute.arch.thread_idx()
+        m_block, _, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        self.write_sequences(operands)
+        row = m_block * self.tile_m + thread
+        record = self.record_of_row(operands, row)
+        self.write_row(operands.rows, row, record)
+        sees = record.first_key < record.end_key
+        first = record.first_key if sees else operands.keys.total
+        end = record.end_key if sees else Int32(0)
+        first = cute.arch.warp_redux_sync(first, "min")
+        end = cute.arch.warp_redux_sync(end, "max")
+        is_whole = cute.arch.vote_all_sync(record.is_used or row >= operands.queries.total)
+        if cute.arch.lane_idx() == 0:
+            warp = thread // WARP
+            of_warps[0, warp], of_warps[1, warp] = first, end
+            of_warps[2, warp] = Int32(1) if is_whole else Int32(0)
+        cute.arch.sync_threads()
+        if thread == 0:
+            self.write_tile(operands.tiles, m_block, of_warps)
+            if m_block == 0:
+                num_tiles, _, _ = cute.arch.grid_dim()
+                for i in cutlass.range_constexpr(TABLE_HEADER):
+                    operands.tiles[i] = num_tiles if i == NUM_RECORDS else Int32(0)
+
+    @cute.jit
+    def write_sequences(self, operands: JoinedTableOperands):
+        """Write a record of each sequence: its queries are those of one tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        num_blocks, _, _ = cute.arch.grid_dim()
+        batch = block * self.tile_m + thread
+        while batch < operands.queries.num_sequences:
+            ends = (*operands.queries.read(batch), *operands.keys.read(batch))
+            record = TileRecord(Int32(0), batch, *ends, Int32(1))
+            write_record(operands.table, batch, record, Boolean(True))
+            batch += num_blocks * self.tile_m
+
+    @cute.jit
+    def record_of_row(self, operands: JoinedTableOperands, row: Int32) -> RowRecord:
+        """The record of a row of q, which may lie behind the last one."""
+        queries, keys, *_, window = operands
+        batch, behind = Int32(0), Int32(queries.num_sequences)
+        while behind - batch > 1:
+            middle = (batch + behind) // 2
+            if queries.cu[middle] <= row:
+                batch = middle
+            else:
+                behind = middle
+        begin_q, seqlen_q = queries.read(batch)
+        begin_k, seqlen_k = keys.read(batch)
+        query = row - begin_q
+        sequence = Sequence(seqlen_q, seqlen_k, window)
+        first_key, end_key = keys_seen(query, sequence, begin_k, self.band)
+        is_used = query >= 0 and query < seqlen_q
+        return RowRecord(
+            first_key if is_used else end_key,
+            end_key,
+            batch if is_used else Int32(NOBODY),
+            query,
+        )
+
+    @cute.jit
+    def write_row(self, rows: cute.Tensor, row: Int32, record: RowRecord):
+        words = cute.make_rmem_tensor(ROW_RECORD, Int32)
+        for i in cutlass.range_constexpr(ROW_RECORD):
+            words[i] = record[i]
+        target = (rows.iterator + row * ROW_RECORD).align(16)
+        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(ROW_RECORD)))
+
+    @cute.jit
+    def write_tile(self, tiles: cute.Tensor, m_block: Int32, of_warps: cute.Tensor):
+        """Write the record of a tile, from what its warps found."""
+        firsts, ends, whole = [], [], Int32(0)
+        for half in cutlass.range_constexpr(HALVES):
+            warp = half * WARPS_OF_HALF
+            firsts.append(cutlass.min(of_warps[0, warp], of_warps[0, warp + 1]))
+            ends.append(cutlass.max(of_warps[1, warp], of_warps[1, warp + 1]))
+            whole = whole | ((of_warps[2, warp] & of_warps[2, warp + 1]) << half)
+        record = JoinedRecord.of(m_block, tuple(firsts), tuple(ends), whole)
+        write_record(tiles, m_block, record, Boolean(True))

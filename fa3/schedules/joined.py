@@ -1,0 +1,120 @@
+"""Joined sequences: tiles that hold rows of several short sequences, and what their rows see.
+
+All rows of q are one line, whatever sequences they belong to, and so are all rows of k. A tile is
+`tile_m` consecutive rows of q, for every query head; its keys are those that any of its rows sees.
+`fa3.kernels.joined_table` writes a record of each tile and one of each row, from lengths that are
+on the GPU; `JoinedTiles` walks the tiles, `fa3.scores.intervals` masks by rows.
+
+Keys that a row does not see have the weight 0. But 0 times NaN is NaN, so what other sequences hold
+could reach a row of the tile. Rows that are not finite are therefore marked, and computed again in
+a tile that has rows of one sequence only (`fa3.schedules.marked.MarkedRagged`).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from cutlass import Int32
+
+from fa3.primitives.arithmetic import larger, smaller
+from fa3.primitives.wgmma import ROWS
+from fa3.schedules.ragged import RaggedOrder, RaggedTiles
+from fa3.scores.masks import Band, Sequence
+
+HALVES = 2
+"""Warpgroups that share a tile. Each walks the keys that its own rows see."""
+
+
+class JoinedRecord(NamedTuple):
+    """A tile with rows of several sequences, for every query head.
+
+    Fields:
+        m_block: the tile's number along the rows of q.
+        begin_k, seqlen_k: rows of k and v; outside of them no row of the tile sees a key.
+        first_end: keys from `begin_k` on to the last one that the first half of the rows sees.
+        second_begin: keys from `begin_k` on to the first one that the second half sees.
+        whole: bit h says that all rows of half h are used.
+    """
+
+    m_block: int
+    begin_k: int
+    seqlen_k: int
+    first_end: int
+    second_begin: int
+    whole: int
+
+    @classmethod
+    def of(cls, m_block, first_keys: tuple, end_keys: tuple, whole) -> "JoinedRecord":
+        """The record of a tile, from rows of k.
+
+        Args:
+            first_keys, end_keys: of each half of the tile. A half that sees no key has a first key
+                behind all keys and the end 0.
+        """
+        begin = smaller(*first_keys)
+        end = larger(larger(*end_keys), begin)
+        first_end, second_begin = larger(end_keys[0], begin), smaller(first_keys[1], end)
+        return cls(m_block, begin, end - begin, first_end - begin, second_begin - begin, whole)
+
+    @property
+    def batch(self) -> int:
+        """A tile is of no sequence: scores and masks that ask for one do not join sequences."""
+        return 0
+
+
+class JoinedTile(NamedTuple):
+    """What a mask knows of a tile with rows of several sequences.
+
+    Fields:
+        seqlen_q: rows of q, of all tiles.
+    """
+
+    seqlen_q: int
+    record: JoinedRecord
+
+    @property
+    def seqlen_k(self):
+        """Keys of the tile."""
+        return self.record.seqlen_k
+
+    def keys_of(self, row_begin, num_rows) -> tuple:
+        """Keys of the tile that some of its rows see, [first, end).
+
+        Args:
+            row_begin, num_rows: rows of q, all of them or from one half.
+        """
+        record, row_last = self.record, row_begin + num_rows - 1
+        # 1 where the rows begin or end in the second half, else 0.
+        first_half, last_half = ((row // ROWS) % HALVES for row in (row_begin, row_last))
+        last_half = larger(last_half, first_half)
+        first = first_half * record.second_begin
+        return first, record.first_end + last_half * (record.seqlen_k - record.first_end)
+
+    def is_whole(self, half):
+        """Whether all rows of a half of the tile are used."""
+        return (self.record.whole >> half) % 2 == 1
+
+
+def keys_seen(query, sequence: Sequence, begin_k, band: Band) -> tuple:
+    """Rows of k that a query of a sequence sees, [first, end); equal if it sees none."""
+    first, end = band.key_range(query, sequence)
+    end = larger(smaller(end, sequence.seqlen_k), 0)
+    return begin_k + smaller(larger(first, 0), end), begin_k + end
+
+
+@dataclass(frozen=True)
+class JoinedOrder(RaggedOrder):
+    """Numbers the tiles of joined sequences: the heads of a tile's rows are neighbours."""
+
+    record_type: ClassVar[type] = JoinedRecord
+
+    def tile(self, index) -> tuple[Int32, JoinedRecord]:
+        number = self.heads.quotient(index)
+        return index - number * self.heads.value, self.read(number)
+
+
+@dataclass(frozen=True)
+class JoinedTiles(RaggedTiles):
+    """Persistent CTAs take tiles of joined sequences from a table in device memory."""
+
+    name: ClassVar[str] = "joined"
+    reads_state: ClassVar[bool] = True

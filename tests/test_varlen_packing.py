@@ -1,0 +1,352 @@
+"""Short packed sequences that share tiles: which calls do, the tables, and the walk on the CPU."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from score_problems import Recipe
+from varlen_problems import (
+    VarlenProblem,
+    check_varlen,
+    integers,
+    make_call,
+    poison,
+    random_short_problem,
+    unused,
+)
+
+import fa3
+from docs.examples.prefix_lm import PrefixLM
+from fa3.calls import varlen_call, varlen_gpu
+from fa3.calls.varlen_gpu import PreparedJoined
+from fa3.kernels.forward_launch import ForwardArguments
+from fa3.kernels.joined_table import JoinedTableArguments
+from fa3.planning.gpu import H200
+from fa3.planning.joined import MOST_JOINED_KEYS, JoinedPlan, PackedSizes
+from fa3.planning.ragged import words_of_table
+from fa3.planning.tilings import TILINGS
+from fa3.primitives.divisor import PlainDivisor
+from fa3.primitives.wgmma import ROWS
+from fa3.problem import AttentionSpec, Window
+from fa3.reference import joined
+from fa3.reference.varlen import PackedLengths, RaggedOperands
+from fa3.schedules.joined import JoinedTile
+from fa3.schedules.marked import words_of_marks
+from fa3.schedules.ragged import RaggedOrder
+from fa3.scores.intervals import NOBODY
+from fa3.scores.masks import Band, Intersection
+from fa3.scores.scores import Alibi, Softcap
+from fa3.scores.templates import Template
+
+SPEC = AttentionSpec("bfloat16", 64, 64, Band(right=True))
+PLAN = JoinedPlan.of(SPEC, False, False, H200)
+
+SHORT = VarlenProblem(
+    (3, 0, 16, 1, 34, 9, 34, 34, 2, 60), (3, 4, 16, 0, 34, 40, 20, 34, 130, 1), heads_kv=2, group=2
+)
+USED = replace(
+    SHORT, used_q=(3, 9, 10, 0, 99, 9, -1, 34, 1, 30), used_k=(1, 4, 16, 7, 20, -3, 20, 3, 99, 1),
+    spare=70,
+)  # fmt: skip
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """Have all calls whose sequences may share tiles do so; return the walks that were made."""
+    made = []
+    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: True)
+
+    def walk(*given):
+        made.append(given)
+        joined.execute_joined(*given)
+
+    monkeypatch.setattr(varlen_call, "execute_joined", walk)
+    return made
+
+
+def run(problem: VarlenProblem, seed: int = 0):
+    call = make_call(problem, seed)
+    out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(problem, call, out, lse)
+    return out, lse
+
+
+# -------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_shared_tiles_match_dense_attention(seed, walks):
+    """Rows that are not used are NaN, so many rows are computed twice."""
+    problem = random_short_problem(seed, ("bfloat16", "float16")[seed % 2], seed // 2)
+    out, _ = run(problem, seed)
+    longest_k = max(len(rows.k) for rows in problem.rows)
+    assert len(walks) == (min(len(out), longest_k) > 0)
+
+
+@pytest.mark.parametrize("problem", [SHORT, USED], ids=["all", "used"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window": (10, 3)},
+        {"window": (0, 0)},
+        {"window": (20, -1)},
+        {"window": (-1, 5)},
+        {"head_dim": 128, "head_dim_v": 128, "causal": True},
+        {"head_dim": 256, "head_dim_v": 256},
+        {"group": 1, "heads_kv": 3, "dtype": "float16", "softmax_scale": 0.7},
+        {"recipe": Recipe(softcap=5.0, sinks="q"), "causal": True},
+        {"recipe": Recipe(softcap=40.0, sinks="float32"), "window": (4, 40)},
+    ],
+    ids=str,
+)
+def test_options_of_shared_tiles(problem, options, walks):
+    run(replace(problem, **options))
+    assert walks
+
+
+def test_rows_that_are_not_used_stay_as_they_are(walks, poisoned_memory):
+    call = make_call(USED)
+    given = torch.full((len(call["q"]), 4, 64), 7.0).bfloat16()
+    out, lse = fa3.flash_attn_varlen_func(**call, out=given, return_lse=True)
+    check_varlen(USED, call, out, lse)
+    untouched = unused(USED, len(out))
+    assert untouched.any() and (out[untouched] == 7).all() and lse[:, untouched].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [tuple(range(17)) * 4, (34,) * 20])
+def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, walks):
+    problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, causal=causal)
+    call = make_call(problem)
+    poisoned = poison(problem, call)
+    out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(problem, call, out, lse, skipped=poisoned)
+    assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
+
+
+def test_without_a_second_walk_it_would(walks, monkeypatch):
+    problem = VarlenProblem((5,) * 30, (5,) * 30)
+    call = make_call(problem)
+    poisoned, again = poison(problem, call), []
+
+    def attend_alone(spec, window, operands, of_q, *rest):
+        again.append(of_q.start // 5)
+        nothing = torch.full_like(operands.q[of_q], torch.nan)
+        return nothing, nothing[..., 0].T
+
+    monkeypatch.setattr(joined, "attend_alone", attend_alone)
+    out = fa3.flash_attn_varlen_func(**call)
+    assert set(again) > poisoned and out.isnan().any(dim=2).all()
+
+
+def test_tiles_without_it_keep_their_bits(walks):
+    problem = VarlenProblem((34,) * 20, (34,) * 20, causal=True)
+    call = make_call(problem)
+    clean = fa3.flash_attn_varlen_func(**call)
+    call["v"][problem.rows[-1].k.start] = torch.nan
+    out = fa3.flash_attn_varlen_func(**call)
+    assert torch.equal(out[: 5 * 128], clean[: 5 * 128]) and not torch.equal(out, clean)
+
+
+def test_gradients_of_sequences_that_share_tiles(walks, monkeypatch):
+    call = make_call(replace(SHORT, causal=True))
+    inputs = [call[name].requires_grad_() for name in "qkv"]
+
+    def gradients():
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+        return torch.autograd.grad(out.float().square().sum() + lse[lse.isfinite()].sum(), inputs)
+
+    shared = gradients()
+    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: False)
+    torch.testing.assert_close(shared, gradients(), rtol=0.02, atol=0.02)
+    assert len(walks) == 1
+
+
+# --------------------------------------------------------------------------------- which calls do
+
+MODIFIED = {
+    "softcap": (replace(SPEC, scores=(Template.of(Softcap(5.0)),)), True),
+    "sinks": (replace(SPEC, sinks="float32"), True),
+    "alibi": (replace(SPEC, scores=(Template.of(Alibi(torch.zeros(4), True)),)), False),
+    "mask": (
+        replace(SPEC, mask=Intersection(Band(), Template.of(PrefixLM(torch.zeros(2).int())))),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODIFIED)
+def test_what_asks_for_places_in_a_sequence_does_not_share_tiles(name):
+    spec, may_share = MODIFIED[name]
+    assert (JoinedPlan.of(spec, True, True, H200) is not None) == may_share
+
+
+def sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 16) -> PackedSizes:
+    return PackedSizes(batch, heads, batch * seqlen_q, batch * seqlen_k, seqlen_q, seqlen_k)
+
+
+@pytest.mark.parametrize(
+    ("given", "shares"),
+    [
+        (sizes(8192, 16, 16), True),
+        (sizes(8192, 8, 8), True),
+        (sizes(8192, 34, 34), True),
+        (sizes(8192, 1, 200), True),
+        (sizes(200, 8, 8), True),
+        # One wave of tiles either way.
+        (sizes(8, 8, 8), False),
+        # 128 rows would wait for 128 times 200 keys, in too few tiles.
+        (sizes(128, 1, 200), False),
+        (sizes(8192, 65, 65), False),
+        (sizes(8192, 1, MOST_JOINED_KEYS + 1), False),
+        # One long sequence among many.
+        (sizes(8192, 8, 8)._replace(max_seqlen_q=4000, max_seqlen_k=4000), False),
+    ],
+)
+def test_many_short_sequences_share_tiles(given, shares):
+    assert PLAN.suits(given) == shares
+
+
+def test_the_choice_follows_from_what_the_host_knows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, given: bool(asked.append(given)))
+    call = make_call(USED) | {"max_seqlen_q": 1 << 40, "max_seqlen_k": 132}
+    fa3.flash_attn_varlen_func(**call)
+    assert asked == [PackedSizes(10, 4, 263, 352, 263, 132)]
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_every_head_size_has_a_tiling_of_two_halves(tiling):
+    spec = replace(SPEC, head_dim=tiling.head_dim, head_dim_v=tiling.head_dim_v)
+    plan = JoinedPlan.of(spec, False, False, H200)
+    assert plan.config.tile_m == 2 * ROWS and not plan.config.fixed_reference
+    plan.config.validate(plan.line)
+
+
+# -------------------------------------------------------------------------------------- tables
+
+
+def lengths_of(problem: VarlenProblem) -> PackedLengths:
+    call = make_call(problem)
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    return PackedLengths(*(call.get(name) for name in names))
+
+
+@pytest.mark.parametrize("problem", [SHORT, USED], ids=["all", "used"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 7), (0, -1), (1000, 0)])
+def test_rows_have_the_keys_that_they_see(problem, window):
+    window = Window(*window)
+    plan = replace(PLAN, spec=replace(SPEC, mask=Band.of(window)))
+    total_q = sum(problem.seqlens_q) + problem.spare
+    rows = joined.records_of_rows(plan, lengths_of(problem), window, total_q)
+    assert len(rows) == plan.num_tiles(total_q) * plan.config.tile_m
+    used = {}
+    for batch, (of_q, of_k) in enumerate(problem.rows):
+        for query, row in enumerate(of_q):
+            here = query + len(of_k) - len(of_q)
+            left, right = (len(of_k) + len(of_q) if bound < 0 else bound for bound in window)
+            seen = [key for i, key in enumerate(of_k) if here - left <= i <= here + right]
+            used[row] = (batch, query, seen)
+    for row, record in enumerate(rows):
+        if row not in used:
+            assert record.batch == NOBODY and record.first_key == record.end_key
+            continue
+        batch, query, seen = used[row]
+        assert (record.batch, record.query) == (batch, query)
+        assert list(range(record.first_key, record.end_key)) == seen
+
+
+@pytest.mark.parametrize("problem", [SHORT, USED], ids=["all", "used"])
+@pytest.mark.parametrize("tile_n", [16, 64, 128])
+def test_halves_walk_the_keys_of_their_rows(problem, tile_n):
+    total_q, total_k = (
+        sum(seqlens) + problem.spare for seqlens in (problem.seqlens_q, problem.seqlens_k)
+    )
+    window, mask = Window(right=0), PLAN.line.mask
+    rows = joined.records_of_rows(PLAN, lengths_of(problem), window, total_q)
+    for m_block in range(PLAN.num_tiles(total_q)):
+        record = joined.record_of_tile(PLAN, m_block, rows, total_q, total_k)
+        tile, begin = JoinedTile(total_q, record), m_block * PLAN.config.tile_m
+        assert 0 <= record.begin_k <= record.begin_k + record.seqlen_k <= total_k
+        of_tile = mask.key_blocks(begin, 2 * ROWS, tile_n, tile)
+        for half in range(2):
+            first_row = begin + half * ROWS
+            blocks = mask.key_blocks(first_row, ROWS, tile_n, tile)
+            blocks = blocks.between(of_tile.begin, of_tile.end)
+            walked = range(blocks.begin * tile_n, blocks.end * tile_n)
+            of_half = rows[first_row : first_row + ROWS]
+            for row in of_half:
+                keys = range(row.first_key - record.begin_k, row.end_key - record.begin_k)
+                assert all(key in walked for key in keys)
+            is_whole = all(row.is_used for row in of_half[: max(0, total_q - first_row)])
+            assert tile.is_whole(half) == is_whole
+
+
+@pytest.mark.parametrize("rows_of_section", [1, 50, 10**6])
+@pytest.mark.parametrize("heads_of_key", [1, 4])
+def test_a_sequence_in_one_tile_has_a_mark_for_each_head(heads_of_key, rows_of_section):
+    """Where rows are marked by the sequence's number and the head, as the second launch reads."""
+    order = RaggedOrder(None, PlainDivisor(12), heads_of_key, rows_of_section)
+    for seqlen_k in (0, 7, 400):
+        assert [order.place(head, 1, seqlen_k) for head in range(12)] == [(h, 0) for h in range(12)]
+
+
+def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
+    walked = []
+    monkeypatch.setattr(varlen_call, "execute_joined", lambda *given: walked.append(given))
+    draw = random.Random(0)
+    ends = integers(0, *(draw.randint(1, 8) for _ in range(2000))).cumsum(0, dtype=torch.int32)
+    total = int(ends[-1])
+    q, k, v = torch.zeros(3, total, 4, 8).bfloat16()
+    fa3.flash_attn_varlen_func(q, k, v, ends, ends, 8, 8, causal=True)
+    assert len(walked) == 1
+
+
+# ------------------------------------------------------------------------------------- on a GPU
+
+
+class Counters:
+    """Stands for the counters of a stream."""
+
+    taken = None
+
+    def take(self, count: int) -> torch.Tensor:
+        self.taken = torch.zeros(count, dtype=torch.int32)
+        return self.taken
+
+    def give_back(self, counters: torch.Tensor) -> None:
+        assert counters is self.taken
+
+
+def test_what_is_launched(monkeypatch):
+    counters, launched = Counters(), []
+    monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
+    for name in ("current_stream", "capture_of"):
+        monkeypatch.setattr(varlen_gpu, name, lambda place: None)
+    monkeypatch.setattr(varlen_gpu, "counters_of", lambda *place: counters)
+    plan, window, sinks = replace(PLAN, spec=replace(SPEC, sinks="float32")), Window(9, 0), object()
+    kernels = (
+        lambda *given: launched.append(JoinedTableArguments(*given)),
+        *(2 * (lambda *given: launched.append(ForwardArguments(*given)),)),
+    )
+    call = make_call(USED)
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    lengths, out = tuple(call[name] for name in names), torch.empty_like(call["q"])
+    operands = RaggedOperands(*(call[name] for name in "qkv"), out, None, *lengths)
+    PreparedJoined(*kernels, plan, window, 132, 1000).launch(operands, (sinks,), 0.3)
+    table, forward, again = launched
+    assert table[:4] == lengths and table[7:] == (263, 352, 3, *window)
+    for launch in (forward, again):
+        assert launch[:5] == (call["q"], call["k"], call["v"], out, 0)
+        assert launch[6:10] == (0.3, *window, 1000) and launch.table is table.table
+        assert launch[12:15] == (None, None, 0) and launch.recording is None
+    assert forward.modifiers == (table.rows, sinks) and again.modifiers == (sinks,)
+    assert forward.schedule_state is table.tiles and again.schedule_state is counters.taken
+    assert forward.marks is counters.taken and again.marks is None
+    assert (forward.num_clusters, again.num_clusters) == (3 * 4, 10 * 4)
+    assert table.rows.shape == (3 * 128, 4)
+    assert (len(table.tiles), len(table.table)) == (words_of_table(3), words_of_table(10))
+    assert len(counters.taken) == words_of_marks(10 * 4)
