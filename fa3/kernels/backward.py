@@ -50,6 +50,7 @@ from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
+from fa3.primitives.pipelined_step import PipelinedStep
 from fa3.primitives.query_tiles import (
     STATISTICS,
     PackedQueryTiles,
@@ -431,7 +432,8 @@ class Backward(AttentionKernel):
                     last = self.num_key_tiles(schedule, segment) - 1
                     place = of_head, n_block, last, sequence
                     target = self.in_order(sums, operands.turns, blocks, place)
-                step = GradientStep(
+                steps = PipelinedStep if config.is_pipelined else GradientStep
+                step = steps(
                     config, mmas, regs, smem, pipelines, target, rules, thread, group,
                     scores_barrier(config),
                 )  # fmt: skip

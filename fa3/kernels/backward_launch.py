@@ -29,11 +29,12 @@ class BackwardConfig:
         tile_m: queries of a block.
         tile_n: keys of a CTA's tile.
         groups: MMA warpgroups.
-        q_stages, do_stages: blocks of Q and of dO in shared memory. P and dS have as many as Q.
+        q_stages, do_stages: blocks of Q and of dO in shared memory.
         shares_keys: see above.
         sum_parts: dQ of a block goes through shared memory in so many parts, one after another.
         statistics_at_once: of how many rows a thread reads the statistics at once: 4, all before
             they are needed, or 2, which takes fewer registers.
+        is_pipelined: whether S of a block is started before dQ and dK of the block before.
     """
 
     tile_m: int
@@ -44,10 +45,16 @@ class BackwardConfig:
     shares_keys: bool = False
     sum_parts: int = 1
     statistics_at_once: int = QUAD
+    is_pipelined: bool = False
 
     @property
     def threads(self) -> int:
         return WARPGROUP * (1 + self.groups)
+
+    @property
+    def ds_stages(self) -> int:
+        """Blocks of dS, and of P if in shared memory: one for each Q, or two if pipelined."""
+        return 2 if self.is_pipelined else self.q_stages
 
     @property
     def slabs(self) -> int:
@@ -77,7 +84,7 @@ class BackwardConfig:
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv = self.tile_n * (head_dim + head_dim_v)
         queries = self.tile_m * (self.q_stages * head_dim + self.do_stages * head_dim_v)
-        scores = self.tile_m * self.tile_n * self.q_stages * (2 if self.shares_keys else 1)
+        scores = self.tile_m * self.tile_n * self.ds_stages * (2 if self.shares_keys else 1)
         numbers = STATISTICS * self.tile_m * self.q_stages + self.staged_sums(head_dim)
         return spec.element.bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
 
@@ -88,11 +95,14 @@ class BackwardConfig:
         scores = ROWS * self.queries // WARPGROUP
         operands = 0 if self.shares_keys else 2 * scores * element // FLOAT_BYTES
         factors = sum(score.kind.bends for score in spec.scores) * scores * element // FLOAT_BYTES
+        piece = ROWS * self.pieces(padded(spec.head_dim)).width // WARPGROUP
+        # Pipelined, dS of the block before is still an operand when dQ of it is there; the
+        # log-sum-exps go by then.
+        between = scores + scores * element // FLOAT_BYTES + piece if self.is_pipelined else 0
         # Log-sum-exps of two columns for each 4 scores, and what a user's mask computes with.
         early = scores // 2 if self.statistics_at_once == QUAD else 0
         early += scores // 2 if early and spec.mask.templates else 0
-        piece = ROWS * self.pieces(padded(spec.head_dim)).width // WARPGROUP
-        return gradients + max(2 * scores + factors + early, operands + piece)
+        return gradients + max(2 * scores + factors + early, operands + piece, between)
 
     def validate(self, spec: AttentionSpec) -> None:
         """Check that the kernel can run this config for this spec.
@@ -130,6 +140,13 @@ class BackwardConfig:
                 f"shares_keys must be False with {self.groups} groups, tile_m={self.tile_m} and "
                 f"head_dim_v={spec.head_dim_v}: they cannot share them equally"
             )
+        if self.is_pipelined and (self.shares_keys or self.q_stages < 2):
+            raise ValueError(
+                "is_pipelined must be False with shares_keys=True or q_stages=1: a step holds a "
+                "block of Q while it waits for the next one"
+            )
+        if self.is_pipelined and (spec.scores or spec.mask.templates):
+            raise ValueError("is_pipelined must be False with scores or a mask of one's own")
         if pieces.quads % self.sum_parts:
             raise ValueError(
                 f"sum_parts must divide the {pieces.quads} vectors that a thread has of dQ, got "

@@ -60,7 +60,7 @@ class GradientLayouts(NamedTuple):
             smem_layout(dtype, ROWS, columns, slabs, width_k),
             smem_layout(dtype, ROWS, columns_v, slabs, dv),
             smem_layout(dtype, tile_m, columns_v, config.do_stages, dv),
-            smem_layout(dtype, ROWS, tile_m, slabs * config.q_stages, ROWS),
+            smem_layout(dtype, ROWS, tile_m, slabs * config.ds_stages, ROWS),
             smem_layout(dtype, ROWS, dk, groups, width_k),
             smem_layout(dtype, ROWS, dv, groups, dv),
         )
@@ -134,7 +134,7 @@ class GradientOperands(NamedTuple):
         dk, dv = (cute.size(buffer, mode=[1]) // config.shares for buffer in (smem.k, smem.v))
         qt, d_out_t = columns_of(smem.q, dk), columns_of(smem.d_out, dv)
         kt = columns_of_keys(smem.k, pieces.width, 1)
-        dst = columns_of_keys(smem.ds, ROWS, config.q_stages)
+        dst = columns_of_keys(smem.ds, ROWS, config.ds_stages)
         q, d_out = (rows_of(buffer, config.queries) for buffer in (smem.q, smem.d_out))
         return cls(
             operand_a(mmas.scores, smem.k[None, None, slab]),

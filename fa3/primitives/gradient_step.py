@@ -64,14 +64,11 @@ class GradientStep:
         """One query block: S and dP, then dV, dQ and dK."""
         config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
         pipelines.q.consumer_wait(q_state)
-        coords = self.rules.coords
-        numbers = self.smem.statistics[None, None, q_state.index]
-        columns = coords.column, len(coords.column_steps)
-        statistics = ColumnStatistics(numbers, *columns, config.statistics_at_once)
-        acc_S = self.issue_scores(regs.k, regs.q[None, None, None, q_state.index])
+        statistics = self.statistics(q_state)
+        acc_S = self.issue_s(q_state)
         lses = statistics.all(LSE)
         pipelines.d_out.consumer_wait(do_state)
-        acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, do_state.index])
+        acc_dP = self.issue_dp(do_state)
         warpgroup.wait_group(1)
         p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
         factors = self.rules.apply(p, m_block, masked)
@@ -100,27 +97,45 @@ class GradientStep:
         wgmma.issue(mmas.dk.op, regs.acc_dK, of_ds, qt, accumulate=True)
         warpgroup.wait_group(1)
         pipelines.d_out.consumer_release(do_state)
-        tile = m_block, coords.head, coords.batch
-        pieces = config.pieces(cute.size(self.smem.k, mode=[1]))
-        self.sums.add(pieces, acc_dQ, self.thread, self.group, tile, self.smem.sums)
+        self.add(acc_dQ, m_block)
         warpgroup.wait_group(0)
         pipelines.q.consumer_release(q_state)
         q_state.advance()
         do_state.advance()
         return q_state, do_state
 
+    def statistics(self, q_state) -> ColumnStatistics:
+        """What is known of the queries of a block."""
+        coords, numbers = self.rules.coords, self.smem.statistics[None, None, q_state.index]
+        columns = coords.column, len(coords.column_steps)
+        return ColumnStatistics(numbers, *columns, self.config.statistics_at_once)
+
+    def add(self, acc_dQ: cute.Tensor, m_block):
+        """Add this group's piece of a block's dQ to the sums."""
+        tile = m_block, self.rules.coords.head, self.rules.coords.batch
+        pieces = self.config.pieces(cute.size(self.smem.k, mode=[1]))
+        self.sums.add(pieces, acc_dQ, self.thread, self.group, tile, self.smem.sums)
+
+    def issue_s(self, q_state) -> cute.Tensor:
+        """Start S^T = K Q^T into a fresh accumulator."""
+        return self.issue_scores(self.regs.k, self.regs.q[None, None, None, q_state.index])
+
+    def issue_dp(self, do_state) -> cute.Tensor:
+        """Start dP^T = V dO^T into a fresh accumulator."""
+        return self.issue_scores(self.regs.v, self.regs.d_out[None, None, None, do_state.index])
+
     def issue_scores(self, a, b) -> cute.Tensor:
-        """Start S^T = K Q^T or dP^T = V dO^T into a fresh accumulator."""
+        """Start a product with the shape of this group's scores."""
         shape = self.mmas.scores.partition_shape_C((ROWS, self.config.queries))
         acc = cute.make_rmem_tensor(shape, Float32)
         wgmma.issue(self.mmas.scores.op, acc, a, b, accumulate=False)
         return acc
 
-    def issue_dq(self, q_state) -> cute.Tensor:
+    def issue_dq(self, ds_state) -> cute.Tensor:
         """Start this group's piece of dQ = dS K into a fresh accumulator."""
         width = self.config.pieces(cute.size(self.smem.k, mode=[1])).width
         acc = cute.make_rmem_tensor(self.mmas.dq.partition_shape_C((ROWS, width)), Float32)
-        dst = self.regs.dst[None, None, None, q_state.index]
+        dst = self.regs.dst[None, None, None, ds_state.index]
         wgmma.issue(self.mmas.dq.op, acc, dst, self.regs.kt, accumulate=False)
         return acc
 
@@ -131,13 +146,13 @@ class GradientStep:
         return rounded
 
     @cute.jit
-    def write(self, fragment: cute.Tensor, buffer: cute.Tensor, q_state):
+    def write(self, fragment: cute.Tensor, buffer: cute.Tensor, state):
         """Write this group's part of P^T or dS^T to shared memory."""
         if cutlass.const_expr(self.config.shares_keys):
             shape = ROWS, self.config.queries
-            part = cute.local_tile(buffer[None, None, q_state.index], shape, (0, self.group))
+            part = cute.local_tile(buffer[None, None, state.index], shape, (0, self.group))
         else:
-            part = buffer[None, None, q_state.index * self.config.groups + self.group]
+            part = buffer[None, None, state.index * self.config.groups + self.group]
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), fragment.element_type)
         copy = cute.make_tiled_copy_C(atom, self.mmas.scores).get_slice(self.thread)
         cute.copy(atom, copy.retile(fragment), copy.partition_D(part))

@@ -362,5 +362,9 @@ class TransposedRules:
             if cutlass.const_expr(slopes is not None):
                 factors.append(slopes)
         if cutlass.const_expr(masked):
-            self.mask.apply_transposed(values, self.coords, m_block, self.sequence)
+            self.hide(values, m_block)
         return tuple(factors)
+
+    def hide(self, values: cute.Tensor, m_block):
+        """Set the masked scores of a block to -inf."""
+        self.mask.apply_transposed(values, self.coords, m_block, self.sequence)
