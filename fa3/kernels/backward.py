@@ -21,12 +21,13 @@ BackwardPipelines, producer -> MMA warpgroups (mbarriers)
     pipeline_q   Q and the rows' statistics   q_stages   released after dK and dQ
     pipeline_do  dO                           do_stages  released after dV
 
-Timeline of an MMA warpgroup in a step
+Timeline of an MMA warpgroup in a step; `PipelinedStep` starts S of the next one before dQ
     tensor cores | K Q^T | V dO^T | dV += P^T dO | (all groups) dQ = dS K | dK += dS^T Q |
     this group   | waits | P from S              | dS, to smem            | dQ to memory | waits
     One barrier for all groups lies between the last dS written and the first dQ started. dS of a
     step has the stage of its Q: who waits for that Q knows that all groups are done with the dS
-    that was there, since all have released the Q before.
+    that was there, since all have released the Q before. Pipelined, it is that barrier which says
+    so, a step later.
 
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), appendix B.1; Dao, FlashAttention-2
 (arXiv 2307.08691), section 3.1.2.
