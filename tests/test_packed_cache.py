@@ -10,7 +10,7 @@ from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.calls import decode
+from fa3.calls import decode, kvcache
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
@@ -171,6 +171,7 @@ def test_records_of_tiles_that_a_sequence_has_not_are_cleared(options, monkeypat
         return decode.PreparedDecode.on_gpu(plan)
 
     monkeypatch.setattr(decode, "prepare_decode", prepare_with_stubs)
+    monkeypatch.setattr(kvcache, "prepare_cache_call", kvcache.prepare_cache_call.__wrapped__)
     cache = torch.zeros(4, 3000, 1, 64).bfloat16()
     with poisoned_allocations():
         fa3.flash_attn_with_kvcache(

@@ -294,13 +294,19 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    (
-        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-        sm_margin, softcap,
-    ) = FORWARD_OPTIONS.of(
-        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-        sm_margin, softcap,
-    )  # fmt: skip
+    if attention_chunk is None:
+        attention_chunk = 0
+    if (
+        type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
+        type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
+    ) != FORWARD_OPTIONS.types:  # fmt: skip
+        (
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap,
+        ) = FORWARD_OPTIONS.of(
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap,
+        )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
         or attention_chunk
@@ -359,7 +365,7 @@ def flash_attn_func(
         out = call.output.allocate(q)
     else:
         check_forward_out(call, out, described, (q, k, v), modifiers)
-    lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
+    lse = q.new_empty(*call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.launches:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)
     elif call.plan is not None:

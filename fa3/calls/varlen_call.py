@@ -50,7 +50,7 @@ class RaggedCall:
             tensors: those of the spec's scores, mask and sinks.
         """
         total_q, heads, _ = operands.q.shape
-        if 0 in (operands.lengths.batch, total_q, heads):
+        if operands.cu_seqlens_q.shape[0] == 1 or 0 in (total_q, heads):
             return
         most_queries, most_keys = map(min, longest, (total_q, operands.k.shape[0]))
         if most_keys == 0:
