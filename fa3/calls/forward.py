@@ -217,7 +217,7 @@ def flash_attn_func(
     k_descale: None = None,
     v_descale: None = None,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -276,8 +276,9 @@ def flash_attn_func(
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         num_splits: 0 or 1, which are the same: the planner decides whether to split.
         pack_gqa: None or False, which are the same.
-        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
-            anything but their default is not supported.
+        attention_chunk: 0 or None, which are the same: no chunks.
+        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
+            is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the

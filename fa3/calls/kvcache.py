@@ -135,7 +135,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     scheduler_metadata: SchedulerMetadata | None = None,
@@ -225,8 +225,9 @@ def flash_attn_with_kvcache(
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
             caches that are appended to, must not share memory with another tensor of the call;
             they may lie between each other's elements, as the halves of one buffer do.
-        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
-            anything but their default is not supported.
+        attention_chunk: 0 or None, which are the same: no chunks.
+        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
+            is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the

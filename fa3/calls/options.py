@@ -135,15 +135,16 @@ def check_hashable(name: str, value: object) -> None:
 
 
 def reject_unsupported(
-    attention_chunk: int, pack_gqa: bool | None, has_packing: bool, **given: object
+    attention_chunk: int | None, pack_gqa: bool | None, has_packing: bool, **given: object
 ) -> None:
     """Raise for arguments of FlashAttention's signature that do nothing here.
 
     Args:
+        attention_chunk: None or 0 for none.
         has_packing: whether query heads share the reads of their key/value head, always or never.
         given: what must be None.
     """
-    if integer("attention_chunk", attention_chunk, 0):
+    if attention_chunk is not None and integer("attention_chunk", attention_chunk, 0):
         given["attention_chunk"] = attention_chunk
     if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing:
         given["pack_gqa"] = pack_gqa

@@ -6,6 +6,7 @@ nothing of it is remembered. CPU tensors go to the reference.
 """
 
 import functools
+import re
 
 import torch
 
@@ -74,7 +75,7 @@ def flash_attn_varlen_func(
     k_descale: None = None,
     v_descale: None = None,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -149,8 +150,9 @@ def flash_attn_varlen_func(
             says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
             calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
             finds there; score, mask and seqused_q are not supported.
-        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
-            anything but their default is not supported.
+        attention_chunk: 0 or None, which are the same: no chunks.
+        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
+            is not supported.
 
     Returns:
         out, (total_q, heads_q, head_dim_v), of q's dtype; with return_lse also the log-sum-exp of
@@ -188,15 +190,19 @@ def flash_attn_varlen_func(
     return_lse = return_lse or return_attn_probs or return_softmax_lse
     if page_table is not None:
         check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask)
-        return flash_attn_with_kvcache(
-            q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
-            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale, causal=causal,
-            window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-            num_splits=0 if num_splits == 1 else num_splits, pack_gqa=pack_gqa,
-            sm_margin=sm_margin, alibi_slopes=alibi_slopes, sinks=sinks,
-            return_lse=return_lse, out=out,
-        )  # fmt: skip
+        try:
+            return flash_attn_with_kvcache(
+                q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
+                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
+                k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale,
+                causal=causal, window_size=window_size, attention_chunk=attention_chunk,
+                softcap=softcap, num_splits=0 if num_splits == 1 else num_splits,
+                pack_gqa=pack_gqa, sm_margin=sm_margin, alibi_slopes=alibi_slopes, sinks=sinks,
+                return_lse=return_lse, out=out,
+            )  # fmt: skip
+        except (TypeError, ValueError, RuntimeError) as error:
+            error.args = tuple(map(in_own_names, error.args))
+            raise
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
         or attention_chunk
@@ -273,6 +279,17 @@ def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask) -> None:
     for name, given in (("seqused_q", seqused_q), ("score", score), ("mask", mask)):
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
+
+
+OWN_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k"}
+"""What `flash_attn_with_kvcache` calls an argument, and what it is here."""
+
+
+def in_own_names(message: object) -> object:
+    """A complaint of `flash_attn_with_kvcache` about what its caller gave it under other names."""
+    if not isinstance(message, str):
+        return message
+    return re.sub(r"\b(k_cache|v_cache|cache_seqlens)\b", lambda m: OWN_NAMES[m[0]], message)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
