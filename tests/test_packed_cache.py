@@ -1,6 +1,7 @@
 """Queries packed behind one another, with keys in a cache: each sequence against its own."""
 
 import random
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,12 @@ from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.calls import decode, kvcache
+from fa3.calls import decode, kvcache, operands, overlap
+from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.workspace import RECORD_STRIDE
 from fa3.problem import NO_BOUND, AttentionSpec, Window
@@ -323,3 +326,87 @@ def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():
         q, there, cache.clone(), k, k, cache_seqlens=turns, causal=True, **tables
     )
     assert torch.equal(moved[:, 5:7], there[:, 30:32])
+
+
+# --------------------------------------------------------------------------------------- totals
+
+
+def call_of_total(total: int, rows: int = 5, **options) -> dict:
+    """A call of two sequences with two queries and one, of which q has more rows."""
+    cache = torch.zeros(2, 8, 2, 64).bfloat16()
+    return {
+        "q": torch.zeros(rows, 2, 64).bfloat16()[:total], "k_cache": cache,
+        "v_cache": cache.clone(), "cache_seqlens": torch.tensor([4, 7]).int(), "max_seqlen_q": 2,
+        "cu_seqlens_q": torch.tensor([0, 2, 3]).int(), **options,
+    }  # fmt: skip
+
+
+def test_no_total_is_remembered():
+    draw, memory = random.Random(0), torch.randn(3, 400, 2, 64).bfloat16()
+    others = {name: tensor for name, tensor in call_of_total(3).items() if name != "q"}
+    others["alibi_slopes"] = torch.ones(2)
+    expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
+    kvcache.prepare_cache_call.cache_clear()
+    remembered = operands.check_described_output, operands.check_of_addresses, overlap.share
+    before = [one.cache_info().currsize for one in remembered]
+    for _ in range(100):
+        q = memory[0, : draw.randint(3, 400)]
+        out = memory[1, : len(q)] if draw.random() < 0.5 else None
+        found, lse = fa3.flash_attn_with_kvcache(q, **others, out=out, return_lse=True)
+        assert found.shape == q.shape and lse.shape == (2, len(q))
+        assert torch.equal(found[:3], expected)
+    assert kvcache.prepare_cache_call.cache_info().currsize == 1
+    assert [one.cache_info().currsize for one in remembered] == before
+
+
+def test_a_total_of_0():
+    call = call_of_total(0, cu_seqlens_q=torch.zeros(3).int())
+    for one in (call_of_total(3), call):
+        out, lse = fa3.flash_attn_with_kvcache(**one, return_lse=True)
+        assert out.shape == one["q"].shape and lse.shape == (2, len(one["q"]))
+
+
+BAD_OUTS = {
+    "must have shape (4, 2, 64) to go with q": lambda call: torch.empty(5, 2, 64).bfloat16(),
+    "must have 3 dimensions": lambda call: torch.empty(1, 4, 2, 64).bfloat16(),
+    "must be torch.bfloat16 like q": lambda call: torch.empty(4, 2, 64),
+    "must not overlap k_cache": lambda call: call["k_cache"][0, 4:],
+    "must not overlap q": lambda call: call["q"],
+    "must not overlap itself": lambda call: torch.empty(1, 2, 64).bfloat16().expand(4, -1, -1),
+    "starts 2 bytes after": lambda call: torch.empty(513).bfloat16()[1:].view(4, 2, 64),
+}
+
+
+@pytest.mark.parametrize("complaint", BAD_OUTS)
+def test_bad_outputs_of_a_known_call(complaint):
+    call = call_of_total(4)
+    fa3.flash_attn_with_kvcache(**call)
+    fa3.flash_attn_with_kvcache(**call, out=torch.empty_like(call["q"]))
+    with pytest.raises((TypeError, ValueError), match=f"^out {re.escape(complaint)}"):
+        fa3.flash_attn_with_kvcache(**call, out=BAD_OUTS[complaint](call))
+
+
+def test_caches_of_packed_calls_share_no_memory():
+    new = {name: torch.zeros(3, 2, 64).bfloat16() for name in "kv"}
+    call = call_of_total(4, **new, cu_seqlens_k_new=torch.tensor([0, 2, 3]).int())
+    call["cache_seqlens"] -= 2
+    fa3.flash_attn_with_kvcache(**call)
+    for name, other, tensor in (
+        ("k_cache", "v_cache", call["k_cache"]),
+        ("v_cache", "k", call["v_cache"][0, 2:5]),
+        ("k_cache", "q", call["k_cache"][1, 4:]),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must not overlap {other}"):
+            fa3.flash_attn_with_kvcache(**call | {other: tensor})
+    with pytest.raises(ValueError, match=r"^out must not overlap v_cache"):
+        fa3.flash_attn_with_kvcache(**call, out=call["v_cache"][1, :4])
+
+
+def test_totals_that_32_bits_do_not_count_are_refused():
+    row, new = torch.zeros(1, 2, 64).bfloat16(), torch.zeros(3, 2, 64).bfloat16()
+    q, ends = row.expand(LARGEST + 1, -1, -1), torch.tensor([0, 2, 3]).int()
+    with pytest.raises(ValueError, match=rf"^q must have sizes of at most {LARGEST}, got shape"):
+        fa3.flash_attn_with_kvcache(**call_of_total(4) | {"q": q})
+    call = call_of_total(4, k=new, v=new, cu_seqlens_k_new=ends)
+    with pytest.raises(ValueError, match=rf"^q must have at most {MOST_VECTORS} vectors of 16"):
+        fa3.flash_attn_with_kvcache(**call | {"q": q[: MOST_VECTORS // 16 + 1]})

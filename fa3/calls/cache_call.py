@@ -127,11 +127,6 @@ def of_any_total(described: tuple[Description | None, ...]) -> tuple[Description
     return (of_q, *described[1:-1], None)
 
 
-def written_first(of_tensors: tuple) -> tuple:
-    """What there is of each of the `CacheTensors`, with those in front that calls may write."""
-    return of_tensors[-1:] + of_tensors[1:3] + of_tensors[:1] + of_tensors[3:-1]
-
-
 class CacheCall(
     namedtuple("CacheCall", (*CacheTensors._fields, "max_seqlen_q"), defaults=(None,) * 6)
 ):

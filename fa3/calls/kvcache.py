@@ -26,7 +26,6 @@ from fa3.calls.cache_call import (
     describe_tensors,
     of_any_total,
     values_on_host,
-    written_first,
 )
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
@@ -77,8 +76,7 @@ CACHE_OPTIONS = OptionTypes(
     }
 )
 
-TENSORS = written_first(CacheTensors._fields)
-"""Names of the tensors: of those that a call may write, then of all others."""
+TENSORS = CacheTensors._fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class PreparedCacheCall:
         head_dim: columns of q.
         most_queries: rows of packed queries that 32 bits count.
         has_host_integers: whether an int32 tensor is on the CPU.
-        apart: checks that what is written shares no memory with other `TENSORS`; None if nothing of
+        apart: checks that what is written shares no memory with other tensors; None if nothing of
             the caller's is written, and for packed queries.
     """
 
@@ -356,21 +354,23 @@ def check_written(
     tensors: tuple[torch.Tensor | None, ...],
 ) -> None:
     """Raise unless the call can write to its output, if it is given, and append to its caches."""
-    tensors = written_first(tensors)
-    written = tensors[:3] if call.append is not None else tensors[:1]
-    for name, tensor in zip(TENSORS, written, strict=False):
-        if tensor is not None:
-            check_writable(name, tensor)
+    q, k_cache, v_cache, *_, out = tensors
+    if out is not None:
+        check_writable("out", out)
+    if call.append is not None:
+        check_writable("k_cache", k_cache)
+        check_writable("v_cache", v_cache)
     if call.apart is not None:
         call.apart(*addresses(tensors))
         return
     # The total of packed queries, and so of their output, is another one in every call.
-    if tensors[0] is not None:
-        shape = call.output.shape_beside(described[0][0])
-        check_ragged_out(*tensors[:1], *described[-1:], shape, described[0])
-    for i, tensor in enumerate(written):
-        if tensor is not None:
-            check_apart(TENSORS[i], tensor, TENSORS[i + 1 :], tensors[i + 1 :])
+    if out is not None:
+        of_q, *_, of_out = described
+        check_ragged_out(out, of_out, call.output.shape_beside(of_q[0]), of_q)
+        check_apart("out", out, TENSORS[:-1], tensors[:-1])
+    if call.append is not None:
+        check_apart("k_cache", k_cache, ("q", *TENSORS[2:-1]), (q, *tensors[2:-1]))
+        check_apart("v_cache", v_cache, ("q", *TENSORS[3:-1]), (q, *tensors[3:-1]))
 
 
 # -------------------------------------------------------------------------------- preparations
@@ -425,10 +425,10 @@ def prepare_cache_call(
         attends = decode.prepare_decode(
             call, window, softcap, num_splits, batch_invariant, sm_margin
         )
-    num_written = (call.out is not None) + (0 if append is None else 2)
     apart = None
-    if num_written and not call.is_packed:
-        apart = check_of_addresses(TENSORS, written_first(described), num_written)
+    if not call.is_packed and not (call.out is append is None):
+        written = ("out",) if append is None else ("out", "k_cache", "v_cache")
+        apart = check_of_addresses(TENSORS, described, written)
     return PreparedCacheCall(
         call,
         append,
@@ -536,7 +536,7 @@ def append_tokens(
     Returns:
         the queries, rotated if there are rotary tables, and the lengths with the new tokens.
     """
-    total = seqlens.new_empty(call.description.batch)
+    total = seqlens.new_empty(seqlens.shape[0])
     if cos is None:
         rotary = None, None, None, None, None
     else:

@@ -200,7 +200,7 @@ def check_out(
     description = describe("out", out)
     check_writable("out", out)
     check_described_output(description, shape, q)
-    apart = check_of_addresses(("out", *names), (description, *described), 1)
+    apart = check_of_addresses(("out", *names), (description, *described), ("out",))
     apart(*addresses((out, *tensors)))
 
 
@@ -305,28 +305,34 @@ MOST_REMEMBERED = 128
 # Fewer than of other things: each remembers many addresses.
 @functools.lru_cache(maxsize=REMEMBERED // 16)
 def check_of_addresses(
-    names: tuple[str, ...], described: tuple[Description | None, ...], num_written: int
+    names: tuple[str, ...], described: tuple[Description | None, ...], written: tuple[str, ...]
 ) -> CheckOfAddresses:
     """The check that what a call writes shares no memory with what else it uses.
 
     Args:
-        names: of the call's tensors; those that are written come first.
+        names: of the call's tensors.
         described: what they are like; None where none is given.
-        num_written: how many are written, all of which are given.
+        written: names of those that are written, if they are given.
     """
-    given = [pair for pair in zip(names, described, strict=True) if pair[1] is not None]
-    layouts = [Operand(*description).layout for _, description in given]
-    sizes = [layout.bytes for layout in layouts]
+    layouts = {
+        name: Operand(*description).layout
+        for name, description in zip(names, described, strict=True)
+        if description is not None
+    }
+    given, sizes = list(layouts), [layout.bytes for layout in layouts.values()]
+    places = [given.index(name) for name in written if name in layouts]
+    pairs = [
+        (i, j) for n, i in enumerate(places) for j in range(len(given)) if j not in places[: n + 1]
+    ]
 
     @functools.lru_cache(maxsize=MOST_REMEMBERED)
     def check(*begins: int) -> None:
-        for i in range(num_written):
-            for j in range(i + 1, len(begins)):
-                distance = begins[j] - begins[i]
-                # Most do not even come near each other.
-                near = -sizes[j] < distance < sizes[i]
-                if near and share(layouts[i], layouts[j], distance):
-                    raise overlaps(given[i][0], given[j][0])
+        for i, j in pairs:
+            distance = begins[j] - begins[i]
+            # Most do not even come near each other.
+            near = -sizes[j] < distance < sizes[i]
+            if near and share(layouts[given[i]], layouts[given[j]], distance):
+                raise overlaps(given[i], given[j])
 
     return check
 
