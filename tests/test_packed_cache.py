@@ -331,20 +331,25 @@ def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():
 # --------------------------------------------------------------------------------------- totals
 
 
-def call_of_total(total: int, rows: int = 5, **options) -> dict:
-    """A call of two sequences with two queries and one, of which q has more rows."""
-    cache = torch.zeros(2, 8, 2, 64).bfloat16()
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def call_of_total(total: int, device: str = "cpu", **options) -> dict:
+    """A call of two sequences with two queries and one, of which q may have more rows."""
+    caches = torch.randn(2, 2, 8, 2, 64, device=device).bfloat16()
+    integers = {"cache_seqlens": [4, 7], "cu_seqlens_q": [0, 2, 3]}
     return {
-        "q": torch.zeros(rows, 2, 64).bfloat16()[:total], "k_cache": cache,
-        "v_cache": cache.clone(), "cache_seqlens": torch.tensor([4, 7]).int(), "max_seqlen_q": 2,
-        "cu_seqlens_q": torch.tensor([0, 2, 3]).int(), **options,
+        "q": torch.randn(5, 2, 64, device=device).bfloat16()[:total],
+        "k_cache": caches[0], "v_cache": caches[1], "max_seqlen_q": 2,
+        **{name: torch.tensor(of, device=device).int() for name, of in integers.items()}, **options,
     }  # fmt: skip
 
 
-def test_no_total_is_remembered():
-    draw, memory = random.Random(0), torch.randn(3, 400, 2, 64).bfloat16()
-    others = {name: tensor for name, tensor in call_of_total(3).items() if name != "q"}
-    others["alibi_slopes"] = torch.ones(2)
+@pytest.mark.parametrize("where", WHERE)
+def test_no_total_is_remembered(where):
+    draw, memory = random.Random(0), torch.randn(2, 400, 2, 64, device=where).bfloat16()
+    others = call_of_total(3, where, alibi_slopes=torch.ones(2, device=where))
+    del others["q"]
     expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
     kvcache.prepare_cache_call.cache_clear()
     remembered = operands.check_described_output, operands.check_of_addresses, overlap.share
@@ -359,11 +364,12 @@ def test_no_total_is_remembered():
     assert [one.cache_info().currsize for one in remembered] == before
 
 
-def test_a_total_of_0():
-    call = call_of_total(0, cu_seqlens_q=torch.zeros(3).int())
-    for one in (call_of_total(3), call):
-        out, lse = fa3.flash_attn_with_kvcache(**one, return_lse=True)
-        assert out.shape == one["q"].shape and lse.shape == (2, len(one["q"]))
+@pytest.mark.parametrize("where", WHERE)
+def test_a_total_of_0(where):
+    none = torch.zeros(3, device=where).int()
+    for call in (call_of_total(3, where), call_of_total(0, where, cu_seqlens_q=none)):
+        out, lse = fa3.flash_attn_with_kvcache(**call, return_lse=True)
+        assert out.shape == call["q"].shape and lse.shape == (2, len(call["q"]))
 
 
 BAD_OUTS = {
