@@ -11,6 +11,7 @@ Ratios are time before over time now, taken inside a round; above 1 is faster no
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import random
 import statistics
@@ -26,6 +27,7 @@ import torch
 
 import fa3
 from benchmarks.shapes import HIDDEN, TOKENS
+from fa3.problem import REMEMBERED
 from fa3.tools.timing import REGIMES, Regime
 
 PARTS = ("host", "grid", "failing", "decode", "few")
@@ -216,21 +218,46 @@ def measure_failing(before: ModuleType, options: argparse.Namespace) -> list[dic
     return rows
 
 
+def host_calls(tree: ModuleType) -> dict[str, Callable[[], object]]:
+    """Calls whose kernels take next to no time, by name."""
+    q, k, v = draw(1, 512, 2, 64)
+    lengths = torch.full((1,), 511, dtype=torch.int32, device="cuda")
+    tables = torch.ones((512, 32), dtype=torch.bfloat16, device="cuda")
+    cached = partial(
+        tree.flash_attn_with_kvcache, q[:, :1], k, v, cache_seqlens=lengths, causal=True
+    )
+    new = {"k": q[:, 1:2], "v": q[:, 2:3], "rotary_cos": tables, "rotary_sin": tables}
+    # More totals than calls are remembered, so that each is as good as new.
+    packed, _, _ = draw(1, 2 * REMEMBERED, 2, 64)
+    totals = itertools.cycle([packed[0, :total] for total in range(1, packed.shape[1])])
+    ends = torch.arange(2, dtype=torch.int32, device="cuda")
+
+    def with_new_total() -> object:
+        return tree.flash_attn_with_kvcache(
+            next(totals), k, v, cache_seqlens=lengths, cu_seqlens_q=ends, max_seqlen_q=1
+        )
+
+    def packed_with_new_total() -> object:
+        rows = next(totals)
+        return tree.flash_attn_varlen_func(rows, rows, rows, ends, ends, 1, 1, causal=True)
+
+    return {
+        "flash_attn_func": partial(tree.flash_attn_func, q, k, v, causal=True),
+        "flash_attn_with_kvcache": cached,
+        "flash_attn_with_kvcache, appending": partial(cached, **new),
+        "flash_attn_with_kvcache, packed, a new total": with_new_total,
+        "flash_attn_varlen_func, a new total": packed_with_new_total,
+    }
+
+
 def measure_host(before: ModuleType) -> list[dict]:
     """Microseconds of the host for calls whose plans are known."""
-    q, k, v = draw(1, 512, 2, 64)
-    lengths = torch.full((1,), 512, dtype=torch.int32, device="cuda")
-    arguments = {
-        "flash_attn_func": partial(dict, q=q, k=k, v=v, causal=True),
-        "flash_attn_with_kvcache": partial(
-            dict, q=q[:, :1], k_cache=k, v_cache=v, cache_seqlens=lengths, causal=True
-        ),
-    }
     rows = []
-    for of_call, given in arguments.items():
+    calls = {name: host_calls(tree) for name, tree in (("before", before), ("now", fa3))}
+    for of_call in calls["now"]:
         for _ in range(3):
-            for name, tree in (("before", before), ("now", fa3)):
-                call, best = partial(getattr(tree, of_call), **given()), float("inf")
+            for name in calls:
+                call, best = calls[name][of_call], float("inf")
                 for _ in range(30):
                     begin = time.perf_counter()
                     for _ in range(HOST_CALLS):

@@ -31,7 +31,7 @@ CALLS = {
 }
 FLAGS = {
     "attend": ("causal", "deterministic", "return_lse", "return_attn_probs"),
-    "varlen": ("causal", "deterministic", "return_lse", "return_attn_probs"),
+    "varlen": ("causal", "deterministic", "return_lse", "return_attn_probs", "return_softmax_lse"),
     "cache": (
         "causal",
         "rotary_interleaved",

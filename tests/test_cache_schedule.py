@@ -10,7 +10,7 @@ from kvcache_reference import check_call
 
 from fa3.calls import assertions as calls_assertions
 from fa3.calls import decode as calls
-from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.kvcache import flash_attn_with_kvcache, prepare_cache_call
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.planning import decode
 from fa3.problem import Window
@@ -98,7 +98,7 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
         return cuts[-1]
 
     monkeypatch.setattr(calls, "choose_cut", choose_cut)
-    calls.prepare_decode.cache_clear()
+    prepare_cache_call.cache_clear()
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
     made = made_for(call, num_splits=num_splits)
     out, lse = flash_attn_with_kvcache(**(call | caches), scheduler_metadata=made, return_lse=True)

@@ -13,7 +13,8 @@ import torch
 from problems import DTYPES, poisoned_allocations
 from reference import check_attention, dense
 
-from fa3.calls.decode import CacheOperands, attend_with_cache
+from fa3.calls.cache_call import CacheCall, describe_tensors
+from fa3.calls.decode import CacheOperands, prepare_decode
 from fa3.problem import NO_BOUND, Window
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +97,16 @@ def make_case(
         page_table,
     )
     return Case(operands, keys, values)
+
+
+def attend_with_cache(operands: CacheOperands, scale: float, window: Window, **options) -> None:
+    """Prepare a call and run it."""
+    q, k, v, _, _, seqlens, batch_idx, leftpad, pages, slopes, sinks, ends = operands
+    described = describe_tensors(
+        q, k, v, None, None, None, None, seqlens, batch_idx, leftpad, pages, None, ends, None,
+        slopes, sinks, None,
+    )  # fmt: skip
+    prepare_decode(CacheCall.of(described), window, **options).attend(*operands, scale)
 
 
 def attend(operands: CacheOperands, window=CAUSAL, **options) -> tuple[torch.Tensor, torch.Tensor]:

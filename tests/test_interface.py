@@ -1,6 +1,7 @@
 """The drop-in for `flash_attn_interface`: FlashAttention-3's parameters, in their order."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -59,6 +60,31 @@ def test_the_functions_are_those_of_the_package():
     assert sorted(interface.__all__) == sorted(FLASH_ATTENTION_3)
     for name in interface.__all__:
         assert getattr(interface, name) is getattr(fa3, name)
+
+
+def test_no_chunk_is_0_or_none():
+    q, k, v = torch.randn(3, 1, 5, 2, 64).bfloat16()
+    ends = torch.tensor([0, 5]).int()
+    calls = {
+        "flash_attn_func": (q, k, v),
+        "flash_attn_varlen_func": (q[0], k[0], v[0], ends, ends, 5, 5),
+        "flash_attn_with_kvcache": (q, k, v),
+    }
+    for name, arguments in calls.items():
+        function = getattr(interface, name)
+        assert torch.equal(function(*arguments, attention_chunk=None), function(*arguments))
+    sizes = 1, 5, 5, 2, 2, 64, 5
+    metadata = interface.get_scheduler_metadata(*sizes, attention_chunk=None)
+    assert metadata == interface.get_scheduler_metadata(*sizes)
+
+
+def test_names_of_the_log_sum_exp():
+    q, k, v = torch.randn(3, 5, 2, 64).bfloat16()
+    ends = torch.tensor([0, 5]).int()
+    call = partial(interface.flash_attn_varlen_func, q, k, v, ends, ends, 5, 5)
+    names = "return_lse", "return_attn_probs", "return_softmax_lse"
+    (_, lse), *others = (call(**{name: True}) for name in names)
+    assert all(torch.equal(lse, other) for _, other in others)
 
 
 def test_what_is_returned():

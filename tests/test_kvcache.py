@@ -25,7 +25,14 @@ from kvcache_reference import as_bits, check_call, expected
 
 from fa3 import flash_attn_func
 from fa3.calls import assertions as calls_assertions
-from fa3.calls.cache_call import CacheCall, CacheTensors, HostValues, values_on_host
+from fa3.calls.cache_call import (
+    OF_INTEGERS,
+    CacheCall,
+    CacheTensors,
+    HostValues,
+    describe_tensors,
+    values_on_host,
+)
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
@@ -550,8 +557,8 @@ def integers_on_gpu(call: dict) -> dict:
 
 def seen_by_host(call: dict) -> HostValues:
     """Return what the host sees of a call's integer tensors."""
-    tensors = CacheTensors(*map(call.get, CacheTensors._fields))
-    return values_on_host(CacheCall.of(tensors.describe()), tensors[-7:])
+    tensors = tuple(map(call.get, CacheTensors._fields))
+    return values_on_host(CacheCall.of(describe_tensors(*tensors)), tensors[OF_INTEGERS])
 
 
 @pytest.mark.parametrize(("value", "enabled"), [(None, False), ("0", False), ("1", True)])

@@ -21,7 +21,7 @@ from problems import poisoned_allocations
 from reference import dense, largest_difference
 
 from fa3.calls import assertions as calls_assertions
-from fa3.calls import decode
+from fa3.calls import kvcache
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
@@ -171,11 +171,11 @@ def test_long_places_change_no_bit(problem, options, device, monkeypatch):
         return loaded[-1]
 
     monkeypatch.setattr(planning, "Decode", with_long_places)
-    decode.prepare_decode.cache_clear()
+    kvcache.prepare_cache_call.cache_clear()
     try:
         assert_same_bits(results, run(call, **options))
     finally:
-        decode.prepare_decode.cache_clear()
+        kvcache.prepare_cache_call.cache_clear()
     assert loaded
 
 

@@ -18,7 +18,6 @@ from fa3.calls import combine, decode, kvcache
 from fa3.calls.cache_call import CacheCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.kvcache import flash_attn_with_kvcache
-from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.operands import Operand
 from fa3.calls.scheduler_metadata import get_scheduler_metadata, most_of_whole_tiles
 from fa3.kernels.append import MOST_VECTORS, THREADS
@@ -190,6 +189,11 @@ def test_the_most_of_whole_tiles_is_that_of_their_walk(lengths, queries, heads, 
 # -------------------------------------------------------------------------------- preparations
 
 
+def operand(*shape, dtype=torch.bfloat16, device="cpu") -> Operand:
+    """Describe a tensor that lies on itself."""
+    return Operand(torch.Size(shape), (0,) * (len(shape) - 1) + (1,), dtype, torch.device(device))
+
+
 @pytest.fixture
 def prepared(monkeypatch):
     """Prepare launches for an H200, and return the kernels beside what they are given."""
@@ -199,17 +203,13 @@ def prepared(monkeypatch):
     monkeypatch.setattr(decode, "load_kernel", kernels.append)
 
     def prepare(batch=1, heads_kv=1, pages=1 << 21, page_size=1024, head_dim=128, **options):
-        defaults = {"window": Window(), "num_splits": 0, "batch_invariant": False}
-        q, k = (batch, 1, heads_kv, head_dim), (10, page_size, heads_kv, head_dim)
-        given = (False, False), UNMODIFIED.structure, *(defaults | options).values(), 0
-        decode.prepare_decode.cache_clear()
-        call = decode.prepare_decode(
-            q, k, head_dim, torch.bfloat16, torch.device("cuda", 0), pages, *given
-        )
-        return call, kernels
+        q = operand(batch, 1, heads_kv, head_dim, device="cuda:0")
+        cache = operand(10, page_size, heads_kv, head_dim)
+        table = operand(batch, pages, dtype=torch.int32)
+        call = CacheCall(q, cache, cache, *[None] * 7, table, None)
+        return decode.prepare_decode(call, **{"window": Window()} | options), kernels
 
-    yield prepare
-    decode.prepare_decode.cache_clear()
+    return prepare
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_lines_that_may_be_long_have_long_places(batch, heads_kv, options, is_lo
 @pytest.mark.parametrize("num_splits", [1 << 20, 1 << 31, 1 << 60])
 def test_more_splits_than_blocks_are_as_many_as_blocks(num_splits, prepared):
     call, _ = prepared(pages=4, num_splits=num_splits)
-    assert call.launches[0].integers[2:5] == (64, 1, 64)
+    assert call.integers[2:5] == (64, 1, 64)
     sizes = Sizes(3, 1, 2, 4, 4096)
     assert choose_cut(sizes, Window(), 132, num_splits, False) == Units(64, 1, 64, 6)
 
@@ -276,11 +276,6 @@ def test_a_wide_page_table_gives_what_a_narrow_one_gives():
     assert torch.equal(out, same_out) and torch.equal(lse, same_lse)
     for name in ("k_cache", "v_cache"):
         assert torch.equal(call[name].view(torch.int16), narrow[name].view(torch.int16))
-
-
-def operand(*shape, dtype=torch.bfloat16) -> Operand:
-    """Describe a tensor on the CPU that lies on itself."""
-    return Operand(torch.Size(shape), (0,) * (len(shape) - 1) + (1,), dtype, torch.device("cpu"))
 
 
 HUGE = 1 << 31

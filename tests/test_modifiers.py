@@ -11,7 +11,8 @@ import torch
 from score_problems import NOTHING, Gate, RelativeBias, Span
 
 import fa3
-from fa3.calls.modifiers import UNMODIFIED, Modifiers
+from fa3.calls import modifiers as calls
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, structure_of
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -77,7 +78,8 @@ def test_values_of_tensors_do_not_change_the_structure():
 def test_alibi_knows_when_no_key_lies_ahead(arguments, behind, monkeypatch):
     """With |distance| left out, keys ahead of a query would be favoured."""
     seen = []
-    monkeypatch.setattr("fa3.calls.modifiers.Alibi", lambda s, b: seen.append(b) or Alibi(s, b))
+
+    monkeypatch.setattr(calls, "structure_of", lambda *g: seen.append(g[-1]) or structure_of(*g))
     q, k, v = operands()
     fa3.flash_attn_func(q, k, v, alibi_slopes=torch.rand(HEADS), **arguments)
     assert seen == [behind]

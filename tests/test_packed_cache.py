@@ -1,6 +1,7 @@
 """Queries packed behind one another, with keys in a cache: each sequence against its own."""
 
 import random
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,12 @@ from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.calls import decode
+from fa3.calls import decode, kvcache, operands, overlap
+from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.workspace import RECORD_STRIDE
 from fa3.problem import NO_BOUND, AttentionSpec, Window
@@ -171,6 +174,7 @@ def test_records_of_tiles_that_a_sequence_has_not_are_cleared(options, monkeypat
         return decode.PreparedDecode.on_gpu(plan)
 
     monkeypatch.setattr(decode, "prepare_decode", prepare_with_stubs)
+    monkeypatch.setattr(kvcache, "prepare_cache_call", kvcache.prepare_cache_call.__wrapped__)
     cache = torch.zeros(4, 3000, 1, 64).bfloat16()
     with poisoned_allocations():
         fa3.flash_attn_with_kvcache(
@@ -322,3 +326,93 @@ def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():
         q, there, cache.clone(), k, k, cache_seqlens=turns, causal=True, **tables
     )
     assert torch.equal(moved[:, 5:7], there[:, 30:32])
+
+
+# --------------------------------------------------------------------------------------- totals
+
+
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def call_of_total(total: int, device: str = "cpu", **options) -> dict:
+    """A call of two sequences with two queries and one, of which q may have more rows."""
+    caches = torch.randn(2, 2, 8, 2, 64, device=device).bfloat16()
+    integers = {"cache_seqlens": [4, 7], "cu_seqlens_q": [0, 2, 3]}
+    return {
+        "q": torch.randn(5, 2, 64, device=device).bfloat16()[:total],
+        "k_cache": caches[0], "v_cache": caches[1], "max_seqlen_q": 2,
+        **{name: torch.tensor(of, device=device).int() for name, of in integers.items()}, **options,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_no_total_is_remembered(where):
+    draw, memory = random.Random(0), torch.randn(2, 400, 2, 64, device=where).bfloat16()
+    others = call_of_total(3, where, alibi_slopes=torch.ones(2, device=where))
+    del others["q"]
+    expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
+    kvcache.prepare_cache_call.cache_clear()
+    remembered = operands.check_described_output, operands.check_of_addresses, overlap.share
+    before = [one.cache_info().currsize for one in remembered]
+    for _ in range(100):
+        q = memory[0, : draw.randint(3, 400)]
+        out = memory[1, : len(q)] if draw.random() < 0.5 else None
+        found, lse = fa3.flash_attn_with_kvcache(q, **others, out=out, return_lse=True)
+        assert found.shape == q.shape and lse.shape == (2, len(q))
+        assert torch.equal(found[:3], expected)
+    assert kvcache.prepare_cache_call.cache_info().currsize == 1
+    assert [one.cache_info().currsize for one in remembered] == before
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_total_of_0(where):
+    none = torch.zeros(3, device=where).int()
+    for call in (call_of_total(3, where), call_of_total(0, where, cu_seqlens_q=none)):
+        out, lse = fa3.flash_attn_with_kvcache(**call, return_lse=True)
+        assert out.shape == call["q"].shape and lse.shape == (2, len(call["q"]))
+
+
+BAD_OUTS = {
+    "must have shape (4, 2, 64) to go with q": lambda call: torch.empty(5, 2, 64).bfloat16(),
+    "must have 3 dimensions": lambda call: torch.empty(1, 4, 2, 64).bfloat16(),
+    "must be torch.bfloat16 like q": lambda call: torch.empty(4, 2, 64),
+    "must not overlap k_cache": lambda call: call["k_cache"][0, 4:],
+    "must not overlap q": lambda call: call["q"],
+    "must not overlap itself": lambda call: torch.empty(1, 2, 64).bfloat16().expand(4, -1, -1),
+    "starts 2 bytes after": lambda call: torch.empty(513).bfloat16()[1:].view(4, 2, 64),
+}
+
+
+@pytest.mark.parametrize("complaint", BAD_OUTS)
+def test_bad_outputs_of_a_known_call(complaint):
+    call = call_of_total(4)
+    fa3.flash_attn_with_kvcache(**call)
+    fa3.flash_attn_with_kvcache(**call, out=torch.empty_like(call["q"]))
+    with pytest.raises((TypeError, ValueError), match=f"^out {re.escape(complaint)}"):
+        fa3.flash_attn_with_kvcache(**call, out=BAD_OUTS[complaint](call))
+
+
+def test_caches_of_packed_calls_share_no_memory():
+    new = {name: torch.zeros(3, 2, 64).bfloat16() for name in "kv"}
+    call = call_of_total(4, **new, cu_seqlens_k_new=torch.tensor([0, 2, 3]).int())
+    call["cache_seqlens"] -= 2
+    fa3.flash_attn_with_kvcache(**call)
+    for name, other, tensor in (
+        ("k_cache", "v_cache", call["k_cache"]),
+        ("v_cache", "k", call["v_cache"][0, 2:5]),
+        ("k_cache", "q", call["k_cache"][1, 4:]),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must not overlap {other}"):
+            fa3.flash_attn_with_kvcache(**call | {other: tensor})
+    with pytest.raises(ValueError, match=r"^out must not overlap v_cache"):
+        fa3.flash_attn_with_kvcache(**call, out=call["v_cache"][1, :4])
+
+
+def test_totals_that_32_bits_do_not_count_are_refused():
+    row, new = torch.zeros(1, 2, 64).bfloat16(), torch.zeros(3, 2, 64).bfloat16()
+    q, ends = row.expand(LARGEST + 1, -1, -1), torch.tensor([0, 2, 3]).int()
+    with pytest.raises(ValueError, match=rf"^q must have sizes of at most {LARGEST}, got shape"):
+        fa3.flash_attn_with_kvcache(**call_of_total(4) | {"q": q})
+    call = call_of_total(4, k=new, v=new, cu_seqlens_k_new=ends)
+    with pytest.raises(ValueError, match=rf"^q must have at most {MOST_VECTORS} vectors of 16"):
+        fa3.flash_attn_with_kvcache(**call | {"q": q[: MOST_VECTORS // 16 + 1]})

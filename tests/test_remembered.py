@@ -8,9 +8,9 @@ import torch
 
 from fa3.calls import combine, decode, kvcache
 from fa3.calls.cache_call import CacheCall
-from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.operands import Operand
 from fa3.calls.scheduler_metadata import SchedulerMetadata
+from fa3.planning.gpu import H200
 from fa3.problem import REMEMBERED, Window
 
 SWEEP = REMEMBERED + 100
@@ -19,29 +19,33 @@ SLACK = 1 << 18
 """Bytes by which the caches' own tables may grow."""
 
 
-def operand(*shape, dtype=torch.bfloat16) -> Operand:
-    """Describe a contiguous tensor on the CPU."""
+def operand(*shape, dtype=torch.bfloat16, device="cpu") -> Operand:
+    """Describe a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
-    return Operand(torch.Size(shape), tuple(strides), dtype, torch.device("cpu"))
+    return Operand(torch.Size(shape), tuple(strides), dtype, torch.device(device))
 
 
-def call_of(batch: int) -> CacheCall:
-    cache = operand(batch, 64, 1, 64)
-    lengths = operand(batch, dtype=torch.int32)
-    return CacheCall(operand(batch, 1, 4, 64), cache, cache, *[None] * 4, lengths, *[None] * 4)
+def call_of(batch: int, device: str) -> CacheCall:
+    q, cache = operand(batch, 1, 4, 64, device=device), operand(batch, 64, 1, 64, device=device)
+    lengths = operand(batch, dtype=torch.int32, device=device)
+    return CacheCall(q, cache, cache, *[None] * 4, lengths, *[None] * 4)
 
 
-def cache_call(batch: int) -> tuple:
-    return call_of(batch)[:-1], None, True, (-1, -1), True, 0, 0
+def cache_call(batch: int, device: str = "cpu") -> tuple:
+    return call_of(batch, device)[:-1], None, True, (-1, -1), 0.0, True, 0, False, 0, None
 
 
-def metadata_of_call(batch: int) -> tuple:
+def cache_call_on_gpu(batch: int) -> tuple:
+    return cache_call(batch, "cuda:0")
+
+
+def cache_call_with_metadata(batch: int) -> tuple:
     metadata = SchedulerMetadata(
         batch, 1, 4, 1, 64, 64, torch.bfloat16, None, Window(right=0), False, 0, 0
     )
-    return metadata, call_of(batch)[:-1], None, True, (-1, -1), False
+    return *cache_call(batch)[:-1], metadata
 
 
 def merge(parts: int) -> tuple:
@@ -49,29 +53,21 @@ def merge(parts: int) -> tuple:
     return operand(parts, 1, 1, 1, 8, dtype=torch.float32), lse, None, torch.float32
 
 
-def decode_launch(batch: int) -> tuple:
-    shapes = torch.Size((batch, 1, 4, 64)), torch.Size((batch, 64, 1, 64))
-    given = False, False
-    return (
-        *shapes, 64, torch.bfloat16, torch.device("cuda", 0), None, given, UNMODIFIED.structure,
-        Window(), 0, False, 0,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("prepare", "arguments"),
     [
         (kvcache.prepare_cache_call, cache_call),
-        (kvcache.compare_with_metadata, metadata_of_call),
+        (kvcache.prepare_cache_call, cache_call_on_gpu),
+        (kvcache.prepare_cache_call, cache_call_with_metadata),
         (combine.prepare_combine, merge),
-        (decode.prepare_decode, decode_launch),
     ],
-    ids=["call", "metadata", "merge", "decode"],
+    ids=["call", "call on a GPU", "metadata", "merge"],
 )
 def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(decode, "load_kernel", lambda kernel: None)
+    monkeypatch.setattr(kvcache, "gpu_of", lambda device: H200)
     prepare.cache_clear()
 
     def sweep(first: int) -> int:

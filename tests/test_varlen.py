@@ -368,12 +368,37 @@ PAGED = {"cu_seqlens_k": None, "seqused_k": integers(3, 9, 4), "page_table": int
         ({"seqused_k": None}, ValueError, "seqused_k must be given with page_table"),
         ({"cu_seqlens_k": integers(0, 1)}, ValueError, "cu_seqlens_k must be None with page_table"),
         ({"seqused_q": integers(1)}, NotImplementedError, "seqused_q is not supported with page"),
-        ({}, ValueError, "k_cache must have 4 dimensions"),
+        ({}, ValueError, "k must have 4 dimensions"),
     ],
 )
 def test_what_does_not_go_with_pages(changes, error, complaint):
     with pytest.raises(error, match=f"^{complaint}"):
         flash_attn_varlen_func(**make_call(RAGGED) | PAGED | changes)
+
+
+BAD_PAGES = [
+    ("k", lambda x: x[..., :32], ValueError, "k must have shape (3, 16, 2, 64) to go with q"),
+    ("v", lambda x: x.half(), TypeError, "v must be torch.bfloat16 like q"),
+    ("v", lambda x: x[:2], ValueError, "v must have shape (3, 16, 2, 64) to go with k, got"),
+    ("q", lambda x: x[:, :3], ValueError, "q must have a multiple of k's heads, got 3 query"),
+    ("seqused_k", lambda x: x + 40, ValueError, "seqused_k must be from 0 to 32, what the cache"),
+    ("seqused_k", lambda x: x.long(), TypeError, "seqused_k must be torch.int32, got"),
+    ("seqused_k", lambda x: x[:1], ValueError, "seqused_k must have shape (2,) to go with q"),
+    ("page_table", lambda x: x + 9, ValueError, "page_table must have pages from 0 to 2 where"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "complaint"), BAD_PAGES)
+def test_complaints_about_pages_name_the_arguments_of_this_call(name, change, error, complaint):
+    call = {
+        "q": torch.zeros(5, 4, 64).bfloat16(), "cu_seqlens_q": integers(0, 3, 5),
+        "max_seqlen_q": 3, "max_seqlen_k": 20, "seqused_k": integers(3, 20),
+        "cu_seqlens_k": None, "page_table": integers(0, 1, 2, 0).view(2, 2),
+    }  # fmt: skip
+    call |= {one: torch.zeros(3, 16, 2, 64).bfloat16() for one in "kv"}
+    flash_attn_varlen_func(**call)
+    with pytest.raises(error, match=f"^{re.escape(complaint)}"):
+        flash_attn_varlen_func(**call | {name: change(call[name])})
 
 
 def test_the_order_of_flash_attention_2_is_told_from_that_of_3():

@@ -7,8 +7,9 @@ import torch
 
 import fa3
 from fa3.__main__ import main
+from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import prepare_decode
-from fa3.calls.modifiers import Structure
+from fa3.calls.operands import Operand
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
@@ -21,7 +22,7 @@ from fa3.schedules.marked import Marked
 from fa3.schedules.stream_k import StreamK, Whole
 from fa3.scores.masks import Band
 from fa3.tools import warmup as module
-from fa3.tools.models import CAUSAL, PRESETS, model_of, sliding
+from fa3.tools.models import CAUSAL, PRESETS, Model, model_of, sliding
 
 SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
 
@@ -52,20 +53,32 @@ def test_forward_kernels_are_those_of_plans(few_sizes):
     assert {kernel.spec.mask for kernel in found} == {Band(), Band(right=True)}
 
 
+def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> CacheCall:
+    """Describe a call on the CPU; strides do not matter to what is prepared."""
+
+    def operand(*shape: int) -> Operand:
+        return Operand(shape, (), torch.bfloat16, torch.device("cpu"))
+
+    return CacheCall(
+        operand(5, seqlen_q, model.heads_q, model.head_dim),
+        operand(500, 64, model.heads_kv, model.head_dim),
+        operand(500, 64, model.heads_kv, model.head_dim_v),
+        *[None] * 7,
+        None if pages is None else operand(5, pages),
+        None,
+        sinks=operand(model.heads_q) if model.sinks else None,
+    )
+
+
 @pytest.mark.parametrize("preset", ["llama3-8b", "mistral-7b", "gemma2-9b", "gpt-oss"])
 def test_decode_kernels_are_those_of_calls(few_sizes, preset):
     model, found = PRESETS[preset], set(kernels_of(preset))
-    sinks = model.dtype if model.sinks else None
-    structure = Structure(module.spec_of(model, CAUSAL).scores, None, sinks)
     for window in model.windows:
         for seqlen_q in (1, 3):
             for pages in (None, 100):
                 for num_splits in (0, 1):
                     call = prepare_decode(
-                        (5, seqlen_q, model.heads_q, model.head_dim),
-                        (500, 64, model.heads_kv, model.head_dim),
-                        model.head_dim_v, torch.bfloat16, torch.device("cpu"), pages,
-                        (False, False), structure, window, num_splits, False, 0,
+                        call_on_cache(model, seqlen_q, pages), window, model.softcap, num_splits
                     )  # fmt: skip
                     assert {launch.kernel for launch in call.plan.launches} <= found
 

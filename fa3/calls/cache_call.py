@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.assertions import read_back
+from fa3.calls.modifiers import check_alibi_slopes, check_sinks, describe_modifier
 from fa3.calls.operands import (
     DIMENSIONS,
     PACKED_DIMENSIONS,
@@ -26,6 +27,7 @@ from fa3.calls.operands import (
     check_layout,
     check_like_q,
     check_no_overlap,
+    check_output,
     check_q,
     check_rank,
     check_shape,
@@ -48,9 +50,10 @@ ROTARY_UNIT = 16
 
 
 class CacheTensors(NamedTuple):
-    """All tensors of a call, in the order in which they are checked; the last seven are int32.
+    """All tensors of a call. Those from cache_seqlens to rotary_seqlens are int32.
 
-    Shapes are those of `flash_attn_with_kvcache`. A number in place of cache_seqlens is no tensor.
+    Calls hand them on as plain tuples in this order, which take the host less time. Shapes are
+    those of `flash_attn_with_kvcache`. A number in place of cache_seqlens is no tensor.
     """
 
     q: torch.Tensor
@@ -67,44 +70,65 @@ class CacheTensors(NamedTuple):
     cu_seqlens_k_new: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None = None
     rotary_seqlens: torch.Tensor | None = None
-
-    def describe(self) -> tuple[Description | None, ...]:
-        """Describe each tensor that is given.
-
-        Raises:
-            TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
-        """
-        # A loop over the names would take four times as long.
-        q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, *ends = self
-        ends_new, ends_q, turns = ends
-        return (
-            describe("q", q),
-            describe("k_cache", k_cache),
-            describe("v_cache", v_cache),
-            None if k is None else describe("k", k),
-            None if v is None else describe("v", v),
-            None if cos is None else describe("rotary_cos", cos),
-            None if sin is None else describe("rotary_sin", sin),
-            None if seqlens is None else describe("cache_seqlens", seqlens, 1),
-            None if batch_idx is None else describe("cache_batch_idx", batch_idx, 1),
-            None if leftpad is None else describe("cache_leftpad", leftpad, 1),
-            None if pages is None else describe("page_table", pages, 1),
-            None if ends_new is None else describe("cu_seqlens_k_new", ends_new, 1),
-            None if ends_q is None else describe("cu_seqlens_q", ends_q, 1),
-            None if turns is None else describe("rotary_seqlens", turns, 1),
-        )
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    out: torch.Tensor | None = None
 
 
-INTEGERS = CacheTensors._fields[-7:]
+OF_INTEGERS = slice(7, 14)
+INTEGERS = CacheTensors._fields[OF_INTEGERS]
+"""The int32 tensors: where they are among the `CacheTensors`, and their names."""
 
 
-def written_first(of_tensors: tuple) -> tuple:
-    """What there is of each of the `CacheTensors`, with the two that appending writes in front."""
-    return of_tensors[1:3] + of_tensors[:1] + of_tensors[3:]
+ANY_TOTAL = 1
+"""In a description, the rows of packed queries: calls with more or fewer are remembered as one."""
+
+
+def describe_tensors(
+    q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, ends_new, ends_q,
+    turns, slopes, sinks, out,
+) -> tuple[Description | None, ...]:  # fmt: skip
+    """Describe each of the `CacheTensors` that is given.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
+    """
+    # A loop over the names would take four times as long.
+    return (
+        describe("q", q),
+        describe("k_cache", k_cache),
+        describe("v_cache", v_cache),
+        None if k is None else describe("k", k),
+        None if v is None else describe("v", v),
+        None if cos is None else describe("rotary_cos", cos),
+        None if sin is None else describe("rotary_sin", sin),
+        None if seqlens is None else describe("cache_seqlens", seqlens, 1),
+        None if batch_idx is None else describe("cache_batch_idx", batch_idx, 1),
+        None if leftpad is None else describe("cache_leftpad", leftpad, 1),
+        None if pages is None else describe("page_table", pages, 1),
+        None if ends_new is None else describe("cu_seqlens_k_new", ends_new, 1),
+        None if ends_q is None else describe("cu_seqlens_q", ends_q, 1),
+        None if turns is None else describe("rotary_seqlens", turns, 1),
+        None if slopes is None else describe_modifier("alibi_slopes", slopes),
+        None if sinks is None else describe_modifier("sinks", sinks),
+        None if out is None else describe("out", out),
+    )
+
+
+def of_any_total(described: tuple[Description | None, ...]) -> tuple[Description | None, ...]:
+    """What calls with packed queries have in common that differ in their total only: no output
+    that is given, and of q all but its rows. Strides do not depend on them."""
+    shape, stride, dtype, device = described[0]
+    if len(shape) != len(PACKED_DIMENSIONS):
+        # It is refused, as it is.
+        return described
+    _, heads, head_dim = shape
+    of_q = (ANY_TOTAL, heads, head_dim), stride, dtype, device
+    return (of_q, *described[1:-1], None)
 
 
 class CacheCall(
-    namedtuple("CacheCall", (*CacheTensors._fields, "max_seqlen_q"), defaults=(None, None, None))
+    namedtuple("CacheCall", (*CacheTensors._fields, "max_seqlen_q"), defaults=(None,) * 6)
 ):
     """What each of the `CacheTensors` is like, and what follows from that.
 
@@ -163,6 +187,10 @@ class CacheCall(
         return capacity_of(self.page_size, self.page_table.shape[1] if self.page_table else 1)
 
     @property
+    def out_shape(self) -> tuple[int, ...]:
+        return *self.q.shape[:-1], self.head_dim_v
+
+    @property
     def seqlen_new(self) -> int:
         """Tokens that a sequence gets; of all sequences with cu_seqlens_k_new."""
         return 0 if self.k is None else self.k.shape[-3]
@@ -203,6 +231,12 @@ def check_tensors(call: CacheCall) -> None:
     elif call.rotary_seqlens is not None:
         raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin")
     check_cache_counts(call)
+    if call.alibi_slopes is not None:
+        check_alibi_slopes(call.alibi_slopes, call.q, call.batch)
+    if call.sinks is not None:
+        check_sinks(call.sinks, call.q)
+    if call.out is not None:
+        check_output(call.out, call.out_shape, call.q)
 
 
 def check_cache_counts(call: CacheCall) -> None:

@@ -91,7 +91,7 @@ def flash_attn_combine(
     if out is not None:
         check_writable("out", out)
         names = "out", "out_partial", "lse_partial"
-        apart = check_of_addresses(names, (of_out, *of_parts), 1)
+        apart = check_of_addresses(names, (of_out, *of_parts), ("out",))
         apart(*addresses((out, out_partial, lse_partial)))
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:

@@ -217,7 +217,7 @@ def flash_attn_func(
     k_descale: None = None,
     v_descale: None = None,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -276,8 +276,9 @@ def flash_attn_func(
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         num_splits: 0 or 1, which are the same: the planner decides whether to split.
         pack_gqa: None or False, which are the same.
-        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
-            anything but their default is not supported.
+        attention_chunk: 0 or None, which are the same: no chunks.
+        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
+            is not supported.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
@@ -294,13 +295,19 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    (
-        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-        sm_margin, softcap,
-    ) = FORWARD_OPTIONS.of(
-        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-        sm_margin, softcap,
-    )  # fmt: skip
+    if attention_chunk is None:
+        attention_chunk = 0
+    if (
+        type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
+        type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
+    ) != FORWARD_OPTIONS.types:  # fmt: skip
+        (
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap,
+        ) = FORWARD_OPTIONS.of(
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap,
+        )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
         or attention_chunk
@@ -359,7 +366,7 @@ def flash_attn_func(
         out = call.output.allocate(q)
     else:
         check_forward_out(call, out, described, (q, k, v), modifiers)
-    lse = q.new_empty(call.lse_shape, dtype=torch.float32) if return_lse else None
+    lse = q.new_empty(*call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.launches:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)
     elif call.plan is not None:

@@ -4,14 +4,22 @@
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
 
-from fa3.calls.eager import address_of, check_resolved, check_undifferentiated
-from fa3.calls.operands import DTYPES
+from fa3.calls.eager import check_resolved
+from fa3.calls.operands import (
+    DTYPES,
+    Description,
+    Operand,
+    check_device,
+    check_dtype,
+    describe,
+)
 from fa3.primitives.arguments import ELEMENT_TYPES
-from fa3.problem import LEAST_FLOAT, MOST_FLOAT, AttentionSpec, Window
+from fa3.problem import LEAST_FLOAT, MOST_FLOAT, REMEMBERED, AttentionSpec, Window
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Score, Softcap
 from fa3.scores.templates import Template, tensors_of
@@ -89,27 +97,28 @@ class Modifiers(NamedTuple):
             TypeError, ValueError: an argument is not what `flash_attn_func` says it is.
         """
         check_softcap(softcap)
-        scores: list[Score] = [Softcap(float(softcap))] if softcap else []
         if alibi_slopes is not None:
-            check_alibi_slopes(alibi_slopes, q, batch)
-            scores.append(Alibi(alibi_slopes, is_causal))
+            slopes = Operand(*describe_modifier("alibi_slopes", alibi_slopes))
+            check_alibi_slopes(slopes, q, batch)
         if score is not None:
             check_function("score", score, Score, q)
-            scores.append(score)
         if mask is not None:
             check_function("mask", mask, Mask, q)
         if sinks is not None:
-            check_sinks(sinks, q, has_backward)
-        structure = Structure(
-            tuple(map(Template.of, scores)),
-            None if mask is None else Template.of(mask),
-            None if sinks is None else str(sinks.dtype).removeprefix("torch."),
+            check_sinks(Operand(*describe_modifier("sinks", sinks, has_backward)), q)
+        scores, _, of_sinks = structure_of(
+            softcap,
+            None if alibi_slopes is None else alibi_slopes.ndim,
+            None if sinks is None else sinks.dtype,
+            is_causal,
         )
-        functions = scores if mask is None else [*scores, mask]
-        tensors = [tensor for item in functions for _, tensor in tensors_of(item)]
-        if sinks is not None:
-            tensors.append(sinks)
-        return cls(structure, tuple(tensors) or None)
+        if score is not None:
+            scores = *scores, Template.of(score)
+        structure = Structure(scores, None if mask is None else Template.of(mask), of_sinks)
+        functions = (one for one in (score, mask) if one is not None)
+        of_functions = (tensor for one in functions for _, tensor in tensors_of(one))
+        given = (one for one in (alibi_slopes, *of_functions, sinks) if one is not None)
+        return cls(structure, tuple(given) or None)
 
 
 UNMODIFIED = Modifiers(Structure(), None)
@@ -122,9 +131,39 @@ def check_softcap(softcap: float) -> None:
         )
 
 
-def check_alibi_slopes(slopes: torch.Tensor, q: torch.Tensor, batch: int) -> None:
+@functools.lru_cache(maxsize=REMEMBERED)
+def structure_of(
+    softcap: float, rank_of_slopes: int | None, sinks: torch.dtype | None, is_causal: bool
+) -> Structure:
+    """What is compiled for a call without functions of the user's.
+
+    Args:
+        rank_of_slopes: that of alibi_slopes; None if there are none.
+        sinks: their dtype; None if there are none.
+    """
+    scores: list[Score] = [Softcap(float(softcap))] if softcap else []
+    if rank_of_slopes is not None:
+        like_slopes = torch.empty((0,) * rank_of_slopes, dtype=torch.float32, device="meta")
+        scores.append(Alibi(like_slopes, is_causal))
+    of_sinks = None if sinks is None else str(sinks).removeprefix("torch.")
+    return Structure(tuple(map(Template.of, scores)), None, of_sinks)
+
+
+def describe_modifier(name: str, tensor: torch.Tensor, has_backward: bool = False) -> Description:
+    """Check of a tensor what may change from call to call, and describe the rest.
+
+    Args:
+        has_backward: whether it may require grad.
+    """
+    description = describe(name, tensor, 1, has_backward)
+    check_resolved(name, tensor)
+    return description
+
+
+def check_alibi_slopes(slopes: Operand, q: torch.Tensor | Operand, batch: int) -> None:
     heads = q.shape[-2]
-    check_tensor("alibi_slopes", slopes, (torch.float32,), q.device)
+    check_dtype("alibi_slopes", slopes, torch.float32)
+    check_device("alibi_slopes", slopes, "q", q)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(
             f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}) to go with q, "
@@ -132,38 +171,14 @@ def check_alibi_slopes(slopes: torch.Tensor, q: torch.Tensor, batch: int) -> Non
         )
 
 
-def check_sinks(sinks: torch.Tensor, q: torch.Tensor, has_backward: bool = False) -> None:
+def check_sinks(sinks: Operand, q: torch.Tensor | Operand) -> None:
     heads = q.shape[-2]
-    check_tensor("sinks", sinks, (torch.float32, q.dtype), q.device, has_backward)
+    check_dtype("sinks", sinks, *dict.fromkeys((torch.float32, q.dtype)))
+    check_device("sinks", sinks, "q", q)
     if tuple(sinks.shape) != (heads,):
         raise ValueError(
             f"sinks must have shape ({heads},), one for each query head, got {tuple(sinks.shape)}"
         )
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    has_backward: bool = False,
-) -> None:
-    """Raise unless it is a tensor of one of the dtypes on the device.
-
-    Args:
-        has_backward: whether it may require grad.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        accepted = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
-        raise TypeError(f"{name} must be {accepted}, got {tensor.dtype}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like q, got {tensor.device}")
-    if tensor.requires_grad and not has_backward:
-        check_undifferentiated(name)
-    address_of(name, tensor)
-    check_resolved(name, tensor)
 
 
 def check_function(name: str, instance: object, base: type, q: torch.Tensor) -> None:
@@ -173,4 +188,7 @@ def check_function(name: str, instance: object, base: type, q: torch.Tensor) -> 
     if not dataclasses.is_dataclass(instance):
         raise TypeError(f"{type(instance).__name__} must be a frozen dataclass")
     for field, tensor in tensors_of(instance):
-        check_tensor(f"{name}.{field}", tensor, ELEMENT_DTYPES, q.device)
+        field = f"{name}.{field}"
+        operand = Operand(*describe_modifier(field, tensor))
+        check_dtype(field, operand, *ELEMENT_DTYPES)
+        check_device(field, operand, "q", q)

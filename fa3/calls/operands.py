@@ -49,19 +49,29 @@ class Output(NamedTuple):
     """The output that a call allocates: contiguous, of q's dtype and on q's device.
 
     Fields:
-        is_like_q: whether `torch.empty_like` makes it, in 0.5 us less than `new_empty`.
+        is_like_q: whether `torch.empty_like` makes it, which takes less time than `new_empty`.
+        is_packed: whether it has as many rows as q has when it is allocated.
     """
 
     shape: tuple[int, ...]
     is_like_q: bool
+    is_packed: bool = False
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], q: Operand) -> "Output":
+    def of(cls, shape: tuple[int, ...], q: Operand, is_packed: bool = False) -> "Output":
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return cls(shape, (shape, strides) == (tuple(q.shape), tuple(q.stride)))
+        is_like_q = (shape, strides) == (tuple(q.shape), tuple(q.stride))
+        return cls(shape, is_like_q, is_packed)
 
     def allocate(self, q: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(q) if self.is_like_q else q.new_empty(self.shape)
+        if self.is_like_q:
+            return torch.empty_like(q)
+        # Sizes one by one: in a tuple they would take torch 0.4 us more.
+        return q.new_empty(*self.shape_beside(q.shape) if self.is_packed else self.shape)
+
+    def shape_beside(self, q: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape if q has this one."""
+        return *q[:1], *self.shape[1:]
 
 
 def describe(
@@ -77,18 +87,27 @@ def describe(
         ValueError: it requires grad, or begins at another address than a multiple of `alignment`.
         NotImplementedError: it lies nowhere, or has a tangent.
     """
+    try:
+        if isinstance(tensor, torch.Tensor) and (has_backward or not tensor.requires_grad):
+            address = tensor.data_ptr()
+            is_aligned = address >= LOWEST_ADDRESS and not address % alignment
+            if is_aligned and forward_ad._current_level < 0:
+                return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except (RuntimeError, TypeError):
+        pass
+    # Nearly all tensors have been spared this.
+    return describe_rare(name, tensor, alignment, has_backward)
+
+
+def describe_rare(
+    name: str, tensor: torch.Tensor, alignment: int, has_backward: bool
+) -> Description:
+    """`describe`, step by step, for what it does not see at a glance."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.requires_grad and not has_backward:
         check_undifferentiated(name)
-    try:
-        address = tensor.data_ptr()
-        is_plain = address >= LOWEST_ADDRESS and forward_ad._current_level < 0
-    except (RuntimeError, TypeError):
-        is_plain = False
-    if not is_plain:
-        # Nearly all tensors are, and are spared the call.
-        address = address_of(name, tensor)
+    address = address_of(name, tensor)
     if address % alignment:
         raise ValueError(
             f"{name} starts {address % alignment} bytes after a multiple of {alignment}; its "
@@ -180,15 +199,19 @@ def check_out(
     """
     description = describe("out", out)
     check_writable("out", out)
-    check_output(description, shape, q)
-    apart = check_of_addresses(("out", *names), (description, *described), 1)
+    check_described_output(description, shape, q)
+    apart = check_of_addresses(("out", *names), (description, *described), ("out",))
     apart(*addresses((out, *tensors)))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def check_output(out: Description, shape: tuple[int, ...], q: Description) -> None:
+def check_described_output(out: Description, shape: tuple[int, ...], q: Description) -> None:
+    """`check_output` of descriptions, which is remembered."""
+    check_output(Operand(*out), shape, Operand(*q))
+
+
+def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
     """Raise unless the output of a call on q can lie like this."""
-    out, q = Operand(*out), Operand(*q)
     check_like_q("out", out, q, DIMENSIONS if len(shape) == len(DIMENSIONS) else PACKED_DIMENSIONS)
     check_shape("out", out, shape, "q and the values")
     check_no_overlap("out", out)
@@ -282,28 +305,34 @@ MOST_REMEMBERED = 128
 # Fewer than of other things: each remembers many addresses.
 @functools.lru_cache(maxsize=REMEMBERED // 16)
 def check_of_addresses(
-    names: tuple[str, ...], described: tuple[Description | None, ...], num_written: int
+    names: tuple[str, ...], described: tuple[Description | None, ...], written: tuple[str, ...]
 ) -> CheckOfAddresses:
     """The check that what a call writes shares no memory with what else it uses.
 
     Args:
-        names: of the call's tensors; those that are written come first.
+        names: of the call's tensors.
         described: what they are like; None where none is given.
-        num_written: how many are written, all of which are given.
+        written: names of those that are written, if they are given.
     """
-    given = [pair for pair in zip(names, described, strict=True) if pair[1] is not None]
-    layouts = [Operand(*description).layout for _, description in given]
-    sizes = [layout.bytes for layout in layouts]
+    layouts = {
+        name: Operand(*description).layout
+        for name, description in zip(names, described, strict=True)
+        if description is not None
+    }
+    given, sizes = list(layouts), [layout.bytes for layout in layouts.values()]
+    places = [given.index(name) for name in written if name in layouts]
+    pairs = [
+        (i, j) for n, i in enumerate(places) for j in range(len(given)) if j not in places[: n + 1]
+    ]
 
     @functools.lru_cache(maxsize=MOST_REMEMBERED)
     def check(*begins: int) -> None:
-        for i in range(num_written):
-            for j in range(i + 1, len(begins)):
-                distance = begins[j] - begins[i]
-                # Most do not even come near each other.
-                near = -sizes[j] < distance < sizes[i]
-                if near and share(layouts[i], layouts[j], distance):
-                    raise overlaps(given[i][0], given[j][0])
+        for i, j in pairs:
+            distance = begins[j] - begins[i]
+            # Most do not even come near each other.
+            near = -sizes[j] < distance < sizes[i]
+            if near and share(layouts[given[i]], layouts[given[j]], distance):
+                raise overlaps(given[i], given[j])
 
     return check
 
@@ -318,13 +347,15 @@ def check_apart(
 
     For tensors that have other sizes in every call: `check_of_addresses` would remember them.
     """
-    begin, size = written.data_ptr(), bytes_of(written)
+    begin = written.data_ptr()
+    end = begin + bytes_of(written)
     for other_name, other in zip(other_names, others, strict=True):
         if other is None:
             continue
-        distance = other.data_ptr() - begin
-        near = -bytes_of(other) < distance < size
-        if near and share(layout_of(written), layout_of(other), distance):
+        other_begin = other.data_ptr()
+        # Most do not even come near each other.
+        near = other_begin < end and begin < other_begin + bytes_of(other)
+        if near and share(layout_of(written), layout_of(other), other_begin - begin):
             raise overlaps(name, other_name)
 
 

@@ -27,6 +27,9 @@ VARLEN_FROM_FLASH_ATTENTION_2 = (
 class OptionTypes:
     """Which options of a function are a bool, an int from 0 on or a float.
 
+    Nearly all calls give them in these types. Functions see that themselves, all at one look at
+    `types`, in a third of the time that it would take here.
+
     Args:
         types: bool, int or float of each, in the order in which they are checked.
         notes: what is added to the complaint about an option.
@@ -43,9 +46,6 @@ class OptionTypes:
         Raises:
             TypeError, ValueError: an option has another type, and its value does not fit this one.
         """
-        # All in one look, since nearly all calls have the right ones.
-        if (*map(type, values),) == self.types:
-            return values
         return tuple(map(self.converted, self.names, self.types, values))
 
     def converted(self, name: str, kind: type, value: object) -> bool | int | float:
@@ -63,6 +63,8 @@ def flag(name: str, value: object, note: str = "") -> bool:
 
 def integer(name: str, value: object, least: int | None = None, kind: str = "an integer") -> int:
     """A number without fraction; `kind` says what else the option may be."""
+    if type(value) is int and (least is None or value >= least):
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be {kind}, got {shown(value)}")
     if least is not None and value < least:
@@ -133,15 +135,16 @@ def check_hashable(name: str, value: object) -> None:
 
 
 def reject_unsupported(
-    attention_chunk: int, pack_gqa: bool | None, has_packing: bool, **given: object
+    attention_chunk: int | None, pack_gqa: bool | None, has_packing: bool, **given: object
 ) -> None:
     """Raise for arguments of FlashAttention's signature that do nothing here.
 
     Args:
+        attention_chunk: None or 0 for none.
         has_packing: whether query heads share the reads of their key/value head, always or never.
         given: what must be None.
     """
-    if integer("attention_chunk", attention_chunk, 0):
+    if attention_chunk is not None and integer("attention_chunk", attention_chunk, 0):
         given["attention_chunk"] = attention_chunk
     if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing:
         given["pack_gqa"] = pack_gqa

@@ -7,7 +7,6 @@ lies in the small integer tensors, as far as the host can see it.
 """
 
 import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from fa3.calls.operands import (
     PACKED_DIMENSIONS,
     Description,
     Operand,
-    check_apart,
     check_contiguous,
     check_device,
     check_dtype,
@@ -32,7 +30,6 @@ from fa3.calls.operands import (
     check_same_kind,
     check_shape,
     check_stride,
-    check_writable,
     describe,
     hide_all_keys_of_lse,
 )
@@ -120,7 +117,8 @@ def tokens_of(name: str, description: Description) -> tuple:
         # Also along a single row: kernels step to where other sequences would be.
         check_stride(name, operand, 0)
         check_stride(name, operand, 1)
-    return shape[1:], dtype, device
+    _, heads, columns = shape
+    return (heads, columns), dtype, device
 
 
 def check_integers(described: tuple[Description | None, ...], q: Description) -> int:
@@ -170,26 +168,15 @@ def check_totals(q: Description, k: Description, v: Description, batch: int) -> 
 
 
 def check_ragged_out(
-    out: torch.Tensor,
-    shape: tuple[int, ...],
-    q: Description,
-    names: Iterable[str],
-    tensors: Iterable[torch.Tensor | None],
+    out: torch.Tensor, description: Description, shape: tuple[int, ...], q: Description
 ) -> None:
-    """Raise unless a call on q can write its output to a tensor of the caller's.
-
-    Args:
-        names, tensors: what else the call uses; None where none is given.
-    """
-    description = describe("out", out)
-    check_writable("out", out)
+    """Raise unless the output of a call on q can lie as a tensor of the caller's does."""
     operand = Operand(*description)
     tokens_of("out", description)
     check_same_kind("out", operand, Operand(*q))
     check_shape("out", operand, shape, "q and the values")
     if not out.is_contiguous():
         check_no_overlap("out", operand)
-    check_apart("out", out, names, tensors)
 
 
 # --------------------------------------------------------------------------------------- values

@@ -102,7 +102,7 @@ def get_scheduler_metadata(
     max_seqlen_k_new: int = 0,
     causal: bool = False,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     has_softcap: bool = False,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
@@ -131,8 +131,8 @@ def get_scheduler_metadata(
         max_seqlen_k_new: most tokens that a sequence gets.
         causal, window_size, num_splits, pack_gqa, sm_margin: as in the call.
         has_softcap: whether the call has a softcap.
-        cu_seqlens_q, attention_chunk: in the signature for compatibility; anything but their
-            default is not supported.
+        attention_chunk: 0 or None, which are the same: no chunks.
+        cu_seqlens_q: in the signature for compatibility; anything but None is not supported.
 
     Returns:
         What the calls' scheduler_metadata takes.

@@ -6,6 +6,7 @@ nothing of it is remembered. CPU tensors go to the reference.
 """
 
 import functools
+import re
 
 import torch
 
@@ -17,7 +18,7 @@ from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
-from fa3.calls.operands import describe
+from fa3.calls.operands import ALIGNMENT, check_apart, check_writable, describe
 from fa3.calls.options import (
     VARLEN_FROM_FLASH_ATTENTION_2,
     OptionTypes,
@@ -50,7 +51,9 @@ from fa3.reference.varlen import PackedLengths, RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-VARLEN_OPTIONS = OptionTypes(FORWARD_TYPES, notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2})
+VARLEN_OPTIONS = OptionTypes(
+    FORWARD_TYPES | {"return_softmax_lse": bool}, notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2}
+)
 
 
 @operators.VARLEN.stands_for
@@ -72,7 +75,7 @@ def flash_attn_varlen_func(
     k_descale: None = None,
     v_descale: None = None,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
@@ -85,6 +88,7 @@ def flash_attn_varlen_func(
     score: Score | None = None,
     mask: Mask | None = None,
     return_lse: bool = False,
+    return_softmax_lse: bool = False,
     out: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +138,7 @@ def flash_attn_varlen_func(
         deterministic: give the same bits of dQ every time; all else always has the same.
         sm_margin: SMs to leave to other kernels.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
-            for the same.
+            for the same, return_softmax_lse that of engines.
         out: (total_q, heads_q, head_dim_v) tensor that receives the output, like q. Rows of
             queries that are not used stay as they are. Must not share memory with another tensor
             of the call; it may lie between their elements.
@@ -146,8 +150,9 @@ def flash_attn_varlen_func(
             says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
             calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
             finds there; score, mask and seqused_q are not supported.
-        qv, q_descale, k_descale, v_descale, attention_chunk: in the signature for compatibility;
-            anything but their default is not supported.
+        attention_chunk: 0 or None, which are the same: no chunks.
+        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
+            is not supported.
 
     Returns:
         out, (total_q, heads_q, head_dim_v), of q's dtype; with return_lse also the log-sum-exp of
@@ -168,24 +173,36 @@ def flash_attn_varlen_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    (
-        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-        sm_margin, softcap,
-    ) = VARLEN_OPTIONS.of(
-        causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-        sm_margin, softcap,
-    )  # fmt: skip
+    if attention_chunk is None:
+        attention_chunk = 0
+    if (
+        type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
+        type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
+        type(return_softmax_lse),
+    ) != VARLEN_OPTIONS.types:  # fmt: skip
+        (
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap, return_softmax_lse,
+        ) = VARLEN_OPTIONS.of(
+            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
+            sm_margin, softcap, return_softmax_lse,
+        )  # fmt: skip
+    return_lse = return_lse or return_attn_probs or return_softmax_lse
     if page_table is not None:
         check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask)
-        return flash_attn_with_kvcache(
-            q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
-            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale, causal=causal,
-            window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-            num_splits=0 if num_splits == 1 else num_splits, pack_gqa=pack_gqa,
-            sm_margin=sm_margin, alibi_slopes=alibi_slopes, sinks=sinks,
-            return_lse=return_lse or return_attn_probs, out=out,
-        )  # fmt: skip
+        try:
+            return flash_attn_with_kvcache(
+                q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
+                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
+                k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale,
+                causal=causal, window_size=window_size, attention_chunk=attention_chunk,
+                softcap=softcap, num_splits=0 if num_splits == 1 else num_splits,
+                pack_gqa=pack_gqa, sm_margin=sm_margin, alibi_slopes=alibi_slopes, sinks=sinks,
+                return_lse=return_lse, out=out,
+            )  # fmt: skip
+        except (TypeError, ValueError, RuntimeError) as error:
+            error.args = tuple(map(in_own_names, error.args))
+            raise
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
         or attention_chunk
@@ -196,7 +213,6 @@ def flash_attn_varlen_func(
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             num_splits=None if num_splits in (0, 1) else integer("num_splits", num_splits, 0),
         )  # fmt: skip
-    return_lse = return_lse or return_attn_probs
     window_size = as_pair(window_size)
     if is_traced(q):
         return trace_packed(
@@ -207,13 +223,16 @@ def flash_attn_varlen_func(
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    described = tuple(
-        describe(name, tensor, has_backward=True) for name, tensor in (("q", q), ("k", k), ("v", v))
+    of_q, of_k, of_v = (
+        describe("q", q, ALIGNMENT, True),
+        describe("k", k, ALIGNMENT, True),
+        describe("v", v, ALIGNMENT, True),
     )
-    described_integers = describe_integers(integers)
-    tokens = tuple(map(tokens_of, "qkv", described))
-    batch = check_integers(described_integers, described[0])
-    total_q, total_k = check_totals(*described, batch)
+    of_integers = describe_integers(integers)
+    tokens_q = tokens_of("q", of_q)
+    tokens_k, tokens_v = tokens_of("k", of_k), tokens_of("v", of_v)
+    batch = check_integers(of_integers, of_q)
+    total_q, total_k = check_totals(of_q, of_k, of_v, batch)
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         is_causal = check_window(window_size, causal).right == 0
@@ -221,13 +240,12 @@ def flash_attn_varlen_func(
             q, batch, softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
         )
     call = prepare_varlen(
-        *tokens, seqused_q is not None, seqused_k is not None, causal, window_size,
-        modifiers.structure, sm_margin,
+        tokens_q, tokens_k, tokens_v, seqused_q is not None, seqused_k is not None, causal,
+        window_size, modifiers.structure, sm_margin,
     )  # fmt: skip
     scale = check_scale(softmax_scale, call.spec.head_dim)
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
-    heads, _ = tokens[0][0]
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
@@ -235,16 +253,18 @@ def flash_attn_varlen_func(
             call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors
         )
         return (out, lse) if return_lse else out
-    shape = total_q, heads, call.spec.head_dim_v
+    heads = tokens_q[0][0]
     if out is None:
-        out = q.new_empty(shape)
+        # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
+        out = q.new_empty(total_q, heads, call.spec.head_dim_v)
     else:
         names, tensors = modifiers.structure.names, modifiers.tensors or ()
-        check_ragged_out(
-            out, shape, described[0], ("q", "k", "v", *INTEGERS_OF_LENGTHS, *names),
-            (q, k, v, *integers, *tensors),
-        )  # fmt: skip
-    lse = q.new_empty((heads, total_q), dtype=torch.float32) if return_lse else None
+        shape = total_q, heads, call.spec.head_dim_v
+        check_ragged_out(out, describe("out", out), shape, of_q)
+        check_writable("out", out)
+        names = "q", "k", "v", *INTEGERS_OF_LENGTHS, *names
+        check_apart("out", out, names, (q, k, v, *integers, *tensors))
+    lse = q.new_empty(heads, total_q, dtype=torch.float32) if return_lse else None
     operands = RaggedOperands(q, k, v, out, lse, *integers)
     call.attend(operands, (max_seqlen_q, max_seqlen_k), modifiers.tensors, scale)
     return (out, lse) if return_lse else out
@@ -259,6 +279,17 @@ def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask) -> None:
     for name, given in (("seqused_q", seqused_q), ("score", score), ("mask", mask)):
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
+
+
+OWN_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k"}
+"""What `flash_attn_with_kvcache` calls an argument, and what it is here."""
+
+
+def in_own_names(message: object) -> object:
+    """A complaint of `flash_attn_with_kvcache` about what its caller gave it under other names."""
+    if not isinstance(message, str):
+        return message
+    return re.sub(r"\b(k_cache|v_cache|cache_seqlens)\b", lambda m: OWN_NAMES[m[0]], message)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

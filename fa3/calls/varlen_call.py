@@ -49,15 +49,14 @@ class RaggedCall:
             longest: max_seqlen_q and max_seqlen_k.
             tensors: those of the spec's scores, mask and sinks.
         """
-        total_q, heads, _ = operands.q.shape
-        if 0 in (operands.lengths.batch, total_q, heads):
+        sizes = operands.sizes(*longest)
+        if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
-        most_queries, most_keys = map(min, longest, (total_q, operands.k.shape[0]))
-        if most_keys == 0:
+        if sizes.max_seqlen_k == 0:
             of_q = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
-        elif self.joined is not None and self.joined.suits(operands.sizes(most_queries, most_keys)):
+        elif self.joined is not None and self.joined.suits(sizes):
             if self.gpu is None:
                 execute_joined(self.joined, self.window, operands, scale, tensors)
             else:
@@ -65,7 +64,7 @@ class RaggedCall:
         elif self.gpu is None:
             execute_varlen(self.spec, self.window, operands, scale, tensors)
         else:
-            self.gpu.alone.launch(operands, most_keys, tensors, scale)
+            self.gpu.alone.launch(operands, sizes.max_seqlen_k, tensors, scale)
 
     def gradients(
         self,

@@ -59,7 +59,8 @@ class PreparedVarlen:
                 self.launch(operands, max_seqlen_k, modifiers, scale)
             return
         total_q, heads, _ = q.shape
-        capacity = capacity_of_table(total_q, len(operands.cu_seqlens_q) - 1, self.tile_m)
+        batch = operands.cu_seqlens_q.shape[0] - 1
+        capacity = capacity_of_table(total_q, batch, self.tile_m)
         table = q.new_empty(words_of_table(capacity), dtype=torch.int32)
         # In the order of `TileTableArguments`.
         self.tile_table(

@@ -34,7 +34,7 @@ class PackedLengths(NamedTuple):
     @property
     def batch(self) -> int:
         """The number of sequences."""
-        return len(self.cu_seqlens_q) - 1
+        return self.cu_seqlens_q.shape[0] - 1
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """The rows of each sequence that count, in q and in k. They are on the CPU."""
@@ -75,8 +75,9 @@ class RaggedOperands(NamedTuple):
     def sizes(self, max_seqlen_q: int, max_seqlen_k: int) -> PackedSizes:
         """What the host knows of the lengths."""
         (total_q, heads, _), total_k = self.q.shape, self.k.shape[0]
-        batch = self.lengths.batch
-        return PackedSizes(batch, heads, total_q, total_k, max_seqlen_q, max_seqlen_k)
+        batch = self.cu_seqlens_q.shape[0] - 1
+        longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
+        return PackedSizes(batch, heads, total_q, total_k, *longest)
 
 
 def used_rows(ends: list[int], used: list[int] | None) -> list[range]:
