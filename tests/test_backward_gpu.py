@@ -9,6 +9,7 @@ import pytest
 import torch
 from gradients import check_gradients
 from problems import make_operands, make_problem, poisoned_allocations
+from sanitizer import TOOLS, check_sanitized
 from score_problems import Recipe
 
 import fa3
@@ -366,3 +367,29 @@ def test_refusals(device):
         fa3.flash_attn_func(q, k, v, out=torch.empty_like(q))
     with torch.no_grad():
         fa3.flash_attn_func(q, k, v, deterministic=True, sm_margin=4)
+
+
+SANITIZED = """
+    import torch
+    import fa3
+    for head_dim, head_dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        q, k = (torch.randn(2, n, 2, head_dim, device="cuda").bfloat16() for n in (200, 300))
+        v = torch.randn(2, 300, 2, head_dim_v, device="cuda").bfloat16()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        packed = [x.detach().flatten(0, 1).requires_grad_() for x in leaves]
+        ends = [torch.tensor((0, n, 2 * n), device="cuda").int() for n in (200, 300)]
+        for deterministic in (False, True):
+            options = {"causal": True, "deterministic": deterministic}
+            out = fa3.flash_attn_func(*leaves, **options)
+            torch.autograd.grad(out.sum(), leaves)
+            out = fa3.flash_attn_varlen_func(*packed, *ends, 200, 300, **options)
+            torch.autograd.grad(out.sum(), packed)
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.sanitizer
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_compute_sanitizer_finds_nothing(tool):
+    check_sanitized(tool, SANITIZED)

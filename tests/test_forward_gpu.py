@@ -2,17 +2,14 @@
 
 import math
 import random
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from problems import make_operands, make_problem, poisoned_allocations
 from reference import NO_WINDOW, check_attention, largest_difference
+from sanitizer import TOOLS, check_sanitized
 
 import fa3
 from fa3.planning.planner import plan_forward
@@ -370,8 +367,6 @@ def test_operands_on_two_devices_are_refused(device):
 # ---------------------------------------------------------------------------------- sanitizer
 
 SANITIZED = """
-    import sys
-    sys.path.insert(0, {tests!r})
     import torch
     from problems import make_operands, make_problem
     from fa3 import Window, flash_attn_func, plan_forward
@@ -393,27 +388,9 @@ SANITIZED = """
 
 @pytest.mark.sanitizer
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_compute_sanitizer_finds_nothing(tool):
-    script = textwrap.dedent(SANITIZED).format(tests=str(Path(__file__).parent))
-    finished = subprocess.run(
-        [
-            "compute-sanitizer",
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "9",
-            # The DSL asks for the GPU's architecture before the driver is initialised.
-            "--report-api-errors",
-            "no",
-            sys.executable,
-            "-c",
-            script,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-4000:]
+    check_sanitized(tool, SANITIZED)
 
 
 # ------------------------------------------------------------------------------ tile orders
