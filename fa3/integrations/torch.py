@@ -283,7 +283,7 @@ def attend_into(
             raise Refused
         _, lse = flash_attn_func(q, k, v, scale, is_causal, **options)
         return lse
-    check_integers(cum_seq_q, cum_seq_k, seqused_k)
+    check_packing(cum_seq_q, cum_seq_k, seqused_k)
     _, lse = flash_attn_varlen_func(
         q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, scale, is_causal, **options
     )
@@ -316,7 +316,7 @@ def differentiate(
     if cum_seq_q is None:
         *found, _ = gradients_of_call(**call)
     else:
-        check_integers(cum_seq_q, cum_seq_k)
+        check_packing(cum_seq_q, cum_seq_k)
         lengths: dict[str, Any] = {
             "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q,
             "max_seqlen_k": max_k, "seqused_q": None, "seqused_k": None,
@@ -364,7 +364,7 @@ def check_taken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Te
             raise Refused from None
 
 
-def check_integers(
+def check_packing(
     cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor | None, seqused_k: torch.Tensor | None = None
 ) -> None:
     """Raise `Refused` unless fa3 reads lengths of packed sequences like these."""
