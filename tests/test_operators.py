@@ -12,13 +12,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa3
 import fa3.interface
-from fa3.calls import operators
+from fa3.calls import backward, operators, varlen_backward
+from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
+from fa3.reference.backward import Gradients
 
 WINDOW = {"softmax_scale": None, "causal": True, "window_left": -1, "window_right": 0}
 PLAIN = {"softcap": 0.0, "sm_margin": 0, "alibi_slopes": None, "sinks": None}
 NO_FUNCTIONS = {"score": None, "score_tensors": [], "mask": None, "mask_tensors": []}
 NO_INTEGERS = {"cache_length": None, "cache_batch_idx": None, "cache_leftpad": None}
-DENSE = WINDOW | PLAIN | NO_FUNCTIONS | {"schedule": None}
+PACKED = WINDOW | PLAIN | NO_FUNCTIONS | {"deterministic": False}
+DENSE = PACKED | {"schedule": None}
 CACHED = WINDOW | PLAIN | NO_INTEGERS | {
     "page_table": None, "num_splits": 0, "batch_invariant": False,
 }  # fmt: skip
@@ -76,11 +79,11 @@ def differentiated_case() -> tuple:
     return operators.FORWARD, inputs, DENSE | {"sinks": torch.randn(4).requires_grad_()}
 
 
-def backward_case() -> tuple:
+def backward_case(**options) -> tuple:
     q, k, v = tensors()
     out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
     given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
-    return operators.BACKWARD, given, DENSE
+    return operators.BACKWARD, given, DENSE | options
 
 
 def written_case() -> tuple:
@@ -91,10 +94,22 @@ def written_case() -> tuple:
 def varlen_case(has_out: bool) -> tuple:
     q, k, v, ends = packed(7, 13)
     lengths = ends, ends, 13, 13, None, None
-    options = WINDOW | PLAIN | NO_FUNCTIONS
     if has_out:
-        return operators.VARLEN_OUT, (q, k, v, torch.empty_like(q), *lengths), options
-    return operators.VARLEN, (q, k, v, *lengths), options
+        return operators.VARLEN_OUT, (q, k, v, torch.empty_like(q), *lengths), PACKED
+    return operators.VARLEN, (q, k, v, *lengths), PACKED
+
+
+def differentiated_varlen_case() -> tuple:
+    operator, (q, k, v, *lengths), options = varlen_case(False)
+    inputs = *(x.requires_grad_() for x in (q, k, v)), *lengths
+    return operator, inputs, options | {"sinks": torch.randn(4).requires_grad_()}
+
+
+def varlen_backward_case(**options) -> tuple:
+    q, k, v, ends = packed(7, 13)
+    out, lse = fa3.flash_attn_varlen_func(q, k, v, ends, ends, 13, 13, causal=True, return_lse=True)
+    given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
+    return operators.VARLEN_BACKWARD, (*given, ends, ends, 13, 13, None, None), PACKED | options
 
 
 def cache_case(appends: bool, has_out: bool) -> tuple:
@@ -119,7 +134,10 @@ CASES = {
     "forward_out": written_case,
     "backward": backward_case,
     "varlen_forward": lambda: varlen_case(False),
+    "varlen_forward, differentiated": differentiated_varlen_case,
     "varlen_forward_out": lambda: varlen_case(True),
+    "varlen_backward": varlen_backward_case,
+    "varlen_backward, deterministic": lambda: varlen_backward_case(deterministic=True),
     "read_kvcache": lambda: cache_case(False, False),
     "read_kvcache with out": lambda: cache_case(False, True),
     "with_kvcache": lambda: cache_case(True, False),
@@ -290,11 +308,15 @@ def test_an_exported_program_is_of_any_length():
 # --------------------------------------------------------------------------------- gradients
 
 
+def is_differentiable(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
 def gradients(run, inputs: tuple, of_lse: bool = True) -> tuple[torch.Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = run(*leaves)
+    given = [x.detach().requires_grad_() if is_differentiable(x) else x for x in inputs]
+    out, lse = run(*given)
     loss = (out.float() ** 2).sum() + (lse.sin().sum() if of_lse else 0)
-    return torch.autograd.grad(loss, leaves)
+    return torch.autograd.grad(loss, list(filter(is_differentiable, given)))
 
 
 def with_modifiers(q, k, v, sinks):
@@ -304,36 +326,108 @@ def with_modifiers(q, k, v, sinks):
     )
 
 
+def packed_with_modifiers(q, k, v, sinks, ends, used):
+    slopes, near = torch.full((4,), 0.1), Near(torch.arange(4, dtype=torch.int32))
+    return fa3.flash_attn_varlen_func(
+        q, k, v, ends, ends, 40, 40, used, used, 0.2, window_size=(9, 5), deterministic=True,
+        alibi_slopes=slopes, sinks=sinks, mask=near, return_lse=True,
+    )  # fmt: skip
+
+
+DIFFERENTIATED = {
+    "dense": lambda: (attend_to_itself, tensors()),
+    "dense, modifiers": lambda: (with_modifiers, (*tensors(), torch.randn(4))),
+    "packed": lambda: (attend_inside, packed_of(4)),
+    "packed, modifiers": lambda: (
+        packed_with_modifiers,
+        (*packed(30, 0, 17)[:3], torch.randn(4), packed(30, 0, 17)[3], torch.arange(3).int() * 8),
+    ),
+}
+
+
 @pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:`isinstance")
 @pytest.mark.parametrize("of_lse", [True, False])
-@pytest.mark.parametrize(
-    ("run", "inputs"),
-    [(attend_to_itself, tensors()), (with_modifiers, (*tensors(), torch.randn(4)))],
-    ids=["plain", "modifiers"],
-)
-def test_gradients_in_a_graph(run, inputs, of_lse):
+@pytest.mark.parametrize("graph", ["compile", "export"])
+@pytest.mark.parametrize("call", DIFFERENTIATED)
+def test_gradients_in_a_graph(call, graph, of_lse):
+    run, inputs = DIFFERENTIATED[call]()
     torch.compiler.reset()
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    found, expected = (gradients(f, inputs, of_lse) for f in (compiled, run))
+    traced = GRAPHS[graph](run, inputs)
+    found, expected = (gradients(f, inputs, of_lse) for f in (traced, run))
     assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.compiles
-def test_gradients_of_other_lengths_come_from_the_same_graph():
+@pytest.mark.parametrize("call", ["dense", "packed"])
+def test_gradients_of_other_lengths_come_from_the_same_graph(call):
+    run, make = LENGTHS[call]
     torch.compiler.reset()
     counters.clear()
-    compiled = torch.compile(attend_to_itself, backend="aot_eager", fullgraph=True, dynamic=True)
-    for n in (16, 40, 33):
-        found, expected = (gradients(f, tensors(n, 3)) for f in (compiled, attend_to_itself))
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (2, 5, 4):
+        found, expected = (gradients(f, make(n)) for f in (compiled, run))
         assert all(map(torch.equal, found, expected))
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_the_operator_has_no_second_derivative():
-    inputs = [x.requires_grad_() for x in tensors()]
-    out, _ = operators.FORWARD.overload(*inputs, **DENSE)
+def attend_in_order(q, k, v):
+    return fa3.flash_attn_func(q, k, v, causal=True, deterministic=True, return_lse=True)
+
+
+def attend_inside_in_order(q, k, v, ends, longest):
+    return fa3.flash_attn_varlen_func(
+        q, k, v, ends, ends, longest, longest, deterministic=True, return_lse=True
+    )
+
+
+ORDERED = {
+    "dense": (attend_in_order, tensors),
+    "packed": (attend_inside_in_order, lambda n: (*packed(n, 5, n // 2), n)),
+}
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("call", ORDERED)
+def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
+    run, make = ORDERED[call]
+    graph = make_fx(lambda *given: gradients(run, given))(*make(20)).graph
+    (node,) = (node for node in graph.nodes if "backward" in str(node.target))
+    operator = next(o for o in vars(operators).values() if getattr(o, "overload", 0) is node.target)
+    assert (operator.by_name(node.args) | node.kwargs)["deterministic"] is True
+
+    asked = []
+
+    def note(*given):
+        asked.append(given[-1])
+        return Gradients(None, None, None, None)
+
+    monkeypatch.setattr(backward, "gradients", note)
+    monkeypatch.setattr(varlen_backward, "packed_gradients", note)
+    for deterministic in (True, False):
+        case = {"dense": backward_case, "packed": varlen_backward_case}[call]
+        _, given, options = case(deterministic=deterministic)
+        named = operator.by_name(given) | options
+        named["q"] = named["q"].as_subclass(OnGpu)
+        run = {"dense": gradients_of_call, "packed": gradients_of_packed_call}[call]
+        run(**operators.as_call(named))
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(differentiated_case, "flash_attn_func"), (differentiated_varlen_case, "_varlen_func")],
+)
+def test_operators_have_no_second_derivative(case, name):
+    operator, inputs, options = case()
+    out, _ = operator.overload(*inputs, **options)
     (d_q,) = torch.autograd.grad(out.float().square().sum(), inputs[0], create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
+    with pytest.raises(NotImplementedError, match=f"{name} has no second derivative"):
         d_q.float().sum().backward()
 
 
@@ -393,8 +487,11 @@ def test_gradients_that_a_graph_cannot_have():
             fa3.flash_attn_func(q, k, v, score=Times(torch.ones(4)))
         with pytest.raises(ValueError, match="out must be None"):
             fa3.flash_attn_func(q, k, v, out=torch.empty_like(q))
-        with pytest.raises(ValueError, match="q requires grad"):
-            fa3.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 20, 20)
+        lengths = ends, ends, 20, 20
+        with pytest.raises(NotImplementedError, match="score has no derivative yet"):
+            fa3.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, score=Times(torch.ones(4)))
+        with pytest.raises(ValueError, match="out must be None"):
+            fa3.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, out=torch.empty_like(q[0]))
         with pytest.raises(ValueError, match="q requires grad"):
             fa3.flash_attn_with_kvcache(q, k, v)
 
@@ -433,9 +530,25 @@ def test_graphs_on_a_gpu(call, mode, device):
 
 
 @pytest.mark.gpu
-def test_gradients_in_a_graph_on_a_gpu(device):
+@pytest.mark.parametrize("call", ["dense", "packed"])
+def test_gradients_in_a_graph_on_a_gpu(call, device):
+    run, make = LENGTHS[call]
     torch.compiler.reset()
-    compiled = torch.compile(attend_to_itself, fullgraph=True)
-    inputs = on_gpu(tensors(300), device)
-    found, expected = (gradients(f, inputs) for f in (compiled, attend_to_itself))
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True)
+    for n in (40, 70):
+        inputs = on_gpu(make(n), device)
+        found, expected = (gradients(f, inputs) for f in (compiled, run))
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", ["dense", "packed"])
+def test_deterministic_gradients_in_a_graph_on_a_gpu(call, device):
+    """They have the bits of those outside of it, every time."""
+    run, make = ORDERED[call]
+    inputs = on_gpu(make(2000), device)
+    expected = gradients(run, inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for _ in range(20):
+        assert all(map(torch.equal, gradients(compiled, inputs), expected))

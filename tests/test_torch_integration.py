@@ -82,8 +82,10 @@ def test_forward_and_backward_through_the_dispatcher(stock, transposed, is_causa
     d_out = torch.randn_like(expected)
     found = torch.autograd.grad(out, (q, k, v), d_out.transpose(1, 2))
     wanted = torch.autograd.grad(expected, inputs, d_out)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other, x in zip(found, wanted, (q, k, v), strict=True):
         assert torch.equal(one.transpose(1, 2), other)
+        # In graphs torch counts on these.
+        assert one.stride() == torch.empty_like(x).stride()
     assert not stock.called
 
 
@@ -104,11 +106,54 @@ def test_packed_sequences(stock):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     q, k, v = torch.randn(3, 50, 4, 64, dtype=torch.bfloat16)
     ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
     for window in ((-1, -1), (-1, 0), (8, 0)):
         out = varlen.varlen_attn(q, k, v, ends, ends, 30, 30, window_size=window)
         expected = fa3.flash_attn_varlen_func(q, k, v, ends, ends, 30, 30, window_size=window)
         assert torch.equal(out, expected)
+        d_out = torch.randn_like(out)
+        found, wanted = (torch.autograd.grad(x, inputs, d_out) for x in (out, expected))
+        assert all(map(torch.equal, found, wanted))
     assert not stock.called
+
+
+def test_packed_sequences_with_lengths_that_fa3_does_not_read(stock):
+    call = torch.ops.aten._flash_attention_backward
+    q, d_out = torch.randn(2, 50, 4, 64, dtype=torch.bfloat16)
+    state, ends = torch.zeros(2, dtype=torch.uint64), torch.tensor([0, 20, 50])
+    lse, unused = torch.zeros(4, 50), torch.empty(0)
+    stock.result = q, q, q
+    for ends_k in (ends, None):
+        call(d_out, q, q, q, q, lse, ends.int(), ends_k, 30, 30, 0.0, True, state, unused)
+    call(d_out, q, q, q, q, lse, ends.int(), ends.int(), 30, 30, 0.5, True, state, unused)
+    assert stock.called == 3 * ["_flash_attention_backward"]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_gradients_have_a_fixed_order_if_torch_wants_it(stock, monkeypatch, is_wanted, is_packed):
+    name = "gradients_of_packed_call" if is_packed else "gradients_of_call"
+    compute, asked = getattr(integration, name), []
+
+    def noted(**call):
+        asked.append(call["deterministic"])
+        return compute(**call)
+
+    monkeypatch.setattr(integration, name, noted)
+    torch.use_deterministic_algorithms(is_wanted)
+    try:
+        if is_packed:
+            varlen = pytest.importorskip("torch.nn.attention.varlen")
+            q = torch.randn(50, 4, 64).bfloat16().requires_grad_()
+            ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+            out = varlen.varlen_attn(q, q, q, ends, ends, 30, 30)
+        else:
+            q, _, _ = (x.requires_grad_() for x in heads_first())
+            out = torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)[0]
+        torch.autograd.grad(out, q, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [is_wanted] and not stock.called
 
 
 def test_a_kernel_that_writes_to_a_tensor_of_the_callers(stock):
@@ -165,17 +210,17 @@ def active():
     torch_attention.restore_flash_attention_impl()
 
 
-def runs_of_fa3(monkeypatch) -> list:
-    """Note the calls that fa3 computes from now on."""
+def runs_of_fa3(monkeypatch, name: str = "attend_into") -> list:
+    """Note the calls that fa3 computes from now on, or differentiates."""
     ran = []
-    run = integration.attend_into
+    run = getattr(integration, name)
 
     def noted(*arguments, **named):
         result = run(*arguments, **named)
         ran.append(arguments[0].shape)
         return result
 
-    monkeypatch.setattr(integration, "attend_into", noted)
+    monkeypatch.setattr(integration, name, noted)
     return ran
 
 
@@ -196,6 +241,86 @@ def test_sdpa_on_a_gpu(active, device, monkeypatch, is_causal):
     expected = exact, *torch.autograd.grad(exact, inputs, d_out.double())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2)
+
+
+@needs_registry
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 0)])
+def test_packed_sequences_on_a_gpu(active, device, monkeypatch, window, compiled):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    ran = runs_of_fa3(monkeypatch, "differentiate")
+    lengths = 200, 1, 333
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    made = torch.randn(3, sum(lengths), 4, 64, device=device).bfloat16()
+    inputs = [x.detach().clone().requires_grad_() for x in made]
+
+    def attend(q, k, v):
+        return varlen.varlen_attn(q, k, v, ends, ends, 333, 333, window_size=window)
+
+    torch.compiler.reset()
+    out = (torch.compile(attend, fullgraph=True) if compiled else attend)(*inputs)
+    d_out = torch.randn_like(out)
+    found = out, *torch.autograd.grad(out, inputs, d_out)
+    assert len(ran) == 1
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    parts = []
+    for part in zip(*(x.split(lengths) for x in exact), strict=True):
+        position = torch.arange(len(part[0]), device=device)
+        behind = position[:, None] - position
+        left, right = (len(part[0]) if bound < 0 else bound for bound in window)
+        seen = (behind <= left) & (-behind <= right)
+        q, k, v = (x.transpose(0, 1) for x in part)
+        parts.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1))
+    of_all = torch.cat(parts)
+    expected = of_all, *torch.autograd.grad(of_all, exact, d_out.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2)
+
+
+@needs_registry
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_deterministic_gradients_on_a_gpu(active, device, monkeypatch, is_packed):
+    ran = runs_of_fa3(monkeypatch, "differentiate")
+    torch.use_deterministic_algorithms(True)
+    try:
+        if is_packed:
+            varlen = pytest.importorskip("torch.nn.attention.varlen")
+            ends = torch.tensor([0, 1000, 3000], dtype=torch.int32, device=device)
+            inputs = list(torch.randn(3, 3000, 4, 64, device=device).bfloat16())
+            inputs = [x.requires_grad_() for x in inputs]
+            out = varlen.varlen_attn(*inputs, ends, ends, 2000, 2000, window_size=(-1, 0))
+        else:
+            inputs = [x.to(device).requires_grad_() for x in heads_first(seqlen=3000)]
+            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        d_out = torch.randn_like(out)
+        first, *others = (
+            torch.autograd.grad(out, inputs, d_out, retain_graph=True) for _ in range(20)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(ran) == 20
+    assert all(all(map(torch.equal, first, other)) for other in others)
+
+
+@needs_registry
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [True, False])
+def test_gradients_of_sdpa_in_a_graph_on_a_gpu(active, device, monkeypatch, transposed):
+    """Inductor checks the strides of what comes back."""
+    ran = runs_of_fa3(monkeypatch, "differentiate")
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    inputs = [x.to(device).requires_grad_() for x in heads_first(seqlen=300, transposed=transposed)]
+    torch.compiler.reset()
+    out, expected = torch.compile(attend, fullgraph=True)(*inputs), attend(*inputs)
+    d_out = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(x, inputs, d_out) for x in (out, expected))
+    assert len(ran) == 2
+    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
 
 
 @needs_registry

@@ -5,6 +5,7 @@ import torch
 from problems import make_operands, make_problem
 from reference import positions, visible
 from score_problems import NOTHING, modify
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa3
 from fa3.kernels.forward import Forward
@@ -18,7 +19,7 @@ transformers = pytest.importorskip(
     "transformers", minversion="5.23", reason="needs Transformers: pip install fa3[transformers]"
 )
 
-from transformers import StaticCache  # noqa: E402
+from transformers import StaticCache, masking_utils  # noqa: E402
 
 from fa3.integrations import transformers as integration  # noqa: E402
 
@@ -265,6 +266,68 @@ def test_packed_training(family, device_type, has_lengths):
     check_gradients(model, lambda: logits_of_packed(model, ids, options).float().square().mean())
 
 
+def describe_packed(window: int | None = None, **options) -> torch.Tensor:
+    """Return what the layers get as the mask of packed sequences, by their positions."""
+    _, given = packed("cpu", False)
+    length, position = sum(PACKED), given["position_ids"]
+    mask_function = masking_utils.causal_mask_function
+    if window is not None:
+        mask_function = masking_utils.sliding_window_causal_mask_function(window)
+    mask_function = masking_utils.packed_sequence_compatibility_function(
+        mask_function, position, masking_utils.find_packed_sequence_indices(position)
+    )
+    options = {
+        "mask_function": mask_function, "local_size": window, "allow_is_causal_skip": False,
+        "config": transformers.MistralConfig(sliding_window=WINDOW),
+    } | options  # fmt: skip
+    return integration.describe_mask(1, length, length, **options)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_a_mask_of_packed_sequences_says_where_they_end(window):
+    found = describe_packed(window)
+    assert found.dtype == torch.int32 and found.shape == (1, 1, len(PACKED) + 1, 1)
+    assert found.flatten().tolist() == [0, 9, 13, 30]
+
+
+def test_a_mask_that_says_more_stays_a_mask():
+    def sees_no_fourth(batch, head, query, key):
+        return (query >= key) & (key != 4)
+
+    def sees_all(batch, head, query, key):
+        return query + key >= 0
+
+    for options in (
+        {"mask_function": sees_no_fourth},
+        {"mask_function": sees_all},
+        {"window": WINDOW - 1},
+        {"attention_mask": torch.arange(sum(PACKED))[None] != 20},
+    ):
+        assert describe_packed(**options).dtype == torch.bool
+
+
+def test_a_model_under_fake_tensors():
+    model, ids = make_model("llama"), tokens(1, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(ids, use_cache=False).logits.shape == (1, 8, 99)
+
+
+@pytest.mark.compiles
+@packings
+def test_no_graph_breaks_in_packed_training(family, has_lengths):
+    model = make_model(family).train()
+    ids, options = packed("cpu", has_lengths)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found, expected = (
+        gradients_of(
+            model, lambda run=run: run(ids, use_cache=False, **options).logits.float().mean()
+        )
+        for run in (compiled, model)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-2)
+
+
 @pytest.mark.compiles
 @families
 @torch.no_grad()
@@ -309,7 +372,6 @@ def test_what_is_refused():
 
 MASKS = {
     "after padding": lambda: integration.AfterPadding(torch.tensor([0, 70, 300]).int()),
-    "same sequence": lambda: integration.SameSequence(torch.arange(400).int() // 150),
     "listed": lambda: integration.Listed(torch.ones(3, 400, 400, dtype=torch.uint8).tril()),
 }
 

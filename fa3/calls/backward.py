@@ -74,7 +74,7 @@ def gradients(
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...],
     wants_sinks: bool,
-    deterministic: bool = False,
+    deterministic: bool,
 ) -> Gradients:
     """Compute the gradients of a problem posed by tensors on a GPU.
 

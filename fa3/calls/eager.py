@@ -75,8 +75,7 @@ def check_undifferentiated(name: str) -> None:
     if torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires grad, but there is no backward yet, but for q, k, v and sinks of "
-            "flash_attn_func and, outside of graphs, of flash_attn_varlen_func: detach it or use "
-            "torch.no_grad()"
+            "flash_attn_func and flash_attn_varlen_func: detach it or use torch.no_grad()"
         )
 
 

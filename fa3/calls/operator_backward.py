@@ -1,7 +1,7 @@
-"""The backward pass of a dense call by itself: what the operator `fa3::backward` runs.
+"""The backward pass of a call by itself: what `fa3::backward` and `fa3::varlen_backward` run.
 
 It takes what the call took and gave, and poses the problem again; autograd outside of graphs keeps
-the problem and does not come here (`fa3.calls.autograd`).
+the problem and does not come here (`fa3.calls.autograd`, `fa3.calls.varlen_autograd`).
 """
 
 import torch
@@ -11,7 +11,17 @@ from fa3.calls.dense import pose
 from fa3.calls.modifiers import Modifiers
 from fa3.calls.operands import Operand, describe
 from fa3.calls.options import check_scale, check_window
-from fa3.reference.backward import BackwardOperands, execute_backward
+from fa3.calls.ragged import (
+    Tokens,
+    check_integers,
+    check_totals,
+    describe_integers,
+    pose_packed,
+    tokens_of,
+)
+from fa3.calls.varlen_call import ragged_gradients
+from fa3.reference.backward import BackwardOperands, Wanted, execute_backward
+from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
 
 
@@ -30,6 +40,7 @@ def gradients_of_call(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
     mask: Mask | None,
+    deterministic: bool,
     **of_forward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
@@ -48,10 +59,61 @@ def gradients_of_call(
     scale, tensors = check_scale(softmax_scale, q.shape[3]), modifiers.tensors or ()
     if q.is_cuda:
         operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
-        found = backward.gradients(problem, operands, scale, tensors, sinks is not None)
+        found = backward.gradients(
+            problem, operands, scale, tensors, sinks is not None, deterministic
+        )
     else:
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
         operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
         found = execute_backward(problem, operands, scale, tensors)
+    return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks
+
+
+def gradients_of_packed_call(
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    mask: Mask | None,
+    deterministic: bool,
+    **of_forward,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same for packed sequences.
+
+    Args:
+        d_out, d_lse: gradients of out and lse; None for zeros.
+        out, lse: what `flash_attn_varlen_func` gave of the other arguments.
+        of_forward: how that was run.
+    """
+    described = tuple(describe(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    lengths = PackedLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tokens = (Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True))
+    batch = check_integers(describe_integers(lengths), described[0])
+    check_totals(*described, batch)
+    is_causal = check_window(window_size, causal).right == 0
+    modifiers = Modifiers.of(
+        q, batch, softcap, alibi_slopes, sinks, None, mask, is_causal, has_backward=True
+    )
+    posed = pose_packed(*tokens, causal, window_size, modifiers.structure)
+    operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
+    found = ragged_gradients(
+        *posed, operands, lengths, (max_seqlen_q, max_seqlen_k), modifiers.tensors or (),
+        check_scale(softmax_scale, q.shape[2]), Wanted(sinks=sinks is not None), deterministic,
+    )  # fmt: skip
     return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks

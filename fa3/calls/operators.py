@@ -3,22 +3,23 @@
 torch.compile, torch.export and make_fx see operators of torch only. While one of them traces, a
 public function puts an operator of the namespace `fa3` in its own place (`fa3.calls.traced`); when
 the graph runs, the operator calls the function, with tensors that lie in memory. Here are the
-operators' signatures, what they give without computing it, and the derivative.
+operators' signatures, what they give without computing it, and the derivatives.
 
 | operator | stands for | writes |
 |---|---|---|
 | `fa3::forward` | `flash_attn_func`; has a derivative | |
 | `fa3::forward_out` | the same with `out` | out |
 | `fa3::backward` | the backward pass of `fa3::forward` | |
-| `fa3::varlen_forward` | `flash_attn_varlen_func` | |
+| `fa3::varlen_forward` | `flash_attn_varlen_func`; has a derivative | |
 | `fa3::varlen_forward_out` | the same with `out` | out |
+| `fa3::varlen_backward` | the backward pass of `fa3::varlen_forward` | |
 | `fa3::with_kvcache` | `flash_attn_with_kvcache` that appends | the caches; out if given |
 | `fa3::read_kvcache` | `flash_attn_with_kvcache` that does not append | out if given |
 | `fa3::combine` | `flash_attn_combine` | out if given |
 
 Arguments have the functions' names; scores and masks of the user's are a name and tensors
-(`fa3.calls.user_functions`). The log-sum-exp always comes: it costs next to nothing, and the
-derivative needs it. An output that was given does not come again: in its place is a tensor without
+(`fa3.calls.user_functions`). The log-sum-exp always comes: it costs next to nothing, and
+derivatives need it. An output that was given does not come again: in its place is a tensor without
 elements.
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Callable
 
 import torch
 
+from fa3.calls.autograd import no_second_derivative
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
@@ -42,10 +44,11 @@ OF_SCORES = (
     "int sm_margin, Tensor? alibi_slopes, Tensor? sinks"
 )
 FUNCTIONS = "str? score, Tensor[] score_tensors, str? mask, Tensor[] mask_tensors"
-DENSE = f"{OF_SCORES}, {FUNCTIONS}, str? schedule"
+UNCACHED = f"{OF_SCORES}, {FUNCTIONS}, bool deterministic"
+DENSE = f"{UNCACHED}, str? schedule"
 PACKED = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    f"Tensor? seqused_q, Tensor? seqused_k, {OF_SCORES}, {FUNCTIONS}"
+    f"Tensor? seqused_q, Tensor? seqused_k, {UNCACHED}"
 )
 CACHED = (
     "Tensor? cache_seqlens, SymInt? cache_length, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
@@ -56,6 +59,8 @@ APPENDED = (
     "bool rotary_interleaved"
 )
 QKV, RESULTS = "Tensor q, Tensor k, Tensor v", "(Tensor, Tensor)"
+DIFFERENTIATED = f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse"
+GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
 
 
 class Operator:
@@ -201,15 +206,13 @@ def fake_gradients(
 
 FORWARD = Operator("forward", f"({QKV}, {DENSE}) -> {RESULTS}", fake_dense)
 FORWARD_OUT = Operator("forward_out", f"({QKV}, Tensor(a!) out, {DENSE}) -> {RESULTS}", fake_dense)
-BACKWARD = Operator(
-    "backward",
-    f"(Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {DENSE}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    fake_gradients,
-)
+BACKWARD = Operator("backward", f"({DIFFERENTIATED}, {DENSE}) -> {GRADIENTS}", fake_gradients)
 VARLEN = Operator("varlen_forward", f"({QKV}, {PACKED}) -> {RESULTS}", fake_packed)
 VARLEN_OUT = Operator(
     "varlen_forward_out", f"({QKV}, Tensor(a!) out, {PACKED}) -> {RESULTS}", fake_packed
+)
+VARLEN_BACKWARD = Operator(
+    "varlen_backward", f"({DIFFERENTIATED}, {PACKED}) -> {GRADIENTS}", fake_gradients
 )
 WITH_KVCACHE = Operator(
     "with_kvcache",
@@ -229,40 +232,48 @@ COMBINE = Operator(
 )
 
 
-# --------------------------------------------------------------------------------- derivative
+# -------------------------------------------------------------------------------- derivatives
 
 
-def keep_for_backward(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Keep what the backward pass of `fa3::forward` reads."""
-    arguments = FORWARD.by_name(inputs)
-    tensors = {name: arguments.pop(name) for name in ("q", "k", "v", "alibi_slopes", "sinks")}
-    mask_tensors = arguments.pop("mask_tensors")
-    ctx.save_for_backward(*tensors.values(), *output, *mask_tensors)
-    ctx.options = arguments
-    ctx.set_materialize_grads(False)
+def differentiate_by(forward: Operator, backward: Operator, call: str) -> None:
+    """Make an operator the derivative of another; it has none itself.
+
+    Args:
+        forward: gives out and lse.
+        backward: takes their gradients, out, lse and what `forward` takes.
+        call: the public function that `forward` stands for.
+    """
+
+    def keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Keep what the backward pass reads."""
+        options = forward.by_name(inputs)
+        mask_tensors = options.pop("mask_tensors")
+        ctx.names = tuple(name for name, one in options.items() if isinstance(one, torch.Tensor))
+        ctx.save_for_backward(*output, *map(options.pop, ctx.names), *mask_tensors)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple:
+        """The gradients of q, k, v and the sinks; nothing else has one."""
+        out, lse, *saved = ctx.saved_tensors
+        count = len(ctx.names)
+        named, mask_tensors = dict(zip(ctx.names, saved, strict=False)), saved[count:]
+        d_q, d_k, d_v, d_sinks = backward.overload(
+            d_out, d_lse, out=out, lse=lse, mask_tensors=mask_tensors, **named, **ctx.options
+        )
+        gradients = {
+            "q": d_q, "k": d_k, "v": d_v, "sinks": d_sinks if "sinks" in named else None,
+            "score_tensors": [None] * len(ctx.options["score_tensors"]),
+            "mask_tensors": [None] * len(mask_tensors),
+        }  # fmt: skip
+        return tuple(gradients.get(name) for name in forward.arguments)
+
+    def refuse(ctx, *gradients: torch.Tensor):
+        raise no_second_derivative(call)
+
+    torch.library.register_autograd(forward.name, differentiate, setup_context=keep)
+    torch.library.register_autograd(backward.name, refuse)
 
 
-def differentiate(ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple:
-    """The gradients of `fa3::forward` by its arguments, as far as they have one."""
-    q, k, v, alibi_slopes, sinks, out, lse, *mask_tensors = ctx.saved_tensors
-    options = ctx.options | {
-        "alibi_slopes": alibi_slopes, "sinks": sinks, "mask_tensors": mask_tensors,
-    }  # fmt: skip
-    rest = (options[name] for name in FORWARD.arguments[3:])
-    d_q, d_k, d_v, d_sinks = BACKWARD.overload(d_out, d_lse, q, k, v, out, lse, *rest)
-    gradients = {
-        "q": d_q, "k": d_k, "v": d_v, "sinks": None if sinks is None else d_sinks,
-        "score_tensors": [None] * len(options["score_tensors"]),
-        "mask_tensors": [None] * len(mask_tensors),
-    }  # fmt: skip
-    return tuple(gradients.get(name) for name in FORWARD.arguments)
-
-
-def refuse_second_derivative(ctx, *gradients: torch.Tensor):
-    raise NotImplementedError(
-        "flash_attn_func has no second derivative: its gradients cannot be differentiated"
-    )
-
-
-torch.library.register_autograd(FORWARD.name, differentiate, setup_context=keep_for_backward)
-torch.library.register_autograd(BACKWARD.name, refuse_second_derivative)
+differentiate_by(FORWARD, BACKWARD, "flash_attn_func")
+differentiate_by(VARLEN, VARLEN_BACKWARD, "flash_attn_varlen_func")

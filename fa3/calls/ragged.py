@@ -2,7 +2,7 @@
 
 Lengths are others in every call, and so are the sizes that follow from them: `tokens_of`,
 `check_integers`, `check_totals` and `check_ragged_out` look at these each time and remember
-nothing. `check_tokens` looks at the rest, which repeated calls share. `check_lengths` looks at what
+nothing. `pose_packed` looks at the rest, which repeated calls share. `check_lengths` looks at what
 lies in the small integer tensors, as far as the host can see it.
 """
 
@@ -13,6 +13,7 @@ import torch
 
 from fa3.calls.assertions import read_back
 from fa3.calls.dense import FEWEST_ROWS, MOST_FORWARD_TILES
+from fa3.calls.modifiers import Structure
 from fa3.calls.operands import (
     ALIGNMENT,
     DTYPES,
@@ -33,7 +34,8 @@ from fa3.calls.operands import (
     describe,
     hide_all_keys_of_lse,
 )
-from fa3.calls.options import VARLEN_FROM_FLASH_ATTENTION_2
+from fa3.calls.options import VARLEN_FROM_FLASH_ATTENTION_2, check_window
+from fa3.problem import AttentionSpec, Window
 from fa3.reference.varlen import used_rows
 
 """Of q, k, v and out."""
@@ -84,6 +86,24 @@ def describe_integers(integers: Integers) -> tuple[Description | None, ...]:
 
 
 # --------------------------------------------------------------------- what no length changes
+
+
+def pose_packed(
+    q: Tokens,
+    k: Tokens,
+    v: Tokens,
+    causal: bool,
+    window_size: tuple[int, int],
+    modifiers: Structure,
+) -> tuple[AttentionSpec, Window]:
+    """What is compiled for a call with these tokens; raises unless they pose a problem.
+
+    Returns:
+        the spec, and the window with bounds that any lengths may have.
+    """
+    check_tokens(q, k, v)
+    window = check_window(window_size, causal).tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+    return modifiers.spec(q.dtype, q.shape[1], v.shape[1], window), window
 
 
 def check_tokens(q: Tokens, k: Tokens, v: Tokens) -> None:

@@ -12,7 +12,7 @@ import torch
 from fa3.calls import operators
 from fa3.calls.autograd import check_differentiable, wants_gradient
 from fa3.calls.eager import check_undifferentiated
-from fa3.calls.operator_backward import gradients_of_call
+from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
 from fa3.calls.options import check_window
 from fa3.calls.scheduler_metadata import SchedulerMetadata, check_is_metadata
 from fa3.calls.user_functions import take_apart
@@ -21,6 +21,7 @@ from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
 operators.BACKWARD.runs(gradients_of_call)
+operators.VARLEN_BACKWARD.runs(gradients_of_packed_call)
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -54,16 +55,8 @@ def trace_dense(
             "part of"
         )
     named, functions = options_of(*options), functions_of(score, mask)
-    sinks = named["sinks"]
-    if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, named["sm_margin"])
-        if q.is_cuda and deterministic:
-            raise NotImplementedError(
-                "deterministic must be False while a graph is traced and a gradient is wanted: the "
-                "operator fa3::backward adds up dQ in no fixed order yet"
-            )
-    refuse_gradients({"alibi_slopes": named["alibi_slopes"], **tensors_of_functions(functions)})
-    named = named | functions | {"schedule": schedule}
+    check_gradients(q, k, v, out, score, named, functions)
+    named = named | functions | {"deterministic": deterministic, "schedule": schedule}
     if out is None:
         out, lse = operators.FORWARD.overload(q, k, v, **named)
     else:
@@ -79,6 +72,7 @@ def trace_packed(
     return_lse: bool,
     score: Score | None,
     mask: Mask | None,
+    deterministic: bool,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
@@ -93,12 +87,9 @@ def trace_packed(
         options: those of `options_of`.
     """
     named, functions = options_of(*options), functions_of(score, mask)
-    refuse_gradients(
-        {"q": q, "k": k, "v": v, "sinks": named["sinks"], "alibi_slopes": named["alibi_slopes"]}
-        | tensors_of_functions(functions)
-    )
+    check_gradients(q, k, v, out, score, named, functions)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    named = named | functions
+    named = named | functions | {"deterministic": deterministic}
     if out is None:
         out, lse = operators.VARLEN.overload(q, k, v, *lengths, **named)
     else:
@@ -227,6 +218,26 @@ def functions_of(score: Score | None, mask: Mask | None) -> dict[str, object]:
     return {
         "score": score, "score_tensors": score_tensors, "mask": mask, "mask_tensors": mask_tensors,
     }  # fmt: skip
+
+
+def check_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    score: Score | None,
+    named: Mapping[str, object],
+    functions: Mapping[str, object],
+) -> None:
+    """Raise unless a call without a cache has the gradients that are wanted.
+
+    Args:
+        named, functions: what `options_of` and `functions_of` gave.
+    """
+    sinks = named["sinks"]
+    if wants_gradient(q, k, v, sinks):
+        check_differentiable(q, k, v, sinks, score, out, named["sm_margin"])
+    refuse_gradients({"alibi_slopes": named["alibi_slopes"], **tensors_of_functions(functions)})
 
 
 def tensors_of_functions(functions: Mapping[str, object]) -> dict[str, torch.Tensor]:

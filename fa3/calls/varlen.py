@@ -30,14 +30,13 @@ from fa3.calls.options import (
 )
 from fa3.calls.ragged import (
     INTEGERS_OF_LENGTHS,
-    MOST_RAGGED_ROWS,
     Tokens,
     check_integers,
     check_lengths,
     check_ragged_out,
-    check_tokens,
     check_totals,
     describe_integers,
+    pose_packed,
     tokens_of,
 )
 from fa3.calls.traced import trace_packed
@@ -216,9 +215,9 @@ def flash_attn_varlen_func(
     window_size = as_pair(window_size)
     if is_traced(q):
         return trace_packed(
-            q, k, v, out, return_lse, score, mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal, window_size, softcap,
-            sm_margin, alibi_slopes, sinks,
+            q, k, v, out, return_lse, score, mask, deterministic, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal, window_size,
+            softcap, sm_margin, alibi_slopes, sinks,
         )  # fmt: skip
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
@@ -306,9 +305,7 @@ def prepare_varlen(
 ) -> RaggedCall:
     """Validate what no length changes, and load the kernels. q, k and v are of `Tokens`."""
     q, k, v = Tokens(*q), Tokens(*k), Tokens(*v)
-    check_tokens(q, k, v)
-    window = check_window(window_size, causal).tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    spec = modifiers.spec(q.dtype, q.shape[1], v.shape[1], window)
+    spec, window = pose_packed(q, k, v, causal, window_size, modifiers)
     is_on_host = q.device.type == "cpu"
     gpu = reserve_sms(H200 if is_on_host else gpu_of(q.device), sm_margin)
     given = spec, has_used_q, has_used_k, gpu

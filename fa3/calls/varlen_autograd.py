@@ -1,12 +1,14 @@
 """Gradients of `flash_attn_varlen_func`: what torch's autograd calls and keeps.
 
-Kept until the backward pass are the tensors of the call, its output and its log-sum-exp. A
-`fa3.calls.varlen_call.RaggedCall` computes both passes.
+Kept until the backward pass are the tensors of the call, its output and its log-sum-exp.
+`fa3.calls.varlen_call` computes both passes.
 """
 
 import torch
 
 from fa3.calls.autograd import no_second_derivative
+from fa3.calls.varlen_call import RaggedCall, ragged_gradients
+from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.varlen import PackedLengths, RaggedOperands
 
@@ -17,7 +19,7 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        call: object,
+        call: RaggedCall,
         lengths: PackedLengths,
         longest: tuple[int, int],
         deterministic: bool,
@@ -42,7 +44,7 @@ class PackedAttention(torch.autograd.Function):
         lse = q.new_empty(heads, total_q, dtype=torch.float32)
         operands = RaggedOperands(q, k, v, out, lse, *lengths)
         call.attend(operands, longest, tensors or None, softmax_scale)
-        ctx.call, ctx.options = call, (longest, deterministic, softmax_scale)
+        ctx.options = call.spec, call.window, longest, deterministic, softmax_scale
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*lengths, q, k, v, out, lse, *tensors)
         return out, lse
@@ -58,9 +60,8 @@ class PackedAttention(torch.autograd.Function):
         lengths, operands, tensors = saved[:count], saved[count : count + 5], saved[count + 5 :]
         wanted = Wanted(*needed[:3], any(needed[3:]))
         *found, d_sinks = PackedGradients.apply(
-            ctx.call, *ctx.options, wanted, *lengths, *operands, d_out, d_lse,
-            *tensors,
-        )  # fmt: skip
+            *ctx.options, wanted, *lengths, *operands, d_out, d_lse, *tensors
+        )
         found = (x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=False))
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
@@ -73,7 +74,8 @@ class PackedGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        call: object,
+        spec: AttentionSpec,
+        window: Window,
         longest: tuple[int, int],
         deterministic: bool,
         softmax_scale: float,
@@ -94,8 +96,8 @@ class PackedGradients(torch.autograd.Function):
             BackwardOperands(*arguments[first:last]),
         )
         tensors = arguments[last:]
-        found = call.gradients(
-            operands, lengths, longest, tensors, softmax_scale, wanted, deterministic
+        found = ragged_gradients(
+            spec, window, operands, lengths, longest, tensors, softmax_scale, wanted, deterministic
         )
         return tuple(found)
 

@@ -1,6 +1,7 @@
 """What a call on packed sequences leads to, whatever its lengths are: attention and its gradients.
 
-`fa3.calls.varlen` checks and remembers it, `fa3.calls.varlen_autograd` comes back for gradients.
+`fa3.calls.varlen` checks and remembers it. For gradients `fa3.calls.varlen_autograd` comes back,
+and in graphs `fa3.calls.operator_backward`.
 """
 
 from dataclasses import dataclass
@@ -66,49 +67,40 @@ class RaggedCall:
         else:
             self.gpu.alone.launch(operands, sizes.max_seqlen_k, tensors, scale)
 
-    def gradients(
-        self,
-        operands: BackwardOperands,
-        lengths: PackedLengths,
-        longest: tuple[int, int],
-        tensors: tuple[torch.Tensor, ...],
-        scale: float,
-        wanted: Wanted,
-        deterministic: bool,
-    ) -> Gradients:
-        """The gradients of what `attend` did; they are 0 in rows that are not used.
 
-        Args:
-            operands: its tensors; `d_out` and `d_lse` are None for zeros.
-            longest: max_seqlen_q and max_seqlen_k.
-            tensors: those of the spec's scores, mask and sinks.
-            wanted: whose gradients are; on a GPU q, k and v have theirs together.
-            deterministic: whether dQ is to have the same bits every time, as it always has on the
-                CPU.
-        """
-        q, k, _, out, lse, d_out, d_lse = operands
-        longest = tuple(map(min, longest, (len(q), len(k))))
-        if 0 in (lengths.batch, *q.shape, *longest) or (d_out is None and d_lse is None):
-            return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
-        if self.gpu is not None:
-            return varlen_backward.packed_gradients(
-                self.spec,
-                self.window,
-                operands,
-                lengths,
-                longest[0],
-                tensors,
-                scale,
-                wanted,
-                deterministic,
-            )
-        operands = operands._replace(
-            d_out=torch.zeros_like(out) if d_out is None else d_out,
-            d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
+def ragged_gradients(
+    spec: AttentionSpec,
+    window: Window,
+    operands: BackwardOperands,
+    lengths: PackedLengths,
+    longest: tuple[int, int],
+    tensors: tuple[torch.Tensor, ...],
+    scale: float,
+    wanted: Wanted,
+    deterministic: bool,
+) -> Gradients:
+    """The gradients of what `RaggedCall.attend` did; they are 0 in rows that are not used.
+
+    Args:
+        operands: its tensors; `d_out` and `d_lse` are None for zeros.
+        longest: max_seqlen_q and max_seqlen_k.
+        tensors: those of the spec's scores, mask and sinks.
+        wanted: whose gradients are; on a GPU q, k and v have theirs together.
+        deterministic: whether dQ is to have the same bits every time, as it always has on the CPU.
+    """
+    q, k, _, out, lse, d_out, d_lse = operands
+    longest = tuple(map(min, longest, (len(q), len(k))))
+    if 0 in (lengths.batch, *q.shape, *longest) or (d_out is None and d_lse is None):
+        return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
+    if q.is_cuda:
+        return varlen_backward.packed_gradients(
+            spec, window, operands, lengths, longest[0], tensors, scale, wanted, deterministic
         )
-        return execute_varlen_backward(
-            self.spec, self.window, operands, lengths, scale, tensors, wanted
-        )
+    operands = operands._replace(
+        d_out=torch.zeros_like(out) if d_out is None else d_out,
+        d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
+    )
+    return execute_varlen_backward(spec, window, operands, lengths, scale, tensors, wanted)
 
 
 def without_visible_keys(

@@ -17,6 +17,7 @@ Shapes are aten's: `_scaled_dot_product_...` has (batch, heads, seqlen, head_dim
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -24,7 +25,7 @@ import torch.nn.attention
 from fa3.calls.devices import gpu_of
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.operands import ALIGNMENT, DTYPES
-from fa3.calls.operator_backward import gradients_of_call
+from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
 
@@ -164,7 +165,7 @@ def sdpa_backward(
     """aten::_scaled_dot_product_flash_attention_backward."""
     check_plain(dropout_p)
     d_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = differentiate_dense(d_out, q, k, v, out, logsumexp, scale, is_causal)
+    found = differentiate(d_out, q, k, v, out, logsumexp, None, None, 0, 0, scale, is_causal)
     return tuple(x.transpose(1, 2) for x in found)
 
 
@@ -244,13 +245,10 @@ def flash_backward(
 ) -> tuple[torch.Tensor, ...]:
     """aten::_flash_attention_backward."""
     check_plain(dropout_p)
-    if cum_seq_q is not None:
-        # Packed sequences have no backward pass yet.
-        raise Refused
-    window = window_of(window_size_left, window_size_right)
-    return differentiate_dense(
-        grad_out, query, key, value, out, logsumexp, scale, is_causal, window
-    )
+    return differentiate(
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, scale,
+        is_causal, window_of(window_size_left, window_size_right),
+    )  # fmt: skip
 
 
 KERNELS: dict[str, Callable] = {
@@ -285,36 +283,52 @@ def attend_into(
             raise Refused
         _, lse = flash_attn_func(q, k, v, scale, is_causal, **options)
         return lse
-    integers = cum_seq_q, cum_seq_k, seqused_k
-    if cum_seq_k is None or any(x is not None and x.dtype != torch.int32 for x in integers):
-        raise Refused
+    check_packing(cum_seq_q, cum_seq_k, seqused_k)
     _, lse = flash_attn_varlen_func(
         q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, scale, is_causal, **options
     )
     return lse
 
 
-def differentiate_dense(
+def differentiate(
     d_out: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
     scale: float | None,
     is_causal: bool,
     window: tuple[int, int] = (NO_BOUND, NO_BOUND),
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k and v; the shapes are fa3's."""
     check_taken(q, k, v, out)
-    if q.is_cuda and torch.are_deterministic_algorithms_enabled():
-        # The sums of dQ have no fixed order yet.
-        raise Refused
-    *found, _ = gradients_of_call(
-        d_out, None, q, k, v, out, lse, scale, is_causal, window,
-        softcap=0.0, alibi_slopes=None, sinks=None, mask=None,
-    )  # fmt: skip
-    return tuple(found)
+    call: dict[str, Any] = {
+        "d_out": d_out, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse,
+        "softmax_scale": scale, "causal": is_causal, "window_size": window, "softcap": 0.0,
+        "alibi_slopes": None, "sinks": None, "mask": None,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }  # fmt: skip
+    if cum_seq_q is None:
+        *found, _ = gradients_of_call(**call)
+    else:
+        check_packing(cum_seq_q, cum_seq_k)
+        lengths: dict[str, Any] = {
+            "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q,
+            "max_seqlen_k": max_k, "seqused_q": None, "seqused_k": None,
+        }  # fmt: skip
+        *found, _ = gradients_of_packed_call(**call, **lengths)
+    return tuple(map(laid_out_like, found, (q, k, v)))
+
+
+def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient in the strides that torch gives it in graphs, those of `torch.empty_like`."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return gradient if gradient.stride() == strides else torch.empty_like(tensor).copy_(gradient)
 
 
 def without_dropout(query: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -348,6 +362,15 @@ def check_taken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Te
             gpu_of(q.device)
         except ValueError:
             raise Refused from None
+
+
+def check_packing(
+    cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor | None, seqused_k: torch.Tensor | None = None
+) -> None:
+    """Raise `Refused` unless fa3 reads lengths of packed sequences like these."""
+    integers = cum_seq_q, cum_seq_k, seqused_k
+    if cum_seq_k is None or any(x is not None and x.dtype != torch.int32 for x in integers):
+        raise Refused
 
 
 def is_laid_out(tensor: torch.Tensor) -> bool:

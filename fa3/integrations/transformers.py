@@ -12,21 +12,23 @@ in its shape and dtype what it is:
 | None | causal, or all keys | `flash_attn_func` |
 | (batch, 1, 1, 1), int32 | where each sequence begins, after its padding | `flash_attn_func` |
 | (batch, 1, 1, 2), int32 | the same, and where it ends in a cache | `flash_attn_with_kvcache` |
+| (1, 1, n + 1, 1), int32 | where n packed sequences begin and end | `flash_attn_varlen_func` |
 | (batch, 1, queries, keys), bool | all that is visible | `flash_attn_func` with this mask |
 
 A single query without gradient goes to `flash_attn_with_kvcache` in the first two cases too, which
 splits its keys over the GPU. The last one is for any mask that is none of the others. It is right,
-but no key block is skipped. Packed sequences come with `cu_seq_lens_q` and are
-`flash_attn_varlen_func`'s; with a gradient, for which that has none yet, or with position ids alone
-they are a mask.
+but no key block is skipped. Packed sequences that come with `cu_seq_lens_q` are
+`flash_attn_varlen_func`'s whatever the mask says.
 """
 
 from dataclasses import dataclass
 
 import cutlass.cute as cute
 import torch
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.utils import is_tracing
 
 from fa3.calls.autograd import wants_gradient
 from fa3.calls.forward import flash_attn_func
@@ -71,24 +73,6 @@ class AfterPadding(Mask):
 
     def open_range(self, rows):
         return self.begin[rows.batch], rows.seqlen_k
-
-
-@dataclass(frozen=True)
-class SameSequence(Mask):
-    """Keys of a query's own sequence, of several that are packed into one row.
-
-    Fields:
-        number: (seqlen,), int32: which sequence a token is of.
-    """
-
-    number: torch.Tensor
-
-    @cute.jit
-    def visible(self, at: Position):
-        return self.number[at.query] == self.number[at.key]
-
-    def reference(self, at):
-        return self.number[at.query] == self.number[at.key]
 
 
 @dataclass(frozen=True)
@@ -150,7 +134,7 @@ def describe_mask(
             return torch.stack([begin, end], dim=1)[:, None, None]
         if begin is not None:
             return begin[:, None, None, None] if begin.numel() else None
-    return sdpa_mask(
+    mask = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -164,6 +148,28 @@ def describe_mask(
         device=device,
         **rest,
     )
+    if is_window and batch_size == 1 and q_length == kv_length and not is_tracing(mask):
+        ends = ends_of_packed(mask[0, 0], local_size)
+        mask = mask if ends is None else ends[None, None, :, None]
+    return mask
+
+
+def ends_of_packed(mask: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """Where packed sequences begin and end, (sequences + 1,), int32, if that says all of a mask.
+
+    Args:
+        mask: (tokens, tokens), bool; it may come from position ids that layers do not see.
+        window: keys that a query sees of its sequence, its own included.
+    """
+    sees_the_one_before = mask.diagonal(-1)
+    number = pad((~sees_the_one_before).cumsum(0), (1, 0))
+    position = torch.arange(len(mask), device=mask.device)
+    expected = (number[:, None] == number) & (position[:, None] >= position)
+    if window is not None:
+        expected &= position[:, None] < position + window
+    if not torch.equal(mask, expected):
+        return None
+    return pad(number.bincount().cumsum(0), (1, 0)).int()
 
 
 def padding_on_the_left(
@@ -243,11 +249,16 @@ def attend_layer(
     has_gradient = wants_gradient(q, k, v, s_aux)
     if cu_seq_lens_q is not None:
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        return attend_to_packed(q, k, v, lengths, has_gradient, **options, **band), None
+        return attend_to_packed(q, k, v, lengths, **options, **band), None
     if attention_mask is None:
         if q.shape[1] == 1 and not has_gradient:
             return flash_attn_with_kvcache(q, k, v, **options, **band), None
         return flash_attn_func(q, k, v, **options, **band), None
+    if attention_mask.dtype == torch.int32 and attention_mask.shape[2] > 1:
+        ends = attention_mask[0, 0, :, 0].contiguous()
+        lengths = ends, ends, q.shape[1], q.shape[1]
+        band = {"causal": True, "window_size": (left, NO_BOUND)}
+        return attend_to_packed(q, k, v, lengths, **options, **band), None
     if attention_mask.dtype == torch.int32:
         bounds = attention_mask[:, 0, 0]
         return attend_to_bounds(q, k, v, bounds, has_gradient, **options, **band), None
@@ -267,24 +278,18 @@ def attend_to_packed(
     k: torch.Tensor,
     v: torch.Tensor,
     lengths: tuple,
-    has_gradient: bool,
     **options,
 ) -> torch.Tensor:
-    """Attend inside of sequences that are packed into one row of the batch."""
+    """Attend inside of sequences that are packed into one row of the batch.
+
+    Args:
+        lengths: where they end in q and in k, and the lengths of the longest ones.
+    """
     if q.shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {q.shape[0]}")
-    ends_q, ends_k, max_q, max_k = lengths
-    if not has_gradient:
-        ends = ends_q.int(), ends_k.int()
-        return flash_attn_varlen_func(q[0], k[0], v[0], *ends, max_q, max_k, **options)[None]
-    if ends_k is not ends_q and not torch.equal(ends_q, ends_k):
-        raise NotImplementedError(
-            "cu_seq_lens_k must be cu_seq_lens_q where a gradient is wanted: queries and keys of "
-            "different lengths have none yet"
-        )
-    position = torch.arange(q.shape[1], device=q.device)
-    number = torch.bucketize(position, ends_q[1:], right=True).int()
-    return flash_attn_func(q, k, v, **options, mask=SameSequence(number))
+    ends_q, ends_k, *longest = lengths
+    ends = ends_q.int(), ends_k.int()
+    return flash_attn_varlen_func(q[0], k[0], v[0], *ends, *longest, **options)[None]
 
 
 def attend_to_bounds(
