@@ -167,7 +167,7 @@ def test_long_places_change_no_bit(problem, options, device, monkeypatch):
     loaded = []
 
     def with_long_places(*fields):
-        loaded.append(Decode(*fields[:-1], is_long=True))
+        loaded.append(replace(Decode(*fields), is_long=True))
         return loaded[-1]
 
     monkeypatch.setattr(planning, "Decode", with_long_places)

@@ -66,8 +66,8 @@ def test_every_warpgroup_notes_every_unit_once(plan, operands):
     )
     assert Counter(segment for _, segment in ctas) == Counter(
         {
-            (*tile, *((begin, end) if plan.schedule.splits else (0, blocks))): cluster
-            for (tile, begin, end, _), blocks in segments.items()
+            (*one.tile, *((one.begin, one.end) if plan.schedule.splits else (0, blocks))): cluster
+            for one, blocks in segments.items()
         }
     )
 
