@@ -87,12 +87,15 @@ def draw(rows: Sequence[Row], regime: str, title: str, path: Path) -> bool:
     for line, causal in zip(panels, masks, strict=True):
         for axes, head_dim in zip(line, head_dims, strict=True):
             chosen = [row for row in rows if (row.head_dim, row.causal) == (head_dim, causal)]
-            draw_panel(axes, chosen, looks)
+            if chosen:
+                draw_panel(axes, chosen, looks)
             axes.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=11)
         line[0].set_ylabel("TFLOP/s")
     for axes in panels[-1]:
         axes.set_xlabel("sequence length (16k tokens in all)")
-    handles, labels = panels[0][0].get_legend_handles_labels()
+    handles, labels = next(
+        found for axes in panels.flat if (found := axes.get_legend_handles_labels())[0]
+    )
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(f"{title}, bf16, {regime}", fontsize=13)
     figure.savefig(path, dpi=150)

@@ -257,6 +257,9 @@ def test_tables_and_pictures(tmp_path):
     assert report.standings_table(rows, "steady").row_count == 9
     assert plot.draw_all(rows, tmp_path) == [tmp_path / "forward-steady.png"]
     assert (tmp_path / "forward-steady.png").stat().st_size > 10000
+    # A head size that was measured with one of the masks only.
+    some = [row for row in rows if not row.causal or row.head_dim == 128]
+    assert plot.draw_all(some, tmp_path) == [tmp_path / "forward-steady.png"]
 
 
 def test_results_directory_is_named_for_gpu_and_day():
