@@ -117,6 +117,8 @@ def table_of_standings(rows: Sequence[GradientRow]) -> str:
             chosen = [
                 row for row in grid if (row.head_dim, row.causal) == (head_dim, mask == "causal")
             ]
+            if not chosen:
+                continue
             result = report.standing(chosen)
             places = f"{result.wins}-{result.ties}-{result.losses}"
             lines.append([str(head_dim), mask, f"{result.vs_best_peer:.3f}", places])
