@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fa3
-from benchmarks.bench_against import load_tree, ratio
+from benchmarks.bench_against import knows, load_tree, ratio
 
 
 def test_another_tree_stands_beside_this_one(tmp_path):
@@ -29,3 +29,14 @@ def test_a_folder_without_one_is_refused(tmp_path):
 def test_ratios_are_taken_inside_a_round():
     times = {"before": [2.0, 30.0, 4.0], "now": [1.0, 10.0, 4.0]}
     assert ratio(times, "before", "now") == 2.0
+
+
+def test_calls_that_an_older_tree_does_not_know_are_left_out(capsys):
+    def refused():
+        raise NotImplementedError("cu_seqlens_q is not supported yet")
+
+    assert knows(lambda: None) and not knows(refused)
+    assert not knows(lambda: fa3.no_such_function())
+    assert "left out: cu_seqlens_q is not supported yet" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="wrong"):
+        knows(lambda: (_ for _ in ()).throw(ValueError("wrong")))
