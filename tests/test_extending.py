@@ -54,7 +54,6 @@ EXAMPLES = {
 }
 
 compiles = pytest.mark.compiles
-COMPILING = ("schedule", "kernel")
 
 
 # ------------------------------------------------------------------------------- in a new process
@@ -235,9 +234,8 @@ def test_is_one_file_and_a_line_in_a_table(name):
     assert not found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=compiles if name in COMPILING else ()) for name in EXAMPLES]
-)
+@compiles
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_can_be_used(name, copy):
     apply(name, copy)
     run_here(f"use_{name}", copy)

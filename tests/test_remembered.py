@@ -56,12 +56,11 @@ def merge(parts: int) -> tuple:
 @pytest.mark.parametrize(
     ("prepare", "arguments"),
     [
-        (kvcache.prepare_cache_call, cache_call),
         (kvcache.prepare_cache_call, cache_call_on_gpu),
         (kvcache.prepare_cache_call, cache_call_with_metadata),
         (combine.prepare_combine, merge),
     ],
-    ids=["call", "call on a GPU", "metadata", "merge"],
+    ids=["call on a GPU", "metadata", "merge"],
 )
 def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
