@@ -19,11 +19,15 @@ class Window(NamedTuple):
     right: int = NO_BOUND
 
     def tighten(self, seqlen_q: int, seqlen_k: int) -> "Window":
-        """The window without bounds that hide nothing at these lengths, or at any shorter ones."""
+        """The window without bounds that hide nothing at these lengths, or at any shorter ones.
+
+        The bound of a causal call stays: it costs a single query nothing, and kernels of its own
+        would have to be compiled for it.
+        """
         left, right = self
         return Window(
             NO_BOUND if left >= seqlen_k - 1 else left,
-            NO_BOUND if right >= seqlen_q - 1 else right,
+            NO_BOUND if right >= max(seqlen_q - 1, 1) else right,
         )
 
 

@@ -243,6 +243,26 @@ def test_regret_is_over_the_best_plan():
     assert "2 cells: 50% within 3%" in regret.describe(result)
 
 
+RECORDED = {
+    "fixed burst": 0.0037,
+    "fixed steady": 0.0066,
+    "grid burst": 0.0038,
+    "grid-steady steady": 0.0054,
+    "grid-steady-first steady": 0.0045,
+    "schedules burst": 0.0028,
+}
+"""Mean regrets of the committed records of 2026-11-21, which no change may raise."""
+
+
+@pytest.mark.parametrize("record", RECORDED)
+def test_regret_over_the_committed_records(record):
+    name, regime = record.split()
+    directory = Path(results.__file__).parent / "results" / f"h200-2026-11-21-{name}"
+    found = results.read(directory / fit_costs.SCHEDULES_CSV, PlanRow)
+    rows = [row for row in found if row.regime == regime]
+    assert regret.standing(regret.judge(rows, H200)).mean <= RECORDED[record]
+
+
 def test_a_choice_that_was_not_measured_has_no_regret():
     rows = [row for row in measured(CELLS[3], {}) if row.schedule == "single"]
     (verdict,) = regret.judge(rows, H200)

@@ -113,7 +113,7 @@ def test_causal_sets_the_right_bound():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--shape", "1,1,4096,8,8,64", "--causal"),
+        ("--shape", "1,1,4096,8,8,64", "--window", "4095", "1"),
         ("--shape", "1,4096,4096,8,8,64", "--window", "8192", "8192"),
         ("--shape", "1,4096,4096,8,8,64", "--window", "9" * 20, "4095"),
     ],
@@ -121,6 +121,12 @@ def test_causal_sets_the_right_bound():
 def test_bounds_that_hide_nothing_are_no_mask(arguments):
     """As in a call, which runs without them."""
     assert problem(*arguments) == problem(*arguments[:2])
+
+
+def test_a_single_query_keeps_the_mask_of_several():
+    """It runs with their kernels."""
+    single, several = (problem("--shape", f"1,{n},4096,8,8,64", "--causal") for n in (1, 4096))
+    assert single.spec == several.spec
 
 
 def test_a_window_beyond_64_bits_is_planned(capsys):

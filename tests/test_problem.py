@@ -22,7 +22,8 @@ def test_a_tightened_window_hides_the_same_keys(seqlen_q, seqlen_k, window):
     tight = window.tighten(seqlen_q, seqlen_k)
     assert (visible(seqlen_q, seqlen_k, tight) == visible(seqlen_q, seqlen_k, window)).all()
     assert tight.tighten(seqlen_q, seqlen_k) == tight
-    assert tight.left < max(seqlen_k - 1, 0) and tight.right < max(seqlen_q - 1, 0)
+    assert tight.left < max(seqlen_k - 1, 0) and tight.right < max(seqlen_q - 1, 1)
+    assert (tight.right == 0) == (window.right == 0)
 
 
 def test_flops_of_the_textbook_cases():

@@ -106,12 +106,12 @@ def prepare_decode(
     heads_kv, device = call.k_cache.shape[2], call.q.device
     is_paged = call.page_table is not None
     sizes = Sizes(call.batch, call.seqlen_q, heads_kv, call.heads_q // heads_kv, call.capacity)
-    window = window.tighten(sizes.seqlen_q, sizes.capacity)
+    window = sizes.bounds(window)
     structure = structure_of(
         softcap,
         None if call.alibi_slopes is None else len(call.alibi_slopes.shape),
         None if call.sinks is None else call.sinks.dtype,
-        is_causal=window.right == 0 or sizes.seqlen_q == 1,
+        is_causal=window.right == 0,
     )
     spec = structure.spec(call.q.dtype, call.head_dim, call.head_dim_v, window)
     cache = CacheLayout(

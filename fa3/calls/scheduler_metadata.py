@@ -280,7 +280,7 @@ def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_cta
     """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
     group = metadata.heads_q // metadata.heads_kv
     sizes = Sizes(metadata.batch, metadata.seqlen_q, metadata.heads_kv, group, max(lengths))
-    window = metadata.window.tighten(sizes.seqlen_q, sizes.capacity)
+    window = sizes.bounds(metadata.window)
     most, total = most_of_whole_tiles(sizes, window, lengths, num_ctas)
     block_bytes = TILE_N * (metadata.head_dim + metadata.head_dim_v) * metadata.dtype.itemsize
     return most <= -(-total // num_ctas) + MERGE_BYTES / block_bytes

@@ -84,6 +84,13 @@ class Sizes(NamedTuple):
                 f"tokens, got {self.seqlen_q}"
             )
 
+    def bounds(self, window: Window) -> Window:
+        """The window as kernels get it: without a bound to the left that hides nothing, but always
+        with one to the right, so that calls with one query and with several, causal or not, have
+        one kernel."""
+        left, right = window.tighten(self.seqlen_q, self.capacity)
+        return Window(left, self.seqlen_q - 1 if right == NO_BOUND else right)
+
     def most_blocks(self, window: Window) -> int:
         """Most key blocks that a tile may have."""
         keys = self.capacity
@@ -99,7 +106,7 @@ class DecodePlan:
 
     Fields:
         spec, cache: what the kernels are compiled for, besides their tiling.
-        window: a bound that hides no key is left out.
+        window: as `Sizes.bounds` gives it.
         cut: where tiles may be cut.
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
         is_packed: whether sequences have different numbers of queries; sizes have the most.

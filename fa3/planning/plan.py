@@ -118,9 +118,7 @@ class Plan:
     def explain(self) -> Explanation:
         """What the plan does, its predicted time and bottleneck, and the other candidates."""
         found = [
-            one
-            if one.schedule != SplitTiles.name
-            else as_cut(replace(self.tiled, config=one.config))
+            as_made(self.problem, self.gpu, one) if one.schedule == SplitTiles.name else one
             for one in self.considered
         ]
         found.sort(key=lambda candidate: candidate.prediction.us)
@@ -191,7 +189,8 @@ def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
     return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
 
 
-def as_cut(tiled: TiledProblem) -> Candidate:
-    """The candidate that splits tiles with this tiling, predicted from its actual segments."""
-    segments = segments_of(tiled, SplitTiles.make(tiled))
-    return candidate(tiled, SplitTiles.name, Load.of(segments, tiled.costs, tiled.lanes))
+def as_made(problem: Problem, gpu: Gpu, estimated: Candidate) -> Candidate:
+    """A candidate, predicted from its actual segments."""
+    tiled = TiledProblem(problem, gpu, estimated.config)
+    segments = segments_of(tiled, SCHEDULES[estimated.schedule].make(tiled))
+    return candidate(tiled, estimated.schedule, Load.of(segments, tiled.costs, tiled.lanes))

@@ -14,9 +14,9 @@ from fa3.planning.costs import LEAST_MARGIN, least_gain
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.load import RowLoad
-from fa3.planning.plan import Plan, as_cut, candidate, check_pairs
+from fa3.planning.plan import Plan, as_made, candidate, check_pairs
 from fa3.planning.tiled import TiledProblem
-from fa3.planning.tilings import configs
+from fa3.planning.tilings import configs, searched_configs
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, Tile, TileList
 from fa3.schedules.coverage import check_schedule
@@ -71,7 +71,7 @@ def plan_forward(
         )
     if name and config is not None:
         check_pairs(name, config)
-    found = candidates(problem, gpu, config, (name,) if name else CHOICES)
+    found = candidates(problem, gpu, config, (name,)) if name else searched(problem, gpu, config)
     if isinstance(schedule, tuple(SCHEDULES.values())):
         return plan_of_schedule(problem, gpu, found, cast(Schedule, schedule))
     whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
@@ -80,7 +80,10 @@ def plan_forward(
         # SMs would be idle for a while: parts of tiles could fill that time.
         best = choose(found)
     if SCHEDULES[best.schedule].splits:
-        best = choose([*whole, as_cut(TiledProblem(problem, gpu, best.config))])
+        # Until here loads were estimates: only now are this one and its rival laid out.
+        rival = choose(whole) if whole else None
+        others = (as_made(problem, gpu, one) if one is rival else one for one in whole)
+        best = choose([*others, as_made(problem, gpu, best)])
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
     made = make_schedule(TiledProblem(problem, gpu, best.config), best.schedule, arrange)
     return Plan(problem, gpu, best.config, made, arrange is not None, tuple(found))
@@ -126,6 +129,17 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
     return TileList.name
 
 
+def searched(problem: Problem, gpu: Gpu, config: ForwardConfig | None = None) -> list[Candidate]:
+    """The candidates that the planner compares where the schedule is its choice.
+
+    Args:
+        config: the only tiling; if not given, that is the planner's choice, too.
+    """
+    if config is not None:
+        return candidates(problem, gpu, config, CHOICES)
+    return candidates_of(problem, gpu, searched_configs(problem, gpu), CHOICES)
+
+
 def candidates(
     problem: Problem,
     gpu: Gpu,
@@ -138,10 +152,27 @@ def candidates(
         config: the only tiling to consider; if not given, those of `TILINGS` with measured times.
         schedules: the schedules to consider.
     """
+    if config is not None:
+        return candidates_of(problem, gpu, [config], schedules, is_given=True)
+    return candidates_of(problem, gpu, configs(problem, gpu), schedules)
+
+
+def candidates_of(
+    problem: Problem,
+    gpu: Gpu,
+    tilings: Iterable[ForwardConfig],
+    schedules: Iterable[str],
+    is_given: bool = False,
+) -> list[Candidate]:
+    """Tilings with the schedules that they can run, lists first, and their predicted times.
+
+    Args:
+        is_given: whether the tilings are the caller's, and not to be changed.
+    """
     names = sorted(schedules, key=lambda name: name != TileList.name)
     found = []
-    for tiling in [config] if config else configs(problem, gpu):
-        for run, run_names in with_parts(tiling, names, problem, is_given=config is not None):
+    for tiling in tilings:
+        for run, run_names in with_parts(tiling, names, problem, is_given):
             tiled = TiledProblem(problem, gpu, run)
             rows = RowLoad.of(tiled)
             found += [candidate(tiled, name, SCHEDULES[name].load(rows)) for name in run_names]
