@@ -323,18 +323,16 @@ def locate(
 ) -> Place:
     """Find the sequence in which a CTA's piece begins. Every lane of a warp calls this.
 
-    A 32-way search: each lane adds up the blocks of a range of sequences, and the range in which
-    the piece begins is split again. `number` is the type of a position in the line.
+    A 32-way search: the lanes add up the blocks of equal ranges of sequences, and the range in
+    which the piece begins is split again. `number` is the type of a position in the line.
     """
     if cutlass.const_expr(number is Int64):
         num_ctas = PlainDivisor(num_ctas.value)
-    span = Int32(WARP)
-    while span < lengths.num_sequences:
-        span = span * WARP
+    span = cutlass.max(Int32(lengths.num_sequences), 2)
     batch, batch_begin, total = Int32(0), number(0), number(-1)
     lane = cute.arch.lane_idx()
     while span > 1:
-        share = span // WARP
+        share = (span + WARP - 1) // WARP
         begin = batch + lane * share
         blocks = number(0)
         for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
