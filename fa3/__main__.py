@@ -12,7 +12,7 @@ from pathlib import Path
 
 import fa3
 from fa3.problem import NO_BOUND
-from fa3.tools.models import PAGE_SIZES, PRESETS, ROTARIES, SHORT_DTYPES
+from fa3.tools.models import CALLS, PAGE_SIZES, PRESETS, ROTARIES, SHORT_DTYPES
 
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
@@ -116,6 +116,15 @@ def add_compile(model: argparse.ArgumentParser) -> None:
     model.add_argument("--softcap", type=float, default=0.0, metavar="X", help="bound of scores")
     model.add_argument("--sinks", action="store_true", help="heads have sinks")
     model.add_argument(
+        "--calls",
+        nargs="+",
+        choices=CALLS,
+        default=tuple(CALLS),
+        help="what it is run through: "
+        + "; ".join(f"{name}: {call}" for name, call in CALLS.items())
+        + " (default: all)",
+    )
+    model.add_argument(
         "--page-size",
         type=int,
         action="append",
@@ -127,6 +136,11 @@ def add_compile(model: argparse.ArgumentParser) -> None:
         choices=ROTARIES,
         default="halves",
         help="what turns together as tokens are appended (default: %(default)s)",
+    )
+    model.add_argument(
+        "--rotary-dtype",
+        choices=(*SHORT_DTYPES, "float32"),
+        help="of the embedding's tables (default: the model's)",
     )
     model.add_argument(
         "--processes", type=int, metavar="N", help="how many compile (default: one for each core)"
@@ -235,8 +249,10 @@ def run_compile(options: argparse.Namespace) -> None:
         window_size=tuple(options.window) if options.window else None,
         softcap=options.softcap,
         sinks=options.sinks,
+        calls=options.calls,
         page_sizes=tuple(options.page_size or PAGE_SIZES),
         rotary=options.rotary,
+        rotary_dtype=options.rotary_dtype,
         processes=options.processes,
     )
     print(

@@ -14,6 +14,8 @@ from fa3.kernels.append import Append, Rotary
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
+from fa3.kernels.joined_table import JoinedTable
+from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
@@ -22,7 +24,7 @@ from fa3.schedules.marked import Marked
 from fa3.schedules.stream_k import StreamK, Whole
 from fa3.scores.masks import Band
 from fa3.tools import warmup as module
-from fa3.tools.models import CAUSAL, PRESETS, Model, model_of, sliding
+from fa3.tools.models import CALLS, CAUSAL, PRESETS, Model, model_of, sliding
 
 SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
 
@@ -34,8 +36,10 @@ def few_sizes(monkeypatch):
     monkeypatch.setattr(module, "SEQLENS", (1, 64, 4096, 8192))
 
 
-def kernels_of(preset: str, page_sizes=(0, 64), rotary: str = "halves") -> list:
-    return list(module.kernels_of(PRESETS[preset], page_sizes, rotary))
+def kernels_of(preset: str, page_sizes=(0, 64), rotary="halves", calls=tuple(CALLS)) -> list:
+    model = PRESETS[preset]
+    embedding = module.rotary_of(model, rotary, model.dtype)
+    return list(module.kernels_of(model, calls, page_sizes, embedding))
 
 
 def of_type(kernels: list, kind: type) -> list:
@@ -44,13 +48,13 @@ def of_type(kernels: list, kind: type) -> list:
 
 def test_forward_kernels_are_those_of_plans(few_sizes):
     model = PRESETS["llama3-8b"]
-    found = of_type(kernels_of("llama3-8b"), Forward)
+    found = kernels_of("llama3-8b", calls=("dense",))
     problem = Problem(module.spec_of(model, CAUSAL), 4, 4096, 4096, 8, 4, CAUSAL)
     first, second = (launch.kernel for launch in plan_forward(problem, H200).launches())
     assert first.config.fixed_reference and second.schedule_type is Marked
     assert {first, second} <= set(found)
-    # A single query needs no mask; neither do kernels with which it runs.
-    assert {kernel.spec.mask for kernel in found} == {Band(), Band(right=True)}
+    # A single query sees all keys, and its kernels are those of several.
+    assert {kernel.spec.mask for kernel in found} == {Band(right=True)}
 
 
 def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> CacheCall:
@@ -86,9 +90,7 @@ def test_decode_kernels_are_those_of_calls(few_sizes, preset):
 def test_append_kernels(few_sizes):
     found = of_type(kernels_of("llama3-8b"), Append)
     assert {(kernel.paged, kernel.rotary) for kernel in found} == {
-        (paged, Rotary(128, False, dtype))
-        for paged in (False, True)
-        for dtype in ("bfloat16", "float32")
+        (paged, Rotary(128, False, "bfloat16")) for paged in (False, True)
     }
     (plain,) = of_type(kernels_of("llama3-8b", (16,), "none"), Append)
     assert plain.paged and plain.rotary is None
@@ -98,12 +100,25 @@ def test_each_kernel_is_there_once(few_sizes):
     kernels = kernels_of("gemma2-9b")
     assert len({compiler.key_of(kernel) for kernel in kernels}) == len(kernels)
     assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, Whole}
-    assert len(of_type(kernels, Combine)) == 1
+    assert {kernel.is_packed for kernel in of_type(kernels, Combine)} == {False, True}
     assert all(kernel.is_storable for kernel in kernels)
 
 
-def test_no_page_sizes_are_no_decoding(few_sizes):
-    assert {type(kernel) for kernel in kernels_of("llama3-8b", ())} == {Forward}
+@pytest.mark.parametrize(
+    ("call", "kinds"),
+    [
+        ("dense", {Forward}),
+        ("packed", {Forward, TileTable, JoinedTable}),
+        ("cache", {Decode, Combine, Append}),
+        ("paged", {Decode, Combine}),
+    ],
+)
+def test_each_kind_of_calls_has_its_kernels(call, kinds, few_sizes):
+    found = kernels_of("llama3-8b", calls=(call,))
+    assert {type(kernel) for kernel in found} == kinds
+    assert all(kernel.is_packed == (call == "paged") for kernel in of_type(found, Decode))
+    others = kernels_of("llama3-8b", calls=[other for other in CALLS if other != call])
+    assert not set(found) & set(others)
 
 
 def test_presets_are_models_that_can_be_run():
@@ -129,6 +144,9 @@ def test_presets_are_models_that_can_be_run():
         ({"heads": (2, 2), "head_dim": 64, "rotary": "all"}, "rotary must be one of .* 'all'"),
         ({"heads": (2, 2), "head_dim": 72}, "rotary must be 'none' with head_dim 72"),
         ({"heads": (2, 2), "head_dim": 64, "page_sizes": (-1,)}, "page_sizes must be 0 or more"),
+        ({"heads": (2, 2), "head_dim": 64, "calls": ("vllm",)}, "calls must be .* got .'vllm'"),
+        ({"heads": (2, 2), "head_dim": 64, "calls": ()}, "calls must be some of"),
+        ({"preset": "llama3-8b", "rotary_dtype": "fp16"}, "rotary_dtype must be bf.* 'float16'"),
         ({"heads": (2, 2), "head_dim": 64, "processes": 0}, "processes must be 1 or more, got 0"),
     ],
 )
@@ -153,12 +171,15 @@ def test_the_command_line_says_what_the_call_says(monkeypatch, capsys):
 
     monkeypatch.setitem(vars(fa3), "warmup", warmup)
     main(["compile", "--heads", "32,8", "--head-dim", "128", "--window", "4095", "0"])
-    main(["compile", "--preset", "gpt-oss", "--page-size", "16", "--page-size", "0"])
+    sizes = ("--page-size", "16", "--page-size", "0", "--rotary-dtype", "float32")
+    main(["compile", "--preset", "gpt-oss", *sizes, "--calls", "packed", "cache"])
     main(["compile", "--heads", "8,8", "--head-dim", "64", "--full", "--dtype", "fp16"])
     (windowed, options), (_, preset), (_, full) = calls
     assert windowed == ((32, 8), 128)
     assert options["window_size"] == (4095, 0) and options["causal"] is False
     assert (preset["preset"], preset["page_sizes"], preset["causal"]) == ("gpt-oss", (16, 0), True)
+    assert (preset["calls"], preset["rotary_dtype"]) == (["packed", "cache"], "float32")
+    assert full["calls"] == tuple(CALLS) and full["rotary_dtype"] is None
     assert (full["causal"], full["window_size"], full["dtype"]) == (False, None, "fp16")
     assert "2 kernels: 1 were there, 1 compiled, in 3 s\n" in capsys.readouterr().out
 

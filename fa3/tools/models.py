@@ -16,6 +16,14 @@ ROTARIES = {"halves": False, "pairs": True, "none": None}
 PAGE_SIZES = (0, 64)
 """Page sizes of caches by default; 0 stands for a cache without pages."""
 
+CALLS = {
+    "dense": "flash_attn_func",
+    "packed": "flash_attn_varlen_func",
+    "cache": "flash_attn_with_kvcache",
+    "paged": "flash_attn_varlen_func with page_table, as vLLM calls it",
+}
+"""Kinds of calls through which a model may be run: each kind has kernels of its own."""
+
 CAUSAL = Window(right=0)
 
 

@@ -1,7 +1,8 @@
 """`warmup`: compile all kernels that a model can need before it needs them, in parallel.
 
 Which kernels these are is asked of the planner, over a grid of batch sizes and lengths, and of the
-plans of decoding. Several processes compile them; they meet in the cache on disk. No GPU is needed.
+plans of packed sequences and of decoding. Several processes compile them; they meet in the cache on
+disk. No GPU is needed.
 """
 
 import contextlib
@@ -17,10 +18,13 @@ import torch
 
 from fa3.calls.cache_call import ROTARY_UNIT
 from fa3.calls.devices import gpu_of
+from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
+from fa3.planning.joined import JoinedPlan
 from fa3.planning.planner import plan_forward
+from fa3.planning.ragged import RaggedPlan
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, is_unchanged
@@ -30,7 +34,7 @@ from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.tools.compile_worker import compile_in, worker
-from fa3.tools.models import PAGE_SIZES, ROTARIES, Model, model_of
+from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
 from fa3.tools.progress import Bar, terminal
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -77,18 +81,20 @@ def warmup(
     window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: bool = False,
+    calls: Iterable[str] = tuple(CALLS),
     page_sizes: Sequence[int] = PAGE_SIZES,
     rotary: str = "halves",
+    rotary_dtype: str | torch.dtype | None = None,
     processes: int | None = None,
     progress: bool = True,
 ) -> Warmup:
     """Compile all kernels that a model can need, so that none of its calls waits for one.
 
     These are the forward kernels that the planner chooses for batch sizes up to 256 and lengths up
-    to 128k, on the Hopper GPUs of this machine, or else on an H200 and an H100; the kernels that
-    decode with a cache, with tiles cut or whole, and merge; those that append to it. Kernels that
-    are on disk already are not compiled again. Needs no GPU. The first call of a kernel then loads
-    it, in milliseconds.
+    to 128k, on the Hopper GPUs of this machine, or else on an H200 and an H100; those for packed
+    sequences; the kernels that decode with a cache, with tiles cut or whole, and merge; those that
+    append to it. Kernels that are on disk already are not compiled again. Needs no GPU. The first
+    call of a kernel then loads it, in milliseconds.
 
     Args:
         heads: (heads_q, heads_kv).
@@ -101,10 +107,13 @@ def warmup(
             a window; -1 for all. causal sets right to 0.
         softcap: bound of the scores; 0 for none.
         sinks: whether heads have sinks, in the model's dtype.
-        page_sizes: tokens of a page of the caches, 0 for a cache without pages; none of them for
-            no decoding.
-        rotary: what turns together when tokens are appended, "halves" or "pairs" of all columns,
-            by tables in the model's dtype or in float32; "none" for no embedding.
+        calls: what the model is run through: "dense" is `flash_attn_func`, "packed"
+            `flash_attn_varlen_func`, "cache" `flash_attn_with_kvcache`, and "paged"
+            `flash_attn_varlen_func` with a page_table, as vLLM calls it; all by default.
+        page_sizes: tokens of a page of the caches, 0 for a cache without pages.
+        rotary: what turns together when tokens are appended, "halves" or "pairs" of all columns;
+            "none" for no embedding.
+        rotary_dtype: of its tables, the model's or float32; the model's by default.
         processes: how many compile; one for each core by default.
         progress: whether to show a bar on the standard error, if that is a terminal.
 
@@ -119,23 +128,35 @@ def warmup(
         raise ValueError(f"processes must be 1 or more, got {processes}")
     if any(page_size < 0 for page_size in page_sizes):
         raise ValueError(f"page_sizes must be 0 or more, got {tuple(page_sizes)}")
+    calls = tuple(calls)
+    if not calls or not set(calls) <= CALLS.keys():
+        raise ValueError(f"calls must be some of {list(CALLS)}, got {calls}")
     window = None
     if window_size is not None or not causal:
         left, right = window_size or Window()
         window = Window(left, 0 if causal else right)
-    name = str(dtype).removeprefix("torch.")
+    name = name_of_dtype(dtype)
     model = model_of(preset, heads, head_dim, head_dim_v, name, window, softcap, sinks)
+    tables = model.dtype if rotary_dtype is None else name_of_dtype(rotary_dtype)
+    if tables not in (model.dtype, "float32"):
+        raise ValueError(f"rotary_dtype must be {model.dtype} or float32, got {tables!r}")
     if rotary != "none" and model.head_dim % ROTARY_UNIT:
         raise ValueError(
             f"rotary must be 'none' with head_dim {model.head_dim}, got {rotary!r}: an embedding "
             f"turns a multiple of {ROTARY_UNIT} columns"
         )
-    kernels = tuple(kernels_of(model, page_sizes, rotary))
+    kernels = tuple(kernels_of(model, calls, page_sizes, rotary_of(model, rotary, tables)))
     absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
     bar = Bar(len(absent), terminal() if progress else None)
     compile_all(absent, processes or len(os.sched_getaffinity(0)), bar.advance)
     check_kept(absent)
     return Warmup(kernels, len(absent), time.perf_counter() - begin)
+
+
+def name_of_dtype(dtype: str | torch.dtype) -> str:
+    """The name of a dtype: "bfloat16" for torch.bfloat16 and for "bf16"."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT_DTYPES.get(name, name)
 
 
 def check_kept(kernels: list[Kernel]) -> None:
@@ -154,17 +175,29 @@ def check_kept(kernels: list[Kernel]) -> None:
 # ------------------------------------------------------------------------------ which kernels
 
 
-def kernels_of(model: Model, page_sizes: Iterable[int], rotary: str) -> dict[Kernel, None]:
-    """All kernels that a model can need, each once; the largest come first."""
+def kernels_of(
+    model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
+) -> dict[Kernel, None]:
+    """All kernels that a model can need, each once; the largest come first.
+
+    Args:
+        calls: kinds of calls, of `CALLS`.
+        page_sizes: of the caches, 0 for one without pages.
+        rotary: the embedding as tokens are appended.
+    """
     found: dict[Kernel, None] = {}
-    for gpu in known_gpus():
-        for problem in problems_of(model):
-            launches = plan_forward(problem, gpu).launches()
-            found.update((one.kernel, None) for one in launches)
-    for page_size in page_sizes:
-        for window in model.windows:
-            found.update(dict.fromkeys(decode_kernels(model, window, page_size)))
-        found.update(dict.fromkeys(append_kernels(model, page_size, rotary)))
+    if "dense" in calls:
+        found.update(dict.fromkeys(dense_kernels(model)))
+    for window in model.windows:
+        if "packed" in calls:
+            found.update(dict.fromkeys(packed_kernels(model, window)))
+        for page_size in page_sizes:
+            if "cache" in calls:
+                found.update(dict.fromkeys(decode_kernels(model, window, page_size)))
+            if "paged" in calls and page_size:
+                found.update(dict.fromkeys(paged_kernels(model, window, page_size)))
+    if "cache" in calls:
+        found.update(dict.fromkeys(append_kernels(model, page_sizes, rotary)))
     return found
 
 
@@ -185,6 +218,13 @@ def known_gpus() -> list[Gpu]:
     return list(dict.fromkeys(found)) or [H200, H100]
 
 
+def dense_kernels(model: Model) -> Iterator[Kernel]:
+    """What the planner chooses for calls without a cache, of all sizes."""
+    for gpu in known_gpus():
+        for problem in problems_of(model):
+            yield from (one.kernel for one in plan_forward(problem, gpu).launches())
+
+
 def problems_of(model: Model) -> dict[Problem, None]:
     """Calls without a cache, of all sizes, each once: many windows hide nothing of short ones."""
     ratio = model.heads_q // model.heads_kv
@@ -199,30 +239,60 @@ def problems_of(model: Model) -> dict[Problem, None]:
     return found
 
 
+def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
+    """What is launched for packed sequences that use all of their rows, whatever the lengths."""
+    tight = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+    given = spec_of(model, tight), False, False, H200
+    plan, joined = RaggedPlan(*given), JoinedPlan.of(*given)
+    yield from plan.kernels()
+    yield plan.tile_table()
+    if joined is not None:
+        yield from joined.kernels()
+        yield joined.joined_table()
+
+
 def decode_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
-    """What is launched for calls on a cache: one query or several, tiles cut or whole."""
+    """What is launched for calls on a cache, with tiles cut or whole."""
+    for num_splits in (0, 1):
+        yield from kernels_on_cache(model, window, page_size, num_splits)
+
+
+def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
+    """What is launched for packed queries on pages."""
+    return kernels_on_cache(model, window, page_size, is_packed=True)
+
+
+def kernels_on_cache(
+    model: Model, window: Window, page_size: int, num_splits: int = 0, is_packed: bool = False
+) -> Iterator[Kernel]:
+    """What is launched for calls with these options on a cache, whatever its lengths."""
     ratio, num_ctas = model.heads_q // model.heads_kv, H200.num_sms
     # A cache with room for 1 token only, as all short ones, needs no bound to the left.
-    for seqlen_q, capacity, num_splits in itertools.product((1, 2), (1, LONGEST), (0, 1)):
-        sizes = Sizes(1, seqlen_q, model.heads_kv, ratio, capacity)
-        tight = window.tighten(seqlen_q, capacity)
-        cut = choose_cut(sizes, tight, num_ctas, num_splits)
-        spec = spec_of(model, tight)
-        plan = DecodePlan(spec, CacheLayout(page_size), sizes, tight, cut, num_ctas)
+    for capacity in (1, LONGEST):
+        sizes = Sizes(1, 1, model.heads_kv, ratio, capacity)
+        tight = sizes.bounds(window)
+        cut = choose_cut(sizes, tight, num_ctas, num_splits, is_packed=is_packed)
+        spec, cache = spec_of(model, tight), CacheLayout(page_size)
+        plan = DecodePlan(spec, cache, sizes, tight, cut, num_ctas, is_packed)
         yield from (one.kernel for one in plan.launches)
 
 
-def append_kernels(model: Model, page_size: int, rotary: str) -> Iterator[Kernel]:
-    """What appends tokens to a cache."""
+def rotary_of(model: Model, rotary: str, dtype: str) -> Rotary | None:
+    """The rotary embedding by its name in `ROTARIES`, with tables of a dtype."""
     interleaved = ROTARIES[rotary]
-    rotaries: list[Rotary | None] = [None]
-    if interleaved is not None:
-        dtypes = model.dtype, "float32"
-        rotaries = [Rotary(model.head_dim, interleaved, dtype) for dtype in dtypes]
+    return None if interleaved is None else Rotary(model.head_dim, interleaved, dtype)
+
+
+def append_kernels(
+    model: Model, page_sizes: Sequence[int], rotary: Rotary | None
+) -> Iterator[Kernel]:
+    """What appends tokens to caches."""
     head_dims = model.head_dim, model.head_dim_v
-    paged = page_size > 0
-    for one in rotaries:
-        yield Append(model.dtype, *head_dims, paged, batch_indexed=False, ragged=False, rotary=one)
+    for page_size in page_sizes:
+        paged = page_size > 0
+        yield Append(
+            model.dtype, *head_dims, paged, batch_indexed=False, ragged=False, rotary=rotary
+        )
 
 
 # ------------------------------------------------------------------------------------ compile
