@@ -11,20 +11,24 @@ from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.calls import decode, kvcache, operands, overlap
+from fa3.calls import cache_call, decode, kvcache, operands, overlap
 from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.planning.short_queries import MOST_SHORT_ROWS, short_queries
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import RECORD_STRIDE
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.sequences import PackedQueries
-from fa3.schedules.stream_k import records, segments
+from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Whole, records, segments
 from fa3.scores.masks import Band
 
 SEEDS = range(60)
+
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class PackedCall(NamedTuple):
@@ -144,7 +148,7 @@ def test_a_graph_serves_other_lengths(device):
 def test_records_of_tiles_that_a_sequence_has_not_are_cleared(options, monkeypatch):
     """The combine kernel reads a record for each tile that a call may have."""
     queries, lengths, group = [200, 1, 0, 65], [3000, 70, 40, 0], 2
-    tiles = [max(1, -(-count * group // 64)) for count in queries]
+    tiles = [-(-count * group // 64) for count in queries]
     prepare, merged = decode.prepare_decode, []
 
     def prepare_with_stubs(*given):
@@ -184,7 +188,8 @@ def test_records_of_tiles_that_a_sequence_has_not_are_cleared(options, monkeypat
         )  # fmt: skip
     (records,) = merged
     for parts, count in zip(records[:, 4].view(len(queries), -1), tiles, strict=True):
-        assert (parts[:count] > 0).all() and not parts[count:].any()
+        # A sequence without queries has a tile all the same.
+        assert (parts[: max(1, count)] > 0).all() and not parts[max(1, count) :].any()
 
 
 @pytest.mark.parametrize("ends", [(-(2**31), 4), (100, -(2**31)), (2**31 - 1, -(2**31)), (5, 9)])
@@ -255,6 +260,60 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
     assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
 
 
+@pytest.mark.parametrize("cut", [StreamK(7, BY_CTA), Units(3, 2, 5, 4 * 6), Whole()], ids=str)
+def test_a_sequence_without_rows_is_one_block_of_one_tile(cut):
+    blocks, of_rows, heads = [(2, 9), (0, 1), (0, 1), (0, 30)], [2, 0, 0, 3], 2
+    found = [segment for _, segment in segments(cut, blocks, 3, heads, 7, of_rows)]
+    for batch, count in enumerate(of_rows):
+        tiles = {one.tile[:2] for one in found if one.tile.batch == batch}
+        expected = {(m, head) for m in range(count) for head in range(heads)}
+        assert tiles == (expected or {(0, 0)})
+    empty = [one for one in found if not of_rows[one.tile.batch]]
+    assert [(one.tile, one.begin, one.end, one.part.num_parts) for one in empty] == [
+        ((0, 0, batch), 0, 1, 1) for batch in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}], ids=str)
+def test_a_sequence_with_more_queries_than_there_may_be_is_left_out(options, where):
+    """The forward kernel may have it. Its cache is not looked at."""
+    torch.manual_seed(0)
+    queries, short, lengths = (3, 40, 0, 5, 6, 1), 5, (70, 200, 9, 0, 300, 300)
+    ends = torch.tensor([0, *queries]).cumsum(0).int().to(where)
+    q = torch.randn(sum(queries), 4, 64, device=where).bfloat16()
+    k, v = torch.randn(2, len(queries), 300, 2, 64, device=where).bfloat16()
+    for sequence, (count, length) in enumerate(zip(queries, lengths, strict=True)):
+        is_out = count > short or not count
+        k[sequence, 0 if is_out else length :] = torch.nan
+        v[sequence, 0 if is_out else length :] = torch.nan
+    call = {
+        "k_cache": k, "v_cache": v, "cu_seqlens_q": ends, "max_seqlen_q": short,
+        "cache_seqlens": torch.tensor(lengths).int().to(where), "causal": True, **options,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, poisoned_allocations():
+        patch.setattr(cache_call, "check_query_ends", lambda *_: None)
+        out, lse = fa3.flash_attn_with_kvcache(q, **call, return_lse=True)
+    for sequence, (count, length) in enumerate(zip(queries, lengths, strict=True)):
+        rows = slice(*ends[sequence : sequence + 2].tolist())
+        if count > short:
+            assert out[rows].isnan().all() and lse[:, rows].isnan().all()
+        else:
+            keys, values = (cache[sequence : sequence + 1, :length] for cache in (k, v))
+            check_attention(
+                out[None, rows], lse[None, :, rows], q[None, rows], keys, values,
+                window=Window(right=0),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("ratio", range(1, 300))
+def test_a_short_sequence_has_few_rows(ratio):
+    most = short_queries(ratio)
+    assert 1 <= most <= ROWS
+    assert most == 1 or most * ratio <= MOST_SHORT_ROWS
+    assert most == ROWS or (most + 1) * ratio > MOST_SHORT_ROWS
+
+
 def test_new_tokens_are_packed_as_well():
     torch.manual_seed(0)
     caches = [torch.zeros(2, 16, 1, 64).bfloat16() for _ in range(2)]
@@ -271,7 +330,7 @@ def test_new_tokens_are_packed_as_well():
         torch.testing.assert_close(out[None, rows], expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("is_turned", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -329,9 +388,6 @@ def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():
 
 
 # --------------------------------------------------------------------------------------- totals
-
-
-WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def call_of_total(total: int, device: str = "cpu", **options) -> dict:

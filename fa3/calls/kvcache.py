@@ -194,7 +194,7 @@ def flash_attn_with_kvcache(
             window has left behind are not read, but where the table is checked they must exist.
         cu_seqlens_q: (batch + 1,) int32: where the queries of each sequence begin and end in q,
             if sequences have different numbers of them; the last may be below total_q. Rows of no
-            sequence are not written. On a GPU, queries beyond max_seqlen_q are left out.
+            sequence are not written. On a GPU, a sequence with more than max_seqlen_q is left out.
         max_seqlen_q: the most queries of a sequence; must be given with cu_seqlens_q.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v. Ignored without them.

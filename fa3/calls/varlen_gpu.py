@@ -65,7 +65,7 @@ class PreparedVarlen:
         # In the order of `TileTableArguments`.
         self.tile_table(
             *integers, table, total_q, k.shape[0], capacity,
-            shift_of_work(max_seqlen_k, self.tile_n), *self.window,
+            shift_of_work(max_seqlen_k, self.tile_n), *self.window, 0,
         )  # fmt: skip
         # In the order of `ForwardArguments`.
         given = (

@@ -61,7 +61,7 @@ class DecodeArguments(NamedTuple):
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
         num_splits, unit_blocks, max_parts: see `Units`.
-        max_seqlen_q: most queries of a sequence.
+        max_seqlen_q: most queries of a sequence. A packed sequence with more is left out.
         num_ctas: CTAs to launch.
     """
 

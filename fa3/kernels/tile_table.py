@@ -48,6 +48,8 @@ class TileTableArguments(NamedTuple):
         capacity: records that the table has room for.
         shift: work is counted in units of 2**shift blocks.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
+        short_queries: sequences with so many queries or fewer get no tiles of queries: another
+            kernel attends to them. 0 if this one does.
     """
 
     cu_seqlens_q: object
@@ -61,6 +63,7 @@ class TileTableArguments(NamedTuple):
     shift: int
     window_left: int
     window_right: int
+    short_queries: int
 
     @classmethod
     def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
@@ -84,7 +87,7 @@ class TileTableOperands(NamedTuple):
     """What the table is made of, and where it goes.
 
     Fields:
-        table, capacity, shift: see `TileTableArguments`.
+        table, capacity, shift, short_queries: see `TileTableArguments`.
     """
 
     queries: RaggedLengths
@@ -93,6 +96,7 @@ class TileTableOperands(NamedTuple):
     capacity: Int32
     shift: Int32
     window: Window
+    short_queries: Int32
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,9 @@ class TileTable:
         keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
         window = Window(call.window_left, call.window_right)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        operands = TileTableOperands(queries, keys, call.table, call.capacity, call.shift, window)
+        operands = TileTableOperands(
+            queries, keys, call.table, call.capacity, call.shift, window, call.short_queries
+        )
         self.kernel(operands).launch(
             grid=(1, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
         )
@@ -178,7 +184,7 @@ class TileTable:
         """Go through all sequences: count the tiles of each amount of work, or write them."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
-        queries, keys, table, capacity, shift, window = operands
+        queries, keys, table, capacity, shift, window, short_queries = operands
         batch = queries.cu.shape[0] - 1
         first = warp * WARP
         while first < batch:
@@ -190,6 +196,7 @@ class TileTable:
                 if cutlass.const_expr(self.is_of_keys):
                     owned_k = keys.owned(of_lane)
             num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
+            num_tiles = num_tiles if seqlen_q > short_queries else Int32(0)
             if cutlass.const_expr(self.is_of_keys):
                 num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
             upto = sum_in_warp(num_tiles)

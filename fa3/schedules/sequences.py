@@ -142,19 +142,19 @@ class PackedQueries:
     rows_of_tile: int
 
     def read(self, entry, batch, most) -> tuple:
-        """A sequence's first row of q, and its number of queries, which is `most` at most.
+        """A sequence's first row of q, and its number of queries: 0 if it has more than `most`.
 
         Args:
             entry: reads an entry of a table.
         """
         begin = larger(smaller(entry(self.ends, batch), self.total), 0)
-        end = larger(smaller(entry(self.ends, batch + 1), self.total), begin)
-        return begin, smaller(end - begin, most)
+        count = larger(smaller(entry(self.ends, batch + 1), self.total), begin) - begin
+        is_longer = smaller(larger(count - most, 0), 1)
+        return begin, count * (1 - is_longer)
 
     def m_blocks(self, count):
-        """Row blocks of a key/value head with so many queries; at least one."""
-        rows = count * self.rows_of_query
-        return larger((rows + self.rows_of_tile - 1) // self.rows_of_tile, 1)
+        """Row blocks of a key/value head with so many queries; none without queries."""
+        return (count * self.rows_of_query + self.rows_of_tile - 1) // self.rows_of_tile
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ class Cached:
     """Sequences whose keys are in a cache, and whose lengths are in device memory.
 
     `read` returns (keys including padding, padding), and with packed queries also the first row and
-    the number of queries; a cursor can carry that.
+    the number of queries; a cursor can carry that. A packed sequence with more queries than
+    `seqlen_q` has none here: it is another kernel's, or the call is wrong. A sequence without
+    queries has no keys either, so that nothing is read for it.
 
     Fields:
         seqlens: (batch,) int32, keys of the sequences, padding included.
@@ -217,22 +219,19 @@ class Cached:
         """The sequence for a mask: key 0 is the first one after the padding."""
         seqlen, leftpad, *_ = length
         _, seqlen_q = self.queries(length)
-        return Sequence(seqlen_q, larger(seqlen - leftpad, 0), self.window)
+        seqlen_k = larger(seqlen - leftpad, 0)
+        if self.packed is not None:
+            seqlen_k = seqlen_k * smaller(seqlen_q, 1)
+        return Sequence(seqlen_q, seqlen_k, self.window)
 
     def blocks(self, length: tuple) -> Blocks:
         """Key blocks that the queries of a sequence touch; all tiles of the sequence walk them."""
         sequence = self.sequence(length)
-        rows = sequence.seqlen_q if self.packed is None else larger(sequence.seqlen_q, 1)
-        return self.mask.key_blocks(0, rows, self.tile_n, sequence)
+        return self.mask.key_blocks(0, sequence.seqlen_q, self.tile_n, sequence)
 
     def num_blocks(self, length: tuple):
         blocks = self.blocks(length)
-        count = blocks.end - blocks.begin
-        if self.packed is None:
-            return count
-        # Without queries one block is as few as a walk can have.
-        _, seqlen_q = self.queries(length)
-        return 1 + smaller(seqlen_q, 1) * (count - 1)
+        return blocks.end - blocks.begin
 
     def blocks_at(self, walk, cursor):
         """First and last key block of the segment at a cursor."""

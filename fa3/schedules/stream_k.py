@@ -5,7 +5,8 @@
 
 A tile is up to 64 query rows of one key/value head of one sequence; it walks the key blocks that
 its sequence's queries touch. All blocks form one line: sequence by sequence, in a sequence tile by
-tile (head by head, in a head its row blocks), in a tile block by block. The line is cut into one
+tile (head by head, in a head its row blocks), in a tile block by block. A sequence without rows
+has one tile with one block, for which nothing is read or written. The line is cut into one
 piece for each CTA; pieces differ by one block at most. A *segment* is a CTA's share of one tile.
 If that is the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the
 workspace. A tile's parts have consecutive slots, and its first segment writes a record for the
@@ -54,7 +55,7 @@ class Lengths(Protocol):
         """How many key blocks a tile of the sequence walks; at least one."""
 
     def m_blocks(self, length: tuple):
-        """Row blocks of a head of the sequence; None if all sequences have equally many."""
+        """Row blocks of a head of the sequence, or 0; None if all sequences have equally many."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Walk:
 
     def tiles(self, length: tuple):
         """Tiles of a sequence."""
-        return self.m_blocks(length).value * self.num_heads
+        return tiles_of(self.lengths, length, self.num_m_blocks, self.num_heads)
 
     def first(self) -> WalkCursor:
         pieces, batch, batch_begin = self.place
@@ -309,9 +310,15 @@ class Walk:
 
 
 def m_blocks_of(lengths: Lengths, length: tuple, most) -> Divisor | PlainDivisor:
-    """Row blocks of a head of a sequence; `most` if all have equally many."""
+    """Row blocks of a head of a sequence, at least one; `most` if all have equally many."""
     own = lengths.m_blocks(length)
-    return most if own is None else PlainDivisor(own)
+    return most if own is None else PlainDivisor(larger(own, 1))
+
+
+def tiles_of(lengths: Lengths, length: tuple, most, num_heads):
+    """Tiles of a sequence: one if it has no rows."""
+    own = lengths.m_blocks(length)
+    return most.value * num_heads if own is None else larger(own * num_heads, 1)
 
 
 # ------------------------------------------------------------------------------------- device
@@ -337,7 +344,7 @@ def locate(
         blocks = number(0)
         for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
             length = lengths.read(i)
-            tiles = m_blocks_of(lengths, length, num_m_blocks).value * num_heads
+            tiles = tiles_of(lengths, length, num_m_blocks, num_heads)
             blocks += number(tiles) * lengths.num_blocks(length)
         upto = blocks
         for shift in cutlass.range_constexpr(5):
@@ -363,7 +370,7 @@ class HostLengths:
 
     Fields:
         blocks: key blocks [begin, end) that the queries of each sequence touch.
-        of_rows: row blocks of a head of each sequence; None if all have equally many.
+        of_rows: row blocks of a head of each sequence, or 0; None if all have equally many.
     """
 
     blocks: Sequence[tuple[int, int]]
@@ -399,7 +406,7 @@ def walks(
     """Yield the walk of every CTA, the same as the kernel's."""
     begins, most = [0], PlainDivisor(num_m_blocks)
     for length in map(lengths.read, range(lengths.num_sequences)):
-        tiles = m_blocks_of(lengths, length, most).value * num_heads
+        tiles = tiles_of(lengths, length, most, num_heads)
         begins.append(begins[-1] + tiles * lengths.num_blocks(length))
     pieces, batch = Pieces(begins[-1], PlainDivisor(num_ctas)), 0
     for cta in range(num_ctas):
@@ -422,7 +429,7 @@ def segments(
         blocks: key blocks [begin, end) that the queries of each sequence touch, at least one.
         num_m_blocks: row blocks of a key/value head; with `of_rows` the most.
         num_heads: key/value heads.
-        of_rows: row blocks of a key/value head of each sequence, if they differ.
+        of_rows: row blocks of a key/value head of each sequence, or 0, if they differ.
     """
     for walk in walks(cut, HostLengths(blocks, of_rows), num_m_blocks, num_heads, num_ctas):
         cursor = walk.first()
