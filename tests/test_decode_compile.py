@@ -76,6 +76,33 @@ def test_machine_code_of_decode(spec, cache, cut):
     check_dependent_launch(report)
 
 
+PACKED_CASES = {
+    "128": (spec_of(mask="causal"), True, False),
+    "used": (spec_of(mask="causal"), True, True),
+    "used-k": (spec_of((64, 64)), False, True),
+    "window": (spec_of(mask="window"), False, False),
+    "192-128": (spec_of((192, 128), "causal"), False, False),
+    "72-200": (spec_of((72, 200), "causal"), False, False),
+    "256": (spec_of((256, 256), "causal", scores=SCORES, sinks="float32"), True, True),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("case", PACKED_CASES)
+def test_machine_code_of_packed_keys(case):
+    spec, has_used_q, has_used_k = PACKED_CASES[case]
+    cache = CacheLayout(is_packed=True, has_seqlens=has_used_k)
+    kernel = Decode(
+        spec, config_of(spec), 4, cache, StreamK, is_packed=True, has_used_q=has_used_q
+    )  # fmt: skip
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log)
+    check_wgmma(report, spec)
+    check_loads(report, spec, cache)
+    check_dependent_launch(report)
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize("cache", ["contiguous", "page16", "page24"])
 @pytest.mark.parametrize("cut", [StreamK, Units])

@@ -16,10 +16,9 @@ from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
-from fa3.planning.short_queries import MOST_SHORT_ROWS, short_queries
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.wgmma import ROWS
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.workspace import RECORD_STRIDE
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.sequences import PackedQueries
@@ -195,7 +194,8 @@ def test_records_of_tiles_that_a_sequence_has_not_are_cleared(options, monkeypat
 @pytest.mark.parametrize("ends", [(-(2**31), 4), (100, -(2**31)), (2**31 - 1, -(2**31)), (5, 9)])
 def test_queries_stay_inside_of_q_whatever_the_ends_say(ends):
     """32 bits, as in the kernel: a difference of two ends may leave them."""
-    queries = PackedQueries(np.array(ends, np.int32), np.int32(50), 1, 64)
+    lengths = RaggedLengths(np.array(ends, np.int32), None, np.int32(50))
+    queries = PackedQueries(lengths, 1, 64)
     with np.errstate(over="raise"):
         begin, count = queries.read(lambda table, i: table[i], 0, np.int32(64))
     assert 0 <= begin <= begin + count <= 50
@@ -304,14 +304,6 @@ def test_a_sequence_with_more_queries_than_there_may_be_is_left_out(options, whe
                 out[None, rows], lse[None, :, rows], q[None, rows], keys, values,
                 window=Window(right=0),
             )  # fmt: skip
-
-
-@pytest.mark.parametrize("ratio", range(1, 300))
-def test_a_short_sequence_has_few_rows(ratio):
-    most = short_queries(ratio)
-    assert 1 <= most <= ROWS
-    assert most == 1 or most * ratio <= MOST_SHORT_ROWS
-    assert most == ROWS or (most + 1) * ratio > MOST_SHORT_ROWS
 
 
 def test_new_tokens_are_packed_as_well():

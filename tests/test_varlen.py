@@ -7,6 +7,7 @@ import random
 import re
 import tracemalloc
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.joined import JoinedPlan
+from fa3.planning.short_queries import ShortPlan
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -493,21 +495,38 @@ def test_assertions_cannot_be_captured(monkeypatch):
 
 
 class Launches:
-    """Stands for the kernels: notes what they are launched on."""
+    """Stands for the kernels: notes what they are launched on.
+
+    Fields:
+        given: operands and the rest, of both kernels if there are two.
+        short: what the decode kernel alone is launched on, and for how many queries at most.
+    """
 
     def __init__(self):
-        self.given = []
+        self.given, self.short = [], []
 
     def launch(self, operands, *given):
         self.given.append((*operands, *given))
 
+    def for_queries(self, most):
+        def attend_packed(operands, *given):
+            self.short.append((most, *operands, *given))
+
+        return SimpleNamespace(attend_packed=attend_packed, most=most)
+
 
 @pytest.fixture
-def launches(monkeypatch):
+def kernels(monkeypatch):
     """Have calls on CPU tensors launched as if they were on a GPU."""
     kernels, prepare = Launches(), varlen.prepare_varlen
-    gpu = varlen_gpu.PackedKernels(kernels, kernels)
+    gpu = varlen_gpu.PackedKernels(kernels, kernels, kernels.for_queries)
     monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
+    return kernels
+
+
+@pytest.fixture
+def launches(kernels):
+    """What the kernels are launched on, but for the decode kernel alone."""
     return kernels.given
 
 
@@ -517,7 +536,7 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
     call = on_gpu(make_call(USED))
     out, lse = flash_attn_varlen_func(**call, return_lse=True)
     integers = (call[name] for name in varlen.INTEGERS_OF_LENGTHS)
-    expected = (call["q"], call["k"], call["v"], out, lse, *integers, 64, None, 0.125)
+    expected = (call["q"], call["k"], call["v"], out, lse, *integers, 64, None, 0.125, None)
     (given,) = launches
     assert len(given) == len(expected)
     assert all(a is b or a == b for a, b in zip(given, expected, strict=True))
@@ -527,9 +546,28 @@ def test_what_is_launched(launches):
     slopes, sinks = torch.ones(4), torch.zeros(4)
     modified = {"alibi_slopes": slopes, "sinks": sinks, "softmax_scale": 0.3, "max_seqlen_k": 999}
     flash_attn_varlen_func(**make_call(RAGGED) | modified)
-    *_, lse, _, _, used_q, used_k, longest, modifiers, scale = launches[0]
-    assert lse is used_q is used_k is None and (longest, scale) == (159, 0.3)
+    *_, lse, _, _, used_q, used_k, longest, modifiers, scale, short = launches[0]
+    assert lse is used_q is used_k is short is None and (longest, scale) == (159, 0.3)
     assert modifiers[0] is slopes and modifiers[1] is sinks
+
+
+def test_short_sequences_are_the_decode_kernels(kernels):
+    """Beside long ones where keys are many; alone where none is long; never with gradients."""
+    decoding = VarlenProblem((1,) * 9, (500,) * 9, group=4)
+    mixed = VarlenProblem((*(1,) * 9, 200), (*(500,) * 9, 200), group=4)
+    sinks = torch.zeros(4)
+    call = make_call(decoding) | {"sinks": sinks}
+    flash_attn_varlen_func(**call)
+    ((most, q, *_, longest, modifiers, scale),) = kernels.short
+    assert (most, longest, scale) == (1, 500, 0.125) and q is call["q"] and modifiers[0] is sinks
+    assert not kernels.given
+    flash_attn_varlen_func(**make_call(mixed))
+    ((*_, short),) = kernels.given
+    assert short.most_queries == short.kernels.most == 32
+    call = make_call(mixed)
+    call["q"].requires_grad_()
+    flash_attn_varlen_func(**call)
+    assert kernels.given[1][-1] is None and len(kernels.short) == 1
 
 
 @pytest.mark.parametrize(
@@ -555,7 +593,8 @@ def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
     tokens = [(torch.Size(shape), torch.bfloat16, device) for shape in ((4, 64), (2, 64), (2, 32))]
     key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, 2
     varlen.prepare_varlen.__wrapped__(*key)
-    ((plan, joined, window),) = made
+    ((plan, joined, short, window),) = made
+    assert short == ShortPlan.of(plan.spec, 4, 2, True, False, plan.gpu)
     assert joined == JoinedPlan.of(plan.spec, True, False, plan.gpu)
     assert window == Window(right=0) and plan.gpu.num_sms == 130
     assert (plan.has_used_q, plan.has_used_k) == (True, False)

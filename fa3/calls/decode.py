@@ -1,8 +1,9 @@
 """Attention of a few queries to the keys and values of a cache: what is launched for it.
 
 `fa3.calls.kvcache` validates a call and has it prepared here, once for all calls that are described
-alike. A prepared call allocates its workspace and launches the plan's kernels. Lengths are read on
-the device only: a captured graph stays right while they grow.
+alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed keys. A
+prepared call allocates its workspace and launches the plan's kernels. Lengths are read on the
+device only: a captured graph stays right while they grow.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from fa3.planning.gpu import H200
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import Window
 from fa3.reference.cache import CacheOperands, execute_decode
+from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 
 
@@ -26,7 +28,7 @@ class PreparedDecode:
 
     Fields:
         attends: the entry of the kernel that attends; None on the CPU.
-        integers: what it takes after the softmax scale.
+        integers: what it takes after the softmax scale, but for the most packed keys.
         merges: the entry of the kernel that merges parts; None if there are none.
         sizes: what it takes after the tensors.
         workspace: numbers of 32 bits that parts take.
@@ -79,11 +81,35 @@ class PreparedDecode:
                 workspace[: self.cleared].zero_()
         # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
         self.attends(
-            q, k, v, out, lse, ends, seqlens, batch_idx, leftpad, page_table, modifiers, workspace,
-            softmax_scale, *self.integers,
+            q, k, v, out, lse, ends, None, None, seqlens, batch_idx, leftpad, page_table, modifiers,
+            workspace, softmax_scale, *self.integers, 0,
         )  # fmt: skip
         if self.merges is not None:
             self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
+
+    def attend_packed(
+        self,
+        operands: RaggedOperands,
+        max_seqlen_k: int,
+        modifiers: tuple[torch.Tensor, ...] | None,
+        softmax_scale: float,
+    ) -> None:
+        """The same for packed keys on a GPU, from the sequences that the plan has room for.
+
+        Args:
+            max_seqlen_k: no sequence has more keys.
+            modifiers: the tensors of the spec's scores, mask and sinks.
+        """
+        q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
+        lse = 0 if lse is None else lse.data_ptr()
+        workspace = q.new_empty(self.workspace, dtype=torch.float32)
+        # In the order of `DecodeArguments`.
+        self.attends(
+            q, k, v, out, lse, ends_q, used_q, ends_k, used_k, None, None, None, modifiers,
+            workspace, softmax_scale, *self.integers, max_seqlen_k,
+        )  # fmt: skip
+        sinks = modifiers[-1] if self.plan.spec.sinks else None
+        self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
 
 
 def prepare_decode(

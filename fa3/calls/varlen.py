@@ -45,6 +45,7 @@ from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.joined import JoinedPlan
 from fa3.planning.ragged import RaggedPlan
+from fa3.planning.short_queries import ShortPlan
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.varlen import PackedLengths, RaggedOperands
 from fa3.scores.masks import Mask
@@ -141,9 +142,9 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, head_dim_v) tensor that receives the output, like q. Rows of
             queries that are not used stay as they are. Must not share memory with another tensor
             of the call; it may lie between their elements.
-        num_splits: 0 or 1, which are the same: keys of a tile are not split; with page_table they
-            are where that suits the GPU, and a larger number says into how many parts.
-        pack_gqa: None or False, which are the same.
+        num_splits: 0 or 1, which are the same: keys are split for sequences with few queries,
+            where that suits the GPU; with page_table a larger number says into how many parts.
+        pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
         page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
             (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
             says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
@@ -309,6 +310,7 @@ def prepare_varlen(
     is_on_host = q.device.type == "cpu"
     gpu = reserve_sms(H200 if is_on_host else gpu_of(q.device), sm_margin)
     given = spec, has_used_q, has_used_k, gpu
-    joined = JoinedPlan.of(*given)
-    kernels = None if is_on_host else varlen_gpu.prepare(RaggedPlan(*given), joined, window)
-    return RaggedCall(spec, window, joined, kernels)
+    joined, plan = JoinedPlan.of(*given), RaggedPlan(*given)
+    short = ShortPlan.of(spec, q.shape[0], k.shape[0], has_used_q, has_used_k, gpu)
+    kernels = None if is_on_host else varlen_gpu.prepare(plan, joined, short, window)
+    return RaggedCall(spec, window, joined, short, kernels)

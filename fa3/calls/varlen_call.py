@@ -10,9 +10,12 @@ import torch
 
 from fa3.calls import varlen_backward, varlen_gpu
 from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
-from fa3.planning.joined import JoinedPlan
+from fa3.calls.varlen_gpu import Short
+from fa3.planning.joined import JoinedPlan, PackedSizes
+from fa3.planning.short_queries import ShortPlan
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
+from fa3.reference.cache import execute_packed_decode
 from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import (
     PackedLengths,
@@ -29,12 +32,14 @@ class RaggedCall:
     Fields:
         window: with bounds that any lengths may have.
         joined: how short sequences share tiles; None if they cannot.
+        short: how the decode kernel attends from few queries; None if it cannot.
         gpu: the kernels; None on the CPU.
     """
 
     spec: AttentionSpec
     window: Window
     joined: JoinedPlan | None
+    short: ShortPlan | None
     gpu: varlen_gpu.PackedKernels | None
 
     def attend(
@@ -43,12 +48,15 @@ class RaggedCall:
         longest: tuple[int, int],
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
+        has_gradients: bool = False,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
 
         Args:
             longest: max_seqlen_q and max_seqlen_k.
             tensors: those of the spec's scores, mask and sinks.
+            has_gradients: whether gradients may be asked for. Then no sequence is the decode
+                kernel's, so that none has other bits beside other sequences.
         """
         sizes = operands.sizes(*longest)
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
@@ -62,10 +70,34 @@ class RaggedCall:
                 execute_joined(self.joined, self.window, operands, scale, tensors)
             else:
                 self.gpu.joined.launch(operands, tensors, scale)
-        elif self.gpu is None:
-            execute_varlen(self.spec, self.window, operands, scale, tensors)
         else:
-            self.gpu.alone.launch(operands, sizes.max_seqlen_k, tensors, scale)
+            self.attend_one_by_one(operands, sizes, tensors, scale, has_gradients)
+
+    def attend_one_by_one(
+        self,
+        operands: RaggedOperands,
+        sizes: PackedSizes,
+        tensors: tuple[torch.Tensor, ...] | None,
+        scale: float,
+        has_gradients: bool,
+    ) -> None:
+        """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
+        kernel."""
+        most, longest_k = 0, sizes.max_seqlen_k
+        if self.short is not None and not has_gradients:
+            most = self.short.most_queries(sizes)
+        has_long = most < sizes.max_seqlen_q
+        if self.gpu is None:
+            if most:
+                plan = self.short.plan(most, self.window)
+                execute_packed_decode(plan, operands, longest_k, scale, tensors)
+            if has_long:
+                execute_varlen(self.spec, self.window, operands, scale, tensors, most)
+        elif has_long:
+            short = Short(most, self.gpu.short(most)) if most else None
+            self.gpu.alone.launch(operands, longest_k, tensors, scale, short)
+        else:
+            self.gpu.short(most).attend_packed(operands, longest_k, tensors, scale)
 
 
 def ragged_gradients(

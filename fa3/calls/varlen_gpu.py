@@ -1,21 +1,24 @@
 """Launches for packed sequences: the kernel that makes the table of tiles, then the forward kernel,
 and once more for rows whose fixed reference failed, or, where sequences share tiles, for rows that
-are not finite.
+are not finite. Sequences with few queries may be the decode kernel's instead.
 
 All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
 several streams and in captured graphs share nothing. Marks of rows are among the counters that
 every call has for itself (`fa3.running.counters`).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from fa3.calls.decode import PreparedDecode
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.joined import JoinedPlan
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
+from fa3.planning.short_queries import ShortPlan
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
@@ -23,6 +26,18 @@ from fa3.running.counters import counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
 from fa3.scores.intervals import ROW_RECORD
+
+
+class Short(NamedTuple):
+    """The sequences of a call that are the decode kernel's.
+
+    Fields:
+        most_queries: those with so many queries or fewer.
+        kernels: how they run.
+    """
+
+    most_queries: int
+    kernels: PreparedDecode
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +66,17 @@ class PreparedVarlen:
         max_seqlen_k: int,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
+        short: Short | None = None,
     ) -> None:
-        """Run the kernels on the current stream of the tensors' GPU."""
+        """Run the kernels on the current stream of the tensors' GPU.
+
+        Args:
+            short: the sequences that are the decode kernel's.
+        """
         q, k, v, out, lse, *integers = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
-                self.launch(operands, max_seqlen_k, modifiers, scale)
+                self.launch(operands, max_seqlen_k, modifiers, scale, short)
             return
         total_q, heads, _ = q.shape
         batch = operands.cu_seqlens_q.shape[0] - 1
@@ -65,8 +85,12 @@ class PreparedVarlen:
         # In the order of `TileTableArguments`.
         self.tile_table(
             *integers, table, total_q, k.shape[0], capacity,
-            shift_of_work(max_seqlen_k, self.tile_n), *self.window, 0,
+            shift_of_work(max_seqlen_k, self.tile_n), *self.window,
+            0 if short is None else short.most_queries,
         )  # fmt: skip
+        if short is not None:
+            # Here, and not before: while the table is made, it prefetches what it will read first.
+            short.kernels.attend_packed(operands, max_seqlen_k, modifiers, scale)
         # In the order of `ForwardArguments`.
         given = (
             q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
@@ -153,13 +177,17 @@ class PackedKernels(NamedTuple):
     Fields:
         alone: for tiles with rows of one sequence.
         joined: for tiles that sequences share; None if they cannot.
+        short: for sequences with so many queries or fewer; None if the decode kernel cannot.
     """
 
     alone: PreparedVarlen
     joined: PreparedJoined | None
+    short: Callable[[int], PreparedDecode] | None
 
 
-def prepare(plan: RaggedPlan, joined: JoinedPlan | None, window: Window) -> PackedKernels:
+def prepare(
+    plan: RaggedPlan, joined: JoinedPlan | None, short: ShortPlan | None, window: Window
+) -> PackedKernels:
     """Load the kernels of all plans that a call may take, whatever its lengths are."""
     config, num_ctas = plan.config, plan.gpu.num_sms
     forward, *again = map(load_kernel, plan.kernels())
@@ -167,9 +195,12 @@ def prepare(plan: RaggedPlan, joined: JoinedPlan | None, window: Window) -> Pack
         load_kernel(plan.tile_table()), forward, again[0] if again else None, window,
         config.tile_m, config.tile_n, num_ctas, plan.rows_of_section,
     )  # fmt: skip
-    if joined is None:
-        return PackedKernels(alone, None)
-    kernels = map(load_kernel, (joined.joined_table(), *joined.kernels()))
-    return PackedKernels(
-        alone, PreparedJoined(*kernels, joined, window, num_ctas, plan.rows_of_section)
-    )
+    of_joined = of_short = None
+    if joined is not None:
+        kernels = map(load_kernel, (joined.joined_table(), *joined.kernels()))
+        of_joined = PreparedJoined(*kernels, joined, window, num_ctas, plan.rows_of_section)
+    if short is not None:
+        of_short = functools.cache(lambda most: PreparedDecode.on_gpu(short.plan(most, window)))
+        # No number of queries changes what is compiled.
+        of_short(1)
+    return PackedKernels(alone, of_joined, of_short)

@@ -65,6 +65,7 @@ from fa3.primitives.packed_rows import (
     store_part,
     store_rows,
 )
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
@@ -92,12 +93,12 @@ class DecodeOperands(NamedTuple):
 
     Fields:
         q: (batch, rows, heads_q, head_dim); packed queries are the same rows for every sequence.
-        k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages); without TMA
-            descriptors if rows are gathered.
+        k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages), or packed
+            (rows, head_dim, heads_kv); without TMA descriptors if rows are gathered.
         o: (batch, rows, heads_q, head_dim_v).
         lse: of (batch, heads_q, rows).
-        cu_seqlens_q: (batch + 1,) int32, where packed queries begin and end; None without.
-        seqlens: (batch,) int32, keys of the sequences, padding included.
+        packed_q, packed_k: which rows sequences have if they are packed, or None.
+        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
     """
@@ -107,8 +108,9 @@ class DecodeOperands(NamedTuple):
     v: TmaTensor | cute.Tensor
     o: cute.Tensor
     lse: RowLse
-    cu_seqlens_q: cute.Tensor | None
-    seqlens: cute.Tensor
+    packed_q: RaggedLengths | None
+    packed_k: RaggedLengths | None
+    seqlens: cute.Tensor | None
     tables: CacheTables
     modifiers: tuple | None
 
@@ -154,7 +156,8 @@ class Decode(AttentionKernel):
 
     A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
     With `is_long` the key blocks of all tiles together may need 64-bit numbers. With `is_packed`
-    sequences have different numbers of queries, which are behind one another.
+    sequences have different numbers of queries, which are behind one another; with `has_used_q`
+    not all of them count. If the cache's layout is packed, so are the queries.
     """
 
     spec: AttentionSpec
@@ -164,6 +167,7 @@ class Decode(AttentionKernel):
     cut_type: type
     is_long: bool = False
     is_packed: bool = False
+    has_used_q: bool = False
 
     entry_name: ClassVar[str] = "fa3_decode"
 
@@ -195,15 +199,23 @@ class Decode(AttentionKernel):
         call = DecodeArguments(*given)
         ratio, page_table = self.qhead_per_kvhead, call.page_table
         q, o = call.q, call.o
+        packed_q = packed_k = None
         if cutlass.const_expr(self.is_packed):
+            packed_q = RaggedLengths(call.cu_seqlens_q, call.seqused_q, q.shape[0])
             q, o = (
-                cute.make_tensor(t.iterator, shared_by(call.seqlens.shape[0], t.layout))
+                cute.make_tensor(t.iterator, shared_by(packed_q.num_sequences, t.layout))
                 for t in (q, o)
             )
-        heads_q = q.shape[2]
-        capacity = capacity_of(call.k.shape[1], 1 if page_table is None else page_table.shape[1])
+        batch, rows_q, heads_q, _ = q.shape
+        if cutlass.const_expr(self.cache.is_packed):
+            packed_k = RaggedLengths(call.cu_seqlens_k, call.seqlens, call.k.shape[0])
+            seqlens, capacity, modes = None, call.max_seqlen_k, [0, 2, 1]
+        else:
+            pages = 1 if page_table is None else page_table.shape[1]
+            seqlens, capacity = call.seqlens, capacity_of(call.k.shape[1], pages)
+            modes = [1, 3, 2, 0]
         k, v = (
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))
             for t in (call.k, call.v)
         )
         if cutlass.const_expr(not self.gathers):
@@ -214,16 +226,17 @@ class Decode(AttentionKernel):
             k,
             v,
             o,
-            RowLse.at(call.lse, (call.seqlens.shape[0], heads_q, q.shape[1]), self.is_packed),
-            call.cu_seqlens_q,
-            call.seqlens,
+            RowLse.at(call.lse, (batch, heads_q, rows_q), self.is_packed),
+            packed_q,
+            packed_k,
+            seqlens,
             CacheTables(call.batch_idx, call.leftpad, page_table),
             call.modifiers,
         )
-        seqlen_q = call.max_seqlen_q if self.is_packed else q.shape[1]
+        seqlen_q = call.max_seqlen_q if self.is_packed else rows_q
         rows = seqlen_q * ratio
         num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), heads_q // ratio
-        num_tiles = q.shape[0] * num_heads * num_m_blocks
+        num_tiles = batch * num_heads * num_m_blocks
         cut = Whole()
         if cutlass.const_expr(self.cut_type is StreamK):
             cut = StreamK(call.num_ctas, BY_CTA if self.is_packed else num_tiles)
@@ -284,8 +297,7 @@ class Decode(AttentionKernel):
         _, mask, _ = bind(self.spec, operands.modifiers)
         packed = None
         if cutlass.const_expr(self.is_packed):
-            rows = operands.q.shape[1]
-            packed = PackedQueries(operands.cu_seqlens_q, rows, self.qhead_per_kvhead, ROWS)
+            packed = PackedQueries(operands.packed_q, self.qhead_per_kvhead, ROWS)
         lengths = Cached(
             operands.seqlens,
             operands.tables,
@@ -296,6 +308,7 @@ class Decode(AttentionKernel):
             self.config.tile_n,
             is_early,
             packed,
+            operands.packed_k,
         )
         cta, _, _ = cute.arch.block_idx()
         number = Int64 if self.is_long else Int32
@@ -395,7 +408,7 @@ class Decode(AttentionKernel):
         L2 is coherent, so blocks that the previous kernel still writes are safe. Lengths and page
         tables may be outdated; then wrong blocks are prefetched, but TMA stays inside the cache.
         """
-        if operands.seqlens.shape[0] <= EARLY_SEQUENCES:
+        if operands.q.shape[0] <= EARLY_SEQUENCES:
             walk = self.find_walk(operands, cut, sizes, is_early=True)
             cursor = walk.first()
             if walk.is_valid(cursor):

@@ -48,12 +48,15 @@ class DecodeArguments(NamedTuple):
         q: (batch, seqlen_q, heads_q, head_dim); packed queries have no batch, here and below:
             (total_q, heads_q, head_dim).
         k, v: the cache, (batch_cache, seqlen_cache, heads_kv, head_dim or head_dim_v); with pages
-            (num_pages, page_size, heads_kv, ...).
+            (num_pages, page_size, heads_kv, ...), packed (total_k, heads_kv, ...).
         o: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
         lse: address of (batch, heads_q, seqlen_q) float32, which receives the log-sum-exp; 0 for
             none. (heads_q, total_q) if packed.
         cu_seqlens_q: (batch + 1,) int32, where packed queries begin and end; None without.
-        seqlens: (batch,) int32, keys of the sequences, padding included.
+        seqused_q: (batch,) int32, packed queries that count; None for all.
+        cu_seqlens_k: (batch + 1,) int32, where packed keys begin and end; None without.
+        seqlens: (batch,) int32, keys of the sequences, padding included; of packed ones how many
+            count, or None for all.
         batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
         page_table: (batch, pages) int32; None without pages.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
@@ -63,6 +66,7 @@ class DecodeArguments(NamedTuple):
         num_splits, unit_blocks, max_parts: see `Units`.
         max_seqlen_q: most queries of a sequence. A packed sequence with more is left out.
         num_ctas: CTAs to launch.
+        max_seqlen_k: most keys of a sequence, if they are packed.
     """
 
     q: object
@@ -71,6 +75,8 @@ class DecodeArguments(NamedTuple):
     o: object
     lse: int
     cu_seqlens_q: object
+    seqused_q: object
+    cu_seqlens_k: object
     seqlens: object
     batch_idx: object
     leftpad: object
@@ -85,6 +91,7 @@ class DecodeArguments(NamedTuple):
     max_parts: int
     max_seqlen_q: int
     num_ctas: int
+    max_seqlen_k: int
 
     @classmethod
     def symbolic(cls, kernel) -> "DecodeArguments":
@@ -92,13 +99,17 @@ class DecodeArguments(NamedTuple):
         spec, cache = kernel.spec, kernel.cache
         batch, seqlen_q, heads_q, heads_kv = (cute.sym_int() for _ in range(4))
         rows = cute.sym_int(), cache.page_size or cute.sym_int()
+        rows = rows[:1] if cache.is_packed else rows
         queries = (seqlen_q,) if kernel.is_packed else (batch, seqlen_q)
-        ends = arguments.compact_tensor("int32", (cute.sym_int(),)) if kernel.is_packed else None
+        num_ends = cute.sym_int()
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
 
-        def per_sequence(exists: bool = True):
+        def per_sequence(exists: bool):
             return arguments.compact_tensor("int32", (batch,)) if exists else None
+
+        def ends(exist: bool):
+            return arguments.compact_tensor("int32", (num_ends,)) if exist else None
 
         return cls(
             q=arguments.tma_tensor(spec.dtype, (*queries, heads_q, spec.head_dim)),
@@ -106,8 +117,10 @@ class DecodeArguments(NamedTuple):
             v=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.dtype, (*queries, heads_q, spec.head_dim_v)),
             lse=Int64(0),
-            cu_seqlens_q=ends,
-            seqlens=per_sequence(),
+            cu_seqlens_q=ends(kernel.is_packed),
+            seqused_q=per_sequence(kernel.has_used_q),
+            cu_seqlens_k=ends(cache.is_packed),
+            seqlens=per_sequence(cache.has_seqlens),
             batch_idx=per_sequence(cache.batch_indexed),
             leftpad=per_sequence(cache.left_padded),
             page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,
@@ -121,4 +134,5 @@ class DecodeArguments(NamedTuple):
             max_parts=Int32(0),
             max_seqlen_q=Int32(0),
             num_ctas=Int32(0),
+            max_seqlen_k=Int32(0),
         )

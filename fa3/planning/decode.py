@@ -110,6 +110,7 @@ class DecodePlan:
         cut: where tiles may be cut.
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
         is_packed: whether sequences have different numbers of queries; sizes have the most.
+        has_used_q: whether not all of packed queries count.
     """
 
     spec: AttentionSpec
@@ -119,17 +120,18 @@ class DecodePlan:
     cut: StreamK | Units | Whole
     num_ctas: int
     is_packed: bool = False
+    has_used_q: bool = False
 
     def kernel(self) -> Decode:
         """The decode kernel."""
         is_long = self.sizes.num_tiles * self.sizes.most_blocks(self.window) > LARGEST
         config, ratio = config_of(self.spec), self.sizes.qhead_per_kvhead
-        cut_type = type(self.cut)
-        return Decode(self.spec, config, ratio, self.cache, cut_type, is_long, self.is_packed)
+        kind = type(self.cut), is_long, self.is_packed, self.has_used_q
+        return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
-        """The integers that the decode kernel takes after the softmax scale."""
+        """The integers that the decode kernel takes after the softmax scale, but the last one."""
         cut, units = self.cut, (1, 1, 1)
         if isinstance(cut, Units):
             units = cut.num_splits, cut.unit_blocks, cut.max_parts

@@ -6,13 +6,28 @@ sequence with few queries is therefore the decode kernel's. Lengths are known on
 both kernels are launched, and each leaves out the sequences of the other: the decode kernel those
 with more than `short_queries` (`fa3.schedules.sequences.Cached`), the table of the forward kernel's
 tiles the rest (`fa3.kernels.tile_table`).
+
+`ShortPlan` is how the decode kernel runs on packed keys. `fa3.calls.varlen_call` asks it, and runs
+what it plans on a GPU or on the CPU.
 """
 
+from dataclasses import dataclass
+
+from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.planning.gpu import Gpu
+from fa3.planning.joined import PackedSizes
+from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
+from fa3.problem import AttentionSpec, Window
 
 MOST_SHORT_ROWS = 2 * ROWS
 """Rows of a key/value head up to which a sequence is short: with more the keys are read, and
 multiplied, by more than two tiles of one warpgroup each."""
+
+FEWEST_EARLIER_KEYS = 4096
+"""Keys beyond one for each query from which on a call with long sequences has two kernels: fewer
+take the forward kernel no longer than the launch of another one."""
 
 
 def short_queries(qhead_per_kvhead: int) -> int:
@@ -21,3 +36,63 @@ def short_queries(qhead_per_kvhead: int) -> int:
     Without heads to pack, more than one tile of rows is as much work for either kernel.
     """
     return max(1, min(ROWS, MOST_SHORT_ROWS // qhead_per_kvhead))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortPlan:
+    """How the decode kernel attends to packed keys from sequences with few queries.
+
+    Fields:
+        spec: of the call.
+        heads_kv, qhead_per_kvhead: key/value heads, and query heads of each.
+        has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
+        gpu: what the kernel may use of it.
+    """
+
+    spec: AttentionSpec
+    heads_kv: int
+    qhead_per_kvhead: int
+    has_used_q: bool
+    has_used_k: bool
+    gpu: Gpu
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        heads_q: int,
+        heads_kv: int,
+        has_used_q: bool,
+        has_used_k: bool,
+        gpu: Gpu,
+    ) -> "ShortPlan | None":
+        """The plan; None without heads, and for functions of the user's."""
+        if heads_q == 0 or spec.has_user_functions:
+            return None
+        return cls(spec, heads_kv, heads_q // heads_kv, has_used_q, has_used_k, gpu)
+
+    def most_queries(self, sizes: PackedSizes) -> int:
+        """The most queries of a sequence that is the decode kernel's; 0 if none is to be.
+
+        All sequences are its own if that is `max_seqlen_q`.
+        """
+        longest = min(short_queries(self.qhead_per_kvhead), sizes.max_seqlen_q)
+        earlier_keys = sizes.total_k - sizes.total_q
+        has_long = sizes.max_seqlen_q > longest
+        if earlier_keys <= 0 or (has_long and earlier_keys < FEWEST_EARLIER_KEYS):
+            return 0
+        if has_long and not self.has_used_q and sizes.total_q >= sizes.batch * sizes.max_seqlen_q:
+            # All sequences are as long as the longest.
+            return 0
+        tiles = sizes.batch * self.heads_kv * -(-longest * self.qhead_per_kvhead // ROWS)
+        return longest if tiles * -(-sizes.max_seqlen_k // TILE_N) <= LARGEST else 0
+
+    def plan(self, most_queries: int, window: Window) -> DecodePlan:
+        """The plan of all calls whose short sequences have so many queries or fewer, whatever the
+        number of sequences and keys."""
+        sizes = Sizes(1, most_queries, self.heads_kv, self.qhead_per_kvhead, TILE_N)
+        num_ctas = self.gpu.num_sms
+        return DecodePlan(
+            self.spec, CacheLayout(is_packed=True, has_seqlens=self.has_used_k), sizes, window,
+            choose_cut(sizes, window, num_ctas, is_packed=True), num_ctas, True, self.has_used_q,
+        )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Blocks of K and V from a cache into shared memory, by TMA or cp.async, for decode's producer."""
+"""Blocks of K and V from a cache, or of packed sequences, into shared memory, by TMA or cp.async,
+for decode's producer."""
 
 import math
 from dataclasses import dataclass
@@ -27,11 +28,17 @@ class CacheLayout:
         page_size: keys of a page; 0 if a sequence's keys are contiguous.
         batch_indexed: whether an index maps sequences of the batch to rows of the cache.
         left_padded: whether padding comes before a sequence's keys.
+        is_packed: whether the keys of sequences are behind one another, in tensors (rows, heads,
+            head_dim). Then the rest is as it is by default.
+        has_seqlens: whether there is a tensor of the sequences' lengths. Of packed sequences it
+            says how many of the keys count, and need not be there.
     """
 
     page_size: int = 0
     batch_indexed: bool = False
     left_padded: bool = False
+    is_packed: bool = False
+    has_seqlens: bool = True
 
     def box(self, tile_n: int) -> int:
         """Keys that one TMA copy loads: a whole block, or the gcd of page size and block.
@@ -64,9 +71,9 @@ class Keys(NamedTuple):
     """The keys of one head of one sequence, counted from the first after the padding.
 
     Fields:
-        row: the sequence's row in the cache, or in the page table.
+        row: the sequence's row in the cache, or in the page table; anything if keys are packed.
         head: key/value head.
-        leftpad: keys of padding before the first.
+        leftpad: keys of padding before the first; of packed sequences, rows.
         first, last: first and last key that may be read; last < first if there are none.
     """
 
@@ -126,7 +133,9 @@ class TmaBlocks:
     """Loads blocks of K or V by TMA, in boxes of `box` keys and up to 128 bytes of columns.
 
     Fields:
-        tma: descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages).
+        tma: descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages), or of
+            packed sequences (rows, head_dim, heads). Of these a box may have rows of the next
+            sequence, as it may have what is behind a sequence in a cache.
         smem: (tile_n, columns, stages), swizzled; boxes are contiguous, ordered by keys first.
         page_table: see `CacheTables`.
         policy: L2 cache policy of the loads.
@@ -147,17 +156,27 @@ class TmaBlocks:
         layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, tensor.element_type, 1)
         return TmaTensor.of(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout)
 
+    @property
+    def is_packed(self) -> bool:
+        return cute.rank(self.tma.coords) == 3
+
     def partition(self, keys: Keys):
-        """TMA partitions: (smem (box, keys, columns, stage), cache (box, keys, columns, page))."""
+        """TMA partitions: (smem (box, keys, columns, stage), cache (box, keys, columns, page)); if
+        sequences are packed, without pages.
+        """
         tile_n, columns, stages = (cute.size(self.smem, mode=[i]) for i in range(3))
         box, width = self.box, box_columns(columns)
         boxes = cute.make_layout(
             (box, width, tile_n // box, columns // width, stages),
             stride=(width, 1, box * width, tile_n * width, tile_n * columns),
         )
-        coords = self.tma.coords[None, None, keys.head, None]
-        if self.page_table is None:
-            coords = cute.domain_offset((keys.leftpad, 0, 0), coords)
+        if self.is_packed:
+            coords = self.tma.coords[None, None, keys.head]
+            coords = cute.domain_offset((keys.leftpad, 0), coords)
+        else:
+            coords = self.tma.coords[None, None, keys.head, None]
+            if self.page_table is None:
+                coords = cute.domain_offset((keys.leftpad, 0, 0), coords)
         return cpasync.tma_partition(
             self.tma.atom,
             0,
@@ -165,6 +184,12 @@ class TmaBlocks:
             cute.group_modes(cute.make_tensor(self.smem.iterator, boxes), 0, 2),
             cute.group_modes(cute.flat_divide(coords, (box, width)), 0, 2),
         )
+
+    def box_of(self, from_gmem: cute.Tensor, tile, column, page) -> cute.Tensor:
+        """A box of a partition."""
+        if self.is_packed:
+            return from_gmem[None, tile, column]
+        return from_gmem[None, tile, column, page]
 
     def loader(self, keys: Keys):
         """A function (places, stage, barrier) that starts to load the block at `find`'s places."""
@@ -177,7 +202,7 @@ class TmaBlocks:
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
                     cute.copy(
                         self.tma.atom,
-                        from_gmem[None, tile, column, page],
+                        self.box_of(from_gmem, tile, column, page),
                         to_smem[None, i, column, stage],
                         tma_bar_ptr=barrier,
                         cache_policy=self.policy,
@@ -194,7 +219,7 @@ class TmaBlocks:
             for i in cutlass.range_constexpr(len(places)):
                 tile, page = self.on_page(places[i], keys)
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
-                    cute.prefetch(self.tma.atom, from_gmem[None, tile, column, page])
+                    cute.prefetch(self.tma.atom, self.box_of(from_gmem, tile, column, page))
 
         return prefetch
 

@@ -8,8 +8,15 @@ from cutlass import Int32
 from fa3.primitives.arithmetic import larger, smaller
 
 
+def entry_of(table: cute.Tensor, index) -> Int32:
+    """An entry of a table."""
+    return table[index]
+
+
 class RaggedLengths(NamedTuple):
     """Where packed sequences begin and end, in device memory, and what bounds them.
+
+    Where methods take `entry`, that reads an entry of a table.
 
     Fields:
         cu, used: cumulated lengths; rows that count, or None.
@@ -24,24 +31,24 @@ class RaggedLengths(NamedTuple):
     def num_sequences(self):
         return self.cu.shape[0] - 1
 
-    def begin(self, batch) -> Int32:
+    def begin(self, batch, entry=entry_of) -> Int32:
         """A sequence's first row."""
-        return larger(smaller(self.cu[batch], self.total), 0)
+        return larger(smaller(entry(self.cu, batch), self.total), 0)
 
-    def end(self, batch, begin) -> Int32:
+    def end(self, batch, begin, entry=entry_of) -> Int32:
         """The row behind a sequence's last one, which is not before `begin`, its first one.
 
         The difference of two ends as they are may leave 32 bits.
         """
-        return larger(smaller(self.cu[batch + 1], self.total), begin)
+        return larger(smaller(entry(self.cu, batch + 1), self.total), begin)
 
-    def read(self, batch) -> tuple[Int32, Int32]:
+    def read(self, batch, entry=entry_of) -> tuple[Int32, Int32]:
         """A sequence's first row and its length."""
-        begin = self.begin(batch)
-        length = self.end(batch, begin) - begin
+        begin = self.begin(batch, entry)
+        length = self.end(batch, begin, entry) - begin
         if self.used is None:
             return begin, length
-        return begin, larger(smaller(length, self.used[batch]), 0)
+        return begin, larger(smaller(length, entry(self.used, batch)), 0)
 
     @cute.jit
     def owned(self, batch) -> Int32:

@@ -15,8 +15,10 @@ from fa3.kernels.append import Append, AppendArguments, Rotary
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.coords import Position
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.reference.block_loop import CPU, HostTensor, RunningSoftmax, attend, merge, with_sink
+from fa3.reference.varlen import RaggedOperands
 from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import records, segments
@@ -34,7 +36,8 @@ class CacheOperands(NamedTuple):
         v_cache: like k_cache with head_dim_v.
         out: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
         lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp, or None.
-        cache_seqlens: (batch,) int32, keys of each sequence; read on the device only.
+        cache_seqlens: (batch,) int32, keys of each sequence; read on the device only. None if
+            keys are packed.
         cache_batch_idx: (batch,) int32, the row of the cache that a sequence has; its own if None.
         cache_leftpad: (batch,) int32, keys before this one are not there.
         page_table: (batch, max_pages) int32.
@@ -48,7 +51,7 @@ class CacheOperands(NamedTuple):
     v_cache: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor | None
-    cache_seqlens: torch.Tensor
+    cache_seqlens: torch.Tensor | None
     cache_batch_idx: torch.Tensor | None = None
     cache_leftpad: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
@@ -144,20 +147,67 @@ def execute_decode(
     Args:
         tensors: those of the spec's scores and sinks.
     """
-    out, sizes = operands.out, plan.sizes
-    scores, mask, sinks = bind(plan.spec, tensors)
-    leftpad = operands.cache_leftpad
-    tables = CacheTables(None, None if leftpad is None else HostTensor(leftpad), None)
-    ends, packed = operands.cu_seqlens_q, None
+    sizes, leftpad, ends = plan.sizes, operands.cache_leftpad, operands.cu_seqlens_q
+    tables, packed = CacheTables(None, as_table(leftpad), None), None
     if ends is not None:
-        rows = operands.q.shape[0]
-        packed = PackedQueries(HostTensor(ends), rows, sizes.qhead_per_kvhead, ROWS)
+        rows = RaggedLengths(HostTensor(ends), None, operands.q.shape[0])
+        packed = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
     sequences = Cached(
-        HostTensor(operands.cache_seqlens), tables, mask, sizes.seqlen_q, sizes.capacity,
-        plan.window, TILE_N, packed=packed,
+        HostTensor(operands.cache_seqlens), tables, bind(plan.spec, tensors)[1], sizes.seqlen_q,
+        sizes.capacity, plan.window, TILE_N, packed=packed,
     )  # fmt: skip
+    walk_segments(plan, operands, sequences, softmax_scale, tensors)
+
+
+@torch.autocast("cpu", enabled=False)
+def execute_packed_decode(
+    plan: DecodePlan,
+    operands: RaggedOperands,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    tensors: tuple[torch.Tensor, ...] | None = None,
+) -> None:
+    """Run a plan for packed keys on CPU tensors; sequences with more queries than the plan has
+    room for are left out.
+
+    Args:
+        max_seqlen_k: no sequence has more keys.
+        tensors: those of the spec's scores and sinks.
+    """
+    q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
+    queries, keys = (
+        RaggedLengths(HostTensor(ends), as_table(used), len(rows))
+        for ends, used, rows in ((ends_q, used_q, q), (ends_k, used_k, k))
+    )
+    sequences = Cached(
+        None, CacheTables(None, None, None), bind(plan.spec, tensors)[1], plan.sizes.seqlen_q,
+        max_seqlen_k, plan.window, TILE_N,
+        packed=PackedQueries(queries, plan.sizes.qhead_per_kvhead, ROWS), packed_keys=keys,
+    )  # fmt: skip
+    # All sequences are in one row of a cache, each behind what is padding to it.
+    of_all = torch.zeros(operands.lengths.batch, dtype=torch.int32, device=CPU)
+    cache = CacheOperands(
+        q, k[None], v[None], out, lse, None, cache_batch_idx=of_all, cu_seqlens_q=ends_q
+    )
+    walk_segments(plan, cache, sequences, softmax_scale, tensors)
+
+
+def as_table(tensor: torch.Tensor | None) -> HostTensor | None:
+    return None if tensor is None else HostTensor(tensor)
+
+
+def walk_segments(
+    plan: DecodePlan,
+    operands: CacheOperands,
+    sequences: Cached,
+    softmax_scale: float,
+    tensors: tuple[torch.Tensor, ...] | None,
+) -> None:
+    """Attend in every segment of a plan, and merge the parts of tiles."""
+    out, sizes, packed = operands.out, plan.sizes, sequences.packed
+    scores, _, sinks = bind(plan.spec, tensors)
     walked = CacheWalk(operands, sizes, softmax_scale, scores, sinks, sequences)
-    known = list(map(sequences.read, range(sizes.batch)))
+    known = list(map(sequences.read, range(sequences.num_sequences)))
     begins = [of.begin for of in map(sequences.blocks, known)]
     counts = map(sequences.num_blocks, known)
     blocks = [(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]

@@ -99,6 +99,7 @@ def execute_varlen(
     operands: RaggedOperands,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
+    short_queries: int = 0,
 ) -> None:
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
 
@@ -106,10 +107,11 @@ def execute_varlen(
         window: keys that a query sees beside its own position.
         softmax_scale: factor of Q K^T before the softmax; positive.
         tensors: those of the spec's scores, mask and sinks.
+        short_queries: sequences with so many queries or fewer are left out.
     """
     _, _, _, out, lse = operands[:5]
     for batch, (of_q, of_k) in enumerate(operands.lengths.slices()):
-        if of_q.start == of_q.stop:
+        if of_q.stop - of_q.start <= short_queries:
             continue
         result, of_rows = attend_alone(
             spec, window, operands, of_q, of_k, softmax_scale, tensors, batch

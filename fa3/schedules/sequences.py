@@ -1,8 +1,8 @@
 """The sequences of a call: how long each one is, and where its keys are.
 
 `Dense` and `Ragged` are for forward and backward kernels, `Joined` for the forward kernel, `Cached`
-for decoding. All turn what they know of a sequence into what masks take. The same arithmetic runs
-on Python ints (reference, tests) and on values inside a kernel.
+for the decode kernel. All turn what they know of a sequence into what masks take. The same
+arithmetic runs on Python ints (reference, tests) and on values inside a kernel.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
+from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
 from fa3.problem import Problem, Window
 from fa3.schedules.joined import JoinedTile
@@ -130,14 +131,12 @@ class PackedQueries:
     """Queries of sequences behind one another, as many as each sequence has.
 
     Fields:
-        ends: (batch + 1,) int32, where the queries of each sequence begin and end.
-        total: rows of q. Whatever `ends` says, no row beyond it is named.
+        lengths: which rows of q each sequence has.
         rows_of_query: rows that a query has in a tile: a key/value head's query heads.
         rows_of_tile: rows of a tile.
     """
 
-    ends: cute.Tensor
-    total: int
+    lengths: RaggedLengths
     rows_of_query: int
     rows_of_tile: int
 
@@ -147,8 +146,7 @@ class PackedQueries:
         Args:
             entry: reads an entry of a table.
         """
-        begin = larger(smaller(entry(self.ends, batch), self.total), 0)
-        count = larger(smaller(entry(self.ends, batch + 1), self.total), begin) - begin
+        begin, count = self.lengths.read(batch, entry)
         is_longer = smaller(larger(count - most, 0), 1)
         return begin, count * (1 - is_longer)
 
@@ -159,22 +157,24 @@ class PackedQueries:
 
 @dataclass(frozen=True)
 class Cached:
-    """Sequences whose keys are in a cache, and whose lengths are in device memory.
+    """Sequences whose keys are in a cache, or packed, and whose lengths are in device memory.
 
     `read` returns (keys including padding, padding), and with packed queries also the first row and
-    the number of queries; a cursor can carry that. A packed sequence with more queries than
+    the number of queries; a cursor can carry that. To a packed sequence all rows before its first
+    key are padding. A sequence with packed queries with more queries than
     `seqlen_q` has none here: it is another kernel's, or the call is wrong. A sequence without
-    queries has no keys either, so that nothing is read for it.
+    queries has no keys either, so that hardly anything is read for it.
 
     Fields:
-        seqlens: (batch,) int32, keys of the sequences, padding included.
+        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed.
         seqlen_q: queries of each sequence; of packed ones the most that one may have.
-        capacity: most keys of a sequence in the cache; longer lengths are cut to it.
+        capacity: most keys of a sequence; longer lengths are cut to it.
         is_early: whether the previous kernel may still be running; see `read_early`.
         packed: the queries, if sequences have different numbers of them.
+        packed_keys: which rows of K and V each sequence has, if keys are packed.
     """
 
-    seqlens: cute.Tensor
+    seqlens: cute.Tensor | None
     tables: CacheTables
     mask: object
     seqlen_q: int
@@ -183,13 +183,18 @@ class Cached:
     tile_n: int
     is_early: bool = False
     packed: PackedQueries | None = None
+    packed_keys: RaggedLengths | None = None
 
     @property
     def num_sequences(self):
-        return self.seqlens.shape[0]
+        return self.seqlens.shape[0] if self.packed_keys is None else self.packed_keys.num_sequences
 
     def read(self, batch) -> tuple:
-        keys = self.count(self.seqlens, batch), self.count(self.tables.leftpad, batch)
+        if self.packed_keys is None:
+            keys = self.count(self.seqlens, batch), self.count(self.tables.leftpad, batch)
+        else:
+            begin, length = self.packed_keys.read(batch, self.entry)
+            keys = begin + smaller(length, self.capacity), begin
         if self.packed is None:
             return keys
         return *keys, *self.packed.read(self.entry, batch, self.seqlen_q)

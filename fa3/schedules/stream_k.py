@@ -6,7 +6,7 @@
 A tile is up to 64 query rows of one key/value head of one sequence; it walks the key blocks that
 its sequence's queries touch. All blocks form one line: sequence by sequence, in a sequence tile by
 tile (head by head, in a head its row blocks), in a tile block by block. A sequence without rows
-has one tile with one block, for which nothing is read or written. The line is cut into one
+has one tile with one block, which is of no use to anybody. The line is cut into one
 piece for each CTA; pieces differ by one block at most. A *segment* is a CTA's share of one tile.
 If that is the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the
 workspace. A tile's parts have consecutive slots, and its first segment writes a record for the

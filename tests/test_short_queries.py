@@ -1,0 +1,278 @@
+"""Packed sequences with few queries beside others: which kernel has which, and what comes of it."""
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from problems import poisoned_allocations
+from varlen_problems import (
+    VarlenProblem,
+    check_varlen,
+    integers,
+    make_call,
+    poison,
+    random_problem,
+    unused,
+)
+
+import fa3
+from fa3.calls import varlen_call
+from fa3.planning import short_queries
+from fa3.planning.gpu import H200
+from fa3.planning.joined import JoinedPlan, PackedSizes
+from fa3.planning.short_queries import FEWEST_EARLIER_KEYS, ShortPlan
+from fa3.problem import AttentionSpec, Window
+from fa3.scores.masks import Band
+
+FAMILIES = 10
+"""Sets of options that change the generated code, for each dtype."""
+
+DECODING = (*(1,) * 20, 0, 3)
+KEYS = (*range(1, 300, 15), 7, 300)
+
+
+@pytest.fixture
+def with_few_keys(monkeypatch):
+    """Have the decode kernel beside the other even where keys are few; nothing shares tiles."""
+    monkeypatch.setattr(short_queries, "FEWEST_EARLIER_KEYS", 1)
+    monkeypatch.setattr(JoinedPlan, "suits", lambda *_: False)
+
+
+def mixed_problem(seed: int, dtype: str, longest: int, most_sequences: int) -> VarlenProblem:
+    """Draw any combination of options, with sequences on both sides of what is short."""
+    problem = random_problem(seed, dtype, seed % FAMILIES, longest)
+    code, draw = random.Random(f"{seed % FAMILIES} {dtype}"), random.Random(f"{seed} {dtype}")
+    group = code.choice((1, 2, 4, 5, 8))
+    most = short_queries.short_queries(group)
+    queries, keys = [], []
+    for _ in range(draw.choice((1, 3, most_sequences))):
+        queries.append(draw.choice((0, 1, 1, 2, most, most + 1, draw.randint(1, 150))))
+        keys.append(draw.choice((0, 1, 64, queries[-1], draw.randint(0, longest))))
+
+    def counts(lengths: list[int], given) -> tuple[int, ...] | None:
+        if given is None:
+            return None
+        return tuple(draw.choice((-1, 10**6, draw.randint(0, n), n, n)) for n in lengths)
+
+    # Enough keys for any choice, in a sequence without queries.
+    queries.append(0)
+    keys.append(sum(queries) + 1)
+    return replace(
+        problem, seqlens_q=tuple(queries), seqlens_k=tuple(keys), group=group,
+        used_q=counts(queries, problem.used_q), used_k=counts(keys, problem.used_k),
+    )  # fmt: skip
+
+
+def check(problem: VarlenProblem, seed: int = 0, device="cpu", poisoned: bool = False) -> None:
+    """Call into NaN memory, and look at every sequence; other rows stay as they are."""
+    call = make_call(problem, seed, device)
+    skipped = poison(problem, call) if poisoned else ()
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(problem, call, out, lse, skipped)
+    untouched = unused(problem, len(out), device)
+    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.usefixtures("with_few_keys")
+def test_random_calls(seed):
+    check(mixed_problem(seed, "bfloat16", 150, 6), seed, poisoned=seed % 2 == 1)
+
+
+@pytest.mark.usefixtures("with_few_keys")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("used", [None, (*(1,) * 20, 5, 2, 90)])
+def test_each_sequence_is_attended_to_once(used, causal, monkeypatch):
+    problem = VarlenProblem(
+        (*DECODING, 130), (*KEYS, 130), heads_kv=1, group=4, causal=causal, used_q=used
+    )
+    parts = []
+
+    def alone(name):
+        function = getattr(varlen_call, name)
+
+        def attend(*given):
+            found = next(one for one in given if hasattr(one, "cu_seqlens_q"))
+            blank = found._replace(
+                out=torch.full_like(found.out, torch.nan), lse=torch.full_like(found.lse, torch.nan)
+            )
+            function(*(blank if one is found else one for one in given))
+            written = ~blank.out.isnan().flatten(1).any(dim=1)
+            assert torch.equal(written, ~blank.lse.isnan().any(dim=0))
+            parts.append(written)
+            function(*given)
+
+        return attend
+
+    for name in ("execute_packed_decode", "execute_varlen"):
+        monkeypatch.setattr(varlen_call, name, alone(name))
+    check(problem)
+    short, long = parts
+    assert not (short & long).any()
+    assert torch.equal(short | long, ~unused(problem, len(short)))
+    assert torch.equal(long.nonzero().flatten(), torch.arange(23, 23 + (90 if used else 130)))
+
+
+# ----------------------------------------------------------------------------------- decisions
+
+
+def plan_of(has_used_q: bool = False) -> ShortPlan:
+    spec = AttentionSpec("bfloat16", 128, 128, Band(right=True))
+    return ShortPlan.of(spec, 32, 8, has_used_q, False, H200)
+
+
+def sizes(batch: int, total_q: int, total_k: int, longest_q: int) -> PackedSizes:
+    return PackedSizes(batch, 32, total_q, total_k, longest_q, 8192)
+
+
+SIZES = {
+    "decode": (sizes(64, 64, 64 * 8192, 1), 1),
+    "few drafted tokens": (sizes(64, 64 * 5, 64 * 8192, 5), 5),
+    "beside chunks": (sizes(71, 64 + 7 * 512, 10**6, 512), 32),
+    "beside one chunk, few keys": (sizes(5, 100, 100 + FEWEST_EARLIER_KEYS - 1, 96), 0),
+    "beside one chunk, some keys": (sizes(5, 100, 100 + FEWEST_EARLIER_KEYS, 96), 32),
+    "own keys": (sizes(64, 64 * 30, 64 * 30, 30), 0),
+    "own keys, long": (sizes(64, 10**5, 10**5, 4000), 0),
+    "equal chunks": (sizes(8, 8 * 512, 10**6, 512), 0),
+    "more blocks than 32 bits count": (sizes(1 << 21, 1 << 21, 1 << 29, 1), 0),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_which_sequences_are_the_decode_kernels(case):
+    of_call, expected = SIZES[case]
+    assert plan_of().most_queries(of_call) == expected
+
+
+def test_of_equal_lengths_few_may_be_used():
+    of_call, _ = SIZES["equal chunks"]
+    assert plan_of(has_used_q=True).most_queries(of_call) == 32
+
+
+def test_without_heads_there_is_nothing_to_plan():
+    assert ShortPlan.of(AttentionSpec("bfloat16", 64, 64, Band()), 0, 0, False, False, H200) is None
+
+
+@pytest.mark.parametrize("ratio", range(1, 300))
+def test_a_short_sequence_has_few_rows(ratio):
+    most = short_queries.short_queries(ratio)
+    assert 1 <= most <= short_queries.ROWS
+    assert most == 1 or most * ratio <= short_queries.MOST_SHORT_ROWS
+    assert most == short_queries.ROWS or (most + 1) * ratio > short_queries.MOST_SHORT_ROWS
+
+
+def test_no_number_of_queries_changes_what_is_compiled():
+    plans = [plan_of().plan(most, Window(right=0)) for most in (1, 5, 32)]
+    assert len({(plan.kernel(), plan.combine()) for plan in plans}) == 1
+
+
+# ------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("with_few_keys")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("seed", range(100))
+def test_random_calls_on_a_gpu(seed, dtype, device):
+    problem = mixed_problem(seed, dtype, 150 if seed % 3 else 3000, 40)
+    check(problem, seed, device, poisoned=seed % 2 == 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("long", [(), (200,), (513, 40, 0, 2000)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_decoding_beside_long_sequences(head_dims, long, device):
+    """Once more with neighbours whose keys and values are not finite."""
+    queries, keys = (*(1,) * 31, 3, 32, 33), range(700, 4100, 100)
+    problem = VarlenProblem(
+        (*queries, *long), (*keys, *long), heads_kv=2, group=4, causal=True, spare=3,
+        head_dim=head_dims[0], head_dim_v=head_dims[1],
+    )  # fmt: skip
+    check(problem, device=device)
+    check(problem, device=device, poisoned=True)
+
+
+@pytest.mark.gpu
+def test_long_sequences_have_the_bits_that_they_have_alone(device):
+    problem = VarlenProblem(
+        (1, 700, 1, 40), (5000, 900, 3000, 300), heads_kv=2, group=4, causal=True
+    )
+    call = make_call(problem, 0, device)
+    out = fa3.flash_attn_varlen_func(**call)
+    for sequence in (1, 3):
+        queries, keys = problem.rows[sequence]
+        of_q, of_k = (slice(rows.start, rows.stop) for rows in (queries, keys))
+        alone = call | {
+            "q": call["q"][of_q], "k": call["k"][of_k], "v": call["v"][of_k],
+            "cu_seqlens_q": integers(0, len(queries), device=device),
+            "cu_seqlens_k": integers(0, len(keys), device=device), "max_seqlen_q": len(queries),
+        }  # fmt: skip
+        assert torch.equal(out[of_q], fa3.flash_attn_varlen_func(**alone))
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_other_lengths(device):
+    """Sequences become short, long and empty."""
+    lengths = (
+        ((1, 200, 1, 98), (4000, 300, 900, 800)), ((300, 0, 0, 0), (400, 0, 5600, 0)),
+        ((1, 1, 149, 149), (50, 5000, 200, 750)), ((32, 33, 34, 201), (32, 3300, 2467, 201)),
+    )  # fmt: skip
+    problems = [VarlenProblem(*of, heads_kv=2, group=4, causal=True) for of in lengths]
+    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
+    calls = [make_call(problem, seed, device) for seed, problem in enumerate(problems)]
+    values = [{name: call[name].clone() for name in names} for call in calls]
+    call = calls[0] | {"max_seqlen_q": 300, "max_seqlen_k": 5600}
+    fa3.flash_attn_varlen_func(**call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    for problem, of_call in zip(problems, values, strict=True):
+        for name in names:
+            call[name].copy_(of_call[name])
+        graph.replay()
+        check_varlen(problem, call, out, lse)
+
+
+@pytest.mark.gpu
+def test_threads_share_a_stream(device):
+    problem = VarlenProblem(
+        (*(1,) * 60, 300), (*range(0, 6000, 100), 900), heads_kv=2, group=4, causal=True
+    )
+    calls = [make_call(problem, seed, device) for seed in range(4)]
+    expected = [fa3.flash_attn_varlen_func(**call) for call in calls]
+    wrong = []
+
+    def repeat(call: dict, same: torch.Tensor) -> None:
+        results = [fa3.flash_attn_varlen_func(**call) for _ in range(50)]
+        wrong.extend(result for result in results if not torch.equal(result, same))
+
+    threads = [
+        threading.Thread(target=repeat, args=given) for given in zip(calls, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("with_few_keys")
+@pytest.mark.parametrize("longest", [1, 300])
+@pytest.mark.parametrize(
+    "ends",
+    [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9), (0, 100, -(2**31), 300)],
+)
+def test_wrong_lengths_touch_nothing_outside(ends, longest, device):
+    call = make_call(VarlenProblem((100,) * 3, (300,) * 3, group=4, causal=True), 0, device)
+    call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)
+    around = torch.full((3 * len(call["q"]), *call["q"].shape[1:]), 7.0, device=device)
+    around = around.to(call["q"].dtype)
+    out = around[len(call["q"]) : 2 * len(call["q"])]
+    fa3.flash_attn_varlen_func(**call | {"max_seqlen_q": longest}, out=out)
+    torch.cuda.synchronize()
+    assert (around[: len(out)] == 7).all() and (around[2 * len(out) :] == 7).all()
