@@ -77,6 +77,7 @@ def met(monkeypatch):
 
     monkeypatch.setattr(forward, "run_on_host", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
+    monkeypatch.setattr(varlen_call, "execute_packed_decode", of_cache)
     monkeypatch.setattr(varlen_call, "execute_varlen", of_packed)
     monkeypatch.setattr(varlen_call, "execute_joined", of_joined)
     monkeypatch.setattr(

@@ -25,6 +25,7 @@ from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.joined import JoinedPlan
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
+from fa3.planning.short_queries import ShortPlan
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, is_unchanged
@@ -242,10 +243,14 @@ def problems_of(model: Model) -> dict[Problem, None]:
 def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     """What is launched for packed sequences that use all of their rows, whatever the lengths."""
     tight = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    given = spec_of(model, tight), False, False, H200
-    plan, joined = RaggedPlan(*given), JoinedPlan.of(*given)
+    spec, ratio = spec_of(model, tight), model.heads_q // model.heads_kv
+    of_call = False, False, H200
+    plan, joined = RaggedPlan(spec, *of_call), JoinedPlan.of(spec, *of_call)
+    short = ShortPlan(spec, model.heads_kv, ratio, *of_call)
     yield from plan.kernels()
     yield plan.tile_table()
+    # Any number of queries has the same ones.
+    yield from (one.kernel for one in short.plan(1, tight).launches)
     if joined is not None:
         yield from joined.kernels()
         yield joined.joined_table()
