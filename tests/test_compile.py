@@ -19,14 +19,16 @@ from fa3.kernels import forward_launch as tiling
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import H200
+from fa3.planning.ragged import RaggedPlan
 from fa3.planning.tilings import (
     TILINGS,
     Tiling,
     choose_config,
     general_tiling,
-    joined_tiling,
+    halved_tiling,
     takes_fixed_reference,
 )
+from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.softmax import GUESSED
 from fa3.primitives.wgmma import ROWS, WARPGROUP
@@ -131,7 +133,7 @@ def cases():
         yield spec, replace(general_tiling(spec), fixed_reference=fixed), RaggedTiles
         yield spec, general_tiling(spec), MarkedRagged
     for spec in (*(spec_of(n, "rows") for n in (64, 128, 256)), spec_of(64, "rows", "float16")):
-        yield spec, joined_tiling(spec), JoinedTiles
+        yield spec, halved_tiling(spec), JoinedTiles
     for spec in (
         spec_of(128, "left"),
         spec_of(64, "full", dtype="float16"),
@@ -199,7 +201,7 @@ def modified_cases():
         spec = modified(head_dim, mask, *MODIFIERS[name], head_dim_v=head_dim_v)
         schedules = {"full": StaticPersistent, "window": Dynamic, "rows": JoinedTiles}
         schedule_type = schedules.get(mask, TileList)
-        config = joined_tiling(spec) if schedule_type is JoinedTiles else config_of(spec)
+        config = halved_tiling(spec) if schedule_type is JoinedTiles else config_of(spec)
         case = (spec, config, schedule_type)
         yield pytest.param(case, id=f"d{size}-{mask}-{name}")
 
@@ -236,6 +238,40 @@ def test_machine_code(case):
         check_overlap(report, spec, config)
     if config.fixed_reference:
         check_no_maximum(report, spec, config)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "page_size", "is_fixed"),
+    [
+        (128, "causal", 0, True), (128, "causal", 64, True), (128, "causal", 16, False),
+        (64, "full", 16, True), (96, "causal", 16, True), (256, "window", 16, True),
+        (128, "window", 24, True),
+    ],
+)  # fmt: skip
+def test_machine_code_with_keys_in_a_cache(head_dim, mask, page_size, is_fixed):
+    plan = RaggedPlan(spec_of(head_dim, mask), False, False, H200, CacheLayout(page_size))
+    kernel = plan.kernels()[0 if is_fixed else 1]
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log, kernel.config)
+    check_wgmma(report, plan.spec, kernel.config)
+    check_tma(report, plan.spec, kernel.config)
+    if has_unmasked_blocks(plan.spec):
+        check_overlap(report, plan.spec, kernel.config)
+
+
+@pytest.mark.parametrize(
+    "cache", [CacheLayout(5), CacheLayout(0, batch_indexed=True), CacheLayout(16, left_padded=True)]
+)
+def test_caches_whose_keys_do_not_come_in_boxes(cache):
+    assert not RaggedPlan(spec_of(128, "causal"), False, False, H200, cache).finds_keys
+
+
+def test_the_forward_kernel_takes_boxes_only():
+    spec = spec_of(128, "causal")
+    with pytest.raises(ValueError, match=r"^cache must have its keys in boxes"):
+        Forward(spec, halved_tiling(spec), RaggedTiles, cache=CacheLayout(5))
 
 
 @pytest.mark.compiles

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fa3
-from fa3.calls import decode, forward, varlen_call
+from fa3.calls import decode, forward, mixed, varlen_call
 from fa3.planning.gpu import H100, H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
@@ -72,12 +72,16 @@ def met(monkeypatch):
         plan = RaggedPlan(spec, False, False, H200)
         found.update(dict.fromkeys((*plan.kernels(), plan.tile_table())))
 
+    def of_long(plan, *rest):
+        found.update(dict.fromkeys((*plan.kernels(), plan.tile_table())))
+
     def of_joined(plan, window, operands, *rest):
         found.update(dict.fromkeys((*plan.kernels(), plan.joined_table())))
 
     monkeypatch.setattr(forward, "run_on_host", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
     monkeypatch.setattr(varlen_call, "execute_packed_decode", of_cache)
+    monkeypatch.setattr(mixed, "execute_prefill", of_long)
     monkeypatch.setattr(varlen_call, "execute_varlen", of_packed)
     monkeypatch.setattr(varlen_call, "execute_joined", of_joined)
     monkeypatch.setattr(
@@ -155,7 +159,7 @@ SERVERS = {
 }
 """Ways to serve: kinds of calls, and how many of them are made."""
 
-EXPECTED = {"vLLM": 2, "pages": 6, "no pages": 6, "packed prompts": 8}
+EXPECTED = {"vLLM": 5, "pages": 6, "no pages": 6, "packed prompts": 8}
 """The kernels that each of them meets; docs/conventions.md names them."""
 
 

@@ -46,8 +46,12 @@ class PackedCall(NamedTuple):
     values: list[torch.Tensor]
 
 
-def make_call(seed: int, device, dtype=torch.bfloat16) -> PackedCall:
-    """Draw a call; what of the cache no sequence uses is NaN."""
+def make_call(seed: int, device, dtype=torch.bfloat16, longest: int = 90) -> PackedCall:
+    """Draw a call; what of the cache no sequence uses is NaN.
+
+    With more than 90 queries in a sequence it is one of chunks of prompts, as engines make it.
+    """
+    is_prefill = longest > 90
     draw, code = random.Random(seed), random.Random(f"kernel {seed % 10}")
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -60,10 +64,15 @@ def make_call(seed: int, device, dtype=torch.bfloat16) -> PackedCall:
     batch, heads_kv, group = draw.randint(1, 6), draw.randint(1, 2), code.choice((1, 3, 4, 8))
     head_dim, head_dim_v = code.choice(((64, 64), (128, 128), (256, 256), (192, 128)))
     page_size, capacity = code.choice((None, 16, 64, 5)), draw.choice((64, 300, 1000))
-    queries = [draw.choice((0, 1, 1, draw.randint(1, 90))) for _ in range(batch)]
+    queries = [draw.choice((0, 1, 1, draw.randint(1, longest))) for _ in range(batch)]
     lengths = [draw.choice((0, 1, draw.randint(0, capacity))) for _ in range(batch)]
+    if is_prefill:
+        page_size = code.choice((None, 16, 24, 64, 256))
+        lengths = [max(length, count) for length, count in zip(lengths, queries, strict=True)]
+        capacity = max(capacity, *lengths)
     q = normal(sum(queries) + draw.choice((0, 3)), heads_kv * group, head_dim)
     pages = 1 if page_size is None else -(-capacity // page_size)
+    capacity = pages * page_size if page_size else capacity
     rows, columns = batch * pages + 2, page_size or capacity
     k = torch.full((rows, columns, heads_kv, head_dim), torch.nan, dtype=dtype, device=device)
     v = torch.full((rows, columns, heads_kv, head_dim_v), torch.nan, dtype=dtype, device=device)
@@ -75,7 +84,9 @@ def make_call(seed: int, device, dtype=torch.bfloat16) -> PackedCall:
         at = torch.arange(length, device=device)
         k[row[at // columns], at % columns] = keys[-1]
         v[row[at // columns], at % columns] = values[-1]
-    mode = draw.choice(("auto", "auto", "one", "some", "invariant"))
+        if page_size and is_prefill:
+            row[-(-length // page_size) :] = -1
+    mode = "auto" if is_prefill else draw.choice(("auto", "auto", "one", "some", "invariant"))
     arguments = {
         "q": q, "k_cache": k, "v_cache": v, "cache_seqlens": int32(lengths),
         "cu_seqlens_q": int32([0, *queries]).cumsum(0, dtype=torch.int32),
@@ -86,7 +97,9 @@ def make_call(seed: int, device, dtype=torch.bfloat16) -> PackedCall:
         "batch_invariant": mode == "invariant",
         "sinks": normal(heads_kv * group).float() if code.random() < 0.3 else None,
     }  # fmt: skip
-    if page_size is None:
+    if page_size is None and is_prefill:
+        arguments |= {name: arguments[name][table[:, 0]] for name in ("k_cache", "v_cache")}
+    elif page_size is None:
         arguments["cache_batch_idx"] = table[:, 0].to(torch.int32)
     else:
         arguments["page_table"] = table.to(torch.int32)
@@ -124,6 +137,77 @@ def test_random_calls(seed):
 @pytest.mark.parametrize("seed", range(120))
 def test_random_calls_on_a_gpu(seed, dtype, device):
     check(make_call(seed, device, dtype))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_chunks(seed):
+    check(make_call(seed, "cpu", longest=400))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(80))
+def test_random_chunks_on_a_gpu(seed, dtype, device):
+    check(make_call(seed, device, dtype, longest=400))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_long_chunks_have_the_bits_of_packed_keys(page_size, device):
+    """The same kernel with the same tiling, whose keys come in boxes."""
+    torch.manual_seed(0)
+    queries, lengths, heads_kv = (500, 1, 129, 260), (500, 700, 3000, 1111), 2
+    q = torch.randn(sum(queries), 4 * heads_kv, 128, device=device).bfloat16()
+    keys = torch.randn(2, sum(lengths), heads_kv, 128, device=device).bfloat16()
+    pages = -(-max(lengths) // page_size)
+    cache = torch.full((2, len(lengths) * pages, page_size, heads_kv, 128), torch.nan)
+    cache = cache.to(device).bfloat16()
+    table = torch.randperm(cache.shape[1], device=device).view(len(lengths), pages).int()
+    begin = 0
+    for row, length in zip(table, lengths, strict=True):
+        at = torch.arange(length, device=device)
+        cache[:, row[at // page_size].long(), at % page_size] = keys[:, begin : begin + length]
+        row[-(-length // page_size) :] = -1
+        begin += length
+
+    def int32(numbers) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    ends_q, ends_k = (int32([0, *n]).cumsum(0, dtype=torch.int32) for n in (queries, lengths))
+    common = {"max_seqlen_q": 500, "max_seqlen_k": 3000, "causal": True, "return_lse": True}
+    out, lse = fa3.flash_attn_varlen_func(
+        q, *cache, ends_q, None, seqused_k=int32(lengths), page_table=table, **common
+    )
+    expected, expected_lse = fa3.flash_attn_varlen_func(q, *keys, ends_q, ends_k, **common)
+    for begin, end in ((0, 500), (501, 630), (630, 890)):
+        assert torch.equal(out[begin:end], expected[begin:end])
+        assert torch.equal(lse[:, begin:end], expected_lse[:, begin:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window_size": (100, 0)}, {"softcap": 20.0}], ids=str)
+def test_chunks_with_huge_scores(options, device):
+    """The fixed reference of long sequences fails, and their rows are computed once more."""
+    torch.manual_seed(0)
+    queries, lengths, page_size = (300, 2, 200), (900, 500, 200), 16
+    q = 40 * torch.randn(sum(queries), 8, 128, device=device).bfloat16()
+    cache = torch.randn(2, 150, page_size, 2, 128, device=device).bfloat16()
+    cache[0] *= 40
+    table = torch.randperm(150, device=device)[: 3 * 50].view(3, 50).int()
+    ends = torch.tensor([0, *queries], device=device).cumsum(0).int()
+    used = torch.tensor(lengths, device=device).int()
+    out = fa3.flash_attn_varlen_func(
+        q, *cache, ends, None, 300, 900, seqused_k=used, page_table=table,
+        **{"causal": True} | options,
+    )  # fmt: skip
+    begin = 0
+    for row, count, length in zip(table, queries, lengths, strict=True):
+        rows, begin = slice(begin, begin + count), begin + count
+        k, v = cache[:, row.long()].flatten(1, 2)[:, None, :length]
+        expected, _ = fa3.flash_attn_func(
+            q[None, rows], k, v, return_lse=True, **{"causal": True} | options
+        )
+        torch.testing.assert_close(out[None, rows], expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,9 @@ from fa3.tools.cubin import inspect
 @pytest.mark.compiles
 @pytest.mark.parametrize("has_used", [False, True])
 def test_machine_code(has_used):
-    compiled = compile_kernel(TileTable(128, 112, Band(right=True), has_used, has_used))
+    compiled = compile_kernel(
+        TileTable(128, 112, Band(right=True), has_used, has_used, has_cache=not has_used)
+    )
     report = inspect(compiled.cubin)
     assert report.stack_bytes == 0
     assert report.threads == SORTERS and report.registers <= 64

@@ -110,7 +110,7 @@ def test_each_kernel_is_there_once(few_sizes):
         ("dense", {Forward}),
         ("packed", {Forward, TileTable, JoinedTable, Decode, Combine}),
         ("cache", {Decode, Combine, Append}),
-        ("paged", {Decode, Combine}),
+        ("paged", {Decode, Combine, Forward, TileTable}),
     ],
 )
 def test_each_kind_of_calls_has_its_kernels(call, kinds, few_sizes):

@@ -16,7 +16,7 @@ from fa3.calls.modifiers import structure_of
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import Window
+from fa3.problem import AttentionSpec, Window
 from fa3.reference.cache import CacheOperands, execute_decode
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
@@ -64,9 +64,7 @@ class PreparedDecode:
         The tensors are those of `CacheOperands`, in their order: to make one of them would take the
         host 0.3 us. None that has queries or keys is empty.
         """
-        modifiers = None
-        if not (slopes is sinks is None):
-            modifiers = tuple(tensor for tensor in (slopes, sinks) if tensor is not None)
+        modifiers = modifiers_of(slopes, sinks)
         if self.attends is None:
             operands = CacheOperands(
                 q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
@@ -112,6 +110,35 @@ class PreparedDecode:
         self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
 
 
+def modifiers_of(
+    slopes: torch.Tensor | None, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, ...] | None:
+    """What kernels take for scores and sinks."""
+    if slopes is sinks is None:
+        return None
+    return tuple(tensor for tensor in (slopes, sinks) if tensor is not None)
+
+
+def spec_of(call: CacheCall, window: Window, softcap: float) -> AttentionSpec:
+    """What a call computes, with the bounds that its window has."""
+    structure = structure_of(
+        softcap,
+        None if call.alibi_slopes is None else len(call.alibi_slopes.shape),
+        None if call.sinks is None else call.sinks.dtype,
+        is_causal=window.right == 0,
+    )
+    return structure.spec(call.q.dtype, call.head_dim, call.head_dim_v, window)
+
+
+def layout_of(call: CacheCall) -> CacheLayout:
+    """How the keys of a call lie in its cache."""
+    return CacheLayout(
+        0 if call.page_table is None else call.page_size,
+        call.cache_batch_idx is not None,
+        call.cache_leftpad is not None,
+    )
+
+
 def prepare_decode(
     call: CacheCall,
     window: Window,
@@ -130,21 +157,9 @@ def prepare_decode(
         sm_margin: SMs to leave to other kernels.
     """
     heads_kv, device = call.k_cache.shape[2], call.q.device
-    is_paged = call.page_table is not None
     sizes = Sizes(call.batch, call.seqlen_q, heads_kv, call.heads_q // heads_kv, call.capacity)
     window = sizes.bounds(window)
-    structure = structure_of(
-        softcap,
-        None if call.alibi_slopes is None else len(call.alibi_slopes.shape),
-        None if call.sinks is None else call.sinks.dtype,
-        is_causal=window.right == 0,
-    )
-    spec = structure.spec(call.q.dtype, call.head_dim, call.head_dim_v, window)
-    cache = CacheLayout(
-        call.page_size if is_paged else 0,
-        call.cache_batch_idx is not None,
-        call.cache_leftpad is not None,
-    )
+    spec, cache = spec_of(call, window, softcap), layout_of(call)
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import assertions, decode, operators
+from fa3.calls import assertions, mixed, operators
 from fa3.calls.assertions import is_visible
 from fa3.calls.cache_call import (
     INTEGERS,
@@ -30,6 +30,7 @@ from fa3.calls.cache_call import (
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
+from fa3.calls.mixed import PreparedMixed
 from fa3.calls.modifiers import check_softcap
 from fa3.calls.operands import (
     DTYPES,
@@ -98,7 +99,7 @@ class PreparedCacheCall:
 
     description: CacheCall
     append: Callable | None
-    decode: PreparedDecode | None
+    decode: PreparedDecode | PreparedMixed | None
     query_step: int
     output: Output
     lse_shape: tuple[int, ...] | None
@@ -422,9 +423,7 @@ def prepare_cache_call(
         kernel = append_kernel(call, rotary_interleaved)
         append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
-        attends = decode.prepare_decode(
-            call, window, softcap, num_splits, batch_invariant, sm_margin
-        )
+        attends = mixed.prepare(call, window, softcap, num_splits, batch_invariant, sm_margin)
     apart = None
     if not call.is_packed and not (call.out is append is None):
         written = ("out",) if append is None else ("out", "k_cache", "v_cache")

@@ -94,8 +94,11 @@ class RaggedCall:
             if has_long:
                 execute_varlen(self.spec, self.window, operands, scale, tensors, most)
         elif has_long:
-            short = Short(most, self.gpu.short(most)) if most else None
-            self.gpu.alone.launch(operands, longest_k, tensors, scale, short)
+            short = None
+            if most:
+                given = operands, longest_k, tensors, scale
+                short = Short(most, lambda: self.gpu.short(most).attend_packed(*given))
+            self.gpu.alone.launch(operands, sizes.total_k, longest_k, tensors, scale, short)
         else:
             self.gpu.short(most).attend_packed(operands, longest_k, tensors, scale)
 

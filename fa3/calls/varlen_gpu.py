@@ -33,11 +33,11 @@ class Short(NamedTuple):
 
     Fields:
         most_queries: those with so many queries or fewer.
-        kernels: how they run.
+        attend: launches it for them.
     """
 
     most_queries: int
-    kernels: PreparedDecode
+    attend: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +63,25 @@ class PreparedVarlen:
     def launch(
         self,
         operands: RaggedOperands,
+        total_k: int,
         max_seqlen_k: int,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
         short: Short | None = None,
+        page_table: torch.Tensor | None = None,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
 
         Args:
+            operands: k and v may be a cache.
+            total_k: rows of k; of a cache, those that a sequence has room for.
             short: the sequences that are the decode kernel's.
+            page_table: the pages of a cache that has some.
         """
         q, k, v, out, lse, *integers = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
-                self.launch(operands, max_seqlen_k, modifiers, scale, short)
+                self.launch(operands, total_k, max_seqlen_k, modifiers, scale, short, page_table)
             return
         total_q, heads, _ = q.shape
         batch = operands.cu_seqlens_q.shape[0] - 1
@@ -84,26 +89,26 @@ class PreparedVarlen:
         table = q.new_empty(words_of_table(capacity), dtype=torch.int32)
         # In the order of `TileTableArguments`.
         self.tile_table(
-            *integers, table, total_q, k.shape[0], capacity,
+            *integers, table, total_q, total_k, capacity,
             shift_of_work(max_seqlen_k, self.tile_n), *self.window,
             0 if short is None else short.most_queries,
         )  # fmt: skip
         if short is not None:
             # Here, and not before: while the table is made, it prefetches what it will read first.
-            short.kernels.attend_packed(operands, max_seqlen_k, modifiers, scale)
+            short.attend()
         # In the order of `ForwardArguments`.
         given = (
             q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
             self.rows_of_section, min(self.num_ctas, capacity * heads),
         )  # fmt: skip
         if self.again is None:
-            self.forward(*given, None, *NO_PARTS, None, None, table)
+            self.forward(*given, None, *NO_PARTS, None, None, table, page_table)
             return
         stream = current_stream(q.device.index)
         counters = counters_of(q.device, stream, capture_of(stream))
         marks = counters.take(words_of_marks(capacity * heads))
-        self.forward(*given, None, *NO_PARTS, marks, None, table)
-        self.again(*given, marks, *NO_PARTS, None, None, table)
+        self.forward(*given, None, *NO_PARTS, marks, None, table, page_table)
+        self.again(*given, marks, *NO_PARTS, None, None, table, page_table)
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)
 
@@ -161,11 +166,11 @@ class PreparedJoined:
         with_mask = rows, *(modifiers or ())
         self.forward(
             *tensors, with_mask, *options, min(self.num_ctas, num_tiles * heads), tiles,
-            *NO_PARTS, marks, None, table,
+            *NO_PARTS, marks, None, table, None,
         )  # fmt: skip
         self.again(
             *tensors, modifiers, *options, min(self.num_ctas, batch * heads), marks,
-            *NO_PARTS, None, None, table,
+            *NO_PARTS, None, None, table, None,
         )  # fmt: skip
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)
@@ -189,18 +194,23 @@ def prepare(
     plan: RaggedPlan, joined: JoinedPlan | None, short: ShortPlan | None, window: Window
 ) -> PackedKernels:
     """Load the kernels of all plans that a call may take, whatever its lengths are."""
-    config, num_ctas = plan.config, plan.gpu.num_sms
-    forward, *again = map(load_kernel, plan.kernels())
-    alone = PreparedVarlen(
-        load_kernel(plan.tile_table()), forward, again[0] if again else None, window,
-        config.tile_m, config.tile_n, num_ctas, plan.rows_of_section,
-    )  # fmt: skip
+    alone = prepare_alone(plan, window)
     of_joined = of_short = None
     if joined is not None:
         kernels = map(load_kernel, (joined.joined_table(), *joined.kernels()))
-        of_joined = PreparedJoined(*kernels, joined, window, num_ctas, plan.rows_of_section)
+        of_joined = PreparedJoined(*kernels, joined, window, alone.num_ctas, plan.rows_of_section)
     if short is not None:
         of_short = functools.cache(lambda most: PreparedDecode.on_gpu(short.plan(most, window)))
         # No number of queries changes what is compiled.
         of_short(1)
     return PackedKernels(alone, of_joined, of_short)
+
+
+def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
+    """Load the kernels of a plan."""
+    config = plan.config
+    forward, *again = map(load_kernel, plan.kernels())
+    return PreparedVarlen(
+        load_kernel(plan.tile_table()), forward, again[0] if again else None, window,
+        config.tile_m, config.tile_n, plan.gpu.num_sms, plan.rows_of_section,
+    )  # fmt: skip

@@ -54,6 +54,7 @@ from fa3.primitives.cache_blocks import (
     GatheredBlocks,
     TmaBlocks,
     block_pipeline,
+    load_block,
 )
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
@@ -378,13 +379,6 @@ class Decode(AttentionKernel):
         blocks_k = self.blocks_of(operands.k, smem.k, operands.tables.page_table, policy)
         blocks_v = self.blocks_of(operands.v, smem.v, operands.tables.page_table, policy)
 
-        def load_block(load, pipe, places, state):
-            pipe.producer_acquire(state)
-            load(places, state.index, pipe.producer_get_barrier(state))
-            pipe.producer_commit(state)
-            state.advance()
-            return state
-
         cursor = walk.first()
         while walk.is_valid(cursor):
             following = walk.next(cursor)
@@ -396,9 +390,9 @@ class Decode(AttentionKernel):
                 is_ahead=not self.gathers,
             )
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
-            places, k_state = stream.first(n_block, k_state)
-            places, k_state, v_state = stream.rest(begin, n_block, places, k_state, v_state)
-            k_state, v_state = stream.last(places, k_state, v_state)
+            place, k_state = stream.first(n_block, k_state)
+            place, k_state, v_state = stream.rest(begin, n_block, place, k_state, v_state)
+            k_state, v_state = stream.last(place, k_state, v_state)
             cursor = following
 
     @cute.jit
@@ -421,9 +415,9 @@ class Decode(AttentionKernel):
                 prefetch_k, prefetch_v = blocks_k.prefetcher(keys), blocks_v.prefetcher(keys)
                 begin, last = walk.lengths.blocks_at(walk, cursor)
                 for i in cutlass.range(cutlass.min(last - begin + 1, EARLY_BLOCKS)):
-                    places = blocks_k.find(last - i, keys)
-                    prefetch_k(places)
-                    prefetch_v(places)
+                    place = blocks_k.find(last - i, keys)
+                    prefetch_k(place)
+                    prefetch_v(place)
 
     def blocks_of(self, cache, smem: cute.Tensor, page_table: cute.Tensor | None, policy):
         """The finder and loader of blocks of K or V."""

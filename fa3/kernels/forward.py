@@ -3,6 +3,7 @@
 `fa3.calls.forward` launches it on the caller's tensors, which receive O and the log-sum-exps.
 A CTA computes tile after tile: query rows of one head. It streams the key blocks that the mask
 touches, from the last to the first, and keeps a running softmax, so scores never leave registers.
+With a `cache`, packed queries attend to keys in a cache or its pages, whose blocks come in boxes.
 Each consumer warpgroup owns 64 rows of the tile and skips blocks in which they see no key.
 
 Roles per CTA
@@ -26,11 +27,12 @@ Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
@@ -39,10 +41,12 @@ from fa3.kernels.forward_launch import BOUNDED, ForwardArguments, ForwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
+from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
 from fa3.primitives.fragments import as_rows_and_columns
+from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.row_lse import RowLse
@@ -53,7 +57,7 @@ from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, Reference
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import Turns
-from fa3.primitives.wgmma import REGISTERS, ROWS, WARP, WARPGROUP, WARPS
+from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.joined import JoinedOrder, JoinedTiles
@@ -64,6 +68,9 @@ from fa3.schedules.sequences import Dense, Joined, Ragged
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
+CACHE_MODES = ("batch or pages", "rows", "heads", "columns")
+"""Modes of a cache and of dense tensors. Packed tensors have no batch."""
+
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
 
@@ -72,7 +79,8 @@ class ForwardOperands(NamedTuple):
     """The global tensors.
 
     Fields:
-        q, k, v, o: (seqlen, head_dim, heads, batch).
+        q, k, v, o: (seqlen, head_dim, heads, batch); k and v of a cache with pages are
+            (page_size, head_dim, heads, pages).
         lse: of (batch, heads, seqlen_q).
         heads_of_key: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
@@ -80,6 +88,7 @@ class ForwardOperands(NamedTuple):
         parts: merges split tiles; None if no tile is split.
         marks: rows that a first launch marks and a second computes again; None without a second.
         recorder: records the times of every tile in an instrumented kernel.
+        page_table: (batch, pages) int32, the page numbers of a sequence; None without pages.
     """
 
     q: TmaTensor
@@ -93,6 +102,7 @@ class ForwardOperands(NamedTuple):
     parts: PartMerge | None
     marks: Marks | None
     recorder: Recorder | NoRecorder
+    page_table: cute.Tensor | None
 
 
 class SmemLayouts(NamedTuple):
@@ -139,12 +149,16 @@ class Forward(AttentionKernel):
     """The forward kernel, compiled for one (spec, config, schedule type).
 
     With `is_recorded` it is the instrumented kernel, which records when it worked on which tile.
+
+    Fields:
+        cache: where packed queries find their keys; None if k and v are packed too, or dense.
     """
 
     spec: AttentionSpec
     config: ForwardConfig
     schedule_type: type
     is_recorded: bool = False
+    cache: CacheLayout | None = None
 
     entry_name: ClassVar[str] = "fa3_forward"
 
@@ -155,6 +169,13 @@ class Forward(AttentionKernel):
                 f"{self.schedule_type.__name__} must have CTAs alone, got clusters of "
                 f"{self.config.cluster}"
             )
+        if self.cache is not None and not self.box:
+            raise ValueError(f"cache must have its keys in boxes, got {self.cache}")
+
+    @property
+    def box(self) -> int:
+        """Keys of a cache that one TMA copy loads."""
+        return self.cache.box(self.config.tile_n)
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
@@ -169,7 +190,7 @@ class Forward(AttentionKernel):
         window = Window(call.window_left, call.window_right)
         if cutlass.const_expr(self.schedule_type.is_ragged):
             sequences = Joined(call.q.shape[0]) if self.joins else Ragged(window)
-            q, k, v, o = map(with_movable_end, (call.q, call.k, call.v, call.o))
+            q, k, v, o = map(self.in_line, (call.q, call.k, call.v, call.o))
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
             q, k, v, o = (self.in_rows(tensor) for tensor in (call.q, call.k, call.v, call.o))
@@ -181,18 +202,26 @@ class Forward(AttentionKernel):
         row_store = None
         if cutlass.const_expr(self.repeats or self.joins or self.schedule_type.splits):
             row_store = RowStore(self.in_rows(call.o), lse)
+        heads_of_key = Divisor.of(heads_q // k.shape[2])
+        if cutlass.const_expr(self.cache is None):
+            k = TmaTensor.of(load_kv, k, layouts.k, config.cluster)
+            v = TmaTensor.of(load_kv, v, layouts.v, config.cluster)
+        else:
+            k = TmaBlocks.descriptor(k, self.columns, self.box)
+            v = TmaBlocks.descriptor(v, self.columns_v, self.box)
         operands = ForwardOperands(
             TmaTensor.of(load, q, layouts.q),
-            TmaTensor.of(load_kv, k, layouts.k, config.cluster),
-            TmaTensor.of(load_kv, v, layouts.v, config.cluster),
+            k,
+            v,
             TmaTensor.of(store, o, layouts.o),
             lse,
-            Divisor.of(heads_q // k.shape[2]),
+            heads_of_key,
             call.modifiers,
             row_store,
             self.part_merge(call, row_store),
             self.marks(call),
             Recorder(call.recording) if self.is_recorded else NoRecorder(),
+            call.page_table,
         )
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
@@ -221,10 +250,16 @@ class Forward(AttentionKernel):
         """The batch of the tensors; packed sequences are in one."""
         return 1 if self.schedule_type.is_ragged else call.q.shape[0]
 
+    def in_line(self, tensor: cute.Tensor) -> cute.Tensor:
+        """A packed tensor, in which each sequence can end where the rows end; a cache as it is."""
+        if cute.rank(tensor) == len(CACHE_MODES):
+            return self.in_rows(tensor)
+        return with_movable_end(tensor)
+
     def in_rows(self, tensor: cute.Tensor) -> cute.Tensor:
         """(rows, head_dim, heads, batch) of a tensor of the call."""
         layout = tensor.layout
-        if self.schedule_type.is_ragged:
+        if cute.rank(tensor) < len(CACHE_MODES):
             layout = cute.prepend(layout, cute.make_layout(1))
         return cute.make_tensor(tensor.iterator, cute.select(layout, mode=[1, 3, 2, 0]))
 
@@ -303,7 +338,8 @@ class Forward(AttentionKernel):
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        producer_registers, consumer_registers = REGISTERS[config.consumers]
+        registers = REGISTERS if self.cache is None else REGISTERS_OF_PAGES
+        producer_registers, consumer_registers = registers[config.consumers]
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
@@ -424,10 +460,14 @@ class Forward(AttentionKernel):
                 operands.q, smem.q, pipelines.q, tile.head, sequences.queries(segment),
                 config.consumers,
             )  # fmt: skip
-            load_k = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)
-            load_v = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)
-
-            stream = BlockStream(lambda n_block: n_block, load_k, load_v)
+            if cutlass.const_expr(self.cache is None):
+                load_k = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)
+                load_v = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)
+                stream = BlockStream(lambda n_block: n_block, load_k, load_v)
+            else:
+                first, _ = mask.key_range(tile.m_block * config.tile_m, sequence)
+                keys = sequences.keys_of_cache(segment, head_kv, first)
+                stream = self.stream_of_cache(operands, smem, pipelines, keys)
             n_block = blocks.end - 1
             place, k_state = stream.first(n_block, k_state)
             q_state = load_q(tile.m_block, q_state)
@@ -439,6 +479,24 @@ class Forward(AttentionKernel):
             # The peer arrives on this CTA's mbarriers when it releases blocks: stay until then.
             pipelines.k.producer_tail(k_state)
             pipelines.v.producer_tail(v_state)
+
+    def stream_of_cache(
+        self,
+        operands: ForwardOperands,
+        smem: ForwardBuffers,
+        pipelines: ForwardPipelines,
+        keys: Keys,
+    ) -> BlockStream:
+        """Loads the blocks of a head of a cache."""
+        blocks_k, blocks_v = (
+            TmaBlocks(tma, buffer, operands.page_table, self.box, Int64(EVICT_NORMAL))
+            for tma, buffer in ((operands.k, smem.k), (operands.v, smem.v))
+        )
+        return BlockStream(
+            partial(blocks_k.find, keys=keys),
+            partial(load_block, blocks_k.loader(keys), pipelines.k),
+            partial(load_block, blocks_v.loader(keys), pipelines.v),
+        )
 
     # ------------------------------------------------------------------------------ consumer
 
@@ -489,6 +547,8 @@ class Forward(AttentionKernel):
 
             k_state, v_state = attention.skip(blocks.end - own.end, k_state, v_state)
             k_state = attention.first(own.end - 1, k_state)
+            if cutlass.const_expr(self.cache is not None):
+                self.clear_past_end(attention, smem.v, own.end - 1, v_state, thread, out)
             started = recorder.now()
             k_state, v_state = attention.rest(own, k_state, v_state)
             if cutlass.const_expr(config.own_o):
@@ -561,6 +621,19 @@ class Forward(AttentionKernel):
             own = Blocks(own.begin, cutlass.min(own.full_begin, full_end), full_end, own.end)
         end = blocks.end if row_begin <= last_row else blocks.begin + 1
         return own.between(blocks.begin, end)
+
+    @cute.jit
+    def clear_past_end(
+        self, attention: Attention, sV: cute.Tensor, n_block, v_state, thread, out: SlabStore
+    ):
+        """Zero the rows of V past the end of the sequence, which a cache may have: P is 0 there,
+        but 0 * NaN is not. Every warpgroup does so, since none waits for another."""
+        num_keys = attention.rules.sequence.seqlen_k - n_block * self.config.tile_n
+        if num_keys < self.config.tile_n:
+            attention.wait(attention.pipeline_v, v_state)
+            clear_rows(sV[None, None, v_state.index], num_keys, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            out.meet()
 
     @cute.jit
     def mark(

@@ -155,6 +155,9 @@ class ForwardArguments(NamedTuple):
         marks: (`Marks.size`,) int32, zero; None if no row can be marked.
         recording: int64; None except in an instrumented kernel.
         table: int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
+        page_table: (batch, pages) int32, where k and v are a cache with pages: then they are
+            (num_pages, page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache
+            without pages.
     """
 
     q: object
@@ -175,6 +178,7 @@ class ForwardArguments(NamedTuple):
     marks: object = None
     recording: object = None
     table: object = None
+    page_table: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
@@ -182,6 +186,9 @@ class ForwardArguments(NamedTuple):
         spec, schedule = kernel.spec, kernel.schedule_type
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
         batches = () if schedule.is_ragged else (batch,)
+        of_keys, cache = (*batches, seqlen_k), kernel.cache
+        if cache is not None:
+            of_keys = cute.sym_int(), cache.page_size or seqlen_k
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         buffer = arguments.compact_tensor("float32", (cute.sym_int64(),))
         state, counters, marks = (
@@ -189,8 +196,8 @@ class ForwardArguments(NamedTuple):
         )
         return cls(
             q=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim)),
-            k=arguments.tma_tensor(spec.dtype, (*batches, seqlen_k, heads_kv, spec.head_dim)),
-            v=arguments.tma_tensor(spec.dtype, (*batches, seqlen_k, heads_kv, spec.head_dim_v)),
+            k=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim)),
+            v=arguments.tma_tensor(spec.dtype, (*of_keys, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.dtype, (*batches, seqlen_q, heads_q, spec.head_dim_v)),
             lse=Int64(0),
             modifiers=modifiers or None,
@@ -210,4 +217,5 @@ class ForwardArguments(NamedTuple):
             table=arguments.compact_tensor("int32", (cute.sym_int(),))
             if schedule.is_ragged
             else None,
+            page_table=arguments.strided_tensor("int32", 2) if cache and cache.page_size else None,
         )

@@ -25,7 +25,7 @@ from cutlass import Int32
 
 from fa3.primitives import arguments
 from fa3.primitives.dsl import SmemAllocator
-from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import WARP
 from fa3.problem import Window
 from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
@@ -41,10 +41,11 @@ class TileTableArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end; no
+            `cu_seqlens_k` where keys are in a cache.
         seqused_q, seqused_k: (batch,) int32, rows that count; None for all.
         table: int32, receives the header and `capacity` records at most.
-        total_q, total_k: rows of q and of k.
+        total_q, total_k: rows of q and of k; of a cache, the rows that a sequence has room for.
         capacity: records that the table has room for.
         shift: work is counted in units of 2**shift blocks.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
@@ -75,9 +76,9 @@ class TileTableArguments(NamedTuple):
 
         return cls(
             cu_seqlens_q=vector(ends),
-            cu_seqlens_k=vector(ends),
+            cu_seqlens_k=vector(ends, not kernel.has_cache),
             seqused_q=vector(batch, kernel.has_used_q),
-            seqused_k=vector(batch, kernel.has_used_k),
+            seqused_k=vector(batch, kernel.has_used_k or kernel.has_cache),
             table=vector(cute.sym_int()),
             **dict.fromkeys(cls._fields[5:], Int32(0)),
         )
@@ -91,7 +92,7 @@ class TileTableOperands(NamedTuple):
     """
 
     queries: RaggedLengths
-    keys: RaggedLengths
+    keys: RaggedLengths | CacheLengths
     table: cute.Tensor
     capacity: Int32
     shift: Int32
@@ -109,6 +110,7 @@ class TileTable:
         has_used_q, has_used_k: whether there are `seqused_q` and `seqused_k`.
         is_of_keys: whether tiles are of keys and blocks of queries. Then also rows of k that are
             not used are in a tile, since they too get a gradient.
+        has_cache: whether keys are in a cache, as many as `seqused_k` says.
     """
 
     tile_m: int
@@ -117,6 +119,7 @@ class TileTable:
     has_used_q: bool
     has_used_k: bool
     is_of_keys: bool = False
+    has_cache: bool = False
 
     entry_name: ClassVar[str] = "fa3_tile_table"
     is_storable: ClassVar[bool] = True
@@ -131,7 +134,10 @@ class TileTable:
         *given, stream = given
         call = TileTableArguments(*given)
         queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
-        keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
+        if cutlass.const_expr(self.has_cache):
+            keys = CacheLengths(call.seqused_k, call.total_k)
+        else:
+            keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
         window = Window(call.window_left, call.window_right)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         operands = TileTableOperands(

@@ -13,7 +13,7 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.joined_table import JoinedTable
 from fa3.planning.gpu import Gpu
-from fa3.planning.tilings import general_tiling, joined_tiling
+from fa3.planning.tilings import general_tiling, halved_tiling
 from fa3.problem import AttentionSpec
 from fa3.schedules.joined import JoinedTiles
 from fa3.schedules.marked import MarkedRagged
@@ -72,7 +72,7 @@ class JoinedPlan:
         """The plan; None where scores or a mask ask for a row's place in its sequence."""
         if spec.mask.templates or any(score.kind is not Softcap for score in spec.scores):
             return None
-        return cls(spec, has_used_q, has_used_k, gpu, joined_tiling(line_of(spec)))
+        return cls(spec, has_used_q, has_used_k, gpu, halved_tiling(line_of(spec)))
 
     @property
     def line(self) -> AttentionSpec:

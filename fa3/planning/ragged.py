@@ -10,7 +10,8 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.tile_table import AMOUNTS, TileTable
 from fa3.planning.gpu import Gpu
-from fa3.planning.tilings import general_tiling, takes_fixed_reference
+from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
+from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec
 from fa3.schedules.marked import MarkedRagged
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
@@ -25,25 +26,34 @@ class RaggedPlan:
         spec: what the forward kernel is compiled for, besides its tiling.
         has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
         gpu: what the forward kernel may use of it.
+        cache: where queries find their keys, as many as `seqused_k` says; None if they are packed.
     """
 
     spec: AttentionSpec
     has_used_q: bool
     has_used_k: bool
     gpu: Gpu
+    cache: CacheLayout | None = None
 
     @property
     def config(self) -> ForwardConfig:
         """The tiling for long sequences; it depends on the spec only, so no length compiles."""
-        return replace(general_tiling(self.spec), fixed_reference=takes_fixed_reference(self.spec))
+        tiling = general_tiling if self.cache is None else halved_tiling
+        return replace(tiling(self.spec), fixed_reference=takes_fixed_reference(self.spec))
+
+    @property
+    def finds_keys(self) -> bool:
+        """Whether the forward kernel can load its blocks from the cache."""
+        is_plain = not (self.cache.batch_indexed or self.cache.left_padded)
+        return is_plain and self.cache.box(self.config.tile_n) > 0
 
     def kernels(self) -> tuple[Forward, ...]:
         """The forward kernel, then the one for rows whose fixed reference failed."""
         config = self.config
-        kernel = Forward(self.spec, config, RaggedTiles)
+        kernel = Forward(self.spec, config, RaggedTiles, cache=self.cache)
         if not config.fixed_reference:
             return (kernel,)
-        return kernel, Forward(self.spec, config.again, MarkedRagged)
+        return kernel, Forward(self.spec, config.again, MarkedRagged, cache=self.cache)
 
     @property
     def rows_of_section(self) -> int:
@@ -56,7 +66,10 @@ class RaggedPlan:
         """The kernel that makes the table of tiles."""
         mask, config = self.spec.mask, self.config
         band = mask.band if isinstance(mask, Intersection) else mask
-        return TileTable(config.tile_m, config.tile_n, band, self.has_used_q, self.has_used_k)
+        return TileTable(
+            config.tile_m, config.tile_n, band, self.has_used_q, self.has_used_k,
+            has_cache=self.cache is not None,
+        )  # fmt: skip
 
 
 def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:

@@ -174,8 +174,10 @@ def general_tiling(spec: AttentionSpec) -> ForwardConfig:
     return replace(next(row.config for row in rows if row.fits(spec)), cluster_m=1)
 
 
-def joined_tiling(spec: AttentionSpec) -> ForwardConfig:
-    """The tiling for tiles with rows of several sequences, whose halves are a warpgroup each."""
+def halved_tiling(spec: AttentionSpec) -> ForwardConfig:
+    """The tiling with a warpgroup for each half of a tile, in single CTAs, with a following
+    reference: for tiles that sequences share, and for keys in a cache, whose producer needs
+    registers to find pages and whose queries come in chunks of few tiles."""
     rows = (row.config for row in TILINGS if row.config.consumers == HALVES and row.fits(spec))
     return replace(next(rows), cluster_m=1)
 

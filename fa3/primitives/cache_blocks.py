@@ -1,7 +1,11 @@
 """Blocks of K and V from a cache, or of packed sequences, into shared memory, by TMA or cp.async,
-for decode's producer."""
+for a producer.
+
+The decode kernel takes both ways, the forward kernel TMA from caches only.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +22,9 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
 SMALLEST_BOX = 8
 """Fewest keys of one TMA copy: the rows of a swizzle."""
+
+MOST_UNROLLED = 2
+"""Boxes of a block whose copies are issued without a loop: a producer has few registers."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,19 @@ def block_pipeline(barriers, dtype, layout, gathers: bool) -> pipeline.PipelineA
     )
 
 
+def load_block(load: Callable, pipe, place: tuple, state):
+    """Load the block at a place into a state's stage once it is free; return the next state.
+
+    Args:
+        load: the `loader` of the blocks.
+    """
+    pipe.producer_acquire(state)
+    load(place, state.index, pipe.producer_get_barrier(state))
+    pipe.producer_commit(state)
+    state.advance()
+    return state
+
+
 def read_early(tensor: cute.Tensor, coord) -> Int32:
     """Read an integer that the previous kernel may still write; skips L1, which is not coherent."""
     address = tensor.iterator + cute.crd2idx(coord, tensor.layout)
@@ -192,13 +212,13 @@ class TmaBlocks:
         return from_gmem[None, tile, column, page]
 
     def loader(self, keys: Keys):
-        """A function (places, stage, barrier) that starts to load the block at `find`'s places."""
+        """A function (place, stage, barrier) that starts to load the block at `find`'s place."""
         to_smem, from_gmem = self.partition(keys)
 
         @cute.jit
-        def load(places, stage, barrier):
-            for i in cutlass.range_constexpr(len(places)):
-                tile, page = self.on_page(places[i], keys)
+        def load(place, stage, barrier):
+            for i in cutlass.range(self.boxes, unroll=MOST_UNROLLED):
+                tile, page = self.on_page(place, i)
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
                     cute.copy(
                         self.tma.atom,
@@ -211,49 +231,54 @@ class TmaBlocks:
         return load
 
     def prefetcher(self, keys: Keys):
-        """A function (places) that prefetches the block at `find`'s places into L2."""
+        """A function (place) that prefetches the block at `find`'s place into L2."""
         to_smem, from_gmem = self.partition(keys)
 
         @cute.jit
-        def prefetch(places):
-            for i in cutlass.range_constexpr(len(places)):
-                tile, page = self.on_page(places[i], keys)
+        def prefetch(place):
+            for i in cutlass.range(self.boxes, unroll=MOST_UNROLLED):
+                tile, page = self.on_page(place, i)
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
                     cute.prefetch(self.tma.atom, self.box_of(from_gmem, tile, column, page))
 
         return prefetch
 
+    @property
+    def boxes(self) -> int:
+        """Boxes of keys of a block."""
+        return cute.size(self.smem, mode=[0]) // self.box
+
     @cute.jit
     def find(self, n_block, keys: Keys) -> tuple:
-        """(first key, page) of each box of a block. Without pages, a cache row counts as a page."""
-        tile_n = cute.size(self.smem, mode=[0])
-        if cutlass.const_expr(self.page_table is None):
-            return ((n_block * tile_n, keys.row),)
-        page_size, places = self.tma.coords.shape[0], []
-        for i in cutlass.range_constexpr(tile_n // self.box):
-            key = n_block * tile_n + i * self.box
-            nth = cutlass.max(cutlass.min(key, keys.last), 0) // page_size
+        """(first key of a block, page). Without pages, a cache row counts as a page.
+
+        If a block has several boxes, a lane looks up the page of one: the whole warp must call.
+        Boxes without a readable key get page -1, for which TMA loads zeros: their page-table
+        entries may be invalid.
+        """
+        first, page = n_block * (self.boxes * self.box), keys.row
+        if cutlass.const_expr(self.page_table is not None):
+            key = first
+            if cutlass.const_expr(self.boxes > 1):
+                key += cutlass.min(cute.arch.lane_idx(), self.boxes - 1) * self.box
+            nth = cutlass.max(cutlass.min(key, keys.last), 0) // self.tma.coords.shape[0]
             if cutlass.const_expr(self.is_early):
                 page = read_early(self.page_table, (keys.row, nth))
             else:
                 page = self.page_table[keys.row, nth]
-            places.append((key, page))
-        return tuple(places)
-
-    @cute.jit
-    def on_page(self, place: tuple, keys: Keys):
-        """(box index in its page, page) of a box.
-
-        A box without a readable key gets page -1, for which TMA loads zeros: its page-table entry
-        may be invalid.
-        """
-        key, page = place
-        tile = key // self.box
-        if cutlass.const_expr(self.page_table is not None):
             is_readable = key <= keys.last and key + self.box > keys.first
             page = page if is_readable else Int32(-1)
-            tile = key % self.tma.coords.shape[0] // self.box
-        return tile, page
+        return first, page
+
+    def on_page(self, place: tuple, i):
+        """(box index in its page, page) of a block's box i."""
+        first, page = place
+        key = first + i * self.box
+        if self.page_table is None:
+            return key // self.box, page
+        if self.boxes > 1:
+            page = cute.arch.shuffle_sync(page, i)
+        return key % self.tma.coords.shape[0] // self.box, page
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,22 @@ def entry_of(table: cute.Tensor, index) -> Int32:
     return table[index]
 
 
+class CacheLengths(NamedTuple):
+    """How many keys sequences have in a cache, in device memory.
+
+    Fields:
+        used: keys that count.
+        capacity: keys that a sequence has room for; longer lengths are cut to it.
+    """
+
+    used: cute.Tensor
+    capacity: Int32
+
+    def read(self, batch) -> tuple[Int32, Int32]:
+        """A sequence's row in the cache or in its page table, and its length."""
+        return batch, larger(smaller(self.used[batch], self.capacity), 0)
+
+
 class RaggedLengths(NamedTuple):
     """Where packed sequences begin and end, in device memory, and what bounds them.
 

@@ -19,6 +19,9 @@ ROWS = 64
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 """Warpgroups that multiply -> registers of a thread after setmaxnreg: producer, others."""
 
+REGISTERS_OF_PAGES = REGISTERS | {2: (40, 232)}
+"""The same where the producer finds pages."""
+
 ROWS_OF_WARP = ROWS // WARPS
 """Accumulator rows of a WGMMA that one warp holds."""
 

@@ -38,7 +38,8 @@ class TileRecord(NamedTuple):
     Fields:
         m_block, batch: the tile: `m_block` counts inside the sequence, `batch` is the sequence.
         begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
-        begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys.
+        begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys. Of a cache,
+            its row there or in the page table.
         num_m_blocks: row blocks of the sequence.
     """
 

@@ -94,6 +94,11 @@ class Ragged(NamedTuple):
     def keys(self, segment: Segment) -> RaggedRows:
         return RaggedRows(segment.record.begin_k, segment.record.seqlen_k)
 
+    def keys_of_cache(self, segment: Segment, head, first) -> Keys:
+        """The keys of a head in a cache, where `first` is the first one that may be read."""
+        record = segment.record
+        return Keys(record.begin_k, head, Int32(0), first, record.seqlen_k - 1)
+
     def gradients_of_keys(self, segment: Segment) -> RaggedRows:
         # Keys that are not used get 0.
         return RaggedRows(segment.record.begin_k, segment.record.owned_k)

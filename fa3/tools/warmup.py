@@ -263,8 +263,14 @@ def decode_kernels(model: Model, window: Window, page_size: int) -> Iterator[Ker
 
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
-    """What is launched for packed queries on pages."""
-    return kernels_on_cache(model, window, page_size, is_packed=True)
+    """What is launched for packed queries on pages, be they few of a sequence or many."""
+    yield from kernels_on_cache(model, window, page_size, is_packed=True)
+    for rows in (1, LONGEST):
+        tight = window.tighten(MOST_RAGGED_ROWS, rows)
+        plan = RaggedPlan(spec_of(model, tight), False, False, H200, CacheLayout(page_size))
+        if plan.finds_keys:
+            yield from plan.kernels()
+            yield plan.tile_table()
 
 
 def kernels_on_cache(

@@ -1,0 +1,92 @@
+"""Attention to a cache from batches of prompts and of sequences that decode: both kernels share it.
+
+`fa3.calls.kvcache` has calls prepared here. Where packed sequences may have many queries, the
+forward kernel attends for those that do, and the decode kernel for the others: each reads the
+lengths on the device and leaves out what is the other's (`fa3.planning.short_queries`). All other
+calls are the decode kernel's alone (`fa3.calls.decode`).
+"""
+
+from dataclasses import dataclass
+
+from fa3.calls import decode
+from fa3.calls.cache_call import CacheCall
+from fa3.calls.decode import PreparedDecode, layout_of, modifiers_of, spec_of
+from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.varlen_gpu import PreparedVarlen, Short, prepare_alone
+from fa3.planning.gpu import H200
+from fa3.planning.ragged import RaggedPlan
+from fa3.planning.short_queries import short_queries
+from fa3.problem import Window
+from fa3.reference.cache import CacheOperands
+from fa3.reference.prefill import execute_prefill
+from fa3.reference.varlen import RaggedOperands
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedMixed:
+    """How calls run that have sequences with few queries and sequences with many.
+
+    Fields:
+        short: attends for sequences with up to `most_short` queries.
+        plan: how the forward kernel attends for the others.
+        window: that of the plan.
+        capacity: keys that a sequence has room for.
+        long: the plan's kernels; None on the CPU.
+    """
+
+    short: PreparedDecode
+    plan: RaggedPlan
+    window: Window
+    most_short: int
+    capacity: int
+    long: PreparedVarlen | None
+
+    def attend(
+        self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
+        softmax_scale: float,
+    ) -> None:  # fmt: skip
+        """As `PreparedDecode.attend`."""
+        given = q, k, v, out, lse, seqlens, None, None, page_table, slopes, sinks, ends
+        modifiers = modifiers_of(slopes, sinks)
+        if self.long is None:
+            execute_prefill(
+                self.plan, self.window, CacheOperands(*given), self.most_short, softmax_scale,
+                modifiers,
+            )  # fmt: skip
+            self.short.attend(*given, softmax_scale)
+            return
+        self.long.launch(
+            RaggedOperands(q, k, v, out, lse, ends, None, None, seqlens), self.capacity,
+            self.capacity, modifiers, softmax_scale,
+            Short(self.most_short, lambda: self.short.attend(*given, softmax_scale)), page_table,
+        )  # fmt: skip
+
+
+def prepare(
+    call: CacheCall,
+    window: Window,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    sm_margin: int = 0,
+) -> PreparedDecode | PreparedMixed:
+    """Choose how calls of a description run, and load their kernels.
+
+    Args:
+        call, window, softcap, num_splits, batch_invariant, sm_margin: of
+            `fa3.calls.decode.prepare_decode`.
+    """
+    options = window, softcap, num_splits, batch_invariant, sm_margin
+    most_short = short_queries(call.heads_q // call.k_cache.shape[2])
+    if not call.is_packed or num_splits or batch_invariant or call.seqlen_q <= most_short:
+        return decode.prepare_decode(call, *options)
+    on_gpu = call.q.device.type == "cuda"
+    tight = window.tighten(call.seqlen_q, call.capacity)
+    gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, sm_margin)
+    plan = RaggedPlan(spec_of(call, tight, softcap), False, False, gpu, layout_of(call))
+    if not plan.finds_keys:
+        return decode.prepare_decode(call, *options)
+    return PreparedMixed(
+        decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options),
+        plan, tight, most_short, call.capacity, prepare_alone(plan, tight) if on_gpu else None,
+    )  # fmt: skip
