@@ -265,7 +265,7 @@ BAD_ARGUMENTS = [
     ("sm_margin", 132, ValueError),
     ("num_splits", 2, NotImplementedError),
     ("attention_chunk", 64, NotImplementedError),
-    ("pack_gqa", True, NotImplementedError),
+    ("pack_gqa", 1, TypeError),
     ("qv", torch.zeros(2, 70, 4, 64), NotImplementedError),
     ("q_descale", torch.ones(2, 2), NotImplementedError),
     ("k_descale", torch.ones(2, 2), NotImplementedError),

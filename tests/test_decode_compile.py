@@ -30,6 +30,7 @@ WARP = 32
 MASKS = {"full": Band(), "causal": Band(right=True), "window": Band(left=True, right=True)}
 CACHES = {
     "contiguous": CacheLayout(),
+    "full": CacheLayout(has_seqlens=False),
     "padded": CacheLayout(0, batch_indexed=True, left_padded=True),
     "page64": CacheLayout(64),
     "page16": CacheLayout(16, batch_indexed=True),

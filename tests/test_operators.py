@@ -21,7 +21,7 @@ PLAIN = {"softcap": 0.0, "sm_margin": 0, "alibi_slopes": None, "sinks": None}
 NO_FUNCTIONS = {"score": None, "score_tensors": [], "mask": None, "mask_tensors": []}
 NO_INTEGERS = {"cache_length": None, "cache_batch_idx": None, "cache_leftpad": None}
 PACKED = WINDOW | PLAIN | NO_FUNCTIONS | {"deterministic": False}
-DENSE = PACKED | {"schedule": None}
+DENSE = PACKED | {"schedule": None, "pack_gqa": None}
 CACHED = WINDOW | PLAIN | NO_INTEGERS | {
     "page_table": None, "num_splits": 0, "batch_invariant": False,
 }  # fmt: skip
@@ -468,7 +468,7 @@ REFUSED = {
     "score": ({"score": 3}, TypeError, "score must be a frozen dataclass derived from fa3.Score"),
     "alibi": ({"alibi_slopes": torch.ones(4).requires_grad_()}, ValueError, "alibi_slopes requ"),
     "window": ({"window_size": (1, 2, 3)}, ValueError, "window_size must be two integers"),
-    "packing": ({"pack_gqa": True}, NotImplementedError, "pack_gqa is not supported"),
+    "packing": ({"pack_gqa": 1}, TypeError, "pack_gqa must be a bool"),
 }
 
 

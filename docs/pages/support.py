@@ -160,6 +160,7 @@ def options() -> Iterator[Option]:
     yield Option("the same bits in any batch", {"batch_invariant": True})
     yield Option("`num_splits` above 1", {"num_splits": 2})
     yield Option("`pack_gqa=True`", {"pack_gqa": True})
+    yield Option("`pack_gqa=False`", {"pack_gqa": False})
     yield Option("`sm_margin`", {"sm_margin": 4})
     yield Option("`deterministic`", {"deterministic": True})
     yield Option("`qv`", {"qv": zeros(BATCH, SEQLEN, HEADS_Q, HEAD_DIM)})

@@ -39,6 +39,7 @@ def check_differentiable(
     score: Score | None,
     out: torch.Tensor | None,
     sm_margin: int,
+    pack_gqa: bool | None = None,
 ) -> None:
     """Raise unless a call that wants a gradient can have one.
 
@@ -65,6 +66,11 @@ def check_differentiable(
         raise NotImplementedError(
             f"{name} requires grad, but the backward pass cannot leave SMs to others yet: pass "
             "sm_margin=0, or use torch.no_grad()"
+        )
+    if pack_gqa:
+        raise NotImplementedError(
+            f"{name} requires grad, but pack_gqa=True has no gradient: pass None or False, or use "
+            "torch.no_grad()"
         )
     if _are_functorch_transforms_active():
         raise NotImplementedError(

@@ -1,9 +1,10 @@
 """Attention of a few queries to the keys and values of a cache: what is launched for it.
 
 `fa3.calls.kvcache` validates a call and has it prepared here, once for all calls that are described
-alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed keys. A
-prepared call allocates its workspace and launches the plan's kernels. Lengths are read on the
-device only: a captured graph stays right while they grow.
+alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed keys, and
+`fa3.calls.forward` hands over the plans of dense calls with few queries. A prepared call allocates
+its workspace and launches the plan's kernels. Lengths are read on the device only: a captured graph
+stays right while they grow.
 """
 
 from collections.abc import Callable
@@ -44,8 +45,10 @@ class PreparedDecode:
     cleared: int = 0
 
     @classmethod
-    def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
-        """Load the kernels of a plan."""
+    def of(cls, plan: DecodePlan, device: torch.device) -> "PreparedDecode":
+        """Load the kernels of a plan, if it is to run on a GPU."""
+        if device.type == "cpu":
+            return cls(plan)
         (attends, integers, _), *rest = (one.loaded(load_kernel) for one in plan.launches)
         if not rest:
             return cls(plan, attends, integers)
@@ -62,7 +65,7 @@ class PreparedDecode:
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
         The tensors are those of `CacheOperands`, in their order: to make one of them would take the
-        host 0.3 us. None that has queries or keys is empty.
+        host 0.3 us. None that has queries or keys is empty. Without lengths the cache is full.
         """
         modifiers = modifiers_of(slopes, sinks)
         if self.attends is None:
@@ -165,8 +168,6 @@ def prepare_decode(
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
     cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, call.is_packed)
     plan = DecodePlan(spec, cache, sizes, window, cut, num_ctas, call.is_packed)
-    if not on_gpu:
-        return PreparedDecode(plan)
-    if cut.has_parts:
+    if on_gpu and cut.has_parts:
         check_workspace(plan.workspace, call.head_dim_v, call.capacity, properties.total_memory)
-    return PreparedDecode.on_gpu(plan)
+    return PreparedDecode.of(plan, device)

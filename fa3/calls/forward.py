@@ -17,6 +17,7 @@ from fa3.calls.autograd import (
     check_differentiable,
     wants_gradient,
 )
+from fa3.calls.decode import PreparedDecode
 from fa3.calls.dense import pose
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
@@ -39,15 +40,17 @@ from fa3.calls.options import (
     check_hashable,
     check_scale,
     check_window,
+    flag,
     integer,
     reject_unsupported,
 )
 from fa3.calls.traced import trace_dense
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.gpu import H200
+from fa3.planning.grouped import GroupedPlan
 from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
-from fa3.planning.planner import ScheduleChoice, plan_forward, schedule_name
+from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
@@ -80,13 +83,15 @@ class PreparedCall:
     """What a call's description leads to.
 
     Fields:
-        plan: how it runs; None if there is nothing to compute.
+        plan: how it runs in the forward kernel; None if it does not, or if there is nothing to
+            compute.
         launches: those of the plan with their kernels loaded; none on the CPU.
         table: what the schedule reads.
         num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
             and `total_counters` all of them.
         parts: what the kernel takes if the plan splits tiles.
         problem: what is asked, also if there is nothing to compute.
+        grouped: how it runs in the kernel of decoding; None if it does not.
     """
 
     plan: Plan | None
@@ -98,6 +103,7 @@ class PreparedCall:
     parts: "PartMemory | None" = None
     total_counters: int = 0
     problem: Problem | None = None
+    grouped: PreparedDecode | None = None
 
     @classmethod
     def on_gpu(
@@ -275,7 +281,9 @@ def flash_attn_func(
             shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         num_splits: 0 or 1, which are the same: the planner decides whether to split.
-        pack_gqa: None or False, which are the same.
+        pack_gqa: whether the query heads of a key/value head share tiles, in the kernel of
+            decoding, which pays with few queries; chosen by the planner if not given. True not with
+            gradients, nor with a schedule, a plan, or a score or a mask of your own.
         attention_chunk: 0 or None, which are the same: no chunks.
         qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
             is not supported.
@@ -309,15 +317,16 @@ def flash_attn_func(
             sm_margin, softcap,
         )  # fmt: skip
     if (
-        not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
+        not (qv is q_descale is k_descale is v_descale is None)
         or attention_chunk
         or num_splits not in (0, 1)
     ):
         reject_unsupported(
-            attention_chunk, pack_gqa, has_packing=False,
-            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             num_splits=None if num_splits in (0, 1) else integer("num_splits", num_splits, 0),
         )  # fmt: skip
+    if pack_gqa is not None:
+        pack_gqa = flag("pack_gqa", pack_gqa)
     return_lse = return_lse or return_attn_probs
     window_size = as_pair(window_size)
     if schedule is not None:
@@ -326,8 +335,8 @@ def flash_attn_func(
         raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
     if is_traced(q):
         return trace_dense(
-            q, k, v, out, return_lse, score, mask, plan, schedule, deterministic, softmax_scale,
-            causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
+            q, k, v, out, return_lse, score, mask, plan, schedule, pack_gqa, deterministic,
+            softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
         )  # fmt: skip
     described = (
         describe("q", q, ALIGNMENT, True),
@@ -349,13 +358,16 @@ def flash_attn_func(
             is_causal,
             has_backward=True,
         )
+    has_gradient = wants_gradient(q, k, v, sinks)
+    if has_gradient and pack_gqa is None:
+        pack_gqa = False
     call = prepare_forward(
-        *described, causal, window_size, modifiers.structure, sm_margin, schedule, plan
+        *described, causal, window_size, modifiers.structure, sm_margin, schedule, plan, pack_gqa
     )
     head_dim = described[0][0][-1]
     scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
-    if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, sm_margin)
+    if has_gradient:
+        check_differentiable(q, k, v, sinks, score, out, sm_margin, pack_gqa)
         tensors = modifiers.tensors or ()
         if q.is_cuda:
             out, lse = DeviceAttention.apply(call, deterministic, scale, q, k, v, *tensors)
@@ -369,6 +381,10 @@ def flash_attn_func(
     lse = q.new_empty(*call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.launches:
         call.launch(q, k, v, out, lse, modifiers.tensors, scale)
+    elif call.grouped is not None:
+        call.grouped.attend(
+            q, k, v, out, lse, None, None, None, None, alibi_slopes, sinks, None, scale
+        )
     elif call.plan is not None:
         run_on_host(call.plan, q, k, v, out, lse, modifiers.tensors, scale)
     else:
@@ -424,6 +440,7 @@ def prepare_forward(
     sm_margin: int,
     schedule: ScheduleChoice,
     given_plan: Plan | None,
+    pack_gqa: bool | None,
 ) -> PreparedCall:
     """Validate a call, plan it and load its kernel."""
     q, k, v = Operand(*q), Operand(*k), Operand(*v)
@@ -441,11 +458,21 @@ def prepare_forward(
     else:
         check_plan(given_plan)
         check_same_problem(given_plan, problem)
+    if pack_gqa and not (given_plan is schedule is None):
+        raise ValueError(
+            "pack_gqa must be None or False with a schedule or a plan, which are of another kernel"
+        )
     if 0 in (batch, seqlen_q, problem.seqlen_k, heads_q):
         # There is no tile, so no plan either.
         schedule_name(schedule)
         return PreparedCall(None, output, lse_shape, problem=problem)
-    plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
+    if given_plan is schedule is None:
+        plan = plan_dense(problem, gpu, pack_gqa)
+    else:
+        plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
+    if isinstance(plan, GroupedPlan):
+        grouped = PreparedDecode.of(plan.decode, q.device)
+        return PreparedCall(None, output, lse_shape, problem=problem, grouped=grouped)
     if q.device.type == "cpu":
         return PreparedCall(plan, output, lse_shape, problem=problem)
     return PreparedCall.on_gpu(plan, q.device, output, lse_shape)

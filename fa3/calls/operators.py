@@ -45,7 +45,7 @@ OF_SCORES = (
 )
 FUNCTIONS = "str? score, Tensor[] score_tensors, str? mask, Tensor[] mask_tensors"
 UNCACHED = f"{OF_SCORES}, {FUNCTIONS}, bool deterministic"
-DENSE = f"{UNCACHED}, str? schedule"
+DENSE = f"{UNCACHED}, str? schedule, bool? pack_gqa"
 PACKED = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     f"Tensor? seqused_q, Tensor? seqused_k, {UNCACHED}"

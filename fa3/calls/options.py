@@ -135,12 +135,16 @@ def check_hashable(name: str, value: object) -> None:
 
 
 def reject_unsupported(
-    attention_chunk: int | None, pack_gqa: bool | None, has_packing: bool, **given: object
+    attention_chunk: int | None,
+    pack_gqa: bool | None = None,
+    has_packing: bool = False,
+    **given: object,
 ) -> None:
     """Raise for arguments of FlashAttention's signature that do nothing here.
 
     Args:
         attention_chunk: None or 0 for none.
+        pack_gqa: the call's, if it is not its choice.
         has_packing: whether query heads share the reads of their key/value head, always or never.
         given: what must be None.
     """

@@ -36,6 +36,7 @@ def trace_dense(
     mask: Mask | None,
     plan: Plan | None,
     schedule: object,
+    pack_gqa: bool | None,
     deterministic: bool,
     *options,
 ) -> Result:
@@ -55,8 +56,10 @@ def trace_dense(
             "part of"
         )
     named, functions = options_of(*options), functions_of(score, mask)
-    check_gradients(q, k, v, out, score, named, functions)
-    named = named | functions | {"deterministic": deterministic, "schedule": schedule}
+    if check_gradients(q, k, v, out, score, named, functions, pack_gqa):
+        pack_gqa = False
+    named = named | functions | {"deterministic": deterministic}
+    named = named | {"schedule": schedule, "pack_gqa": pack_gqa}
     if out is None:
         out, lse = operators.FORWARD.overload(q, k, v, **named)
     else:
@@ -228,16 +231,19 @@ def check_gradients(
     score: Score | None,
     named: Mapping[str, object],
     functions: Mapping[str, object],
-) -> None:
-    """Raise unless a call without a cache has the gradients that are wanted.
+    pack_gqa: bool | None = None,
+) -> bool:
+    """Whether gradients of a call without a cache are wanted; raise unless it has those.
 
     Args:
         named, functions: what `options_of` and `functions_of` gave.
     """
     sinks = named["sinks"]
-    if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, named["sm_margin"])
+    has_gradient = wants_gradient(q, k, v, sinks)
+    if has_gradient:
+        check_differentiable(q, k, v, sinks, score, out, named["sm_margin"], pack_gqa)
     refuse_gradients({"alibi_slopes": named["alibi_slopes"], **tensors_of_functions(functions)})
+    return has_gradient
 
 
 def tensors_of_functions(functions: Mapping[str, object]) -> dict[str, torch.Tensor]:

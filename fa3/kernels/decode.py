@@ -99,7 +99,8 @@ class DecodeOperands(NamedTuple):
         o: (batch, rows, heads_q, head_dim_v).
         lse: of (batch, heads_q, rows).
         packed_q, packed_k: which rows sequences have if they are packed, or None.
-        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed.
+        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed,
+            or the cache is full.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
     """
@@ -282,8 +283,12 @@ class Decode(AttentionKernel):
                 self.prefetch(operands, smem, cut, sizes)
         else:
             # Until it ends, the previous kernel may write this one's inputs or read its outputs.
-            cute.arch.griddepcontrol_wait()
+            # A full cache has no lengths to wait for.
+            if cutlass.const_expr(not self.cache.is_full):
+                cute.arch.griddepcontrol_wait()
             walk = self.find_walk(operands, cut, sizes, is_early=False)
+            if cutlass.const_expr(self.cache.is_full):
+                cute.arch.griddepcontrol_wait()
             if warp_idx >= WARPGROUP // 32:
                 self.load(operands, smem, pipelines, walk)
             else:
@@ -300,6 +305,7 @@ class Decode(AttentionKernel):
         if cutlass.const_expr(self.is_packed):
             packed = PackedQueries(operands.packed_q, self.qhead_per_kvhead, ROWS)
         lengths = Cached(
+            operands.q.shape[0],
             operands.seqlens,
             operands.tables,
             mask,

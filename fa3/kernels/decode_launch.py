@@ -55,8 +55,8 @@ class DecodeArguments(NamedTuple):
         cu_seqlens_q: (batch + 1,) int32, where packed queries begin and end; None without.
         seqused_q: (batch,) int32, packed queries that count; None for all.
         cu_seqlens_k: (batch + 1,) int32, where packed keys begin and end; None without.
-        seqlens: (batch,) int32, keys of the sequences, padding included; of packed ones how many
-            count, or None for all.
+        seqlens: (batch,) int32, keys of the sequences, padding included; None if the cache is full.
+            Of packed ones how many count, or None for all.
         batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
         page_table: (batch, pages) int32; None without pages.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.

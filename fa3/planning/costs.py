@@ -16,8 +16,11 @@ from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 LEAST_MARGIN = 0.005
 """Share by which a candidate must be predicted faster than the choice of `TILINGS` to be taken."""
 
+UNSURE = 0.25
+"""The same for candidates that were not measured."""
+
 LEAST_GAIN_US = 0.5
-"""The same in microseconds, for calls that take only a few."""
+"""`LEAST_MARGIN` in microseconds, for calls that take only a few."""
 
 
 def least_gain(us: float, margin: float = LEAST_MARGIN) -> float:

@@ -21,7 +21,7 @@ class Candidate(NamedTuple):
     Fields:
         schedule: a name in `fa3.schedules.SCHEDULES`.
         measured: whether its tile and its schedule were measured; otherwise the prediction is a
-            guess, and the planner takes it only for a gain above `fa3.planning.planner.UNSURE`.
+            guess, and the planner takes it only for a gain above `fa3.planning.costs.UNSURE`.
     """
 
     config: ForwardConfig
@@ -42,6 +42,7 @@ class Explanation:
         is_arranged: whether the caller gave the order of the tiles.
         chosen: the plan itself.
         candidates: what the planner compares for this problem, fastest first.
+        packing: the same problem in the kernel of decoding, in a sentence; empty if that cannot be.
     """
 
     problem: Problem
@@ -52,6 +53,7 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     timeline: Timeline
     costs: Costs
+    packing: str
 
     def __str__(self) -> str:
         sentences = {
@@ -67,6 +69,7 @@ class Explanation:
             "Time": self.time,
             "Bound": self.bound,
             "Choice": self.choice,
+            "Packing": self.packing,
             "Costs": self.tuning,
         }
         return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)

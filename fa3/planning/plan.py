@@ -13,6 +13,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.explanation import Candidate, Explanation, describe_config
 from fa3.planning.gpu import Gpu
+from fa3.planning.grouped import GroupedPlan
 from fa3.planning.launch import Launch
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
@@ -122,15 +123,17 @@ class Plan:
             for one in self.considered
         ]
         found.sort(key=lambda candidate: candidate.prediction.us)
+        chosen, grouped = self.as_candidate(), GroupedPlan.if_possible(self.problem, self.gpu)
         return Explanation(
             self.problem,
             self.gpu,
             self.schedule,
             self.is_arranged,
-            self.as_candidate(),
+            chosen,
             tuple(found),
             self.simulate(),
             self.gpu.costs,
+            "" if grouped is None else grouped.beside(chosen, found),
         )
 
 

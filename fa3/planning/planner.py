@@ -1,7 +1,8 @@
 """The forward planner: `plan_forward(problem, gpu) -> Plan` chooses tiling and schedule.
 
 It compares the tilings of `fa3.planning.tilings` with every searched schedule by their predicted
-times. Runs on the host and needs no GPU. `fa3.calls.forward` and the command line call it.
+times; `plan_dense` compares the best with the kernel of decoding (`fa3.planning.grouped`). Runs on
+the host and needs no GPU. `fa3.calls.forward` and the command line call it.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,9 +11,10 @@ from typing import cast
 
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
-from fa3.planning.costs import LEAST_MARGIN, least_gain
+from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H200, Gpu
+from fa3.planning.grouped import GroupedPlan
 from fa3.planning.load import RowLoad
 from fa3.planning.plan import Plan, as_made, candidate, check_pairs
 from fa3.planning.tiled import TiledProblem
@@ -28,9 +30,6 @@ CHOICES = tuple(name for name, kind in SCHEDULES.items() if kind.is_searched)
 """Schedules that the planner chooses from. The others need no table, so a CUDA graph can capture
 them for a problem not planned before; searching them as well did not lower the regret over the
 committed records (docs/experiments.md)."""
-
-UNSURE = 0.25
-"""`LEAST_MARGIN` for candidates that were not measured."""
 
 IDLE = 0.02
 """Candidates that split tiles are compared only if whole tiles leave SMs idle for this share of
@@ -87,6 +86,27 @@ def plan_forward(
     arrange = schedule if callable(schedule) and not isinstance(schedule, type) else None
     made = make_schedule(TiledProblem(problem, gpu, best.config), best.schedule, arrange)
     return Plan(problem, gpu, best.config, made, arrange is not None, tuple(found))
+
+
+def plan_dense(
+    problem: Problem, gpu: Gpu = H200, pack_gqa: bool | None = None
+) -> Plan | GroupedPlan:
+    """Choose how a dense call runs: in the forward kernel, or in that of decoding.
+
+    Args:
+        pack_gqa: whether query heads are to share tiles, as in the kernel of decoding; chosen by
+            predicted times if not given.
+
+    Raises:
+        NotImplementedError, ValueError: they cannot, and pack_gqa is True.
+    """
+    if pack_gqa:
+        return GroupedPlan.of(problem, gpu)
+    plan = plan_forward(problem, gpu)
+    grouped = None if pack_gqa is False else GroupedPlan.if_possible(problem, gpu)
+    if grouped is not None and grouped.beats(plan.considered):
+        return grouped
+    return plan
 
 
 def plan_of_schedule(

@@ -37,8 +37,8 @@ class CacheLayout:
         left_padded: whether padding comes before a sequence's keys.
         is_packed: whether the keys of sequences are behind one another, in tensors (rows, heads,
             head_dim). Then the rest is as it is by default.
-        has_seqlens: whether there is a tensor of the sequences' lengths. Of packed sequences it
-            says how many of the keys count, and need not be there.
+        has_seqlens: whether there is a tensor of the sequences' lengths. Without it sequences have
+            all keys that there is room for. Of packed sequences it says how many of the keys count.
     """
 
     page_size: int = 0
@@ -46,6 +46,11 @@ class CacheLayout:
     left_padded: bool = False
     is_packed: bool = False
     has_seqlens: bool = True
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no lengths are read: every sequence has all keys that there is room for."""
+        return not (self.has_seqlens or self.is_packed)
 
     def box(self, tile_n: int) -> int:
         """Keys that one TMA copy loads: a whole block, or the gcd of page size and block.

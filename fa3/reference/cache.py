@@ -37,7 +37,7 @@ class CacheOperands(NamedTuple):
         out: (batch, seqlen_q, heads_q, head_dim_v), receives the output.
         lse: (batch, heads_q, seqlen_q) float32, receives the log-sum-exp, or None.
         cache_seqlens: (batch,) int32, keys of each sequence; read on the device only. None if
-            keys are packed.
+            keys are packed, or the cache is full.
         cache_batch_idx: (batch,) int32, the row of the cache that a sequence has; its own if None.
         cache_leftpad: (batch,) int32, keys before this one are not there.
         page_table: (batch, max_pages) int32.
@@ -153,7 +153,8 @@ def execute_decode(
         rows = RaggedLengths(HostTensor(ends), None, operands.q.shape[0])
         packed = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
     sequences = Cached(
-        HostTensor(operands.cache_seqlens), tables, bind(plan.spec, tensors)[1], sizes.seqlen_q,
+        sizes.batch, as_table(operands.cache_seqlens), tables, bind(plan.spec, tensors)[1],
+        sizes.seqlen_q,
         sizes.capacity, plan.window, TILE_N, packed=packed,
     )  # fmt: skip
     walk_segments(plan, operands, sequences, softmax_scale, tensors)
@@ -180,8 +181,8 @@ def execute_packed_decode(
         for ends, used, rows in ((ends_q, used_q, q), (ends_k, used_k, k))
     )
     sequences = Cached(
-        None, CacheTables(None, None, None), bind(plan.spec, tensors)[1], plan.sizes.seqlen_q,
-        max_seqlen_k, plan.window, TILE_N,
+        operands.lengths.batch, None, CacheTables(None, None, None), bind(plan.spec, tensors)[1],
+        plan.sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N,
         packed=PackedQueries(queries, plan.sizes.qhead_per_kvhead, ROWS), packed_keys=keys,
     )  # fmt: skip
     # All sequences are in one row of a cache, each behind what is padding to it.

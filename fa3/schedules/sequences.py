@@ -162,7 +162,8 @@ class PackedQueries:
 
 @dataclass(frozen=True)
 class Cached:
-    """Sequences whose keys are in a cache, or packed, and whose lengths are in device memory.
+    """Sequences whose keys are in a cache, or packed, and whose lengths, if they differ, are in
+    device memory.
 
     `read` returns (keys including padding, padding), and with packed queries also the first row and
     the number of queries; a cursor can carry that. To a packed sequence all rows before its first
@@ -171,7 +172,9 @@ class Cached:
     queries has no keys either, so that hardly anything is read for it.
 
     Fields:
-        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed.
+        num_sequences: sequences of the call.
+        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed,
+            or all have `capacity`.
         seqlen_q: queries of each sequence; of packed ones the most that one may have.
         capacity: most keys of a sequence; longer lengths are cut to it.
         is_early: whether the previous kernel may still be running; see `read_early`.
@@ -179,6 +182,7 @@ class Cached:
         packed_keys: which rows of K and V each sequence has, if keys are packed.
     """
 
+    num_sequences: int
     seqlens: cute.Tensor | None
     tables: CacheTables
     mask: object
@@ -190,13 +194,10 @@ class Cached:
     packed: PackedQueries | None = None
     packed_keys: RaggedLengths | None = None
 
-    @property
-    def num_sequences(self):
-        return self.seqlens.shape[0] if self.packed_keys is None else self.packed_keys.num_sequences
-
     def read(self, batch) -> tuple:
         if self.packed_keys is None:
-            keys = self.count(self.seqlens, batch), self.count(self.tables.leftpad, batch)
+            seqlen = self.capacity if self.seqlens is None else self.count(self.seqlens, batch)
+            keys = seqlen, self.count(self.tables.leftpad, batch)
         else:
             begin, length = self.packed_keys.read(batch, self.entry)
             keys = begin + smaller(length, self.capacity), begin

@@ -224,6 +224,8 @@ def dense_kernels(model: Model) -> Iterator[Kernel]:
     for gpu in known_gpus():
         for problem in problems_of(model):
             yield from (one.kernel for one in plan_forward(problem, gpu).launches())
+    for window in model.windows:
+        yield from kernels_on_cache(model, window, CacheLayout(has_seqlens=False))
 
 
 def problems_of(model: Model) -> dict[Problem, None]:
@@ -259,12 +261,12 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
 def decode_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
     """What is launched for calls on a cache, with tiles cut or whole."""
     for num_splits in (0, 1):
-        yield from kernels_on_cache(model, window, page_size, num_splits)
+        yield from kernels_on_cache(model, window, CacheLayout(page_size), num_splits)
 
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
     """What is launched for packed queries on pages, be they few of a sequence or many."""
-    yield from kernels_on_cache(model, window, page_size, is_packed=True)
+    yield from kernels_on_cache(model, window, CacheLayout(page_size), is_packed=True)
     for rows in (1, LONGEST):
         tight = window.tighten(MOST_RAGGED_ROWS, rows)
         plan = RaggedPlan(spec_of(model, tight), False, False, H200, CacheLayout(page_size))
@@ -274,7 +276,11 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
 
 
 def kernels_on_cache(
-    model: Model, window: Window, page_size: int, num_splits: int = 0, is_packed: bool = False
+    model: Model,
+    window: Window,
+    cache: CacheLayout,
+    num_splits: int = 0,
+    is_packed: bool = False,
 ) -> Iterator[Kernel]:
     """What is launched for calls with these options on a cache, whatever its lengths."""
     ratio, num_ctas = model.heads_q // model.heads_kv, H200.num_sms
@@ -283,8 +289,7 @@ def kernels_on_cache(
         sizes = Sizes(1, 1, model.heads_kv, ratio, capacity)
         tight = sizes.bounds(window)
         cut = choose_cut(sizes, tight, num_ctas, num_splits, is_packed=is_packed)
-        spec, cache = spec_of(model, tight), CacheLayout(page_size)
-        plan = DecodePlan(spec, cache, sizes, tight, cut, num_ctas, is_packed)
+        plan = DecodePlan(spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed)
         yield from (one.kernel for one in plan.launches)
 
 

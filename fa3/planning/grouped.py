@@ -1,0 +1,154 @@
+"""`GroupedPlan`: a dense problem in the kernel of decoding, K and V being a cache that is full.
+
+The forward kernel has tiles of one query head. With few queries most of their rows are empty, and
+the heads of a group read the same keys one by one. The decode kernel has the rows of all heads of
+a group in a tile, and reads keys once. `fa3.planning.planner` compares its predicted time with the
+forward kernel's; `fa3.calls.forward` launches the plan.
+
+    T = max(memory, work) + fixed
+
+    memory  bytes over the bandwidth that the kernel reaches
+    work    key blocks over the SMs, if a head of K and V has several tiles
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
+from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.planning.explanation import Candidate, duration
+from fa3.planning.gpu import Gpu
+from fa3.planning.launch import Launch
+from fa3.planning.prediction import Prediction
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.shared_memory import padded
+from fa3.problem import AttentionSpec, Problem
+from fa3.schedules.sequences import LONGEST
+from fa3.scores.masks import Band, Sequence
+
+FIXED_US = 6.5
+"""What a call takes beside reading: launches, the first blocks' latency, the merge."""
+
+READS = 0.9
+"""Bandwidth that the kernel reaches over `Costs.bytes_per_us`. With both, 16 of the 17 times of
+`benchmarks/results/h200-2026-11-21-decode` are met within 3%; for 8.3 us it says 7.4."""
+
+MEASURED_HEAD_DIM = 128
+"""The largest heads that these times are of."""
+
+BLOCK_US, BLOCK_COLUMNS = 1.09, 256
+"""An SM's time for a key block of so many columns of K and V, where tiles share keys:
+chunks-7x512+64x1 of `benchmarks/results/h200-2026-11-22-gradients`, 305,000 blocks in 2.5 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """How a dense problem runs in the kernel of decoding.
+
+    Fields:
+        decode: the plan of the kernels.
+    """
+
+    problem: Problem
+    gpu: Gpu
+    decode: DecodePlan
+
+    @classmethod
+    def of(cls, problem: Problem, gpu: Gpu) -> "GroupedPlan":
+        """The plan of a problem.
+
+        Raises:
+            NotImplementedError: it has a score or a mask of the user's.
+            ValueError: it has more queries or keys than the kernel counts.
+        """
+        spec = problem.spec
+        if spec.has_user_functions:
+            raise NotImplementedError(
+                "pack_gqa must be None or False with a score or a mask of your own"
+            )
+        if problem.seqlen_k > LONGEST:
+            raise ValueError(
+                f"pack_gqa must be None or False with more than {LONGEST} keys, got "
+                f"{problem.seqlen_k}"
+            )
+        sizes = Sizes(
+            problem.batch,
+            problem.seqlen_q,
+            problem.num_heads_kv,
+            problem.qhead_per_kvhead,
+            problem.seqlen_k,
+        )
+        sizes.check("q")
+        window = sizes.bounds(problem.window)
+        spec = AttentionSpec(
+            spec.dtype, spec.head_dim, spec.head_dim_v, Band.of(window), spec.scores, spec.sinks
+        )
+        cut = choose_cut(sizes, window, gpu.num_sms)
+        cache = CacheLayout(has_seqlens=False)
+        return cls(problem, gpu, DecodePlan(spec, cache, sizes, window, cut, gpu.num_sms))
+
+    @classmethod
+    def if_possible(cls, problem: Problem, gpu: Gpu) -> "GroupedPlan | None":
+        """The plan of a problem; None if the kernel cannot run it."""
+        try:
+            return cls.of(problem, gpu)
+        except (NotImplementedError, ValueError):
+            return None
+
+    def launches(self) -> tuple[Launch, ...]:
+        """What is launched: the kernel that attends, and the one that merges."""
+        return self.decode.launches
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether such calls were measured: one tile for each head of K and V, heads up to 128."""
+        head_dim = max(self.problem.spec.head_dim, self.problem.spec.head_dim_v)
+        return self.decode.sizes.num_m_blocks == 1 and head_dim <= MEASURED_HEAD_DIM
+
+    def beats(self, others: Iterable[Candidate]) -> bool:
+        """Whether it is predicted to be faster than all plans of the forward kernel, by more than
+        the margin."""
+        us = self.predict().mean_us
+        margin = LEAST_MARGIN if self.is_measured else UNSURE
+        best = min(other.prediction.mean_us for other in others)
+        return best - us > least_gain(us, margin)
+
+    def beside(self, plan: Candidate, others: Iterable[Candidate]) -> str:
+        """What it is beside a plan of the forward kernel, in a sentence.
+
+        Args:
+            others: what the planner compared with that plan.
+        """
+        us, of_plan = self.predict().us, plan.prediction.us
+        when = "unless pack_gqa is False" if self.beats((plan, *others)) else "if pack_gqa is True"
+        remark = "" if self.is_measured else ", not measured"
+        return (
+            f"Heads of a group in one tile, in the kernel of decoding: {duration(us)}, "
+            f"{us / of_plan - 1:+.1%}{remark}. Calls run so {when}."
+        )
+
+    def predict(self) -> Prediction:
+        """The time that the call is predicted to take, with its components."""
+        problem, spec, sizes = self.problem, self.problem.spec, self.decode.sizes
+        sequence = Sequence(problem.seqlen_q, problem.seqlen_k, self.decode.window)
+        seen = self.decode.spec.mask.key_blocks(0, problem.seqlen_q, TILE_N, sequence)
+        blocks = seen.end - seen.begin
+        hidden = max(0, problem.seqlen_k - blocks * TILE_N)
+        unread = problem.batch * problem.num_heads_kv * hidden * spec.key_bytes
+        memory_us = (problem.bytes - unread) / (READS * self.gpu.costs.bytes_per_us)
+        work_us = 0.0
+        if sizes.num_m_blocks > 1:
+            columns = padded(spec.head_dim) + padded(spec.head_dim_v)
+            most = -(-sizes.num_tiles * blocks // self.gpu.num_sms)
+            work_us = most * BLOCK_US * columns / BLOCK_COLUMNS
+        us = max(memory_us, work_us)
+        return Prediction(
+            us=us + FIXED_US,
+            burst_us=us + FIXED_US,
+            compute_us=work_us,
+            memory_us=memory_us,
+            launch_us=FIXED_US,
+            longest_us=us,
+            waves=1.0,
+            busy=1.0,
+        )

@@ -1,0 +1,246 @@
+"""Dense calls in the kernel of decoding, whose tiles have all heads of a group: on CPU tensors."""
+
+from itertools import product
+
+import pytest
+import torch
+from problems import make_operands, make_problem, poisoned_allocations
+from reference import check_attention
+
+import fa3
+from fa3.__main__ import main
+from fa3.calls import forward
+from fa3.planning.decode import MOST_ROWS
+from fa3.planning.gpu import H100, H200
+from fa3.planning.grouped import GroupedPlan
+from fa3.planning.plan import Plan
+from fa3.planning.planner import plan_dense, plan_forward
+from fa3.problem import Problem, Window
+from fa3.schedules.sequences import LONGEST
+from fa3.schedules.stream_k import StreamK
+
+CAUSAL = Window(right=0)
+WINDOWS = (Window(), CAUSAL, Window(100, 30), Window(left=70))
+
+FEW = make_problem(1, 1, 3000, 4, 4, 64)
+MANY = make_problem(1, 4096, 4096, 8, 4, 128, CAUSAL)
+
+
+def attend(problem: Problem, **options):
+    """Operands, and what they give packed, in memory that is NaN wherever nothing is written."""
+    operands = make_operands(problem)
+    with poisoned_allocations():
+        found = fa3.flash_attn_func(
+            *operands, window_size=problem.window, pack_gqa=True, return_lse=True, **options
+        )
+    return operands, found
+
+
+def how(problem: Problem, **options) -> forward.PreparedCall:
+    """What a call of the problem leads to."""
+    found = []
+    prepare = forward.prepare_forward
+
+    def remember(*given):
+        found.append(prepare(*given))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "prepare_forward", remember)
+        fa3.flash_attn_func(*make_operands(problem), window_size=problem.window, **options)
+    (call,) = found
+    return call
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "group"),
+    [(1, 1, 4), (1, 700, 8), (5, 300, 4), (40, 130, 4), (9, 5, 2), (70, 200, 1), (3, 64, 24)],
+)
+def test_matches_dense_attention(window, seqlen_q, seqlen_k, group):
+    problem = make_problem(2, seqlen_q, seqlen_k, 2, group, 64, window)
+    operands, (out, lse) = attend(problem)
+    check_attention(out, lse, *operands, window=window)
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(40, 40), (128, 64), (256, 256)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_any_head_dim(head_dim, head_dim_v, dtype):
+    problem = make_problem(1, 3, 150, 1, 4, head_dim, CAUSAL, dtype, head_dim_v)
+    operands, (out, lse) = attend(problem)
+    check_attention(out, lse, *operands, window=CAUSAL)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_scores_and_sinks(window, rank):
+    problem = make_problem(2, 5, 300, 2, 4, 64, window)
+    modifiers = {
+        "softcap": 3.0,
+        "alibi_slopes": torch.rand((2, 8)[-rank:]) / 10,
+        "sinks": torch.randn(8),
+    }
+    operands, (out, lse) = attend(problem, **modifiers)
+    check_attention(out, lse, *operands, window=window, **modifiers)
+
+
+def test_bits_are_those_of_a_cache_that_is_full():
+    problem = make_problem(3, 7, 500, 2, 4, 64, CAUSAL)
+    operands, found = attend(problem)
+    cached = fa3.flash_attn_with_kvcache(*operands, causal=True, return_lse=True)
+    assert all(map(torch.equal, found, cached))
+
+
+def test_strides_do_not_matter():
+    problem = make_problem(2, 4, 200, 2, 4, 64)
+    (q, k, v), (out, lse) = attend(problem)
+    both = torch.stack((k, v), dim=2)
+    views = q.transpose(1, 2).contiguous().transpose(1, 2), *both.unbind(2)
+    given = torch.empty_like(out)
+    found = fa3.flash_attn_func(*views, pack_gqa=True, return_lse=True, out=given)
+    assert found[0] is given and torch.equal(given, out) and torch.equal(found[1], lse)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"num_heads_kv": 0}]
+)
+def test_nothing_to_compute(sizes):
+    given = {"batch": 2, "seqlen_q": 3, "seqlen_k": 50, "num_heads_kv": 2, "qhead_per_kvhead": 4}
+    problem = make_problem(**(given | sizes))
+    _, (out, lse) = attend(problem)
+    assert not out.any() and torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+# ----------------------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("window", [Window(), CAUSAL])
+def test_few_queries_on_many_keys_are_packed(gpu, window):
+    for seqlen_q, seqlen_k, batch in product((1, 4, 16), (2048, 8192, 65536), (1, 16)):
+        problem = make_problem(batch, seqlen_q, seqlen_k, 8, 4, 128, window)
+        assert isinstance(plan_dense(problem, gpu), GroupedPlan)
+        assert isinstance(plan_dense(problem, gpu, False), Plan)
+
+
+@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
+def test_many_queries_are_not(gpu):
+    for seqlen_q, seqlen_k, batch in product((128, 512, 4096), (512, 8192), (1, 16)):
+        problem = make_problem(batch, seqlen_q, seqlen_k, 8, 4, 128, CAUSAL)
+        assert plan_dense(problem, gpu) == plan_forward(problem, gpu)
+        assert isinstance(plan_dense(problem, gpu, True), GroupedPlan)
+
+
+def test_calls_choose():
+    many = make_problem(1, 300, 300, 1, 4, 64)
+    assert how(FEW).grouped.plan == GroupedPlan.of(FEW, H200).decode
+    assert how(FEW).plan is None
+    for call in (how(many), how(FEW, pack_gqa=False), how(FEW, schedule="list")):
+        assert call.grouped is None and call.plan is not None
+    assert how(many, pack_gqa=True).grouped is not None
+    assert how(FEW, plan=plan_forward(FEW)).plan == plan_forward(FEW)
+    margin = how(FEW, sm_margin=100).grouped.plan
+    assert margin.num_ctas == margin.cut.num_ctas == H200.num_sms - 100
+
+
+def test_gradients_are_of_the_forward_kernel():
+    q, k, v = (x.requires_grad_() for x in make_operands(FEW))
+    out = fa3.flash_attn_func(q, k, v)
+    plain = fa3.flash_attn_func(*(x.detach() for x in (q, k, v)), pack_gqa=False)
+    assert torch.equal(out, plain)
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+    with torch.no_grad():
+        assert torch.equal(
+            fa3.flash_attn_func(q, k, v), fa3.flash_attn_func(q, k, v, pack_gqa=True)
+        )
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_tiles_are_cut_and_keys_bounded_as_on_a_cache(window):
+    plan = GroupedPlan.of(make_problem(2, 7, 900, 2, 4, 64, window), H200)
+    decode = plan.decode
+    assert isinstance(decode.cut, StreamK) and decode.cache.is_full
+    assert decode.window.left == window.left and decode.window.right >= 0
+    attends, merges = plan.launches()
+    assert attends.kernel.cache.is_full and merges.kernel.qhead_per_kvhead == 4
+
+
+def test_predictions():
+    one, several = (GroupedPlan.of(make_problem(4, n, 8192, 8, 4, 128), H200) for n in (16, 17))
+    assert one.is_measured and not several.is_measured
+    assert one.predict().bound == "device memory" and several.predict().compute_us > 0
+    assert several.predict().us > one.predict().us
+    seen = GroupedPlan.of(make_problem(4, 1, 8192, 8, 4, 128, Window(1000, 0)), H200)
+    assert seen.predict().memory_us < one.predict().memory_us / 7
+    assert not GroupedPlan.of(make_problem(1, 1, 512, 1, 1, 256), H200).is_measured
+
+
+@pytest.mark.parametrize(
+    ("problem", "share"), [(FEW, "unless pack_gqa is False"), (MANY, "if pack_gqa is True")]
+)
+def test_plans_tell_what_packing_would_take(problem, share):
+    (line,) = (x for x in str(plan_forward(problem).explain()).splitlines() if "Packing" in x)
+    us = f"{GroupedPlan.of(problem, H200).predict().us:,.1f} us"[:3]
+    assert us in line and line.endswith(f"Calls run so {share}.")
+
+
+def test_the_command_line_tells_of_packing(capsys):
+    main(["plan", "--shape", "1,1,8192,32,8,128"])
+    assert "Calls run so unless pack_gqa is False." in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------- refused
+
+
+def test_what_cannot_be_packed_is_refused():
+    q, k, v = make_operands(make_problem(1, 2, 50, 1, 2))
+    for options in ({"schedule": "list"}, {"plan": plan_forward(make_problem(1, 2, 50, 1, 2))}):
+        with pytest.raises(ValueError, match=r"^pack_gqa must be .* with a schedule"):
+            fa3.flash_attn_func(q, k, v, pack_gqa=True, **options)
+    with pytest.raises(NotImplementedError, match=r"^q requires grad, but pack_gqa=True"):
+        fa3.flash_attn_func(q.requires_grad_(), k, v, pack_gqa=True)
+
+
+def test_problems_that_cannot_be_packed():
+    longest = make_problem(1, 1, LONGEST + 1, 1, 2)
+    with pytest.raises(
+        ValueError, match=rf"^pack_gqa must be .* more than {LONGEST} keys"
+    ):
+        GroupedPlan.of(longest, H200)
+    with pytest.raises(ValueError, match=r"^q must give a key/value head at most"):
+        GroupedPlan.of(make_problem(1, MOST_ROWS // 4 + 1, 8, 1, 4), H200)
+    assert GroupedPlan.if_possible(longest, H200) is None
+    assert "Packing" not in str(plan_forward(make_problem(1, 1, LONGEST + 1, 1, 2)).explain())
+
+
+# -------------------------------------------------------------------------------------- graphs
+
+
+@pytest.mark.parametrize("pack_gqa", [None, True, False])
+def test_graphs_pack_as_calls_do(pack_gqa):
+    def run(q, k, v):
+        return fa3.flash_attn_func(q, k, v, pack_gqa=pack_gqa)
+
+    operands = make_operands(FEW)
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*operands), run(*operands))
+
+
+def test_graphs_with_gradients_do_not_pack():
+    def run(q, k, v):
+        return fa3.flash_attn_func(q, k, v)
+
+    operands = [x.requires_grad_() for x in make_operands(FEW)]
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*operands), run(*operands))
+    with pytest.raises(Exception, match="pack_gqa=True has no gradient"):
+        torch.compile(
+            lambda *given: fa3.flash_attn_func(*given, pack_gqa=True),
+            backend="aot_eager", fullgraph=True,
+        )(*operands)  # fmt: skip
