@@ -21,6 +21,7 @@ from benchmarks.results import OK, Measurement, PlanRow, Row
 from fa3.planning.costs import AGAIN, H200_COSTS, Costs, text_of
 from fa3.planning.fit import Accuracy, errors, fit_all, held_out_errors
 from fa3.planning.gpu import H200, Gpu
+from fa3.planning.grouped import GroupedPlan
 from fa3.planning.observation import Observation
 from fa3.planning.tile_costs import Rule
 
@@ -64,11 +65,12 @@ def observe(row: Measurement, gpu: Gpu) -> Observation:
 
 
 def read_observations(directories: Iterable[Path], gpu: Gpu) -> list[Observation]:
-    """Everything of ours that some results directories have, on normal data."""
+    """Everything of ours that some results directories have, on normal data, in the forward
+    kernel."""
     rows: list[Measurement] = []
     for directory in directories:
         ours = (row for row in results.read(directory / results.CSV_NAME, Row))
-        rows += [row for row in ours if row.provider == "fa3"]
+        rows += [row for row in ours if row.provider == "fa3" and row.choice != GroupedPlan.name]
         rows += filter(can_run, results.read(directory / SCHEDULES_CSV, PlanRow))
     return [observe(row, gpu) for row in rows if row.status == OK and row.data == "normal"]
 

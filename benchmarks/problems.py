@@ -8,7 +8,7 @@ from benchmarks.shapes import Cell, window_size
 from fa3.calls.devices import gpu_of
 from fa3.calls.options import check_window
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.planner import plan_forward
+from fa3.planning.planner import plan_dense
 from fa3.problem import AttentionSpec, Problem
 from fa3.scores.masks import Band
 
@@ -32,4 +32,4 @@ def present_gpu() -> Gpu:
 
 def plan_name(cell: Cell) -> str:
     """How the planner has a call on this cell run."""
-    return plan_forward(problem_of(cell), present_gpu()).name
+    return plan_dense(problem_of(cell), present_gpu()).name

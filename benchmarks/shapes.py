@@ -178,6 +178,9 @@ def square(*seqlens: int) -> list[tuple[int, int]]:
 
 K = 1024
 
+FEW_QUERIES_TOKENS = 1 << 20
+"""Most keys of a cell of few queries: 4 GB of K and V."""
+
 NAMED: dict[str, list[Cell]] = {
     "llama3-8b": [
         named("llama3-8b", 1, s, (32, 8)) for s in square(K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
@@ -199,6 +202,13 @@ NAMED: dict[str, list[Cell]] = {
     "flux": [named("flux", 1, (4608, 4608), (24, 24), causal=False)],
     "window": [
         named("window", 1, (16 * K, 16 * K), (16, 16), window_left=left) for left in (K, 4 * K)
+    ],
+    "few-queries": [
+        named("few-queries", batch, (sq, sk), (32, 8))
+        for batch in (1, 8, 64)
+        for sk in (K, 8 * K, 64 * K)
+        for sq in (1, 4, 16, 32, 64, 128)
+        if batch * sk <= FEW_QUERIES_TOKENS
     ],
     "short-query": [named("short-query", 16, (sq, 8 * K), (32, 8)) for sq in (2, 4, 8)],
     "decode": [

@@ -207,9 +207,7 @@ def test_what_cannot_be_packed_is_refused():
 
 def test_problems_that_cannot_be_packed():
     longest = make_problem(1, 1, LONGEST + 1, 1, 2)
-    with pytest.raises(
-        ValueError, match=rf"^pack_gqa must be .* more than {LONGEST} keys"
-    ):
+    with pytest.raises(ValueError, match=rf"^pack_gqa must be .* more than {LONGEST} keys"):
         GroupedPlan.of(longest, H200)
     with pytest.raises(ValueError, match=r"^q must give a key/value head at most"):
         GroupedPlan.of(make_problem(1, MOST_ROWS // 4 + 1, 8, 1, 4), H200)

@@ -17,6 +17,7 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.joined_table import JoinedTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
+from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.running import compiler
@@ -54,7 +55,11 @@ def test_forward_kernels_are_those_of_plans(few_sizes):
     assert first.config.fixed_reference and second.schedule_type is Marked
     assert {first, second} <= set(found)
     # A single query sees all keys, and its kernels are those of several.
-    assert {kernel.spec.mask for kernel in found} == {Band(right=True)}
+    assert {kernel.spec.mask for kernel in of_type(found, Forward)} == {Band(right=True)}
+    # With few queries it is that of decoding.
+    (grouped,) = of_type(found, Decode)
+    few = Problem(module.spec_of(model, CAUSAL), 4, 1, 4096, 8, 4, CAUSAL)
+    assert GroupedPlan.of(few, H200).decode.kernel() == grouped
 
 
 def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> CacheCall:
@@ -107,7 +112,7 @@ def test_each_kernel_is_there_once(few_sizes):
 @pytest.mark.parametrize(
     ("call", "kinds"),
     [
-        ("dense", {Forward}),
+        ("dense", {Forward, Decode, Combine}),
         ("packed", {Forward, TileTable, JoinedTable, Decode, Combine}),
         ("cache", {Decode, Combine, Append}),
         ("paged", {Decode, Combine, Forward, TileTable}),

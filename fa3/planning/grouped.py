@@ -13,6 +13,7 @@ forward kernel's; `fa3.calls.forward` launches the plan.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
@@ -52,6 +53,8 @@ class GroupedPlan:
     problem: Problem
     gpu: Gpu
     decode: DecodePlan
+
+    name: ClassVar[str] = "packed"
 
     @classmethod
     def of(cls, problem: Problem, gpu: Gpu) -> "GroupedPlan":
