@@ -15,6 +15,7 @@ from fa3.schedules.stream_k import (
     StreamK,
     Units,
     Whole,
+    locate_among_equals,
     records,
     segments,
     walks,
@@ -155,6 +156,19 @@ def test_pieces_are_contiguous_and_equal(total, num_ctas):
     for cta, size in enumerate(sizes):
         for position in range(begins[cta], begins[cta] + size):
             assert pieces.cta_of(position) == cta
+
+
+@given(
+    st.integers(1, 90), st.integers(1, 40), st.integers(1, 3), st.integers(1, 4),
+    st.sampled_from((1, 2, 7, 132)),
+)  # fmt: skip
+def test_among_equal_sequences_a_division_finds_the_place(
+    num_sequences, num_blocks, num_m_blocks, num_heads, num_ctas
+):
+    lengths = HostLengths([(2, 2 + num_blocks)] * num_sequences)
+    sizes = PlainDivisor(num_m_blocks), num_heads, PlainDivisor(num_ctas)
+    for walk in walks(Whole(), lengths, num_m_blocks, num_heads, num_ctas):
+        assert locate_among_equals(lengths, *sizes, walk.cta, int) == walk.place
 
 
 def test_more_ctas_than_blocks():

@@ -76,7 +76,15 @@ from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
-from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Walk, Whole, locate
+from fa3.schedules.stream_k import (
+    BY_CTA,
+    StreamK,
+    Units,
+    Walk,
+    Whole,
+    locate,
+    locate_among_equals,
+)
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
@@ -319,7 +327,8 @@ class Decode(AttentionKernel):
         )
         cta, _, _ = cute.arch.block_idx()
         number = Int64 if self.is_long else Int32
-        place = locate(lengths, num_m_blocks, num_heads, num_ctas, cta, number)
+        find = locate_among_equals if self.cache.is_full else locate
+        place = find(lengths, num_m_blocks, num_heads, num_ctas, cta, number)
         return Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
 
     @cute.jit

@@ -361,6 +361,19 @@ def locate(
     return Place(Pieces(total, num_ctas), batch, batch_begin)
 
 
+def locate_among_equals(
+    lengths: Lengths, num_m_blocks, num_heads, num_ctas, cta, number: type
+) -> Place:
+    """`locate` where all sequences have as many blocks as the first: a division finds it."""
+    if number is Int64:
+        num_ctas = PlainDivisor(num_ctas.value)
+    of_sequence = number(num_m_blocks.value * num_heads) * lengths.num_blocks(lengths.read(0))
+    pieces = Pieces(of_sequence * lengths.num_sequences, num_ctas)
+    batch = as_int32(pieces.begin(cta) // of_sequence)
+    batch = smaller(batch, lengths.num_sequences - 1)
+    return Place(pieces, batch, batch * of_sequence)
+
+
 # ---------------------------------------------------------------------------------------- host
 
 
