@@ -45,10 +45,8 @@ class PreparedDecode:
     cleared: int = 0
 
     @classmethod
-    def of(cls, plan: DecodePlan, device: torch.device) -> "PreparedDecode":
-        """Load the kernels of a plan, if it is to run on a GPU."""
-        if device.type == "cpu":
-            return cls(plan)
+    def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
+        """Load the kernels of a plan."""
         (attends, integers, _), *rest = (one.loaded(load_kernel) for one in plan.launches)
         if not rest:
             return cls(plan, attends, integers)
@@ -168,6 +166,8 @@ def prepare_decode(
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
     cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, call.is_packed)
     plan = DecodePlan(spec, cache, sizes, window, cut, num_ctas, call.is_packed)
-    if on_gpu and cut.has_parts:
+    if not on_gpu:
+        return PreparedDecode(plan)
+    if cut.has_parts:
         check_workspace(plan.workspace, call.head_dim_v, call.capacity, properties.total_memory)
-    return PreparedDecode.of(plan, device)
+    return PreparedDecode.on_gpu(plan)

@@ -471,7 +471,8 @@ def prepare_forward(
     else:
         plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if isinstance(plan, GroupedPlan):
-        grouped = PreparedDecode.of(plan.decode, q.device)
+        on_gpu = q.device.type == "cuda"
+        grouped = (PreparedDecode.on_gpu if on_gpu else PreparedDecode)(plan.decode)
         return PreparedCall(None, output, lse_shape, problem=problem, grouped=grouped)
     if q.device.type == "cpu":
         return PreparedCall(plan, output, lse_shape, problem=problem)

@@ -154,8 +154,7 @@ def execute_decode(
         packed = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
     sequences = Cached(
         sizes.batch, as_table(operands.cache_seqlens), tables, bind(plan.spec, tensors)[1],
-        sizes.seqlen_q,
-        sizes.capacity, plan.window, TILE_N, packed=packed,
+        sizes.seqlen_q, sizes.capacity, plan.window, TILE_N, packed=packed,
     )  # fmt: skip
     walk_segments(plan, operands, sequences, softmax_scale, tensors)
 
