@@ -49,6 +49,13 @@ def check_differentiable(
         NotImplementedError: it has a score of the user's, a transform of torch.func is active, or
             the call is on a GPU and wants what its backward pass cannot do yet.
     """
+    if (
+        out is score is None
+        and not (q.is_cuda and sm_margin)
+        and not pack_gqa
+        and not _are_functorch_transforms_active()
+    ):
+        return
     given = {"q": q, "k": k, "v": v, "sinks": sinks}
     name = next(
         name for name, tensor in given.items() if tensor is not None and tensor.requires_grad
@@ -72,11 +79,21 @@ def check_differentiable(
             f"{name} requires grad, but pack_gqa=True has no gradient: pass None or False, or use "
             "torch.no_grad()"
         )
-    if _are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"{name} requires grad inside of a transform of torch.func, which is not supported: "
-            "use torch.no_grad()"
-        )
+    raise NotImplementedError(
+        f"{name} requires grad inside of a transform of torch.func, which is not supported: "
+        "use torch.no_grad()"
+    )
+
+
+def once(gradients: type[torch.autograd.Function], *given) -> tuple[torch.Tensor | None, ...]:
+    """Call a function that computes gradients and has none itself.
+
+    torch need not know of it unless someone may ask for a second derivative (`create_graph`). That
+    saves the host as much as all of a launch.
+    """
+    if torch.is_grad_enabled() or _are_functorch_transforms_active():
+        return gradients.apply(*given)
+    return gradients.forward(None, *given)
 
 
 class HostAttention(torch.autograd.Function):
@@ -120,8 +137,8 @@ class HostAttention(torch.autograd.Function):
         operands, tensors = saved[:5], saved[5:]
         of_operands, of_tensors = ctx.needs_input_grad[3:6], ctx.needs_input_grad[6:]
         wanted = Wanted(*of_operands, any(of_tensors))
-        *gradients, d_sinks = HostGradients.apply(
-            ctx.problem, ctx.softmax_scale, wanted, *operands, d_out, d_lse, *tensors
+        *gradients, d_sinks = once(
+            HostGradients, ctx.problem, ctx.softmax_scale, wanted, *operands, d_out, d_lse, *tensors
         )
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
@@ -173,7 +190,7 @@ class DeviceAttention(torch.autograd.Function):
             out and lse.
         """
         out = call.output.allocate(q)
-        lse = q.new_empty(call.lse_shape, dtype=torch.float32)
+        lse = q.new_empty(*call.lse_shape, dtype=torch.float32)
         if call.launches:
             call.launch(q, k, v, out, lse, tensors or None, softmax_scale)
         else:
@@ -188,14 +205,21 @@ class DeviceAttention(torch.autograd.Function):
         ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
-        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[3:]
-        *found, d_sinks = DeviceGradients.apply(
-            *ctx.options, any(wanted[3:]), *saved[:5], d_out, d_lse, *saved[5:]
+        saved = ctx.saved_tensors
+        if len(saved) == 5:
+            found = once(DeviceGradients, *ctx.options, False, *saved, d_out, d_lse)
+            return None, None, None, *found[:3]
+        wants_sinks = any(ctx.needs_input_grad[6:])
+        *found, d_sinks = once(
+            DeviceGradients, *ctx.options, wants_sinks, *saved[:5], d_out, d_lse, *saved[5:]
         )
-        found = (x if is_wanted else None for x, is_wanted in zip(found, wanted[:3], strict=True))
         # Of these tensors only sinks have a gradient. They come last.
-        of_tensors = (*[None] * (len(saved) - 6), d_sinks) if len(saved) > 5 else ()
-        return None, None, None, *found, *of_tensors
+        return None, None, None, *found, *[None] * (len(saved) - 6), d_sinks
+
+
+attend_on_device = super(torch.autograd.Function, DeviceAttention).apply
+"""`DeviceAttention.apply` without a look for transforms and what they leave behind, which calls
+have refused before; it would take 2 us."""
 
 
 class DeviceGradients(torch.autograd.Function):
@@ -217,8 +241,7 @@ class DeviceGradients(torch.autograd.Function):
         """
         count = len(BackwardOperands._fields)
         operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
-        found = gradients(problem, operands, softmax_scale, tensors, wants_sinks, deterministic)
-        return tuple(found)
+        return gradients(problem, operands, softmax_scale, tensors, wants_sinks, deterministic)
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):

@@ -17,6 +17,7 @@ from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sinks
 from fa3.running.compiler import load_kernel
+from fa3.running.graphs import current_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,37 +26,61 @@ class PreparedBackward:
 
     Fields:
         begin, main, end: the kernels' entries.
-        numbers: float32 that statistics and sums take.
+        statistics, sums: float32 that these take, and `turns` int32.
+        integers: those that the backward kernel takes: the window, and the order of its tiles.
     """
 
     plan: BackwardPlan
     begin: Callable
     main: Callable
     end: Callable
-    numbers: tuple[int, int]
+    statistics: int
+    sums: int
+    turns: int
+    integers: tuple[int, ...]
 
     @classmethod
     def of(cls, plan: BackwardPlan) -> "PreparedBackward":
-        numbers = plan.numbers_of_statistics, plan.numbers_of_sums
-        return cls(plan, *map(load_kernel, plan.kernels), numbers)
+        return cls(
+            plan,
+            *map(load_kernel, plan.kernels),
+            plan.numbers_of_statistics,
+            plan.numbers_of_sums,
+            plan.words_of_turns,
+            (*plan.problem.window, plan.heads_per_section, plan.num_key_tiles),
+        )
 
     def launch(
-        self, operands: BackwardOperands, softmax_scale: float, tensors: tuple | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        d_out: torch.Tensor,
+        d_lse: torch.Tensor | None,
+        softmax_scale: float,
+        tensors: tuple | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the kernels on the current stream of the current device.
+        """Run the kernels on the current stream of q's GPU.
 
         Returns:
             dq, dk, dv and the statistics of the rows.
         """
-        q, k, v, out, lse, d_out, d_lse = operands
-        plan = self.plan
-        statistics, sums = q.new_empty(sum(self.numbers), dtype=torch.float32).split(self.numbers)
-        turns = q.new_empty(plan.words_of_turns, dtype=torch.int32) if plan.is_ordered else None
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        device = q.device
+        if device.index != current_device():
+            with torch.cuda.device(device):
+                return self.launch(q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors)
+        # By themselves: to cut one buffer in two takes torch longer than to allocate another.
+        statistics = q.new_empty(self.statistics, dtype=torch.float32)
+        sums = q.new_empty(self.sums, dtype=torch.float32)
+        turns = q.new_empty(self.turns, dtype=torch.int32) if self.turns else None
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+        dv = torch.empty_like(v, memory_format=torch.contiguous_format)
         self.begin(out, d_out, lse, d_lse, statistics, sums, None, None, turns)
         self.main(
-            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale,
-            *plan.problem.window, plan.heads_per_section, plan.num_key_tiles, None,
+            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *self.integers, None,
             None, None, turns,
         )  # fmt: skip
         self.end(sums, dq, softmax_scale, None)
@@ -63,8 +88,12 @@ class PreparedBackward:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_backward(problem: Problem, has_d_lse: bool, is_ordered: bool) -> PreparedBackward:
-    """Plan the backward pass of a problem and load its kernels."""
+def prepare_backward(
+    problem: Problem, has_d_lse: bool, is_ordered: bool
+) -> PreparedBackward | None:
+    """Plan the backward pass of a problem and load its kernels; None without queries or keys."""
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
+        return None
     return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse, is_ordered))
 
 
@@ -88,17 +117,17 @@ def gradients(
         those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
         if what came for it is finite.
     """
-    q, k, _, out, _, d_out, d_lse = operands
+    q, k, v, out, lse, d_out, d_lse = operands
     if d_out is None and d_lse is None:
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    operands = operands._replace(d_out=d_out, d_lse=d_lse)
-    if 0 in (*q.shape, *k.shape):
+    call = prepare_backward(problem, d_lse is not None, deterministic)
+    if call is None:
         return without_keys(operands, tensors, wants_sinks)
-    with torch.cuda.device(q.device):
-        call = prepare_backward(problem, d_lse is not None, deterministic)
-        dq, dk, dv, statistics = call.launch(operands, softmax_scale, tensors or None)
+    dq, dk, dv, statistics = call.launch(
+        q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors or None
+    )
     d_sinks = None
     if wants_sinks:
         d_sinks = gradient_of_sinks(tensors[-1], *of_rows(statistics, call.plan))

@@ -12,8 +12,8 @@ import torch
 
 from fa3.calls import operators
 from fa3.calls.autograd import (
-    DeviceAttention,
     HostAttention,
+    attend_on_device,
     check_differentiable,
     wants_gradient,
 )
@@ -370,7 +370,7 @@ def flash_attn_func(
         check_differentiable(q, k, v, sinks, score, out, sm_margin, pack_gqa)
         tensors = modifiers.tensors or ()
         if q.is_cuda:
-            out, lse = DeviceAttention.apply(call, deterministic, scale, q, k, v, *tensors)
+            out, lse = attend_on_device(call, deterministic, scale, q, k, v, *tensors)
         else:
             out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)
         return (out, lse) if return_lse else out
