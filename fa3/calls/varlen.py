@@ -40,7 +40,7 @@ from fa3.calls.ragged import (
     tokens_of,
 )
 from fa3.calls.traced import trace_packed
-from fa3.calls.varlen_autograd import PackedAttention
+from fa3.calls.varlen_autograd import attend_packed
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.joined import JoinedPlan
@@ -249,7 +249,7 @@ def flash_attn_varlen_func(
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
-        out, lse = PackedAttention.apply(
+        out, lse = attend_packed(
             call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors
         )
         return (out, lse) if return_lse else out

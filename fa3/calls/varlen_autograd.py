@@ -6,7 +6,7 @@ Kept until the backward pass are the tensors of the call, its output and its log
 
 import torch
 
-from fa3.calls.autograd import no_second_derivative
+from fa3.calls.autograd import no_second_derivative, once
 from fa3.calls.varlen_call import RaggedCall, ragged_gradients
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Wanted
@@ -59,13 +59,16 @@ class PackedAttention(torch.autograd.Function):
         count = len(PackedLengths._fields)
         lengths, operands, tensors = saved[:count], saved[count : count + 5], saved[count + 5 :]
         wanted = Wanted(*needed[:3], any(needed[3:]))
-        *found, d_sinks = PackedGradients.apply(
-            *ctx.options, wanted, *lengths, *operands, d_out, d_lse, *tensors
+        *found, d_sinks = once(
+            PackedGradients, *ctx.options, wanted, *lengths, *operands, d_out, d_lse, *tensors
         )
-        found = (x if is_wanted else None for x, is_wanted in zip(found, wanted, strict=False))
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
         return None, None, None, None, None, *found, *of_tensors
+
+
+attend_packed = super(torch.autograd.Function, PackedAttention).apply
+"""As `fa3.calls.autograd.attend_on_device`."""
 
 
 class PackedGradients(torch.autograd.Function):
@@ -87,19 +90,14 @@ class PackedGradients(torch.autograd.Function):
         Args:
             arguments: those of `PackedLengths`, those of `BackwardOperands`, and those of the spec.
         """
-        first, last = (
-            len(PackedLengths._fields),
-            len(PackedLengths._fields) + len(BackwardOperands._fields),
-        )
-        lengths, operands = (
-            PackedLengths(*arguments[:first]),
-            BackwardOperands(*arguments[first:last]),
-        )
-        tensors = arguments[last:]
-        found = ragged_gradients(
-            spec, window, operands, lengths, longest, tensors, softmax_scale, wanted, deterministic
-        )
-        return tuple(found)
+        first = len(PackedLengths._fields)
+        last = first + len(BackwardOperands._fields)
+        lengths = PackedLengths(*arguments[:first])
+        operands = BackwardOperands(*arguments[first:last])
+        return ragged_gradients(
+            spec, window, operands, lengths, longest, arguments[last:], softmax_scale, wanted,
+            deterministic,
+        )  # fmt: skip
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):

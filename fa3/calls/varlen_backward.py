@@ -16,22 +16,45 @@ from fa3.calls.backward import for_tma
 from fa3.planning.backward import rows_in_l2
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.ragged_backward import RaggedBackwardPlan
-from fa3.primitives.query_tiles import STATISTICS
+from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
+from fa3.running.graphs import current_device
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedVarlenBackward:
-    """A plan with its kernels loaded, in the order in which they run."""
+    """Kernels, in the order in which they run, and what a launch takes of their plan.
 
-    plan: RaggedBackwardPlan
+    Fields:
+        tile_m, tile_n: of the backward kernel's config.
+        statistics, sums: float32 that these take for a tile of queries, and `turns` int32.
+    """
+
     tile_table: Callable
     begin: Callable
     main: Callable
     end: Callable
+    spec: AttentionSpec
+    tile_m: int
+    tile_n: int
+    statistics: int
+    sums: int
+    turns: int
+
+    @classmethod
+    def of(cls, plan: RaggedBackwardPlan) -> "PreparedVarlenBackward":
+        return cls(
+            *map(load_kernel, plan.kernels),
+            plan.spec,
+            plan.config.tile_m,
+            plan.config.tile_n,
+            plan.statistics_of_tile,
+            plan.sums_of_tile,
+            plan.turns_of_tile,
+        )
 
     def launch(
         self,
@@ -42,38 +65,42 @@ class PreparedVarlenBackward:
         tensors: tuple | None,
         softmax_scale: float,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the kernels on the current stream of the current device.
+        """Run the kernels on the current stream of the tensors' GPU.
 
         Returns:
-            dq, dk, dv and the statistics of the rows, (heads, tiles, STATISTICS, tile_m).
+            dq, dk, dv and the statistics of the rows.
         """
         q, k, v, out, lse, d_out, d_lse = operands
-        plan, config, num_sequences = self.plan, self.plan.config, lengths.batch
+        if q.device.index != current_device():
+            with torch.cuda.device(q.device):
+                return self.launch(operands, lengths, max_seqlen_q, window, tensors, softmax_scale)
+        num_sequences = lengths.batch
         (total_q, heads, _), (total_k, heads_kv, _) = q.shape, k.shape
-        tiles = heads * plan.num_query_tiles(total_q, num_sequences)
-        sizes = tiles * plan.statistics_of_tile, tiles * plan.sums_of_tile
-        statistics, sums = q.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
-        turns = None
-        if plan.is_ordered:
-            turns = q.new_empty(tiles * plan.turns_of_tile, dtype=torch.int32)
-        capacity = capacity_of_table(total_k, num_sequences, config.tile_n)
+        tiles = heads * number_of_packed_tiles(total_q, num_sequences, self.tile_m)
+        # By themselves: to cut one buffer in two takes torch longer than to allocate another.
+        statistics = q.new_empty(tiles * self.statistics, dtype=torch.float32)
+        sums = q.new_empty(tiles * self.sums, dtype=torch.float32)
+        turns = q.new_empty(tiles * self.turns, dtype=torch.int32) if self.turns else None
+        capacity = capacity_of_table(total_k, num_sequences, self.tile_n)
         table = q.new_empty(words_of_table(capacity), dtype=torch.int32)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+        dv = torch.empty_like(v, memory_format=torch.contiguous_format)
         # In the order of `TileTableArguments`.
         self.tile_table(
             *lengths, table, total_q, total_k, capacity,
-            shift_of_work(max_seqlen_q, config.tile_m), *window, 0,
+            shift_of_work(max_seqlen_q, self.tile_m), *window, 0,
         )  # fmt: skip
         ends, _, used, _ = lengths
         self.begin(out, d_out, lse, d_lse, statistics, sums, ends, used, turns)
         # In the order of `BackwardArguments`.
         self.main(
             q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *window,
-            rows_in_l2(plan.spec, heads // heads_kv), capacity * heads_kv, None, table,
+            rows_in_l2(self.spec, heads // heads_kv), capacity * heads_kv, None, table,
             num_sequences, turns,
         )  # fmt: skip
         self.end(sums, dq, softmax_scale, ends)
-        return dq, dk, dv, statistics.view(heads, -1, STATISTICS, config.tile_m)
+        return dq, dk, dv, statistics
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -82,7 +109,7 @@ def prepare_varlen_backward(
 ) -> PreparedVarlenBackward:
     """Load the kernels for the gradients of packed sequences."""
     plan = RaggedBackwardPlan(spec, has_used_q, has_used_k, has_d_lse, is_ordered)
-    return PreparedVarlenBackward(plan, *map(load_kernel, plan.kernels))
+    return PreparedVarlenBackward.of(plan)
 
 
 def packed_gradients(
@@ -107,18 +134,20 @@ def packed_gradients(
     Returns:
         those of q, k, v and the sinks, contiguous. Rows that are not used get 0.
     """
-    q, _, _, out, _, d_out, d_lse = operands
+    out, d_out, d_lse = operands.out, operands.d_out, operands.d_lse
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
     operands = operands._replace(d_out=d_out, d_lse=d_lse)
-    given = (*(used is not None for used in lengths[2:]), d_lse is not None)
-    with torch.cuda.device(q.device):
-        call = prepare_varlen_backward(spec, *given, deterministic)
-        *found, statistics = call.launch(
-            operands, lengths, max_seqlen_q, window, tensors or None, softmax_scale
-        )
+    call = prepare_varlen_backward(
+        spec, lengths.seqused_q is not None, lengths.seqused_k is not None, d_lse is not None,
+        deterministic,
+    )  # fmt: skip
+    *found, statistics = call.launch(
+        operands, lengths, max_seqlen_q, window, tensors or None, softmax_scale
+    )
     d_sinks = None
     if wanted.sinks:
-        lse, delta = (statistics[None, :, :, i].flatten(2) for i in range(STATISTICS))
+        tiles = statistics.view(1, operands.q.shape[1], -1, STATISTICS, call.tile_m)
+        lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
         d_sinks = gradient_of_sinks(tensors[-1], lse * math.log(2.0), delta)
     return Gradients(*found, d_sinks)

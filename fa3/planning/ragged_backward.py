@@ -13,7 +13,7 @@ from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import choose_backward_config
 from fa3.primitives.ordered_gradients import words_of_turns
-from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
+from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
 from fa3.schedules.ragged_keys import RaggedKeyTiles
@@ -54,10 +54,6 @@ class RaggedBackwardPlan:
             Backward(spec, config, RaggedKeyTiles, self.is_ordered),
             BackwardEnd(plain, config, True),
         )
-
-    def num_query_tiles(self, total_q: int, num_sequences: int) -> int:
-        """Tiles of a head for which there is memory."""
-        return number_of_packed_tiles(total_q, num_sequences, self.config.tile_m)
 
     @property
     def statistics_of_tile(self) -> int:
