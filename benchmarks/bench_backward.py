@@ -23,6 +23,9 @@ from benchmarks.gradients import (
     PASSES,
     PEERS,
     Found,
+    Gradients,
+    InOneThread,
+    Nothing,
     label_of,
     reference_of,
     shrink,
@@ -97,31 +100,41 @@ def mib_text(row: GradientRow | None) -> str:
     return f"{row.peak_mib:.0f}" if row and row.peak_mib is not None else ""
 
 
+def joules_text(row: GradientRow | None) -> str:
+    """Millijoules of a call, where they were measured: not in bursts."""
+    return f"{1e3 * row.joules:.0f}" if row and row.joules is not None else ""
+
+
 def table_of_cells(cells: Sequence[Cell], found: dict[tuple[str, str], GradientRow]) -> str:
-    """Every cell beside its peers: time, speed, memory."""
+    """Every cell beside its peers: time, speed, energy, memory."""
     lines = []
     for cell in cells:
         rows = [found.get((cell.name, name)) for name in (OURS, *PEERS)]
-        times, memory = map(report.time_text, rows), " / ".join(map(mib_text, rows))
-        lines.append([label_of(cell), *times, report.best_peer_text(rows[0]), memory])
+        numbers = (" / ".join(map(text, rows)) for text in (joules_text, mib_text))
+        times = map(report.time_text, rows)
+        lines.append([label_of(cell), *times, report.best_peer_text(rows[0]), *numbers])
+    names = " / ".join((OURS, *PEERS))
     header = ["head_dim, mask, batch x length, heads", OURS, *PEERS, "over the best peer"]
-    return report.markdown_table([*header, f"MiB: {' / '.join((OURS, *PEERS))}"], lines)
+    return report.markdown_table([*header, f"mJ: {names}", f"MiB: {names}"], lines)
 
 
 def table_of_standings(rows: Sequence[GradientRow]) -> str:
     """Geometric means of ours over the best peer, over the grid."""
     grid = [row for row in rows if row.group == "grid" and row.provider == OURS]
     lines = []
-    for head_dim in sorted({row.head_dim for row in grid}):
+    for head_dims in sorted({(row.head_dim, row.head_dim_v) for row in grid}):
         for mask in MASKS:
             chosen = [
-                row for row in grid if (row.head_dim, row.causal) == (head_dim, mask == "causal")
+                row
+                for row in grid
+                if (row.head_dim, row.head_dim_v, row.causal) == (*head_dims, mask == "causal")
             ]
             if not chosen:
                 continue
             result = report.standing(chosen)
             places = f"{result.wins}-{result.ties}-{result.losses}"
-            lines.append([str(head_dim), mask, f"{result.vs_best_peer:.3f}", places])
+            name = "/".join(map(str, dict.fromkeys(head_dims)))
+            lines.append([name, mask, f"{result.vs_best_peer:.3f}", places])
     return report.markdown_table(["head_dim", "mask", "over the best peer", "win-tie-loss"], lines)
 
 
@@ -189,7 +202,17 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell], console: Console
     calls = [(one, HOST_CELL) for one in of_host]
     calls += [(one, shrink(one, job.cell)) for job in jobs for one in job.providers]
     runs.compile_all((call for call in calls if call[0].name not in COMPILED), console)
-    costs = bench_forward.measure_host(run, of_host, HOST_CELL, HOST_NAME)
+    costs = bench_forward.measure_host(
+        run,
+        [
+            *of_host,
+            Gradients(Nothing()),
+            *map(InOneThread, of_host),
+            InOneThread(Gradients(Nothing())),
+        ],
+        HOST_CELL,
+        HOST_NAME,
+    )
     check = functools.partial(runs.check_cell, make_reference=reference_of)
     left = runs.check_and_measure(run, jobs, make_rows, bench_forward.summary_line, check)
     bench_forward.print_host(console, costs)

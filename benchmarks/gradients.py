@@ -5,8 +5,9 @@ output gradient that is drawn. A call computes gradients alone, of a forward pas
 the call was prepared, or both passes.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,9 +28,11 @@ FEW = named("few", 8, (K, K), (12, 12), (64, 64))
 PACKED = packed.lognormal(64 * K)
 
 SHAPES: list[Cell] = [
-    *grid([64, 128, 256], list(MASKS), list(SEQLENS)),
-    replace(grid([96], ["causal"], [4 * K])[0], group="sizes"),
-    replace(named("sizes", 4, (4 * K, 4 * K), (16, 16), (192, 128)), name="d192.128-causal-4096"),
+    *grid([64, 96, 128, 256], list(MASKS), list(SEQLENS)),
+    *(
+        replace(cell, name=cell.name.replace("d128", "d192.128"), head_dim=192)
+        for cell in grid([128], ["causal"], list(SEQLENS))
+    ),
     named("gqa", 2, (4 * K, 4 * K), (32, 8)),
     FEW,
     PACKED,
@@ -94,31 +97,31 @@ class Gradients:
         """Calls that return the gradients of q, k and v."""
         leaves = Tensors(*(tensor.detach().requires_grad_() for tensor in tensors))
         d_out = draw_gradient(cell, tensors.q.device)
-        with torch.enable_grad():
+        with torch.enable_grad(), on_stream_of_gradients(cell, d_out.device):
             calls = self.attention.prepare(cell, leaves)
-        if cell.passes == "both":
-            return {choice: both_passes(attend, leaves, d_out) for choice, attend in calls.items()}
-        stream = torch.cuda.current_stream() if d_out.is_cuda else None
-        if cell.graph:
-            # torch runs a backward pass on the stream of its forward pass.
-            stream = capture_stream(torch.cuda.current_device())
-        return {
-            choice: backward_alone(attend, leaves, d_out, stream)
-            for choice, attend in calls.items()
-        }
+            make = both_passes if cell.passes == "both" else backward_alone
+            return {choice: make(attend, leaves, d_out) for choice, attend in calls.items()}
 
 
-def backward_alone(
-    attend: Call, leaves: Tensors, d_out: torch.Tensor, stream: torch.cuda.Stream | None
-) -> Call:
-    """The backward pass of a forward pass that is run now, on a stream unless on the CPU."""
-    if stream is not None:
-        torch.cuda.synchronize()
-    with torch.cuda.stream(stream), torch.enable_grad():
-        out = attend()
-    if stream is not None:
-        torch.cuda.synchronize()
-    return functools.partial(torch.autograd.grad, out, leaves, d_out, retain_graph=True)
+@contextlib.contextmanager
+def on_stream_of_gradients(cell: Cell, device: torch.device) -> Iterator[None]:
+    """Let torch run backward passes where they may be captured, if they shall be.
+
+    It runs what belongs to an operation on the stream of that operation. So all that is done to the
+    leaves before a capture, views of them too, is done on the stream of the capture.
+    """
+    if device.type == "cpu" or not cell.graph:
+        yield
+        return
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(capture_stream(device.index)):
+        yield
+    torch.cuda.synchronize(device)
+
+
+def backward_alone(attend: Call, leaves: Tensors, d_out: torch.Tensor) -> Call:
+    """The backward pass of a forward pass that is run now."""
+    return functools.partial(torch.autograd.grad, attend(), leaves, d_out, retain_graph=True)
 
 
 def both_passes(attend: Call, leaves: Tensors, d_out: torch.Tensor) -> Call:
@@ -130,6 +133,61 @@ def both_passes(attend: Call, leaves: Tensors, d_out: torch.Tensor) -> Call:
         return torch.autograd.grad(out, leaves, d_out)
 
     return call
+
+
+class EmptyFunction(torch.autograd.Function):
+    """A function that allocates and keeps what attention does, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        out, lse = torch.empty_like(q), q.new_empty(*q.shape[:3], dtype=torch.float32)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out: torch.Tensor, d_lse: None):
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
+
+
+class Nothing:
+    """No attention: what torch's autograd takes of the host by itself, for functions in Python."""
+
+    name = "autograd"
+    version = torch.__version__
+    is_peer = False
+
+    def supports(self, cell: Cell) -> str | None:
+        return None
+
+    def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
+        return {"": lambda: EmptyFunction.apply(*tensors)[0]}
+
+
+class InOneThread:
+    """Gradients that are computed in the thread of the caller.
+
+    Torch has a thread for each GPU, which waits for work, and the caller waits for it.
+    """
+
+    is_peer = False
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.name, self.version = f"{gradients.name}-one-thread", gradients.version
+
+    def supports(self, cell: Cell) -> str | None:
+        return self.gradients.supports(cell)
+
+    def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
+        """The same calls."""
+
+        def alone(call: Call) -> tuple[torch.Tensor, ...]:
+            with torch.autograd.set_multithreading_enabled(False):
+                return call()
+
+        calls = self.gradients.prepare(cell, tensors)
+        return {choice: functools.partial(alone, call) for choice, call in calls.items()}
 
 
 OURS, ORDERED_OURS, ORDERED_FA4 = "fa3", "fa3-deterministic", "fa4-cute-deterministic"

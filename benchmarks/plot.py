@@ -87,8 +87,10 @@ def draw(rows: Sequence[Row], regime: str, title: str, path: Path) -> bool:
     for line, causal in zip(panels, masks, strict=True):
         for axes, head_dim in zip(line, head_dims, strict=True):
             chosen = [row for row in rows if (row.head_dim, row.causal) == (head_dim, causal)]
-            if chosen:
-                draw_panel(axes, chosen, looks)
+            if not chosen:
+                axes.set_axis_off()
+                continue
+            draw_panel(axes, chosen, looks)
             axes.set_title(f"head_dim {head_dim}, {'causal' if causal else 'full'}", fontsize=11)
         line[0].set_ylabel("TFLOP/s")
     for axes in panels[-1]:

@@ -274,9 +274,17 @@ def cells_listing(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, and what had gone wrong before that: the end of a capture hides it."""
+    first: BaseException = error
+    while first.__context__ is not None and not first.__suppress_context__:
+        first = first.__context__
+    return first_line(error) + ("" if first is error else f", after {first_line(first)}")
 
 
 def attempt(action: Callable[[], Verdict]) -> Verdict:
@@ -290,7 +298,7 @@ def attempt(action: Callable[[], Verdict]) -> Verdict:
         return Verdict(WRONG, str(error))
     except Exception as error:
         torch.cuda.synchronize()
-        return Verdict(FAILED, first_line(error))
+        return Verdict(FAILED, reason_of(error))
 
 
 def progress_bar(console: Console) -> Progress:

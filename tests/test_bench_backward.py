@@ -26,6 +26,7 @@ from benchmarks.gradients import (
     SHAPES,
     Found,
     Gradients,
+    Nothing,
     reference_of,
     with_passes,
 )
@@ -49,7 +50,7 @@ def without_gradients():
 
 
 def test_cells_have_unique_names_and_their_operations():
-    assert len(BY_NAME) == len(CELLS) == 2 * (len(SHAPES) + 1) == 2 * 42
+    assert len(BY_NAME) == len(CELLS) == 2 * (len(SHAPES) + 1) == 2 * 58
     assert set(QUICK) < set(BY_NAME)
     for cell in SHAPES:
         backward, both = (BY_NAME[f"{passes}-{cell.name}"] for passes in PASSES)
@@ -205,7 +206,7 @@ def test_small_cells_stand_for_large_ones():
     ours, peer = (SimpleNamespace(name=name) for name in ("fa3", "fa4-cute"))
     few = {gradients.shrink(peer, cell) for cell in CELLS if cell.group == "grid"}
     assert {(cell.batch, cell.seqlen_q) for cell in few} == {(1, 512), (1, 1024)}
-    assert len(few) == 12 and len({gradients.shrink(ours, cell) for cell in CELLS}) == 41
+    assert len(few) == 18 and len({gradients.shrink(ours, cell) for cell in CELLS}) == 57
     one = Gradients(gradients.DENSE_KINDS[gradients.OURS]())
     assert pickle.loads(pickle.dumps(one)).attention.attend is fa3.flash_attn_func
 
@@ -242,20 +243,56 @@ def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peer):
     assert len(rows) == len(PASSES) * (4 + 2 + 4)
     # Both passes compile all that one needs.
     assert len(compiled) == 2 + 4 + 2 + 4 and ("fa3", "host") in compiled
-    assert set(json.loads((tmp_path / HOST_NAME).read_text())) == {"fa3", "fa4-cute"}
+    measured = {"fa3", "fa4-cute", "autograd"}
+    measured |= {f"{name}-one-thread" for name in measured}
+    assert set(json.loads((tmp_path / HOST_NAME).read_text())) == measured
     assert "host, us a call: fa3 25.0" in capsys.readouterr().out
     bench_backward.main(options)
     assert len(results.read(tmp_path / CSV_NAME, GradientRow)) == len(rows)
 
 
+def test_the_floor_is_a_function_with_the_tensors_of_a_call():
+    tensors = draw(HOST_CELL)
+    for one in (Gradients(Nothing()), gradients.InOneThread(Gradients(Nothing()))):
+        assert not one.is_peer and one.supports(HOST_CELL) is None
+        found = one.prepare(HOST_CELL, tensors)[""]()
+        assert [x.shape for x in found] == [x.shape for x in tensors]
+    assert one.name == "autograd-one-thread"
+
+
+def test_reasons_say_what_failed_first():
+    def fail():
+        try:
+            raise ValueError("not in a capture")
+        finally:
+            raise RuntimeError("the capture is broken")
+
+    with pytest.raises(RuntimeError) as found:
+        fail()
+    expected = "RuntimeError: the capture is broken, after ValueError: not in a capture"
+    assert runs.reason_of(found.value) == expected
+    assert runs.reason_of(ValueError("no")) == "ValueError: no"
+
+
+@pytest.fixture
+def backends():
+    """Give torch the attention that it had back: cuDNN's provider leaves it no other."""
+    names = "flash", "mem_efficient", "math", "cudnn"
+    before = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names]
+    yield
+    for name, is_on in zip(names, before, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_on)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", [gradients.OURS, "cudnn"])
 @pytest.mark.parametrize("passes", PASSES)
-def test_gradients_are_replayed_from_graphs(passes):
-    cell = with_passes(DENSE, passes, graph=True)
+def test_gradients_are_replayed_from_graphs(passes, name, backends):
+    cell = with_passes(FEW, passes, graph=True)
     (tensors,) = harness.draw_inputs(cell, "normal", sets=1)
-    ours = Gradients(gradients.DENSE_KINDS[gradients.OURS]())
-    harness.check_provider(ours, cell, tensors, reference_of(cell, tensors))
-    runner = harness.choose_runner(ours, cell, [tensors]).runner
+    one = Gradients(gradients.DENSE_KINDS[name]())
+    harness.check_provider(one, cell, tensors, reference_of(cell, tensors))
+    runner = harness.choose_runner(one, cell, [tensors]).runner
     assert runner.launch == "graph" and 0 < run_block(runner, block_ms=1).us < 1000
 
 
@@ -296,7 +333,8 @@ def test_report_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
     bench_backward.main(["--report", str(tmp_path)])
     printed = capsys.readouterr().out
     assert f"| 128, causal, 4 x 4k, 16/16 | 450.0 ({rows[0].tflops:.0f}) |" in printed
-    assert "| failed | 1.10 (1.10-1.10) fa4-cute | 300 / 300 /  |" in printed
+    assert "| failed | 1.10 (1.10-1.10) fa4-cute |  /  /  | 300 / 300 /  |" in printed
+    assert bench_backward.joules_text(replace(rows[0], joules=0.0123)) == "12"
     assert "| 128 | causal | 1.100 | 1-0-0 |" in printed
     assert "| 0.80 (0.80-0.80) |" in printed and "| 0.50 (0.50-0.50) |" in printed
     assert "64, causal, 8 x 1k, 12/12, graph" in printed
