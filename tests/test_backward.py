@@ -270,65 +270,6 @@ def test_where_there_is_no_memory_there_are_no_gradients():
         fa3.flash_attn_func(*(x.detach().to("meta").requires_grad_() for x in leaves()))
 
 
-# -------------------------------------------------------------------------------------- training
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of torch."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-class Block(torch.nn.Module):
-    """A Transformer block with embeddings, 4 heads of 16 columns that share 2 key/value heads."""
-
-    def __init__(self, attention, tokens: int = 16, width: int = 64, length: int = 48):
-        super().__init__()
-        self.attention = attention
-        self.embed = torch.nn.Embedding(tokens, width)
-        self.place = torch.nn.Parameter(0.1 * torch.randn(length, width))
-        self.project = torch.nn.Linear(width, 8 * 16)
-        self.join = torch.nn.Linear(width, width)
-        self.widen = torch.nn.Linear(width, 2 * width)
-        self.narrow = torch.nn.Linear(2 * width, width)
-        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
-        self.read = torch.nn.Linear(width, tokens)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.place[: tokens.shape[1]]
-        heads = self.project(self.norms[0](x)).unflatten(2, (8, 16)).bfloat16()
-        attended = self.attention(*heads.split((4, 2, 2), dim=2))
-        x = x + self.join(attended.float().flatten(2))
-        return self.read(x + self.narrow(self.widen(self.norms[1](x)).relu()))
-
-
-def losses(attention, steps: int = 30) -> torch.Tensor:
-    """Train a block to say again what it read 4 tokens before."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Block(attention)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    found = []
-    for _ in range(steps):
-        tokens = torch.randint(16, (16, 4), generator=generator).repeat(1, 8)
-        logits = model(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.detach())
-    return torch.stack(found)
-
-
-def test_a_block_is_trained_as_with_torch():
-    ours = losses(lambda q, k, v: fa3.flash_attn_func(q, k, v, causal=True))
-    theirs = losses(sdpa)
-    assert ours[-1] < 0.8 * ours[0]
-    torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.0)
-
-
 def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
     """Graphs expect contiguous gradients, and one of the sinks wherever there are sinks."""
     q = torch.randn(2, 4, 5, 64).bfloat16().transpose(1, 2)
