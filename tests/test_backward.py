@@ -12,7 +12,7 @@ from score_problems import Recipe
 from torch.utils.checkpoint import checkpoint
 
 import fa3
-from fa3.calls import backward
+from fa3.calls import autograd, backward
 from fa3.problem import Problem, Window
 from fa3.reference.backward import BackwardOperands
 
@@ -263,6 +263,24 @@ def test_what_has_no_gradient_is_refused(name):
 def test_slopes_have_no_gradient(slopes):
     with pytest.raises(ValueError, match=r"^alibi_slopes requires grad"):
         fa3.flash_attn_func(*leaves(), alibi_slopes=slopes.requires_grad_())
+
+
+def test_torch_knows_of_gradients_only_where_they_may_be_differentiated(monkeypatch):
+    """To tell torch of them takes the host as long as the launches."""
+    told = []
+
+    def apply(*given):
+        told.append(len(given))
+        return autograd.HostGradients.forward(None, *given)
+
+    monkeypatch.setattr(autograd.HostGradients, "apply", apply)
+    q, k, v = leaves()
+    out = fa3.flash_attn_func(q, k, v)
+    expected = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    assert not told
+    found = torch.autograd.grad(out.sum(), (q, k, v), create_graph=True)
+    assert len(told) == 1
+    assert all(map(torch.equal, found, expected))
 
 
 def test_where_there_is_no_memory_there_are_no_gradients():

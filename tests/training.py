@@ -205,13 +205,14 @@ def check_training(sizes: Sizes, steps: int, device: torch.device) -> None:
 
     Noise up to a step is how far runs of torch that differ in rounding have come apart, averaged
     over `WINDOW` steps: it grows, as each step carries on what differed before. Twice that is
-    allowed, as of single gradients. A gradient that is wrong by a few per cent is far outside.
+    allowed, as of single gradients. Without a head's gradient of K losses are 10 times as far apart
+    after 30 steps; what scales a gradient by a few per cent, AdamW hides: that is for other tests.
     """
     expected = averages(train(MATH, sizes, steps, device))
     roundings = [*ROUNDINGS.values(), *[EFFICIENT] * (device.type == "cuda")]
     others = torch.stack([averages(train(one, sizes, steps, device)) for one in roundings])
     noise = (others - expected).abs().amax(0).cummax(0).values
     found = averages(train(ours, sizes, steps, device))
-    assert expected[-1] < 0.9 * expected[0]
+    assert expected[-1] < expected[0] - 0.05
     beyond = (found - expected).abs() - (2 * noise + LEAST_NOISE)
     assert (beyond <= 0).all(), f"losses {found}, expected {expected}, noise {noise}"
