@@ -9,6 +9,7 @@ stays right while they grow.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -81,34 +82,42 @@ class PreparedDecode:
         # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
         self.attends(
             q, k, v, out, lse, ends, None, None, seqlens, batch_idx, leftpad, page_table, modifiers,
-            workspace, softmax_scale, *self.integers, 0,
+            workspace, softmax_scale, *self.integers, 0, None,
         )  # fmt: skip
         if self.merges is not None:
             self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
 
-    def attend_packed(
+    def start(
         self,
         operands: RaggedOperands,
         max_seqlen_k: int,
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
-    ) -> None:
-        """The same for packed keys on a GPU, from the sequences that the plan has room for.
+        page_table: torch.Tensor | None = None,
+        table: torch.Tensor | None = None,
+    ) -> Callable[[], None]:
+        """Begin to attend on a GPU from the packed sequences that the plan has room for.
 
         Args:
+            operands: k and v may be a cache, with `seqused_k` keys of each sequence.
             max_seqlen_k: no sequence has more keys.
             modifiers: the tensors of the spec's scores, mask and sinks.
+            page_table: the pages of a cache that has some.
+            table: the tiles of the forward kernel, if that is launched next and runs beside this.
+
+        Returns:
+            what launches the merge of the parts.
         """
         q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
         lse = 0 if lse is None else lse.data_ptr()
         workspace = q.new_empty(self.workspace, dtype=torch.float32)
         # In the order of `DecodeArguments`.
         self.attends(
-            q, k, v, out, lse, ends_q, used_q, ends_k, used_k, None, None, None, modifiers,
-            workspace, softmax_scale, *self.integers, max_seqlen_k,
+            q, k, v, out, lse, ends_q, used_q, ends_k, used_k, None, None, page_table, modifiers,
+            workspace, softmax_scale, *self.integers, max_seqlen_k, table,
         )  # fmt: skip
         sinks = modifiers[-1] if self.plan.spec.sinks else None
-        self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
+        return partial(self.merges, out, lse, sinks, None, None, workspace, *self.sizes)
 
 
 def modifiers_of(
@@ -147,6 +156,7 @@ def prepare_decode(
     num_splits: int = 0,
     batch_invariant: bool = False,
     sm_margin: int = 0,
+    is_beside: bool = False,
 ) -> PreparedDecode:
     """Choose how calls of a description run, and load their kernels.
 
@@ -156,6 +166,7 @@ def prepare_decode(
         softcap: see `fa3.scores.scores.Softcap`; 0 for none.
         num_splits, batch_invariant: see `fa3.planning.decode.choose_cut`.
         sm_margin: SMs to leave to other kernels.
+        is_beside: see `DecodePlan`.
     """
     heads_kv, device = call.k_cache.shape[2], call.q.device
     sizes = Sizes(call.batch, call.seqlen_q, heads_kv, call.heads_q // heads_kv, call.capacity)
@@ -165,7 +176,8 @@ def prepare_decode(
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
     cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, call.is_packed)
-    plan = DecodePlan(spec, cache, sizes, window, cut, num_ctas, call.is_packed)
+    of_kernel = spec, cache, sizes, window, cut, num_ctas, call.is_packed
+    plan = DecodePlan(*of_kernel, is_beside=is_beside)
     if not on_gpu:
         return PreparedDecode(plan)
     if cut.has_parts:

@@ -154,7 +154,7 @@ class PreparedCall:
         tensors = q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale
         kernel, integers, _ = self.launches[0]
         if not self.total_counters:
-            kernel(*tensors, *integers, state, *NO_PARTS, None, recording, None, None)
+            kernel(*tensors, *integers, state, *NO_PARTS, None, recording, None, None, None)
             return
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
@@ -162,9 +162,9 @@ class PreparedCall:
         if of_schedule is not None:
             state = of_schedule
         parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
-        kernel(*tensors, *integers, state, *parts, marks, recording, None, None)
+        kernel(*tensors, *integers, state, *parts, marks, recording, None, None, None)
         for kernel, integers, _ in self.launches[1:]:
-            kernel(*tensors, *integers, marks, *NO_PARTS, None, None, None, None)
+            kernel(*tensors, *integers, marks, *NO_PARTS, None, None, None, None, None)
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)
 

@@ -46,20 +46,21 @@ class PreparedMixed:
         softmax_scale: float,
     ) -> None:  # fmt: skip
         """As `PreparedDecode.attend`."""
-        given = q, k, v, out, lse, seqlens, None, None, page_table, slopes, sinks, ends
         modifiers = modifiers_of(slopes, sinks)
         if self.long is None:
+            given = q, k, v, out, lse, seqlens, None, None, page_table, slopes, sinks, ends
             execute_prefill(
                 self.plan, self.window, CacheOperands(*given), self.most_short, softmax_scale,
                 modifiers,
             )  # fmt: skip
             self.short.attend(*given, softmax_scale)
             return
+        operands = RaggedOperands(q, k, v, out, lse, ends, None, None, seqlens)
+        given = operands, self.capacity, modifiers, softmax_scale, page_table
+        short = Short(self.most_short, lambda table: self.short.start(*given, table))
         self.long.launch(
-            RaggedOperands(q, k, v, out, lse, ends, None, None, seqlens), self.capacity,
-            self.capacity, modifiers, softmax_scale,
-            Short(self.most_short, lambda: self.short.attend(*given, softmax_scale)), page_table,
-        )  # fmt: skip
+            operands, self.capacity, self.capacity, modifiers, softmax_scale, short, page_table
+        )
 
 
 def prepare(
@@ -87,6 +88,6 @@ def prepare(
     if not plan.finds_keys:
         return decode.prepare_decode(call, *options)
     return PreparedMixed(
-        decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options),
+        decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options, is_beside=True),
         plan, tight, most_short, call.capacity, prepare_alone(plan, tight) if on_gpu else None,
     )  # fmt: skip

@@ -89,7 +89,7 @@ class PreparedVarlenBackward:
         # In the order of `TileTableArguments`.
         self.tile_table(
             *lengths, table, total_q, total_k, capacity,
-            shift_of_work(max_seqlen_q, self.tile_m), *window, 0,
+            shift_of_work(max_seqlen_q, self.tile_m), *window, 0, 1, 1,
         )  # fmt: skip
         ends, _, used, _ = lengths
         self.begin(out, d_out, lse, d_lse, statistics, sums, ends, used, turns)

@@ -89,7 +89,7 @@ class RaggedCall:
         has_long = most < sizes.max_seqlen_q
         if self.gpu is None:
             if most:
-                plan = self.short.plan(most, self.window)
+                plan = self.short.plan(most, has_long, self.window)
                 execute_packed_decode(plan, operands, longest_k, scale, tensors)
             if has_long:
                 execute_varlen(self.spec, self.window, operands, scale, tensors, most)
@@ -97,10 +97,11 @@ class RaggedCall:
             short = None
             if most:
                 given = operands, longest_k, tensors, scale
-                short = Short(most, lambda: self.gpu.short(most).attend_packed(*given))
+                kernels = self.gpu.short(most, True)
+                short = Short(most, lambda table: kernels.start(*given, None, table))
             self.gpu.alone.launch(operands, sizes.total_k, longest_k, tensors, scale, short)
         else:
-            self.gpu.short(most).attend_packed(operands, longest_k, tensors, scale)
+            self.gpu.short(most, False).start(operands, longest_k, tensors, scale)()
 
 
 def ragged_gradients(

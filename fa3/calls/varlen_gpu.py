@@ -33,11 +33,12 @@ class Short(NamedTuple):
 
     Fields:
         most_queries: those with so many queries or fewer.
-        attend: launches it for them.
+        start: launches it for them, given the table of tiles that the forward kernel has beside
+            it; returns what merges its parts when both have ended.
     """
 
     most_queries: int
-    attend: Callable[[], None]
+    start: Callable[[torch.Tensor], Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +92,28 @@ class PreparedVarlen:
         self.tile_table(
             *integers, table, total_q, total_k, capacity,
             shift_of_work(max_seqlen_k, self.tile_n), *self.window,
-            0 if short is None else short.most_queries,
+            0 if short is None else short.most_queries, heads // k.shape[-2], self.num_ctas,
         )  # fmt: skip
-        if short is not None:
-            # Here, and not before: while the table is made, it prefetches what it will read first.
-            short.attend()
+        # It must come before the forward kernel, which takes the SMs that it leaves.
+        merge = None if short is None else short.start(table)
         # In the order of `ForwardArguments`.
         given = (
             q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
             self.rows_of_section, min(self.num_ctas, capacity * heads),
         )  # fmt: skip
+        of_keys = page_table, 0 if merge is None else 1
         if self.again is None:
-            self.forward(*given, None, *NO_PARTS, None, None, table, page_table)
+            self.forward(*given, None, *NO_PARTS, None, None, table, *of_keys)
+            if merge is not None:
+                merge()
             return
         stream = current_stream(q.device.index)
         counters = counters_of(q.device, stream, capture_of(stream))
         marks = counters.take(words_of_marks(capacity * heads))
-        self.forward(*given, None, *NO_PARTS, marks, None, table, page_table)
-        self.again(*given, marks, *NO_PARTS, None, None, table, page_table)
+        self.forward(*given, None, *NO_PARTS, marks, None, table, *of_keys)
+        if merge is not None:
+            merge()
+        self.again(*given, marks, *NO_PARTS, None, None, table, page_table, 0)
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)
 
@@ -166,11 +171,11 @@ class PreparedJoined:
         with_mask = rows, *(modifiers or ())
         self.forward(
             *tensors, with_mask, *options, min(self.num_ctas, num_tiles * heads), tiles,
-            *NO_PARTS, marks, None, table, None,
+            *NO_PARTS, marks, None, table, None, 0,
         )  # fmt: skip
         self.again(
             *tensors, modifiers, *options, min(self.num_ctas, batch * heads), marks,
-            *NO_PARTS, None, None, table, None,
+            *NO_PARTS, None, None, table, None, 0,
         )  # fmt: skip
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)
@@ -187,7 +192,7 @@ class PackedKernels(NamedTuple):
 
     alone: PreparedVarlen
     joined: PreparedJoined | None
-    short: Callable[[int], PreparedDecode] | None
+    short: Callable[[int, bool], PreparedDecode] | None
 
 
 def prepare(
@@ -200,9 +205,12 @@ def prepare(
         kernels = map(load_kernel, (joined.joined_table(), *joined.kernels()))
         of_joined = PreparedJoined(*kernels, joined, window, alone.num_ctas, plan.rows_of_section)
     if short is not None:
-        of_short = functools.cache(lambda most: PreparedDecode.on_gpu(short.plan(most, window)))
+        of_short = functools.cache(
+            lambda most, beside: PreparedDecode.on_gpu(short.plan(most, beside, window))
+        )
         # No number of queries changes what is compiled.
-        of_short(1)
+        for beside in (False, True):
+            of_short(1, beside)
     return PackedKernels(alone, of_joined, of_short)
 
 

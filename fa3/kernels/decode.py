@@ -56,7 +56,7 @@ from fa3.primitives.cache_blocks import (
     block_pipeline,
     load_block,
 )
-from fa3.primitives.divisor import Divisor
+from fa3.primitives.divisor import Divisor, PlainDivisor
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import (
@@ -74,6 +74,7 @@ from fa3.primitives.turns import NoTurns
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
+from fa3.schedules.ragged import CTAS_BESIDE
 from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import (
@@ -111,6 +112,7 @@ class DecodeOperands(NamedTuple):
             or the cache is full.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
+        table: says how many CTAs there are beside the forward kernel; None without it.
     """
 
     q: cute.Tensor
@@ -123,6 +125,7 @@ class DecodeOperands(NamedTuple):
     seqlens: cute.Tensor | None
     tables: CacheTables
     modifiers: tuple | None
+    table: cute.Tensor | None
 
 
 class DecodeBuffers(NamedTuple):
@@ -167,7 +170,8 @@ class Decode(AttentionKernel):
     A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
     With `is_long` the key blocks of all tiles together may need 64-bit numbers. With `is_packed`
     sequences have different numbers of queries, which are behind one another; with `has_used_q`
-    not all of them count. If the cache's layout is packed, so are the queries.
+    not all of them count. If the cache's layout is packed, so are the queries. With `is_beside` the
+    forward kernel follows, for the other sequences of the call, and runs on the SMs that are left.
     """
 
     spec: AttentionSpec
@@ -178,6 +182,7 @@ class Decode(AttentionKernel):
     is_long: bool = False
     is_packed: bool = False
     has_used_q: bool = False
+    is_beside: bool = False
 
     entry_name: ClassVar[str] = "fa3_decode"
 
@@ -242,6 +247,7 @@ class Decode(AttentionKernel):
             seqlens,
             CacheTables(call.batch_idx, call.leftpad, page_table),
             call.modifiers,
+            call.table,
         )
         seqlen_q = call.max_seqlen_q if self.is_packed else rows_q
         rows = seqlen_q * ratio
@@ -282,25 +288,53 @@ class Decode(AttentionKernel):
             for tma in () if self.gathers else (operands.k, operands.v):
                 cpasync.prefetch_descriptor(tma.atom)
         smem, pipelines = self.setup_shared_memory()
-        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not self.is_beside):
+            cute.arch.griddepcontrol_launch_dependents()
         is_prefetcher = cutlass.Boolean(False)
         if cutlass.const_expr(not self.gathers):
             is_prefetcher = warp_idx == WARPGROUP // 32 + 1
         if is_prefetcher:
-            if cutlass.const_expr(not self.gathers):
+            if cutlass.const_expr(not (self.gathers or self.is_beside)):
                 self.prefetch(operands, smem, cut, sizes)
         else:
             # Until it ends, the previous kernel may write this one's inputs or read its outputs.
             # A full cache has no lengths to wait for.
             if cutlass.const_expr(not self.cache.is_full):
                 cute.arch.griddepcontrol_wait()
-            walk = self.find_walk(operands, cut, sizes, is_early=False)
-            if cutlass.const_expr(self.cache.is_full):
-                cute.arch.griddepcontrol_wait()
-            if warp_idx >= WARPGROUP // 32:
-                self.load(operands, smem, pipelines, walk)
+            given = operands, workspace, smem, pipelines, softmax_scale, cut
+            if cutlass.const_expr(self.is_beside):
+                # The forward kernel may begin: all before this kernel has ended.
+                cute.arch.griddepcontrol_launch_dependents()
+                capacity, seqlen_q, window, num_m_blocks, _, num_heads = sizes
+                count = cute.arch.make_warp_uniform(operands.table[CTAS_BESIDE])
+                own = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), num_heads
+                cta, _, _ = cute.arch.block_idx()
+                if cta < count:
+                    self.attend(*given, own)
+                elif cute.arch.thread_idx()[0] == 0:
+                    workspace.clear_record(cta)
             else:
-                self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
+                self.attend(*given, sizes)
+
+    @cute.jit
+    def attend(
+        self,
+        operands: DecodeOperands,
+        workspace: Workspace | None,
+        smem: DecodeBuffers,
+        pipelines: DecodePipelines,
+        softmax_scale: Float32,
+        cut,
+        sizes: tuple,
+    ):
+        """Find this CTA's piece, and load it or compute attention for it."""
+        walk = self.find_walk(operands, cut, sizes, is_early=False)
+        if cutlass.const_expr(self.cache.is_full):
+            cute.arch.griddepcontrol_wait()
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPGROUP // 32:
+            self.load(operands, smem, pipelines, walk)
+        else:
+            self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
 
     @cute.jit
     def find_walk(
@@ -503,7 +537,7 @@ class Decode(AttentionKernel):
     def clear_record(self, workspace: Workspace, walk: Walk, thread):
         """Clear this CTA's record; `store` fills it if a tile with parts begins in this piece."""
         if thread == 0 and walk.cut.records_are_by_cta:
-            workspace.records[walk.cta, 4] = 0
+            workspace.clear_record(walk.cta)
 
     def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> Blocks:
         """Key blocks that the rows of one tile touch."""

@@ -67,6 +67,8 @@ class DecodeArguments(NamedTuple):
         max_seqlen_q: most queries of a sequence. A packed sequence with more is left out.
         num_ctas: CTAs to launch.
         max_seqlen_k: most keys of a sequence, if they are packed.
+        table: int32, the tiles of the forward kernel that runs beside this one, whose header says
+            how many CTAs this one has; None without.
     """
 
     q: object
@@ -92,6 +94,7 @@ class DecodeArguments(NamedTuple):
     max_seqlen_q: int
     num_ctas: int
     max_seqlen_k: int
+    table: object
 
     @classmethod
     def symbolic(cls, kernel) -> "DecodeArguments":
@@ -135,4 +138,7 @@ class DecodeArguments(NamedTuple):
             max_seqlen_q=Int32(0),
             num_ctas=Int32(0),
             max_seqlen_k=Int32(0),
+            table=arguments.compact_tensor("int32", (cute.sym_int(),))
+            if kernel.is_beside
+            else None,
         )

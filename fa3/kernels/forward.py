@@ -226,7 +226,7 @@ class Forward(AttentionKernel):
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
-        self.kernel(operands, call.softmax_scale, sequences, schedule).launch(
+        self.kernel(operands, call.softmax_scale, sequences, schedule, call.is_beside).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
@@ -326,7 +326,14 @@ class Forward(AttentionKernel):
         )
 
     @cute.kernel
-    def kernel(self, operands: ForwardOperands, softmax_scale: Float32, sequences, schedule):
+    def kernel(
+        self,
+        operands: ForwardOperands,
+        softmax_scale: Float32,
+        sequences,
+        schedule,
+        is_beside: Int32 | None,
+    ):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -337,7 +344,11 @@ class Forward(AttentionKernel):
         # The first tile does not depend on the previous kernel: its table was uploaded earlier.
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(is_beside is None):
+            cute.arch.griddepcontrol_wait()
+        elif is_beside == 0:
+            # Otherwise the decode kernel, which waited, is all that may still run.
+            cute.arch.griddepcontrol_wait()
         registers = REGISTERS if self.cache is None else REGISTERS_OF_PAGES
         producer_registers, consumer_registers = registers[config.consumers]
         if warp_idx < 4:
@@ -347,6 +358,9 @@ class Forward(AttentionKernel):
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
+        if cutlass.const_expr(is_beside is not None):
+            # Who waits for the end of this kernel waits for that of the decode kernel, too.
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def setup_shared_memory(self, schedule):

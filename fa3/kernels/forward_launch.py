@@ -158,6 +158,8 @@ class ForwardArguments(NamedTuple):
         page_table: (batch, pages) int32, where k and v are a cache with pages: then they are
             (num_pages, page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache
             without pages.
+        is_beside: 1 if the kernel before is the decode kernel, which takes other sequences of the
+            same call and lets this one run beside it; else 0. None without a table.
     """
 
     q: object
@@ -179,6 +181,7 @@ class ForwardArguments(NamedTuple):
     recording: object = None
     table: object = None
     page_table: object = None
+    is_beside: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
@@ -217,5 +220,6 @@ class ForwardArguments(NamedTuple):
             table=arguments.compact_tensor("int32", (cute.sym_int(),))
             if schedule.is_ragged
             else None,
+            is_beside=Int32(0) if schedule.is_ragged else None,
             page_table=arguments.strided_tensor("int32", 2) if cache and cache.page_size else None,
         )

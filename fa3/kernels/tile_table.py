@@ -21,18 +21,31 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from fa3.primitives import arguments
 from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
-from fa3.primitives.wgmma import WARP
+from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
-from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
+from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
 from fa3.schedules.ragged_keys import KeyTileRecord
 from fa3.scores.masks import Band, Sequence
 
 SORTERS = 1024
+MORE_BESIDE, MOST_BESIDE = 1.15, 0.68
+"""How much more than its share the decode kernel gets of the CTAs, and the largest part of them."""
+
+DECODE_TILE_N = 64
+"""Keys of a block of the decode kernel."""
+
+BLOCKS_OF_TILE = 1.5
+"""Blocks that take as long as the begin and the end of a tile."""
+
+KEYS_OF_DECODING = 0.4 * 128
+"""So many keys of a block of the forward kernel, times 128 queries, take as long as a block of the
+decode kernel: 1.45 us for 128, and 0.57 us. Measured on an H200 with heads of 128, 2026-11-22."""
+
 AMOUNTS = SORTERS
 """Amounts of work that are told apart, one for each thread of the prefix sum."""
 
@@ -51,6 +64,8 @@ class TileTableArguments(NamedTuple):
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
         short_queries: sequences with so many queries or fewer get no tiles of queries: another
             kernel attends to them. 0 if this one does.
+        qhead_per_kvhead: query heads of a key/value head.
+        num_ctas: CTAs that the GPU holds.
     """
 
     cu_seqlens_q: object
@@ -65,6 +80,8 @@ class TileTableArguments(NamedTuple):
     window_left: int
     window_right: int
     short_queries: int
+    qhead_per_kvhead: int
+    num_ctas: int
 
     @classmethod
     def symbolic(cls, kernel: "TileTable") -> "TileTableArguments":
@@ -88,7 +105,7 @@ class TileTableOperands(NamedTuple):
     """What the table is made of, and where it goes.
 
     Fields:
-        table, capacity, shift, short_queries: see `TileTableArguments`.
+        table, capacity, shift, and from short_queries on: see `TileTableArguments`.
     """
 
     queries: RaggedLengths
@@ -98,6 +115,31 @@ class TileTableOperands(NamedTuple):
     shift: Int32
     window: Window
     short_queries: Int32
+    qhead_per_kvhead: Int32
+    num_ctas: Int32
+
+
+class Work(NamedTuple):
+    """The work of the forward kernel and of the decode kernel, in the forward kernel's blocks for
+    each key/value head."""
+
+    long: Float32
+    short: Float32
+
+    def plus(self, other: "Work") -> "Work":
+        return Work(self.long + other.long, self.short + other.short)
+
+    @cute.jit
+    def ctas_beside(self, num_ctas: Int32) -> Int32:
+        """CTAs that the decode kernel is to have while the forward kernel has the others.
+
+        Its pieces are equal, while the forward kernel's CTAs take what is left: so it gets a few
+        more than its share. `MOST_BESIDE` of them read as fast as the memory can.
+        """
+        share = MORE_BESIDE * self.short / cutlass.max(self.long + self.short, Float32(1.0))
+        count = Int32(Float32(num_ctas) * cutlass.min(share, Float32(MOST_BESIDE))) + 1
+        count = cutlass.min(count, num_ctas) if self.long > 0.0 else num_ctas
+        return count if self.short > 0.0 else Int32(0)
 
 
 @dataclass(frozen=True)
@@ -141,8 +183,9 @@ class TileTable:
         window = Window(call.window_left, call.window_right)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         operands = TileTableOperands(
-            queries, keys, call.table, call.capacity, call.shift, window, call.short_queries
-        )
+            queries, keys, call.table, call.capacity, call.shift, window, call.short_queries,
+            call.qhead_per_kvhead, call.num_ctas,
+        )  # fmt: skip
         self.kernel(operands).launch(
             grid=(1, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
         )
@@ -151,13 +194,21 @@ class TileTable:
     def kernel(self, operands: TileTableOperands):
         smem = SmemAllocator()
         places = smem.allocate_tensor(Int32, cute.make_layout(AMOUNTS), byte_alignment=16)
+        work_of_warps = smem.allocate_tensor(
+            Float32, cute.make_layout((WARP, 2)), byte_alignment=16
+        )
         of_warps = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
         thread, _, _ = cute.arch.thread_idx()
         places[thread] = 0
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         cute.arch.sync_threads()
-        self.sort(operands, places, is_counting=True)
+        work = self.sort(operands, places, is_counting=True)
+        lane, warp = thread % WARP, thread // WARP
+        for i in cutlass.range_constexpr(2):
+            of_warp = cute.arch.warp_reduction_sum(work[i])
+            if lane == 0:
+                work_of_warps[warp, i] = of_warp
         cute.arch.sync_threads()
         count, upto = places[thread], self.sum_up(places[thread], of_warps)
         places[thread] = upto - count
@@ -166,7 +217,12 @@ class TileTable:
                 # Negative if lengths are so wrong that 32 bits cannot count the tiles.
                 used = cutlass.max(cutlass.min(upto, operands.capacity), 0)
                 count_or_0 = used if i == NUM_RECORDS else Int32(0)
-                operands.table[i] = count_or_0
+                if cutlass.const_expr(i != CTAS_BESIDE):
+                    operands.table[i] = count_or_0
+        if warp == 0:
+            work = Work(*(cute.arch.warp_reduction_sum(work_of_warps[lane, i]) for i in range(2)))
+            if lane == 0:
+                operands.table[CTAS_BESIDE] = work.ctas_beside(operands.num_ctas)
         cute.arch.sync_threads()
         self.sort(operands, places, is_counting=False)
 
@@ -187,10 +243,15 @@ class TileTable:
     def sort(
         self, operands: TileTableOperands, places: cute.Tensor, is_counting: cutlass.Constexpr
     ):
-        """Go through all sequences: count the tiles of each amount of work, or write them."""
+        """Go through all sequences: count the tiles of each amount of work, or write them.
+
+        Returns:
+            the work of this lane's sequences.
+        """
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
-        queries, keys, table, capacity, shift, window, short_queries = operands
+        queries, keys, table, capacity, shift, window, short_queries, ratio, _ = operands
+        work = Work(Float32(0.0), Float32(0.0))
         batch = queries.cu.shape[0] - 1
         first = warp * WARP
         while first < batch:
@@ -206,7 +267,10 @@ class TileTable:
             if cutlass.const_expr(self.is_of_keys):
                 num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
             upto = sum_in_warp(num_tiles)
-            amount = self.amount(num_tiles, Sequence(seqlen_q, seqlen_k, window), shift)
+            sequence = Sequence(seqlen_q, seqlen_k, window)
+            if cutlass.const_expr(not self.is_of_keys):
+                work = work.plus(self.work(num_tiles, sequence, ratio))
+            amount = self.amount(num_tiles, sequence, shift)
             place = take_places(places, amount, num_tiles, upto)
             if cutlass.const_expr(not is_counting):
                 total = cute.arch.shuffle_sync(upto, WARP - 1)
@@ -230,6 +294,24 @@ class TileTable:
                     write_record(table, at, record, number < total and has_room)
                     step += WARP
             first += SORTERS
+        return work
+
+    @cute.jit
+    def work(self, num_tiles: Int32, sequence: Sequence, ratio: Int32) -> Work:
+        """The work of a sequence, which is the decode kernel's if it has queries but no tiles."""
+        last = cutlass.max(num_tiles - 1, 0) * self.tile_m
+        ends = [
+            self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
+            for row in (Int32(0), last)
+        ]
+        blocks = [Float32(one.end - one.begin) for one in ends]
+        # As if blocks grew evenly from the first tile to the last one.
+        long = Float32(num_tiles * ratio) * ((blocks[0] + blocks[1]) * 0.5 + BLOCKS_OF_TILE)
+        of_short = self.band.key_blocks(0, sequence.seqlen_q, DECODE_TILE_N, sequence)
+        row_blocks = (sequence.seqlen_q * ratio + ROWS - 1) // ROWS
+        row_blocks = row_blocks if num_tiles == 0 else Int32(0)
+        short = Float32(row_blocks) * Float32(of_short.end - of_short.begin)
+        return Work(long, short * (KEYS_OF_DECODING / self.tile_n))
 
     def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
         """The index of the amount of work of a sequence's longest tile; the most has index 0."""

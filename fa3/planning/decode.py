@@ -111,6 +111,7 @@ class DecodePlan:
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
         is_packed: whether sequences have different numbers of queries; sizes have the most.
         has_used_q: whether not all of packed queries count.
+        is_beside: whether the forward kernel has the call's other sequences, beside this kernel.
     """
 
     spec: AttentionSpec
@@ -121,12 +122,13 @@ class DecodePlan:
     num_ctas: int
     is_packed: bool = False
     has_used_q: bool = False
+    is_beside: bool = False
 
     def kernel(self) -> Decode:
         """The decode kernel."""
         is_long = self.sizes.num_tiles * self.sizes.most_blocks(self.window) > LARGEST
         config, ratio = config_of(self.spec), self.sizes.qhead_per_kvhead
-        kind = type(self.cut), is_long, self.is_packed, self.has_used_q
+        kind = type(self.cut), is_long, self.is_packed, self.has_used_q, self.is_beside
         return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property

@@ -5,7 +5,8 @@ heads that share keys, and the decode kernel cuts the keys so that all SMs read 
 sequence with few queries is therefore the decode kernel's. Lengths are known on the GPU only, so
 both kernels are launched, and each leaves out the sequences of the other: the decode kernel those
 with more than `short_queries` (`fa3.schedules.sequences.Cached`), the table of the forward kernel's
-tiles the rest (`fa3.kernels.tile_table`).
+tiles the rest (`fa3.kernels.tile_table`). They run beside each other: one waits for memory most of
+the time, the other for the tensor cores. The table says how many CTAs the decode kernel gets.
 
 `ShortPlan` is how the decode kernel runs on packed keys. `fa3.calls.varlen_call` asks it, and runs
 what it plans on a GPU or on the CPU.
@@ -87,12 +88,17 @@ class ShortPlan:
         tiles = sizes.batch * self.heads_kv * -(-longest * self.qhead_per_kvhead // ROWS)
         return longest if tiles * -(-sizes.max_seqlen_k // TILE_N) <= LARGEST else 0
 
-    def plan(self, most_queries: int, window: Window) -> DecodePlan:
+    def plan(self, most_queries: int, is_beside: bool, window: Window) -> DecodePlan:
         """The plan of all calls whose short sequences have so many queries or fewer, whatever the
-        number of sequences and keys."""
+        number of sequences and keys.
+
+        Args:
+            is_beside: whether there are others.
+        """
         sizes = Sizes(1, most_queries, self.heads_kv, self.qhead_per_kvhead, TILE_N)
         num_ctas = self.gpu.num_sms
         return DecodePlan(
             self.spec, CacheLayout(is_packed=True, has_seqlens=self.has_used_k), sizes, window,
             choose_cut(sizes, window, num_ctas, is_packed=True), num_ctas, True, self.has_used_q,
+            is_beside,
         )  # fmt: skip

@@ -55,6 +55,10 @@ class Workspace(NamedTuple):
     lse: cute.Tensor
     o: cute.Tensor
 
+    def clear_record(self, number):
+        """Say that a record has nothing to merge."""
+        self.records[number, 4] = 0
+
     @classmethod
     def of(cls, buffer: cute.Tensor, size: WorkspaceSize, head_dim_v: int) -> "Workspace":
         """Lay out a buffer of float32."""

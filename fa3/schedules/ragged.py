@@ -23,10 +23,13 @@ from fa3.schedules.dynamic import SLOTS, Dynamic, DynamicProducer
 from fa3.schedules.segment import Segment, Tile
 
 TABLE_HEADER = 8
-"""Words before the first record: tiles taken, unused, number of records, unused."""
+"""Words before the first record: tiles taken, unused, number of records, CTAs beside, unused."""
 
 NUM_RECORDS = 2
 """The word of the header that has the number of records."""
+
+CTAS_BESIDE = 3
+"""The word of the header that says how many CTAs the decode kernel has beside this one."""
 
 RECORD = 8
 """Words of a record: those of `TileRecord`, and one that a table of keys has a use for."""

@@ -252,7 +252,8 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     yield from plan.kernels()
     yield plan.tile_table()
     # Any number of queries has the same ones.
-    yield from (one.kernel for one in short.plan(1, tight).launches)
+    for is_beside in (False, True):
+        yield from (one.kernel for one in short.plan(1, is_beside, tight).launches)
     if joined is not None:
         yield from joined.kernels()
         yield joined.joined_table()
@@ -266,13 +267,15 @@ def decode_kernels(model: Model, window: Window, page_size: int) -> Iterator[Ker
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
     """What is launched for packed queries on pages, be they few of a sequence or many."""
-    yield from kernels_on_cache(model, window, CacheLayout(page_size), is_packed=True)
+    cache = CacheLayout(page_size)
+    yield from kernels_on_cache(model, window, cache, is_packed=True)
     for rows in (1, LONGEST):
         tight = window.tighten(MOST_RAGGED_ROWS, rows)
-        plan = RaggedPlan(spec_of(model, tight), False, False, H200, CacheLayout(page_size))
+        plan = RaggedPlan(spec_of(model, tight), False, False, H200, cache)
         if plan.finds_keys:
             yield from plan.kernels()
             yield plan.tile_table()
+            yield from kernels_on_cache(model, window, cache, is_packed=True, is_beside=True)
 
 
 def kernels_on_cache(
@@ -281,6 +284,7 @@ def kernels_on_cache(
     cache: CacheLayout,
     num_splits: int = 0,
     is_packed: bool = False,
+    is_beside: bool = False,
 ) -> Iterator[Kernel]:
     """What is launched for calls with these options on a cache, whatever its lengths."""
     ratio, num_ctas = model.heads_q // model.heads_kv, H200.num_sms
@@ -289,7 +293,8 @@ def kernels_on_cache(
         sizes = Sizes(1, 1, model.heads_kv, ratio, capacity)
         tight = sizes.bounds(window)
         cut = choose_cut(sizes, tight, num_ctas, num_splits, is_packed=is_packed)
-        plan = DecodePlan(spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed)
+        given = spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed
+        plan = DecodePlan(*given, is_beside=is_beside)
         yield from (one.kernel for one in plan.launches)
 
 
