@@ -49,7 +49,7 @@ def test_the_table_has_every_tile_of_keys_once(has_used, lengths, device):
     used = integers(*counts, device=device) if has_used else None
     kernel = load_kernel(TileTable(TILE_M, TILE_N, Band.of(window), False, has_used, True))
     shift = shift_of_work(max(lengths), TILE_M)
-    kernel(ends, ends, None, used, table, total, total, capacity, shift, *window, 0)
+    kernel(ends, ends, None, used, table, total, total, capacity, shift, *window, 0, 1, 1)
     header, body = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:]
     records = body.view(-1, RECORD)[: header[NUM_RECORDS]].tolist()
     found = [KeyTileRecord(*words[: len(KeyTileRecord._fields)]) for words in records]

@@ -171,7 +171,7 @@ def test_the_table_has_every_tile_once_and_the_longest_first(lengths, short, dev
     ends = integers(0, *lengths, device=device).cumsum(0, dtype=torch.int32)
     shift = shift_of_work(max(lengths), TILE_N)
     kernel = load_kernel(TileTable(TILE_M, TILE_N, Band.of(window), False, False))
-    kernel(ends, ends, None, None, table, total, total, capacity, shift, *window, short)
+    kernel(ends, ends, None, None, table, total, total, capacity, shift, *window, short, 4, 132)
     header, body = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:]
     records = body.view(-1, RECORD)[: header[NUM_RECORDS]].tolist()
     found = [TileRecord(*words[: len(TileRecord._fields)]) for words in records]

@@ -100,7 +100,7 @@ class RaggedCall:
                 kernels = self.gpu.short(most, True)
                 short = Short(most, lambda table: kernels.start(*given, None, table))
             self.gpu.alone.launch(operands, sizes.total_k, longest_k, tensors, scale, short)
-        else:
+        elif most:
             self.gpu.short(most, False).start(operands, longest_k, tensors, scale)()
 
 

@@ -503,7 +503,9 @@ class Forward(AttentionKernel):
     ) -> BlockStream:
         """Loads the blocks of a head of a cache."""
         blocks_k, blocks_v = (
-            TmaBlocks(tma, buffer, operands.page_table, self.box, Int64(EVICT_NORMAL))
+            TmaBlocks(
+                tma, buffer, operands.page_table, self.box, Int64(EVICT_NORMAL), copies_at_once=2
+            )
             for tma, buffer in ((operands.k, smem.k), (operands.v, smem.v))
         )
         return BlockStream(

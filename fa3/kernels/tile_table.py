@@ -33,7 +33,7 @@ from fa3.schedules.ragged_keys import KeyTileRecord
 from fa3.scores.masks import Band, Sequence
 
 SORTERS = 1024
-MORE_BESIDE, MOST_BESIDE = 1.15, 0.68
+MORE_BESIDE, MOST_BESIDE = 1.5, 0.68
 """How much more than its share the decode kernel gets of the CTAs, and the largest part of them."""
 
 DECODE_TILE_N = 64
@@ -133,8 +133,9 @@ class Work(NamedTuple):
     def ctas_beside(self, num_ctas: Int32) -> Int32:
         """CTAs that the decode kernel is to have while the forward kernel has the others.
 
-        Its pieces are equal, while the forward kernel's CTAs take what is left: so it gets a few
-        more than its share. `MOST_BESIDE` of them read as fast as the memory can.
+        Its pieces are equal, while the forward kernel's CTAs take what is left, and it reads
+        slower beside them than alone: so it gets more than its share. `MOST_BESIDE` of all CTAs
+        read as fast as the memory can.
         """
         share = MORE_BESIDE * self.short / cutlass.max(self.long + self.short, Float32(1.0))
         count = Int32(Float32(num_ctas) * cutlass.min(share, Float32(MOST_BESIDE))) + 1

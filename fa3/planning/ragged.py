@@ -44,8 +44,10 @@ class RaggedPlan:
     @property
     def finds_keys(self) -> bool:
         """Whether the forward kernel can load its blocks from the cache."""
-        is_plain = not (self.cache.batch_indexed or self.cache.left_padded)
-        return is_plain and self.cache.box(self.config.tile_n) > 0
+        cache = self.cache
+        if cache is None or cache.batch_indexed or cache.left_padded:
+            return False
+        return cache.box(self.config.tile_n) > 0
 
     def kernels(self) -> tuple[Forward, ...]:
         """The forward kernel, then the one for rows whose fixed reference failed."""

@@ -23,9 +23,6 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 SMALLEST_BOX = 8
 """Fewest keys of one TMA copy: the rows of a swizzle."""
 
-MOST_UNROLLED = 2
-"""Boxes of a block whose copies are issued without a loop: a producer has few registers."""
-
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -165,6 +162,8 @@ class TmaBlocks:
         page_table: see `CacheTables`.
         policy: L2 cache policy of the loads.
         is_early: whether the previous kernel may still be running; see `read_early`.
+        copies_at_once: boxes of keys whose copies are issued without a loop; fewer take fewer
+            registers.
     """
 
     tma: TmaTensor
@@ -173,6 +172,7 @@ class TmaBlocks:
     box: int
     policy: Int64
     is_early: bool = False
+    copies_at_once: int = 8
 
     @classmethod
     def descriptor(cls, tensor: cute.Tensor, columns: int, box: int) -> TmaTensor:
@@ -222,7 +222,7 @@ class TmaBlocks:
 
         @cute.jit
         def load(place, stage, barrier):
-            for i in cutlass.range(self.boxes, unroll=MOST_UNROLLED):
+            for i in cutlass.range(self.boxes, unroll=self.copies_at_once):
                 tile, page = self.on_page(place, i)
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
                     cute.copy(
@@ -241,7 +241,7 @@ class TmaBlocks:
 
         @cute.jit
         def prefetch(place):
-            for i in cutlass.range(self.boxes, unroll=MOST_UNROLLED):
+            for i in cutlass.range(self.boxes, unroll=self.copies_at_once):
                 tile, page = self.on_page(place, i)
                 for column in cutlass.range_constexpr(cute.size(to_smem, mode=[2])):
                     cute.prefetch(self.tma.atom, self.box_of(from_gmem, tile, column, page))

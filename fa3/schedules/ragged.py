@@ -113,6 +113,18 @@ class RaggedOrder:
         """Tiles that the table has."""
         return cute.arch.make_warp_uniform(self.table[NUM_RECORDS] * self.heads.value)
 
+    @cute.jit
+    def taken(self, turn: Int32, num_clusters: Int32, end: Int32) -> Int32:
+        """The number of the tile that is taken in a turn; not below `end` if there is none.
+
+        CTA c takes the tile of turn c first. Those that wait for SMs until the decode kernel gives
+        them back are the last ones, and would hold up the longest tiles: they get the shortest.
+        """
+        beside = self.table[CTAS_BESIDE]
+        if turn >= num_clusters - beside and turn < end and num_clusters <= end:
+            turn += end - num_clusters if turn < num_clusters else -beside
+        return turn
+
     def tile(self, index) -> tuple[Int32, TileRecord]:
         """The head and the record of the tile with this number."""
         number = self.heads.quotient(index)
@@ -207,7 +219,9 @@ class RaggedTiles(Dynamic):
         return RaggedCursor(cluster, zero, zero, zero, nothing)
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
-        return self.read(cursor._replace(end=self.order.num_used))
+        end = self.order.num_used
+        index = self.order.taken(cursor.index, self.num_clusters, end)
+        return self.read(cursor._replace(index=index, end=end))
 
     def read(self, cursor: RaggedCursor) -> RaggedCursor:
         """The cursor with its tile's record; past the end the last one's."""
@@ -240,7 +254,8 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
 
     def next(self, cursor: ProducerCursor) -> ProducerCursor:
         present, taken = cursor
-        index = self.num_clusters + cute.arch.shuffle_sync(taken, 0)
+        turn = self.num_clusters + cute.arch.shuffle_sync(taken, 0)
+        index = self.order.taken(turn, self.num_clusters, present.end)
         following = self.read(present._replace(index=index, count=present.count + 1))
         self.tell(present.count, index, following.head, *following.record[: self.told - 2])
         return ProducerCursor(following, self.take())
