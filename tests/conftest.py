@@ -52,6 +52,15 @@ def no_kernels(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def no_latest_calls():
+    """Forget what calls of other tests led to, whose kernels may have been stubs."""
+    from fa3.calls import kvcache, varlen
+
+    for module in (kvcache, varlen):
+        module.latest_call.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def only_marked_tests_compile(request, no_kernels):
     """Fail tests without a marker that compile, or whose processes put kernels on disk.
 

@@ -11,7 +11,7 @@ from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.calls import cache_call, decode, kvcache, operands, overlap
+from fa3.calls import cache_call, decode, kvcache, mixed, operands, overlap
 from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
@@ -443,6 +443,86 @@ def test_a_rotary_embedding_turns_packed_queries(interleaved, causal, is_turned,
         )  # fmt: skip
         torch.testing.assert_close(out[None, rows], expected, rtol=2e-2, atol=2e-2)
     assert all(map(torch.equal, caches, alone))
+
+
+NEW = 5
+"""Tokens that each sequence gets in an `appending_call`."""
+
+
+def appending_call(size: float, where) -> dict:
+    """A call that appends with a rotary embedding for three sequences, two of them with chunks."""
+    torch.manual_seed(0)
+    queries, lengths, heads_kv, head_dim = (300, 2, 200), (900, 500, 190), 2, 128
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (size * torch.randn(shape, device=where)).bfloat16()
+
+    angle = torch.rand(1300, head_dim // 2, device=where)
+    return {
+        "q": normal(sum(queries), 4 * heads_kv, head_dim),
+        "k_cache": normal(3, 960, heads_kv, head_dim),
+        "v_cache": normal(3, 960, heads_kv, head_dim) / size,
+        "k": normal(3, NEW, heads_kv, head_dim), "v": normal(3, NEW, heads_kv, head_dim) / size,
+        "cache_seqlens": torch.tensor(lengths, device=where).int(),
+        "cu_seqlens_q": torch.tensor([0, *queries], device=where).cumsum(0).int(),
+        "max_seqlen_q": max(queries), "causal": True,
+        "rotary_cos": angle.cos().bfloat16(), "rotary_sin": angle.sin().bfloat16(),
+    }  # fmt: skip
+
+
+def of_sequence(call: dict, sequence: int) -> dict:
+    """What a call asks for one of its sequences, as a call without packed queries."""
+    call, ends = dict(call), call["cu_seqlens_q"].tolist()
+    del call["cu_seqlens_q"], call["max_seqlen_q"]
+    for name in ("k_cache", "v_cache", "k", "v", "cache_seqlens"):
+        call[name] = call[name][sequence : sequence + 1].clone()
+    return call | {"q": call["q"][None, slice(*ends[sequence : sequence + 2])]}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_chunks_see_equally_many_new_tokens(size, where):
+    """With huge scores the fixed reference of long sequences fails, and their rows are computed
+    once more, from the same rotated queries."""
+    call = appending_call(size, where)
+    alone = [of_sequence(call, sequence) for sequence in range(3)]
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_with_kvcache(**call, return_lse=True)
+    ends = call["cu_seqlens_q"].tolist()
+    for sequence, given in enumerate(alone):
+        rows = slice(*ends[sequence : sequence + 2])
+        expected, expected_lse = fa3.flash_attn_with_kvcache(**given, return_lse=True)
+        torch.testing.assert_close(out[None, rows], expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse[None, :, rows], expected_lse, rtol=1e-3, atol=1e-2)
+        for name in ("k_cache", "v_cache"):
+            assert torch.equal(call[name][sequence], given[name][0])
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
+    """The forward kernel may read them once more when it has written O. It knows lengths only."""
+    attended = []
+
+    def attend(self, q, k, v, out, lse, seqlens, *rest):
+        attended.append((type(self), q, out, seqlens.tolist(), rest[-1]))
+
+    for kind in (mixed.PreparedMixed, decode.PreparedDecode):
+        monkeypatch.setattr(kind, "attend", attend)
+    call = appending_call(1.0, "cpu")
+    lengths = call["cache_seqlens"].tolist()
+    if not is_long:
+        call |= {"cu_seqlens_q": torch.tensor([0, 2, 4, 5]).int(), "max_seqlen_q": 2}
+    alone = of_sequence(call, 0)
+    out = fa3.flash_attn_with_kvcache(**call)
+    ((kind, q, written, seqlens, seqlen_new),) = attended
+    assert kind is (mixed.PreparedMixed if is_long else decode.PreparedDecode)
+    assert written is out
+    assert q.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    assert seqlens == [length + NEW for length in lengths] and seqlen_new == 0
+    out = fa3.flash_attn_with_kvcache(**alone)
+    kind, q, written, seqlens, seqlen_new = attended[1]
+    assert kind is decode.PreparedDecode and q is written is out
+    assert seqlens == lengths[:1] and seqlen_new == NEW
 
 
 def test_positions_of_a_rotary_embedding_count_from_where_they_are_said_to():

@@ -336,7 +336,8 @@ def test_what_is_launched(monkeypatch):
     names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
     lengths, out = tuple(call[name] for name in names), torch.empty_like(call["q"])
     operands = RaggedOperands(*(call[name] for name in "qkv"), out, None, *lengths)
-    PreparedJoined(*kernels, plan, window, 132, 1000).launch(operands, (sinks,), 0.3)
+    sizes = operands.sizes(60, 130)
+    PreparedJoined(*kernels, plan, window, 132, 1000).launch(operands, sizes, (sinks,), 0.3)
     table, forward, again = launched
     assert table[:4] == lengths and table[7:] == (263, 352, 3, *window)
     for launch in (forward, again):

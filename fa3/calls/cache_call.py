@@ -16,6 +16,7 @@ import torch
 from fa3.calls.assertions import read_back
 from fa3.calls.modifiers import check_alibi_slopes, check_sinks, describe_modifier
 from fa3.calls.operands import (
+    ALIGNMENT,
     DIMENSIONS,
     PACKED_DIMENSIONS,
     Description,
@@ -79,6 +80,12 @@ OF_INTEGERS = slice(7, 14)
 INTEGERS = CacheTensors._fields[OF_INTEGERS]
 """The int32 tensors: where they are among the `CacheTensors`, and their names."""
 
+OF_TOTAL = CacheTensors._fields.index("q"), CacheTensors._fields.index("out")
+"""The tensors that have as many rows as there are packed queries."""
+
+OF_ANY_ADDRESS = {*INTEGERS, "alibi_slopes", "sinks"}
+ALIGNMENTS = tuple(1 if name in OF_ANY_ADDRESS else ALIGNMENT for name in CacheTensors._fields)
+"""Bytes to which each of the tensors must be aligned."""
 
 ANY_TOTAL = 1
 """In a description, the rows of packed queries: calls with more or fewer are remembered as one."""

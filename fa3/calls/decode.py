@@ -59,18 +59,22 @@ class PreparedDecode:
 
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-        softmax_scale: float,
+        softmax_scale: float, seqlen_new: int = 0,
     ) -> None:  # fmt: skip
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
         The tensors are those of `CacheOperands`, in their order: to make one of them would take the
         host 0.3 us. None that has queries or keys is empty. Without lengths the cache is full.
+
+        Args:
+            seqlen_new: keys that each sequence has beyond those that `seqlens` says.
         """
         modifiers = modifiers_of(slopes, sinks)
         if self.attends is None:
             operands = CacheOperands(
-                q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
-            )
+                q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
+                seqlen_new,
+            )  # fmt: skip
             execute_decode(self.plan, operands, softmax_scale, modifiers)
             return
         lse = 0 if lse is None else lse.data_ptr()
@@ -81,8 +85,8 @@ class PreparedDecode:
                 workspace[: self.cleared].zero_()
         # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
         self.attends(
-            q, k, v, out, lse, ends, None, None, seqlens, batch_idx, leftpad, page_table, modifiers,
-            workspace, softmax_scale, *self.integers, 0, None,
+            q, k, v, out, lse, ends, None, None, seqlens, seqlen_new, batch_idx, leftpad,
+            page_table, modifiers, workspace, softmax_scale, *self.integers, 0, None,
         )  # fmt: skip
         if self.merges is not None:
             self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
@@ -113,7 +117,7 @@ class PreparedDecode:
         workspace = q.new_empty(self.workspace, dtype=torch.float32)
         # In the order of `DecodeArguments`.
         self.attends(
-            q, k, v, out, lse, ends_q, used_q, ends_k, used_k, None, None, page_table, modifiers,
+            q, k, v, out, lse, ends_q, used_q, ends_k, used_k, 0, None, None, page_table, modifiers,
             workspace, softmax_scale, *self.integers, max_seqlen_k, table,
         )  # fmt: skip
         sinks = modifiers[-1] if self.plan.spec.sinks else None

@@ -7,7 +7,7 @@ follows from a call's shapes, strides, types and options is worked out once and 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,11 @@ import torch
 from fa3.calls import assertions, mixed, operators
 from fa3.calls.assertions import is_visible
 from fa3.calls.cache_call import (
+    ALIGNMENTS,
     INTEGERS,
     LENGTHS,
     OF_INTEGERS,
+    OF_TOTAL,
     CacheCall,
     CacheTensors,
     check_cache_counts,
@@ -30,6 +32,7 @@ from fa3.calls.cache_call import (
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
+from fa3.calls.latest import Latest
 from fa3.calls.mixed import PreparedMixed
 from fa3.calls.modifiers import check_softcap
 from fa3.calls.operands import (
@@ -42,6 +45,7 @@ from fa3.calls.operands import (
     check_apart,
     check_of_addresses,
     check_writable,
+    describe,
     hide_all_keys,
 )
 from fa3.calls.options import (
@@ -92,6 +96,7 @@ class PreparedCacheCall:
         lse_shape: None for packed queries, whose total it has.
         head_dim: columns of q.
         most_queries: rows of packed queries that 32 bits count.
+        has_rotated_in_out: whether rotated queries may lie where the output will.
         has_host_integers: whether an int32 tensor is on the CPU.
         apart: checks that what is written shares no memory with other tensors; None if nothing of
             the caller's is written, and for packed queries.
@@ -105,6 +110,7 @@ class PreparedCacheCall:
     lse_shape: tuple[int, ...] | None
     head_dim: int
     most_queries: int
+    has_rotated_in_out: bool
     has_host_integers: bool
     apart: CheckOfAddresses | None
 
@@ -294,43 +300,58 @@ def flash_attn_with_kvcache(
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
         rotary_seqlens, alibi_slopes, sinks, out,
     )  # fmt: skip
-    described = describe_tensors(*tensors)
     if scheduler_metadata is not None:
         check_is_metadata(scheduler_metadata)
-    call = prepare_cache_call(
-        described if cu_seqlens_q is None else of_any_total(described), max_seqlen_q, causal,
-        window_size, softcap, rotary_interleaved, num_splits, batch_invariant, sm_margin,
-        scheduler_metadata,
+    latest = latest_call(
+        max_seqlen_q, causal, window_size, softcap, rotary_interleaved, num_splits,
+        batch_invariant, sm_margin, scheduler_metadata,
     )  # fmt: skip
+    call, begins = latest.find(tensors)
+    if call is None:
+        described = describe_tensors(*tensors)
+        call = prepare_cache_call(
+            described if cu_seqlens_q is None else of_any_total(described), max_seqlen_q, causal,
+            window_size, softcap, rotary_interleaved, num_splits, batch_invariant, sm_margin,
+            scheduler_metadata,
+        )  # fmt: skip
+        of_total = () if cu_seqlens_q is None else OF_TOTAL
+        latest.remember(tensors, ALIGNMENTS, of_total, call)
     scale = check_scale(softmax_scale, call.head_dim)
     if cache_seqlens is None and length is None:
         if k is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         length = call.description.capacity
     if cu_seqlens_q is not None and q.shape[0] > call.most_queries:
-        check_total(call, described[0])
+        check_total(call, describe("q", q))
     if call.append is not None or out is not None:
-        check_written(call, described, tensors)
+        check_written(call, tensors, begins)
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
         (
             cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
             cu_seqlens_q, rotary_seqlens,
-        ) = integers_on_device(call, tensors, described[0], length)  # fmt: skip
+        ) = integers_on_device(call, tensors, length)  # fmt: skip
+    rotated = None
     if out is None:
         out = call.output.allocate(q)
+        if call.has_rotated_in_out:
+            rotated = out
     lse = None
     if return_lse:
         lse_shape = call.lse_shape or (call.description.heads_q, q.shape[0])
         lse = q.new_empty(*lse_shape, dtype=torch.float32)
+    seqlen_new = 0
     if call.append is not None:
+        if cu_seqlens_k_new is cu_seqlens_q is None:
+            seqlen_new = k.shape[1]
         q, cache_seqlens = append_tokens(
             call, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
             cache_batch_idx, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens,
+            rotated,
         )  # fmt: skip
     if call.decode is not None and (cu_seqlens_q is None or q.shape[0]):
         call.decode.attend(
             q, k_cache, v_cache, out, lse, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, alibi_slopes, sinks, cu_seqlens_q, scale,
+            page_table, alibi_slopes, sinks, cu_seqlens_q, scale, seqlen_new,
         )  # fmt: skip
     elif cu_seqlens_q is None:
         hide_all_keys(out, lse, sinks)
@@ -350,11 +371,13 @@ def check_total(call: PreparedCacheCall, q: Description) -> None:
 
 
 def check_written(
-    call: PreparedCacheCall,
-    described: tuple[Description | None, ...],
-    tensors: tuple[torch.Tensor | None, ...],
+    call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, ...], begins: Sequence[int]
 ) -> None:
-    """Raise unless the call can write to its output, if it is given, and append to its caches."""
+    """Raise unless the call can write to its output, if it is given, and append to its caches.
+
+    Args:
+        begins: where the tensors begin that are given, if they are like those of the call before.
+    """
     q, k_cache, v_cache, *_, out = tensors
     if out is not None:
         check_writable("out", out)
@@ -362,12 +385,13 @@ def check_written(
         check_writable("k_cache", k_cache)
         check_writable("v_cache", v_cache)
     if call.apart is not None:
-        call.apart(*addresses(tensors))
+        call.apart(*(begins or addresses(tensors)))
         return
     # The total of packed queries, and so of their output, is another one in every call.
     if out is not None:
-        of_q, *_, of_out = described
-        check_ragged_out(out, of_out, call.output.shape_beside(of_q[0]), of_q)
+        if not begins or out.shape[0] != q.shape[0]:
+            of_q, of_out = describe("q", q), describe("out", out)
+            check_ragged_out(out, of_out, call.output.shape_beside(q.shape), of_q)
         check_apart("out", out, TENSORS[:-1], tensors[:-1])
     if call.append is not None:
         check_apart("k_cache", k_cache, ("q", *TENSORS[2:-1]), (q, *tensors[2:-1]))
@@ -375,6 +399,12 @@ def check_written(
 
 
 # -------------------------------------------------------------------------------- preparations
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def latest_call(*options: object) -> Latest[PreparedCacheCall]:
+    """The latest call with these options, which are all of `prepare_cache_call`."""
+    return Latest()
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -437,9 +467,20 @@ def prepare_cache_call(
         None if call.is_packed else (call.batch, call.heads_q, call.seqlen_q),
         call.head_dim,
         LARGEST if append is None else MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)),
+        has_rotated_in_out(call),
         any(of_one is not None and of_one.device.type == "cpu" for of_one in call[OF_INTEGERS]),
         apart,
     )
+
+
+def has_rotated_in_out(call: CacheCall) -> bool:
+    """Whether rotated queries may lie where the output will, in memory of the same shape.
+
+    The decode kernel writes a row of O where it has read this row of Q, or when all that read it
+    have. Where queries are packed, the forward kernel may attend to them too (`fa3.calls.mixed`):
+    it reads Q twice, and when it computes failed rows once more, O has been written.
+    """
+    return call.rotary_cos is not None and not call.is_packed and call.head_dim == call.head_dim_v
 
 
 def check_vectors(call: CacheCall) -> None:
@@ -472,6 +513,9 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
         rotary=rotary,
         packed=call.is_packed and rotary is not None,
         turned=call.rotary_seqlens is not None,
+        # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
+        # forward kernel's tiles is made of lengths too (`fa3.calls.mixed`).
+        writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
     )
 
 
@@ -481,7 +525,6 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
 def integers_on_device(
     call: PreparedCacheCall,
     tensors: tuple[torch.Tensor | None, ...],
-    q: Description,
     length: int | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Check what the host can see of the int32 tensors, and bring them to q's device.
@@ -497,7 +540,7 @@ def integers_on_device(
         integers = length, *integers[1:]
     if not any(value is not None and is_visible(value) for value in integers):
         return integers
-    description = call.description._replace(q=Operand(*q))
+    description = call.description._replace(q=Operand(*describe("q", tensors[0])))
     values = values_on_host(description, integers)
     check_values(description, values, call.query_step)
     return tuple(
@@ -529,20 +572,27 @@ def append_tokens(
     k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
     seqlens: torch.Tensor, batch_idx: torch.Tensor | None, pages: torch.Tensor | None,
     ends_new: torch.Tensor | None, ends_q: torch.Tensor | None, turns: torch.Tensor | None,
+    rotated: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Append k and v to the caches.
 
+    Args:
+        rotated: where rotated queries may go; None for memory of their own.
+
     Returns:
-        the queries, rotated if there are rotary tables, and the lengths with the new tokens.
+        the queries, rotated if there are rotary tables, and the lengths: with the new tokens if
+        sequences get different numbers of them, or have different numbers of queries.
     """
-    total = seqlens.new_empty(seqlens.shape[0])
+    total = None if ends_new is ends_q is None else seqlens.new_empty(seqlens.shape[0])
     if cos is None:
         rotary = None, None, None, None, None
     else:
-        rotary = q, q.new_empty(*q.shape), cos, sin, ends_q
+        if rotated is None:
+            rotated = q.new_empty(*q.shape)
+        rotary = q, rotated, cos, sin, ends_q
     # In the order of `AppendArguments`; to make one of them would take the host 0.5 us.
     call.append(
         k, v, k_cache, v_cache, seqlens, total, ends_new, batch_idx, pages, *rotary, turns,
         call.query_step,
     )  # fmt: skip
-    return (q if cos is None else rotary[1]), total
+    return (q if cos is None else rotated), (seqlens if total is None else total)

@@ -43,9 +43,9 @@ class PreparedMixed:
 
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-        softmax_scale: float,
+        softmax_scale: float, seqlen_new: int = 0,
     ) -> None:  # fmt: skip
-        """As `PreparedDecode.attend`."""
+        """As `PreparedDecode.attend`, but `seqlens` says all keys: `seqlen_new` is 0."""
         modifiers = modifiers_of(slopes, sinks)
         if self.long is None:
             given = q, k, v, out, lse, seqlens, None, None, page_table, slopes, sinks, ends

@@ -105,7 +105,7 @@ def gradients_of_packed_call(
     lengths = PackedLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     tokens = (Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True))
     batch = check_integers(describe_integers(lengths), described[0])
-    check_totals(*described, batch)
+    check_totals(q.shape, k.shape, v.shape, batch)
     is_causal = check_window(window_size, causal).right == 0
     modifiers = Modifiers.of(
         q, batch, softcap, alibi_slopes, sinks, None, mask, is_causal, has_backward=True

@@ -167,13 +167,28 @@ def check_integers(described: tuple[Description | None, ...], q: Description) ->
     return batch
 
 
-def check_totals(q: Description, k: Description, v: Description, batch: int) -> tuple[int, int]:
+def are_of_batch(integers: Integers, batch: int) -> bool:
+    """Whether the integer tensors, vectors all, have entries for so many sequences."""
+    _, ends_k, used_q, used_k = integers
+    return (
+        ends_k.shape[0] == batch + 1 > 0
+        and (used_q is None or used_q.shape[0] == batch)
+        and (used_k is None or used_k.shape[0] == batch)
+    )
+
+
+def check_totals(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], batch: int
+) -> tuple[int, int]:
     """Raise unless k and v have the same rows, and kernels can count rows and tiles in 32 bits.
+
+    Args:
+        q, k, v: their shapes.
 
     Returns:
         the rows of q, and those of k.
     """
-    (total_q, heads, _), total_k, total_v = q[0], k[0][0], v[0][0]
+    (total_q, heads, _), total_k, total_v = q, k[0], v[0]
     if total_v != total_k:
         raise ValueError(f"v must have {total_k} rows like k, got {total_v}")
     for name, total in (("q", total_q), ("k", total_k)):

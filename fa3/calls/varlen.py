@@ -17,6 +17,7 @@ from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
 from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.latest import Latest
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import ALIGNMENT, check_apart, check_writable, describe
 from fa3.calls.options import (
@@ -30,7 +31,9 @@ from fa3.calls.options import (
 )
 from fa3.calls.ragged import (
     INTEGERS_OF_LENGTHS,
+    Integers,
     Tokens,
+    are_of_batch,
     check_integers,
     check_lengths,
     check_ragged_out,
@@ -43,7 +46,7 @@ from fa3.calls.traced import trace_packed
 from fa3.calls.varlen_autograd import attend_packed
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
-from fa3.planning.joined import JoinedPlan
+from fa3.planning.joined import JoinedPlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
 from fa3.problem import NO_BOUND, REMEMBERED
@@ -223,26 +226,25 @@ def flash_attn_varlen_func(
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    of_q, of_k, of_v = (
-        describe("q", q, ALIGNMENT, True),
-        describe("k", k, ALIGNMENT, True),
-        describe("v", v, ALIGNMENT, True),
-    )
-    of_integers = describe_integers(integers)
-    tokens_q = tokens_of("q", of_q)
-    tokens_k, tokens_v = tokens_of("k", of_k), tokens_of("v", of_v)
-    batch = check_integers(of_integers, of_q)
-    total_q, total_k = check_totals(of_q, of_k, of_v, batch)
+    tensors = q, k, v, *integers
+    latest = latest_call(causal, window_size, softcap, sm_margin)
+    tokens, (call, _) = None, latest.find(tensors)
+    if call is None or not are_of_batch(integers, batch := cu_seqlens_q.shape[0] - 1):
+        call, tokens, batch = None, *describe_packed(q, k, v, integers)
+    total_q, total_k = check_totals(q.shape, k.shape, v.shape, batch)
     modifiers = UNMODIFIED
     if softcap or not (alibi_slopes is sinks is score is mask is None):
         is_causal = check_window(window_size, causal).right == 0
         modifiers = Modifiers.of(
             q, batch, softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
         )
-    call = prepare_varlen(
-        tokens_q, tokens_k, tokens_v, seqused_q is not None, seqused_k is not None, causal,
-        window_size, modifiers.structure, sm_margin,
-    )  # fmt: skip
+    if call is None or call.structure != modifiers.structure:
+        tokens = tokens or describe_packed(q, k, v, integers)[0]
+        call = prepare_varlen(
+            *tokens, seqused_q is not None, seqused_k is not None, causal, window_size,
+            modifiers.structure, sm_margin,
+        )  # fmt: skip
+        latest.remember(tensors, ALIGNMENTS, OF_ANY_LENGTH, call, has_backward=True)
     scale = check_scale(softmax_scale, call.spec.head_dim)
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
@@ -253,21 +255,56 @@ def flash_attn_varlen_func(
             call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors
         )
         return (out, lse) if return_lse else out
-    heads = tokens_q[0][0]
+    heads, head_dim_v = q.shape[1], call.spec.head_dim_v
     if out is None:
         # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
-        out = q.new_empty(total_q, heads, call.spec.head_dim_v)
+        out = q.new_empty(total_q, heads, head_dim_v)
     else:
         names, tensors = modifiers.structure.names, modifiers.tensors or ()
-        shape = total_q, heads, call.spec.head_dim_v
+        shape, of_q = (total_q, heads, head_dim_v), describe("q", q, ALIGNMENT, True)
         check_ragged_out(out, describe("out", out), shape, of_q)
         check_writable("out", out)
         names = "q", "k", "v", *INTEGERS_OF_LENGTHS, *names
         check_apart("out", out, names, (q, k, v, *integers, *tensors))
     lse = q.new_empty(heads, total_q, dtype=torch.float32) if return_lse else None
+    longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
+    sizes = PackedSizes(batch, heads, total_q, total_k, *longest)
     operands = RaggedOperands(q, k, v, out, lse, *integers)
-    call.attend(operands, (max_seqlen_q, max_seqlen_k), modifiers.tensors, scale)
+    call.attend(operands, sizes, modifiers.tensors, scale)
     return (out, lse) if return_lse else out
+
+
+ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 4
+"""Bytes to which q, k, v and the integer tensors must be aligned."""
+
+OF_ANY_LENGTH = range(7)
+"""All of them: rows and sequences may be more or fewer in each call."""
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def latest_call(*options: object) -> Latest[RaggedCall]:
+    """The latest call with these options."""
+    return Latest()
+
+
+def describe_packed(q, k, v, integers: Integers) -> tuple[tuple[tuple, ...], int]:
+    """Look at the tensors of a call one by one.
+
+    Returns:
+        the fields of the `Tokens` of q, k and v, and the number of sequences.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: one of them is not what it must be, whatever
+            q, k and v are to each other.
+    """
+    described = (
+        describe("q", q, ALIGNMENT, True),
+        describe("k", k, ALIGNMENT, True),
+        describe("v", v, ALIGNMENT, True),
+    )
+    of_integers = describe_integers(integers)
+    tokens = tuple(map(tokens_of, "qkv", described))
+    return tokens, check_integers(of_integers, described[0])
 
 
 def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask) -> None:
@@ -313,4 +350,4 @@ def prepare_varlen(
     joined, plan = JoinedPlan.of(*given), RaggedPlan(*given)
     short = ShortPlan.of(spec, q.shape[0], k.shape[0], has_used_q, has_used_k, gpu)
     kernels = None if is_on_host else varlen_gpu.prepare(plan, joined, short, window)
-    return RaggedCall(spec, window, joined, short, kernels)
+    return RaggedCall(spec, modifiers, window, joined, short, kernels)

@@ -43,7 +43,8 @@ class PackedAttention(torch.autograd.Function):
         out = q.new_empty(total_q, heads, v.shape[2])
         lse = q.new_empty(heads, total_q, dtype=torch.float32)
         operands = RaggedOperands(q, k, v, out, lse, *lengths)
-        call.attend(operands, longest, tensors or None, softmax_scale, has_gradients=True)
+        sizes = operands.sizes(*longest)
+        call.attend(operands, sizes, tensors or None, softmax_scale, has_gradients=True)
         ctx.options = call.spec, call.window, longest, deterministic, softmax_scale
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*lengths, q, k, v, out, lse, *tensors)

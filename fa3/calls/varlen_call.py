@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fa3.calls import varlen_backward, varlen_gpu
+from fa3.calls.modifiers import Structure
 from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
 from fa3.calls.varlen_gpu import Short
 from fa3.planning.joined import JoinedPlan, PackedSizes
@@ -30,6 +31,7 @@ class RaggedCall:
     """What a call leads to, whatever its lengths are.
 
     Fields:
+        structure: what of its scores, mask and sinks is in the spec.
         window: with bounds that any lengths may have.
         joined: how short sequences share tiles; None if they cannot.
         short: how the decode kernel attends from few queries; None if it cannot.
@@ -37,6 +39,7 @@ class RaggedCall:
     """
 
     spec: AttentionSpec
+    structure: Structure
     window: Window
     joined: JoinedPlan | None
     short: ShortPlan | None
@@ -45,7 +48,7 @@ class RaggedCall:
     def attend(
         self,
         operands: RaggedOperands,
-        longest: tuple[int, int],
+        sizes: PackedSizes,
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
         has_gradients: bool = False,
@@ -53,12 +56,11 @@ class RaggedCall:
         """Write the rows of out and lse that belong to queries that are used.
 
         Args:
-            longest: max_seqlen_q and max_seqlen_k.
+            sizes: what the host knows of the lengths.
             tensors: those of the spec's scores, mask and sinks.
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
                 kernel's, so that none has other bits beside other sequences.
         """
-        sizes = operands.sizes(*longest)
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
         if sizes.max_seqlen_k == 0:
@@ -69,7 +71,7 @@ class RaggedCall:
             if self.gpu is None:
                 execute_joined(self.joined, self.window, operands, scale, tensors)
             else:
-                self.gpu.joined.launch(operands, tensors, scale)
+                self.gpu.joined.launch(operands, sizes, tensors, scale)
         else:
             self.attend_one_by_one(operands, sizes, tensors, scale, has_gradients)
 

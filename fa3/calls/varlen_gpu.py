@@ -16,7 +16,7 @@ import torch
 
 from fa3.calls.decode import PreparedDecode
 from fa3.kernels.forward_launch import NO_PARTS
-from fa3.planning.joined import JoinedPlan
+from fa3.planning.joined import JoinedPlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.short_queries import ShortPlan
 from fa3.problem import Window
@@ -87,7 +87,8 @@ class PreparedVarlen:
         total_q, heads, _ = q.shape
         batch = operands.cu_seqlens_q.shape[0] - 1
         capacity = capacity_of_table(total_q, batch, self.tile_m)
-        table = q.new_empty(words_of_table(capacity), dtype=torch.int32)
+        # Of the lengths' dtype: to name another one takes torch 0.2 us.
+        table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
         # In the order of `TileTableArguments`.
         self.tile_table(
             *integers, table, total_q, total_k, capacity,
@@ -138,29 +139,27 @@ class PreparedJoined:
     def launch(
         self,
         operands: RaggedOperands,
+        sizes: PackedSizes,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU."""
-        q, k, v, out, lse, *integers = operands
+        q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
-                self.launch(operands, modifiers, scale)
+                self.launch(operands, sizes, modifiers, scale)
             return
-        (total_q, heads, _), batch = q.shape, operands.lengths.batch
+        batch, heads, total_q, total_k, _, _ = sizes
         num_tiles = self.plan.num_tiles(total_q)
-        rows, tiles, table = (
-            q.new_empty(shape, dtype=torch.int32)
-            for shape in (
-                (num_tiles * self.plan.config.tile_m, ROW_RECORD),
-                words_of_table(num_tiles),
-                words_of_table(batch),
-            )
-        )
+        # Of the lengths' dtype: to name another one takes torch 0.2 us.
+        rows = ends_q.new_empty(num_tiles * self.plan.config.tile_m, ROW_RECORD)
+        tiles = ends_q.new_empty(words_of_table(num_tiles))
+        table = ends_q.new_empty(words_of_table(batch))
         # In the order of `JoinedTableArguments`.
         self.joined_table(
-            *integers, rows, tiles, table, total_q, k.shape[0], num_tiles, *self.window
-        )
+            ends_q, ends_k, used_q, used_k, rows, tiles, table, total_q, total_k, num_tiles,
+            *self.window,
+        )  # fmt: skip
         stream = current_stream(q.device.index)
         counters = counters_of(q.device, stream, capture_of(stream))
         marks = counters.take(words_of_marks(batch * heads))

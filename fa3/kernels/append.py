@@ -5,7 +5,7 @@ and the rotated queries. Each thread makes one 16-byte vector: it finds its row 
 token), loads the vector and, if it rotates, the vector's partner, and stores the result. Lengths
 are read on the device, so a captured graph appends further at every replay.
 
-    blocks (x, 0)   vectors of k into the cache; also the sequences' new lengths
+    blocks (x, 0)   vectors of k into the cache; also the sequences' new lengths, if asked for
     blocks (x, 1)   vectors of v into the cache
     blocks (x, 2)   vectors of q into a separate tensor, if there is a rotary embedding
 
@@ -247,7 +247,8 @@ class AppendArguments(NamedTuple):
         k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, ...), with pages (num_pages,
             page_size, heads_kv, ...); written.
         seqlens: (batch,) int32, tokens in the cache before the append.
-        new_seqlens: (batch,) int32, receives the tokens after the append.
+        new_seqlens: (batch,) int32, receives the tokens after the append; None if nobody reads
+            them.
         cu_seqlens: (batch + 1,) int32, where the new tokens of each sequence begin; None if all
             sequences get equally many.
         batch_idx: (batch,) int32, a sequence's row in the cache; None for its index in the batch.
@@ -300,7 +301,9 @@ class AppendArguments(NamedTuple):
             k_cache=arguments.tma_tensor(dtype, (*cache, heads, kernel.head_dim)),
             v_cache=arguments.tma_tensor(dtype, (*cache, heads, kernel.head_dim_v)),
             seqlens=arguments.compact_tensor("int32", (batch,)),
-            new_seqlens=arguments.compact_tensor("int32", (batch,)),
+            new_seqlens=arguments.compact_tensor("int32", (batch,))
+            if kernel.writes_lengths
+            else None,
             cu_seqlens=ends,
             batch_idx=rows,
             page_table=arguments.strided_tensor("int32", 2) if kernel.paged else None,
@@ -330,6 +333,7 @@ class Append:
         rotary: the embedding of k and q; None without one, and then the kernel takes no q.
         packed: whether it takes queries of sequences that have different numbers of them.
         turned: whether the embedding counts from positions of its own.
+        writes_lengths: whether it writes the sequences' new lengths.
     """
 
     dtype: str
@@ -341,6 +345,7 @@ class Append:
     rotary: Rotary | None
     packed: bool = False
     turned: bool = False
+    writes_lengths: bool = False
 
     entry_name: ClassVar[str] = "fa3_append"
     is_storable: ClassVar[bool] = True
@@ -380,7 +385,7 @@ class Append:
         self,
         cache: Cache,
         new: NewTokens,
-        mNewSeqlens: cute.Tensor,
+        mNewSeqlens: cute.Tensor | None,
         queries: Queries | None,
         tables: Tables | None,
     ):
@@ -390,10 +395,12 @@ class Append:
         block, part, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         index = block * THREADS + thread
-        if part == 0:
-            if index < mNewSeqlens.shape[0]:
+        if cutlass.const_expr(self.writes_lengths):
+            is_sequence = part == 0 and index < mNewSeqlens.shape[0]
+            if is_sequence:
                 seqlen = new.seqlen(index, cache.capacity)
                 mNewSeqlens[index] = seqlen + new.count(index, cache.capacity - seqlen)
+        if part == 0:
             self.append(index, new, new.k, cache, cache.k, tables)
         elif part == 1:
             self.append(index, new, new.v, cache, cache.v, None)

@@ -110,6 +110,7 @@ class DecodeOperands(NamedTuple):
         packed_q, packed_k: which rows sequences have if they are packed, or None.
         seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed,
             or the cache is full.
+        seqlen_new: keys that each has beyond these.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
         table: says how many CTAs there are beside the forward kernel; None without it.
@@ -123,6 +124,7 @@ class DecodeOperands(NamedTuple):
     packed_q: RaggedLengths | None
     packed_k: RaggedLengths | None
     seqlens: cute.Tensor | None
+    seqlen_new: Int32
     tables: CacheTables
     modifiers: tuple | None
     table: cute.Tensor | None
@@ -245,6 +247,7 @@ class Decode(AttentionKernel):
             packed_q,
             packed_k,
             seqlens,
+            call.seqlen_new,
             CacheTables(call.batch_idx, call.leftpad, page_table),
             call.modifiers,
             call.table,
@@ -349,6 +352,7 @@ class Decode(AttentionKernel):
         lengths = Cached(
             operands.q.shape[0],
             operands.seqlens,
+            operands.seqlen_new,
             operands.tables,
             mask,
             seqlen_q,

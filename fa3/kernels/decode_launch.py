@@ -57,6 +57,7 @@ class DecodeArguments(NamedTuple):
         cu_seqlens_k: (batch + 1,) int32, where packed keys begin and end; None without.
         seqlens: (batch,) int32, keys of the sequences, padding included; None if the cache is full.
             Of packed ones how many count, or None for all.
+        seqlen_new: keys that each has beyond these, if there is room; packed ones have none.
         batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
         page_table: (batch, pages) int32; None without pages.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
@@ -80,6 +81,7 @@ class DecodeArguments(NamedTuple):
     seqused_q: object
     cu_seqlens_k: object
     seqlens: object
+    seqlen_new: int
     batch_idx: object
     leftpad: object
     page_table: object
@@ -124,6 +126,7 @@ class DecodeArguments(NamedTuple):
             seqused_q=per_sequence(kernel.has_used_q),
             cu_seqlens_k=ends(cache.is_packed),
             seqlens=per_sequence(cache.has_seqlens),
+            seqlen_new=Int32(0),
             batch_idx=per_sequence(cache.batch_indexed),
             leftpad=per_sequence(cache.left_padded),
             page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,

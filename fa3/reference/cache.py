@@ -44,6 +44,7 @@ class CacheOperands(NamedTuple):
         alibi_slopes: (heads_q,) or (batch, heads_q) float32, or None.
         sinks: (heads_q,) float32 or q's dtype, or None.
         cu_seqlens_q: (batch + 1,) int32, where the queries of each sequence begin and end.
+        seqlen_new: keys that each sequence has beyond those that cache_seqlens says.
     """
 
     q: torch.Tensor
@@ -58,6 +59,7 @@ class CacheOperands(NamedTuple):
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
+    seqlen_new: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class HostAppend:
             outer, inner, exists = find(sequence, positions, batch_idx, page_table, k_cache)
             places = outer[exists], inner[exists]
             k_cache[places], v_cache[places] = new_k[exists], new_v[exists]
-            new_seqlens[sequence] = seqlen + len(new_k)
+            if new_seqlens is not None:
+                new_seqlens[sequence] = seqlen + len(new_k)
 
 
 def tokens_of_sequence(k_cache: torch.Tensor, page_table: torch.Tensor | None) -> int:
@@ -153,8 +156,9 @@ def execute_decode(
         rows = RaggedLengths(HostTensor(ends), None, operands.q.shape[0])
         packed = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
     sequences = Cached(
-        sizes.batch, as_table(operands.cache_seqlens), tables, bind(plan.spec, tensors)[1],
-        sizes.seqlen_q, sizes.capacity, plan.window, TILE_N, packed=packed,
+        sizes.batch, as_table(operands.cache_seqlens), operands.seqlen_new, tables,
+        bind(plan.spec, tensors)[1], sizes.seqlen_q, sizes.capacity, plan.window, TILE_N,
+        packed=packed,
     )  # fmt: skip
     walk_segments(plan, operands, sequences, softmax_scale, tensors)
 
@@ -180,8 +184,8 @@ def execute_packed_decode(
         for ends, used, rows in ((ends_q, used_q, q), (ends_k, used_k, k))
     )
     sequences = Cached(
-        operands.lengths.batch, None, CacheTables(None, None, None), bind(plan.spec, tensors)[1],
-        plan.sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N,
+        operands.lengths.batch, None, 0, CacheTables(None, None, None),
+        bind(plan.spec, tensors)[1], plan.sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N,
         packed=PackedQueries(queries, plan.sizes.qhead_per_kvhead, ROWS), packed_keys=keys,
     )  # fmt: skip
     # All sequences are in one row of a cache, each behind what is padding to it.

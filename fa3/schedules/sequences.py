@@ -175,6 +175,7 @@ class Cached:
         num_sequences: sequences of the call.
         seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed,
             or all have `capacity`.
+        seqlen_new: how many keys each has beyond these, if there is room.
         seqlen_q: queries of each sequence; of packed ones the most that one may have.
         capacity: most keys of a sequence; longer lengths are cut to it.
         is_early: whether the previous kernel may still be running; see `read_early`.
@@ -184,6 +185,7 @@ class Cached:
 
     num_sequences: int
     seqlens: cute.Tensor | None
+    seqlen_new: int
     tables: CacheTables
     mask: object
     seqlen_q: int
@@ -196,7 +198,10 @@ class Cached:
 
     def read(self, batch) -> tuple:
         if self.packed_keys is None:
-            seqlen = self.capacity if self.seqlens is None else self.count(self.seqlens, batch)
+            seqlen = self.capacity
+            if self.seqlens is not None:
+                seqlen = self.count(self.seqlens, batch)
+                seqlen = seqlen + smaller(self.seqlen_new, self.capacity - seqlen)
             keys = seqlen, self.count(self.tables.leftpad, batch)
         else:
             begin, length = self.packed_keys.read(batch, self.entry)

@@ -1,0 +1,146 @@
+"""The latest call with some options: a call that is like it is not described again.
+
+To describe its tensors takes a call most of its time. Those of a model's layers and steps differ
+in nothing but addresses and, where rows are packed, in rows. `Latest` compares a call's tensors
+with those of the call before through the guards of torch.compile, all in one call of C++. Calls
+that differ in more are described (`fa3.calls.operands`), looked up and are the latest from then on.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter, mod
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from fa3.calls.eager import LOWEST_ADDRESS
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Tensors of other types are described in each call: guards do not see what they wrap."""
+
+Outcome = TypeVar("Outcome")
+
+UNKNOWN = (None, ())
+"""What `Latest.find` gives for a call that must be described."""
+
+
+class Remembered(NamedTuple, Generic[Outcome]):
+    """What tensors were like, and what a call on them led to. It keeps none of them.
+
+    Fields:
+        given, missing: pick the tensors that there were, and the places where there was none.
+        nothing: what `missing` picked.
+        alignments: of the addresses of those that there were.
+        twice: pairs of places that had the same tensor.
+        once: picks each tensor at its first place; guards want different objects.
+        are_alike: whether these have their types, shapes, strides, dtypes and devices, and are the
+            same to torch's dispatcher.
+    """
+
+    given: Callable[[Sequence], Any]
+    missing: Callable[[Sequence], Any]
+    nothing: object
+    alignments: tuple[int, ...]
+    twice: tuple[tuple[int, int], ...]
+    once: Callable[[Sequence], Any]
+    are_alike: Callable[..., bool]
+    outcome: Outcome
+
+
+class Latest(Generic[Outcome]):
+    """The latest call with the same options. Threads may share it: what is found fits.
+
+    Attributes:
+        remembered: what calls are compared with.
+        described: what the latest call led to that was described. Only when it comes again right
+            away it is remembered: that takes as long as to describe a call three times.
+    """
+
+    __slots__ = ("described", "remembered")
+
+    def __init__(self) -> None:
+        self.described: Outcome | None = None
+        self.remembered: Remembered[Outcome] | None = None
+
+    def find(self, tensors: Sequence) -> tuple[Outcome | None, Sequence[int]]:
+        """What the latest call led to if its tensors were like these, and where these begin.
+
+        They would pass `fa3.calls.operands.describe` then.
+
+        Args:
+            tensors: those of the call, in the same places as the latest one's; None for none.
+        """
+        if self.remembered is None:
+            return UNKNOWN
+        given, missing, nothing, alignments, twice, once, are_alike, outcome = self.remembered
+        if missing(tensors) != nothing:
+            return UNKNOWN
+        try:
+            # Nested tensors have an address, but guards would ask for their strides and abort.
+            begins = [0 if one.is_nested else one.data_ptr() for one in given(tensors)]
+        except (AttributeError, RuntimeError, TypeError):
+            return UNKNOWN
+        if (
+            min(begins) < LOWEST_ADDRESS
+            or any(map(mod, begins, alignments))
+            or forward_ad._current_level >= 0
+            or not are_alike(*once(tensors))
+        ):
+            return UNKNOWN
+        for first, second in twice:
+            if tensors[first] is not tensors[second]:
+                return UNKNOWN
+        return outcome, begins
+
+    def remember(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        alignments: Sequence[int],
+        of_any_length: Sequence[int],
+        outcome: Outcome,
+        has_backward: bool = False,
+    ) -> None:
+        """Keep what a call led to, which has been described and found valid.
+
+        Args:
+            tensors: two different ones or more.
+            alignments: that `fa3.calls.operands.describe` asked for in each place.
+            of_any_length: places of tensors whose first dimension may have another length.
+            has_backward: whether tensors may require grad.
+        """
+        if self.described is not outcome:
+            self.described = outcome
+            return
+        places = [i for i, one in enumerate(tensors) if one is not None]
+        if any(
+            type(tensors[i]) not in PLAIN_TYPES or (tensors[i].requires_grad and not has_backward)
+            for i in places
+        ):
+            return
+        first_of = {id(tensors[i]): i for i in reversed(places)}
+        distinct = sorted(first_of.values())
+        fixed = {id(tensors[i]) for i in places if i not in of_any_length}
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *(tensors[i] for i in distinct),
+            dynamic_dims_sizes=[
+                list(one.shape) if id(one) in fixed else [None, *one.shape[1:]]
+                for one in (tensors[i] for i in distinct)
+            ],
+            dynamic_dims_strides=[list(tensors[i].stride()) for i in distinct],
+        )
+        missing = picker([i for i in range(len(tensors)) if i not in places])
+        self.remembered = Remembered(
+            picker(places),
+            missing,
+            missing(tensors),
+            tuple(alignments[i] for i in places),
+            tuple((first_of[id(tensors[i])], i) for i in places if i not in distinct),
+            picker(distinct),
+            guards.check,
+            outcome,
+        )
+
+
+def picker(places: list[int]) -> Callable[[Sequence], Any]:
+    """Picks what is in some places of a tuple, as one."""
+    return itemgetter(*places) if places else itemgetter(slice(0))

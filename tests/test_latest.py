@@ -1,0 +1,233 @@
+"""Calls like the one before: found again, and nothing passes that would be refused otherwise."""
+
+import gc
+import weakref
+from threading import Thread
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import fa3
+from fa3.calls import kvcache, varlen
+from fa3.calls.latest import UNKNOWN, Latest
+
+LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
+
+
+def cache_call(**changes) -> dict:
+    """Return a call on a cache; its tensors are different objects."""
+    q, k, v = (torch.randn(2, n, 2, 16).bfloat16() for n in (1, 12, 12))
+    return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": LENGTHS.clone()} | changes
+
+
+def packed_call(rows: int = 9, batch: int = 2, **changes) -> dict:
+    """Return a call on packed sequences."""
+    q, k, v = (torch.randn(rows, 2, 16).bfloat16() for _ in range(3))
+    ends_q, ends_k = (torch.linspace(0, rows, batch + 1).int() for _ in range(2))
+    call = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
+    return call | {"max_seqlen_q": rows, "max_seqlen_k": rows} | changes
+
+
+CALLS = {
+    "cache": (fa3.flash_attn_with_kvcache, cache_call, kvcache),
+    "packed": (fa3.flash_attn_varlen_func, packed_call, varlen),
+}
+
+
+@pytest.fixture(params=CALLS)
+def kind(request):
+    """A function, what makes a call of it, and its module; such calls have been made before."""
+    function, make, module = CALLS[request.param]
+    for _ in range(3):
+        function(**make())
+    return function, make, module
+
+
+@pytest.fixture
+def stop_describing(monkeypatch):
+    """What makes every call fail from then on that describes its tensors."""
+
+    def stop() -> None:
+        for module, name in ((kvcache, "describe_tensors"), (varlen, "describe_packed")):
+            monkeypatch.setattr(module, name, lambda *given: pytest.fail("was described"))
+
+    return stop
+
+
+def test_a_call_like_the_one_before_is_not_described(kind, stop_describing):
+    function, make, _ = kind
+    stop_describing()
+    function(**make())
+
+
+def test_packed_sequences_may_have_any_lengths(stop_describing):
+    calls = [packed_call(*sizes) for sizes in ((1, 1), (30, 7), (9, 2), (4, 2))]
+    expected = [fa3.flash_attn_varlen_func(**call) for call in calls]
+    stop_describing()
+    for call, out in zip(calls, expected, strict=True):
+        assert torch.equal(fa3.flash_attn_varlen_func(**call), out)
+
+
+def test_packed_queries_may_have_any_rows(stop_describing):
+    ends = torch.tensor([0, 1, 2], dtype=torch.int32)
+
+    def call(rows: int):
+        q = torch.randn(rows, 2, 16).bfloat16()
+        more = {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": 1, "out": torch.empty_like(q)}
+        return fa3.flash_attn_with_kvcache(**cache_call(**more))
+
+    for _ in range(3):
+        call(2)
+    stop_describing()
+    assert call(5).shape == (5, 2, 16)
+
+
+FAULTS = (
+    "misaligned", "another dtype", "another head size", "strides", "sparse", "nested", "meta",
+    "nowhere", "no tensor",
+)  # fmt: skip
+
+
+def spoiled(q: torch.Tensor) -> dict:
+    """Return tensors like q that no call takes, by their `FAULTS`."""
+    memory = torch.zeros(q.numel() + 1, dtype=q.dtype)
+    nowhere = torch.zeros_like(q)
+    nowhere.untyped_storage().resize_(0)
+    return {
+        "misaligned": memory[1:].view(q.shape),
+        "another dtype": q.float(),
+        "another head size": q[..., :12],
+        "strides": q.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "sparse": q.to_sparse(),
+        "nested": torch.nested.nested_tensor([q[0]]),
+        "meta": q.to("meta"),
+        "nowhere": nowhere,
+        "no tensor": q.tolist(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_refused_is_refused_again(kind, fault):
+    function, make, _ = kind
+    call = make()
+    messages = []
+    for forget in (False, True):
+        if forget:
+            for module in (kvcache, varlen):
+                module.latest_call.cache_clear()
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+            function(**call | {"k_cache" if "k_cache" in call else "k": spoiled(call["q"])[fault]})
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_tensor_that_requires_grad_is_refused():
+    sinks = torch.nn.Parameter(torch.zeros(2))
+    with torch.no_grad():
+        for _ in range(3):
+            fa3.flash_attn_with_kvcache(**cache_call(sinks=sinks))
+    with pytest.raises(ValueError, match=r"^sinks requires grad"):
+        fa3.flash_attn_with_kvcache(**cache_call(sinks=sinks))
+
+
+def test_a_tangent_is_refused(kind):
+    function, make, _ = kind
+    call = make()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(call["q"], torch.ones_like(call["q"]))
+        with pytest.raises(NotImplementedError, match=r"^q carries a forward-mode tangent"):
+            function(**call | {"q": dual})
+
+
+def test_gradients_come_whatever_was_before():
+    for wants in (False, True, False, True, True, True):
+        call = packed_call()
+        call["q"].requires_grad_(wants)
+        out = fa3.flash_attn_varlen_func(**call)
+        assert out.requires_grad == wants
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"v": torch.zeros(8, 2, 16).bfloat16()}, "v must have 9 rows like k, got 8"),
+        ({"cu_seqlens_k": torch.arange(2).int()}, "cu_seqlens_k must have shape"),
+        ({"cu_seqlens_q": torch.empty(0).int()}, "cu_seqlens_q must have shape"),
+        ({"cu_seqlens_q": torch.arange(3)}, "cu_seqlens_q must be torch.int32"),
+        ({"seqused_k": torch.arange(3).int()}, "seqused_k must have shape"),
+    ],
+)
+def test_lengths_are_looked_at_in_every_call(changes, complaint):
+    for _ in range(3):
+        fa3.flash_attn_varlen_func(**packed_call(seqused_k=LENGTHS.clone()))
+    with pytest.raises((TypeError, ValueError), match=complaint):
+        fa3.flash_attn_varlen_func(**packed_call(seqused_k=LENGTHS.clone()) | changes)
+
+
+def test_the_same_tensor_twice_is_no_other_call():
+    k = torch.randn(2, 12, 2, 16).bfloat16()
+    for _ in range(3):
+        fa3.flash_attn_with_kvcache(**cache_call(k_cache=k, v_cache=k))
+    call = cache_call(k_cache=k)
+    found = fa3.flash_attn_with_kvcache(**call)
+    kvcache.latest_call.cache_clear()
+    assert torch.equal(found, fa3.flash_attn_with_kvcache(**call))
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    for _ in range(3):
+        fa3.flash_attn_varlen_func(**packed_call(cu_seqlens_q=ends, cu_seqlens_k=ends))
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k must end with the 9 rows"):
+        fa3.flash_attn_varlen_func(**packed_call(cu_seqlens_q=ends, cu_seqlens_k=2 * ends))
+
+
+def test_overlaps_are_found_in_every_call():
+    memory = torch.randn(2, 13, 2, 16).bfloat16()
+    k, v = memory[:, :12], torch.randn(2, 12, 2, 16).bfloat16()
+    others = {"k_cache": k, "v_cache": v, "v": torch.randn(2, 1, 2, 16).bfloat16()}
+    for _ in range(3):
+        fa3.flash_attn_with_kvcache(**cache_call(**others, k=memory[:, 12:]))
+    with pytest.raises(ValueError, match=r"^k_cache must not overlap k"):
+        fa3.flash_attn_with_kvcache(**cache_call(**others, k=memory[:, 11:12]))
+
+
+def test_no_tensor_is_kept(kind):
+    function, make, _ = kind
+    call = make()
+    for _ in range(3):
+        function(**call)
+    tensors = [weakref.ref(one) for one in call.values() if isinstance(one, torch.Tensor)]
+    call.clear()
+    gc.collect()
+    assert not any(one() is not None for one in tensors)
+
+
+def test_calls_of_two_kinds_in_turn_are_right():
+    calls = [cache_call(q=torch.randn(2, n, 2, 16).bfloat16()) for n in (1, 3)]
+    expected = [fa3.flash_attn_with_kvcache(**call) for call in calls]
+    wrong = []
+
+    def run(first: int) -> None:
+        for i in range(first, first + 60):
+            n = i // 3 % 2
+            wrong.append(not torch.equal(fa3.flash_attn_with_kvcache(**calls[n]), expected[n]))
+
+    threads = [Thread(target=run, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wrong) == 180 and not any(wrong)
+
+
+def test_only_what_comes_again_is_remembered():
+    latest, tensors = Latest(), (torch.zeros(4), None, torch.zeros(2))
+    for outcome in ("one", "other", "one"):
+        latest.remember(tensors, (1, 1, 1), (), outcome)
+        assert latest.find(tensors) == UNKNOWN
+    latest.remember(tensors, (1, 1, 1), (0,), "one")
+    assert latest.find(tensors) == ("one", [tensors[0].data_ptr(), tensors[2].data_ptr()])
+    assert latest.find((torch.zeros(5), None, tensors[2]))[0] == "one"
+    assert latest.find((tensors[0], None, torch.zeros(3))) == UNKNOWN
+    assert latest.find((tensors[0], torch.zeros(1), tensors[2])) == UNKNOWN
+    assert latest.find((tensors[0], None, None)) == UNKNOWN
