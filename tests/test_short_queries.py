@@ -165,8 +165,9 @@ def test_a_short_sequence_has_few_rows(ratio):
 
 
 def test_no_number_of_queries_changes_what_is_compiled():
-    plans = [plan_of().plan(most, Window(right=0)) for most in (1, 5, 32)]
-    assert len({(plan.kernel(), plan.combine()) for plan in plans}) == 1
+    for is_beside in (False, True):
+        plans = [plan_of().plan(most, is_beside, Window(right=0)) for most in (1, 5, 32)]
+        assert len({(plan.kernel(), plan.combine()) for plan in plans}) == 1
 
 
 # ------------------------------------------------------------------------------------ on a GPU

@@ -508,11 +508,12 @@ class Launches:
     def launch(self, operands, *given):
         self.given.append((*operands, *given))
 
-    def for_queries(self, most):
-        def attend_packed(operands, *given):
-            self.short.append((most, *operands, *given))
+    def for_queries(self, most, is_beside):
+        def start(operands, *given):
+            self.short.append((most, is_beside, *operands, *given))
+            return lambda: None
 
-        return SimpleNamespace(attend_packed=attend_packed, most=most)
+        return SimpleNamespace(start=start)
 
 
 @pytest.fixture
@@ -558,13 +559,16 @@ def test_short_sequences_are_the_decode_kernels(kernels):
     sinks = torch.zeros(4)
     call = make_call(decoding) | {"sinks": sinks}
     flash_attn_varlen_func(**call)
-    ((most, q, *_, longest, modifiers, scale),) = kernels.short
+    ((most, is_beside, q, *_, longest, modifiers, scale),) = kernels.short
     assert (most, longest, scale) == (1, 500, 0.125) and q is call["q"] and modifiers[0] is sinks
+    assert not is_beside
     assert not kernels.given
     flash_attn_varlen_func(**make_call(mixed))
     ((*_, short),) = kernels.given
-    short.attend()
-    assert short.most_queries == kernels.short[1][0] == 32
+    table = object()
+    short.start(table)
+    most, is_beside, *_, of_launch = kernels.short[1]
+    assert short.most_queries == most == 32 and is_beside and of_launch is table
     call = make_call(mixed)
     call["q"].requires_grad_()
     flash_attn_varlen_func(**call)
