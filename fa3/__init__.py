@@ -13,6 +13,7 @@ from fa3.running import code_cache
 
 if TYPE_CHECKING:
     from fa3.calls.combine import flash_attn_combine
+    from fa3.calls.dropout import dropout_mask
     from fa3.calls.forward import flash_attn_func
     from fa3.calls.kvcache import flash_attn_with_kvcache
     from fa3.calls.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
@@ -37,6 +38,7 @@ __all__ = [
     "Score",
     "Tile",
     "Window",
+    "dropout_mask",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
@@ -58,6 +60,7 @@ HOMES = {
     "Score": "fa3.scores.scores",
     "Tile": "fa3.schedules",
     "Window": "fa3.problem",
+    "dropout_mask": "fa3.calls.dropout",
     "flash_attn_combine": "fa3.calls.combine",
     "flash_attn_func": "fa3.calls.forward",
     "flash_attn_varlen_func": "fa3.calls.varlen",

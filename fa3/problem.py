@@ -66,6 +66,7 @@ class AttentionSpec:
         scores: what is done to the scores before the softmax, in this order: templates of
             objects of `fa3.scores.scores`.
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.
+        has_dropout: whether probabilities are dropped.
     """
 
     dtype: str
@@ -74,6 +75,7 @@ class AttentionSpec:
     mask: Any
     scores: tuple[Any, ...] = ()
     sinks: str | None = None
+    has_dropout: bool = False
 
     @property
     def element(self) -> Element:

@@ -2,7 +2,15 @@
 
 import torch
 from problems import poisoned_allocations
-from reference import FEW_KEYS, NO_WINDOW, cap_error, largest_difference, positions, visible
+from reference import (
+    FEW_KEYS,
+    NO_WINDOW,
+    cap_error,
+    largest_difference,
+    positions,
+    visible,
+    weights_of,
+)
 
 import fa3
 from fa3.problem import Window
@@ -22,10 +30,16 @@ def dense(
     sinks: torch.Tensor | None = None,
     score: None = None,
     mask: fa3.Mask | None = None,
+    deterministic: bool = False,
+    **dropout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention as it is written down, products in `dtype`, differentiable.
 
     `reference.dense` writes in place and has NaN for rows without keys, before it hides them.
+
+    Args:
+        deterministic: whatever; it always is.
+        dropout: arguments of `weights_of`.
     """
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     group = heads_q // heads_kv
@@ -51,6 +65,8 @@ def dense(
     is_empty = (logits == -torch.inf).all(dim=3, keepdim=True)
     logits = logits.masked_fill(is_empty, 0.0)
     p = logits.softmax(dim=3)[..., :seqlen_k].masked_fill(is_empty, 0.0)
+    if dropout:
+        p = p * weights_of(batch, heads_q, seqlen_q, seqlen_k, **dropout)
     lse = logits.logsumexp(dim=3).masked_fill(is_empty[..., 0], -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", p.to(dtype), v), lse
 
@@ -94,10 +110,7 @@ def check_gradients(
         return torch.autograd.grad(outputs, wanted, given, materialize_grads=True)
 
     def of_dtype(dtype: torch.dtype):
-        def run(deterministic: bool = False, **arguments):
-            return dense(**arguments, window=window, dtype=dtype)
-
-        return run
+        return lambda **arguments: dense(**arguments, window=window, dtype=dtype)
 
     def ours(**arguments):
         return fa3.flash_attn_func(**arguments, window_size=tuple(window), return_lse=True)
@@ -111,7 +124,7 @@ def check_gradients(
     beside = {}
     if "sinks" in inputs:
         beside["sinks"] = error_of_sinks(q, k, v, d_out, window, modifiers)
-    if k.shape[1] < FEW_KEYS and q.is_cuda:
+    if k.shape[1] < FEW_KEYS and (q.is_cuda or "dropout_p" in modifiers):
         beside |= dict.fromkeys("qk", error_of_delta(q, k, v, d_out))
     check_errors(inputs, found, exact, rounded, 4 * capped, beside)
     return dict(zip(inputs, found, strict=True))
@@ -146,7 +159,7 @@ def error_of_delta(q, k, v, d_out) -> float:
 
     Torch's weight of a single key is exactly 1, and dP - delta exactly 0. Beside a reference that
     is not the row's maximum a weight is any number, and rounded to 16 bits, like those of several
-    keys.
+    keys. So is what dropout divides by the share that it keeps.
     """
     largest = max(x.abs().max().item() for x in (q, k))
     delta = (d_out.norm(dim=-1).max() * v.float().norm(dim=-1).max()).item()

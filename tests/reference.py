@@ -45,6 +45,7 @@ def dense(
     sinks: torch.Tensor | None = None,
     score: fa3.Score | None = None,
     mask: fa3.Mask | None = None,
+    **dropout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention as it is written down, every step in `dtype`.
 
@@ -57,6 +58,7 @@ def dense(
         v: (batch, seqlen_k, heads_kv, head_dim_v).
         softcap, alibi_slopes, sinks, score, mask: as for `fa3.flash_attn_func`; of score and mask
             the `reference` is called.
+        dropout: arguments of `weights_of`.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) and the log-sum-exp (batch, heads_q, seqlen_q)
@@ -102,10 +104,32 @@ def dense(
             scores = torch.cat([scores, sink], dim=-1)
         lse[:, heads] = scores.logsumexp(dim=-1).to(dtype)
         probabilities = scores.softmax(dim=-1)[..., :seqlen_k].masked_fill_(hidden, 0.0)
+        if dropout:
+            weights = weights_of(batch, heads_q, seqlen_q, seqlen_k, **dropout)[:, heads]
+            probabilities *= weights
         out[:, :, heads] = torch.einsum(
             "bhqk,bkhd->bqhd", probabilities.to(dtype), v[:, :, kv_heads].to(dtype)
         )
     return out, lse
+
+
+def weights_of(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dropout_p: float,
+    rng_state: torch.Tensor,
+    first_batch: int = 0,
+) -> torch.Tensor:
+    """Return what dropout multiplies probabilities by, (batch, heads, seqlen_q, seqlen_k).
+
+    Args:
+        first_batch: the number of the first sequence.
+    """
+    sizes = heads, seqlen_q, seqlen_k
+    mask = fa3.dropout_mask(rng_state, dropout_p, first_batch + batch, *sizes)[first_batch:]
+    return mask / (1.0 - round(dropout_p * 2**16) / 2**16)
 
 
 def positions(batch: int, heads: torch.Tensor, seqlen_q: int, seqlen_k: int) -> fa3.Position:

@@ -160,7 +160,7 @@ def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem,
     """Give a problem the modifiers of a call: its spec, and what a kernel takes."""
     is_causal = problem.window.right == 0
     modifiers = Modifiers.of(q, problem.batch, **arguments, is_causal=is_causal)
-    scores, template, sinks = modifiers.structure
+    scores, template, sinks, _ = modifiers.structure
     mask = Intersection(problem.spec.mask, template) if template else problem.spec.mask
     spec = replace(problem.spec, scores=scores, mask=mask, sinks=sinks)
     return replace(problem, spec=spec), modifiers

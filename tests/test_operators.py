@@ -20,7 +20,8 @@ WINDOW = {"softmax_scale": None, "causal": True, "window_left": -1, "window_righ
 PLAIN = {"softcap": 0.0, "sm_margin": 0, "alibi_slopes": None, "sinks": None}
 NO_FUNCTIONS = {"score": None, "score_tensors": [], "mask": None, "mask_tensors": []}
 NO_INTEGERS = {"cache_length": None, "cache_batch_idx": None, "cache_leftpad": None}
-PACKED = WINDOW | PLAIN | NO_FUNCTIONS | {"deterministic": False}
+NO_DROPOUT = {"dropout_p": 0.0, "rng_state": None}
+PACKED = WINDOW | PLAIN | NO_FUNCTIONS | {"deterministic": False} | NO_DROPOUT
 DENSE = PACKED | {"schedule": None, "pack_gqa": None}
 CACHED = WINDOW | PLAIN | NO_INTEGERS | {
     "page_table": None, "num_splits": 0, "batch_invariant": False,
@@ -130,6 +131,7 @@ def combine_case(has_out: bool) -> tuple:
 CASES = {
     "forward": forward_case,
     "forward, sinks": lambda: forward_case(sinks=torch.randn(4), softcap=5.0),
+    "forward, dropout": lambda: forward_case(dropout_p=0.3, rng_state=torch.tensor([7])),
     "forward, differentiated": differentiated_case,
     "forward_out": written_case,
     "backward": backward_case,
@@ -404,7 +406,8 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
     asked = []
 
     def note(*given):
-        asked.append(given[-1])
+        *_, deterministic, _ = given
+        asked.append(deterministic)
         return Gradients(None, None, None, None)
 
     monkeypatch.setattr(backward, "gradients", note)

@@ -141,6 +141,9 @@ def modifiers_of(call: dict, sequence: int) -> dict:
     if slopes is not None and slopes.ndim == 2:
         slopes = slopes[sequence : sequence + 1]
     rest = {name: call[name] for name in ("softcap", "sinks")}
+    if call.get("dropout_p"):
+        rest |= {name: call[name] for name in ("dropout_p", "rng_state")}
+        rest["first_batch"] = sequence
     return {"alibi_slopes": slopes, **rest, **functions}
 
 

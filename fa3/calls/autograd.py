@@ -1,9 +1,9 @@
 """Gradients of `flash_attn_func`: what torch's autograd calls and keeps.
 
 `flash_attn_func` comes here with checked tensors when one of them wants a gradient. What is kept
-until the backward pass are the tensors of the call, its output and its log-sum-exp, no matrix of
-queries by keys; `fa3.reference.backward` computes P again from them, and on a GPU the kernels that
-`fa3.calls.backward` launches.
+until the backward pass are the tensors of the call, its output, its log-sum-exp and the seed of its
+dropout, no matrix of queries by keys; `fa3.reference.backward` computes P again from them, and on a
+GPU the kernels that `fa3.calls.backward` launches.
 """
 
 import torch
@@ -14,8 +14,17 @@ from fa3.calls.operands import hide_all_keys
 from fa3.planning.plan import Plan
 from fa3.problem import Problem
 from fa3.reference.backward import BackwardOperands, Wanted, execute_backward
+from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.scores.scores import Score
+
+NO_DROPOUT = None, 0.0
+"""What stands for the seed and the probability of a call without dropout."""
+
+
+def dropout_again(rng_state: torch.Tensor | None, dropout_p: float) -> Dropout | None:
+    """The dropout of a call from what autograd passes on: tensors by themselves."""
+    return None if rng_state is None else Dropout(rng_state, dropout_p)
 
 
 def wants_gradient(
@@ -105,6 +114,8 @@ class HostAttention(torch.autograd.Function):
         plan: Plan | None,
         problem: Problem,
         softmax_scale: float,
+        rng_state: torch.Tensor | None,
+        dropout_p: float,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -113,6 +124,7 @@ class HostAttention(torch.autograd.Function):
         """Run a plan; without one there is nothing to compute.
 
         Args:
+            rng_state, dropout_p: of `fa3.reference.dropout.Dropout`, or `NO_DROPOUT`.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
@@ -124,25 +136,26 @@ class HostAttention(torch.autograd.Function):
             lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
             hide_all_keys(out, lse, tensors[-1] if problem.spec.sinks else None)
         else:
-            out, lse = execute(plan, q, k, v, softmax_scale, tensors)
-        ctx.problem, ctx.softmax_scale = problem, softmax_scale
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+            dropout = dropout_again(rng_state, dropout_p)
+            out, lse = execute(plan, q, k, v, softmax_scale, tensors, dropout=dropout)
+        ctx.options = problem, softmax_scale, dropout_p
+        ctx.save_for_backward(rng_state, q, k, v, out, lse, *tensors)
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
         # Asked for once: a checkpoint computes them anew each time.
-        saved = ctx.saved_tensors
+        rng_state, *saved = ctx.saved_tensors
         operands, tensors = saved[:5], saved[5:]
-        of_operands, of_tensors = ctx.needs_input_grad[3:6], ctx.needs_input_grad[6:]
+        of_operands, of_tensors = ctx.needs_input_grad[5:8], ctx.needs_input_grad[8:]
         wanted = Wanted(*of_operands, any(of_tensors))
         *gradients, d_sinks = once(
-            HostGradients, ctx.problem, ctx.softmax_scale, wanted, *operands, d_out, d_lse, *tensors
+            HostGradients, *ctx.options, rng_state, wanted, *operands, d_out, d_lse, *tensors
         )
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
-        return None, None, None, *gradients, *of_tensors
+        return *[None] * 5, *gradients, *of_tensors
 
 
 class HostGradients(torch.autograd.Function):
@@ -150,7 +163,13 @@ class HostGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, problem: Problem, softmax_scale: float, wanted: Wanted, *arguments: torch.Tensor
+        ctx,
+        problem: Problem,
+        softmax_scale: float,
+        dropout_p: float,
+        rng_state: torch.Tensor | None,
+        wanted: Wanted,
+        *arguments: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         """Compute them.
 
@@ -159,7 +178,10 @@ class HostGradients(torch.autograd.Function):
         """
         count = len(BackwardOperands._fields)
         operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
-        return tuple(execute_backward(problem, operands, softmax_scale, tensors, wanted))
+        dropout = dropout_again(rng_state, dropout_p)
+        return tuple(
+            execute_backward(problem, operands, softmax_scale, tensors, wanted, dropout=dropout)
+        )
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):
@@ -175,6 +197,8 @@ class DeviceAttention(torch.autograd.Function):
         call: object,
         deterministic: bool,
         softmax_scale: float,
+        rng_state: torch.Tensor | None,
+        dropout_p: float,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -184,6 +208,7 @@ class DeviceAttention(torch.autograd.Function):
 
         Args:
             deterministic: whether dQ is to have the same bits every time.
+            rng_state, dropout_p: of `fa3.reference.dropout.Dropout`, or `NO_DROPOUT`.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
@@ -192,12 +217,14 @@ class DeviceAttention(torch.autograd.Function):
         out = call.output.allocate(q)
         lse = q.new_empty(*call.lse_shape, dtype=torch.float32)
         if call.launches:
-            call.launch(q, k, v, out, lse, tensors or None, softmax_scale)
+            dropout = dropout_again(rng_state, dropout_p)
+            given = None if dropout is None else dropout.arguments
+            call.launch(q, k, v, out, lse, tensors or None, softmax_scale, None, given)
         else:
             hide_all_keys(out, lse, tensors[-1] if call.problem.spec.sinks else None)
-        ctx.options = call.problem, deterministic, softmax_scale
+        ctx.options = call.problem, deterministic, softmax_scale, dropout_p
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.save_for_backward(rng_state, q, k, v, out, lse, *tensors)
         return out, lse
 
     @staticmethod
@@ -205,16 +232,17 @@ class DeviceAttention(torch.autograd.Function):
         ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
-        saved = ctx.saved_tensors
+        rng_state, *saved = ctx.saved_tensors
         if len(saved) == 5:
-            found = once(DeviceGradients, *ctx.options, False, *saved, d_out, d_lse)
-            return None, None, None, *found[:3]
-        wants_sinks = any(ctx.needs_input_grad[6:])
+            found = once(DeviceGradients, *ctx.options, rng_state, False, *saved, d_out, d_lse)
+            return None, None, None, None, None, *found[:3]
+        wants_sinks = any(ctx.needs_input_grad[8:])
         *found, d_sinks = once(
-            DeviceGradients, *ctx.options, wants_sinks, *saved[:5], d_out, d_lse, *saved[5:]
-        )
+            DeviceGradients, *ctx.options, rng_state, wants_sinks, *saved[:5], d_out, d_lse,
+            *saved[5:],
+        )  # fmt: skip
         # Of these tensors only sinks have a gradient. They come last.
-        return None, None, None, *found, *[None] * (len(saved) - 6), d_sinks
+        return *[None] * 5, *found, *[None] * (len(saved) - 6), d_sinks
 
 
 attend_on_device = super(torch.autograd.Function, DeviceAttention).apply
@@ -231,6 +259,8 @@ class DeviceGradients(torch.autograd.Function):
         problem: Problem,
         deterministic: bool,
         softmax_scale: float,
+        dropout_p: float,
+        rng_state: torch.Tensor | None,
         wants_sinks: bool,
         *arguments: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -241,7 +271,10 @@ class DeviceGradients(torch.autograd.Function):
         """
         count = len(BackwardOperands._fields)
         operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
-        return gradients(problem, operands, softmax_scale, tensors, wants_sinks, deterministic)
+        dropout = dropout_again(rng_state, dropout_p)
+        return gradients(
+            problem, operands, softmax_scale, tensors, wants_sinks, deterministic, dropout
+        )
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):

@@ -16,6 +16,7 @@ from fa3.planning.backward import BackwardPlan
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sinks
+from fa3.reference.dropout import Dropout
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
 
@@ -61,6 +62,7 @@ class PreparedBackward:
         d_lse: torch.Tensor | None,
         softmax_scale: float,
         tensors: tuple | None,
+        dropout: Dropout | None,
     ) -> tuple[torch.Tensor, ...]:
         """Run the kernels on the current stream of q's GPU.
 
@@ -70,7 +72,9 @@ class PreparedBackward:
         device = q.device
         if device.index != current_device():
             with torch.cuda.device(device):
-                return self.launch(q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors)
+                return self.launch(
+                    q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors, dropout
+                )
         # By themselves: to cut one buffer in two takes torch longer than to allocate another.
         statistics = q.new_empty(self.statistics, dtype=torch.float32)
         sums = q.new_empty(self.sums, dtype=torch.float32)
@@ -78,10 +82,11 @@ class PreparedBackward:
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-        self.begin(out, d_out, lse, d_lse, statistics, sums, None, None, turns)
+        kept, given = (None, None) if dropout is None else (dropout.kept, dropout.arguments)
+        self.begin(out, d_out, lse, d_lse, statistics, sums, None, None, turns, kept)
         self.main(
             q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *self.integers, None,
-            None, None, turns,
+            None, None, turns, given,
         )  # fmt: skip
         self.end(sums, dq, softmax_scale, None)
         return dq, dk, dv, statistics
@@ -104,6 +109,7 @@ def gradients(
     tensors: tuple[torch.Tensor, ...],
     wants_sinks: bool,
     deterministic: bool,
+    dropout: Dropout | None,
 ) -> Gradients:
     """Compute the gradients of a problem posed by tensors on a GPU.
 
@@ -112,6 +118,7 @@ def gradients(
         tensors: those of the spec's scores, mask and sinks.
         wants_sinks: whether the gradient of the sinks is wanted.
         deterministic: whether dQ is to have the same bits every time; the others always have.
+        dropout: that of the forward pass, where the problem's spec has it.
 
     Returns:
         those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
@@ -126,11 +133,12 @@ def gradients(
     if call is None:
         return without_keys(operands, tensors, wants_sinks)
     dq, dk, dv, statistics = call.launch(
-        q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors or None
+        q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors or None, dropout
     )
     d_sinks = None
     if wants_sinks:
-        d_sinks = gradient_of_sinks(tensors[-1], *of_rows(statistics, call.plan))
+        of_sinks = natural_statistics(*of_rows(statistics, call.plan), dropout)
+        d_sinks = gradient_of_sinks(tensors[-1], *of_sinks)
     return Gradients(dq, dk, dv, d_sinks)
 
 
@@ -144,14 +152,22 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def of_rows(statistics: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exps and deltas of whole tiles, (batch, heads, rows) in any order of the rows.
+    """The statistics of whole tiles, (batch, heads, rows) in any order of the rows.
 
     The log-sum-exp is infinite where a row sees no key or is no query.
     """
     problem, tile_m = plan.problem, plan.config.tile_m
     tiles = statistics.view(problem.batch, problem.num_heads_q, -1, STATISTICS, tile_m)
     lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
-    return lse * math.log(2.0), delta
+    return lse, delta
+
+
+def natural_statistics(
+    lse: torch.Tensor, delta: torch.Tensor, dropout: Dropout | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exps, natural logarithm, and deltas from the kernels' statistics."""
+    lse = lse * math.log(2.0)
+    return (lse, delta) if dropout is None else (lse - math.log(dropout.kept), delta / dropout.kept)
 
 
 def without_keys(

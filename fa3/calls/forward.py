@@ -12,6 +12,7 @@ import torch
 
 from fa3.calls import operators
 from fa3.calls.autograd import (
+    NO_DROPOUT,
     HostAttention,
     attend_on_device,
     check_differentiable,
@@ -20,6 +21,7 @@ from fa3.calls.autograd import (
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.dense import pose
 from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import (
@@ -51,10 +53,12 @@ from fa3.planning.grouped import GroupedPlan
 from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
+from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.part_merge import numbers_of_parts
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
+from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
@@ -72,6 +76,7 @@ FORWARD_TYPES = {
     "num_splits": int,
     "sm_margin": int,
     "softcap": float,
+    "dropout_p": float,
 }
 """Types of the options of a call without a cache."""
 
@@ -140,12 +145,13 @@ class PreparedCall:
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
         recording: torch.Tensor | None = None,
+        dropout: DropoutArguments | None = None,
     ) -> None:
         """Run the kernels on the current stream of q's GPU."""
         device = q.device
         if device.index != current_device():
             with torch.cuda.device(device):
-                self.launch(q, k, v, out, lse, modifiers, scale, recording)
+                self.launch(q, k, v, out, lse, modifiers, scale, recording, dropout)
             return
         stream = current_stream(device.index)
         capture = capture_of(stream)
@@ -154,7 +160,9 @@ class PreparedCall:
         tensors = q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale
         kernel, integers, _ = self.launches[0]
         if not self.total_counters:
-            kernel(*tensors, *integers, state, *NO_PARTS, None, recording, None, None, None)
+            kernel(
+                *tensors, *integers, state, *NO_PARTS, None, recording, None, None, None, dropout
+            )
             return
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
@@ -162,9 +170,9 @@ class PreparedCall:
         if of_schedule is not None:
             state = of_schedule
         parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
-        kernel(*tensors, *integers, state, *parts, marks, recording, None, None, None)
+        kernel(*tensors, *integers, state, *parts, marks, recording, None, None, None, dropout)
         for kernel, integers, _ in self.launches[1:]:
-            kernel(*tensors, *integers, marks, *NO_PARTS, None, None, None, None, None)
+            kernel(*tensors, *integers, marks, *NO_PARTS, None, None, None, None, None, dropout)
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)
 
@@ -239,6 +247,8 @@ def flash_attn_func(
     out: torch.Tensor | None = None,
     schedule: ScheduleChoice = None,
     plan: Plan | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(score(softmax_scale * q k^T) + mask) v.
 
@@ -280,10 +290,16 @@ def flash_attn_func(
             and adds them up, which changes the last place. A function is asked once for every
             shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
+        dropout_p: how likely a value's weight is dropped, in [0, 1); what is kept is divided by
+            1 - dropout_p. It is rounded to a multiple of 2**-16, and to 0.996 from there on. The
+            log-sum-exp is that without dropout.
+        rng_state: (1,), int64, on q's device: the seed of dropout, which `fa3.dropout_mask` takes
+            too. By default it is drawn from torch's default generator of the device, in a CUDA
+            graph anew at each replay.
         num_splits: 0 or 1, which are the same: the planner decides whether to split.
         pack_gqa: whether the query heads of a key/value head share tiles, in the kernel of
             decoding, which pays with few queries; chosen by the planner if not given. True not with
-            gradients, nor with a schedule, a plan, or a score or a mask of your own.
+            gradients or dropout, nor with a schedule, a plan, or a score or a mask of your own.
         attention_chunk: 0 or None, which are the same: no chunks.
         qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
             is not supported.
@@ -308,13 +324,14 @@ def flash_attn_func(
     if (
         type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
         type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
+        type(dropout_p),
     ) != FORWARD_OPTIONS.types:  # fmt: skip
         (
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap,
+            sm_margin, softcap, dropout_p,
         ) = FORWARD_OPTIONS.of(
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap,
+            sm_margin, softcap, dropout_p,
         )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is None)
@@ -336,7 +353,8 @@ def flash_attn_func(
     if is_traced(q):
         return trace_dense(
             q, k, v, out, return_lse, score, mask, plan, schedule, pack_gqa, deterministic,
-            softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
+            dropout_p, rng_state, softmax_scale, causal, window_size, softcap, sm_margin,
+            alibi_slopes, sinks,
         )  # fmt: skip
     described = (
         describe("q", q, ALIGNMENT, True),
@@ -358,11 +376,15 @@ def flash_attn_func(
             is_causal,
             has_backward=True,
         )
+    structure, dropout = modifiers.structure, None
+    if dropout_p or rng_state is not None:
+        dropout = dropout_of(dropout_p, rng_state, q)
+        structure = structure._replace(has_dropout=True)
     has_gradient = wants_gradient(q, k, v, sinks)
     if has_gradient and pack_gqa is None:
         pack_gqa = False
     call = prepare_forward(
-        *described, causal, window_size, modifiers.structure, sm_margin, schedule, plan, pack_gqa
+        *described, causal, window_size, structure, sm_margin, schedule, plan, pack_gqa
     )
     head_dim = described[0][0][-1]
     scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
@@ -370,9 +392,11 @@ def flash_attn_func(
         check_differentiable(q, k, v, sinks, score, out, sm_margin, pack_gqa)
         tensors = modifiers.tensors or ()
         if q.is_cuda:
-            out, lse = attend_on_device(call, deterministic, scale, q, k, v, *tensors)
+            options = call, deterministic, scale
+            out, lse = attend_on_device(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
         else:
-            out, lse = HostAttention.apply(call.plan, call.problem, scale, q, k, v, *tensors)
+            options = call.plan, call.problem, scale
+            out, lse = HostAttention.apply(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
         return (out, lse) if return_lse else out
     if out is None:
         out = call.output.allocate(q)
@@ -380,13 +404,14 @@ def flash_attn_func(
         check_forward_out(call, out, described, (q, k, v), modifiers)
     lse = q.new_empty(*call.lse_shape, dtype=torch.float32) if return_lse else None
     if call.launches:
-        call.launch(q, k, v, out, lse, modifiers.tensors, scale)
+        given = None if dropout is None else dropout.arguments
+        call.launch(q, k, v, out, lse, modifiers.tensors, scale, None, given)
     elif call.grouped is not None:
         call.grouped.attend(
             q, k, v, out, lse, None, None, None, None, alibi_slopes, sinks, None, scale
         )
     elif call.plan is not None:
-        run_on_host(call.plan, q, k, v, out, lse, modifiers.tensors, scale)
+        run_on_host(call.plan, q, k, v, out, lse, modifiers.tensors, scale, dropout)
     else:
         hide_all_keys(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -421,9 +446,10 @@ def run_on_host(
     lse: torch.Tensor | None,
     modifiers: tuple[torch.Tensor, ...] | None,
     scale: float,
+    dropout: Dropout | None,
 ) -> None:
     """Run a plan on CPU tensors."""
-    computed, computed_lse = execute(plan, q, k, v, scale, modifiers)
+    computed, computed_lse = execute(plan, q, k, v, scale, modifiers, dropout=dropout)
     out.copy_(computed)
     if lse is not None:
         lse.copy_(computed_lse)

@@ -29,11 +29,12 @@ ELEMENT_DTYPES = tuple(getattr(torch, name) for name in ELEMENT_TYPES)
 
 
 class Structure(NamedTuple):
-    """The part of `Modifiers` that is compiled into a kernel; hashable."""
+    """What is compiled into a kernel of `Modifiers`, and of dropout; hashable."""
 
     scores: tuple[Template, ...] = ()
     mask: Template | None = None
     sinks: str | None = None
+    has_dropout: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,6 +59,7 @@ class Structure(NamedTuple):
             Intersection(band, self.mask) if self.mask else band,
             self.scores,
             self.sinks,
+            self.has_dropout,
         )
 
 
@@ -106,15 +108,16 @@ class Modifiers(NamedTuple):
             check_function("mask", mask, Mask, q)
         if sinks is not None:
             check_sinks(Operand(*describe_modifier("sinks", sinks, has_backward)), q)
-        scores, _, of_sinks = structure_of(
+        structure = structure_of(
             softcap,
             None if alibi_slopes is None else alibi_slopes.ndim,
             None if sinks is None else sinks.dtype,
             is_causal,
         )
         if score is not None:
-            scores = *scores, Template.of(score)
-        structure = Structure(scores, None if mask is None else Template.of(mask), of_sinks)
+            structure = structure._replace(scores=(*structure.scores, Template.of(score)))
+        if mask is not None:
+            structure = structure._replace(mask=Template.of(mask))
         functions = (one for one in (score, mask) if one is not None)
         of_functions = (tensor for one in functions for _, tensor in tensors_of(one))
         given = (one for one in (alibi_slopes, *of_functions, sinks) if one is not None)

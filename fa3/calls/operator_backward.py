@@ -8,6 +8,7 @@ import torch
 
 from fa3.calls import backward
 from fa3.calls.dense import pose
+from fa3.calls.dropout import dropout_of
 from fa3.calls.modifiers import Modifiers
 from fa3.calls.operands import Operand, describe
 from fa3.calls.options import check_scale, check_window
@@ -41,6 +42,8 @@ def gradients_of_call(
     sinks: torch.Tensor | None,
     mask: Mask | None,
     deterministic: bool,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     **of_forward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
@@ -55,18 +58,20 @@ def gradients_of_call(
     modifiers = Modifiers.of(
         q, q.shape[0], softcap, alibi_slopes, sinks, None, mask, is_causal, has_backward=True
     )
-    problem = pose(*described, causal, window_size, modifiers.structure)
+    dropout = dropout_of(dropout_p, rng_state, q)
+    structure = modifiers.structure._replace(has_dropout=dropout is not None)
+    problem = pose(*described, causal, window_size, structure)
     scale, tensors = check_scale(softmax_scale, q.shape[3]), modifiers.tensors or ()
     if q.is_cuda:
         operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
         found = backward.gradients(
-            problem, operands, scale, tensors, sinks is not None, deterministic
+            problem, operands, scale, tensors, sinks is not None, deterministic, dropout
         )
     else:
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
         operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
-        found = execute_backward(problem, operands, scale, tensors)
+        found = execute_backward(problem, operands, scale, tensors, dropout=dropout)
     return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks
 
 
@@ -92,6 +97,8 @@ def gradients_of_packed_call(
     sinks: torch.Tensor | None,
     mask: Mask | None,
     deterministic: bool,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     **of_forward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for packed sequences.
@@ -110,10 +117,13 @@ def gradients_of_packed_call(
     modifiers = Modifiers.of(
         q, batch, softcap, alibi_slopes, sinks, None, mask, is_causal, has_backward=True
     )
-    posed = pose_packed(*tokens, causal, window_size, modifiers.structure)
+    dropout = dropout_of(dropout_p, rng_state, q)
+    structure = modifiers.structure._replace(has_dropout=dropout is not None)
+    posed = pose_packed(*tokens, causal, window_size, structure)
     operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
     found = ragged_gradients(
         *posed, operands, lengths, (max_seqlen_q, max_seqlen_k), modifiers.tensors or (),
         check_scale(softmax_scale, q.shape[2]), Wanted(sinks=sinks is not None), deterministic,
+        dropout,
     )  # fmt: skip
     return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks

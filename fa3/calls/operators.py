@@ -44,7 +44,7 @@ OF_SCORES = (
     "int sm_margin, Tensor? alibi_slopes, Tensor? sinks"
 )
 FUNCTIONS = "str? score, Tensor[] score_tensors, str? mask, Tensor[] mask_tensors"
-UNCACHED = f"{OF_SCORES}, {FUNCTIONS}, bool deterministic"
+UNCACHED = f"{OF_SCORES}, {FUNCTIONS}, bool deterministic, float dropout_p, Tensor? rng_state"
 DENSE = f"{UNCACHED}, str? schedule, bool? pack_gqa"
 PACKED = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "

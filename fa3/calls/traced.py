@@ -11,6 +11,7 @@ import torch
 
 from fa3.calls import operators
 from fa3.calls.autograd import check_differentiable, wants_gradient
+from fa3.calls.dropout import check_probability, draw_rng_state
 from fa3.calls.eager import check_undifferentiated
 from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
 from fa3.calls.options import check_window
@@ -38,6 +39,8 @@ def trace_dense(
     schedule: object,
     pack_gqa: bool | None,
     deterministic: bool,
+    dropout_p: float,
+    rng_state: torch.Tensor | None,
     *options,
 ) -> Result:
     """What `flash_attn_func` gives.
@@ -60,6 +63,7 @@ def trace_dense(
         pack_gqa = False
     named = named | functions | {"deterministic": deterministic}
     named = named | {"schedule": schedule, "pack_gqa": pack_gqa}
+    named |= dropout_options(dropout_p, rng_state, q)
     if out is None:
         out, lse = operators.FORWARD.overload(q, k, v, **named)
     else:
@@ -82,6 +86,8 @@ def trace_packed(
     max_seqlen_k: int,
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
+    dropout_p: float,
+    rng_state: torch.Tensor | None,
     *options,
 ) -> Result:
     """What `flash_attn_varlen_func` gives.
@@ -93,6 +99,7 @@ def trace_packed(
     check_gradients(q, k, v, out, score, named, functions)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     named = named | functions | {"deterministic": deterministic}
+    named |= dropout_options(dropout_p, rng_state, q)
     if out is None:
         out, lse = operators.VARLEN.overload(q, k, v, *lengths, **named)
     else:
@@ -212,6 +219,16 @@ def options_of(
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
     }
+
+
+def dropout_options(
+    dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor
+) -> dict[str, object]:
+    """Dropout, as operators take it; its seed is drawn by the graph."""
+    check_probability(dropout_p)
+    if dropout_p and rng_state is None:
+        rng_state = draw_rng_state(q.device)
+    return {"dropout_p": dropout_p, "rng_state": rng_state}
 
 
 def functions_of(score: Score | None, mask: Mask | None) -> dict[str, object]:

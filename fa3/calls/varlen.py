@@ -12,8 +12,9 @@ import torch
 
 from fa3.calls import operators, varlen_gpu
 from fa3.calls.assertions import is_visible
-from fa3.calls.autograd import check_differentiable, wants_gradient
+from fa3.calls.autograd import NO_DROPOUT, check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
 from fa3.calls.kvcache import flash_attn_with_kvcache
@@ -94,6 +95,8 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     out: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
 
@@ -152,7 +155,8 @@ def flash_attn_varlen_func(
             (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
             says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
             calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
-            finds there; score, mask and seqused_q are not supported.
+            finds there; score, mask, seqused_q and dropout_p are not supported.
+        dropout_p, rng_state: see `flash_attn_func`; queries and keys count inside of a sequence.
         attention_chunk: 0 or None, which are the same: no chunks.
         qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
             is not supported.
@@ -181,18 +185,18 @@ def flash_attn_varlen_func(
     if (
         type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
         type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
-        type(return_softmax_lse),
+        type(dropout_p), type(return_softmax_lse),
     ) != VARLEN_OPTIONS.types:  # fmt: skip
         (
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap, return_softmax_lse,
+            sm_margin, softcap, dropout_p, return_softmax_lse,
         ) = VARLEN_OPTIONS.of(
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap, return_softmax_lse,
+            sm_margin, softcap, dropout_p, return_softmax_lse,
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs or return_softmax_lse
     if page_table is not None:
-        check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask)
+        check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state)
         try:
             return flash_attn_with_kvcache(
                 q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
@@ -220,8 +224,8 @@ def flash_attn_varlen_func(
     if is_traced(q):
         return trace_packed(
             q, k, v, out, return_lse, score, mask, deterministic, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, softmax_scale, causal, window_size,
-            softcap, sm_margin, alibi_slopes, sinks,
+            max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, dropout_p, rng_state, softmax_scale,
+            causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
         )  # fmt: skip
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
@@ -238,11 +242,15 @@ def flash_attn_varlen_func(
         modifiers = Modifiers.of(
             q, batch, softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
         )
-    if call is None or call.structure != modifiers.structure:
+    structure, dropout = modifiers.structure, None
+    if dropout_p or rng_state is not None:
+        dropout = dropout_of(dropout_p, rng_state, q)
+        structure = structure._replace(has_dropout=True)
+    if call is None or call.structure != structure:
         tokens = tokens or describe_packed(q, k, v, integers)[0]
         call = prepare_varlen(
             *tokens, seqused_q is not None, seqused_k is not None, causal, window_size,
-            modifiers.structure, sm_margin,
+            structure, sm_margin,
         )  # fmt: skip
         latest.remember(tensors, ALIGNMENTS, OF_ANY_LENGTH, call, has_backward=True)
     scale = check_scale(softmax_scale, call.spec.head_dim)
@@ -251,9 +259,8 @@ def flash_attn_varlen_func(
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
-        out, lse = attend_packed(
-            call, PackedLengths(*integers), longest, deterministic, scale, q, k, v, *tensors
-        )
+        options = call, PackedLengths(*integers), longest, deterministic, scale
+        out, lse = attend_packed(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
         return (out, lse) if return_lse else out
     heads, head_dim_v = q.shape[1], call.spec.head_dim_v
     if out is None:
@@ -270,7 +277,7 @@ def flash_attn_varlen_func(
     longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
     sizes = PackedSizes(batch, heads, total_q, total_k, *longest)
     operands = RaggedOperands(q, k, v, out, lse, *integers)
-    call.attend(operands, sizes, modifiers.tensors, scale)
+    call.attend(operands, sizes, modifiers.tensors, scale, dropout)
     return (out, lse) if return_lse else out
 
 
@@ -307,13 +314,17 @@ def describe_packed(q, k, v, integers: Integers) -> tuple[tuple[tuple, ...], int
     return tokens, check_integers(of_integers, described[0])
 
 
-def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask) -> None:
+def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state) -> None:
     """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
     if seqused_k is None:
         raise ValueError("seqused_k must be given with page_table: how many keys sequences have")
     if cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
-    for name, given in (("seqused_q", seqused_q), ("score", score), ("mask", mask)):
+    refused = {
+        "seqused_q": seqused_q, "score": score, "mask": mask, "dropout_p": dropout_p or None,
+        "rng_state": rng_state,
+    }  # fmt: skip
+    for name, given in refused.items():
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
 

@@ -1,12 +1,12 @@
 """Gradients of `flash_attn_varlen_func`: what torch's autograd calls and keeps.
 
-Kept until the backward pass are the tensors of the call, its output and its log-sum-exp.
-`fa3.calls.varlen_call` computes both passes.
+Kept until the backward pass are the tensors of the call, its output, its log-sum-exp and the seed
+of its dropout. `fa3.calls.varlen_call` computes both passes.
 """
 
 import torch
 
-from fa3.calls.autograd import no_second_derivative, once
+from fa3.calls.autograd import dropout_again, no_second_derivative, once
 from fa3.calls.varlen_call import RaggedCall, ragged_gradients
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Wanted
@@ -24,6 +24,8 @@ class PackedAttention(torch.autograd.Function):
         longest: tuple[int, int],
         deterministic: bool,
         softmax_scale: float,
+        rng_state: torch.Tensor | None,
+        dropout_p: float,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -34,6 +36,7 @@ class PackedAttention(torch.autograd.Function):
         Args:
             longest: max_seqlen_q and max_seqlen_k.
             deterministic: whether dQ is to have the same bits every time.
+            rng_state, dropout_p: of `fa3.reference.dropout.Dropout`, or `NO_DROPOUT`.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
@@ -43,11 +46,11 @@ class PackedAttention(torch.autograd.Function):
         out = q.new_empty(total_q, heads, v.shape[2])
         lse = q.new_empty(heads, total_q, dtype=torch.float32)
         operands = RaggedOperands(q, k, v, out, lse, *lengths)
-        sizes = operands.sizes(*longest)
-        call.attend(operands, sizes, tensors or None, softmax_scale, has_gradients=True)
-        ctx.options = call.spec, call.window, longest, deterministic, softmax_scale
+        sizes, dropout = operands.sizes(*longest), dropout_again(rng_state, dropout_p)
+        call.attend(operands, sizes, tensors or None, softmax_scale, dropout, has_gradients=True)
+        ctx.options = call.spec, call.window, longest, deterministic, softmax_scale, dropout_p
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*lengths, q, k, v, out, lse, *tensors)
+        ctx.save_for_backward(rng_state, *lengths, q, k, v, out, lse, *tensors)
         return out, lse
 
     @staticmethod
@@ -56,16 +59,17 @@ class PackedAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
         # Asked for once: a checkpoint computes them anew each time.
-        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[5:]
+        (rng_state, *saved), needed = ctx.saved_tensors, ctx.needs_input_grad[7:]
         count = len(PackedLengths._fields)
         lengths, operands, tensors = saved[:count], saved[count : count + 5], saved[count + 5 :]
         wanted = Wanted(*needed[:3], any(needed[3:]))
         *found, d_sinks = once(
-            PackedGradients, *ctx.options, wanted, *lengths, *operands, d_out, d_lse, *tensors
-        )
+            PackedGradients, *ctx.options, rng_state, wanted, *lengths, *operands, d_out, d_lse,
+            *tensors,
+        )  # fmt: skip
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
-        return None, None, None, None, None, *found, *of_tensors
+        return *[None] * 7, *found, *of_tensors
 
 
 attend_packed = super(torch.autograd.Function, PackedAttention).apply
@@ -83,6 +87,8 @@ class PackedGradients(torch.autograd.Function):
         longest: tuple[int, int],
         deterministic: bool,
         softmax_scale: float,
+        dropout_p: float,
+        rng_state: torch.Tensor | None,
         wanted: Wanted,
         *arguments: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -97,7 +103,7 @@ class PackedGradients(torch.autograd.Function):
         operands = BackwardOperands(*arguments[first:last])
         return ragged_gradients(
             spec, window, operands, lengths, longest, arguments[last:], softmax_scale, wanted,
-            deterministic,
+            deterministic, dropout_again(rng_state, dropout_p),
         )  # fmt: skip
 
     @staticmethod

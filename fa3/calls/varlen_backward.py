@@ -6,19 +6,19 @@ others are those of `fa3.calls.backward`.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from fa3.calls.backward import for_tma
+from fa3.calls.backward import for_tma, natural_statistics
 from fa3.planning.backward import rows_in_l2
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.ragged_backward import RaggedBackwardPlan
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
+from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
@@ -64,6 +64,7 @@ class PreparedVarlenBackward:
         window: Window,
         tensors: tuple | None,
         softmax_scale: float,
+        dropout: Dropout | None,
     ) -> tuple[torch.Tensor, ...]:
         """Run the kernels on the current stream of the tensors' GPU.
 
@@ -73,7 +74,9 @@ class PreparedVarlenBackward:
         q, k, v, out, lse, d_out, d_lse = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
-                return self.launch(operands, lengths, max_seqlen_q, window, tensors, softmax_scale)
+                return self.launch(
+                    operands, lengths, max_seqlen_q, window, tensors, softmax_scale, dropout
+                )
         num_sequences = lengths.batch
         (total_q, heads, _), (total_k, heads_kv, _) = q.shape, k.shape
         tiles = heads * number_of_packed_tiles(total_q, num_sequences, self.tile_m)
@@ -92,12 +95,13 @@ class PreparedVarlenBackward:
             shift_of_work(max_seqlen_q, self.tile_m), *window, 0, 1, 1,
         )  # fmt: skip
         ends, _, used, _ = lengths
-        self.begin(out, d_out, lse, d_lse, statistics, sums, ends, used, turns)
+        kept, given = (None, None) if dropout is None else (dropout.kept, dropout.arguments)
+        self.begin(out, d_out, lse, d_lse, statistics, sums, ends, used, turns, kept)
         # In the order of `BackwardArguments`.
         self.main(
             q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *window,
             rows_in_l2(self.spec, heads // heads_kv), capacity * heads_kv, None, table,
-            num_sequences, turns,
+            num_sequences, turns, given,
         )  # fmt: skip
         self.end(sums, dq, softmax_scale, ends)
         return dq, dk, dv, statistics
@@ -122,6 +126,7 @@ def packed_gradients(
     softmax_scale: float,
     wanted: Wanted,
     deterministic: bool,
+    dropout: Dropout | None,
 ) -> Gradients:
     """Compute the gradients of packed sequences on a GPU. There are queries, and keys.
 
@@ -130,6 +135,7 @@ def packed_gradients(
         tensors: those of the spec's scores, mask and sinks.
         wanted: of the sinks nothing is computed unless it is; the others come all together.
         deterministic: whether dQ is to have the same bits every time; the others always have.
+        dropout: that of the forward pass, where the spec has it.
 
     Returns:
         those of q, k, v and the sinks, contiguous. Rows that are not used get 0.
@@ -143,11 +149,11 @@ def packed_gradients(
         deterministic,
     )  # fmt: skip
     *found, statistics = call.launch(
-        operands, lengths, max_seqlen_q, window, tensors or None, softmax_scale
+        operands, lengths, max_seqlen_q, window, tensors or None, softmax_scale, dropout
     )
     d_sinks = None
     if wanted.sinks:
         tiles = statistics.view(1, operands.q.shape[1], -1, STATISTICS, call.tile_m)
         lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
-        d_sinks = gradient_of_sinks(tensors[-1], lse * math.log(2.0), delta)
+        d_sinks = gradient_of_sinks(tensors[-1], *natural_statistics(lse, delta, dropout))
     return Gradients(*found, d_sinks)

@@ -17,6 +17,7 @@ from fa3.planning.short_queries import ShortPlan
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
 from fa3.reference.cache import execute_packed_decode
+from fa3.reference.dropout import Dropout
 from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import (
     PackedLengths,
@@ -51,6 +52,7 @@ class RaggedCall:
         sizes: PackedSizes,
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
+        dropout: Dropout | None,
         has_gradients: bool = False,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
@@ -58,6 +60,7 @@ class RaggedCall:
         Args:
             sizes: what the host knows of the lengths.
             tensors: those of the spec's scores, mask and sinks.
+            dropout: where the spec has it.
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
                 kernel's, so that none has other bits beside other sequences.
         """
@@ -73,7 +76,7 @@ class RaggedCall:
             else:
                 self.gpu.joined.launch(operands, sizes, tensors, scale)
         else:
-            self.attend_one_by_one(operands, sizes, tensors, scale, has_gradients)
+            self.attend_one_by_one(operands, sizes, tensors, scale, dropout, has_gradients)
 
     def attend_one_by_one(
         self,
@@ -81,6 +84,7 @@ class RaggedCall:
         sizes: PackedSizes,
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
+        dropout: Dropout | None,
         has_gradients: bool,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
@@ -94,14 +98,17 @@ class RaggedCall:
                 plan = self.short.plan(most, has_long, self.window)
                 execute_packed_decode(plan, operands, longest_k, scale, tensors)
             if has_long:
-                execute_varlen(self.spec, self.window, operands, scale, tensors, most)
+                execute_varlen(self.spec, self.window, operands, scale, tensors, dropout, most)
         elif has_long:
             short = None
             if most:
                 given = operands, longest_k, tensors, scale
                 kernels = self.gpu.short(most, True)
                 short = Short(most, lambda table: kernels.start(*given, None, table))
-            self.gpu.alone.launch(operands, sizes.total_k, longest_k, tensors, scale, short)
+            drawn = None if dropout is None else dropout.arguments
+            self.gpu.alone.launch(
+                operands, sizes.total_k, longest_k, tensors, scale, short, None, drawn
+            )
         elif most:
             self.gpu.short(most, False).start(operands, longest_k, tensors, scale)()
 
@@ -116,6 +123,7 @@ def ragged_gradients(
     scale: float,
     wanted: Wanted,
     deterministic: bool,
+    dropout: Dropout | None,
 ) -> Gradients:
     """The gradients of what `RaggedCall.attend` did; they are 0 in rows that are not used.
 
@@ -125,6 +133,7 @@ def ragged_gradients(
         tensors: those of the spec's scores, mask and sinks.
         wanted: whose gradients are; on a GPU q, k and v have theirs together.
         deterministic: whether dQ is to have the same bits every time, as it always has on the CPU.
+        dropout: as `attend` took it.
     """
     q, k, _, out, lse, d_out, d_lse = operands
     longest = tuple(map(min, longest, (len(q), len(k))))
@@ -132,13 +141,14 @@ def ragged_gradients(
         return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
     if q.is_cuda:
         return varlen_backward.packed_gradients(
-            spec, window, operands, lengths, longest[0], tensors, scale, wanted, deterministic
-        )
+            spec, window, operands, lengths, longest[0], tensors, scale, wanted, deterministic,
+            dropout,
+        )  # fmt: skip
     operands = operands._replace(
         d_out=torch.zeros_like(out) if d_out is None else d_out,
         d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
     )
-    return execute_varlen_backward(spec, window, operands, lengths, scale, tensors, wanted)
+    return execute_varlen_backward(spec, window, operands, lengths, scale, tensors, wanted, dropout)
 
 
 def without_visible_keys(

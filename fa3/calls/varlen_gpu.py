@@ -19,6 +19,7 @@ from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.joined import JoinedPlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.short_queries import ShortPlan
+from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
@@ -70,6 +71,7 @@ class PreparedVarlen:
         scale: float,
         short: Short | None = None,
         page_table: torch.Tensor | None = None,
+        dropout: DropoutArguments | None = None,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
 
@@ -78,11 +80,14 @@ class PreparedVarlen:
             total_k: rows of k; of a cache, those that a sequence has room for.
             short: the sequences that are the decode kernel's.
             page_table: the pages of a cache that has some.
+            dropout: where the plan's spec has it.
         """
         q, k, v, out, lse, *integers = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
-                self.launch(operands, total_k, max_seqlen_k, modifiers, scale, short, page_table)
+                self.launch(
+                    operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout
+                )
             return
         total_q, heads, _ = q.shape
         batch = operands.cu_seqlens_q.shape[0] - 1
@@ -104,17 +109,17 @@ class PreparedVarlen:
         )  # fmt: skip
         of_keys = page_table, 0 if merge is None else 1
         if self.again is None:
-            self.forward(*given, None, *NO_PARTS, None, None, table, *of_keys)
+            self.forward(*given, None, *NO_PARTS, None, None, table, *of_keys, dropout)
             if merge is not None:
                 merge()
             return
         stream = current_stream(q.device.index)
         counters = counters_of(q.device, stream, capture_of(stream))
         marks = counters.take(words_of_marks(capacity * heads))
-        self.forward(*given, None, *NO_PARTS, marks, None, table, *of_keys)
+        self.forward(*given, None, *NO_PARTS, marks, None, table, *of_keys, dropout)
         if merge is not None:
             merge()
-        self.again(*given, marks, *NO_PARTS, None, None, table, page_table, 0)
+        self.again(*given, marks, *NO_PARTS, None, None, table, page_table, 0, dropout)
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)
 
@@ -170,11 +175,11 @@ class PreparedJoined:
         with_mask = rows, *(modifiers or ())
         self.forward(
             *tensors, with_mask, *options, min(self.num_ctas, num_tiles * heads), tiles,
-            *NO_PARTS, marks, None, table, None, 0,
+            *NO_PARTS, marks, None, table, None, 0, None,
         )  # fmt: skip
         self.again(
             *tensors, modifiers, *options, min(self.num_ctas, batch * heads), marks,
-            *NO_PARTS, None, None, table, None, 0,
+            *NO_PARTS, None, None, table, None, 0, None,
         )  # fmt: skip
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)

@@ -47,6 +47,7 @@ from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
 from fa3.primitives.divisor import Divisor
+from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
@@ -90,6 +91,7 @@ class BackwardTensors(NamedTuple):
         turns: for sums in a fixed order; None without.
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
+        dropout: None without.
     """
 
     q: TmaTensor
@@ -103,6 +105,7 @@ class BackwardTensors(NamedTuple):
     turns: TurnWords | None
     qhead_per_kvhead: int
     modifiers: tuple | None
+    dropout: DropoutArguments | None
 
 
 class BackwardBuffers(NamedTuple):
@@ -196,6 +199,7 @@ class Backward(AttentionKernel):
             TurnWords(call.turns) if self.is_ordered else None,
             heads_q // heads_kv,
             call.modifiers,
+            None if call.dropout is None else DropoutArguments(*call.dropout),
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
@@ -433,10 +437,13 @@ class Backward(AttentionKernel):
                     last = self.num_key_tiles(schedule, segment) - 1
                     place = of_head, n_block, last, sequence
                     target = self.in_order(sums, operands.turns, blocks, place)
+                dropout = None
+                if cutlass.const_expr(self.spec.has_dropout):
+                    dropout = TransposedDropout(operands.dropout, coords)
                 steps = PipelinedStep if config.is_pipelined else GradientStep
                 step = steps(
                     config, mmas, regs, smem, pipelines, target, rules, thread, group,
-                    scores_barrier(config),
+                    scores_barrier(config), dropout,
                 )  # fmt: skip
                 q_state, do_state = step.all(blocks, q_state, do_state)
                 if cutlass.const_expr(self.is_ordered):

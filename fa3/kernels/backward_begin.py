@@ -138,6 +138,11 @@ class BackwardBegin(AttentionKernel):
                     lse, delta = given * LOG2_E, total
                     if cutlass.const_expr(self.has_d_lse):
                         delta -= call.d_lse[own.batch, head, row_of_tensor]
+                    if cutlass.const_expr(self.spec.has_dropout):
+                        # The backward kernel then has P / kept, and dS = P / kept (dP or 0) -
+                        # P / kept (kept delta).
+                        lse += cute.math.log2(call.kept, fastmath=True)
+                        delta *= call.kept
             place = place_of_row(row, self.config.statistics_at_once)
             statistics[place, 0] = lse
             statistics[place, 1] = delta

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from fa3.primitives import arguments
+from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.query_tiles import PAIR, STATISTICS, QueryPieces
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
@@ -102,7 +103,11 @@ class BackwardConfig:
         # Log-sum-exps of two columns for each 4 scores, and what a user's mask computes with.
         early = scores // 2 if self.statistics_at_once == QUAD else 0
         early += scores // 2 if early and spec.mask.templates else 0
-        return gradients + max(2 * scores + factors + early, operands + piece, between)
+        # Dropout takes none beside plain scores: what hides or changes them is computed by then.
+        is_plain = not (spec.scores or spec.mask.templates or spec.mask.left)
+        drawn = scores // 2 if spec.has_dropout and not is_plain else 0
+        beside = max(factors + early, drawn)
+        return gradients + max(2 * scores + beside, operands + piece, between)
 
     def validate(self, spec: AttentionSpec) -> None:
         """Check that the kernel can run this config for this spec.
@@ -184,6 +189,7 @@ class BackwardArguments(NamedTuple):
         table: int32, the tiles of packed sequences; None without.
         num_sequences: how many are packed; None without.
         turns: of `TurnWords`; None if sums have no fixed order.
+        dropout: see `DropoutArguments`; None without.
     """
 
     q: object
@@ -204,6 +210,7 @@ class BackwardArguments(NamedTuple):
     table: object = None
     num_sequences: int | None = None
     turns: object = None
+    dropout: DropoutArguments | None = None
 
     @classmethod
     def symbolic(cls, kernel) -> "BackwardArguments":
@@ -235,6 +242,7 @@ class BackwardArguments(NamedTuple):
             else None,
             num_sequences=Int32(0) if schedule.is_ragged else None,
             turns=words_of_tiles() if kernel.is_ordered else None,
+            dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
         )
 
 
@@ -250,6 +258,7 @@ class BeginArguments(NamedTuple):
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
         turns: of `TurnWords`, receives zeros; None if sums have no fixed order.
+        kept: the share of P that dropout keeps; None without.
     """
 
     out: object
@@ -261,6 +270,7 @@ class BeginArguments(NamedTuple):
     cu_seqlens_q: object = None
     seqused_q: object = None
     turns: object = None
+    kept: float | None = None
 
     @classmethod
     def symbolic(cls, kernel) -> "BeginArguments":
@@ -277,6 +287,7 @@ class BeginArguments(NamedTuple):
             cu_seqlens_q=lengths() if kernel.is_ragged else None,
             seqused_q=lengths() if kernel.has_used_q else None,
             turns=words_of_tiles() if kernel.is_ordered else None,
+            kept=Float32(0.0) if spec.has_dropout else None,
         )
 
 

@@ -44,8 +44,8 @@ from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import EVICT_NORMAL, CacheLayout, Keys, TmaBlocks, load_block
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.divisor import Divisor
+from fa3.primitives.dropout import DropoutArguments, TileDropout
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
-from fa3.primitives.fragments import as_rows_and_columns
 from fa3.primitives.packed_rows import clear_rows
 from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
@@ -89,6 +89,7 @@ class ForwardOperands(NamedTuple):
         marks: rows that a first launch marks and a second computes again; None without a second.
         recorder: records the times of every tile in an instrumented kernel.
         page_table: (batch, pages) int32, the page numbers of a sequence; None without pages.
+        dropout: None without.
     """
 
     q: TmaTensor
@@ -103,6 +104,7 @@ class ForwardOperands(NamedTuple):
     marks: Marks | None
     recorder: Recorder | NoRecorder
     page_table: cute.Tensor | None
+    dropout: DropoutArguments | None
 
 
 class SmemLayouts(NamedTuple):
@@ -222,6 +224,7 @@ class Forward(AttentionKernel):
             self.marks(call),
             Recorder(call.recording) if self.is_recorded else NoRecorder(),
             call.page_table,
+            None if call.dropout is None else DropoutArguments(*call.dropout),
         )
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
@@ -559,7 +562,12 @@ class Forward(AttentionKernel):
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E, reference)
             pipelines.q.consumer_wait(q_state)
             q = regs.q[None, None, None, q_state.index * config.consumers + group]
-            attention = Attention(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns)
+            dropout = None
+            if cutlass.const_expr(self.spec.has_dropout):
+                dropout = TileDropout.of(operands.dropout, coords)
+            attention = Attention(
+                mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, turns, dropout
+            )
 
             k_state, v_state = attention.skip(blocks.end - own.end, k_state, v_state)
             k_state = attention.first(own.end - 1, k_state)
@@ -585,7 +593,7 @@ class Forward(AttentionKernel):
             if cutlass.const_expr(self.schedule_type.splits):
                 if segment.part.num_parts > 1:
                     acc_O, free = attention.regs.acc_O, config.fragment_registers
-                    lse = attention.softmax.finish(as_rows_and_columns(acc_O))
+                    lse = attention.finish()
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, work, thread_idx, None)
                     operands.parts.finish(
@@ -680,7 +688,7 @@ class Forward(AttentionKernel):
         """Divide O by the row sums; write O and the log-sum-exps to global memory."""
         sequences, segment, tile = work
         acc_O, coords = attention.regs.acc_O, attention.rules.coords
-        lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
+        lse = attention.finish(sinks)
         out.store(acc_O, slab, tile.head, sequences.queries(segment))
         if operands.lse.is_wanted():
             for r in cutlass.range_constexpr(cute.size(lse)):
@@ -755,7 +763,7 @@ class Forward(AttentionKernel):
             is_wanted: (r) -> whether this thread's row r is to be written.
         """
         acc_O, rules = attention.regs.acc_O, attention.rules
-        lse = attention.softmax.finish(as_rows_and_columns(acc_O), sinks)
+        lse = attention.finish(sinks)
         queries = [rules.coords.query(r) for r in range(2)]
         places = tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
         is_written = tuple(is_wanted(r) and queries[r] < rules.sequence.seqlen_q for r in range(2))

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
+from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
 from fa3.problem import ELEMENTS, AttentionSpec
@@ -16,6 +17,9 @@ NO_PARTS = (None, None, 0)
 
 OTHER_REGISTERS = 24
 """Registers that a consumer thread needs besides its fragments of S, P and O."""
+
+DROPOUT_REGISTERS = 8
+"""What of these must be free with dropout."""
 
 BOUNDED = 60.0
 """Largest natural logit of bounded scores for which `fixed_reference` takes 0 as the reference.
@@ -76,6 +80,11 @@ class ForwardConfig:
         """The config of the second launch, which computes marked rows again."""
         return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
 
+    def registers(self, spec: AttentionSpec) -> int:
+        """Registers that a consumer thread needs for fragments, and for numbers that it draws."""
+        fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
+        return fragments + (DROPOUT_REGISTERS if spec.has_dropout else 0)
+
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
@@ -123,12 +132,12 @@ class ForwardConfig:
         if self.fixed_reference and any(score.kind.hides for score in spec.scores):
             raise ValueError("fixed_reference must be False with scores of the user's")
         check_fits(self.smem_bytes(spec), self, spec)
-        fragments = self.tile_n // 2 + self.tile_n // 4 + padded(spec.head_dim_v) // 2
-        if fragments > self.fragment_registers:
+        if self.registers(spec) > self.fragment_registers:
+            drawn = " and random numbers" if spec.has_dropout else ""
             raise ValueError(
-                f"tile_n={self.tile_n} with head_dim_v={spec.head_dim_v} takes {fragments} "
-                f"registers a thread for S, P and O, there are {self.fragment_registers} with "
-                f"tile_m={self.tile_m}"
+                f"tile_n={self.tile_n} with head_dim_v={spec.head_dim_v} takes "
+                f"{self.registers(spec)} registers a thread for S, P and O{drawn}, there are "
+                f"{self.fragment_registers} with tile_m={self.tile_m}"
             )
 
 
@@ -160,6 +169,7 @@ class ForwardArguments(NamedTuple):
             without pages.
         is_beside: 1 if the kernel before is the decode kernel, which takes other sequences of the
             same call and lets this one run beside it; else 0. None without a table.
+        dropout: see `DropoutArguments`; None without.
     """
 
     q: object
@@ -182,6 +192,7 @@ class ForwardArguments(NamedTuple):
     table: object = None
     page_table: object = None
     is_beside: object = None
+    dropout: DropoutArguments | None = None
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
@@ -222,4 +233,5 @@ class ForwardArguments(NamedTuple):
             else None,
             is_beside=Int32(0) if schedule.is_ragged else None,
             page_table=arguments.strided_tensor("int32", 2) if cache and cache.page_size else None,
+            dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
         )

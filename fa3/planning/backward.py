@@ -4,7 +4,7 @@ A CTA of the backward kernel has a tile of keys of one key/value head and of all
 share it. The tiles of the first keys come first: with a causal mask most queries see them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fa3.kernels.backward import Backward
@@ -87,10 +87,10 @@ class BackwardPlan:
     def kernels(self) -> tuple[BackwardBegin, Backward, BackwardEnd]:
         """The kernels, in the order in which they run."""
         spec, config = self.problem.spec, self.config
-        # What masks and scores change is in the second one only.
-        plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
+        plain = plain_spec(spec)
+        begin = replace(plain, has_dropout=spec.has_dropout)
         return (
-            BackwardBegin(plain, config, self.has_d_lse, is_ordered=self.is_ordered),
+            BackwardBegin(begin, config, self.has_d_lse, is_ordered=self.is_ordered),
             Backward(spec, config, SingleTile, self.is_ordered),
             BackwardEnd(plain, config),
         )
@@ -127,6 +127,11 @@ class BackwardPlan:
         problem = self.problem
         fitting = rows_in_l2(problem.spec, problem.qhead_per_kvhead) // problem.seqlen_q
         return min(max(1, fitting), problem.num_heads_kv * problem.batch)
+
+
+def plain_spec(spec: AttentionSpec) -> AttentionSpec:
+    """A spec for the other kernels: what masks and scores change is in the backward kernel only."""
+    return AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
 
 
 def rows_in_l2(spec: AttentionSpec, qhead_per_kvhead: int) -> int:

@@ -231,6 +231,8 @@ def describe_problem(problem: Problem) -> str:
     kinds = [template.kind.__name__ for template in (*spec.scores, *spec.mask.templates)]
     if spec.sinks is not None:
         kinds.append("sinks")
+    if spec.has_dropout:
+        kinds.append("dropout")
     modifiers = "".join(f", {kind}" for kind in kinds)
     return (
         f"{problem.batch} x {problem.seqlen_q:,} queries on {problem.seqlen_k:,} keys, {heads}, "

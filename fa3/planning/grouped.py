@@ -61,7 +61,7 @@ class GroupedPlan:
         """The plan of a problem.
 
         Raises:
-            NotImplementedError: it has a score or a mask of the user's.
+            NotImplementedError: it has a score or a mask of the user's, or dropout.
             ValueError: it has more queries or keys than the kernel counts.
         """
         spec = problem.spec
@@ -69,6 +69,8 @@ class GroupedPlan:
             raise NotImplementedError(
                 "pack_gqa must be None or False with a score or a mask of your own"
             )
+        if spec.has_dropout:
+            raise NotImplementedError("pack_gqa must be None or False with dropout_p")
         if problem.seqlen_k > LONGEST:
             raise ValueError(
                 f"pack_gqa must be None or False with more than {LONGEST} keys, got "

@@ -69,8 +69,9 @@ class JoinedPlan:
     def of(
         cls, spec: AttentionSpec, has_used_q: bool, has_used_k: bool, gpu: Gpu
     ) -> "JoinedPlan | None":
-        """The plan; None where scores or a mask ask for a row's place in its sequence."""
-        if spec.mask.templates or any(score.kind is not Softcap for score in spec.scores):
+        """The plan; None where scores, a mask or dropout ask for a row's place in its sequence."""
+        of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
+        if of_rows or spec.has_dropout:
             return None
         return cls(spec, has_used_q, has_used_k, gpu, halved_tiling(line_of(spec)))
 

@@ -4,20 +4,20 @@
 the others are those of the backward pass.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.tile_table import TileTable
-from fa3.planning.backward import choose_backward_config
+from fa3.planning.backward import choose_backward_config, plain_spec
 from fa3.primitives.ordered_gradients import words_of_turns
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
 from fa3.schedules.ragged_keys import RaggedKeyTiles
-from fa3.scores.masks import Band, Intersection
+from fa3.scores.masks import Intersection
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,13 @@ class RaggedBackwardPlan:
     def kernels(self) -> tuple[TileTable, BackwardBegin, Backward, BackwardEnd]:
         """The kernels, in the order in which they run."""
         spec, config, mask = self.spec, self.config, self.spec.mask
-        plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
+        plain = plain_spec(spec)
+        begin = replace(plain, has_dropout=spec.has_dropout)
         band = mask.band if isinstance(mask, Intersection) else mask
         lengths = self.has_used_q, self.has_used_k
         return (
             TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
-            BackwardBegin(plain, config, self.has_d_lse, True, self.has_used_q, self.is_ordered),
+            BackwardBegin(begin, config, self.has_d_lse, True, self.has_used_q, self.is_ordered),
             Backward(spec, config, RaggedKeyTiles, self.is_ordered),
             BackwardEnd(plain, config, True),
         )

@@ -67,8 +67,8 @@ class ShortPlan:
         has_used_k: bool,
         gpu: Gpu,
     ) -> "ShortPlan | None":
-        """The plan; None without heads, and for functions of the user's."""
-        if heads_q == 0 or spec.has_user_functions:
+        """The plan; None without heads, for functions of the user's, and with dropout."""
+        if heads_q == 0 or spec.has_user_functions or spec.has_dropout:
             return None
         return cls(spec, heads_kv, heads_q // heads_kv, has_used_q, has_used_k, gpu)
 

@@ -46,6 +46,7 @@ class Tiling(NamedTuple):
             # With 160 registers a thread there is room for one score beside the fragments.
             and (len(spec.scores) < 2 or self.config.consumers < 3)
             and (self.functions or has_mask(spec) == self.masked)
+            and self.config.registers(spec) <= self.config.fragment_registers
             and (self.config.own_o or padded(spec.head_dim) == padded(spec.head_dim_v))
         )
 

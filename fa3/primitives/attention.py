@@ -77,6 +77,7 @@ class Attention:
         pipeline_k, pipeline_v: deliver blocks of K and V.
         rules: score functions and masks, applied before the softmax.
         turns: say when this warpgroup may issue WGMMAs.
+        dropout: a `fa3.primitives.dropout.TileDropout`, or None.
     """
 
     mmas: Mmas
@@ -87,6 +88,7 @@ class Attention:
     softmax: OnlineSoftmax
     rules: object
     turns: object
+    dropout: object | None = None
 
     def wait(self, pipe, state):
         """Wait for a block of K or V."""
@@ -127,7 +129,7 @@ class Attention:
             shifts = self.rules.apply(scores, n_block, masked=True)
             self.softmax.start(scores, shifts, self.sees(n_block))
         self.softmax.exponentiate(scores, True, shifts)
-        convert(acc_S, self.regs.p)
+        self.write_p(acc_S, self.draw(acc_S, n_block))
         self.regs.acc_O.fill(0.0)
         return k_state
 
@@ -185,6 +187,7 @@ class Attention:
             self.softmax.adopt(scores, shifts, self.sees(n_block))
         may_hide = masked or self.rules.may_hide or self.may_lack_reference(masked)
         self.softmax.exponentiate(scores, may_hide, shifts)
+        drawn = self.draw(acc_S, n_block)
         # V has already landed; this wait is here for its branch. The branch keeps ptxas from
         # hoisting the wait for P V above the exponentials, which should overlap with P V. If
         # nothing above branches, the condition must depend on the exponentials.
@@ -192,7 +195,7 @@ class Attention:
             self.pipeline_v.consumer_wait(v_state)
         warpgroup.wait_group(0)
         self.pipeline_v.consumer_release(v_state)
-        convert(acc_S, self.regs.p)
+        self.write_p(acc_S, drawn)
         k_state.advance()
         v_state.advance()
         return k_state, v_state
@@ -206,6 +209,24 @@ class Attention:
         self.pipeline_v.consumer_release(v_state)
         v_state.advance()
         return v_state
+
+    def draw(self, acc_P: cute.Tensor, n_block):
+        """Draw what is kept of a block's P; None without dropout. The row sums have all of it."""
+        if self.dropout is None:
+            return None
+        return self.dropout.draw(acc_P, self.regs.p.element_type, n_block)
+
+    def write_p(self, acc_P: cute.Tensor, drawn) -> None:
+        """Make P the operand of P V, which must be done with the block before."""
+        if drawn is None:
+            convert(acc_P, self.regs.p)
+        else:
+            drawn.write(self.regs.p)
+
+    def finish(self, sinks: tuple | None = None) -> cute.Tensor:
+        """Divide O by the row sums; return the rows' log-sum-exps."""
+        factor = None if self.dropout is None else self.dropout.factor
+        return self.softmax.finish(as_rows_and_columns(self.regs.acc_O), sinks, factor)
 
     def sees(self, n_block) -> Callable | None:
         """A function of row r: whether it sees the block's first key. For guessing references.

@@ -2,6 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Uint32
 
 
 def as_rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
@@ -30,6 +31,10 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
     )
 
 
+PACKED_TYPES = {"BFloat16": "bf16x2", "Float16": "f16x2"}
+"""A 16-bit type -> what PTX calls two of it in a word."""
+
+
 @cute.jit
 def convert(source: cute.Tensor, target: cute.Tensor):
     """Convert registers to the target's 16-bit type; both have the same layout.
@@ -42,3 +47,15 @@ def convert(source: cute.Tensor, target: cute.Tensor):
     )
     for i in cutlass.range_constexpr(cute.size(source, mode=[1])):
         target[None, i].store(source[None, i].load().to(target.element_type))
+
+
+def convert_positive(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Convert fp32 registers to the target's 16-bit type, and negative numbers to 0."""
+    packed = PACKED_TYPES[target.element_type.__name__]
+    source, words = cute.flatten(source), cute.recast_tensor(cute.flatten(target), Uint32)
+    for i in range(cute.size(words)):
+        words[i] = cute.arch.inline_ptx(
+            f"cvt.rn.relu.{packed}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+            write_only_types=[Uint32],
+            read_only_args=[source[2 * i], source[2 * i + 1]],
+        )

@@ -12,7 +12,12 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from fa3.primitives import wgmma
-from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
+from fa3.primitives.fragments import (
+    as_operand_a,
+    as_rows_and_columns,
+    convert,
+    convert_positive,
+)
 from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.query_tiles import QueryGradients
 from fa3.primitives.score_gradients import DELTA, LSE, ColumnStatistics
@@ -30,6 +35,7 @@ class GradientStep:
         sums: receive dQ.
         rules: score functions and masks; their coordinates name query head and batch.
         barrier: of all MMA warpgroups.
+        dropout: a `fa3.primitives.dropout.TransposedDropout`, or None.
     """
 
     config: object
@@ -42,6 +48,7 @@ class GradientStep:
     thread: Int32
     group: Int32
     barrier: object
+    dropout: object | None
 
     @cute.jit
     def all(self, blocks, q_state, do_state):
@@ -73,7 +80,7 @@ class GradientStep:
         p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
         factors = self.rules.apply(p, m_block, masked)
         statistics.exponentiate(p, lses, self.rules.unit * LOG2_E)
-        rP = self.rounded(acc_S)
+        rP = self.rounded_p(acc_S, m_block)
         deltas = statistics.all(DELTA)
         d_out_t = regs.d_out_t[None, None, None, do_state.index]
         if cutlass.const_expr(config.shares_keys):
@@ -82,7 +89,7 @@ class GradientStep:
         else:
             wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(rP), d_out_t, accumulate=True)
             warpgroup.wait_group(1)
-        statistics.differentiate(p, dP, deltas, factors)
+        statistics.differentiate(p, dP, deltas, factors, self.dropout is not None)
         rdS = self.rounded(acc_S)
         self.write(rdS, self.smem.ds, q_state)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -138,6 +145,15 @@ class GradientStep:
         dst = self.regs.dst[None, None, None, ds_state.index]
         wgmma.issue(self.mmas.dq.op, acc, dst, self.regs.kt, accumulate=False)
         return acc
+
+    def rounded_p(self, acc_P: cute.Tensor, m_block) -> cute.Tensor:
+        """P in 16 bits for dV. With dropout 0 where it is dropped; and there P becomes negative."""
+        if self.dropout is None:
+            return self.rounded(acc_P)
+        self.dropout.mark(acc_P, m_block)
+        rounded = cute.make_rmem_tensor_like(acc_P, self.smem.q.element_type)
+        convert_positive(acc_P, rounded)
+        return rounded
 
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
         """An accumulator in 16 bits."""

@@ -36,7 +36,7 @@ class PipelinedStep(GradientStep):
         lses = self.statistics(q_state).all(LSE)
         warpgroup.wait_group(0)
         self.exponentiate(acc_S, lses, blocks.begin, blocks, q_state)
-        do_state = self.differentiate(acc_S, rdS, q_state, do_state, ds_state)
+        do_state = self.differentiate(acc_S, rdS, blocks.begin, q_state, do_state, ds_state)
         m_block = blocks.begin + 1
         while m_block < blocks.end:
             q_before, ds_before = q_state.clone(), ds_state.clone()
@@ -49,10 +49,14 @@ class PipelinedStep(GradientStep):
             warpgroup.wait_group(2)
             if self.exponentiate(acc_S, lses, m_block, blocks, q_state):
                 # This Q has landed: it is waited for again since a branch on the exponentials keeps
-                # ptxas from sinking them below the wait for dQ.
-                self.pipelines.q.consumer_wait(q_state)
+                # ptxas from sinking them below the wait for dQ. With dropout the warp waits for
+                # itself instead, which takes no register.
+                if cutlass.const_expr(self.dropout is None):
+                    self.pipelines.q.consumer_wait(q_state)
+                else:
+                    cute.arch.sync_warp()
             self.finish_gradients(acc_dQ, m_block - 1, q_before)
-            do_state = self.differentiate(acc_S, rdS, q_state, do_state, ds_state)
+            do_state = self.differentiate(acc_S, rdS, m_block, q_state, do_state, ds_state)
             m_block += 1
         acc_dQ = self.issue_gradients(rdS, q_state, ds_state)
         self.finish_gradients(acc_dQ, m_block - 1, q_state)
@@ -82,7 +86,9 @@ class PipelinedStep(GradientStep):
         return signs >= 0
 
     @cute.jit
-    def differentiate(self, acc_S: cute.Tensor, rdS: cute.Tensor, q_state, do_state, ds_state):
+    def differentiate(
+        self, acc_S: cute.Tensor, rdS: cute.Tensor, m_block, q_state, do_state, ds_state
+    ):
         """Of P^T: dP and dV, and dS^T in registers and in shared memory. Nothing is left running.
 
         Returns:
@@ -91,14 +97,13 @@ class PipelinedStep(GradientStep):
         pipelines, statistics = self.pipelines, self.statistics(q_state)
         pipelines.d_out.consumer_wait(do_state)
         acc_dP = self.issue_dp(do_state)
-        rP = self.rounded(acc_S)
+        rP = self.rounded_p(acc_S, m_block)
         d_out_t = self.regs.d_out_t[None, None, None, do_state.index]
         wgmma.issue(self.mmas.dv.op, self.regs.acc_dV, as_operand_a(rP), d_out_t, accumulate=True)
         deltas = statistics.all(DELTA)
         warpgroup.wait_group(1)
-        statistics.differentiate(
-            as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP), deltas, ()
-        )
+        p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
+        statistics.differentiate(p, dP, deltas, (), self.dropout is not None)
         convert(acc_S, rdS)
         self.write(rdS, self.smem.ds, ds_state)
         cute.arch.fence_proxy("async.shared", space="cta")

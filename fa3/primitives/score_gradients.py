@@ -59,14 +59,29 @@ class ColumnStatistics:
                     scores[r, c] = cute.math.exp2(exponent, fastmath=True)
 
     @cute.jit
-    def differentiate(self, p: cute.Tensor, dP: cute.Tensor, deltas, factors: tuple):
-        """dS = P (dP - delta), in place of P; and times the derivatives of the scores."""
+    def differentiate(
+        self,
+        p: cute.Tensor,
+        dP: cute.Tensor,
+        deltas,
+        factors: tuple,
+        has_dropout: cutlass.Constexpr,
+    ):
+        """dS = P (dP - delta), in place of P; and times the derivatives of the scores.
+
+        Args:
+            has_dropout: whether P is negative where it is dropped: then dP counts as 0.
+        """
         for begin in cutlass.range_constexpr(0, self.columns, self.at_once):
             delta = deltas[begin // self.at_once]
             for i in cutlass.range_constexpr(self.at_once):
                 c = begin + i
                 for r in cutlass.range_constexpr(cute.size(p, mode=[0])):
-                    dS = p[r, c] * (dP[r, c] - delta[i])
+                    if cutlass.const_expr(has_dropout):
+                        kept = cute.arch.fmax(p[r, c], 0.0)
+                        dS = kept * dP[r, c] - magnitude(p[r, c]) * delta[i]
+                    else:
+                        dS = p[r, c] * (dP[r, c] - delta[i])
                     for k in cutlass.range_constexpr(len(factors)):
                         dS = dS * Float32(factors[k][r, c])
                     p[r, c] = dS
@@ -81,3 +96,9 @@ class LateReads:
 
     def __getitem__(self, i: int) -> cute.Tensor:
         return self.statistics.read(self.which, i)
+
+
+def magnitude(x: Float32) -> Float32:
+    return cute.arch.inline_ptx(
+        "abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )

@@ -242,13 +242,19 @@ class OnlineSoftmax:
         return True if self.follows else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
-    def finish(self, acc: cute.Tensor, sinks: tuple | None = None) -> cute.Tensor:
+    def finish(
+        self,
+        acc: cute.Tensor,
+        sinks: tuple | None = None,
+        factor: Float32 | None = None,
+    ) -> cute.Tensor:
         """Divide acc by the row sums; return the rows' log-sum-exps (natural logarithm).
 
         A row that saw no key becomes 0, with log-sum-exp -inf or its sink's logit.
 
         Args:
             sinks: for each row a logit, in base 2, that only joins the row sum; or None.
+            factor: what else to multiply acc by; None for 1.
         """
         lse = cute.make_rmem_tensor(self.row_sum.layout, Float32)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
@@ -271,6 +277,8 @@ class OnlineSoftmax:
                 inverse = Float32(0.0) if hidden else correction * cute.arch.rcp_approx(total)
                 log2_sum = reference + cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if hidden else log2_sum * math.log(2.0)
+            if cutlass.const_expr(factor is not None):
+                inverse = inverse * factor
             acc[r, None].store(acc[r, None].load() * inverse)
         return lse
 

@@ -23,6 +23,7 @@ from fa3.primitives.coords import Position
 from fa3.primitives.softmax import LOG2_E
 from fa3.problem import Problem
 from fa3.reference.block_loop import CPU
+from fa3.reference.dropout import Dropout
 from fa3.reference.forward import visible
 from fa3.scores.masks import Sequence
 from fa3.scores.scores import Score, bind
@@ -80,12 +81,13 @@ def execute_backward(
     tensors: tuple[torch.Tensor, ...] | None = None,
     wanted: Wanted = ALL_WANTED,
     first_batch: int = 0,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Compute the gradients of a problem posed by CPU tensors.
 
     Args:
         problem: its scores must have a `derivative`.
-        softmax_scale, tensors, first_batch: as `fa3.reference.forward.execute` took them.
+        softmax_scale, tensors, first_batch, dropout: as `fa3.reference.forward.execute` took them.
         wanted: of the sinks nothing is computed if there are none.
 
     Returns:
@@ -101,7 +103,7 @@ def execute_backward(
     delta = (d_out.float() * out.float()).sum(dim=3).transpose(1, 2) - d_lse
     delta = delta.masked_fill(is_empty, 0.0)
     walk = BackwardWalk(
-        problem, q, k, v, d_out, lse, delta, softmax_scale, scores, mask, first_batch
+        problem, q, k, v, d_out, lse, delta, softmax_scale, scores, mask, first_batch, dropout
     )
     d_sinks = None
     if sinks is not None and wanted.sinks:
@@ -125,7 +127,8 @@ class BackwardWalk:
         lse, delta: (batch, num_heads_q, seqlen_q), float32: log-sum-exps, infinite for rows that
             see no key; what dP is taken relative to.
         scores, mask: bound to their tensors.
-        first_batch: what scores and mask take the first batch entry of q for.
+        first_batch: what scores, mask and dropout take the first batch entry of q for.
+        dropout: None without.
     """
 
     problem: Problem
@@ -139,6 +142,7 @@ class BackwardWalk:
     scores: tuple[Score, ...]
     mask: object
     first_batch: int
+    dropout: Dropout | None
 
     def run(self, wanted: Wanted) -> tuple[torch.Tensor | None, ...]:
         """The gradients of q, k and v, in their dtypes."""
@@ -173,11 +177,11 @@ class BackwardWalk:
         acc_dK, acc_dV = torch.zeros_like(k), torch.zeros_like(v)
         for head, rows, is_masked in self.query_blocks(batch, keys, head_kv):
             q, d_out = self.q[batch, rows, head].float(), self.d_out[batch, rows, head].float()
-            p, slope = self.probabilities(q, k, (batch, head, rows), keys, is_masked)
-            acc_dV += self.rounded(p).T @ d_out
+            p, kept, slope = self.probabilities(q, k, (batch, head, rows), keys, is_masked)
+            acc_dV += self.rounded(p * kept).T @ d_out
             if not needs_dS:
                 continue
-            dP = d_out @ v.T
+            dP = d_out @ v.T * kept
             dS = self.rounded(p * (dP - self.delta[batch, head, rows, None]) * slope)
             acc_dK += dS.T @ q
             if dq is not None:
@@ -210,8 +214,8 @@ class BackwardWalk:
         place: tuple[int, int, slice],
         keys: slice,
         is_masked: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """P of a block (rows, keys), and the derivative of its scores by scale Q K^T."""
+    ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
+        """P of a block (rows, keys), its factor by dropout, and dS / d(scale Q K^T)."""
         batch, head, rows = place
         sequence = self.sequence
         query = torch.arange(rows.start, rows.stop, device=CPU)[:, None]
@@ -224,7 +228,9 @@ class BackwardWalk:
             values = score.reference(values, at)
         if is_masked:
             values = values.masked_fill(~visible(self.mask, at, key, sequence), -torch.inf)
-        return torch.exp2((values - self.lse[batch, head, rows, None]) * LOG2_E), slope
+        p = torch.exp2((values - self.lse[batch, head, rows, None]) * LOG2_E)
+        kept = 1.0 if self.dropout is None else self.dropout.keeps(at) / self.dropout.kept
+        return p, kept, slope
 
     def rounded(self, operand: torch.Tensor) -> torch.Tensor:
         """An operand of a product as the tensor cores would get it."""

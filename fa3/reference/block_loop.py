@@ -11,6 +11,7 @@ import torch
 
 from fa3.primitives.coords import Position
 from fa3.primitives.softmax import LOG2_E, SLACK
+from fa3.reference.dropout import Dropout
 from fa3.scores.masks import Sequence
 from fa3.scores.scores import Score
 
@@ -51,16 +52,22 @@ def with_sink(
 
 
 class RunningSoftmax:
-    """Softmax of rows that come in blocks of keys, as the kernels keep it; all in float32."""
+    """Softmax of rows that come in blocks of keys, as the kernels keep it; all in float32.
 
-    def __init__(self, num_rows: int, head_dim_v: int, scale_log2: float):
+    With dropout the sums are of all probabilities, the output of those that are kept.
+    """
+
+    def __init__(
+        self, num_rows: int, head_dim_v: int, scale_log2: float, dropout: Dropout | None = None
+    ):
         self.scale_log2 = scale_log2
+        self.dropout = dropout
         self.reference = torch.full((num_rows, 1), -torch.inf, device=CPU)
         self.row_sum = torch.zeros(num_rows, 1, device=CPU)
         self.acc_O = torch.zeros(num_rows, head_dim_v, device=CPU)
 
-    def add(self, scores: torch.Tensor, v: torch.Tensor) -> None:
-        """Take a block's scores (rows, keys) and values (keys, head_dim_v)."""
+    def add(self, scores: torch.Tensor, v: torch.Tensor, at: Position) -> None:
+        """Take a block's scores (rows, keys), values (keys, head_dim_v) and positions."""
         row_max = scores.amax(dim=1, keepdim=True)
         outgrown = (row_max - self.reference) * self.scale_log2 > SLACK
         before, self.reference = self.reference, torch.where(outgrown, row_max, self.reference)
@@ -69,6 +76,8 @@ class RunningSoftmax:
         correction = torch.exp2(before * self.scale_log2 - scaled)
         p = torch.exp2(scores * self.scale_log2 - scaled)
         self.row_sum = self.row_sum * correction + p.sum(dim=1, keepdim=True)
+        if self.dropout is not None:
+            p = p * self.dropout.keeps(at)
         self.acc_O = self.acc_O * correction + p.to(v.dtype).float() @ v.float()
 
     def finish(self, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +88,8 @@ class RunningSoftmax:
         lse = (self.reference * self.scale_log2 + torch.log2(self.row_sum)) * math.log(2.0)
         lse = lse.masked_fill(self.row_sum == 0.0, -torch.inf)
         out = (self.acc_O / self.row_sum).masked_fill(self.row_sum == 0.0, 0.0)
+        if self.dropout is not None:
+            out = out / self.dropout.kept
         return with_sink(out, lse.squeeze(1), sink)
 
 
@@ -93,6 +104,7 @@ def attend(
     scores: tuple[Score, ...],
     softmax_scale: float,
     head_dim_v: int,
+    dropout: Dropout | None = None,
 ) -> RunningSoftmax:
     """Attend rows to key blocks, from the last to the first.
 
@@ -105,7 +117,7 @@ def attend(
         scores: bound to their tensors.
     """
     scale = 1.0 if scores else softmax_scale
-    softmax = RunningSoftmax(len(q), head_dim_v, scale * LOG2_E)
+    softmax = RunningSoftmax(len(q), head_dim_v, scale * LOG2_E, dropout)
     for n_block in reversed(blocks):
         key = n_block * tile_n + torch.arange(tile_n, device=CPU)
         k, v = load(n_block, key)
@@ -119,5 +131,5 @@ def attend(
         seen = visible(n_block, at, key)
         if seen is not None:
             values = values.masked_fill(~seen, -torch.inf)
-        softmax.add(values, v)
+        softmax.add(values, v, at)
     return softmax

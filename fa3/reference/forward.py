@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from fa3.planning.plan import Plan
 from fa3.primitives.coords import Position
 from fa3.reference.block_loop import CPU, HostTensor, RunningSoftmax, attend, merge, with_sink
+from fa3.reference.dropout import Dropout
 from fa3.schedules import Segment, walk
 from fa3.schedules.sequences import Dense
 from fa3.scores.masks import Blocks, Intersection, Sequence
@@ -93,6 +94,7 @@ def execute(
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
     first_batch: int = 0,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a plan on CPU tensors.
 
@@ -103,7 +105,8 @@ def execute(
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), dtype of q.
         softmax_scale: factor of Q K^T before the softmax; positive.
         tensors: those of the spec's scores, mask and sinks.
-        first_batch: what scores and mask take the first batch entry of q for.
+        first_batch: what scores, mask and dropout take the first batch entry of q for.
+        dropout: where the plan's spec has it.
 
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim_v), dtype of q, contiguous; and the
@@ -121,7 +124,7 @@ def execute(
         of_head_kv = batch, slice(None), head // problem.qhead_per_kvhead
         softmax = attend_step(
             plan, step, q[batch, rows, head], k[of_head_kv], v[of_head_kv], softmax_scale,
-            scores, mask, first_batch,
+            scores, mask, first_batch, dropout,
         )  # fmt: skip
         if not step.segment.is_whole:
             parts[batch, head, rows.start, rows.stop][step.segment.part.slot] = softmax.finish()
@@ -145,6 +148,7 @@ def attend_step(
     scores: tuple[Score, ...],
     mask,
     first_batch: int,
+    dropout: Dropout | None,
 ) -> RunningSoftmax:
     """Attend the rows of one step to its key blocks.
 
@@ -166,7 +170,7 @@ def attend_step(
 
     return attend(
         q, (batch, step.head, query), sequence, range(blocks.begin, blocks.end), tile_n, load,
-        seen, scores, softmax_scale, v.shape[1],
+        seen, scores, softmax_scale, v.shape[1], dropout,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from fa3.planning.joined import PackedSizes
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.backward import ALL_WANTED, BackwardOperands, Gradients, Wanted, execute_backward
+from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.scores.scores import bind
 
@@ -99,6 +100,7 @@ def execute_varlen(
     operands: RaggedOperands,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
+    dropout: Dropout | None = None,
     short_queries: int = 0,
 ) -> None:
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
@@ -107,6 +109,7 @@ def execute_varlen(
         window: keys that a query sees beside its own position.
         softmax_scale: factor of Q K^T before the softmax; positive.
         tensors: those of the spec's scores, mask and sinks.
+        dropout: where the spec has it; counts inside of each sequence.
         short_queries: sequences with so many queries or fewer are left out.
     """
     _, _, _, out, lse = operands[:5]
@@ -114,7 +117,7 @@ def execute_varlen(
         if of_q.stop - of_q.start <= short_queries:
             continue
         result, of_rows = attend_alone(
-            spec, window, operands, of_q, of_k, softmax_scale, tensors, batch
+            spec, window, operands, of_q, of_k, softmax_scale, tensors, batch, dropout
         )
         out[of_q] = result
         if lse is not None:
@@ -130,6 +133,7 @@ def attend_alone(
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None,
     batch: int,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend inside of sequence `batch`, whose rows these are; there is a query.
 
@@ -140,7 +144,8 @@ def attend_alone(
     problem = problem_of_rows(spec, window, q[of_q], k[of_k])
     if problem.seqlen_k:
         of_sequence = q[None, of_q], k[None, of_k], v[None, of_k]
-        out, lse = execute(plan_forward(problem), *of_sequence, softmax_scale, tensors, batch)
+        plan = plan_forward(problem)
+        out, lse = execute(plan, *of_sequence, softmax_scale, tensors, batch, dropout)
         return out[0], lse[0]
     _, _, sinks = bind(spec, tensors)
     of_heads = q.new_full(q.shape[1:2], -torch.inf, dtype=torch.float32)
@@ -157,6 +162,7 @@ def execute_varlen_backward(
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...] | None = None,
     wanted: Wanted = ALL_WANTED,
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Compute the gradients of what `execute_varlen` did; they are 0 in all other rows.
 
@@ -164,6 +170,7 @@ def execute_varlen_backward(
         operands: q, k, v, out and lse as `execute_varlen` took and gave them; d_out and d_lse like
             out and lse.
         wanted: of the sinks nothing is computed if there are none.
+        dropout: as `execute_varlen` took it.
     """
     q, k, v, out, lse, d_out, d_lse = operands
     dq, dk, dv = (
@@ -181,7 +188,9 @@ def execute_varlen_backward(
             lse[None, :, of_q], d_out[None, of_q], d_lse[None, :, of_q],
         )  # fmt: skip
         problem = problem_of_rows(spec, window, q[of_q], k[of_k])
-        found = execute_backward(problem, of_sequence, softmax_scale, tensors, wanted, batch)
+        found = execute_backward(
+            problem, of_sequence, softmax_scale, tensors, wanted, batch, dropout
+        )
         for target, rows, part in zip((dq, dk, dv), (of_q, of_k, of_k), found, strict=False):
             if target is not None:
                 target[rows] = part[0]

@@ -66,6 +66,8 @@ def check_recordable(problem: Problem) -> None:
         raise NotImplementedError(
             "scores, masks and sinks with tensors cannot be recorded yet: a plan does not have them"
         )
+    if problem.spec.has_dropout:
+        raise NotImplementedError("dropout cannot be recorded yet: a plan has no seed")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         raise ValueError(f"there is nothing to record: {problem} has nothing to compute")
 

@@ -1,0 +1,255 @@
+"""Dropout: which probabilities are dropped, drawn where they are needed and kept nowhere.
+
+A score's random number follows from the seed, batch, head, query and key alone. So no tiling and
+no order of the work changes it, and the backward pass draws it again. A warp draws those of a
+square of 16 queries and 16 keys: each lane encrypts one counter (`fa3.primitives.philox`) and has
+8 numbers of 16 bits.
+
+    counter   head, 32 (key // 16) + lane, batch, query // 16
+    lane      4 (query % 8) + key % 8 // 2
+    word      query % 16 // 8 + 2 (key % 16 // 8); its lower half for even keys
+
+That is what a lane holds of an accumulator (queries, keys), so the forward kernel draws each number
+once. The backward kernel holds (keys, queries): its lanes draw the same words, and `movmatrix`
+transposes them, 8 queries and 8 keys at once.
+
+A number is read as a bfloat16. It drops its score if it is less than a threshold below which the
+right share of all bit patterns lies. So one instruction compares two numbers.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, Uint64
+
+from fa3.primitives import arguments
+from fa3.primitives.coords import ScoreCoords, TransposedCoords
+from fa3.primitives.fragments import PACKED_TYPES
+from fa3.primitives.philox import WORD_BITS, key_steps, philox
+
+SQUARE = 16
+"""Queries, and keys, of a square."""
+
+COUNTERS = 32
+"""Counters of a square."""
+
+WORDS = 4
+"""Words of a counter, with two numbers each."""
+
+NUMBER_BITS = 16
+PATTERNS = 1 << NUMBER_BITS
+"""Bit patterns of a number."""
+
+NEGATIVE = 0x7F80
+"""Patterns of numbers below 0, which begin at NEGATIVE_INFINITY; as many stand for those above."""
+
+NEGATIVE_INFINITY = 0xFF80
+
+MOST_DROPPED = 2 * NEGATIVE + 1
+"""Patterns that a threshold can drop: infinity is not less than any, nor is NaN."""
+
+SQUARES_IN_FLIGHT = 2
+"""Counters that a thread encrypts at once. More would take registers that are not there."""
+
+
+def threshold_of(dropout_p: float) -> tuple[int, float]:
+    """The threshold for a probability above 0.
+
+    Returns:
+        its bits, and the share of numbers that are not less: 1 - dropout_p to 16 bits, at least
+        0.4%.
+    """
+    dropped = min(max(round(dropout_p * PATTERNS), 1), MOST_DROPPED)
+    # Patterns less than a negative number are those from infinity up to it. Then come two zeros,
+    # neither of which is less than the other.
+    dropped += dropped == NEGATIVE + 1
+    bits = NEGATIVE_INFINITY - dropped if dropped <= NEGATIVE else dropped - (NEGATIVE + 1)
+    return bits, 1.0 - dropped / PATTERNS
+
+
+class DropoutArguments(NamedTuple):
+    """What a launch takes for dropout.
+
+    Fields:
+        rng_state: (1,) int64, the seed.
+        threshold: its bits, see `threshold_of`.
+        kept: the share that is kept.
+    """
+
+    rng_state: object
+    threshold: int
+    kept: float
+
+    @classmethod
+    def symbolic(cls) -> "DropoutArguments":
+        """Types of the arguments."""
+        return cls(arguments.strided_tensor("int64", 1), Int32(0), Float32(0.0))
+
+
+@dataclass(frozen=True)
+class RandomWords:
+    """The random words of one head.
+
+    Fields:
+        round_keys: of `philox`.
+        threshold: twice in a word.
+        zero: 0, but the compiler does not know.
+    """
+
+    round_keys: tuple[tuple[Uint32, Uint32], ...]
+    threshold: Uint32
+    zero: Uint32
+    batch: Uint32
+    head: Uint32
+
+    @classmethod
+    def of(cls, given: DropoutArguments, batch, head) -> "RandomWords":
+        seed, threshold = given.rng_state[0], Uint32(given.threshold)
+        words = Uint32(seed), Uint32(seed >> WORD_BITS)
+        return cls(
+            tuple(tuple(map(Uint32.__add__, words, map(Uint32, steps))) for steps in key_steps()),
+            threshold | threshold << NUMBER_BITS,
+            threshold >> NUMBER_BITS,
+            Uint32(batch),
+            Uint32(head),
+        )
+
+    def draw(self, places: Iterable[tuple]) -> Iterator[tuple[Uint32, ...]]:
+        """Yield a lane's words in squares.
+
+        Args:
+            places: for each square 32 (key // 16) + lane, and query // 16.
+        """
+        last = []
+        for of_keys, of_queries in places:
+            if len(last) == SQUARES_IN_FLIGHT:
+                # Wait for an earlier square: the compiler would have them all in flight.
+                of_keys = of_keys ^ (last.pop(0)[-1] & self.zero)
+            counter = self.head, of_keys, self.batch, of_queries
+            last.append(philox(counter, self.round_keys, product_of_words))
+            yield last[-1]
+
+
+def product_of_words(word: Uint32, factor: int) -> tuple[Uint32, Uint32]:
+    """The upper and the lower word of a product."""
+    product = Uint64(word) * Uint64(factor)
+    return Uint32(product >> WORD_BITS), Uint32(product)
+
+
+def lane_of(coords: ScoreCoords | TransposedCoords) -> Uint32:
+    """The lane, by the row and the column of its first score."""
+    return Uint32(coords.row) % 8 * 4 + Uint32(coords.column) // 2 % 4
+
+
+class Drawn(NamedTuple):
+    """A block's P in 16 bits with nothing dropped yet, and masks of what is kept: two in a word."""
+
+    p: list[Uint32]
+    kept: list[Uint32]
+
+    def write(self, target: cute.Tensor) -> None:
+        """Write what is kept of P, and 0 for the rest."""
+        words = cute.recast_tensor(cute.flatten(target), Uint32)
+        for i, (p, kept) in enumerate(zip(*self, strict=True)):
+            words[i] = p & kept
+
+
+@dataclass(frozen=True)
+class TileDropout:
+    """Dropout in a tile of the forward kernel.
+
+    Fields:
+        factor: what O is multiplied by at the end, for what is dropped of it.
+    """
+
+    words: RandomWords
+    coords: ScoreCoords
+    factor: Float32
+
+    @classmethod
+    def of(cls, given: DropoutArguments, coords: ScoreCoords) -> "TileDropout":
+        words = RandomWords.of(given, coords.batch, coords.head)
+        return cls(words, coords, cute.arch.rcp_approx(given.kept))
+
+    def of_pairs(self, n_block) -> Iterator[Uint32]:
+        """Yield the words of a block of keys, in the order of the pairs of an accumulator."""
+        squares = self.coords.tile_n // SQUARE
+        first_square = Uint32(n_block * squares)
+        queries = Uint32(cute.arch.make_warp_uniform(self.coords.row // SQUARE))
+        lane = lane_of(self.coords)
+        places = (((first_square + i) * COUNTERS + lane, queries) for i in range(squares))
+        for of_square in self.words.draw(places):
+            yield from of_square
+
+    def draw(self, acc_P: cute.Tensor, dtype, n_block) -> Drawn:
+        """Round P of a block of keys, fp32 in an accumulator, and draw what of it is kept."""
+        source, drawn = cute.flatten(acc_P), Drawn([], [])
+        packed = PACKED_TYPES[dtype.__name__]
+        for i, word in enumerate(self.of_pairs(n_block)):
+            # In one, which keeps ptxas from rounding P when the masks are used.
+            p, kept = cute.arch.inline_ptx(
+                f"{{.reg .b32 p; cvt.rn.{packed}.f32 p, {{$r3}}, {{$r2}}; "
+                "set.geu.u32.bf16x2 {$w1}, {$r0}, {$r1}; mov.b32 {$w0}, p;}",
+                write_only_types=[Uint32, Uint32],
+                read_only_args=[word, self.words.threshold, source[2 * i], source[2 * i + 1]],
+            )
+            drawn.p.append(p)
+            drawn.kept.append(kept)
+        return drawn
+
+
+@dataclass(frozen=True)
+class TransposedDropout:
+    """Dropout in a tile of the backward kernel, for one query head.
+
+    Fields:
+        given: of the launch.
+        coords: name batch and head.
+    """
+
+    given: DropoutArguments
+    coords: TransposedCoords
+
+    @cute.jit
+    def mark(self, acc_P: cute.Tensor, m_block):
+        """Turn the sign of what is dropped of P^T of a block of queries, fp32 in an accumulator."""
+        # Always true. The branch keeps ptxas from drawing beside what comes before and after, for
+        # which there are not enough registers.
+        if self.given.threshold >= 0:
+            self.mark_drawn(acc_P, m_block)
+
+    def words(self) -> RandomWords:
+        return RandomWords.of(self.given, self.coords.batch, self.coords.head)
+
+    def of_pairs(self, words: RandomWords, m_block, count: int) -> Iterator[tuple[int, Uint32]]:
+        """Yield the words of a block of queries, each with the pair of an accumulator (keys,
+        queries) whose numbers it has when `movmatrix` has transposed it.
+
+        Args:
+            count: pairs of the accumulator.
+        """
+        keys = Uint32(self.coords.row) // SQUARE * COUNTERS + lane_of(self.coords)
+        first_query = self.coords.first_query(m_block)
+        first_square = Uint32(cute.arch.make_warp_uniform(first_query // SQUARE))
+        places = ((keys, first_square + i) for i in range(count // WORDS))
+        for i, of_square in enumerate(words.draw(places)):
+            for j, word in enumerate(of_square):
+                of_queries, of_keys = j % 2, j // 2
+                yield WORDS * i + 2 * of_queries + of_keys, word
+
+    def mark_drawn(self, acc_P: cute.Tensor, m_block) -> None:
+        """`mark`, without a branch."""
+        p, words = cute.flatten(acc_P), self.words()
+        for pair, word in self.of_pairs(words, m_block, cute.size(p) // 2):
+            p[2 * pair], p[2 * pair + 1] = cute.arch.inline_ptx(
+                "{.reg .pred low, high; .reg .b32 word; .reg .f32 first, negative; "
+                "movmatrix.sync.aligned.m8n8.trans.b16 word, {$r0}; "
+                "setp.lt.bf16x2 low|high, word, {$r1}; "
+                "neg.f32 negative, {$r2}; selp.f32 first, negative, {$r2}, low; "
+                "neg.f32 negative, {$r3}; selp.f32 {$w1}, negative, {$r3}, high; "
+                "mov.f32 {$w0}, first;}",
+                write_only_types=[Float32, Float32],
+                read_only_args=[word, words.threshold, p[2 * pair], p[2 * pair + 1]],
+            )

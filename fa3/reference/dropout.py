@@ -1,0 +1,71 @@
+"""Dropout in torch: what of a call's probabilities is kept.
+
+The numbers are those of `fa3.primitives.dropout`, here drawn for each score by itself. Tensors may
+be on any device, so that a kernel's mask can be looked at.
+"""
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from fa3.primitives.coords import Position
+from fa3.primitives.dropout import COUNTERS, SQUARE, DropoutArguments, threshold_of
+from fa3.primitives.philox import WORD_BITS, key_steps, philox
+
+WORD_MASK = (1 << WORD_BITS) - 1
+
+
+class Dropout(NamedTuple):
+    """The dropout of a call.
+
+    Fields:
+        rng_state: (1,) int64, the seed.
+        p: the probability that was asked for, above 0.
+    """
+
+    rng_state: torch.Tensor
+    p: float
+
+    @property
+    def arguments(self) -> DropoutArguments:
+        """What kernels take."""
+        return DropoutArguments(self.rng_state, *threshold_of(self.p))
+
+    @property
+    def kept(self) -> float:
+        """The share that is kept, by which the rest is divided."""
+        return self.arguments.kept
+
+    def keeps(self, at: Position) -> torch.Tensor:
+        """Which scores are kept, bool.
+
+        Args:
+            at: its fields broadcast against one another; tensors are int64, on one device.
+        """
+        word = word_of(self.rng_state[0], at)
+        upper = (word >> at.key % 2 * (WORD_BITS // 2)) & 0xFFFF
+        (threshold,) = struct.unpack("<f", struct.pack("<HH", 0, self.arguments.threshold))
+        # A bfloat16 is the upper half of a float32.
+        return ~((upper << 16).to(torch.int32).view(torch.float32) < threshold)
+
+
+def word_of(seed: torch.Tensor, at: Position) -> torch.Tensor:
+    """The random words that the scores' numbers are in."""
+    halves = seed & WORD_MASK, seed >> WORD_BITS & WORD_MASK
+    keys = [tuple(halves[i] + steps[i] & WORD_MASK for i in range(2)) for steps in key_steps()]
+    lane = at.query % 8 * 4 + at.key % 8 // 2
+    counter = at.head, at.key // SQUARE * COUNTERS + lane, at.batch, at.query // SQUARE
+    words = philox(counter, keys, multiply)
+    is_left, is_upper = at.key % SQUARE < 8, at.query % SQUARE < 8
+    return torch.where(
+        is_upper,
+        torch.where(is_left, words[0], words[2]),
+        torch.where(is_left, words[1], words[3]),
+    )
+
+
+def multiply(word, factor: int) -> tuple:
+    """The upper and the lower word of a product; 64 bits hold it modulo 2**64."""
+    product = word * factor
+    return product >> WORD_BITS & WORD_MASK, product & WORD_MASK

@@ -1,0 +1,633 @@
+"""Dropout: its random numbers, which of them a kernel's thread draws, and attention with it."""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+import numpy as np
+import pytest
+import torch
+from cutlass import Int32
+from cutlass.cute.runtime import from_dlpack
+from gradients import check_gradients
+from problems import make_operands, make_problem, poisoned_allocations
+from reference import check_attention
+from score_problems import Recipe
+from test_compile import spec_of
+from torch.fx.experimental.proxy_tensor import make_fx
+from varlen_gradients import check_varlen_gradients
+from varlen_problems import VarlenProblem, check_varlen, make_call
+
+import fa3
+from fa3.calls.dropout import draw_rng_state
+from fa3.kernels.backward import Backward
+from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.backward import choose_backward_config
+from fa3.planning.planner import plan_forward
+from fa3.primitives.attention import Mmas
+from fa3.primitives.coords import ScoreCoords
+from fa3.primitives.dropout import (
+    DropoutArguments,
+    RandomWords,
+    TileDropout,
+    TransposedDropout,
+    threshold_of,
+)
+from fa3.primitives.gradient_mmas import GradientMmas
+from fa3.primitives.philox import PHILOX_ROUNDS, key_steps, philox
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
+from fa3.problem import Window
+from fa3.reference.dropout import Dropout
+from fa3.schedules import SingleTile, Tile
+
+CAUSAL = Window(right=0)
+
+SEED = 0x3A1F_5C77_90AB_CDEF
+STATE = torch.tensor([SEED])
+
+OPTIONS = "--gpu-arch sm_90a"
+
+# ------------------------------------------------------------------------------------- Philox
+
+KNOWN = {
+    7: (
+        ("00000000 00000000 00000000 00000000", "00000000 00000000"),
+        ("5f6fb709 0d893f64 4f121f81 4f730a48",),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff"),
+        ("5207ddc2 45165e59 4d8ee751 8c52f662",),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0"),
+        ("4dfccaba 190a87f0 c47362ba b6b5242a",),
+    ),
+    10: (
+        ("00000000 00000000 00000000 00000000", "00000000 00000000"),
+        ("6627e8d5 e169c58d bc57ac4c 9b00dbd8",),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff"),
+        ("408f276d 41c83b0e a20bc7c6 6d5451fd",),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0"),
+        ("d16cfe09 94fdcceb 5001e420 24126ea1",),
+    ),
+}
+"""Rounds -> counter and key, then what comes of them, of Random123's `kat_vectors`."""
+
+
+def known_answers():
+    """Yield (rounds, counter, key, answer)."""
+    for rounds, lines in KNOWN.items():
+        for (counter, key), (answer,) in zip(lines[::2], lines[1::2], strict=True):
+            yield rounds, *([int(word, 16) for word in x.split()] for x in (counter, key, answer))
+
+
+def philox_of_numpy(counter: list, key: list, rounds: int) -> list:
+    """Compute Philox4x32 as its paper writes it down, on arrays of uint64."""
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = (np.uint64(word) for word in key)
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(rounds):
+        p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (p1 >> np.uint64(32)) ^ c1 ^ k0,
+            p1 & low,
+            (p0 >> np.uint64(32)) ^ c3 ^ k1,
+            p0 & low,
+        )
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return [c0, c1, c2, c3]
+
+
+@pytest.mark.parametrize(("rounds", "counter", "key", "answer"), list(known_answers()))
+def test_known_answers(rounds, counter, key, answer):
+    assert [int(word) for word in philox_of_numpy(counter, key, rounds)] == answer
+    keys = [
+        tuple((k + s) % 2**32 for k, s in zip(key, steps, strict=True))
+        for steps in key_steps(rounds)
+    ]
+    found = philox(tuple(counter), keys, lambda word, factor: divmod(word * factor, 2**32))
+    assert list(found) == answer
+
+
+def numbers(seed: int, batch: int, head: int, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Return the 16-bit numbers of scores, by numpy alone."""
+    lane = query % 8 * 4 + key % 8 // 2
+    counter = np.broadcast_arrays(head, key // 16 * 32 + lane, batch, query // 16)
+    words = np.stack(philox_of_numpy(list(counter), [seed % 2**32, seed >> 32], PHILOX_ROUNDS))
+    word = np.take_along_axis(words, (query % 16 // 8 + key % 16 // 8 * 2)[None], axis=0)[0]
+    return (word >> (key % 2 * 16).astype(np.uint64)).astype(np.uint32) & 0xFFFF
+
+
+def is_kept(number: np.ndarray, dropout_p: float) -> np.ndarray:
+    """Return which numbers drop nothing."""
+    bits, _ = threshold_of(dropout_p)
+    threshold = np.array([bits << 16], dtype=np.uint32).view(np.float32)
+    return ~((number.astype(np.uint32) << 16).view(np.float32) < threshold)
+
+
+# ----------------------------------------------------------------------------------- the mask
+
+
+@pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.5, 0.75])
+def test_the_mask_of_numpy(dropout_p):
+    found = fa3.dropout_mask(STATE, dropout_p, 2, 3, 70, 90).numpy()
+    query, key = np.broadcast_arrays(np.arange(70)[:, None], np.arange(90))
+    for batch in range(2):
+        for head in range(3):
+            expected = is_kept(numbers(SEED, batch, head, query, key), dropout_p)
+            assert np.array_equal(found[batch, head], expected)
+
+
+@pytest.mark.parametrize(
+    "dropout_p",
+    [1e-9, 2**-16, 0.001, 0.1, 0.25, 0.4979, 0.4981, 0.5, 1 / 3, 0.9, 0.996, 0.9999, 1 - 2**-30],
+)
+def test_the_threshold_drops_its_share_of_all_numbers(dropout_p):
+    dropped = np.count_nonzero(~is_kept(np.arange(2**16, dtype=np.uint32), dropout_p))
+    _, kept = threshold_of(dropout_p)
+    assert dropped == round((1 - kept) * 2**16)
+    assert dropped == min(max(round(dropout_p * 2**16), 1), 0xFF01)
+
+
+def test_a_threshold_between_the_zeros():
+    """Neither zero is less than the other, so one share is not possible."""
+    bits, kept = threshold_of(0x7F81 / 2**16)
+    assert (bits, kept) == (1, 1 - 0x7F82 / 2**16)
+    assert np.count_nonzero(~is_kept(np.arange(2**16, dtype=np.uint32), 0x7F81 / 2**16)) == 0x7F82
+
+
+@pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.5, 0.9])
+def test_the_share_that_is_kept(dropout_p):
+    mask = fa3.dropout_mask(STATE, dropout_p, 2, 4, 512, 512).double()
+    deviation = (dropout_p * (1 - dropout_p)) ** 0.5
+    assert abs(mask.mean() - (1 - dropout_p)) < 5 * deviation / mask.numel() ** 0.5
+    # Of each row, column and head too, and no score goes with a neighbour.
+    for dim in range(4):
+        means = mask.mean(dim=[d for d in range(4) if d != dim])
+        count = mask.numel() / len(means)
+        assert (means - (1 - dropout_p)).abs().max() < 6 * deviation / count**0.5
+    centred = (mask - mask.mean()) / deviation
+    for shift in [
+        (0, 0, 0, 1),
+        (0, 0, 0, 2),
+        (0, 0, 0, 8),
+        (0, 0, 1, 0),
+        (0, 0, 8, 0),
+        (0, 1, 0, 0),
+    ]:
+        moved = centred.roll(shift, dims=(0, 1, 2, 3))
+        assert abs((centred * moved).mean()) < 5 / mask.numel() ** 0.5
+
+
+def test_a_mask_is_part_of_larger_ones():
+    whole = fa3.dropout_mask(STATE, 0.3, 3, 5, 100, 200)
+    part = fa3.dropout_mask(STATE, 0.3, 2, 2, 37, 113)
+    assert torch.equal(part, whole[:2, :2, :37, :113])
+
+
+def test_seeds_differ():
+    masks = [
+        fa3.dropout_mask(torch.tensor([seed]), 0.5, 1, 1, 64, 64) for seed in (0, 1, 2**32, -1)
+    ]
+    for i, one in enumerate(masks):
+        assert all(0.4 < (one == other).float().mean() < 0.6 for other in masks[:i])
+    assert fa3.dropout_mask(STATE, 0, 1, 1, 3, 5).all()
+
+
+def test_positions_near_the_ends_of_32_bits():
+    at = fa3.Position(
+        2**31 - 1, 2**31 - 1, torch.tensor([2**31 - 2]), torch.tensor([2**31 - 2]), 0, 0
+    )
+    found = Dropout(STATE, 0.5).keeps(at)
+    place = np.array([2**31 - 2])
+    assert found.tolist() == is_kept(numbers(SEED, at.batch, at.head, place, place), 0.5).tolist()
+
+
+# ----------------------------------------------------------------- what threads of kernels draw
+
+
+@cute.jit
+def write_words(
+    words: cute.Tensor,
+    places: cute.Tensor,
+    rng_state: cute.Tensor,
+    tile_n: cutlass.Constexpr,
+    tile: tuple[Int32, ...],
+):
+    """Write what each thread of a warpgroup draws of a block of keys, and of which pair it is.
+
+    Args:
+        words: (pairs, threads, blocks), int32.
+        places: (2, pairs, threads, blocks): the query and the first key.
+    """
+    m_block, head, batch = tile
+    mmas = Mmas.of(cutlass.BFloat16, tile_n, 64)
+    for thread in cutlass.range(WARPGROUP):
+        coords = ScoreCoords.of(
+            mmas.qk, thread, (ROWS, tile_n), m_block * ROWS, Tile(m_block, head, batch)
+        )
+        given = RandomWords.of(DropoutArguments(rng_state, Int32(0), 0.0), batch, head)
+        for n_block in cutlass.range(words.shape[2]):
+            write_pairs(words, places, TileDropout(given, coords, None), thread, n_block)
+
+
+def write_pairs(words, places, dropout: TileDropout, thread, n_block):
+    coords = dropout.coords
+    for i, word in enumerate(dropout.of_pairs(n_block)):
+        words[i, thread, n_block] = Int32(word)
+        places[0, i, thread, n_block] = coords.query(i % 2)
+        places[1, i, thread, n_block] = coords.first_key(n_block) + coords.column_steps[i // 2 * 2]
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    """Run what kernels compute for a whole warp by each thread alone."""
+    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
+
+
+def check_words(words: torch.Tensor, places: torch.Tensor, is_transposed: bool, tile: tuple):
+    """Assert that pairs of 16-bit numbers are those of their places."""
+    _, head, batch = tile
+    for half in range(2):
+        number = words.numpy() >> 16 * half & 0xFFFF
+        query, key = places[0].numpy().astype(np.int64), places[1].numpy().astype(np.int64)
+        query, key = (query + half, key) if is_transposed else (query, key + half)
+        assert np.array_equal(number, numbers(SEED, batch, head, query, key))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("tile_n", [48, 80, 112, 128])
+def test_what_threads_of_the_forward_kernel_draw(tile_n, on_the_host):
+    tile, num_blocks, pairs = (5, 3, 7), 3, ROWS * tile_n // WARPGROUP // 2
+    words = torch.zeros(pairs, WARPGROUP, num_blocks, dtype=torch.int32)
+    places = torch.zeros(2, *words.shape, dtype=torch.int32)
+    tensors = [from_dlpack(x) for x in (words, places, STATE)]
+    run = cute.compile(write_words, *tensors, tile_n, tuple(map(Int32, tile)), options=OPTIONS)
+    run(*tensors, tuple(map(Int32, tile)))
+    # Each pair of the tile has one thread.
+    assert len(places.flatten(1).T.unique(dim=0)) == words.numel()
+    assert (places[1] % 2 == 0).all() and places[1].max() == num_blocks * tile_n - 2
+    check_words(words, places, False, tile)
+
+
+@cute.jit
+def write_transposed_words(
+    words: cute.Tensor,
+    places: cute.Tensor,
+    rng_state: cute.Tensor,
+    kernel: cutlass.Constexpr,
+    tile: tuple[Int32, ...],
+):
+    """As `write_words`, by all MMA warpgroups; before `movmatrix` has transposed the words.
+
+    Args:
+        words: (pairs, threads, blocks).
+        places: (2, pairs, threads, blocks): the first query and the key of what comes of a word.
+    """
+    n_block, head, batch = tile
+    config = kernel.config
+    mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
+    for group in cutlass.range_constexpr(config.groups):
+        for thread in cutlass.range(WARPGROUP):
+            coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
+            dropout = TransposedDropout(DropoutArguments(rng_state, Int32(0), 0.0), coords)
+            for m_block in cutlass.range(words.shape[2]):
+                write_transposed_pairs(words, places, dropout, group * WARPGROUP + thread, m_block)
+
+
+def write_transposed_pairs(words, places, dropout: TransposedDropout, thread, m_block):
+    coords = dropout.coords
+    for pair, word in dropout.of_pairs(dropout.words(), m_block, words.shape[0]):
+        words[pair, thread, m_block] = Int32(word)
+        places[0, pair, thread, m_block] = (
+            coords.first_query(m_block) + coords.column_steps[pair // 2 * 2]
+        )
+        places[1, pair, thread, m_block] = coords.key(pair % 2)
+
+
+def movmatrix(words: torch.Tensor) -> torch.Tensor:
+    """Transpose 8 x 8 numbers, two in the word of each of 32 lanes: (pairs, threads, blocks)."""
+    lanes = words.view(len(words), -1, 8, 4, words.shape[2])
+    halves = torch.stack((lanes & 0xFFFF, lanes >> 16 & 0xFFFF), dim=4)
+    turned = halves.flatten(3, 4).transpose(2, 3).unflatten(3, (4, 2))
+    return (turned[..., 0, :] | turned[..., 1, :] << 16).reshape(words.shape)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_what_threads_of_the_backward_kernel_draw(head_dim, on_the_host):
+    spec = replace(spec_of(head_dim, "full"), has_dropout=True)
+    kernel = Backward(spec, choose_backward_config(spec), SingleTile)
+    config, tile, num_blocks = kernel.config, (5, 3, 7), 3
+    pairs = ROWS * config.queries // WARPGROUP // 2
+    words = torch.zeros(pairs, config.groups * WARPGROUP, num_blocks, dtype=torch.int32)
+    places = torch.zeros(2, *words.shape, dtype=torch.int32)
+    tensors = [from_dlpack(x) for x in (words, places, STATE)]
+    sizes = tuple(map(Int32, tile))
+    run = cute.compile(write_transposed_words, *tensors, kernel, sizes, options=OPTIONS)
+    run(*tensors, sizes)
+    assert words.shape[1] % WARP == 0 and len(places.flatten(1).T.unique(dim=0)) == words.numel()
+    check_words(movmatrix(words), places, True, tile)
+
+
+# ---------------------------------------------------------------------------------- attention
+
+DROPPED = {"dropout_p": 0.3, "rng_state": STATE}
+
+PROBLEMS = (
+    make_problem(1, 1, 1, 1),
+    make_problem(2, 70, 90, 2, head_dim=32),
+    make_problem(2, 150, 150, 2, 2, 64, CAUSAL),
+    make_problem(1, 130, 300, 1, 3, 128, Window(40, 20)),
+    make_problem(1, 300, 100, 2, 1, 40, CAUSAL, "float16", 72),
+)
+
+
+def id_of(problem) -> str:
+    return f"{problem.seqlen_q}-{problem.seqlen_k}-{problem.spec.head_dim}"
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.9])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=id_of)
+def test_forward(problem, dropout_p):
+    q, k, v = make_operands(problem)
+    dropout = {"dropout_p": dropout_p, "rng_state": STATE}
+    options = {"window_size": tuple(problem.window), "return_lse": True}
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_func(q, k, v, **options, **dropout)
+    check_attention(out, lse, q, k, v, window=problem.window, **dropout)
+    # The log-sum-exp knows nothing of it.
+    assert torch.equal(lse, fa3.flash_attn_func(q, k, v, **options)[1])
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=id_of)
+def test_gradients(problem):
+    check_gradients(*make_operands(problem), problem.window, **DROPPED)
+
+
+def test_gradients_of_the_few_that_are_kept():
+    problem = make_problem(2, 300, 400, 2, 2, 32, CAUSAL)
+    dropout = DROPPED | {"dropout_p": 0.995}
+    check_gradients(*make_operands(problem), problem.window, **dropout)
+
+
+def test_no_dropout_is_none():
+    problem = make_problem(2, 70, 90, 2, head_dim=32)
+    inputs = [x.requires_grad_() for x in make_operands(problem)]
+    outs = [fa3.flash_attn_func(*inputs, **options) for options in ({}, {"dropout_p": 0})]
+    d_out = torch.randn_like(outs[0])
+    expected, found = (torch.autograd.grad(out, inputs, d_out) for out in outs)
+    assert torch.equal(*outs) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(softcap=2.0), Recipe(alibi_rank=2), Recipe(sinks="float32"), Recipe(mask="documents")],
+)
+def test_modifiers(recipe):
+    problem = make_problem(2, 100, 140, 2, 2, 32, CAUSAL)
+    q, k, v = make_operands(problem)
+    check_gradients(q, k, v, problem.window, **recipe.make(problem, q), **DROPPED)
+
+
+def test_values_that_say_which_keys_are_kept():
+    """With q = 0 all keys weigh the same, and each value names its key."""
+    q, k = torch.zeros(2, 1, 60, 2, 64).bfloat16()
+    v = torch.eye(60, 64).bfloat16().view(1, 60, 1, 64).expand(-1, -1, 2, -1).contiguous()
+    out = fa3.flash_attn_func(q, k, v, **DROPPED)
+    mask = fa3.dropout_mask(STATE, 0.3, 1, 2, 60, 60)
+    assert torch.equal(out[..., :60] != 0, mask.transpose(1, 2))
+    assert not out[..., 60:].any()
+
+
+@pytest.mark.parametrize("name", ["tiles", "split", "static"])
+def test_no_tiling_and_no_schedule_changes_the_mask(name):
+    problem = make_problem(1, 200, 1000, 1, 2, 64)
+    problem = replace(problem, spec=replace(problem.spec, has_dropout=True))
+    q, k, v = make_operands(problem)
+    expected = fa3.flash_attn_func(q, k, v, **DROPPED)
+    plan = plan_forward(problem, schedule=None if name == "tiles" else name)
+    if name == "tiles":
+        config = ForwardConfig(128, 80)
+        assert plan.config != config
+        plan = plan_forward(problem, config=config)
+    found = fa3.flash_attn_func(q, k, v, plan=plan, **DROPPED)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_a_plan_knows_whether_there_is_dropout():
+    problem = make_problem(1, 70, 70, 1)
+    q, k, v = make_operands(problem)
+    with pytest.raises(ValueError, match="has_dropout False; the call has has_dropout True"):
+        fa3.flash_attn_func(q, k, v, plan=plan_forward(problem), **DROPPED)
+    spec = replace(problem.spec, has_dropout=True)
+    assert "dropout" in str(plan_forward(replace(problem, spec=spec)).explain())
+
+
+# ---------------------------------------------------------------------------------- the seed
+
+
+def leaves(heads: int = 2) -> list[torch.Tensor]:
+    """Return q, k and v that require grad."""
+    return [x.requires_grad_() for x in make_operands(make_problem(2, 70, 90, heads, head_dim=32))]
+
+
+def test_the_seed_comes_from_the_generator_of_torch():
+    q, k, v = (x.detach() for x in leaves())
+    torch.manual_seed(5)
+    first, second = (fa3.flash_attn_func(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    state = draw_rng_state(q.device)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state), first)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5), second)
+    before = torch.get_rng_state()
+    fa3.flash_attn_func(q, k, v)
+    fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_backward_pass_draws_the_same():
+    q, k, v = leaves()
+    torch.manual_seed(3)
+    out = fa3.flash_attn_func(q, k, v, dropout_p=0.4)
+    d_out = torch.randn_like(out)
+    torch.manual_seed(3)
+    state = draw_rng_state(q.device)
+    expected = torch.autograd.grad(
+        fa3.flash_attn_func(q, k, v, dropout_p=0.4, rng_state=state), (q, k, v), d_out
+    )
+    for _ in range(2):
+        found = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_checkpoints_draw_it_again():
+    q, k, v = leaves()
+    d_out = torch.randn(2, 70, 2, 32).bfloat16()
+
+    def run(q, k, v):
+        return fa3.flash_attn_func(q, k, v, dropout_p=0.4)
+
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
+    torch.manual_seed(3)
+    out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
+    torch.manual_seed(4)
+    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), d_out), expected))
+
+
+def test_what_is_kept_until_the_backward_pass():
+    q, k, v = leaves()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        fa3.flash_attn_func(q, k, v, dropout_p=0.1)
+    assert sorted(kept) == sorted([(1,), q.shape, k.shape, v.shape, q.shape, (2, 2, 70)])
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)])
+def test_nothing_to_compute(sizes):
+    batch, seqlen_q, seqlen_k, heads_kv = sizes
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
+    q, k, v = (x.requires_grad_() for x in make_operands(problem))
+    out = fa3.flash_attn_func(q, k, v, dropout_p=0.5)
+    assert not out.any()
+    assert not any(x.any() for x in torch.autograd.grad(out, (q, k, v), out))
+    assert fa3.dropout_mask(STATE, 0.5, *sizes).shape == sizes
+
+
+# --------------------------------------------------------------------------- packed sequences
+
+PACKED = (
+    VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=32, head_dim_v=32),
+    VarlenProblem((100, 50), (100, 80), (90, 50), (64, 70), 7, causal=True),
+    VarlenProblem((33, 150), (150, 33), head_dim=64, window=(30, 5), recipe=Recipe(sinks="q")),
+)
+
+
+@pytest.mark.parametrize("problem", PACKED)
+def test_packed_sequences(problem):
+    call = make_call(problem) | DROPPED
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(problem, call, out, lse)
+    check_varlen_gradients(problem, call)
+
+
+def test_a_packed_sequence_has_the_mask_of_its_number():
+    q, k, v = (x.detach() for x in leaves())
+    ends = (
+        torch.tensor([0, 70, 140], dtype=torch.int32),
+        torch.tensor([0, 90, 180], dtype=torch.int32),
+    )
+    found = fa3.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), *ends, 70, 90, **DROPPED
+    )
+    assert torch.equal(found.unflatten(0, (2, 70)), fa3.flash_attn_func(q, k, v, **DROPPED))
+
+
+# ------------------------------------------------------------------------------------- graphs
+
+
+def test_graphs():
+    """A graph draws its seed; and another one when it runs again."""
+    q, k, v = (x.detach() for x in leaves())
+    given = make_fx(lambda q, k, v: fa3.flash_attn_func(q, k, v, **DROPPED))(q, k, v)
+    assert torch.equal(given(q, k, v), fa3.flash_attn_func(q, k, v, **DROPPED))
+    drawn = make_fx(lambda q, k, v: fa3.flash_attn_func(q, k, v, dropout_p=0.3))(q, k, v)
+    assert not torch.equal(drawn(q, k, v), drawn(q, k, v))
+    torch.manual_seed(7)
+    expected = fa3.flash_attn_func(q, k, v, dropout_p=0.3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn(q, k, v), expected)
+
+
+def test_gradients_in_graphs():
+    q, k, v = leaves()
+
+    def run(q, k, v):
+        return fa3.flash_attn_func(q, k, v, **DROPPED)
+
+    d_out = torch.randn(2, 70, 2, 32).bfloat16()
+    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, torch.autograd.grad(compiled(q, k, v), (q, k, v), d_out), expected))
+
+
+def test_packed_sequences_in_graphs():
+    call = make_call(PACKED[0])
+    expected = fa3.flash_attn_varlen_func(**call, **DROPPED)
+
+    def run(q, k, v, ends_q, ends_k):
+        rest = {
+            "cu_seqlens_q": ends_q,
+            "cu_seqlens_k": ends_k,
+            "max_seqlen_q": 130,
+            "max_seqlen_k": 130,
+        }
+        return fa3.flash_attn_varlen_func(q, k, v, **rest, **DROPPED)
+
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    tensors = [call[name] for name in names]
+    assert torch.equal(make_fx(run)(*tensors)(*tensors), expected)
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p must be at least 0 and less than 1"),
+        ({"dropout_p": float("nan")}, ValueError, "dropout_p must be at least 0 and less than 1"),
+        ({"dropout_p": "a"}, TypeError, "dropout_p must be a float"),
+        ({"dropout_p": True}, TypeError, "dropout_p must be a float"),
+        ({"rng_state": STATE}, ValueError, "rng_state must be None without dropout_p"),
+        ({"dropout_p": 0.1, "rng_state": 3}, TypeError, "rng_state must be a torch.Tensor"),
+        (
+            {"dropout_p": 0.1, "rng_state": torch.zeros(1)},
+            TypeError,
+            "rng_state must be torch.int64, got torch.float32",
+        ),
+        (
+            {"dropout_p": 0.1, "rng_state": torch.zeros(2).long()},
+            ValueError,
+            r"rng_state must have shape \(1,\), got \(2,\)",
+        ),
+        (
+            {"dropout_p": 0.1, "rng_state": torch.zeros(1, device="meta").long()},
+            ValueError,
+            "rng_state must be on cpu like q, got meta",
+        ),
+    ],
+)
+def test_errors(options, error, message):
+    q, k, v = (x.detach() for x in leaves())
+    with pytest.raises(error, match=message):
+        fa3.flash_attn_func(q, k, v, **options)
+    call = make_call(PACKED[0])
+    with pytest.raises(error, match=message):
+        fa3.flash_attn_varlen_func(**call, **options)
+
+
+def test_pages_have_no_dropout():
+    q, cache = torch.zeros(3, 2, 32).bfloat16(), torch.zeros(4, 8, 2, 32).bfloat16()
+    lengths, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="dropout_p is not supported with page_table"):
+        fa3.flash_attn_varlen_func(
+            q, cache, cache, ends, None, 3, 3, seqused_k=lengths, page_table=table, dropout_p=0.1
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((STATE, 1.0, 1, 1, 1, 1), ValueError, "dropout_p must be at least 0"),
+        ((STATE, "a", 1, 1, 1, 1), TypeError, "dropout_p must be a float"),
+        ((STATE, 0.5, -1, 1, 1, 1), ValueError, "batch must be 0 or more"),
+        ((STATE, 0.5, 1, 1.5, 1, 1), TypeError, "heads must be an integer"),
+        ((7, 0.5, 1, 1, 1, 1), TypeError, "rng_state must be a torch.Tensor"),
+        ((torch.zeros(1), 0.5, 1, 1, 1, 1), TypeError, "rng_state must be torch.int64"),
+    ],
+)
+def test_errors_of_masks(arguments, error, message):
+    with pytest.raises(error, match=message):
+        fa3.dropout_mask(*arguments)

@@ -1,0 +1,187 @@
+"""Kernels with dropout, compiled for sm_90a and read back as machine code; no GPU is needed.
+
+Nothing may spill, although numbers are drawn where most registers are taken; and a score may cost
+only so many instructions.
+"""
+
+from dataclasses import replace
+
+import pytest
+from test_backward_compile import check_resources as check_backward_resources
+from test_backward_compile import check_wgmma as check_backward_wgmma
+from test_backward_compile import loops
+from test_compile import (
+    DOCUMENTS,
+    MODIFIERS,
+    check_overlap,
+    check_resources,
+    check_wgmma,
+    comparisons,
+    config_of,
+    modified,
+    spec_of,
+)
+
+from fa3.kernels.backward import Backward
+from fa3.kernels.backward_begin import BEGIN_THREADS
+from fa3.kernels.forward import Forward
+from fa3.planning.backward import BackwardPlan, choose_backward_config
+from fa3.planning.gpu import H200
+from fa3.planning.ragged import RaggedPlan
+from fa3.planning.ragged_backward import RaggedBackwardPlan
+from fa3.primitives.dropout import SQUARE
+from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.problem import AttentionSpec, Problem, Window
+from fa3.running.compiler import compile_kernel
+from fa3.schedules import SingleTile, SplitTiles, TileList
+from fa3.schedules.marked import Marked
+from fa3.tools.cubin import inspect
+
+MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 8.0
+"""Instructions that dropout may add for each score, in the loop without a mask and in all steps."""
+
+PRODUCTS = 10
+"""Wide products for each counter: rounds of Philox have two, but the first one and half of the next
+two are the same for all counters of a tile."""
+
+
+def dropped(spec: AttentionSpec) -> AttentionSpec:
+    return replace(spec, has_dropout=True)
+
+
+def forward_cases():
+    """Yield test parameters, a kernel each."""
+    for head_dim in (64, 128, 256):
+        for mask in ("full", "causal", "left", "window"):
+            spec = dropped(spec_of(head_dim, mask))
+            yield f"d{head_dim}-{mask}", Forward(spec, config_of(spec), TileList)
+        spec = dropped(spec_of(head_dim, "causal"))
+        yield f"d{head_dim}-split", Forward(spec, config_of(spec), SplitTiles)
+        yield f"d{head_dim}-again", Forward(spec, config_of(spec).again, Marked)
+        spec = dropped(spec_of(head_dim, "full", dtype="float16"))
+        yield f"d{head_dim}-float16", Forward(spec, config_of(spec), TileList)
+    for head_dim, head_dim_v in ((40, 40), (96, 96), (192, 128), (192, 192)):
+        spec = dropped(spec_of(head_dim, "causal", head_dim_v=head_dim_v))
+        yield f"d{head_dim}v{head_dim_v}", Forward(spec, config_of(spec), TileList)
+    for head_dim in (64, 128):
+        plan = RaggedPlan(dropped(spec_of(head_dim, "causal")), True, True, H200)
+        for i, kernel in enumerate(plan.kernels()):
+            yield f"d{head_dim}-packed-{i}", kernel
+        for name in ("softcap", "alibi-batch", "sinks16", "softcap-alibi-sinks", "mask"):
+            spec = dropped(modified(head_dim, "causal", *MODIFIERS[name]))
+            yield f"d{head_dim}-{name}", Forward(spec, config_of(spec), TileList)
+
+
+def parameters(cases) -> list:
+    return [pytest.param(kernel, id=name) for name, kernel in cases]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kernel", parameters(forward_cases()))
+def test_forward(kernel):
+    spec, config = kernel.spec, kernel.config
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log, config)
+    check_wgmma(report, spec, config)
+    if spec.mask.templates:
+        return
+    check_overlap(report, spec, config)
+    # Numbers are drawn while P V is in flight, and compared there.
+    unmasked = min(report.under_wgmma(), key=comparisons)
+    squares = config.tile_n // SQUARE
+    assert unmasked["IMAD.WIDE.U32"] <= PRODUCTS * squares
+    compared = sum(n for name, n in unmasked.items() if name.startswith("HSET2.BF16"))
+    assert compared == ROWS * config.tile_n // WARPGROUP // 2
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("head_dim", "mask"), [(64, "full"), (128, "full"), (128, "causal")])
+def test_what_a_score_costs_in_the_forward_kernel(head_dim, mask):
+    counts = []
+    for spec in (spec_of(head_dim, mask), dropped(spec_of(head_dim, mask))):
+        config = config_of(spec)
+        report = inspect(compile_kernel(Forward(spec, config, TileList)).cubin)
+        counts.append(sum(min(report.under_wgmma(), key=comparisons).values()))
+    plain, with_dropout = counts
+    assert (with_dropout - plain) / (ROWS * config.tile_n // WARPGROUP) < MOST_ADDED
+
+
+def backward_cases():
+    """Yield test parameters, a kernel each."""
+    specs = {
+        f"d{head_dim}-{mask}": spec_of(head_dim, mask)
+        for head_dim in (64, 128, 256)
+        for mask in ("full", "causal")
+    }
+    specs["d128-window"] = spec_of(128, "window")
+    specs["d128-float16"] = spec_of(128, "causal", dtype="float16")
+    specs["d96"] = spec_of(96, "causal")
+    specs["d192v128"] = spec_of(192, "causal", head_dim_v=128)
+    specs["d192"] = spec_of(192, "causal")
+    specs["d128-mask"] = modified(128, "causal", function=DOCUMENTS)
+    specs["d64-alibi"] = modified(64, "causal", *MODIFIERS["alibi"])
+    specs["d128-alibi"] = modified(128, "causal", *MODIFIERS["alibi"])
+    specs["d128-softcap"] = modified(128, "causal", *MODIFIERS["softcap"])
+    specs["d64-window"] = spec_of(64, "window")
+    specs["d64-mask"] = modified(64, "causal", function=DOCUMENTS)
+    for name, spec in specs.items():
+        spec = dropped(spec)
+        yield name, Backward(spec, choose_backward_config(spec), SingleTile)
+    for head_dim in (64, 128, 256):
+        spec = dropped(spec_of(head_dim, "causal"))
+        *_, kernel, _ = RaggedBackwardPlan(spec, True, True, True, False).kernels
+        yield f"d{head_dim}-packed", kernel
+        config = choose_backward_config(spec, is_ordered=True)
+        yield f"d{head_dim}-ordered", Backward(spec, config, SingleTile, is_ordered=True)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kernel", parameters(backward_cases()))
+def test_backward(kernel):
+    spec, config = kernel.spec, kernel.config
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_backward_resources(report, compiled.ptxas_log, config.threads)
+    check_backward_wgmma(report, spec, config)
+    pairs = loops(spec, config) * ROWS * config.queries // WARPGROUP // 2
+    assert report.count("MOVM.16.MT88") == report.count("HSETP2.BF16") == pairs
+    assert report.count("F2FP.RELU") == pairs
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_a_score_costs_in_the_backward_kernel(head_dim):
+    counts = []
+    for spec in (spec_of(head_dim, "full"), dropped(spec_of(head_dim, "full"))):
+        config = choose_backward_config(spec)
+        report = inspect(compile_kernel(Backward(spec, config, SingleTile)).cubin)
+        counts.append(len(report.instructions))
+    plain, with_dropout = counts
+    scores = loops(spec, config) * ROWS * config.queries // WARPGROUP
+    assert (with_dropout - plain) / scores < MOST_ADDED_BACKWARD
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_the_kernel_before_the_backward_kernel(head_dim):
+    problem = Problem(dropped(spec_of(head_dim, "full")), 1, 100, 100, 1, 1, Window())
+    begin, _, end = BackwardPlan.of(problem, has_d_lse=True).kernels
+    assert begin.spec.has_dropout and not end.spec.has_dropout
+    compiled = compile_kernel(begin)
+    report = inspect(compiled.cubin)
+    check_backward_resources(report, compiled.ptxas_log, report.threads)
+    # The logarithm of what is kept, for each row that a thread may have.
+    rows_at_once = BEGIN_THREADS // begin.lanes
+    assert report.count("MUFU.LG2") == begin.config.tile_m // rows_at_once
+
+
+def test_tilings_leave_registers_for_random_numbers():
+    """At head size 96 those with three consumers do not."""
+    for head_dim in range(8, 257, 8):
+        for mask in ("full", "causal"):
+            config_of(dropped(spec_of(head_dim, mask))).validate(dropped(spec_of(head_dim, mask)))
+    spec = spec_of(96, "causal")
+    assert config_of(spec).consumers == 3 and config_of(dropped(spec)).consumers == 2
+    with pytest.raises(ValueError, match="for S, P and O and random numbers, there are 136"):
+        config_of(spec).validate(dropped(spec))

@@ -1,0 +1,353 @@
+"""Dropout on a Hopper GPU: every number that kernels draw, then attention and gradients with it.
+
+Simplest first: what hangs or fails early says most.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from gradients import check_gradients
+from problems import make_operands, make_problem, poisoned_allocations
+from reference import check_attention, visible
+from score_problems import Recipe
+from varlen_gradients import check_varlen_gradients
+from varlen_problems import VarlenProblem, check_varlen, make_call
+
+import fa3
+from fa3.calls.dropout import draw_rng_state
+from fa3.calls.forward import prepare_forward
+from fa3.planning import tilings
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
+from fa3.problem import Problem, Window
+
+pytestmark = pytest.mark.gpu
+
+CAUSAL = Window(right=0)
+WINDOWS = (Window(), CAUSAL, Window(40, 20), Window(left=70))
+HEAD_DIMS = (64, 96, 128, 192, 256)
+SEED = 0x3A1F_5C77_90AB_CDEF
+
+
+@pytest.fixture
+def dropped(device) -> dict:
+    """Arguments of a call with dropout."""
+    return {"dropout_p": 0.3, "rng_state": torch.tensor([SEED], device=device)}
+
+
+@pytest.fixture
+def always_fixed(monkeypatch):
+    """Calls of any size get a fixed reference."""
+    monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
+    prepare_forward.cache_clear()
+    yield
+    prepare_forward.cache_clear()
+
+
+# ----------------------------------------------------------------------------- what is drawn
+
+
+@pytest.mark.parametrize("dropout_p", [2**-16, 0.1, 0.4979, 0.5, 0.9, 0.999])
+def test_masks_are_those_of_the_cpu(dropout_p, device):
+    state = torch.tensor([SEED])
+    expected = fa3.dropout_mask(state, dropout_p, 2, 3, 100, 170)
+    found = fa3.dropout_mask(state.to(device), dropout_p, 2, 3, 100, 170)
+    assert torch.equal(found.cpu(), expected)
+
+
+def kept_by_forward(sizes: tuple, head_dim: int, device, **call) -> torch.Tensor:
+    """Return which keys the forward kernel keeps, (batch, heads, queries, keys).
+
+    All keys weigh the same, and the values of some of them name their keys.
+    """
+    batch, heads, seqlen_q, seqlen_k = sizes
+    q = torch.zeros(batch, seqlen_q, heads, head_dim, dtype=torch.bfloat16, device=device)
+    k = torch.zeros(batch, seqlen_k, heads, head_dim, dtype=torch.bfloat16, device=device)
+    parts = []
+    for begin in range(0, seqlen_k, head_dim):
+        v = torch.zeros_like(k)
+        named = torch.arange(min(head_dim, seqlen_k - begin), device=device)
+        v[:, begin + named, :, named] = 1.0
+        out = fa3.flash_attn_func(q, k, v, **call)
+        parts.append(out[..., : len(named)].transpose(1, 2) != 0)
+    return torch.cat(parts, dim=3)
+
+
+def kept_by_backward(sizes: tuple, head_dim: int, device, **call) -> torch.Tensor:
+    """Return which keys the backward kernel keeps, by dV of gradients that name their queries."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    q = torch.zeros(batch, seqlen_q, heads, head_dim, dtype=torch.bfloat16, device=device)
+    k = torch.zeros(batch, seqlen_k, heads, head_dim, dtype=torch.bfloat16, device=device)
+    v = torch.zeros_like(k).requires_grad_()
+    out = fa3.flash_attn_func(q, k, v, **call)
+    parts = []
+    for begin in range(0, seqlen_q, head_dim):
+        d_out = torch.zeros_like(out)
+        named = torch.arange(min(head_dim, seqlen_q - begin), device=device)
+        d_out[:, begin + named, :, named] = 1.0
+        (dv,) = torch.autograd.grad(out, v, d_out, retain_graph=True)
+        parts.append(dv[..., : len(named)].permute(0, 2, 3, 1) != 0)
+    return torch.cat(parts, dim=2)
+
+
+LENGTHS = ((1, 1), (64, 128), (200, 333), (333, 200), (513, 513))
+
+
+@pytest.mark.parametrize("dropout_p", [0.3, 0.5])
+@pytest.mark.parametrize("window", [Window(), CAUSAL])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_forward_kernel_draws_the_mask(head_dim, lengths, window, dropout_p, device, dropped):
+    sizes, call = (2, 3, *lengths), dropped | {"dropout_p": dropout_p}
+    found = kept_by_forward(sizes, head_dim, device, window_size=tuple(window), **call)
+    expected = fa3.dropout_mask(call["rng_state"], dropout_p, *sizes)
+    assert torch.equal(found, expected & visible(*lengths, window, device))
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_backward_kernel_draws_the_mask(head_dim, lengths, window, device, dropped):
+    sizes = (2, 3, *lengths)
+    found = kept_by_backward(sizes, head_dim, device, window_size=tuple(window), **dropped)
+    expected = fa3.dropout_mask(dropped["rng_state"], dropped["dropout_p"], *sizes)
+    assert torch.equal(found, expected & visible(*lengths, window, device))
+
+
+@pytest.mark.parametrize("schedule", ["single", "static", "list", "dynamic", "split"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_schedule_changes_the_mask(head_dim, schedule, device, dropped):
+    sizes = (1, 2, 700, 900)
+    found = kept_by_forward(sizes, head_dim, device, schedule=schedule, **dropped)
+    assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
+
+
+@pytest.mark.parametrize("tile_n", [48, 64, 80, 112, 128])
+def test_no_tiling_changes_the_mask(tile_n, device, dropped):
+    sizes = (1, 2, 300, 500)
+    problem = with_dropout(make_problem(1, 300, 500, 2))
+    config = replace(choose_config(problem, H200), tile_m=128, tile_n=tile_n, cluster_m=1)
+    plan = plan_forward(problem, config=config)
+    found = kept_by_forward(sizes, 64, device, plan=plan, **dropped)
+    assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
+
+
+def with_dropout(problem: Problem) -> Problem:
+    return replace(problem, spec=replace(problem.spec, has_dropout=True))
+
+
+# ----------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_forward(head_dim, window, dtype, device, dropped):
+    problem = make_problem(2, 300, 500, 2, 2, head_dim, window, dtype)
+    q, k, v = make_operands(problem, 0, device)
+    options = {"window_size": tuple(window), "return_lse": True}
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_func(q, k, v, **options, **dropped)
+    check_attention(out, lse, q, k, v, window=window, **dropped)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fixed_references(head_dim, window, device, dropped, always_fixed):
+    """Scores that rise far above the first ones: rows are computed again, with the same mask."""
+    problem = make_problem(2, 400, 700, 2, 1, head_dim, window)
+    q, k, v = make_operands(problem, 0, device)
+    k[:, :300] *= 40
+    options = {"window_size": tuple(window), "return_lse": True}
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_func(q, k, v, **options, **dropped)
+    check_attention(out, lse, q, k, v, window=window, lse_tolerance=2e-3, **dropped)
+
+
+@pytest.mark.parametrize("dropout_p", [0.5, 0.9, 0.99])
+def test_rows_of_which_nothing_is_kept(dropout_p, device, dropped, always_fixed):
+    """Their output is 0, and their log-sum-exp what it always is."""
+    problem = make_problem(2, 300, 300, 2, head_dim=128, window=CAUSAL)
+    q, k, v = make_operands(problem, 0, device)
+    call = dropped | {"dropout_p": dropout_p}
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, **call)
+    check_attention(out, lse, q, k, v, window=CAUSAL, **call)
+    mask = fa3.dropout_mask(call["rng_state"], dropout_p, 2, 2, 300, 300)
+    is_empty = ~(mask & visible(300, 300, CAUSAL, device)).any(dim=3)
+    assert is_empty.any() and not out.transpose(1, 2)[is_empty].any()
+
+
+@pytest.mark.parametrize("schedule", ["list", "split"])
+def test_long_sequences(schedule, device, dropped):
+    problem = make_problem(1, 3000, 5000, 4, 2, 128, CAUSAL)
+    q, k, v = make_operands(problem, 0, device)
+    out = fa3.flash_attn_func(q, k, v, causal=True, schedule=schedule, **dropped)
+    check_attention(out, None, q, k, v, window=CAUSAL, **dropped)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", [(64, 64), (300, 500), (500, 300), (1024, 1000)])
+def test_gradients(lengths, head_dim, window, device, dropped):
+    problem = make_problem(2, *lengths, 2, head_dim=head_dim, window=window)
+    check_gradients(*make_operands(problem, 0, device), window, (True, False), **dropped)
+
+
+@pytest.mark.parametrize("group", [2, 8])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_shared_heads(head_dim, group, device, dropped):
+    problem = make_problem(2, 200, 333, 2, group, head_dim, CAUSAL, "float16")
+    check_gradients(*make_operands(problem, 0, device), CAUSAL, (True, True), **dropped)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(softcap=20.0),
+        Recipe(alibi_rank=2),
+        Recipe(sinks="float32"),
+        Recipe(softcap=20.0, alibi_rank=2, sinks="q"),
+        Recipe(mask="documents"),
+    ],
+)
+def test_gradients_with_modifiers(recipe, deterministic, device, dropped):
+    problem = make_problem(2, 300, 400, 2, 2, 64, CAUSAL)
+    q, k, v = make_operands(problem, 0, device)
+    modifiers = recipe.make(problem, q) | dropped | {"deterministic": deterministic}
+    check_gradients(q, k, v, CAUSAL, (True, True), **modifiers)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_calls(seed, device):
+    draw = random.Random(seed)
+    head_dim = HEAD_DIMS[seed % len(HEAD_DIMS)]
+    lengths = (draw.randint(1, draw.choice((40, 300, 1100))) for _ in range(2))
+    heads_kv, group = draw.randint(1, 2), draw.choice((1, 2, 4))
+    window = WINDOWS[seed % len(WINDOWS)]
+    problem = make_problem(draw.randint(1, 3), *lengths, heads_kv, group, head_dim, window)
+    q, k, v = make_operands(problem, seed, device)
+    state = torch.tensor([draw.randrange(-(2**63), 2**63)], device=device)
+    dropout = {"dropout_p": draw.choice((0.01, 0.1, 0.5, 0.8)), "rng_state": state}
+    check_gradients(q, k, v, window, (True, True), seed, **dropout)
+
+
+PACKED = (
+    VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=64),
+    VarlenProblem((300, 50), (300, 80), (90, 50), (64, 70), 7, head_dim=128, head_dim_v=128),
+    VarlenProblem(
+        (600, 1, 257), (600, 1, 257), heads_kv=2, head_dim=128, head_dim_v=128, causal=True
+    ),
+    VarlenProblem((33, 150), (150, 33), head_dim=256, head_dim_v=256, window=(30, 5)),
+    VarlenProblem((20,) * 100, (20,) * 100, causal=True, recipe=Recipe(sinks="q")),
+)
+
+
+@pytest.mark.parametrize("problem", PACKED)
+def test_packed_sequences(problem, device, dropped):
+    """Short ones too, which share tiles without dropout."""
+    call = make_call(problem, 0, device) | dropped
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(problem, call, out, lse)
+    check_varlen_gradients(problem, call)
+
+
+# ------------------------------------------------------------------------------------ the seed
+
+
+def leaves(device) -> list[torch.Tensor]:
+    """Return q, k and v that require grad."""
+    problem = make_problem(2, 500, 600, 2, head_dim=128)
+    return [x.requires_grad_() for x in make_operands(problem, 0, device)]
+
+
+def test_the_seed_comes_from_the_generator_of_the_gpu(device):
+    q, k, v = (x.detach() for x in leaves(device))
+    torch.cuda.manual_seed(5)
+    first, second = (fa3.flash_attn_func(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.cuda.manual_seed(5)
+    state = draw_rng_state(device)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state), first)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5), second)
+    before = torch.cuda.get_rng_state()
+    fa3.flash_attn_func(q, k, v)
+    fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_the_host_waits_for_nothing(device):
+    q, k, v = leaves(device)
+    fa3.flash_attn_func(q, k, v, dropout_p=0.5).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fa3.flash_attn_func(q, k, v, dropout_p=0.5).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_same_bits_every_time(device, dropped):
+    q, k, v = leaves(device)
+    first = fa3.flash_attn_func(q, k, v, causal=True, **dropped)
+    d_out = torch.randn_like(first)
+    expected = torch.autograd.grad(first, (k, v), d_out)
+    for _ in range(20):
+        out = fa3.flash_attn_func(q, k, v, causal=True, **dropped)
+        assert torch.equal(out, first)
+        found = torch.autograd.grad(out, (k, v), d_out)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_what_is_kept_until_the_backward_pass(device):
+    q, k, v = leaves(device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        fa3.flash_attn_func(q, k, v, dropout_p=0.1)
+    assert kept == [(1,), q.shape, k.shape, v.shape, q.shape, (2, 2, 500)]
+
+
+def test_a_graph_draws_another_mask_at_each_replay(device):
+    """The backward pass in it draws that mask again."""
+    sizes = 1, 2, 128, 128
+    q, k = (torch.zeros(1, 128, 2, 128, device=device).bfloat16() for _ in range(2))
+    v = torch.eye(128, device=device).bfloat16()[None, :, None].repeat(1, 1, 2, 1).requires_grad_()
+
+    def run():
+        out = fa3.flash_attn_func(q, k, v, dropout_p=0.5)
+        (dv,) = torch.autograd.grad(out, v, v.detach())
+        return out, dv
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, dv = run()
+    seen = []
+    for _ in range(5):
+        graph.replay()
+        of_out = out.detach().transpose(1, 2) != 0
+        of_gradients = dv.permute(0, 2, 3, 1) != 0
+        assert of_out.shape == sizes and torch.equal(of_out, of_gradients)
+        assert 0.4 < of_out.float().mean() < 0.6
+        assert not any(torch.equal(of_out, before) for before in seen)
+        seen.append(of_out)
+
+
+def test_a_graph_reads_the_seed_that_it_is_given(device):
+    q, k, v = (x.detach() for x in leaves(device))
+    state = torch.tensor([1], device=device)
+    fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+    for seed in (1, 2, SEED):
+        state.fill_(seed)
+        graph.replay()
+        expected = fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+        assert torch.equal(out, expected)
