@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn import attention as torch_attention
 
 import fa3
+from fa3.calls.dropout import draw_rng_state
 from fa3.integrations import torch as integration
 
 needs_registry = pytest.mark.skipif(
@@ -59,7 +60,7 @@ def test_kernels_take_what_the_operators_have(name):
     if "options" in taken:
         taken = [*taken][:-1] + [
             name
-            for name, one in inspect.signature(integration.flash_forward_into).parameters.items()
+            for name, one in inspect.signature(integration.flash_attend).parameters.items()
             if one.kind is one.KEYWORD_ONLY
         ]
     # An older torch has fewer of the last ones.
@@ -94,12 +95,60 @@ def test_what_fa3_does_not_compute_goes_to_the_stock_kernel(stock):
     q, k, v = heads_first()
     like_results = call(q, k, v)
     stock.result = like_results
-    call(q, k, v, 0.5)
+    call(q, k, v, 0.5, return_debug_mask=True)
+    call(q, k, v, 1.0)
     call(*heads_first(dtype=torch.float32))
     call(*heads_first(head_dim=60))
     call(*heads_first(head_dim=264))
     call(q[..., 4:60], k[..., 4:60], v[..., 4:60])
-    assert stock.called == 5 * ["_scaled_dot_product_flash_attention"]
+    assert stock.called == 6 * ["_scaled_dot_product_flash_attention"]
+
+
+def test_dropout(stock):
+    """What the forward pass drew, the backward pass draws again."""
+    q, k, v = (x.requires_grad_() for x in heads_first())
+    torch.manual_seed(3)
+    state = draw_rng_state(q.device)
+    torch.manual_seed(3)
+    out, *_, words, _, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.3, True)
+    assert words.dtype == torch.int64 and words[0] == state
+    inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    expected = fa3.flash_attn_func(*inputs, causal=True, dropout_p=0.3, rng_state=state)
+    assert torch.equal(out.transpose(1, 2), expected)
+    d_out = torch.randn_like(expected)
+    found = torch.autograd.grad(out, (q, k, v), d_out.transpose(1, 2))
+    wanted = torch.autograd.grad(expected, inputs, d_out)
+    assert all(torch.equal(x.transpose(1, 2), y) for x, y in zip(found, wanted, strict=True))
+    assert not stock.called
+
+
+def test_dropout_of_packed_sequences(stock):
+    call = torch.ops.aten._flash_attention_forward
+    made = torch.randn(3, 50, 4, 64, dtype=torch.bfloat16)
+    inputs = [x.requires_grad_() for x in made]
+    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    out, _, words, _, _ = call(*inputs, ends, ends, 30, 30, 0.3, True, False)
+    dropout = {"dropout_p": 0.3, "rng_state": words[:1]}
+    expected = fa3.flash_attn_varlen_func(*inputs, ends, ends, 30, 30, causal=True, **dropout)
+    assert torch.equal(out, expected)
+    d_out = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(x, inputs, d_out) for x in (out, expected))
+    assert all(map(torch.equal, found, wanted))
+    assert not stock.called
+
+
+def test_what_torch_drew_is_differentiated_by_its_kernel(stock):
+    call = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    q, k, v = heads_first()
+    out, lse, ends_q, ends_k, *lengths, words, unused, _ = (
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.3)
+    )
+    stock.result = q, k, v
+    given = q, q, k, v, out, lse, ends_q, ends_k, *lengths
+    call(*given, 0.3, False, words, unused)
+    assert not stock.called
+    call(*given, 0.3, False, words.view(torch.uint64), unused)
+    assert stock.called == ["_scaled_dot_product_flash_attention_backward"]
 
 
 def test_packed_sequences(stock):
@@ -333,10 +382,46 @@ def test_sdpa_on_a_gpu_with_what_fa3_does_not_compute(active, device, monkeypatc
     assert len(ran) == 1
     masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     in_fp32 = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
-    F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     assert len(ran) == 1
     torch.testing.assert_close(plain, masked, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(plain.float(), in_fp32, atol=2e-2, rtol=2e-2)
+
+
+@needs_registry
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_of_sdpa_on_a_gpu(active, device, monkeypatch, compiled):
+    """The backward pass, in a graph too, has the mask of the forward pass."""
+    ran = runs_of_fa3(monkeypatch, "differentiate")
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+
+    # All keys weigh the same. Values name their keys, and gradients their queries.
+    q, k = torch.zeros(2, 2, 4, 64, 64, device=device).bfloat16()
+    named = torch.eye(64, device=device).bfloat16().expand(2, 4, 64, 64)
+    v = named.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.compiler.reset()
+    run = torch.compile(attend, fullgraph=True) if compiled else attend
+    first, second = run(q, k, v), run(q, k, v)
+    assert not torch.equal(first, second)
+    for out in (first, second):
+        (dv,) = torch.autograd.grad(out, v, named)
+        assert torch.equal(out != 0, dv.transpose(2, 3) != 0)
+        assert 0.6 < (out != 0).float().mean() < 0.8
+    assert len(ran) == 2
+
+
+@needs_registry
+@pytest.mark.gpu
+def test_torch_does_not_differentiate_what_fa3_drew(device):
+    integration.register()
+    q, k, v = (x.to(device).requires_grad_() for x in heads_first())
+    torch_attention.activate_flash_attention_impl("fa3")
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+    torch_attention.restore_flash_attention_impl()
+    with pytest.raises(RuntimeError, match="expected scalar type UInt64"):
+        torch.autograd.grad(out, q, torch.ones_like(out))
 
 
 @needs_registry

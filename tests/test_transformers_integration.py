@@ -357,12 +357,61 @@ def test_no_graph_breaks_in_a_step_with_a_static_cache(family):
         assert torch.equal(found, expected)
 
 
-def test_what_is_refused():
-    model, ids = make_model("llama").train(), tokens(1, 8)
+def with_dropout(model: torch.nn.Module, dropout_p: float) -> torch.nn.Module:
+    """Make a model drop weights of attention when it is trained."""
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(NotImplementedError, match="dropout of attention is not supported"):
-        model(ids)
+        layer.self_attn.attention_dropout = dropout_p
+    return model.train()
+
+
+@families
+@devices
+@pytest.mark.parametrize("side", [None, "left", "holes"])
+def test_dropout(family, device_type, side, monkeypatch):
+    """Eager attention gets the mask that fa3 draws."""
+    state = torch.tensor([11], device=device_type)
+    monkeypatch.setattr("fa3.calls.dropout.draw_rng_state", lambda device: state)
+
+    def drop(weights, p, training):
+        return weights * fa3.dropout_mask(state, p, *weights.shape) / (1 - p)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", drop)
+    model = with_dropout(make_model(family, device_type), 0.25)
+    ids, kept = tokens(2, 40, device_type=device_type), None
+    if side is not None:
+        kept = torch.ones_like(ids)
+        kept[0, {"left": slice(0, 11), "holes": slice(9, 13)}[side]] = 0
+    seen = slice(None) if kept is None else kept.bool()
+    check_logits(model, lambda: model(ids, attention_mask=kept).logits[seen])
+
+
+def test_dropout_of_packed_sequences(monkeypatch):
+    model, ids = with_dropout(make_model("llama"), 0.25), tokens(1, 40)
+    given = []
+
+    def attend(*arguments, **options):
+        given.append(options["dropout_p"])
+        return fa3.flash_attn_varlen_func(*arguments, **options)
+
+    monkeypatch.setattr(integration, "flash_attn_varlen_func", attend)
+    ends = torch.tensor([0, 13, 40], dtype=torch.int32)
+    model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=27, max_length_k=27)
+    assert given == [0.25, 0.25]
+
+
+def test_a_single_query_with_dropout():
+    model, ids = with_dropout(make_model("llama"), 0.5), tokens(3, 1)
+    with torch.no_grad():
+        found = [model(ids).logits for _ in range(5)]
+    assert any(not torch.equal(one, found[0]) for one in found)
+
+
+def test_what_is_refused():
+    model, ids = make_model("llama"), tokens(1, 8)
+    with_dropout(model, 0.1)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(NotImplementedError, match="dropout of attention is not supported on a sta"):
+        model(ids, past_key_values=cache)
     model.eval()
     with pytest.raises(TypeError, match="attention_mask must be a bool mask"):
         model(ids, attention_mask=torch.zeros(1, 1, 8, 8))

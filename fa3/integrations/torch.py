@@ -13,6 +13,10 @@ tensors, does not come here either.
 
 Shapes are aten's: `_scaled_dot_product_...` has (batch, heads, seqlen, head_dim), `_flash_...`
 (batch, seqlen, heads, head_dim), or with cum_seq_q (total, heads, head_dim).
+
+fa3 and torch draw dropout differently, and both passes must draw the same. What is kept of it for
+the backward pass are two words: fa3's are int64 where torch's are uint64. So fa3 leaves what torch
+drew to torch's kernel, and that kernel complains of what fa3 drew.
 """
 
 from collections.abc import Callable
@@ -23,6 +27,7 @@ import torch
 import torch.nn.attention
 
 from fa3.calls.devices import gpu_of
+from fa3.calls.dropout import draw_rng_state
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.operands import ALIGNMENT, DTYPES
 from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
@@ -136,12 +141,14 @@ def sdpa_forward(
     scale: float | None = None,
 ) -> tuple:
     """aten::_scaled_dot_product_flash_attention."""
-    check_plain(dropout_p, return_debug_mask)
+    check_drawn(dropout_p, return_debug_mask)
     # In memory as the query is.
     out = torch.empty_like(query)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    lse = attend_into(q, k, v, out.transpose(1, 2), None, None, 0, 0, scale, is_causal)
-    return out, lse, None, None, query.shape[2], key.shape[2], *without_dropout(query)
+    lse, state = attend_into(
+        q, k, v, out.transpose(1, 2), None, None, 0, 0, dropout_p, scale, is_causal
+    )
+    return out, lse, None, None, query.shape[2], key.shape[2], *drawn(query, state)
 
 
 def sdpa_backward(
@@ -163,9 +170,11 @@ def sdpa_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward."""
-    check_plain(dropout_p)
+    dropout = given_dropout(dropout_p, philox_seed)
     d_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = differentiate(d_out, q, k, v, out, logsumexp, None, None, 0, 0, scale, is_causal)
+    found = differentiate(
+        d_out, q, k, v, out, logsumexp, None, None, 0, 0, dropout, scale, is_causal
+    )
     return tuple(x.transpose(1, 2) for x in found)
 
 
@@ -183,12 +192,12 @@ def flash_forward(
     **options,
 ) -> tuple:
     """aten::_flash_attention_forward."""
+    check_drawn(dropout_p, return_debug_mask)
     out = torch.empty_like(query)
-    lse = flash_forward_into(
-        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, **options,
-    )  # fmt: skip
-    return out, lse, *without_dropout(query)
+    lse, state = flash_attend(
+        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, **options
+    )
+    return out, lse, *drawn(query, state)
 
 
 def flash_forward_into(
@@ -203,6 +212,29 @@ def flash_forward_into(
     dropout_p: float,
     is_causal: bool,
     return_debug_mask: bool,
+    **options,
+) -> torch.Tensor:
+    """aten::_flash_attention_forward_no_dropout_inplace: writes out, returns the log-sum-exp."""
+    check_drawn(dropout_p, return_debug_mask)
+    if dropout_p:
+        raise Refused
+    lse, _ = flash_attend(
+        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, **options
+    )
+    return lse
+
+
+def flash_attend(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
     *,
     scale: float | None = None,
     window_size_left: int | None = None,
@@ -211,15 +243,14 @@ def flash_forward_into(
     alibi_slopes: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
-) -> torch.Tensor:
-    """aten::_flash_attention_forward_no_dropout_inplace: writes out, returns the log-sum-exp."""
-    check_plain(dropout_p, return_debug_mask)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What both operators do; gives what `attend_into` gives."""
     if alibi_slopes is not None or block_table is not None or (num_splits or 0) > 1:
         raise Refused
     window = window_of(window_size_left, window_size_right)
     return attend_into(
-        query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, scale, is_causal, window,
-        seqused_k,
+        query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal,
+        window, seqused_k,
     )  # fmt: skip
 
 
@@ -244,10 +275,10 @@ def flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """aten::_flash_attention_backward."""
-    check_plain(dropout_p)
+    dropout = given_dropout(dropout_p, rng_state)
     return differentiate(
-        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, scale,
-        is_causal, window_of(window_size_left, window_size_right),
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout,
+        scale, is_causal, window_of(window_size_left, window_size_right),
     )  # fmt: skip
 
 
@@ -270,24 +301,33 @@ def attend_into(
     cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
+    dropout_p: float,
     scale: float | None,
     is_causal: bool,
     window: tuple[int, int] = (NO_BOUND, NO_BOUND),
     seqused_k: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Write out and return the log-sum-exp; the shapes are fa3's."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Write out; the shapes are fa3's.
+
+    Returns:
+        the log-sum-exp, and the seed that was drawn.
+    """
     check_taken(q, k, v, out)
-    options = {"window_size": window, "return_lse": True, "out": out}
+    if cum_seq_q is not None:
+        check_packing(cum_seq_q, cum_seq_k, seqused_k)
+    elif seqused_k is not None:
+        raise Refused
+    state = draw_rng_state(q.device) if dropout_p else None
+    options = {
+        "window_size": window, "return_lse": True, "out": out, "dropout_p": dropout_p,
+        "rng_state": state,
+    }  # fmt: skip
     if cum_seq_q is None:
-        if seqused_k is not None:
-            raise Refused
         _, lse = flash_attn_func(q, k, v, scale, is_causal, **options)
-        return lse
-    check_packing(cum_seq_q, cum_seq_k, seqused_k)
-    _, lse = flash_attn_varlen_func(
-        q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, scale, is_causal, **options
-    )
-    return lse
+    else:
+        lengths = cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k
+        _, lse = flash_attn_varlen_func(q, k, v, *lengths, scale, is_causal, **options)
+    return lse, state
 
 
 def differentiate(
@@ -301,17 +341,22 @@ def differentiate(
     cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
+    dropout: dict[str, Any],
     scale: float | None,
     is_causal: bool,
     window: tuple[int, int] = (NO_BOUND, NO_BOUND),
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v; the shapes are fa3's."""
+    """The gradients of q, k and v; the shapes are fa3's.
+
+    Args:
+        dropout: what `given_dropout` gave.
+    """
     check_taken(q, k, v, out)
     call: dict[str, Any] = {
         "d_out": d_out, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "softmax_scale": scale, "causal": is_causal, "window_size": window, "softcap": 0.0,
         "alibi_slopes": None, "sinks": None, "mask": None,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(), **dropout,
     }  # fmt: skip
     if cum_seq_q is None:
         *found, _ = gradients_of_call(**call)
@@ -331,10 +376,29 @@ def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.stride() == strides else torch.empty_like(tensor).copy_(gradient)
 
 
-def without_dropout(query: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """rng_state, unused and debug_attn_mask of a call without dropout."""
-    state, unused = (query.new_zeros(shape, dtype=torch.uint64) for shape in ((2,), ()))
-    return state, unused, query.new_empty(0)
+def drawn(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """rng_state, unused and debug_attn_mask, which torch keeps of a call.
+
+    Args:
+        state: the seed that was drawn, (1,) int64; None for a call without dropout.
+    """
+    unused = query.new_zeros((), dtype=torch.uint64)
+    words = query.new_zeros(2, dtype=torch.uint64) if state is None else state.repeat(2)
+    return words, unused, query.new_empty(0)
+
+
+def given_dropout(dropout_p: float, words: torch.Tensor) -> dict[str, Any]:
+    """Dropout as a backward pass takes it; raises `Refused` if torch's kernel drew it.
+
+    Args:
+        words: rng_state of `drawn`.
+    """
+    check_drawn(dropout_p)
+    if not dropout_p:
+        return {}
+    if words.dtype != torch.int64:
+        raise Refused
+    return {"dropout_p": dropout_p, "rng_state": words[:1]}
 
 
 def window_of(left: int | None, right: int | None) -> tuple[int, int]:
@@ -345,8 +409,9 @@ def window_of(left: int | None, right: int | None) -> tuple[int, int]:
 # ----------------------------------------------------------------------------- who takes a call
 
 
-def check_plain(dropout_p: float, return_debug_mask: bool = False) -> None:
-    if dropout_p or return_debug_mask:
+def check_drawn(dropout_p: float, return_debug_mask: bool = False) -> None:
+    """Raise `Refused` unless fa3 draws dropout like this."""
+    if return_debug_mask or not 0.0 <= dropout_p < 1.0:
         raise Refused
 
 

@@ -15,9 +15,9 @@ in its shape and dtype what it is:
 | (1, 1, n + 1, 1), int32 | where n packed sequences begin and end | `flash_attn_varlen_func` |
 | (batch, 1, queries, keys), bool | all that is visible | `flash_attn_func` with this mask |
 
-A single query without gradient goes to `flash_attn_with_kvcache` in the first two cases too, which
-splits its keys over the GPU. The last one is for any mask that is none of the others. It is right,
-but no key block is skipped. Packed sequences that come with `cu_seq_lens_q` are
+A single query without gradient or dropout goes to `flash_attn_with_kvcache` in the first two cases
+too, which splits its keys over the GPU. The last one is for any mask that is none of the others. It
+is right, but no key block is skipped. Packed sequences that come with `cu_seq_lens_q` are
 `flash_attn_varlen_func`'s whatever the mask says.
 """
 
@@ -228,6 +228,7 @@ def attend_layer(
     Args:
         query, key, value: (batch, heads, length, head_dim), bfloat16 or float16.
         attention_mask: from `describe_mask`, or a bool mask (batch, 1, queries, keys).
+        dropout: the probability; models pass 0 unless they are trained.
         sliding_window: keys that a query sees, its own included.
         s_aux: (heads,): sinks.
         cu_seq_lens_q, ...: where packed sequences lie in the one row of the batch.
@@ -237,31 +238,33 @@ def attend_layer(
         the output, (batch, length, heads, head_dim), and no weights.
 
     Raises:
-        NotImplementedError: the layer wants dropout, attention weights or a bias.
+        NotImplementedError: the layer wants attention weights or a bias, or dropout on a static
+            cache.
         TypeError, ValueError: see `flash_attn_func`.
     """
-    refuse(rest, dropout)
+    refuse(rest)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = NO_BOUND if sliding_window is None else sliding_window - 1
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     band = {"causal": is_causal, "window_size": (left, NO_BOUND if is_causal else left)}
-    has_gradient = wants_gradient(q, k, v, s_aux)
+    is_plain = not (dropout or wants_gradient(q, k, v, s_aux))
+    trained = options | {"dropout_p": dropout}
     if cu_seq_lens_q is not None:
         lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-        return attend_to_packed(q, k, v, lengths, **options, **band), None
+        return attend_to_packed(q, k, v, lengths, **trained, **band), None
     if attention_mask is None:
-        if q.shape[1] == 1 and not has_gradient:
+        if q.shape[1] == 1 and is_plain:
             return flash_attn_with_kvcache(q, k, v, **options, **band), None
-        return flash_attn_func(q, k, v, **options, **band), None
+        return flash_attn_func(q, k, v, **trained, **band), None
     if attention_mask.dtype == torch.int32 and attention_mask.shape[2] > 1:
         ends = attention_mask[0, 0, :, 0].contiguous()
         lengths = ends, ends, q.shape[1], q.shape[1]
         band = {"causal": True, "window_size": (left, NO_BOUND)}
-        return attend_to_packed(q, k, v, lengths, **options, **band), None
+        return attend_to_packed(q, k, v, lengths, **trained, **band), None
     if attention_mask.dtype == torch.int32:
         bounds = attention_mask[:, 0, 0]
-        return attend_to_bounds(q, k, v, bounds, has_gradient, **options, **band), None
+        return attend_to_bounds(q, k, v, bounds, dropout, is_plain, **options, **band), None
     if attention_mask.dtype != torch.bool:
         raise TypeError(
             f"attention_mask must be a bool mask of four dimensions, got {attention_mask.dtype}"
@@ -270,7 +273,7 @@ def attend_layer(
     if attention_mask.shape[1] != 1:
         raise NotImplementedError("attention_mask must be the same for all heads")
     keys = attention_mask[:, 0, :, : k.shape[1]].expand(shape).to(torch.uint8)
-    return flash_attn_func(q, k, v, **options, mask=Listed(keys)), None
+    return flash_attn_func(q, k, v, **trained, mask=Listed(keys)), None
 
 
 def attend_to_packed(
@@ -297,28 +300,33 @@ def attend_to_bounds(
     k: torch.Tensor,
     v: torch.Tensor,
     bounds: torch.Tensor,
-    has_gradient: bool,
+    dropout: float,
+    is_plain: bool,
     **options,
 ) -> torch.Tensor:
     """Attend to the keys of each sequence between bounds: (batch, 1) begins, or with ends.
 
+    Args:
+        is_plain: whether no gradient is wanted, nor dropout.
+
     Raises:
         ValueError: a gradient is wanted through a static cache.
+        NotImplementedError: dropout is.
     """
     begin = bounds[:, 0].contiguous()
-    if bounds.shape[1] == 1 and (q.shape[1] > 1 or has_gradient):
-        return flash_attn_func(q, k, v, **options, mask=AfterPadding(begin))
+    if bounds.shape[1] == 1 and (q.shape[1] > 1 or not is_plain):
+        return flash_attn_func(q, k, v, **options, dropout_p=dropout, mask=AfterPadding(begin))
+    if dropout:
+        raise NotImplementedError(
+            f"dropout of attention is not supported on a static cache, got {dropout}: leave out "
+            "the cache, or set attention_dropout to 0 in the model's config"
+        )
     end = bounds[:, 1].contiguous() if bounds.shape[1] == 2 else None
     return flash_attn_with_kvcache(q, k, v, cache_seqlens=end, cache_leftpad=begin, **options)
 
 
-def refuse(rest: dict, dropout: float) -> None:
+def refuse(rest: dict) -> None:
     """Raise for what a layer may ask and would not get."""
-    if dropout:
-        raise NotImplementedError(
-            f"dropout of attention is not supported, got {dropout}: set attention_dropout to 0 in "
-            "the model's config"
-        )
     if rest.get("output_attentions"):
         raise NotImplementedError("output_attentions is not supported: use 'eager' attention")
     for name in ("position_bias", "head_mask", "cache"):
