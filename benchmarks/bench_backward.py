@@ -16,6 +16,7 @@ from rich.console import Console
 from benchmarks import bench_forward, harness, plot, report, runs
 from benchmarks.gradients import (
     CELLS,
+    DROPPED_OURS,
     NAMES,
     ORDERED_FA4,
     ORDERED_OURS,
@@ -138,18 +139,25 @@ def table_of_standings(rows: Sequence[GradientRow]) -> str:
     return report.markdown_table(["head_dim", "mask", "over the best peer", "win-tie-loss"], lines)
 
 
-def table_of_order(cells: Sequence[Cell], found: dict[tuple[str, str], GradientRow]) -> str:
-    """What deterministic gradients cost: their speed over that of the others."""
-    lines = []
+OPTIONS = (((ORDERED_OURS, OURS), (ORDERED_FA4, PEERS[0])), ((DROPPED_OURS, OURS),))
+"""Who is measured with an option beside the same without: deterministic gradients, and dropout."""
+
+
+def table_of_option(
+    cells: Sequence[Cell],
+    found: dict[tuple[str, str], GradientRow],
+    pairs: Sequence[tuple[str, str]],
+) -> str:
+    """What an option costs: the speed with it over that without."""
+    lines, header = [], ["head_dim, mask, batch x length, heads"]
     for cell in cells:
         line = [label_of(cell)]
-        for ordered, plain in ((ORDERED_OURS, OURS), (ORDERED_FA4, PEERS[0])):
-            row, base = (found.get((cell.name, name)) for name in (ordered, plain))
+        for name, plain in pairs:
+            row, base = found.get((cell.name, name)), found.get((cell.name, plain))
             line += [report.time_text(row), report.speed_text(report.speed_over(row, base))]
         lines.append(line)
-    header = ["head_dim, mask, batch x length, heads"]
-    for ordered, plain in ((ORDERED_OURS, OURS), (ORDERED_FA4, PEERS[0])):
-        header += [ordered, f"over {plain}"]
+    for name, plain in pairs:
+        header += [name, f"over {plain}"]
     return report.markdown_table(header, lines)
 
 
@@ -161,13 +169,10 @@ def markdown(rows: Sequence[GradientRow], passes: str) -> str:
     tables = [table_of_cells(cells, found)]
     if any(row.group == "grid" and row.provider == OURS for row in rows):
         tables.append(table_of_standings(rows))
-    ordered = [
-        cell
-        for cell in cells
-        if any((cell.name, name) in found for name in (ORDERED_OURS, ORDERED_FA4))
-    ]
-    if ordered:
-        tables.append(table_of_order(ordered, found))
+    for pairs in OPTIONS:
+        chosen = [cell for cell in cells if any((cell.name, name) in found for name, _ in pairs)]
+        if chosen:
+            tables.append(table_of_option(chosen, found, pairs))
     return "\n\n".join(tables)
 
 
@@ -186,6 +191,17 @@ def print_report(console: Console, rows: Sequence[GradientRow], directory: Path)
         drawn = [row for row in rows if row.passes == passes and row.provider in (OURS, *PEERS)]
         for path in plot.draw_all(drawn, directory, passes, TITLES[passes]):
             console.print(path)
+
+
+def check_cell(run: runs.Run, job: runs.Job) -> dict[str, runs.Verdict]:
+    """Compile and check a cell for every provider, by what it should give."""
+    verdicts = {}
+    for has_dropout in (False, True):
+        providers = [one for one in job.providers if (one.name == DROPPED_OURS) == has_dropout]
+        if providers:
+            make = functools.partial(reference_of, has_dropout=has_dropout)
+            verdicts |= runs.check_cell(run, job._replace(providers=providers), make)
+    return verdicts
 
 
 def measure(options: argparse.Namespace, cells: Sequence[Cell], console: Console) -> Path:
@@ -213,8 +229,7 @@ def measure(options: argparse.Namespace, cells: Sequence[Cell], console: Console
         HOST_CELL,
         HOST_NAME,
     )
-    check = functools.partial(runs.check_cell, make_reference=reference_of)
-    left = runs.check_and_measure(run, jobs, make_rows, bench_forward.summary_line, check)
+    left = runs.check_and_measure(run, jobs, make_rows, bench_forward.summary_line, check_cell)
     bench_forward.print_host(console, costs)
     if left:
         console.print(f"{left} cells left: run the same command again")

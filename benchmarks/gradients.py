@@ -2,7 +2,8 @@
 
 Any provider of attention becomes one of gradients: torch's autograd runs its backward pass, with an
 output gradient that is drawn. A call computes gradients alone, of a forward pass that was run when
-the call was prepared, or both passes.
+the call was prepared, or both passes. Ours is also measured with dropout, by a seed that is given,
+so that the check knows its mask.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from benchmarks.harness import Errors, PartsReference, WrongOutput
 from benchmarks.packed import PackedCell
 from benchmarks.peers import Call, Provider, Tensors
 from benchmarks.shapes import MASKS, SEQLENS, Cell, K, grid, named, size
+from fa3.primitives.coords import Position
+from fa3.reference.dropout import Dropout
 from fa3.tools.timing import capture_stream
 
 PASSES = ("backward", "both")
@@ -44,6 +47,13 @@ ORDERED = {
     PACKED.name,
 }
 """Shapes on which deterministic gradients are measured beside the others."""
+
+DROPPED = {f"d{d}-{mask}-{s}" for d in (64, 128) for mask in MASKS for s in (K, 4 * K, 16 * K)}
+"""Shapes on which dropout is measured beside what has none."""
+
+DROPOUT_P = 0.1
+
+SEED = 7
 
 
 def with_passes(cell: Cell, passes: str, graph: bool = False) -> Cell:
@@ -190,11 +200,28 @@ class InOneThread:
         return {choice: functools.partial(alone, call) for choice, call in calls.items()}
 
 
+def dropout_on(device: torch.device) -> Dropout:
+    """The dropout that is measured."""
+    return Dropout(torch.tensor([SEED], device=device), DROPOUT_P)
+
+
+class WithDropout(peers.Ours):
+    """This package with dropout."""
+
+    def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
+        dropout = dropout_on(tensors.q.device)
+        options = {"dropout_p": dropout.p, "rng_state": dropout.rng_state}
+        calls = super().prepare(cell, tensors)
+        return {choice: functools.partial(call, **options) for choice, call in calls.items()}
+
+
 OURS, ORDERED_OURS, ORDERED_FA4 = "fa3", "fa3-deterministic", "fa4-cute-deterministic"
+DROPPED_OURS = "fa3-dropout"
 
 DENSE_KINDS: dict[str, Callable[[], Provider]] = {
     OURS: peers.Ours,
     ORDERED_OURS: functools.partial(peers.Ours, ORDERED_OURS, deterministic=True),
+    DROPPED_OURS: functools.partial(WithDropout, DROPPED_OURS),
     "fa4-cute": peers.Fa4Cute,
     ORDERED_FA4: functools.partial(peers.Fa4Cute, ORDERED_FA4, deterministic=True),
     "cudnn": peers.Cudnn,
@@ -227,8 +254,12 @@ class Found:
     def providers_of(self, cell: Cell) -> list[Provider]:
         """Who is measured on a cell."""
         found = self.packed if isinstance(cell, PackedCell) else self.dense
-        is_ordered = cell.name.removeprefix(f"{cell.passes}-") in ORDERED
-        return [one for one in found if is_ordered or one.name not in (ORDERED_OURS, ORDERED_FA4)]
+        shape, left_out = cell.name.removeprefix(f"{cell.passes}-"), set()
+        if shape not in ORDERED:
+            left_out |= {ORDERED_OURS, ORDERED_FA4}
+        if shape not in DROPPED:
+            left_out.add(DROPPED_OURS)
+        return [one for one in found if one.name not in left_out]
 
 
 def shrink(provider: Provider, cell: Cell) -> Cell:
@@ -239,7 +270,7 @@ def shrink(provider: Provider, cell: Cell) -> Cell:
     cell = replace(cell, name="", group="", passes="both", graph=False)
     if isinstance(cell, PackedCell):
         return packed.shrink(cell)
-    if provider.name in (OURS, ORDERED_OURS):
+    if provider.name in (OURS, ORDERED_OURS, DROPPED_OURS):
         return cell
     length = min(cell.seqlen_q, K)
     return replace(cell, batch=1, seqlen_q=length, seqlen_k=length)
@@ -248,15 +279,19 @@ def shrink(provider: Provider, cell: Cell) -> Cell:
 class HeadGradients:
     """What the gradients of a cell should be, on some heads of K and V."""
 
-    def __init__(self, cell: Cell, tensors: Tensors, d_out: torch.Tensor) -> None:
+    def __init__(
+        self, cell: Cell, tensors: Tensors, d_out: torch.Tensor, has_dropout: bool = False
+    ) -> None:
         self.group = cell.heads_q // cell.heads_kv
         self.heads = harness.checked_heads(replace(cell, heads_q=cell.heads_kv))
         self.expected = []
         largest = dict.fromkeys(GRADIENTS, 0.0)
         for batch, head in self.heads:
             of_head = self.select((tensors.q, tensors.k, tensors.v, d_out), batch, head)
+            heads = range(head * self.group, (head + 1) * self.group)
+            weights = [weights_of(cell, batch, one) if has_dropout else None for one in heads]
             exact, rounded = (
-                gradients_of_head(cell, *(tensor.to(dtype) for tensor in of_head))
+                gradients_of_head(cell, weights, *(tensor.to(dtype) for tensor in of_head))
                 for dtype in (torch.float32, tensors.q.dtype)
             )
             for name, x, y in zip(GRADIENTS, exact, rounded, strict=True):
@@ -307,25 +342,51 @@ class HeadGradients:
         return max(errors.values(), key=lambda error: error.share)
 
 
+def weights_of(cell: Cell, batch: int, head: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of rows of a head: what dropout multiplies their probabilities by."""
+
+    def weigh(rows: torch.Tensor) -> torch.Tensor:
+        dropout, key = dropout_on(rows.device), torch.arange(cell.seqlen_k, device=rows.device)
+        at = Position(batch, head, rows[:, None], key, cell.seqlen_q, cell.seqlen_k)
+        return dropout.keeps(at) / dropout.kept
+
+    return weigh
+
+
 def gradients_of_head(
-    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_out: torch.Tensor
+    cell: Cell,
+    weights: Sequence[Callable | None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    d_out: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of attention as it is written down, everything in the dtype of q.
 
     Args:
+        weights: what each query head's probabilities are multiplied by, if by anything.
         q, d_out: (seqlen, query heads that share the head of k and v, head_dim).
     """
     with torch.enable_grad():
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
-        outs = [harness.attend_head(cell, head, k, v, q.dtype) for head in q.unbind(1)]
+        outs = [
+            harness.attend_head(cell, head, k, v, q.dtype, weigh)
+            for head, weigh in zip(q.unbind(1), weights, strict=True)
+        ]
     return torch.autograd.grad(outs, (q, k, v), d_out.unbind(1))
 
 
-def reference_of(cell: Cell, tensors: Tensors) -> HeadGradients | PartsReference:
-    """What the gradients of a cell should be, of packed cells in some sequences."""
+def reference_of(
+    cell: Cell, tensors: Tensors, has_dropout: bool = False
+) -> HeadGradients | PartsReference:
+    """What the gradients of a cell should be, of packed cells in some sequences.
+
+    Args:
+        has_dropout: whether they are those of `WithDropout`, which knows no packed cells.
+    """
     d_out = draw_gradient(cell, tensors.q.device)
     if not isinstance(cell, PackedCell):
-        return HeadGradients(cell, tensors, d_out)
+        return HeadGradients(cell, tensors, d_out, has_dropout)
     parts = []
     for i in packed.checked_sequences(cell):
         rows, one, of_sequence = packed.sequence_of(cell, i, tensors)

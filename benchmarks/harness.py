@@ -76,16 +76,28 @@ def hidden(cell: Cell, rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend_head(
-    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+    cell: Cell,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dtype: torch.dtype,
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention of one head, (seqlen, head_dim) each, with everything in one dtype."""
+    """Attention of one head, (seqlen, head_dim) each, with everything in one dtype.
+
+    Args:
+        weigh: gives what the probabilities of some rows are multiplied by.
+    """
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     parts = []
     for first in range(0, cell.seqlen_q, REFERENCE_ROWS):
         rows = torch.arange(first, min(first + REFERENCE_ROWS, cell.seqlen_q), device=q.device)
         scores = (q[rows] @ k.T) * cell.head_dim**-0.5
         scores.masked_fill_(hidden(cell, rows), -math.inf)
-        parts.append(scores.softmax(-1) @ v)
+        p = scores.softmax(-1)
+        if weigh is not None:
+            p = p * weigh(rows).to(dtype)
+        parts.append(p @ v)
     return torch.cat(parts)
 
 

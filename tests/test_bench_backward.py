@@ -19,6 +19,7 @@ from benchmarks.bench_backward import CSV_NAME, HOST_CELL, HOST_NAME, QUICK, Gra
 from benchmarks.gradients import (
     BY_NAME,
     CELLS,
+    DROPPED_OURS,
     FEW,
     ORDERED_FA4,
     ORDERED_OURS,
@@ -56,7 +57,7 @@ def test_cells_have_unique_names_and_their_operations():
         backward, both = (BY_NAME[f"{passes}-{cell.name}"] for passes in PASSES)
         assert (backward.flops, both.flops) == (2.5 * cell.flops, 3.5 * cell.flops)
         assert backward.graph is False
-    assert {cell.name for cell in SHAPES} > gradients.ORDERED
+    assert {cell.name for cell in SHAPES} > gradients.ORDERED | gradients.DROPPED
     labels = [(cell.passes, gradients.label_of(cell)) for cell in CELLS]
     assert len(set(labels)) == len(CELLS)
     assert [cell.name for cell in CELLS if cell.graph] == [
@@ -92,6 +93,17 @@ def test_reference_is_the_gradient(cell):
     found[1][0, 3, 1, 5] = math.nan
     with pytest.raises(WrongOutput, match="dk is not finite"):
         reference.check(found)
+
+
+@pytest.mark.parametrize("passes", PASSES)
+def test_dropout_passes_a_check_of_its_own(passes):
+    cell = with_passes(DENSE, passes)
+    tensors = draw(cell)
+    (call,) = Gradients(gradients.DENSE_KINDS[DROPPED_OURS]()).prepare(cell, tensors).values()
+    errors = reference_of(cell, tensors, has_dropout=True).check(call())
+    assert errors.largest <= errors.allowed < 0.1
+    with pytest.raises(WrongOutput, match="error of"):
+        reference_of(cell, tensors).check(call())
 
 
 @pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
@@ -175,17 +187,18 @@ def test_peers_are_differentiated(cell, fake_peer, monkeypatch):
 
 def test_providers_are_named(fake_peer, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    found = Found(["fa3", ORDERED_OURS, "cudnn"])
+    found = Found(["fa3", ORDERED_OURS, DROPPED_OURS, "cudnn"])
 
     def names(cell: str) -> list[str]:
         return [one.name for one in found.providers_of(BY_NAME[cell])]
 
-    assert names("both-d128-causal-4096") == ["fa3", ORDERED_OURS, "cudnn"]
+    assert names("both-d128-causal-4096") == ["fa3", ORDERED_OURS, DROPPED_OURS, "cudnn"]
+    assert names("both-d64-full-4096") == ["fa3", DROPPED_OURS, "cudnn"]
     assert names("backward-d256-full-512") == ["fa3", "cudnn"]
     assert names("backward-lognormal-64k") == ["fa3", ORDERED_OURS]
     assert [one.name for one in found.providers_of(HOST_CELL)] == ["fa3", "cudnn"]
     providers = [found.providers_of(cell) for cell in CELLS]
-    assert len({id(one) for of_cell in providers for one in of_cell}) == 5
+    assert len({id(one) for of_cell in providers for one in of_cell}) == 6
 
 
 def test_options_choose_cells_and_regimes():
@@ -222,11 +235,13 @@ def test_a_cell_is_checked_for_everyone(monkeypatch):
     refused = SimpleNamespace(
         name="refused", version="1", is_peer=False, supports=lambda cell: None, prepare=broken
     )
-    ours = Gradients(gradients.DENSE_KINDS[gradients.OURS]())
-    job = runs.Job(with_passes(DENSE, "both"), [ours, Gradients(refused)], [])
-    verdicts = runs.check_cell(SimpleNamespace(data="normal"), job, reference_of)
+    ours, dropped = (
+        Gradients(gradients.DENSE_KINDS[name]()) for name in (gradients.OURS, DROPPED_OURS)
+    )
+    job = runs.Job(with_passes(DENSE, "both"), [ours, dropped, Gradients(refused)], [])
+    verdicts = bench_backward.check_cell(SimpleNamespace(data="normal"), job)
     assert {name: verdict.status for name, verdict in verdicts.items()} == {
-        "fa3": OK, "refused": FAILED
+        "fa3": OK, "refused": FAILED, DROPPED_OURS: OK
     }  # fmt: skip
     assert verdicts["refused"].reason == "NotImplementedError: not yet"
 
@@ -322,11 +337,12 @@ def test_report_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
         ORDERED_OURS: [500.0, 625.0],
         "fa4-cute": [440.0, 550.0],
         ORDERED_FA4: [880.0, 1100.0],
+        DROPPED_OURS: [440.0, 550.0],
     }
     rows = timed_rows(BY_NAME["backward-d128-causal-4096"], us)
     rows += timed_rows(BY_NAME["both-lognormal-64k"], us)
     rows += timed_rows(BY_NAME[f"both-{FEW.name}-graph"], {"fa3": [200.0]})
-    assert rows[0].peak_mib == 300 and rows[0].passes == "backward" and rows[4].peak_mib is None
+    assert rows[0].peak_mib == 300 and rows[0].passes == "backward" and rows[5].peak_mib is None
     assert rows[0].tflops == pytest.approx(BY_NAME["backward-d128-causal-4096"].flops / 450 / 1e6)
     results.append(tmp_path / CSV_NAME, rows)
     assert results.read(tmp_path / CSV_NAME, GradientRow)[0].peak_mib == 300
@@ -337,6 +353,7 @@ def test_report_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
     assert bench_backward.joules_text(replace(rows[0], joules=0.0123)) == "12"
     assert "| 128 | causal | 1.100 | 1-0-0 |" in printed
     assert "| 0.80 (0.80-0.80) |" in printed and "| 0.50 (0.50-0.50) |" in printed
+    assert "| fa3-dropout | over fa3 |" in printed and "| 0.91 (0.91-0.91) |" in printed
     assert "64, causal, 8 x 1k, 12/12, graph" in printed
     assert "lognormal-64k, 16/16, causal" in printed
     assert "cudnn failed, no: backward-d128-causal-4096, both-lognormal-64k, both-few" in printed

@@ -72,9 +72,7 @@ class PreparedBackward:
         device = q.device
         if device.index != current_device():
             with torch.cuda.device(device):
-                return self.launch(
-                    q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors, dropout
-                )
+                return self.launch(q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors, dropout)
         # By themselves: to cut one buffer in two takes torch longer than to allocate another.
         statistics = q.new_empty(self.statistics, dtype=torch.float32)
         sums = q.new_empty(self.sums, dtype=torch.float32)
