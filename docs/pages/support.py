@@ -163,6 +163,7 @@ def options() -> Iterator[Option]:
     yield Option("`pack_gqa=False`", {"pack_gqa": False})
     yield Option("`sm_margin`", {"sm_margin": 4})
     yield Option("`deterministic`", {"deterministic": True})
+    yield Option("dropout", {"dropout_p": 0.1})
     yield Option("`qv`", {"qv": zeros(BATCH, SEQLEN, HEADS_Q, HEAD_DIM)})
     yield Option("`k_descale`", {"k_descale": torch.ones(BATCH, HEADS_KV)})
     yield Option("`attention_chunk`", {"attention_chunk": 4})
