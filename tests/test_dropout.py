@@ -607,6 +607,19 @@ def test_errors(options, error, message):
         fa3.flash_attn_varlen_func(**call, **options)
 
 
+def test_the_kernel_of_decoding_has_no_dropout():
+    """However few the queries are."""
+    q, k, v = make_operands(make_problem(2, 1, 5000, 1, 8, 64))
+    with pytest.raises(NotImplementedError, match="pack_gqa must be None or False with dropout_p"):
+        fa3.flash_attn_func(q, k, v, pack_gqa=True, **DROPPED)
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True, **DROPPED)
+    check_attention(out, lse, q, k, v, **DROPPED)
+    lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 5000, 10000]).int()
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    found = fa3.flash_attn_varlen_func(*packed, *lengths, 1, 5000, **DROPPED)
+    torch.testing.assert_close(found[:, None], out, atol=1e-2, rtol=1e-2)
+
+
 def test_pages_have_no_dropout():
     q, cache = torch.zeros(3, 2, 32).bfloat16(), torch.zeros(4, 8, 2, 32).bfloat16()
     lengths, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
