@@ -56,8 +56,8 @@ def no_latest_calls():
     """Forget what calls of other tests led to, whose kernels may have been stubs."""
     from fa3.calls import kvcache, varlen
 
-    for module in (kvcache, varlen):
-        module.latest_call.cache_clear()
+    for latest in (kvcache.latest_cache_call, varlen.latest_packed_call):
+        latest.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -115,8 +115,8 @@ def test_what_is_refused_is_refused_again(kind, fault):
     messages = []
     for forget in (False, True):
         if forget:
-            for module in (kvcache, varlen):
-                module.latest_call.cache_clear()
+            for latest in (kvcache.latest_cache_call, varlen.latest_packed_call):
+                latest.cache_clear()
         with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
             function(**call | {"k_cache" if "k_cache" in call else "k": spoiled(call["q"])[fault]})
         messages.append(str(raised.value))
@@ -172,7 +172,7 @@ def test_the_same_tensor_twice_is_no_other_call():
         fa3.flash_attn_with_kvcache(**cache_call(k_cache=k, v_cache=k))
     call = cache_call(k_cache=k)
     found = fa3.flash_attn_with_kvcache(**call)
-    kvcache.latest_call.cache_clear()
+    kvcache.latest_cache_call.cache_clear()
     assert torch.equal(found, fa3.flash_attn_with_kvcache(**call))
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     for _ in range(3):

@@ -84,7 +84,9 @@ OF_TOTAL = CacheTensors._fields.index("q"), CacheTensors._fields.index("out")
 """The tensors that have as many rows as there are packed queries."""
 
 OF_ANY_ADDRESS = {*INTEGERS, "alibi_slopes", "sinks"}
-ALIGNMENTS = tuple(1 if name in OF_ANY_ADDRESS else ALIGNMENT for name in CacheTensors._fields)
+CACHE_ALIGNMENTS = tuple(
+    1 if name in OF_ANY_ADDRESS else ALIGNMENT for name in CacheTensors._fields
+)
 """Bytes to which each of the tensors must be aligned."""
 
 ANY_TOTAL = 1

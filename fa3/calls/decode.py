@@ -133,7 +133,7 @@ def modifiers_of(
     return tuple(tensor for tensor in (slopes, sinks) if tensor is not None)
 
 
-def spec_of(call: CacheCall, window: Window, softcap: float) -> AttentionSpec:
+def spec_of_call(call: CacheCall, window: Window, softcap: float) -> AttentionSpec:
     """What a call computes, with the bounds that its window has."""
     structure = structure_of(
         softcap,
@@ -144,7 +144,7 @@ def spec_of(call: CacheCall, window: Window, softcap: float) -> AttentionSpec:
     return structure.spec(call.q.dtype, call.head_dim, call.head_dim_v, window)
 
 
-def layout_of(call: CacheCall) -> CacheLayout:
+def cache_layout(call: CacheCall) -> CacheLayout:
     """How the keys of a call lie in its cache."""
     return CacheLayout(
         0 if call.page_table is None else call.page_size,
@@ -175,7 +175,7 @@ def prepare_decode(
     heads_kv, device = call.k_cache.shape[2], call.q.device
     sizes = Sizes(call.batch, call.seqlen_q, heads_kv, call.heads_q // heads_kv, call.capacity)
     window = sizes.bounds(window)
-    spec, cache = spec_of(call, window, softcap), layout_of(call)
+    spec, cache = spec_of_call(call, window, softcap), cache_layout(call)
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin

@@ -15,7 +15,7 @@ import torch
 from fa3.calls import assertions, mixed, operators
 from fa3.calls.assertions import is_visible
 from fa3.calls.cache_call import (
-    ALIGNMENTS,
+    CACHE_ALIGNMENTS,
     INTEGERS,
     LENGTHS,
     OF_INTEGERS,
@@ -302,7 +302,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if scheduler_metadata is not None:
         check_is_metadata(scheduler_metadata)
-    latest = latest_call(
+    latest = latest_cache_call(
         max_seqlen_q, causal, window_size, softcap, rotary_interleaved, num_splits,
         batch_invariant, sm_margin, scheduler_metadata,
     )  # fmt: skip
@@ -315,7 +315,7 @@ def flash_attn_with_kvcache(
             scheduler_metadata,
         )  # fmt: skip
         of_total = () if cu_seqlens_q is None else OF_TOTAL
-        latest.remember(tensors, ALIGNMENTS, of_total, call)
+        latest.remember(tensors, CACHE_ALIGNMENTS, of_total, call)
     scale = check_scale(softmax_scale, call.head_dim)
     if cache_seqlens is None and length is None:
         if k is not None:
@@ -402,7 +402,7 @@ def check_written(
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def latest_call(*options: object) -> Latest[PreparedCacheCall]:
+def latest_cache_call(*options: object) -> Latest[PreparedCacheCall]:
     """The latest call with these options, which are all of `prepare_cache_call`."""
     return Latest()
 
@@ -453,7 +453,9 @@ def prepare_cache_call(
         kernel = append_kernel(call, rotary_interleaved)
         append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
-        attends = mixed.prepare(call, window, softcap, num_splits, batch_invariant, sm_margin)
+        attends = mixed.prepare_attention(
+            call, window, softcap, num_splits, batch_invariant, sm_margin
+        )
     apart = None
     if not call.is_packed and not (call.out is append is None):
         written = ("out",) if append is None else ("out", "k_cache", "v_cache")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fa3.calls import decode
 from fa3.calls.cache_call import CacheCall
-from fa3.calls.decode import PreparedDecode, layout_of, modifiers_of, spec_of
+from fa3.calls.decode import PreparedDecode, cache_layout, modifiers_of, spec_of_call
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.varlen_gpu import PreparedVarlen, Short, prepare_alone
 from fa3.planning.gpu import H200
@@ -63,7 +63,7 @@ class PreparedMixed:
         )
 
 
-def prepare(
+def prepare_attention(
     call: CacheCall,
     window: Window,
     softcap: float = 0.0,
@@ -84,7 +84,7 @@ def prepare(
     on_gpu = call.q.device.type == "cuda"
     tight = window.tighten(call.seqlen_q, call.capacity)
     gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, sm_margin)
-    plan = RaggedPlan(spec_of(call, tight, softcap), False, False, gpu, layout_of(call))
+    plan = RaggedPlan(spec_of_call(call, tight, softcap), False, False, gpu, cache_layout(call))
     if not plan.finds_keys:
         return decode.prepare_decode(call, *options)
     return PreparedMixed(

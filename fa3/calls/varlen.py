@@ -231,7 +231,7 @@ def flash_attn_varlen_func(
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     tensors = q, k, v, *integers
-    latest = latest_call(causal, window_size, softcap, sm_margin)
+    latest = latest_packed_call(causal, window_size, softcap, sm_margin)
     tokens, (call, _) = None, latest.find(tensors)
     if call is None or not are_of_batch(integers, batch := cu_seqlens_q.shape[0] - 1):
         call, tokens, batch = None, *describe_packed(q, k, v, integers)
@@ -252,7 +252,7 @@ def flash_attn_varlen_func(
             *tokens, seqused_q is not None, seqused_k is not None, causal, window_size,
             structure, sm_margin,
         )  # fmt: skip
-        latest.remember(tensors, ALIGNMENTS, OF_ANY_LENGTH, call, has_backward=True)
+        latest.remember(tensors, PACKED_ALIGNMENTS, OF_ANY_LENGTH, call, has_backward=True)
     scale = check_scale(softmax_scale, call.spec.head_dim)
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
@@ -281,7 +281,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_lse else out
 
 
-ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 4
+PACKED_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 4
 """Bytes to which q, k, v and the integer tensors must be aligned."""
 
 OF_ANY_LENGTH = range(7)
@@ -289,7 +289,7 @@ OF_ANY_LENGTH = range(7)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def latest_call(*options: object) -> Latest[RaggedCall]:
+def latest_packed_call(*options: object) -> Latest[RaggedCall]:
     """The latest call with these options."""
     return Latest()
 

@@ -42,7 +42,7 @@ one chunk beside 64 x 8k 618 us with 0.68 of the CTAs, some 545 one after the ot
 DECODE_TILE_N = 64
 """Keys of a block of the decode kernel."""
 
-BLOCKS_OF_TILE = 1.5
+BLOCKS_OF_ENDS = 1.5
 """Blocks that take as long as the begin and the end of a tile."""
 
 KEYS_OF_DECODING = 0.4 * 128
@@ -122,15 +122,15 @@ class TileTableOperands(NamedTuple):
     num_ctas: Int32
 
 
-class Work(NamedTuple):
+class WorkOfBoth(NamedTuple):
     """The work of the forward kernel and of the decode kernel, in the forward kernel's blocks for
     each key/value head."""
 
     long: Float32
     short: Float32
 
-    def plus(self, other: "Work") -> "Work":
-        return Work(self.long + other.long, self.short + other.short)
+    def plus(self, other: "WorkOfBoth") -> "WorkOfBoth":
+        return WorkOfBoth(self.long + other.long, self.short + other.short)
 
     @cute.jit
     def ctas_beside(self, num_ctas: Int32) -> Int32:
@@ -224,7 +224,9 @@ class TileTable:
                 if cutlass.const_expr(i != CTAS_BESIDE):
                     operands.table[i] = count_or_0
         if warp == 0:
-            work = Work(*(cute.arch.warp_reduction_sum(work_of_warps[lane, i]) for i in range(2)))
+            work = WorkOfBoth(
+                *(cute.arch.warp_reduction_sum(work_of_warps[lane, i]) for i in range(2))
+            )
             if lane == 0:
                 operands.table[CTAS_BESIDE] = work.ctas_beside(operands.num_ctas)
         cute.arch.sync_threads()
@@ -255,7 +257,7 @@ class TileTable:
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
         queries, keys, table, capacity, shift, window, short_queries, ratio, _ = operands
-        work = Work(Float32(0.0), Float32(0.0))
+        work = WorkOfBoth(Float32(0.0), Float32(0.0))
         batch = queries.cu.shape[0] - 1
         first = warp * WARP
         while first < batch:
@@ -301,7 +303,7 @@ class TileTable:
         return work
 
     @cute.jit
-    def work(self, num_tiles: Int32, sequence: Sequence, ratio: Int32) -> Work:
+    def work(self, num_tiles: Int32, sequence: Sequence, ratio: Int32) -> WorkOfBoth:
         """The work of a sequence, which is the decode kernel's if it has queries but no tiles."""
         last = cutlass.max(num_tiles - 1, 0) * self.tile_m
         ends = [
@@ -310,12 +312,12 @@ class TileTable:
         ]
         blocks = [Float32(one.end - one.begin) for one in ends]
         # As if blocks grew evenly from the first tile to the last one.
-        long = Float32(num_tiles * ratio) * ((blocks[0] + blocks[1]) * 0.5 + BLOCKS_OF_TILE)
+        long = Float32(num_tiles * ratio) * ((blocks[0] + blocks[1]) * 0.5 + BLOCKS_OF_ENDS)
         of_short = self.band.key_blocks(0, sequence.seqlen_q, DECODE_TILE_N, sequence)
         row_blocks = (sequence.seqlen_q * ratio + ROWS - 1) // ROWS
         row_blocks = row_blocks if num_tiles == 0 else Int32(0)
         short = Float32(row_blocks) * Float32(of_short.end - of_short.begin)
-        return Work(long, short * (KEYS_OF_DECODING / self.tile_n))
+        return WorkOfBoth(long, short * (KEYS_OF_DECODING / self.tile_n))
 
     def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
         """The index of the amount of work of a sequence's longest tile; the most has index 0."""
