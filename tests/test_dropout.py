@@ -14,14 +14,16 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention
 from score_problems import Recipe
 from test_compile import spec_of
+from test_varlen_packing import Counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from varlen_gradients import check_varlen_gradients
 from varlen_problems import VarlenProblem, check_varlen, make_call
 
 import fa3
+from fa3.calls import forward, varlen_gpu
 from fa3.calls.dropout import draw_rng_state
 from fa3.kernels.backward import Backward
-from fa3.kernels.forward_launch import ForwardConfig
+from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning.backward import choose_backward_config
 from fa3.planning.planner import plan_forward
 from fa3.primitives.attention import Mmas
@@ -38,6 +40,7 @@ from fa3.primitives.philox import PHILOX_ROUNDS, key_steps, philox
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 from fa3.problem import Window
 from fa3.reference.dropout import Dropout
+from fa3.reference.varlen import RaggedOperands
 from fa3.schedules import SingleTile, Tile
 
 CAUSAL = Window(right=0)
@@ -618,6 +621,39 @@ def test_the_kernel_of_decoding_has_no_dropout():
     packed = (x.flatten(0, 1) for x in (q, k, v))
     found = fa3.flash_attn_varlen_func(*packed, *lengths, 1, 5000, **DROPPED)
     torch.testing.assert_close(found[:, None], out, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_what_is_launched(runs_again, monkeypatch):
+    """Both kernels of a call draw the same, in the place of `ForwardArguments`."""
+    for module in (forward, varlen_gpu):
+        monkeypatch.setattr(module, "current_device", lambda: None)
+        for name in ("current_stream", "capture_of"):
+            monkeypatch.setattr(module, name, lambda place: None)
+        monkeypatch.setattr(module, "counters_of", lambda *place: Counters())
+    launched, drawn = [], Dropout(STATE, 0.3).arguments
+
+    def note(*given):
+        launched.append(ForwardArguments(*given))
+
+    def ignore(*given):
+        pass
+
+    q, k, v = (x.detach() for x in leaves())
+    launches = ((note, (0, 0, 1, 132), 0),) * (1 + runs_again)
+    counters = {"num_counters": (8, 0, 0), "total_counters": 8} if runs_again else {}
+    dense = forward.PreparedCall(None, None, (), launches, **counters)
+    dense.launch(q, k, v, q, None, None, 0.5, None, drawn)
+    call = make_call(PACKED[0])
+    ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
+    operands = RaggedOperands(call["q"], call["k"], call["v"], call["q"], None, *ends, None, None)
+    kernels = ignore, note, note if runs_again else None
+    packed = varlen_gpu.PreparedVarlen(*kernels, Window(), 128, 128, 132, 1)
+    packed.launch(operands, len(call["k"]), 130, None, 0.5, None, None, drawn)
+    assert len(launched) == 2 * (1 + runs_again)
+    assert all(one.dropout is drawn and one.page_table is None for one in launched)
+    beside = [one.is_beside for one in launched]
+    assert beside == [None] * len(launches) + [0] * len(launches)
 
 
 def test_pages_have_no_dropout():

@@ -149,6 +149,20 @@ def test_gradients_come_whatever_was_before():
         assert out.requires_grad == wants
 
 
+def test_dropout_is_that_of_the_call_whatever_was_before(stop_describing):
+    call, state = packed_call(), torch.tensor([7])
+    dropped = {"dropout_p": 0.5, "rng_state": state}
+    plain, expected = (fa3.flash_attn_varlen_func(**call, **options) for options in ({}, dropped))
+    assert not torch.equal(plain, expected)
+    for is_dropped in (False, False, False, True, True, False, True, True, True):
+        found = fa3.flash_attn_varlen_func(**call, **dropped if is_dropped else {})
+        assert torch.equal(found, expected if is_dropped else plain)
+    stop_describing()
+    assert torch.equal(fa3.flash_attn_varlen_func(**call, **dropped), expected)
+    other = fa3.flash_attn_varlen_func(**call, dropout_p=0.9, rng_state=state)
+    assert not torch.equal(other, expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

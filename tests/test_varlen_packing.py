@@ -344,6 +344,7 @@ def test_what_is_launched(monkeypatch):
         assert launch[:5] == (call["q"], call["k"], call["v"], out, 0)
         assert launch[6:10] == (0.3, *window, 1000) and launch.table is table.table
         assert launch[12:15] == (None, None, 0) and launch.recording is None
+        assert (launch.page_table, launch.is_beside, launch.dropout) == (None, 0, None)
     assert forward.modifiers == (table.rows, sinks) and again.modifiers == (sinks,)
     assert forward.schedule_state is table.tiles and again.schedule_state is counters.taken
     assert forward.marks is counters.taken and again.marks is None
