@@ -207,8 +207,8 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
 def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> DecodeConfig:
     """Blocks of 64 keys, in as many stages as hold the bytes in flight, at least two.
 
-    Two CTAs share an SM if no other kernel merges and they fit. Rows that are gathered take two
-    more warps; and with so few registers the compiler does not unroll the copies of small pages.
+    Two CTAs share an SM if no other kernel merges and they fit; to gather rows takes two more
+    warps.
     """
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
@@ -216,8 +216,8 @@ def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> Decode
         DecodeConfig(TILE_N, max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
         for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))
     )
-    is_small = cache.box(TILE_N) == TILE_N and padded(spec.head_dim_v) <= COLUMNS_OF_TWO
-    if cut_type is not Crews or not is_small:
+    gathers = cache.box(TILE_N) == 0
+    if cut_type is not Crews or gathers or padded(spec.head_dim_v) > COLUMNS_OF_TWO:
         return one
     return two if two.ctas_of_sm * two.smem_bytes(spec) <= CAPACITY else one
 
