@@ -17,7 +17,7 @@ from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 from fa3.running.compiler import compile_kernel
-from fa3.schedules.stream_k import StreamK, Units, Whole
+from fa3.schedules.stream_k import Crews, StreamK, Units, Whole
 from fa3.scores.masks import Band
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
@@ -48,6 +48,12 @@ def spec_of(head_dims=(128, 128), mask="full", dtype="bfloat16", **modifiers):
 def cases():
     """Yield (name, spec, cache, type of cut)."""
     for head_dims in HEAD_DIMS:
+        yield f"crews-{head_dims}", spec_of(head_dims, "causal"), CACHES["contiguous"], Crews
+    for cache in CACHES:
+        spec = spec_of(mask="causal", scores=SCORES, sinks="float32")
+        yield f"crews-{cache}", spec, CACHES[cache], Crews
+    yield "crews-window", spec_of(mask="window"), CACHES["page16"], Crews
+    for head_dims in HEAD_DIMS:
         yield f"{head_dims}-contiguous", spec_of(head_dims), CACHES["contiguous"], StreamK
     for head_dims in ((256, 256), (72, 200)):
         yield f"{head_dims}-page1", spec_of(head_dims), CACHES["page1"], StreamK
@@ -67,10 +73,10 @@ def cases():
     ("spec", "cache", "cut"), [case[1:] for case in cases()], ids=[case[0] for case in cases()]
 )
 def test_machine_code_of_decode(spec, cache, cut):
-    config = config_of(spec)
+    config = config_of(spec, cache, cut)
     compiled = compile_kernel(Decode(spec, config, 4, cache, cut))
     report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log)
+    check_resources(report, compiled.ptxas_log, config.ctas_of_sm)
     assert report.threads == WARPGROUP + (WARPGROUP if cache.box(TILE_N) == 0 else 2 * WARP)
     check_wgmma(report, spec)
     check_loads(report, spec, cache)
@@ -94,7 +100,8 @@ def test_machine_code_of_packed_keys(case):
     spec, has_used_q, has_used_k = PACKED_CASES[case]
     cache = CacheLayout(is_packed=True, has_seqlens=has_used_k)
     kernel = Decode(
-        spec, config_of(spec), 4, cache, StreamK, is_packed=True, has_used_q=has_used_q
+        spec, config_of(spec, cache, StreamK), 4, cache, StreamK, is_packed=True,
+        has_used_q=has_used_q,
     )  # fmt: skip
     compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)
@@ -109,7 +116,8 @@ def test_machine_code_of_packed_keys(case):
 @pytest.mark.parametrize("cut", [StreamK, Units])
 def test_machine_code_of_packed_queries(cut, cache):
     spec, cache = spec_of(mask="causal"), CACHES[cache]
-    compiled = compile_kernel(Decode(spec, config_of(spec), 4, cache, cut, is_packed=True))
+    config = config_of(spec, cache, cut)
+    compiled = compile_kernel(Decode(spec, config, 4, cache, cut, is_packed=True))
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log)
     check_wgmma(report, spec)
@@ -117,19 +125,21 @@ def test_machine_code_of_packed_queries(cut, cache):
 
 
 @pytest.mark.compiles
-def test_machine_code_with_long_places():
+@pytest.mark.parametrize("cut", [StreamK, Crews])
+def test_machine_code_with_long_places(cut):
     """Places in the line take two registers each, and are passed on in two halves."""
     spec, cache = spec_of(mask="causal"), CACHES["page64"]
-    compiled = compile_kernel(Decode(spec, config_of(spec), 4, cache, StreamK, is_long=True))
+    config = config_of(spec, cache, cut)
+    compiled = compile_kernel(Decode(spec, config, 4, cache, cut, is_long=True))
     report = inspect(compiled.cubin)
-    check_resources(report, compiled.ptxas_log)
+    check_resources(report, compiled.ptxas_log, config.ctas_of_sm)
     check_wgmma(report, spec)
     check_dependent_launch(report)
 
 
-def check_resources(report: CubinReport, ptxas_log: str):
+def check_resources(report: CubinReport, ptxas_log: str, ctas_of_sm: int = 1):
     """All of a CTA's threads have the registers they need, so there is nothing to reallocate."""
-    assert report.registers * report.threads <= REGISTERS_OF_AN_SM
+    assert ctas_of_sm * report.registers * report.threads <= REGISTERS_OF_AN_SM
     assert report.stack_bytes == 0
     assert report.spill_instructions == 0
     check_ptxas_log(ptxas_log)
@@ -165,13 +175,25 @@ def check_dependent_launch(report: CubinReport):
     assert report.count("PREEXIT") == 1
 
 
+@pytest.mark.parametrize("cut", [StreamK, Crews])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
-def test_configs_fit_and_load_far_ahead(head_dims):
+def test_configs_fit_and_load_far_ahead(head_dims, cut):
     spec = spec_of(head_dims)
-    config = config_of(spec)
+    config = config_of(spec, CACHES["contiguous"], cut)
     config.validate(spec)
-    assert config.smem_bytes(spec) <= CAPACITY
-    assert 2 * config.tile_n * config.kv_stages * sum(map(padded, head_dims)) >= BYTES_IN_FLIGHT
+    assert config.ctas_of_sm * config.smem_bytes(spec) <= CAPACITY
+    in_flight = 2 * config.tile_n * config.kv_stages * sum(map(padded, head_dims))
+    assert config.ctas_of_sm * in_flight >= BYTES_IN_FLIGHT
+
+
+def test_two_ctas_share_an_sm_where_they_fit_and_no_other_kernel_merges():
+    def ctas(cut, head_dims=(128, 128), cache="contiguous"):
+        return config_of(spec_of(head_dims), CACHES[cache], cut).ctas_of_sm
+
+    assert ctas(Crews) == ctas(Crews, (64, 64)) == ctas(Crews, cache="page24") == 2
+    assert {ctas(cut) for cut in (StreamK, Units, Whole)} == {1}
+    assert ctas(Crews, (256, 256)) == ctas(Crews, (192, 128)) == ctas(Crews, (64, 256)) == 1
+    assert ctas(Crews, cache="page1") == 1
 
 
 @pytest.mark.parametrize(

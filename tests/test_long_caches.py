@@ -28,7 +28,18 @@ from fa3.primitives.workspace import WorkspaceSize
 from fa3.problem import NO_BOUND, Window
 from fa3.schedules import stream_k
 from fa3.schedules.sequences import LONGEST, capacity_of
-from fa3.schedules.stream_k import HostLengths, Pieces, Place, StreamK, Units, Walk, Whole, segments
+from fa3.schedules.stream_k import (
+    Crew,
+    Crews,
+    HostLengths,
+    Pieces,
+    Place,
+    StreamK,
+    Units,
+    Walk,
+    Whole,
+    segments,
+)
 from fa3.scores.masks import Band, Sequence
 
 
@@ -116,14 +127,15 @@ def test_masks_count_the_keys_of_the_longest_sequences(case):
 def as_fixed(walk: Walk, kind: type) -> Walk:
     """Return a walk as a kernel has it, with places in the line of this kind."""
     pieces, batch, batch_begin = walk.place
-    num_ctas, num_m_blocks = (
-        PlainDivisor(Int32(divisor.value)) for divisor in (pieces.num_ctas, walk.num_m_blocks)
+    num_crews, num_m_blocks = (
+        PlainDivisor(Int32(divisor.value)) for divisor in (pieces.num_crews, walk.num_m_blocks)
     )
-    place = Place(Pieces(kind(pieces.total), num_ctas), Int32(batch), kind(batch_begin))
+    line = Pieces(kind(pieces.total), num_crews, kind(pieces.end))
+    place = Place(line, Int32(batch), kind(batch_begin))
     blocks = [tuple(map(Int32, length)) for length in walk.lengths.blocks]
     cut = replace(walk.cut, **{name: Int32(n) for name, n in vars(walk.cut).items()})
-    heads, cta = Int32(walk.num_heads), Int32(walk.cta)
-    return Walk(cut, HostLengths(blocks), num_m_blocks, heads, cta, place)
+    groups, crew = Int32(walk.num_groups), Crew(*map(Int32, walk.crew))
+    return Walk(cut, HostLengths(blocks), num_m_blocks, groups, crew, place)
 
 
 def segments_of(walk: Walk, count: int) -> list:
@@ -152,18 +164,21 @@ LINES = [
 
 @pytest.mark.parametrize(("blocks", "num_m_blocks", "num_heads", "kind"), LINES)
 @pytest.mark.parametrize("num_ctas", [1, 132])
-@pytest.mark.parametrize("cut", [StreamK, Units, Whole])
+@pytest.mark.parametrize("cut", [StreamK, Crews, Units, Whole])
 def test_walks_of_long_lines(blocks, num_m_blocks, num_heads, kind, num_ctas, cut, monkeypatch):
     monkeypatch.setattr(stream_k, "Int32", Int32)
     monkeypatch.setattr(stream_k, "Int64", Int64)
     num_tiles = len(blocks) * num_m_blocks * num_heads
     made = {
         StreamK: StreamK(num_ctas, num_tiles),
+        Crews: Crews(num_ctas, 1),
         Units: Units(1000, 8, 1000, num_tiles),
         Whole: Whole(),
     }[cut]
     total = num_m_blocks * num_heads * sum(end - begin for begin, end in blocks)
     assert (total > LARGEST) == (kind is Int64)
+    if cut is Crews and 2 * total > LARGEST:
+        kind = Int64
     walks = stream_k.walks(made, HostLengths(blocks), num_m_blocks, num_heads, num_ctas)
     for walk in walks:
         assert segments_of(as_fixed(walk, kind), 20) == segments_of(walk, 20)
@@ -218,7 +233,9 @@ def prepared(monkeypatch):
         (1, 1, {}, False),
         (8, 8, {}, False),
         (65, 1, {}, True),
-        (9, 8, {}, True),
+        (9, 8, {}, False),
+        (65, 8, {}, True),
+        (9, 8, {"num_splits": 9}, True),
         (9, 8, {"num_splits": 1}, True),
         (9, 8, {"window": Window(left=1000, right=0)}, False),
         (9, 8, {"pages": 1 << 10}, False),

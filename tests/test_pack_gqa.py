@@ -17,7 +17,7 @@ from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.problem import Problem, Window
 from fa3.schedules.sequences import LONGEST
-from fa3.schedules.stream_k import StreamK
+from fa3.schedules.stream_k import Crews, StreamK
 
 CAUSAL = Window(right=0)
 WINDOWS = (Window(), CAUSAL, Window(100, 30), Window(left=70))
@@ -163,10 +163,17 @@ def test_gradients_are_of_the_forward_kernel():
 def test_tiles_are_cut_and_keys_bounded_as_on_a_cache(window):
     plan = GroupedPlan.of(make_problem(2, 7, 900, 2, 4, 64, window), H200)
     decode = plan.decode
-    assert isinstance(decode.cut, StreamK) and decode.cache.is_full
+    assert isinstance(decode.cut, Crews) and decode.cache.is_full
     assert decode.window.left == window.left and decode.window.right >= 0
-    attends, merges = plan.launches()
-    assert attends.kernel.cache.is_full and merges.kernel.qhead_per_kvhead == 4
+    (attends,) = plan.launches()
+    assert attends.kernel.cache.is_full
+
+
+def test_many_rows_of_parts_are_another_kernels():
+    plan = GroupedPlan.of(make_problem(2, 70, 900, 2, 4, 64), H200)
+    assert isinstance(plan.decode.cut, StreamK)
+    _, merges = plan.launches()
+    assert merges.kernel.qhead_per_kvhead == 4
 
 
 def test_predictions():

@@ -22,7 +22,7 @@ from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.running import compiler
 from fa3.schedules.marked import Marked
-from fa3.schedules.stream_k import StreamK, Whole
+from fa3.schedules.stream_k import Crews, StreamK, Whole
 from fa3.scores.masks import Band
 from fa3.tools import warmup as module
 from fa3.tools.models import CALLS, CAUSAL, PRESETS, Model, model_of, sliding
@@ -57,9 +57,10 @@ def test_forward_kernels_are_those_of_plans(few_sizes):
     # A single query sees all keys, and its kernels are those of several.
     assert {kernel.spec.mask for kernel in of_type(found, Forward)} == {Band(right=True)}
     # With few queries it is that of decoding.
-    (grouped,) = of_type(found, Decode)
-    few = Problem(module.spec_of(model, CAUSAL), 4, 1, 4096, 8, 4, CAUSAL)
-    assert GroupedPlan.of(few, H200).decode.kernel() == grouped
+    spec = module.spec_of(model, CAUSAL)
+    few = [Problem(spec, 4, queries, 4096, 8, 4, CAUSAL) for queries in (1, 40)]
+    kernels = {GroupedPlan.of(problem, H200).decode.kernel() for problem in few}
+    assert kernels == set(of_type(found, Decode)) and len(kernels) == 2
 
 
 def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> CacheCall:
@@ -104,7 +105,7 @@ def test_append_kernels(few_sizes):
 def test_each_kernel_is_there_once(few_sizes):
     kernels = kernels_of("gemma2-9b")
     assert len({compiler.key_of(kernel) for kernel in kernels}) == len(kernels)
-    assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, Whole}
+    assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, Crews, Whole}
     assert {kernel.is_packed for kernel in of_type(kernels, Combine)} == {False, True}
     assert all(kernel.is_storable for kernel in kernels)
 

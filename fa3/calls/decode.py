@@ -22,6 +22,8 @@ from fa3.problem import AttentionSpec, Window
 from fa3.reference.cache import CacheOperands, execute_decode
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
+from fa3.running.counters import counters_of
+from fa3.running.graphs import capture_of, current_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,12 @@ class PreparedDecode:
     Fields:
         attends: the entry of the kernel that attends; None on the CPU.
         integers: what it takes after the softmax scale, but for the most packed keys.
-        merges: the entry of the kernel that merges parts; None if there are none.
+        merges: the entry of the kernel that merges parts; None if there are none, or `attends`
+            merges them.
         sizes: what it takes after the tensors.
         workspace: numbers of 32 bits that parts take.
         cleared: how many of them, the first ones, must be zero before the launches.
+        counters: how many counters the kernel that attends takes to merge parts.
     """
 
     plan: DecodePlan
@@ -44,17 +48,19 @@ class PreparedDecode:
     sizes: tuple[int, ...] = ()
     workspace: int = 0
     cleared: int = 0
+    counters: int = 0
 
     @classmethod
     def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
         """Load the kernels of a plan."""
         (attends, integers, _), *rest = (one.loaded(load_kernel) for one in plan.launches)
-        if not rest:
-            return cls(plan, attends, integers)
-        ((merges, sizes, _),) = rest
         size = plan.workspace
-        cleared = size.numbers_of_records if plan.clears_records else 0
         numbers = size.numbers(plan.spec.head_dim_v)
+        if not rest:
+            counters = size.num_slots if plan.merges else 0
+            return cls(plan, attends, integers, workspace=numbers, counters=counters)
+        ((merges, sizes, _),) = rest
+        cleared = size.numbers_of_records if plan.clears_records else 0
         return cls(plan, attends, integers, merges, sizes, numbers, cleared)
 
     def attend(
@@ -78,16 +84,22 @@ class PreparedDecode:
             execute_decode(self.plan, operands, softmax_scale, modifiers)
             return
         lse = 0 if lse is None else lse.data_ptr()
-        workspace = None
-        if self.merges is not None:
+        workspace = counters = None
+        if self.workspace:
             workspace = q.new_empty(self.workspace, dtype=torch.float32)
             if self.cleared:
                 workspace[: self.cleared].zero_()
+        if self.counters:
+            stream = current_stream(q.device.index)
+            of_stream = counters_of(q.device, stream, capture_of(stream))
+            counters = of_stream.take(self.counters)
         # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
         self.attends(
             q, k, v, out, lse, ends, None, None, seqlens, seqlen_new, batch_idx, leftpad,
-            page_table, modifiers, workspace, softmax_scale, *self.integers, 0, None,
+            page_table, modifiers, workspace, counters, softmax_scale, *self.integers, 0, None,
         )  # fmt: skip
+        if self.counters:
+            of_stream.give_back(counters)
         if self.merges is not None:
             self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
 
@@ -118,7 +130,7 @@ class PreparedDecode:
         # In the order of `DecodeArguments`.
         self.attends(
             q, k, v, out, lse, ends_q, used_q, ends_k, used_k, 0, None, None, page_table, modifiers,
-            workspace, softmax_scale, *self.integers, max_seqlen_k, table,
+            workspace, None, softmax_scale, *self.integers, max_seqlen_k, table,
         )  # fmt: skip
         sinks = modifiers[-1] if self.plan.spec.sinks else None
         return partial(self.merges, out, lse, sinks, None, None, workspace, *self.sizes)
@@ -179,7 +191,8 @@ def prepare_decode(
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
-    cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, call.is_packed)
+    kind = call.is_packed, call.k is not None
+    cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, *kind)
     of_kernel = spec, cache, sizes, window, cut, num_ctas, call.is_packed
     plan = DecodePlan(*of_kernel, is_beside=is_beside)
     if not on_gpu:

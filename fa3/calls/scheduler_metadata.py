@@ -297,7 +297,7 @@ def most_of_whole_tiles(
     )
     of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
     ends = (tiles * of_tile).cumsum()
-    pieces = Pieces(int(ends[-1]), PlainDivisor(num_ctas))
+    pieces = Pieces.even(int(ends[-1]), PlainDivisor(num_ctas))
     cuts = pieces.begin(np.arange(num_ctas + 1))
     sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
     begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]

@@ -29,8 +29,9 @@ from cutlass import Float32, Int32, Int64
 from fa3.primitives import arguments
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.dsl import SmemAllocator
+from fa3.primitives.part_sums import Sums, exp
 from fa3.primitives.row_lse import RowLse, shared_by
-from fa3.primitives.softmax import LOG2_E, finite
+from fa3.primitives.softmax import finite
 from fa3.primitives.vectors import QUAD, vector_of
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 
@@ -133,63 +134,6 @@ class DenseParts:
         query = position - batch * seqlen
         o, lse = self.o[None, batch, query, head, None], self.lse[None, batch, query, head]
         return Row(o, lse, batch, query, head)
-
-
-@dataclass(frozen=True)
-class Sums:
-    """A group's sums over its parts of a row; `reference` is the largest log-sum-exp among them.
-
-    Fields:
-        o: sum of exp(lse_i - reference) O_i in this lane's columns.
-        scalars: the reference, and the sum of exp(lse_i - reference).
-    """
-
-    o: cute.Tensor
-    scalars: cute.Tensor
-
-    @classmethod
-    def create(cls) -> "Sums":
-        sums = cls(*(cute.make_rmem_tensor(n, Float32) for n in (QUAD, 2)))
-        sums.o.fill(0.0)
-        sums.scalars[0], sums.scalars[1] = -Float32.inf, Float32(0.0)
-        return sums
-
-    @cute.jit
-    def rebase(self, largest: Float32) -> Float32:
-        """Raise the reference to `largest` if that is larger; return it, or 0 if it is -inf."""
-        self.scalars[0] = cute.arch.fmax(self.scalars[0], largest)
-        return finite(self.scalars[0])
-
-    @cute.jit
-    def add(self, lse: cute.Tensor, o: cute.Tensor):
-        """Add parts: log-sum-exps (n,) and this lane's columns (4, n)."""
-        before = self.scalars[0]
-        largest = lse[0]
-        for i in cutlass.range_constexpr(1, cute.size(lse)):
-            largest = cute.arch.fmax(largest, lse[i])
-        reference = self.rebase(largest)
-        correction = exp(before - reference)
-        acc, total = self.o.load() * correction, self.scalars[1] * correction
-        for i in cutlass.range_constexpr(cute.size(lse)):
-            factor = exp(lse[i] - reference)
-            total += factor
-            acc = acc + o[None, i].load() * factor
-        self.o.store(acc)
-        self.scalars[1] = total
-
-    @cute.jit
-    def add_sums(self, reference: Float32, total: Float32, o: cute.Tensor):
-        """Add other sums: their reference, their sum of exp, and their O."""
-        before = self.scalars[0]
-        base = self.rebase(reference)
-        correction, factor = exp(before - base), exp(reference - base)
-        self.o.store(self.o.load() * correction + o.load() * factor)
-        self.scalars[1] = self.scalars[1] * correction + total * factor
-
-
-def exp(x):
-    """exp(x) on the exponential unit (MUFU)."""
-    return cute.math.exp2(x * LOG2_E, fastmath=True)
 
 
 class Exchange(NamedTuple):
@@ -408,19 +352,8 @@ class Combine:
     @cute.jit
     def store(self, row: Row, sums: Sums, mO: cute.Tensor, row_lse: RowLse, sinks):
         """Add the sink, divide by the total, and write O and the log-sum-exp."""
-        vector = self.vector()
+        sink = None
         if cutlass.const_expr(sinks is not None):
-            nothing = cute.make_rmem_tensor_like(sums.o)
-            nothing.fill(0.0)
-            sums.add_sums(Float32(sinks[row.head]), Float32(1.0), nothing)
-        total = sums.scalars[1]
-        hidden = total == 0.0
-        inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(total)
-        converted = cute.make_rmem_tensor(QUAD, mO.element_type)
-        converted.store((sums.o.load() * inverse).to(mO.element_type))
-        if vector * QUAD < self.head_dim_v:
-            target = mO[row.batch, row.query, row.head, None]
-            cute.autovec_copy(converted, vector_of(target, vector, QUAD))
-        if row_lse.is_wanted() and vector == 0:
-            lse = sums.scalars[0] + cute.math.log(total, fastmath=True)
-            row_lse.tensor[row.batch, row.head, row.query] = -Float32.inf if hidden else lse
+            sink = sinks[row.head]
+        target = mO[row.batch, row.query, row.head, None]
+        sums.store(target, row_lse, (row.batch, row.head, row.query), self.vector(), sink)

@@ -5,7 +5,9 @@ Reading K and V once takes nearly all the time, so every SM must read equally mu
 A tile is up to 64 query rows of one key/value head of one sequence: all its query heads and
 positions. The key blocks of all tiles are cut into one piece for each CTA (`schedules.stream_k`),
 which finds its piece from the lengths in device memory. If a tile spans several pieces, each writes
-a part to the workspace, and `kernels.combine` merges the parts into O.
+a part to the workspace. With few parts to merge, the CTA that takes the last number among those of
+a tile merges them into O; it waits for no CTA but those that have nearly done. With more,
+`kernels.combine` merges them.
 
 Roles per CTA
     warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue
@@ -21,7 +23,8 @@ Timeline of a launch (programmatic dependent launch)
     barriers, descriptors | wait for the previous kernel | find the piece | segments ...
     The combine kernel is launched early and waits in hardware for the end of this one. This one
     starts in the same way while the previous kernel still runs, if that kernel allows it; the
-    prefetcher works during this time.
+    prefetcher works during this time. Without a combine kernel two CTAs fit on an SM, so that those
+    of the next call are there when this one ends. With one they would land two on one SM.
 
 Timeline of the consumer in a segment: as in `kernels.forward`, with one warpgroup
     tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |
@@ -63,9 +66,11 @@ from fa3.primitives.packed_rows import (
     PackedCoords,
     clear_rows,
     fetch_rows,
+    merge_parts,
     store_part,
     store_rows,
 )
+from fa3.primitives.part_merge import HAS_COME, HAS_LEFT
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
@@ -79,6 +84,8 @@ from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import (
     BY_CTA,
+    Crew,
+    Crews,
     StreamK,
     Units,
     Walk,
@@ -114,6 +121,8 @@ class DecodeOperands(NamedTuple):
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
         table: says how many CTAs there are beside the forward kernel; None without it.
+        counters: of tiles with parts: how many CTAs have come, and have left. A tile has its first
+            slot's. None if `kernels.combine` merges.
     """
 
     q: cute.Tensor
@@ -128,14 +137,20 @@ class DecodeOperands(NamedTuple):
     tables: CacheTables
     modifiers: tuple | None
     table: cute.Tensor | None
+    counters: cute.Tensor | None
 
 
 class DecodeBuffers(NamedTuple):
-    """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...)."""
+    """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...).
+
+    Fields:
+        number: (1,) int32, the number of the consumer's part among those of its tile.
+    """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+    number: cute.Tensor
 
 
 class DecodePipelines(NamedTuple):
@@ -197,6 +212,11 @@ class Decode(AttentionKernel):
         return self.cache.box(self.config.tile_n)
 
     @property
+    def merges(self) -> bool:
+        """Whether the CTA that is last to have a part of a tile merges them all."""
+        return self.cut_type is Crews
+
+    @property
     def gathers(self) -> bool:
         """Whether the producer gathers rows with cp.async instead of TMA."""
         return self.box == 0
@@ -251,6 +271,7 @@ class Decode(AttentionKernel):
             CacheTables(call.batch_idx, call.leftpad, page_table),
             call.modifiers,
             call.table,
+            call.counters,
         )
         seqlen_q = call.max_seqlen_q if self.is_packed else rows_q
         rows = seqlen_q * ratio
@@ -259,21 +280,25 @@ class Decode(AttentionKernel):
         cut = Whole()
         if cutlass.const_expr(self.cut_type is StreamK):
             cut = StreamK(call.num_ctas, BY_CTA if self.is_packed else num_tiles)
+        if cutlass.const_expr(self.cut_type is Crews):
+            cut = Crews(call.num_ctas, call.width)
         if cutlass.const_expr(self.cut_type is Units):
             cut = Units(call.num_splits, call.unit_blocks, call.max_parts, num_tiles)
         workspace = None
         if cutlass.const_expr(self.cut_type.has_parts):
             size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))
             workspace = Workspace.of(call.workspace, size, self.spec.head_dim_v)
-        divisors = Divisor.of(num_m_blocks), Divisor.of(call.num_ctas)
+        num_crews, num_groups = call.num_ctas // cut.width, num_heads // cut.width
+        divisors = Divisor.of(num_m_blocks), Divisor.of(num_crews), Divisor.of(cut.width)
         window = Window(call.window_left, call.window_right)
-        sizes = capacity, seqlen_q, window, *divisors, num_heads
+        sizes = capacity, seqlen_q, window, *divisors, num_groups
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(operands, workspace, call.softmax_scale, cut, sizes).launch(
             grid=(call.num_ctas, 1, 1),
             block=(self.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.config.ctas_of_sm,
+            preferred_smem_carveout=100,
             use_pdl=True,
         )
 
@@ -308,9 +333,9 @@ class Decode(AttentionKernel):
             if cutlass.const_expr(self.is_beside):
                 # The forward kernel may begin: all before this kernel has ended.
                 cute.arch.griddepcontrol_launch_dependents()
-                capacity, seqlen_q, window, num_m_blocks, _, num_heads = sizes
+                capacity, seqlen_q, window, num_m_blocks, _, *rest = sizes
                 count = cute.arch.make_warp_uniform(operands.table[CTAS_BESIDE])
-                own = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), num_heads
+                own = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), *rest
                 cta, _, _ = cute.arch.block_idx()
                 if cta < count:
                     self.attend(*given, own)
@@ -344,7 +369,7 @@ class Decode(AttentionKernel):
         self, operands: DecodeOperands, cut, sizes: tuple, is_early: cutlass.Constexpr
     ) -> Walk:
         """The walk over this CTA's segments."""
-        capacity, seqlen_q, window, num_m_blocks, num_ctas, num_heads = sizes
+        capacity, seqlen_q, window, num_m_blocks, num_crews, width, num_groups = sizes
         _, mask, _ = bind(self.spec, operands.modifiers)
         packed = None
         if cutlass.const_expr(self.is_packed):
@@ -366,8 +391,14 @@ class Decode(AttentionKernel):
         cta, _, _ = cute.arch.block_idx()
         number = Int64 if self.is_long else Int32
         find = locate_among_equals if self.cache.is_full else locate
-        place = find(lengths, num_m_blocks, num_heads, num_ctas, cta, number)
-        return Walk(cut, lengths, num_m_blocks, num_heads, cta, place)
+        crew = Crew(cta, 0, 1)
+        if cutlass.const_expr(self.cut_type is Crews):
+            index = width.quotient(cta)
+            crew = Crew(index, cta - index * width.value, width.value)
+        place = find(
+            self.cut_type, lengths, num_m_blocks, num_groups, num_crews, crew.number, number
+        )
+        return Walk(cut, lengths, num_m_blocks, num_groups, crew, place)
 
     @cute.jit
     def setup_shared_memory(self):
@@ -375,7 +406,7 @@ class Decode(AttentionKernel):
         config, row_major = self.config, LayoutEnum.ROW_MAJOR
         shape_qk = (ROWS, config.tile_n, self.columns)
         shape_kv = (ROWS, config.tile_n, self.columns_v)
-        layouts = DecodeBuffers(
+        layouts = (
             sm90.make_smem_layout_a(row_major, shape_qk, self.dtype, config.q_stages),
             sm90.make_smem_layout_b(row_major, shape_qk, self.dtype, config.kv_stages),
             sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages),
@@ -385,24 +416,26 @@ class Decode(AttentionKernel):
         class Storage:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q)], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k)], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v)], 1024]
+            number: cute.struct.MemRange[Int32, 1]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts[0])], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts[1])], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts[2])], 1024]
 
         storage = SmemAllocator().allocate(Storage)
         smem = DecodeBuffers(
             *(
                 field.get_tensor(layout.outer, swizzle=layout.inner)
                 for field, layout in zip((storage.q, storage.k, storage.v), layouts, strict=True)
-            )
+            ),
+            storage.number.get_tensor(cute.make_layout(1)),
         )
 
         pipelines = DecodePipelines(
             *(
                 block_pipeline(barriers, self.dtype, layout, self.gathers)
                 for barriers, layout in (
-                    (storage.barriers_k, layouts.k),
-                    (storage.barriers_v, layouts.v),
+                    (storage.barriers_k, layouts[1]),
+                    (storage.barriers_v, layouts[2]),
                 )
             )
         )
@@ -526,6 +559,9 @@ class Decode(AttentionKernel):
             k_state = attention.first(blocks.end - 1, k_state)
             self.clear_past_end(attention, smem.v, blocks.end - 1, v_state, thread)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
+            number = Int32(0)
+            if cutlass.const_expr(self.merges):
+                number = self.take_number(operands, segment, thread)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
                 q_stage = 1 - q_stage
@@ -535,13 +571,15 @@ class Decode(AttentionKernel):
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
             queries = walk.lengths.queries(length)
             self.store(operands, workspace, segment, attention, sinks, queries)
+            if cutlass.const_expr(self.merges):
+                self.hand_over(operands, workspace, segment, smem.number, number, sinks)
             cursor = following
 
     @cute.jit
     def clear_record(self, workspace: Workspace, walk: Walk, thread):
         """Clear this CTA's record; `store` fills it if a tile with parts begins in this piece."""
         if thread == 0 and walk.cut.records_are_by_cta:
-            workspace.clear_record(walk.cta)
+            workspace.clear_record(walk.crew.cta)
 
     def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> Blocks:
         """Key blocks that the rows of one tile touch."""
@@ -588,14 +626,21 @@ class Decode(AttentionKernel):
             else:
                 lse = attention.softmax.finish(acc_O)
                 store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
-            if segment.begin == 0 and cute.arch.thread_idx()[0] == 0:
-                record = (*segment.tile, part.first_slot, part.num_parts)
-                if cutlass.const_expr(self.is_packed):
-                    record = (*record, *queries)
-                for i in cutlass.range_constexpr(len(record)):
-                    workspace.records[part.record, i] = record[i]
+            if cutlass.const_expr(not self.merges):
+                self.record(workspace, segment, queries)
         else:
             self.store_rows(operands, attention, sinks, queries)
+
+    @cute.jit
+    def record(self, workspace: Workspace, segment: Segment, queries: tuple):
+        """Tell the combine kernel of the parts of a tile, from its first segment."""
+        part = segment.part
+        if segment.begin == 0 and cute.arch.thread_idx()[0] == 0:
+            record = (*segment.tile, part.first_slot, part.num_parts)
+            if cutlass.const_expr(self.is_packed):
+                record = (*record, *queries)
+            for i in cutlass.range_constexpr(len(record)):
+                workspace.records[part.record, i] = record[i]
 
     @cute.jit
     def store_rows(self, operands: DecodeOperands, attention: Attention, sinks, queries: tuple):
@@ -606,3 +651,51 @@ class Decode(AttentionKernel):
         convert(acc_O, converted)
         out, row_lse = operands.o, operands.lse
         store_rows(as_rows_and_columns(converted), lse, out, row_lse, rules.coords, queries)
+
+    # --------------------------------------------------------------------------------- merge
+
+    def counter(self, operands: DecodeOperands, segment: Segment) -> cute.Pointer:
+        return operands.counters.iterator + segment.part.first_slot
+
+    @cute.jit
+    def take_number(self, operands: DecodeOperands, segment: Segment, thread) -> Int32:
+        """Count a part that is nearly done: how many of its tile came before. Thread 0 has it."""
+        number = Int32(0)
+        if thread == 0 and segment.part.num_parts > 1:
+            number = cute.arch.atomic_add(
+                self.counter(operands, segment), Int32(HAS_COME), sem="relaxed", scope="gpu"
+            )
+        return number
+
+    @cute.jit
+    def hand_over(
+        self,
+        operands: DecodeOperands,
+        workspace: Workspace,
+        segment: Segment,
+        sNumber: cute.Tensor,
+        number: Int32,
+        sinks,
+    ):
+        """Count a part as written; who has the last number waits for the others, and merges.
+
+        The others have come, so they run, and until they have left they wait for nobody.
+        """
+        if segment.part.num_parts > 1:
+            thread, _, _ = cute.arch.thread_idx()
+            counter, others = self.counter(operands, segment), segment.part.num_parts - 1
+            if thread == 0:
+                sNumber[0] = number
+            consumer_barrier().arrive_and_wait()
+            if sNumber[0] % HAS_LEFT < others:
+                if thread == 0:
+                    cute.arch.atomic_add(counter, Int32(HAS_LEFT), sem="release", scope="gpu")
+            else:
+                if thread == 0:
+                    count = Int32(0)
+                    while count // HAS_LEFT < others:
+                        count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                    cute.arch.store(counter, Int32(0), sem="relaxed", scope="gpu")
+                consumer_barrier().arrive_and_wait()
+                rows = operands.o, operands.lse, sinks
+                merge_parts(workspace, segment, self.qhead_per_kvhead, thread, *rows)

@@ -20,11 +20,13 @@ class DecodeConfig:
         tile_n: keys of a block.
         kv_stages: blocks of K, and of V, in shared memory.
         q_stages: Q tiles in shared memory; with two, the next segment's Q is loaded early.
+        ctas_of_sm: CTAs for which an SM has room; with two, those of the next call come early.
     """
 
     tile_n: int
     kv_stages: int
     q_stages: int
+    ctas_of_sm: int = 1
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
@@ -38,7 +40,7 @@ class DecodeConfig:
             raise ValueError(f"tile_n must be 64 or 128, got {self.tile_n}")
         if self.kv_stages < 2:
             raise ValueError(f"kv_stages must be at least 2, got {self.kv_stages}")
-        check_fits(self.smem_bytes(spec), self, spec)
+        check_fits(self.ctas_of_sm * self.smem_bytes(spec), self, spec)
 
 
 class DecodeArguments(NamedTuple):
@@ -62,11 +64,13 @@ class DecodeArguments(NamedTuple):
         page_table: (batch, pages) int32; None without pages.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         workspace: float32, receives parts of tiles; None if tiles are never cut.
+        counters: (slots,) int32, zero, and left at zero; None if `kernels.combine` merges.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
         num_splits, unit_blocks, max_parts: see `Units`.
         max_seqlen_q: most queries of a sequence. A packed sequence with more is left out.
         num_ctas: CTAs to launch.
+        width: see `Crews`; 1 with other cuts.
         max_seqlen_k: most keys of a sequence, if they are packed.
         table: int32, the tiles of the forward kernel that runs beside this one, whose header says
             how many CTAs this one has; None without.
@@ -87,6 +91,7 @@ class DecodeArguments(NamedTuple):
     page_table: object
     modifiers: tuple | None
     workspace: object
+    counters: object
     softmax_scale: float
     window_left: int
     window_right: int
@@ -95,6 +100,7 @@ class DecodeArguments(NamedTuple):
     max_parts: int
     max_seqlen_q: int
     num_ctas: int
+    width: int
     max_seqlen_k: int
     table: object
 
@@ -109,6 +115,7 @@ class DecodeArguments(NamedTuple):
         num_ends = cute.sym_int()
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
+        counters = arguments.compact_tensor("int32", (cute.sym_int(),))
 
         def per_sequence(exists: bool):
             return arguments.compact_tensor("int32", (batch,)) if exists else None
@@ -132,6 +139,7 @@ class DecodeArguments(NamedTuple):
             page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,
             modifiers=modifiers or None,
             workspace=workspace if kernel.cut_type.has_parts else None,
+            counters=counters if kernel.merges else None,
             softmax_scale=Float32(0.0),
             window_left=Int32(0),
             window_right=Int32(0),
@@ -140,6 +148,7 @@ class DecodeArguments(NamedTuple):
             max_parts=Int32(0),
             max_seqlen_q=Int32(0),
             num_ctas=Int32(0),
+            width=Int32(0),
             max_seqlen_k=Int32(0),
             table=arguments.compact_tensor("int32", (cute.sym_int(),))
             if kernel.is_beside

@@ -1,9 +1,9 @@
 """`DecodePlan`: how attention to a key/value cache will run. Runs on the host; needs no GPU.
 
 `fa3.calls.decode` makes plans with `choose_cut` and launches them; `fa3.reference.cache` walks
-them on the CPU. There are two launches: `kernels.decode` reads the cache, cut so that all SMs read
-equally many keys; `kernels.combine` merges the parts. The kernels read the sequences' lengths on
-the device and derive the cut, so a plan serves all lengths that the cache has room for.
+them on the CPU. `kernels.decode` reads the cache, cut so that all SMs read equally many keys, and
+merges the parts if they are few; else `kernels.combine` does. The kernels read the sequences'
+lengths on the device and derive the cut, so a plan serves all lengths that the cache has room for.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from fa3.kernels.decode_launch import DecodeConfig
 from fa3.planning.launch import Launch
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.shared_memory import padded
+from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window
-from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Whole
+from fa3.schedules.stream_k import BY_CTA, Crews, Cut, StreamK, Units, Whole, crew_width
 
 TILE_N = 64
 """Keys of a key block."""
@@ -30,6 +30,18 @@ BYTES_IN_FLIGHT = 128 << 10
 for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; head_dim 64: 76.8,
 64.0, 64.2 and 64.3 us.
 """
+
+BYTES_OF_TWO = 64 << 10
+"""The same where two CTAs share an SM, one of this call and, early, one of the next. Only where no
+other kernel merges: with one in between, CTAs land two on one SM, which took the speed to 0.69-0.98
+on an H200, 2026-11-22.
+"""
+
+COLUMNS_OF_TWO = 128
+"""Columns of V up to which there are registers for two CTAs."""
+
+MOST_MERGED = 512
+"""Rows of parts of a tile, at most, that a CTA merges by itself."""
 
 MOST_ROWS = 1 << 30
 """Most query rows of a key/value head of a sequence."""
@@ -107,7 +119,7 @@ class DecodePlan:
     Fields:
         spec, cache: what the kernels are compiled for, besides their tiling.
         window: as `Sizes.bounds` gives it.
-        cut: where tiles may be cut.
+        cut: where tiles may be cut; with `Crews` no other kernel merges.
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
         is_packed: whether sequences have different numbers of queries; sizes have the most.
         has_used_q: whether not all of packed queries count.
@@ -118,7 +130,7 @@ class DecodePlan:
     cache: CacheLayout
     sizes: Sizes
     window: Window
-    cut: StreamK | Units | Whole
+    cut: Cut
     num_ctas: int
     is_packed: bool = False
     has_used_q: bool = False
@@ -126,9 +138,12 @@ class DecodePlan:
 
     def kernel(self) -> Decode:
         """The decode kernel."""
-        is_long = self.sizes.num_tiles * self.sizes.most_blocks(self.window) > LARGEST
-        config, ratio = config_of(self.spec), self.sizes.qhead_per_kvhead
-        kind = type(self.cut), is_long, self.is_packed, self.has_used_q, self.is_beside
+        blocks = self.sizes.num_tiles // self.cut.width * self.sizes.most_blocks(self.window)
+        # Pieces of whole tiles may go beyond the end of the line.
+        is_long = (2 if self.merges else 1) * blocks > LARGEST
+        cut_type = type(self.cut)
+        config, ratio = config_of(self.spec, self.cache, cut_type), self.sizes.qhead_per_kvhead
+        kind = cut_type, is_long, self.is_packed, self.has_used_q, self.is_beside
         return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property
@@ -137,11 +152,16 @@ class DecodePlan:
         cut, units = self.cut, (1, 1, 1)
         if isinstance(cut, Units):
             units = cut.num_splits, cut.unit_blocks, cut.max_parts
-        return (*self.window, *units, self.sizes.seqlen_q, self.num_ctas)
+        return (*self.window, *units, self.sizes.seqlen_q, self.num_ctas, cut.width)
+
+    @property
+    def merges(self) -> bool:
+        """Whether the kernel that attends merges parts, so that there is no other."""
+        return isinstance(self.cut, Crews)
 
     def combine(self) -> Combine | None:
-        """The kernel that merges parts; None if the cut leaves no parts."""
-        if not self.cut.has_parts:
+        """The kernel that merges parts; None if the cut leaves no parts, or no others do."""
+        if self.merges or not self.cut.has_parts:
             return None
         spec = self.spec
         ratio = self.sizes.qhead_per_kvhead
@@ -184,11 +204,22 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
         )
 
 
-def config_of(spec: AttentionSpec) -> DecodeConfig:
-    """Blocks of 64 keys, in as many stages as hold `BYTES_IN_FLIGHT`, at least two."""
+def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> DecodeConfig:
+    """Blocks of 64 keys, in as many stages as hold the bytes in flight, at least two.
+
+    Two CTAs share an SM if no other kernel merges and they fit; to gather rows takes two more
+    warps.
+    """
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
-    return DecodeConfig(TILE_N, max(2, -(-BYTES_IN_FLIGHT // block)), q_stages=2)
+    one, two = (
+        DecodeConfig(TILE_N, max(2, -(-in_flight // block)), q_stages=2, ctas_of_sm=ctas)
+        for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))
+    )
+    gathers = cache.box(TILE_N) == 0
+    if cut_type is not Crews or gathers or padded(spec.head_dim_v) > COLUMNS_OF_TWO:
+        return one
+    return two if two.ctas_of_sm * two.smem_bytes(spec) <= CAPACITY else one
 
 
 def choose_cut(
@@ -198,7 +229,8 @@ def choose_cut(
     num_splits: int = 0,
     batch_invariant: bool = False,
     is_packed: bool = False,
-) -> StreamK | Units | Whole:
+    appends: bool = False,
+) -> Cut:
     """Choose where tiles may be cut.
 
     Args:
@@ -206,6 +238,8 @@ def choose_cut(
             every sequence into n parts.
         batch_invariant: make a sequence's result bitwise independent of the other sequences.
         is_packed: whether sequences have different numbers of queries.
+        appends: whether a kernel that appends to the cache runs before. As its CTAs take but some
+            SMs, two CTAs of `Crews` would land on each of the others.
     """
     blocks = sizes.most_blocks(window)
     if num_splits:
@@ -215,6 +249,10 @@ def choose_cut(
     if batch_invariant:
         unit = keys_of_unit(sizes.rows) // TILE_N
         return units_of(sizes, blocks, unit, -(-blocks // unit))
+    width = crew_width(sizes.heads_kv, sizes.num_tiles, num_ctas)
+    rows_of_parts = min(sizes.rows, ROWS) * min(num_ctas // width, blocks)
+    if rows_of_parts <= MOST_MERGED and not (is_packed or appends):
+        return Crews(num_ctas, width)
     return StreamK(num_ctas, BY_CTA if is_packed else sizes.num_tiles)
 
 

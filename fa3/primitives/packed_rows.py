@@ -1,21 +1,26 @@
 """Packed GQA: tiles whose rows are all query heads of a key/value head at all query positions.
 
-The decode kernel loads Q and stores O through this module. Row r of a key/value head is query
-position r // heads and query head r % heads of its group, with `heads` query heads in a group.
+The decode kernel loads Q, stores O and merges parts through this module. Row r of a key/value head
+is query position r // heads and query head r % heads of its group, with `heads` query heads in a
+group.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.primitives.coords import ScoreCoords
-from fa3.primitives.row_lse import store_lse
-from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.part_sums import Sums
+from fa3.primitives.row_lse import RowLse, store_lse
+from fa3.primitives.vectors import QUAD, VECTOR, row_and_vector, vector_of
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.primitives.workspace import Workspace
+
+PARTS_AT_ONCE = 16
+"""Parts of a row that a warp loads at once when it merges them."""
 
 
 @dataclass(frozen=True)
@@ -134,3 +139,57 @@ def store_part(
         if row < workspace.lse.shape[1]:
             store_row(rows[r, None], workspace.o[slot, row, None], coords.column)
             store_lse(workspace.lse, (slot, row), lse[r], coords)
+
+
+@cute.jit
+def merge_parts(
+    workspace: Workspace,
+    segment,
+    qhead_per_kvhead: cutlass.Constexpr,
+    thread: Int32,
+    mO: cute.Tensor,
+    row_lse: RowLse,
+    sinks,
+):
+    """Merge the parts of a segment's tile, in the order of slots, and write its rows.
+
+    The rows of O (batch, rows, heads_q, head_dim_v) and the log-sum-exps are those of `store_rows`.
+    Each warp of a warpgroup has a row at a time.
+    """
+    tile, lane, row = segment.tile, thread % WARP, thread // WARP
+    first_row, rows_of_tile = tile.m_block * ROWS, workspace.lse.shape[1]
+    rows = cutlass.min(mO.shape[1] * qhead_per_kvhead - first_row, rows_of_tile)
+    vectors = cute.ceil_div(mO.shape[3], QUAD)
+    while row < rows:
+        packed = first_row + row
+        query = packed // qhead_per_kvhead
+        head = tile.head * qhead_per_kvhead + packed % qhead_per_kvhead
+        sink = None
+        if cutlass.const_expr(sinks is not None):
+            sink = sinks[head]
+        for i in cutlass.range_constexpr(cute.ceil_div(vectors, WARP)):
+            sums = sums_of_row(workspace, segment.part, row, i * WARP + lane)
+            target, at = mO[tile.batch, query, head, None], (tile.batch, head, query)
+            sums.store(target, row_lse, at, i * WARP + lane, sink)
+        row += WARPS
+
+
+@cute.jit
+def sums_of_row(workspace: Workspace, part, row: Int32, vector: Int32) -> Sums:
+    """The sums of a lane's four columns over all parts of a row."""
+    sums, first = Sums.create(), Int32(0)
+    while first < part.num_parts:
+        o = cute.make_rmem_tensor((QUAD, PARTS_AT_ONCE), Float32)
+        lse = cute.make_rmem_tensor(PARTS_AT_ONCE, Float32)
+        o.fill(0.0)
+        lse.fill(-Float32.inf)
+        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
+            if first + i < part.num_parts:
+                slot = part.first_slot + first + i
+                lse[i] = workspace.lse[slot, row]
+                if vector * QUAD < workspace.o.shape[2]:
+                    values = workspace.o[slot, row, None]
+                    cute.autovec_copy(vector_of(values, vector, QUAD), o[None, i])
+        sums.add(lse, o)
+        first += PARTS_AT_ONCE
+    return sums

@@ -13,6 +13,9 @@ workspace. A tile's parts have consecutive slots, and its first segment writes a
 combine kernel, which merges them: (m_block, head, batch, first slot, parts).
 
 The cut says where a tile may be cut: `StreamK` anywhere, `Units` between units, `Whole` nowhere.
+`Crews` cuts another line. Rows of neighbouring heads lie side by side in memory, so some heads, as
+many as a crew has CTAs, walk together: a crew has one piece of a line of groups of heads, and each
+of its CTAs has one head of every group. The CTA whose part of a tile comes last merges them.
 
 All but `locate` is plain arithmetic on the fields: the same code runs on Python ints (reference,
 tests) and inside a kernel, on Int32; only positions in a long line are Int64.
@@ -37,6 +40,10 @@ BY_CTA = 2**30
 MOST_ROOM = 2**30
 """More blocks than any tile has."""
 
+ONE_IDLE_IN = 8
+"""Pieces may be so much longer that one crew in so many is idle, if that keeps tiles whole: so few
+do not keep memory from being busy."""
+
 
 def as_int32(number):
     """A number of blocks, computed from positions in a long line: Int32, at most `MOST_ROOM`."""
@@ -60,25 +67,69 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Pieces:
-    """`total` blocks in a line, cut into a piece for each CTA; sizes differ by one at most."""
+    """Blocks in a line, cut into a piece for each crew; sizes differ by one at most.
+
+    Fields:
+        total: blocks of all pieces.
+        end: blocks that there are; with fewer than `total` the last pieces are shorter, or empty.
+    """
 
     total: int
-    num_ctas: Divisor | PlainDivisor
+    num_crews: Divisor | PlainDivisor
+    end: int
 
-    def begin(self, cta):
-        """First block of a CTA's piece; the end of the previous piece."""
-        size = self.num_ctas.quotient(self.total)
-        return cta * size + smaller(cta, self.total - size * self.num_ctas.value)
+    @classmethod
+    def even(cls, total, num_crews) -> "Pieces":
+        return cls(total, num_crews, total)
 
-    def cta_of(self, position):
-        """The CTA whose piece has the block at a position."""
-        size = self.num_ctas.quotient(self.total)
-        longer_ctas = self.total - size * self.num_ctas.value
-        longer = longer_ctas * (size + 1)
+    @classmethod
+    def of_tiles(cls, total, num_crews, fewest, most) -> "Pieces":
+        """Pieces of whole tiles, if all have as many blocks and that leaves few crews idle.
+
+        Args:
+            fewest, most: blocks of the shortest and of the longest tile.
+        """
+        size = num_crews.quotient(total + num_crews.value - 1)
+        whole = (size + most - 1) // larger(most, 1) * most
+        # 1 or 0: tiles differ; too many crews would be idle.
+        differ = smaller(most - fewest, 1)
+        idle = smaller(larger(ONE_IDLE_IN * (whole - size) - whole, 0), 1)
+        keeps_whole = (1 - differ) * (1 - idle)
+        return cls(total + keeps_whole * (whole * num_crews.value - total), num_crews, total)
+
+    def begin(self, crew):
+        """First block of a crew's piece; the end of the previous piece."""
+        size = self.num_crews.quotient(self.total)
+        begin = crew * size + smaller(crew, self.total - size * self.num_crews.value)
+        return smaller(begin, self.end)
+
+    def crew_of(self, position):
+        """The crew whose piece has the block at a position."""
+        size = self.num_crews.quotient(self.total)
+        longer_crews = self.total - size * self.num_crews.value
+        longer = longer_crews * (size + 1)
         # Longer pieces come first: `among` is 1 in them and 0 after. This takes one division only.
         among = smaller(larger(longer - position, 0), 1)
         after = 1 - among
-        return after * longer_ctas + (position - after * longer) // larger(size + among, 1)
+        return after * longer_crews + (position - after * longer) // larger(size + among, 1)
+
+
+class Crew(NamedTuple):
+    """A CTA's place among those that walk together.
+
+    Fields:
+        number: of the crew.
+        lane: the CTA's place in it.
+        width: CTAs of a crew.
+    """
+
+    number: int
+    lane: int
+    width: int
+
+    @property
+    def cta(self):
+        return self.number * self.width + self.lane
 
 
 @dataclass(frozen=True)
@@ -94,6 +145,7 @@ class StreamK:
     num_tiles: int
 
     has_parts: ClassVar[bool] = True
+    width: ClassVar[int] = 1
 
     @property
     def num_slots(self):
@@ -115,12 +167,62 @@ class StreamK:
         """The end of the segment that begins at `block`; the piece has `room` blocks left."""
         return smaller(num_blocks, block + room)
 
-    def part(self, pieces: Pieces, cta, tile_number, tile_begin, block, num_blocks) -> Part:
-        first = as_int32(pieces.cta_of(tile_begin))
-        last = as_int32(pieces.cta_of(tile_begin + num_blocks - 1))
+    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
+        first, last = ends_of_tile(pieces, tile_begin, num_blocks)
         by_tile = 1 - smaller(larger(self.num_tiles - self.num_ctas, 0), 1)
-        record = cta + by_tile * (tile_number - cta)
-        return Part(first + cta, 2 * first, last - first + 1, record)
+        record = crew.cta + by_tile * (tile_number - crew.cta)
+        return Part(first + crew.cta, 2 * first, last - first + 1, record)
+
+
+def ends_of_tile(pieces: Pieces, begin, num_blocks) -> tuple:
+    """The crews in whose pieces a tile begins and ends."""
+    first = as_int32(pieces.crew_of(begin))
+    return first, as_int32(pieces.crew_of(begin + num_blocks - 1))
+
+
+@dataclass(frozen=True)
+class Crews:
+    """Cut tiles wherever a piece ends, but where whole tiles are about as equal as pieces.
+
+    The slots are those of `StreamK`, for each lane of a crew apart. There are no records: who
+    merges has a part of the tile.
+
+    Fields:
+        width: CTAs of a crew; divides the key/value heads.
+    """
+
+    num_ctas: int
+    width: int
+
+    has_parts: ClassVar[bool] = True
+    num_records: ClassVar[int] = 0
+
+    @property
+    def num_slots(self):
+        return 2 * self.num_ctas
+
+    def begin(self, block, num_blocks):
+        return block
+
+    def end(self, block, num_blocks, room):
+        return smaller(num_blocks, block + room)
+
+    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
+        first, last = ends_of_tile(pieces, tile_begin, num_blocks)
+        slots = 2 * crew.lane * pieces.num_crews.value
+        return Part(slots + first + crew.number, slots + 2 * first, last - first + 1, 0)
+
+
+def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
+    """How many heads walk together: the most that leave no more than one CTA in 16 idle.
+
+    One where equally long tiles are as many for each CTA: nothing is cut then.
+    """
+    if num_tiles % num_ctas:
+        for width in range(min(num_heads, num_ctas), 1, -1):
+            if num_heads % width == 0 and 16 * (num_ctas % width) <= num_ctas:
+                return width
+    return 1
 
 
 @dataclass(frozen=True)
@@ -142,6 +244,7 @@ class Units:
     num_tiles: int
 
     has_parts: ClassVar[bool] = True
+    width: ClassVar[int] = 1
 
     @property
     def num_slots(self):
@@ -162,7 +265,7 @@ class Units:
     def end(self, block, num_blocks, room):
         return smaller(num_blocks, block + self.unit(num_blocks))
 
-    def part(self, pieces: Pieces, cta, tile_number, tile_begin, block, num_blocks) -> Part:
+    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
         unit, first = self.unit(num_blocks), tile_number * self.max_parts
         return Part(first + block // unit, first, (num_blocks + unit - 1) // unit, tile_number)
 
@@ -172,6 +275,7 @@ class Whole:
     """Cut no tile: the CTA in whose piece a tile begins works on all of it."""
 
     has_parts: ClassVar[bool] = False
+    width: ClassVar[int] = 1
 
     num_slots: ClassVar[int] = 0
     num_records: ClassVar[int] = 0
@@ -182,12 +286,15 @@ class Whole:
     def end(self, block, num_blocks, room):
         return num_blocks
 
-    def part(self, pieces: Pieces, cta, tile_number, tile_begin, block, num_blocks) -> Part:
+    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
         return Part(0, 0, 1, 0)
 
 
+Cut = StreamK | Crews | Units | Whole
+
+
 class Place(NamedTuple):
-    """All CTAs' pieces, and the sequence in which one CTA's piece begins.
+    """All crews' pieces, and the sequence in which one crew's piece begins.
 
     Fields:
         batch: the sequence.
@@ -224,15 +331,15 @@ class Walk:
     Fields:
         cut: where tiles may be cut.
         lengths: the lengths of the sequences.
-        num_m_blocks, num_heads: row blocks per head and heads per sequence, so tiles of a sequence;
-            if `lengths` know how many row blocks each has, the most.
+        num_m_blocks: row blocks per head; if `lengths` know how many each sequence has, the most.
+        num_groups: heads per sequence, in groups of those that walk together.
     """
 
-    cut: StreamK | Units | Whole
+    cut: Cut
     lengths: Lengths
     num_m_blocks: Divisor | PlainDivisor
-    num_heads: int
-    cta: int
+    num_groups: int
+    crew: Crew
     place: Place
 
     def m_blocks(self, length: tuple) -> Divisor | PlainDivisor:
@@ -240,12 +347,12 @@ class Walk:
         return m_blocks_of(self.lengths, length, self.num_m_blocks)
 
     def tiles(self, length: tuple):
-        """Tiles of a sequence."""
-        return tiles_of(self.lengths, length, self.num_m_blocks, self.num_heads)
+        """Tiles of a sequence in the line."""
+        return tiles_of(self.lengths, length, self.num_m_blocks, self.num_groups)
 
     def first(self) -> WalkCursor:
         pieces, batch, batch_begin = self.place
-        position = pieces.begin(self.cta)
+        position = pieces.begin(self.crew.number)
         length = self.lengths.read(batch)
         num_blocks = self.lengths.num_blocks(length)
         tile = (position - batch_begin) // num_blocks
@@ -256,19 +363,20 @@ class Walk:
         return self.advance(cursor, self.cut.begin(block, num_blocks) - block)
 
     def is_valid(self, cursor: WalkCursor):
-        return cursor.position < self.place.pieces.begin(self.cta + 1)
+        return cursor.position < self.place.pieces.begin(self.crew.number + 1)
 
     def tile(self, cursor: WalkCursor) -> Tile:
         m_blocks = self.m_blocks(cursor.length)
-        head = m_blocks.quotient(cursor.tile)
-        return Tile(cursor.tile - head * m_blocks.value, head, cursor.batch)
+        group = m_blocks.quotient(cursor.tile)
+        head = group * self.crew.width + self.crew.lane
+        return Tile(cursor.tile - group * m_blocks.value, head, cursor.batch)
 
     def segment(self, cursor: WalkCursor) -> Segment:
         num_blocks = self.lengths.num_blocks(cursor.length)
         part = self.cut.part(
             self.place.pieces,
-            self.cta,
-            cursor.batch * (self.num_m_blocks.value * self.num_heads) + cursor.tile,
+            self.crew,
+            cursor.batch * (self.num_m_blocks.value * self.num_groups) + cursor.tile,
             cursor.position - cursor.block,
             cursor.block,
             num_blocks,
@@ -280,7 +388,7 @@ class Walk:
 
     def end(self, cursor: WalkCursor):
         """The end of the segment at the cursor, in blocks of its tile."""
-        room = as_int32(self.place.pieces.begin(self.cta + 1) - cursor.position)
+        room = as_int32(self.place.pieces.begin(self.crew.number + 1) - cursor.position)
         return self.cut.end(cursor.block, self.lengths.num_blocks(cursor.length), room)
 
     def advance(self, cursor: WalkCursor, blocks) -> WalkCursor:
@@ -315,10 +423,10 @@ def m_blocks_of(lengths: Lengths, length: tuple, most) -> Divisor | PlainDivisor
     return most if own is None else PlainDivisor(larger(own, 1))
 
 
-def tiles_of(lengths: Lengths, length: tuple, most, num_heads):
-    """Tiles of a sequence: one if it has no rows."""
+def tiles_of(lengths: Lengths, length: tuple, most, num_groups):
+    """Tiles of a sequence in the line: one if it has no rows."""
     own = lengths.m_blocks(length)
-    return most.value * num_heads if own is None else larger(own * num_heads, 1)
+    return most.value * num_groups if own is None else larger(own * num_groups, 1)
 
 
 # ------------------------------------------------------------------------------------- device
@@ -326,52 +434,73 @@ def tiles_of(lengths: Lengths, length: tuple, most, num_heads):
 
 @cute.jit
 def locate(
-    lengths: Lengths, num_m_blocks, num_heads, num_ctas, cta, number: cutlass.Constexpr
+    cut_type: cutlass.Constexpr,
+    lengths: Lengths,
+    num_m_blocks,
+    num_groups,
+    num_crews,
+    crew,
+    number: cutlass.Constexpr,
 ) -> Place:
-    """Find the sequence in which a CTA's piece begins. Every lane of a warp calls this.
+    """Find the sequence in which a crew's piece begins. Every lane of a warp calls this.
 
     A 32-way search: the lanes add up the blocks of equal ranges of sequences, and the range in
     which the piece begins is split again. `number` is the type of a position in the line.
     """
     if cutlass.const_expr(number is Int64):
-        num_ctas = PlainDivisor(num_ctas.value)
+        num_crews = PlainDivisor(num_crews.value)
     span = cutlass.max(Int32(lengths.num_sequences), 2)
-    batch, batch_begin, total = Int32(0), number(0), number(-1)
+    batch, batch_begin, total, end = Int32(0), number(0), number(-1), number(0)
     lane = cute.arch.lane_idx()
     while span > 1:
         share = (span + WARP - 1) // WARP
         begin = batch + lane * share
-        blocks = number(0)
+        blocks, fewest, most = number(0), Int32(MOST_ROOM), Int32(0)
         for i in cutlass.range(begin, cutlass.min(begin + share, lengths.num_sequences)):
             length = lengths.read(i)
-            tiles = tiles_of(lengths, length, num_m_blocks, num_heads)
-            blocks += number(tiles) * lengths.num_blocks(length)
+            of_tile = lengths.num_blocks(length)
+            blocks += number(tiles_of(lengths, length, num_m_blocks, num_groups)) * of_tile
+            if cutlass.const_expr(cut_type is Crews):
+                fewest, most = cutlass.min(fewest, of_tile), cutlass.max(most, of_tile)
         upto = blocks
         for shift in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
             upto = upto + below if lane >= 1 << shift else upto
         if total < 0:
-            total = cute.arch.shuffle_sync(upto, WARP - 1)
-        target = Pieces(total, num_ctas).begin(cta) - batch_begin
+            end = cute.arch.shuffle_sync(upto, WARP - 1)
+            if cutlass.const_expr(cut_type is Crews):
+                fewest = cute.arch.warp_redux_sync(fewest, "min")
+                most = cute.arch.warp_redux_sync(most, "max")
+            total = pieces_of(cut_type, end, num_crews, fewest, most).total
+        target = Pieces(total, num_crews, end).begin(crew) - batch_begin
         before = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= target))
         before = cutlass.min(before, WARP - 1)
         batch_begin += cute.arch.shuffle_sync(upto - blocks, before)
         batch = cutlass.min(batch + before * share, lengths.num_sequences - 1)
         span = share
-    return Place(Pieces(total, num_ctas), batch, batch_begin)
+    return Place(Pieces(total, num_crews, end), batch, batch_begin)
 
 
 def locate_among_equals(
-    lengths: Lengths, num_m_blocks, num_heads, num_ctas, cta, number: type
+    cut_type: type, lengths: Lengths, num_m_blocks, num_groups, num_crews, crew, number: type
 ) -> Place:
     """`locate` where all sequences have as many blocks as the first: a division finds it."""
     if number is Int64:
-        num_ctas = PlainDivisor(num_ctas.value)
-    of_sequence = number(num_m_blocks.value * num_heads) * lengths.num_blocks(lengths.read(0))
-    pieces = Pieces(of_sequence * lengths.num_sequences, num_ctas)
-    batch = as_int32(pieces.begin(cta) // of_sequence)
+        num_crews = PlainDivisor(num_crews.value)
+    of_tile = lengths.num_blocks(lengths.read(0))
+    of_sequence = number(num_m_blocks.value * num_groups) * of_tile
+    total = of_sequence * lengths.num_sequences
+    pieces = pieces_of(cut_type, total, num_crews, of_tile, of_tile)
+    batch = as_int32(pieces.begin(crew) // of_sequence)
     batch = smaller(batch, lengths.num_sequences - 1)
     return Place(pieces, batch, batch * of_sequence)
+
+
+def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Pieces:
+    """The pieces of a line whose tiles have from `fewest` to `most` blocks."""
+    if cut_type is Crews:
+        return Pieces.of_tiles(total, num_crews, fewest, most)
+    return Pieces.even(total, num_crews)
 
 
 # ---------------------------------------------------------------------------------------- host
@@ -410,26 +539,26 @@ class HostLengths:
 
 
 def walks(
-    cut: StreamK | Units | Whole,
-    lengths: HostLengths,
-    num_m_blocks: int,
-    num_heads: int,
-    num_ctas: int,
+    cut: Cut, lengths: HostLengths, num_m_blocks: int, num_heads: int, num_ctas: int
 ) -> Iterator[Walk]:
     """Yield the walk of every CTA, the same as the kernel's."""
     begins, most = [0], PlainDivisor(num_m_blocks)
-    for length in map(lengths.read, range(lengths.num_sequences)):
-        tiles = tiles_of(lengths, length, most, num_heads)
-        begins.append(begins[-1] + tiles * lengths.num_blocks(length))
-    pieces, batch = Pieces(begins[-1], PlainDivisor(num_ctas)), 0
+    num_groups, num_crews = num_heads // cut.width, PlainDivisor(num_ctas // cut.width)
+    known = list(map(lengths.read, range(lengths.num_sequences)))
+    of_tiles = list(map(lengths.num_blocks, known))
+    for length, of_tile in zip(known, of_tiles, strict=True):
+        begins.append(begins[-1] + tiles_of(lengths, length, most, num_groups) * of_tile)
+    pieces = pieces_of(type(cut), begins[-1], num_crews, min(of_tiles), max(of_tiles))
+    batch = 0
     for cta in range(num_ctas):
-        while batch + 1 < len(lengths.blocks) and begins[batch + 1] <= pieces.begin(cta):
+        crew = Crew(cta // cut.width, cta % cut.width, cut.width)
+        while batch + 1 < len(known) and begins[batch + 1] <= pieces.begin(crew.number):
             batch += 1
-        yield Walk(cut, lengths, most, num_heads, cta, Place(pieces, batch, begins[batch]))
+        yield Walk(cut, lengths, most, num_groups, crew, Place(pieces, batch, begins[batch]))
 
 
 def segments(
-    cut: StreamK | Units | Whole,
+    cut: Cut,
     blocks: Sequence[tuple[int, int]],
     num_m_blocks: int,
     num_heads: int,
@@ -450,14 +579,14 @@ def segments(
             segment = walk.segment(cursor)
             first, _ = blocks[segment.tile.batch]
             yield (
-                walk.cta,
+                walk.crew.cta,
                 segment._replace(begin=first + segment.begin, end=first + segment.end),
             )
             cursor = walk.next(cursor)
 
 
 def records(
-    cut: StreamK | Units | Whole,
+    cut: Cut,
     blocks: Sequence[tuple[int, int]],
     num_m_blocks: int,
     num_heads: int,

@@ -292,10 +292,13 @@ def kernels_on_cache(
     for capacity in (1, LONGEST):
         sizes = Sizes(1, 1, model.heads_kv, ratio, capacity)
         tight = sizes.bounds(window)
-        cut = choose_cut(sizes, tight, num_ctas, num_splits, is_packed=is_packed)
-        given = spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed
-        plan = DecodePlan(*given, is_beside=is_beside)
-        yield from (one.kernel for one in plan.launches)
+        options = tight, num_ctas, num_splits, False, is_packed
+        # With few parts there is one launch, and two with many or behind a kernel that appends.
+        few = choose_cut(sizes._replace(capacity=1), *options)
+        for cut in dict.fromkeys((few, choose_cut(sizes, *options, appends=True))):
+            given = spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed
+            plan = DecodePlan(*given, is_beside=is_beside)
+            yield from (one.kernel for one in plan.launches)
 
 
 def rotary_of(model: Model, rotary: str, dtype: str) -> Rotary | None:

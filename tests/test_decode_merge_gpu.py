@@ -1,0 +1,188 @@
+"""Calls whose parts are merged inside of the launch: in graphs, threads and streams, one after
+another. The counters that CTAs take numbers from are zero afterwards, and bits are always the same.
+"""
+
+import random
+import threading
+
+import pytest
+import torch
+from kvcache_problems import CacheProblem, make_call
+from kvcache_reference import check_call
+from problems import poisoned_allocations
+
+from fa3.calls.decode import PreparedDecode
+from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.running import counters, graphs
+
+pytestmark = pytest.mark.gpu
+
+HEADS = ((8, 4), (4, 7), (1, 8), (2, 1), (8, 8), (3, 2))
+
+
+def lengths(draw: random.Random) -> tuple[int, ...]:
+    """Draw lengths: many alike, few long ones, or none of a kind."""
+    batch = draw.choice((1, 1, 2, 5, 16, 33))
+    most = draw.choice((100, 1000, 9000))
+    if draw.random() < 0.5:
+        return (draw.randint(1, most),) * batch
+    return tuple(draw.choice((0, 1, draw.randint(1, most), most)) for _ in range(batch))
+
+
+def problem_of(seed: int) -> CacheProblem:
+    draw = random.Random(seed)
+    heads_kv, group = draw.choice(HEADS)
+    seqlens = lengths(draw)
+    return CacheProblem(
+        seqlens, draw.choice((1, 1, 2, 5)), heads_kv=heads_kv, group=group, head_dim=128,
+        head_dim_v=128, page_size=draw.choice((None, None, 64, 16)),
+        leftpads=tuple(n // 3 for n in seqlens) if draw.random() < 0.3 else None,
+        causal=draw.random() < 0.5, sinks=draw.choice((None, "float32")),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def merged(monkeypatch):
+    """How many calls merged parts inside of their launch."""
+    found, attend = [], PreparedDecode.attend
+
+    def noting(self, *given):
+        found.append(self.counters > 0)
+        return attend(self, *given)
+
+    monkeypatch.setattr(PreparedDecode, "attend", noting)
+    return found
+
+
+def run(call: dict, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return flash_attn_with_kvcache(**call, return_lse=True, **options)
+
+
+def same(results, others) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
+
+
+def check_counters() -> None:
+    torch.cuda.synchronize()
+    of_streams = [one.free for one in list(counters.BY_STREAM.values())]
+    captures = [graphs.LIVE[number].kept.values() for number in list(graphs.LIVE)]
+    for free in (*of_streams, *captures):
+        assert not any(zeros.any() for zeros in free)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls_give_the_same_bits_again(seed, device, merged):
+    call = make_call(problem_of(seed), seed, device)
+    with poisoned_allocations():
+        first = run(call)
+        check_call(call, *first, (call["k_cache"], call["v_cache"]))
+        for _ in range(20):
+            assert same(run(call), first)
+    check_counters()
+
+
+def test_most_of_them_merge_in_the_launch(device, merged):
+    for seed in range(60):
+        run(make_call(problem_of(seed), seed, device))
+    assert sum(merged) > len(merged) / 2
+
+
+def test_graphs_of_many_calls_replayed_many_times(device):
+    calls = [make_call(problem_of(seed), seed, device) for seed in range(40)]
+    expected = [run(call) for call in calls]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [run(call) for call in calls]
+    for _ in range(200):
+        for tensors in results:
+            for tensor in tensors:
+                tensor.fill_(torch.nan)
+        graph.replay()
+    assert all(map(same, results, expected))
+    for _ in range(1000):
+        graph.replay()
+    assert all(map(same, results, expected))
+    check_counters()
+
+
+def test_two_graphs_and_eager_calls_side_by_side(device):
+    calls = [make_call(problem_of(seed), seed, device) for seed in range(20)]
+    expected = [run(call) for call in calls]
+    captured = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [run(call) for call in calls]
+        captured.append((graph, results, torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for graph, _, stream in captured:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        eager = [run(call) for call in calls[:5]]
+    torch.cuda.synchronize()
+    assert all(map(same, eager, expected[:5]))
+    for _, results, _ in captured:
+        assert all(map(same, results, expected))
+    check_counters()
+
+
+@pytest.mark.timeout(600)
+def test_threads_and_streams(device):
+    calls = [make_call(problem_of(seed), seed, device) for seed in range(24)]
+    expected = [run(call) for call in calls]
+    torch.cuda.synchronize()
+    wrong: list[tuple[int, int]] = []
+
+    def work(number: int) -> None:
+        draw, stream = random.Random(number), torch.cuda.Stream()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for _ in range(20):
+                order = draw.choices(range(len(calls)), k=20)
+                results = [run(calls[i]) for i in order]
+                stream.synchronize()
+                wrong.extend(
+                    (number, i)
+                    for i, found in zip(order, results, strict=True)
+                    if not same(found, expected[i])
+                )
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    check_counters()
+
+
+def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
+    """The next call's CTAs are there early: they must not begin, nor take numbers, before."""
+    call = make_call(CacheProblem((3000, 30, 500), heads_kv=4, group=2, head_dim=128,
+                                  head_dim_v=128), device=device)  # fmt: skip
+
+    def layers(wait: bool) -> torch.Tensor:
+        x, outputs = call["q"], []
+        for _ in range(50):
+            x = flash_attn_with_kvcache(**(call | {"q": x}))
+            outputs.append(x)
+            if wait:
+                torch.cuda.synchronize()
+        return torch.stack(outputs)
+
+    expected = layers(wait=True)
+    for _ in range(50):
+        assert torch.equal(layers(wait=False), expected)
+    check_counters()
+
+
+def test_fewer_sms_and_long_sequences(device):
+    for seqlens, heads_kv, group in (((1 << 17,), 8, 4), ((60_000, 5), 2, 4)):
+        problem = CacheProblem(
+            seqlens, heads_kv=heads_kv, group=group, head_dim=128, head_dim_v=128
+        )
+        call = make_call(problem, device=device)
+        for sm_margin in (0, 1, 60, 130, 131):
+            out, lse = run(call, sm_margin=sm_margin)
+            check_call(call, out, lse, (call["k_cache"], call["v_cache"]))
+    check_counters()
