@@ -101,12 +101,12 @@ def make_case(
 
 def attend_with_cache(operands: CacheOperands, scale: float, window: Window, **options) -> None:
     """Prepare a call and run it."""
-    q, k, v, _, _, seqlens, batch_idx, leftpad, pages, slopes, sinks, ends = operands
+    q, k, v, _, _, seqlens, batch_idx, leftpad, pages, slopes, sinks, ends, _ = operands
     described = describe_tensors(
         q, k, v, None, None, None, None, seqlens, batch_idx, leftpad, pages, None, ends, None,
         slopes, sinks, None,
     )  # fmt: skip
-    prepare_decode(CacheCall.of(described), window, **options).attend(*operands, scale)
+    prepare_decode(CacheCall.of(described), window, **options).attend(*operands[:12], scale)
 
 
 def attend(operands: CacheOperands, window=CAUSAL, **options) -> tuple[torch.Tensor, torch.Tensor]:

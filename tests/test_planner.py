@@ -123,6 +123,15 @@ def test_clusters_count_as_one_each_and_ctas_in_the_grid():
     assert (single.schedule.num_clusters, single.grid) == (4 * 16 * 16, 4 * 16 * 32)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_every_schedule_has_a_plan(schedule, head_dim):
+    """Also one for CTAs alone where all that was measured for the problem are pairs."""
+    spec = AttentionSpec("bfloat16", head_dim, head_dim, Band())
+    problem = Problem(spec, 1, 700, 900, 2, 1, Window())
+    assert plan_forward(problem, H200, schedule=schedule).schedule.name == schedule
+
+
 def test_given_config_and_schedule_are_kept():
     plan = plan_forward(make_problem(), config=TILES, schedule=SingleTile)
     assert plan.config is TILES

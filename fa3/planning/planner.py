@@ -174,7 +174,13 @@ def candidates(
     """
     if config is not None:
         return candidates_of(problem, gpu, [config], schedules, is_given=True)
-    return candidates_of(problem, gpu, configs(problem, gpu), schedules)
+    known = configs(problem, gpu)
+    found = candidates_of(problem, gpu, known, schedules)
+    if not found:
+        # They have CTAs alone, and all that was measured for the problem are pairs.
+        alone = replace(known[0], cluster_m=1, cluster_h=1)
+        found = candidates_of(problem, gpu, [alone], schedules)
+    return found
 
 
 def candidates_of(
