@@ -1,15 +1,18 @@
 """Counters of calls: those of a stream are taken in turns, a capture has its own."""
 
+import contextlib
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
-from fa3.running import counters, graphs
+from fa3.running import counters, graphs, tables
 from fa3.running.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
 from fa3.running.graphs import Capture
+from fa3.running.tables import Table
 
 CPU = torch.device("cpu")
 
@@ -158,3 +161,20 @@ def test_what_a_graph_used_goes_with_it(monkeypatch):
     libc.sem_post(graphs.LIVE[1].gone)
     graphs.forget_the_gone()
     assert list(graphs.LIVE) == [2] and not graphs.LIVE[2].is_gone()
+
+
+def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
+    """Else they would stay in the memory pool of a compiled graph that is being warmed up."""
+    makers = []
+
+    def made_apart(make, device):
+        makers.append(device)
+        return make()
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tables, "idle_stream", lambda device: None)
+    monkeypatch.setattr(tables, "made_apart", made_apart)
+    table = Table.upload(np.arange(3), CPU)
+    assert table.numbers.tolist() == [0, 1, 2] and makers == [CPU]

@@ -120,6 +120,23 @@ def test_a_new_shape_does_not_wait_for_the_gpu(device):
     check_attention(out, None, *operands[1], window=CAUSAL)
 
 
+@pytest.mark.parametrize("seqlens", [(2900, 2900), (3, 2900)], ids=str)
+def test_nothing_that_stays_is_in_a_memory_pool(seqlens, device):
+    """Neither a new shape's table nor counters: compiled graphs want theirs to be empty."""
+    problem = make_problem(1, *seqlens, 8, 2, 128, CAUSAL)
+    operands = make_operands(problem, device=device)
+    prepare_forward.cache_clear()
+    counters.BY_STREAM.clear()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        out = fa3.flash_attn_func(*operands, causal=True)
+    check_attention(out, None, *operands, window=CAUSAL)
+    del out
+    torch.cuda.synchronize()
+    blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+    assert blocks and not any(block["state"] == "active_allocated" for block in blocks)
+
+
 def test_tables_that_are_forgotten_stay_until_launches_have_read_them(device):
     """Launches wait in a stream while their calls' tables are let go and memory is used anew."""
     streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]

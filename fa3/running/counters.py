@@ -14,12 +14,11 @@ anything else: each capture has its own counters (`fa3.running.graphs`).
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
-from fa3.running.graphs import Capture, idle_stream
+from fa3.running.graphs import Capture, idle_stream, made_apart
 
 RESERVE = 1 << 18
 """Counters that a device sets aside for captures at a time. A graph that needs more allocates and
@@ -122,21 +121,8 @@ RESERVES: dict[torch.device, Reserve] = {}
 
 
 def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
-    """Zeros of the current stream, allocated in a thread of their own.
-
-    A memory pool that the present thread allocates from takes no part in it: those of compiled
-    graphs must be empty when a graph is done, and counters stay.
-    """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device)
-
-    def allocate() -> torch.Tensor:
-        with torch.cuda.stream(stream):
-            return torch.zeros(count, dtype=torch.int32, device=device)
-
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(allocate).result()
+    """Zeros of the current stream that stay."""
+    return made_apart(lambda: torch.zeros(count, dtype=torch.int32, device=device), device)
 
 
 NEW_STREAM = threading.RLock()

@@ -8,6 +8,8 @@ capture reads the semaphore, so no Python code runs on CUDA's threads.
 import ctypes
 import functools
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +87,24 @@ def current_stream(device_index: int) -> int:
 def idle_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream with an empty queue: what runs on it does not wait for work on other streams."""
     return torch.cuda.Stream(device)
+
+
+def made_apart(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A tensor of the current stream that stays, made in a thread of its own.
+
+    A memory pool that the present thread allocates from takes no part in it: those of compiled
+    graphs must be empty when a graph is done.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(on_stream).result()
 
 
 def capture_of(stream: int) -> Capture | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fa3.running.graphs import Capture, idle_stream
+from fa3.running.graphs import Capture, idle_stream, made_apart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class Table:
             )
         # The current stream may have a long queue of work.
         with torch.cuda.stream(idle_stream(device)):
-            return cls(torch.from_numpy(table).to(device))
+            return cls(made_apart(lambda: torch.from_numpy(table).to(device), device))
 
     def on(self, stream: int, capture: Capture | None) -> torch.Tensor:
         """The table, for a launch on torch's current stream; `stream` is the stream's handle."""
