@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/python -m fa3 demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 quick: lint
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not compiles"

@@ -4,6 +4,7 @@ import gc
 import weakref
 from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -245,3 +246,61 @@ def test_only_what_comes_again_is_remembered():
     assert latest.find((tensors[0], None, torch.zeros(3))) == UNKNOWN
     assert latest.find((tensors[0], torch.zeros(1), tensors[2])) == UNKNOWN
     assert latest.find((tensors[0], None, None)) == UNKNOWN
+
+
+def packed_on_cache(total: int, **options) -> torch.Tensor:
+    """A call with packed queries of one sequence on a cache."""
+    cache = torch.zeros(1, 16, 2, 64).bfloat16()
+    return fa3.flash_attn_with_kvcache(
+        torch.randn(total, 2, 64).bfloat16(), cache, cache.clone(), max_seqlen_q=8,
+        cache_seqlens=torch.tensor([9]).int(), cu_seqlens_q=torch.tensor([0, total]).int(),
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [
+        (torch.empty(3, 4, 64).bfloat16(), "out must have shape"),
+        (torch.empty(3, 2, 64).half(), "out must be torch.bfloat16"),
+        (torch.zeros(1, 2, 64).bfloat16().expand(3, 2, 64), "out must not overlap itself"),
+    ],
+)
+def test_an_output_is_looked_at_in_every_call(out, complaint):
+    for _ in range(3):
+        packed_on_cache(3)
+        packed_on_cache(1, out=torch.empty(1, 2, 64).bfloat16())
+    for _ in range(3):
+        with pytest.raises((TypeError, ValueError), match=complaint):
+            packed_on_cache(3, out=out)
+
+
+def test_the_stride_of_a_single_number_is_not_that_of_several():
+    numbers = torch.full((4, 5), 3).int()
+
+    def call(batch: int) -> torch.Tensor:
+        q, k = torch.randn(2 * batch, 2, 64).bfloat16(), torch.randn(4 * batch, 2, 64).bfloat16()
+        ends_q, ends_k = (torch.arange(0, n * batch + 1, n).int() for n in (2, 4))
+        return fa3.flash_attn_varlen_func(
+            q, k, k.clone(), ends_q, ends_k, 2, 4, seqused_k=numbers[:batch, 0]
+        )
+
+    for _ in range(3):
+        call(1)
+    with pytest.raises(ValueError, match="seqused_k must be contiguous"):
+        call(4)
+
+
+def test_a_call_on_one_tensor_stands_in_nobodys_way():
+    x = torch.randn(2, 8, 2, 64).bfloat16()
+    for _ in range(3):
+        fa3.flash_attn_with_kvcache(x, x, x)
+    fa3.flash_attn_with_kvcache(x, x.clone(), x.clone())
+
+
+def test_what_is_no_tensor_is_refused_behind_a_call_that_had_none():
+    x = torch.randn(2, 8, 2, 64).bfloat16()
+    for _ in range(3):
+        fa3.flash_attn_with_kvcache(x, x.clone(), x.clone())
+    with pytest.raises(TypeError, match=r"page_table must be a torch\.Tensor"):
+        fa3.flash_attn_with_kvcache(x, x.clone(), x.clone(), page_table=np.zeros(3))

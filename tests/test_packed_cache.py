@@ -12,6 +12,7 @@ from reference import check_attention
 
 import fa3
 from fa3.calls import cache_call, decode, kvcache, mixed, operands, overlap
+from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
@@ -628,3 +629,22 @@ def test_totals_that_32_bits_do_not_count_are_refused():
     call = call_of_total(4, k=new, v=new, cu_seqlens_k_new=ends)
     with pytest.raises(ValueError, match=rf"^q must have at most {MOST_VECTORS} vectors of 16"):
         fa3.flash_attn_with_kvcache(**call | {"q": q[: MOST_VECTORS // 16 + 1]})
+
+
+def test_more_rows_than_the_forward_kernel_counts_are_refused():
+    row = torch.zeros(1, 2, 64).bfloat16()
+    call = call_of_total(4) | {"max_seqlen_q": 500}
+    with pytest.raises(ValueError, match=rf"^q must have at most {MOST_RAGGED_ROWS} rows"):
+        fa3.flash_attn_with_kvcache(**call | {"q": row.expand(MOST_RAGGED_ROWS + 1, -1, -1)})
+
+
+@pytest.mark.parametrize("reserved", [{}, {"sm_margin": 8}], ids=str)
+def test_reserved_sms_are_left_to_others(reserved, monkeypatch):
+    """Two kernels beside each other would take them."""
+    monkeypatch.setattr(kvcache, "prepare_cache_call", kvcache.prepare_cache_call.__wrapped__)
+    made, attend = [], mixed.PreparedMixed.attend
+    monkeypatch.setattr(
+        mixed.PreparedMixed, "attend", lambda self, *given: made.append(attend(self, *given))
+    )
+    fa3.flash_attn_with_kvcache(**call_of_total(4) | {"max_seqlen_q": 500} | reserved)
+    assert len(made) == (0 if reserved else 1)

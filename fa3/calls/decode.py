@@ -23,7 +23,7 @@ from fa3.reference.cache import CacheOperands, execute_decode
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
-from fa3.running.graphs import capture_of, current_stream
+from fa3.running.graphs import capture_of, current_device, current_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,13 @@ class PreparedDecode:
                 seqlen_new,
             )  # fmt: skip
             execute_decode(self.plan, operands, softmax_scale, modifiers)
+            return
+        if self.counters and q.device.index != current_device():
+            with torch.cuda.device(q.device):
+                self.attend(
+                    q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
+                    softmax_scale, seqlen_new,
+                )  # fmt: skip
             return
         lse = 0 if lse is None else lse.data_ptr()
         workspace = counters = None

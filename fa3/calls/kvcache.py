@@ -56,7 +56,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
-from fa3.calls.ragged import check_ragged_out, hide_all_keys_of_packed
+from fa3.calls.ragged import MOST_RAGGED_ROWS, check_ragged_out, hide_all_keys_of_packed
 from fa3.calls.scheduler_metadata import SchedulerMetadata, check_is_metadata
 from fa3.calls.traced import trace_cached
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
@@ -201,7 +201,8 @@ def flash_attn_with_kvcache(
             window has left behind are not read, but where the table is checked they must exist.
         cu_seqlens_q: (batch + 1,) int32: where the queries of each sequence begin and end in q,
             if sequences have different numbers of them; the last may be below total_q. Rows of no
-            sequence are not written. On a GPU, a sequence with more than max_seqlen_q is left out.
+            sequence are not written. On a GPU, rows of a sequence with more than max_seqlen_q may
+            be left out or wrong.
         max_seqlen_q: the most queries of a sequence; must be given with cu_seqlens_q.
         cu_seqlens_k_new: (batch + 1,) int32: where the tokens of each sequence begin and end in k
             and v. Ignored without them.
@@ -367,6 +368,12 @@ def check_total(call: PreparedCacheCall, q: Description) -> None:
     """Raise for packed queries with more rows than `most_queries`."""
     description = call.description._replace(q=Operand(*q))
     check_cache_counts(description)
+    rows = description.q.shape[0]
+    if isinstance(call.decode, PreparedMixed) and rows > MOST_RAGGED_ROWS:
+        raise ValueError(
+            f"q must have at most {MOST_RAGGED_ROWS} rows where a sequence may have many queries, "
+            f"got {rows}"
+        )
     check_vectors(description)
 
 
@@ -389,9 +396,8 @@ def check_written(
         return
     # The total of packed queries, and so of their output, is another one in every call.
     if out is not None:
-        if not begins or out.shape[0] != q.shape[0]:
-            of_q, of_out = describe("q", q), describe("out", out)
-            check_ragged_out(out, of_out, call.output.shape_beside(q.shape), of_q)
+        of_q, of_out = describe("q", q), describe("out", out)
+        check_ragged_out(out, of_out, call.output.shape_beside(q.shape), of_q)
         check_apart("out", out, TENSORS[:-1], tensors[:-1])
     if call.append is not None:
         check_apart("k_cache", k_cache, ("q", *TENSORS[2:-1]), (q, *tensors[2:-1]))
@@ -460,6 +466,7 @@ def prepare_cache_call(
     if not call.is_packed and not (call.out is append is None):
         written = ("out",) if append is None else ("out", "k_cache", "v_cache")
         apart = check_of_addresses(TENSORS, described, written)
+    most = LARGEST if append is None else MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q))
     return PreparedCacheCall(
         call,
         append,
@@ -468,7 +475,7 @@ def prepare_cache_call(
         Output.of(call.out_shape, call.q, call.is_packed),
         None if call.is_packed else (call.batch, call.heads_q, call.seqlen_q),
         call.head_dim,
-        LARGEST if append is None else MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q)),
+        min(most, MOST_RAGGED_ROWS) if isinstance(attends, PreparedMixed) else most,
         has_rotated_in_out(call),
         any(of_one is not None and of_one.device.type == "cpu" for of_one in call[OF_INTEGERS]),
         apart,

@@ -6,6 +6,7 @@ with those of the call before through the guards of torch.compile, all in one ca
 that differ in more are described (`fa3.calls.operands`), looked up and are the latest from then on.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter, mod
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -73,12 +74,12 @@ class Latest(Generic[Outcome]):
         if self.remembered is None:
             return UNKNOWN
         given, missing, nothing, alignments, twice, once, are_alike, outcome = self.remembered
-        if missing(tensors) != nothing:
-            return UNKNOWN
         try:
+            if missing(tensors) != nothing:
+                return UNKNOWN
             # Nested tensors have an address, but guards would ask for their strides and abort.
             begins = [0 if one.is_nested else one.data_ptr() for one in given(tensors)]
-        except (AttributeError, RuntimeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             return UNKNOWN
         if (
             min(begins) < LOWEST_ADDRESS
@@ -103,7 +104,7 @@ class Latest(Generic[Outcome]):
         """Keep what a call led to, which has been described and found valid.
 
         Args:
-            tensors: two different ones or more.
+            tensors: those of the call.
             alignments: that `fa3.calls.operands.describe` asked for in each place.
             of_any_length: places of tensors whose first dimension may have another length.
             has_backward: whether tensors may require grad.
@@ -113,7 +114,9 @@ class Latest(Generic[Outcome]):
             return
         places = [i for i, one in enumerate(tensors) if one is not None]
         if any(
-            type(tensors[i]) not in PLAIN_TYPES or (tensors[i].requires_grad and not has_backward)
+            type(tensors[i]) not in PLAIN_TYPES
+            or (tensors[i].requires_grad and not has_backward)
+            or (i in of_any_length and not says_its_stride(tensors[i]))
             for i in places
         ):
             return
@@ -141,6 +144,15 @@ class Latest(Generic[Outcome]):
         )
 
 
+def says_its_stride(tensor: torch.Tensor) -> bool:
+    """Whether tensors with more rows and the same strides are as valid as this one: the stride of a
+    single row may be anything."""
+    return len(tensor) > 1 or tensor.stride(0) == math.prod(tensor.shape[1:])
+
+
 def picker(places: list[int]) -> Callable[[Sequence], Any]:
-    """Picks what is in some places of a tuple, as one."""
+    """Picks what is in some places of a tuple, as a tuple."""
+    if len(places) == 1:
+        (place,) = places
+        return lambda given: (given[place],)
     return itemgetter(*places) if places else itemgetter(slice(0))

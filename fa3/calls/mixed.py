@@ -79,7 +79,9 @@ def prepare_attention(
     """
     options = window, softcap, num_splits, batch_invariant, sm_margin
     most_short = short_queries(call.heads_q // call.k_cache.shape[2])
-    if not call.is_packed or num_splits or batch_invariant or call.seqlen_q <= most_short:
+    is_short = not call.is_packed or call.seqlen_q <= most_short
+    # Two kernels beside each other would take the SMs that are reserved.
+    if is_short or num_splits or batch_invariant or sm_margin:
         return decode.prepare_decode(call, *options)
     on_gpu = call.q.device.type == "cuda"
     tight = window.tighten(call.seqlen_q, call.capacity)

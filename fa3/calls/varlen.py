@@ -359,6 +359,9 @@ def prepare_varlen(
     gpu = reserve_sms(H200 if is_on_host else gpu_of(q.device), sm_margin)
     given = spec, has_used_q, has_used_k, gpu
     joined, plan = JoinedPlan.of(*given), RaggedPlan(*given)
-    short = ShortPlan.of(spec, q.shape[0], k.shape[0], has_used_q, has_used_k, gpu)
+    short = None
+    if not sm_margin:
+        # Two kernels beside each other would take the SMs that are reserved.
+        short = ShortPlan.of(spec, q.shape[0], k.shape[0], has_used_q, has_used_k, gpu)
     kernels = None if is_on_host else varlen_gpu.prepare(plan, joined, short, window)
     return RaggedCall(spec, modifiers, window, joined, short, kernels)

@@ -94,6 +94,12 @@ class PreparedVarlen:
         capacity = capacity_of_table(total_q, batch, self.tile_m)
         # Of the lengths' dtype: to name another one takes torch 0.2 us.
         table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
+        marks = None
+        if self.again is not None:
+            stream = current_stream(q.device.index)
+            counters = counters_of(q.device, stream, capture_of(stream))
+            # Now: to zero new ones takes a kernel, and none may come between the two below.
+            marks = counters.take(words_of_marks(capacity * heads))
         # In the order of `TileTableArguments`.
         self.tile_table(
             *integers, table, total_q, total_k, capacity,
@@ -108,20 +114,13 @@ class PreparedVarlen:
             self.rows_of_section, min(self.num_ctas, capacity * heads),
         )  # fmt: skip
         of_keys = page_table, 0 if merge is None else 1
-        if self.again is None:
-            self.forward(*given, None, *NO_PARTS, None, None, table, *of_keys, dropout)
-            if merge is not None:
-                merge()
-            return
-        stream = current_stream(q.device.index)
-        counters = counters_of(q.device, stream, capture_of(stream))
-        marks = counters.take(words_of_marks(capacity * heads))
         self.forward(*given, None, *NO_PARTS, marks, None, table, *of_keys, dropout)
         if merge is not None:
             merge()
-        self.again(*given, marks, *NO_PARTS, None, None, table, page_table, 0, dropout)
-        # Not if anything was raised: then they need not be zero.
-        counters.give_back(marks)
+        if self.again is not None:
+            self.again(*given, marks, *NO_PARTS, None, None, table, page_table, 0, dropout)
+            # Not if anything was raised: then they need not be zero.
+            counters.give_back(marks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -635,12 +635,12 @@ class Decode(AttentionKernel):
     def record(self, workspace: Workspace, segment: Segment, queries: tuple):
         """Tell the combine kernel of the parts of a tile, from its first segment."""
         part = segment.part
+        of_tile = (*segment.tile, part.first_slot, part.num_parts)
+        if cutlass.const_expr(self.is_packed):
+            of_tile = (*of_tile, *queries)
         if segment.begin == 0 and cute.arch.thread_idx()[0] == 0:
-            record = (*segment.tile, part.first_slot, part.num_parts)
-            if cutlass.const_expr(self.is_packed):
-                record = (*record, *queries)
-            for i in cutlass.range_constexpr(len(record)):
-                workspace.records[part.record, i] = record[i]
+            for i in cutlass.range_constexpr(len(of_tile)):
+                workspace.records[part.record, i] = of_tile[i]
 
     @cute.jit
     def store_rows(self, operands: DecodeOperands, attention: Attention, sinks, queries: tuple):
