@@ -14,7 +14,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
 
 quick: lint
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not compiles"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not compiles"
 
 lint: $(READY)
 	$(BIN)/ruff check
