@@ -593,18 +593,21 @@ def test_nothing_is_launched_where_there_is_nothing_to_compute(problem, launches
     assert not launches
 
 
-def test_what_is_compiled_does_not_depend_on_lengths(monkeypatch):
+@pytest.mark.parametrize("sm_margin", [0, 2])
+def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
+    """Where SMs are reserved, no second kernel runs beside the first."""
     made = []
     monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
     monkeypatch.setattr(varlen_gpu, "prepare", lambda *given: made.append(given))
     device = torch.device("cuda", 0)
     tokens = [(torch.Size(shape), torch.bfloat16, device) for shape in ((4, 64), (2, 64), (2, 32))]
-    key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, 2
+    key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, sm_margin
     varlen.prepare_varlen.__wrapped__(*key)
     ((plan, joined, short, window),) = made
-    assert short == ShortPlan.of(plan.spec, 4, 2, True, False, plan.gpu)
+    both = ShortPlan.of(plan.spec, 4, 2, True, False, plan.gpu)
+    assert short == (None if sm_margin else both)
     assert joined == JoinedPlan.of(plan.spec, True, False, plan.gpu)
-    assert window == Window(right=0) and plan.gpu.num_sms == 130
+    assert window == Window(right=0) and plan.gpu.num_sms == 132 - sm_margin
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
 
