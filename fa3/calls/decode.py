@@ -57,7 +57,7 @@ class PreparedDecode:
         size = plan.workspace
         numbers = size.numbers(plan.spec.head_dim_v)
         if not rest:
-            counters = size.num_slots if plan.merges else 0
+            counters = size.num_slots if plan.merges_inside else 0
             return cls(plan, attends, integers, workspace=numbers, counters=counters)
         ((merges, sizes, _),) = rest
         cleared = size.numbers_of_records if plan.clears_records else 0

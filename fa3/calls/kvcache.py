@@ -1,6 +1,6 @@
 """Attention to a key/value cache: validate, append, attend. CPU tensors go to the reference.
 
-A call is one to three launches: one appends (`kernels.append`), the others attend (`decode`).
+A call appends in one launch (`kernels.append`) and attends in one or more (`mixed`, `decode`).
 Lengths are read on the device only, so a captured CUDA graph goes on decoding as they grow. What
 follows from a call's shapes, strides, types and options is worked out once and remembered.
 """

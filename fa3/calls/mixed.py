@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fa3.calls import decode
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import PreparedDecode, cache_layout, modifiers_of, spec_of_call
-from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.devices import gpu_of
 from fa3.calls.varlen_gpu import PreparedVarlen, Short, prepare_alone
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
@@ -85,7 +85,7 @@ def prepare_attention(
         return decode.prepare_decode(call, *options)
     on_gpu = call.q.device.type == "cuda"
     tight = window.tighten(call.seqlen_q, call.capacity)
-    gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, sm_margin)
+    gpu = gpu_of(call.q.device) if on_gpu else H200
     plan = RaggedPlan(spec_of_call(call, tight, softcap), False, False, gpu, cache_layout(call))
     if not plan.finds_keys:
         return decode.prepare_decode(call, *options)

@@ -212,7 +212,7 @@ class Decode(AttentionKernel):
         return self.cache.box(self.config.tile_n)
 
     @property
-    def merges(self) -> bool:
+    def merges_inside(self) -> bool:
         """Whether the CTA that is last to have a part of a tile merges them all."""
         return self.cut_type is Crews
 
@@ -560,7 +560,7 @@ class Decode(AttentionKernel):
             self.clear_past_end(attention, smem.v, blocks.end - 1, v_state, thread)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
             number = Int32(0)
-            if cutlass.const_expr(self.merges):
+            if cutlass.const_expr(self.merges_inside):
                 number = self.take_number(operands, segment, thread)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
@@ -571,7 +571,7 @@ class Decode(AttentionKernel):
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
             queries = walk.lengths.queries(length)
             self.store(operands, workspace, segment, attention, sinks, queries)
-            if cutlass.const_expr(self.merges):
+            if cutlass.const_expr(self.merges_inside):
                 self.hand_over(operands, workspace, segment, smem.number, number, sinks)
             cursor = following
 
@@ -626,7 +626,7 @@ class Decode(AttentionKernel):
             else:
                 lse = attention.softmax.finish(acc_O)
                 store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
-            if cutlass.const_expr(not self.merges):
+            if cutlass.const_expr(not self.merges_inside):
                 self.record(workspace, segment, queries)
         else:
             self.store_rows(operands, attention, sinks, queries)

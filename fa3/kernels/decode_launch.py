@@ -139,7 +139,7 @@ class DecodeArguments(NamedTuple):
             page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,
             modifiers=modifiers or None,
             workspace=workspace if kernel.cut_type.has_parts else None,
-            counters=counters if kernel.merges else None,
+            counters=counters if kernel.merges_inside else None,
             softmax_scale=Float32(0.0),
             window_left=Int32(0),
             window_right=Int32(0),

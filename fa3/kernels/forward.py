@@ -68,11 +68,16 @@ from fa3.schedules.sequences import Dense, Joined, Ragged
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import Rules, bind
 
-CACHE_MODES = ("batch or pages", "rows", "heads", "columns")
-"""Modes of a cache and of dense tensors. Packed tensors have no batch."""
+PACKED_RANK = 3
+"""Dimensions of a packed tensor: rows, heads, columns. Dense ones and caches have a batch, too."""
 
 FIRST_TURN_BARRIER = 1
 FIRST_EPILOGUE_BARRIER = 5
+
+
+def is_packed(tensor: cute.Tensor) -> bool:
+    """Whether the sequences of a tensor lie behind one another in its rows."""
+    return cute.rank(tensor) == PACKED_RANK
 
 
 class ForwardOperands(NamedTuple):
@@ -255,14 +260,12 @@ class Forward(AttentionKernel):
 
     def in_line(self, tensor: cute.Tensor) -> cute.Tensor:
         """A packed tensor, in which each sequence can end where the rows end; a cache as it is."""
-        if cute.rank(tensor) == len(CACHE_MODES):
-            return self.in_rows(tensor)
-        return with_movable_end(tensor)
+        return with_movable_end(tensor) if is_packed(tensor) else self.in_rows(tensor)
 
     def in_rows(self, tensor: cute.Tensor) -> cute.Tensor:
         """(rows, head_dim, heads, batch) of a tensor of the call."""
         layout = tensor.layout
-        if cute.rank(tensor) < len(CACHE_MODES):
+        if is_packed(tensor):
             layout = cute.prepend(layout, cute.make_layout(1))
         return cute.make_tensor(tensor.iterator, cute.select(layout, mode=[1, 3, 2, 0]))
 

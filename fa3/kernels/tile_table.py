@@ -252,7 +252,7 @@ class TileTable:
         """Go through all sequences: count the tiles of each amount of work, or write them.
 
         Returns:
-            the work of this lane's sequences.
+            the work of this lane's sequences, if it counts.
         """
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % WARP, thread // WARP
@@ -274,7 +274,7 @@ class TileTable:
                 num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
             upto = sum_in_warp(num_tiles)
             sequence = Sequence(seqlen_q, seqlen_k, window)
-            if cutlass.const_expr(not self.is_of_keys):
+            if cutlass.const_expr(is_counting and not self.is_of_keys):
                 work = work.plus(self.work(num_tiles, sequence, ratio))
             amount = self.amount(num_tiles, sequence, shift)
             place = take_places(places, amount, num_tiles, upto)

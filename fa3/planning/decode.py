@@ -140,7 +140,7 @@ class DecodePlan:
         """The decode kernel."""
         blocks = self.sizes.num_tiles // self.cut.width * self.sizes.most_blocks(self.window)
         # Pieces of whole tiles may go beyond the end of the line.
-        is_long = (2 if self.merges else 1) * blocks > LARGEST
+        is_long = (2 if self.merges_inside else 1) * blocks > LARGEST
         cut_type = type(self.cut)
         config, ratio = config_of(self.spec, self.cache, cut_type), self.sizes.qhead_per_kvhead
         kind = cut_type, is_long, self.is_packed, self.has_used_q, self.is_beside
@@ -155,13 +155,13 @@ class DecodePlan:
         return (*self.window, *units, self.sizes.seqlen_q, self.num_ctas, cut.width)
 
     @property
-    def merges(self) -> bool:
+    def merges_inside(self) -> bool:
         """Whether the kernel that attends merges parts, so that there is no other."""
         return isinstance(self.cut, Crews)
 
     def combine(self) -> Combine | None:
         """The kernel that merges parts; None if the cut leaves no parts, or no others do."""
-        if self.merges or not self.cut.has_parts:
+        if self.merges_inside or not self.cut.has_parts:
             return None
         spec = self.spec
         ratio = self.sizes.qhead_per_kvhead

@@ -29,7 +29,8 @@ NUM_RECORDS = 2
 """The word of the header that has the number of records."""
 
 CTAS_BESIDE = 3
-"""The word of the header that says how many CTAs the decode kernel has beside this one."""
+"""The word of the header that says how many CTAs the decode kernel has beside the forward kernel,
+which walks the table; 0 if it has none."""
 
 RECORD = 8
 """Words of a record: those of `TileRecord`, and one that a table of keys has a use for."""

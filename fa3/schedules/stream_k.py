@@ -133,31 +133,18 @@ class Crew(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamK:
-    """Cut tiles wherever a piece ends: pieces are equal, and tiles have as few parts as possible.
-
-    At most one tile begins in a CTA's piece and ends in a later one. Its first part has slot
-    2 * cta, and its further parts have the slots after that. There is a record per tile, or per
-    CTA if CTAs are fewer; then a CTA in whose piece no tile begins must clear its record.
+class AtPieces:
+    """Cut tiles wherever a piece ends. At most one tile begins in a piece and ends in a later one,
+    so a CTA has two slots at most.
     """
 
     num_ctas: int
-    num_tiles: int
 
     has_parts: ClassVar[bool] = True
-    width: ClassVar[int] = 1
 
     @property
     def num_slots(self):
         return 2 * self.num_ctas
-
-    @property
-    def num_records(self):
-        return smaller(self.num_ctas, self.num_tiles)
-
-    @property
-    def records_are_by_cta(self):
-        return self.num_tiles > self.num_ctas
 
     def begin(self, block, num_blocks):
         """The first block, from `block` on, at which a segment of the tile may begin."""
@@ -166,6 +153,28 @@ class StreamK:
     def end(self, block, num_blocks, room):
         """The end of the segment that begins at `block`; the piece has `room` blocks left."""
         return smaller(num_blocks, block + room)
+
+
+@dataclass(frozen=True)
+class StreamK(AtPieces):
+    """Cut tiles wherever a piece ends: pieces are equal, and tiles have as few parts as possible.
+
+    At most one tile begins in a CTA's piece and ends in a later one. Its first part has slot
+    2 * cta, and its further parts have the slots after that. There is a record per tile, or per
+    CTA if CTAs are fewer; then a CTA in whose piece no tile begins must clear its record.
+    """
+
+    num_tiles: int
+
+    width: ClassVar[int] = 1
+
+    @property
+    def num_records(self):
+        return smaller(self.num_ctas, self.num_tiles)
+
+    @property
+    def records_are_by_cta(self):
+        return self.num_tiles > self.num_ctas
 
     def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
         first, last = ends_of_tile(pieces, tile_begin, num_blocks)
@@ -181,7 +190,7 @@ def ends_of_tile(pieces: Pieces, begin, num_blocks) -> tuple:
 
 
 @dataclass(frozen=True)
-class Crews:
+class Crews(AtPieces):
     """Cut tiles wherever a piece ends, but where whole tiles are about as equal as pieces.
 
     The slots are those of `StreamK`, for each lane of a crew apart. There are no records: who
@@ -191,21 +200,9 @@ class Crews:
         width: CTAs of a crew; divides the key/value heads.
     """
 
-    num_ctas: int
     width: int
 
-    has_parts: ClassVar[bool] = True
     num_records: ClassVar[int] = 0
-
-    @property
-    def num_slots(self):
-        return 2 * self.num_ctas
-
-    def begin(self, block, num_blocks):
-        return block
-
-    def end(self, block, num_blocks, room):
-        return smaller(num_blocks, block + room)
 
     def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
         first, last = ends_of_tile(pieces, tile_begin, num_blocks)
