@@ -152,6 +152,33 @@ def test_random_chunks_on_a_gpu(seed, dtype, device):
     check(make_call(seed, device, dtype, longest=400))
 
 
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("queries", [(1, 3, 0), (200, 300, 1)], ids=["short", "long"])
+@pytest.mark.parametrize("page_size", [5, 16, 64])
+def test_pages_before_a_window_may_hold_anything(page_size, queries, where):
+    """An engine frees them, and others write there; NaN times a weight of 0 would be NaN."""
+    torch.manual_seed(0)
+    lengths, left = (700, 650, 90), 100
+    pages = -(-max(lengths) // page_size)
+    cache = torch.randn(2, len(lengths) * pages, page_size, 2, 64, device=where).bfloat16()
+    table = torch.randperm(cache.shape[1], device=where).view(len(lengths), pages).int()
+    ends = torch.tensor([0, *queries], device=where).cumsum(0).int()
+    used = torch.tensor(lengths, device=where).int()
+    given = {
+        "cache_seqlens": used, "page_table": table, "cu_seqlens_q": ends,
+        "max_seqlen_q": max(queries), "causal": True, "window_size": (left, 0), "return_lse": True,
+    }  # fmt: skip
+    q = torch.randn(sum(queries), 8, 64, device=where).bfloat16()
+    expected = fa3.flash_attn_with_kvcache(q, *cache, **given)
+    for row, length, count in zip(table, lengths, queries, strict=True):
+        freed = max(0, length - max(1, count) - left) // page_size
+        cache[:, row[:freed].long()] = torch.nan
+        cache[:, row[-(-length // page_size) :].long()] = torch.nan
+    found = fa3.flash_attn_with_kvcache(q, *cache, **given)
+    assert not found[0].isnan().any()
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_long_chunks_have_the_bits_of_packed_keys(page_size, device):

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from fa3.kernels.append import Append, AppendArguments, Rotary
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes
-from fa3.primitives.cache_blocks import CacheTables
+from fa3.primitives.cache_blocks import CacheTables, Keys
 from fa3.primitives.coords import Position
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS
@@ -271,12 +270,12 @@ class CacheWalk:
         """Attend the rows of a tile to some of its key blocks."""
         tile, (query, head) = segment.tile, self.rows(segment.tile)
         known = self.sequences.read(tile.batch)
-        sequence, (_, leftpad, *_) = self.sequences.sequence(known), known
+        sequence, keys = self.sequences.sequence(known), self.sequences.keys(tile, known)
         ranges = self.sequences.mask.key_range(query.numpy(), sequence)
         first, end = (torch.as_tensor(bound, device=CPU).reshape(-1, 1) for bound in ranges)
 
         def load(n_block: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.key_block(tile, leftpad + key[key < sequence.seqlen_k])
+            return self.key_block(tile, keys, key)
 
         def seen(n_block: int, at: Position, key: torch.Tensor) -> torch.Tensor:
             return (key >= first) & (key < end)
@@ -288,16 +287,23 @@ class CacheWalk:
             self.softmax_scale, self.operands.out.shape[-1],
         )  # fmt: skip
 
-    def key_block(self, tile: Tile, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One head's keys and values at some positions, and zeros up to the size of a block."""
+    def key_block(
+        self, tile: Tile, keys: Keys, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One head's keys and values of a block, and zeros for those that no query may read: they
+        may hold anything, and 0 * NaN is not 0.
+        """
         operands = self.operands
+        is_readable = (key >= keys.first) & (key <= keys.last)
         first, second, _ = find(
             tile.batch,
-            positions,
+            keys.leftpad + key[is_readable],
             operands.cache_batch_idx,
             operands.page_table,
             operands.k_cache,
         )
         caches = operands.k_cache, operands.v_cache
-        missing = (0, 0, 0, TILE_N - len(positions))
-        return tuple(pad(cache[first, second, tile.head], missing) for cache in caches)
+        blocks = tuple(cache.new_zeros(len(key), cache.shape[-1]) for cache in caches)
+        for block, cache in zip(blocks, caches, strict=True):
+            block[is_readable] = cache[first, second, tile.head]
+        return blocks

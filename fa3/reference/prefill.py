@@ -11,6 +11,7 @@ from fa3.problem import Window
 from fa3.reference.block_loop import CPU
 from fa3.reference.cache import CacheOperands, find, tokens_of_sequence
 from fa3.reference.varlen import RaggedOperands, execute_varlen
+from fa3.scores.masks import Sequence
 
 
 def execute_prefill(
@@ -30,11 +31,16 @@ def execute_prefill(
     counts = ends.diff().clamp(min=0)
     used = torch.where(counts > most_short, counts, 0)
     keys = torch.where(used > 0, seqlens, 0).clamp(0, tokens_of_sequence(k_cache, page_table))
-    places = [
-        find(sequence, torch.arange(count, device=CPU), None, page_table, k_cache)[:2]
-        for sequence, count in enumerate(keys.tolist())
-    ]
-    packed = (torch.cat([cache[at] for at in places]) for cache in (k_cache, v_cache))
+    keys_of, values_of = [], []
+    for sequence, (seqlen_q, seqlen_k) in enumerate(zip(used.tolist(), keys.tolist(), strict=True)):
+        key = torch.arange(seqlen_k, device=CPU)
+        at = find(sequence, key, None, page_table, k_cache)[:2]
+        # Pages before the window may hold anything, and 0 * NaN is not 0.
+        first, _ = plan.spec.mask.key_range(0, Sequence(seqlen_q, seqlen_k, window))
+        is_hidden = (key < first)[:, None, None]
+        keys_of.append(k_cache[at].masked_fill(is_hidden, 0.0))
+        values_of.append(v_cache[at].masked_fill(is_hidden, 0.0))
+    packed = torch.cat(keys_of), torch.cat(values_of)
     ends_k = pad(keys.cumsum(0, dtype=torch.int32), (1, 0))
     of_long = RaggedOperands(q, *packed, out, lse, ends, ends_k, used, None)
     execute_varlen(plan.spec, window, of_long, softmax_scale, tensors)
