@@ -24,6 +24,7 @@ from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backwar
 from fa3.planning.ragged_backward import RaggedBackwardPlan
 from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
 from fa3.primitives.query_tiles import (
+    PackedQueryTiles,
     QueryGradients,
     QueryPieces,
     QueryTiles,
@@ -36,6 +37,7 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import SingleTile, Tile
+from fa3.schedules.query_work import PackedQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
 from fa3.tools.cubin import CubinReport, inspect
@@ -218,6 +220,16 @@ def test_tiles_of_packed_sequences_are_apart(lengths, spare):
     for first, end, rows in zip(firsts, ends, owned, strict=True):
         # A sequence without rows has a tile too: keys without queries walk one block.
         assert first + max(1, -(-rows // 64)) <= end
+
+
+@pytest.mark.parametrize("heads", [1, 70_000])
+@pytest.mark.parametrize("total_q", [1, 64 * 70_000])
+def test_a_grid_holds_any_number_of_heads_and_tiles(total_q, heads):
+    """CUDA takes 2^31 - 1 CTAs in a grid's first dimension, and 65,535 in the others."""
+    tiles = PackedQueryTiles.of(total_q, 3, 64)
+    width, height, depth = PackedQueryWork(None, tiles, heads).grid
+    assert width == number_of_packed_tiles(total_q, 3, 64) * heads
+    assert height == depth == 1
 
 
 # ---------------------------------------------------------------------- where threads find what

@@ -147,6 +147,25 @@ def test_modifiers(recipe, device):
     check(problem, device, (True, True))
 
 
+def test_more_heads_than_a_grid_has_rows(device):
+    """CUDA takes 65,535 CTAs in a grid's second dimension."""
+    torch.manual_seed(0)
+    heads, ends = 70_000, integers(0, 3, 5, device=device)
+    *leaves, d_out = (torch.randn(5, heads, 8, device=device).bfloat16() for _ in range(4))
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def gradients(begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        part = [leaf[:, begin:end] for leaf in leaves]
+        out = fa3.flash_attn_varlen_func(*part, ends, ends, 3, 3, causal=True)
+        return torch.autograd.grad(out, leaves, d_out[:, begin:end])
+
+    found = gradients(0, heads)
+    for begin, end in ((0, 40_000), (40_000, heads)):
+        for all_heads, some in zip(found, gradients(begin, end), strict=True):
+            assert torch.equal(all_heads[:, begin:end], some[:, begin:end])
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_many_short_sequences(head_dim, device):
     draw = random.Random(0)

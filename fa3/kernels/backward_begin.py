@@ -96,11 +96,11 @@ class BackwardBegin(AttentionKernel):
     @cute.kernel
     def kernel(self, call: BeginArguments, queries: DenseQueryWork | PackedQueryWork):
         config = self.config
-        block, head, _ = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        own = queries.at(block, head, config.tile_m)
+        own = queries.at(block, config.tile_m)
         begin = own.tile.m_block * config.tile_m
         if begin >= 0 and begin < own.owned:
             sums = QueryGradients(call.sums, own.tiles)

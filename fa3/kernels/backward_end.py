@@ -89,10 +89,10 @@ class BackwardEnd(AttentionKernel):
 
         storage = SmemAllocator().allocate(Storage)
         smem = storage.pieces.get_tensor(layout.outer, swizzle=layout.inner)
-        block, head, _ = cute.arch.block_idx()
+        block, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        own = queries.at(block, head, self.config.tile_m)
+        own = queries.at(block, self.config.tile_m)
         begin = own.tile.m_block * self.config.tile_m
         if begin >= 0 and begin < own.owned:
             self.convert(QueryGradients(sums, own.tiles), own, tma, smem, scale)

@@ -50,7 +50,7 @@ class DenseQueryWork(NamedTuple):
     def grid(self) -> tuple:
         return self.order.num_tiles, 1, 1
 
-    def at(self, block, head, tile_m: int) -> QueryTile:
+    def at(self, block, tile_m: int) -> QueryTile:
         """The tile of a CTA."""
         tile = self.order.tile(block)
         tiles = QueryTiles(self.order.num_m_blocks, self.order.num_heads)
@@ -59,7 +59,9 @@ class DenseQueryWork(NamedTuple):
 
 
 class PackedQueryWork(NamedTuple):
-    """The tiles of packed sequences, one for each of their numbers.
+    """The tiles of packed sequences, one for each of their numbers, head by head.
+
+    A grid's first dimension alone takes more than 65,535 of anything, heads or tiles.
 
     Fields:
         tiles: numbers them; there are numbers without a row, beyond the `owned` ones.
@@ -71,15 +73,17 @@ class PackedQueryWork(NamedTuple):
 
     @property
     def grid(self) -> tuple:
-        return self.tiles.of_head, self.heads, 1
+        return self.tiles.of_head * self.heads, 1, 1
 
-    def at(self, block, head, tile_m: int) -> QueryTile:
+    def at(self, block, tile_m: int) -> QueryTile:
         """The tile of a CTA."""
-        batch = find_sequence(self.lengths, block, tile_m)
+        head = block // self.tiles.of_head
+        number = block - head * self.tiles.of_head
+        batch = find_sequence(self.lengths, number, tile_m)
         begin, seqlen_q = self.lengths.read(batch)
         owned = self.lengths.owned(batch)
         tiles = self.tiles.of_sequence(tile_m, begin, batch)
-        tile = Tile(block - tiles.first, head, batch)
+        tile = Tile(number - tiles.first, head, batch)
         rows = RaggedRows(begin, owned)
         return QueryTile(tile, tiles, Int32(0), begin, seqlen_q, owned, rows)
 
