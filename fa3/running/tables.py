@@ -35,7 +35,7 @@ class Table:
             )
         # The current stream may have a long queue of work.
         with torch.cuda.stream(idle_stream(device)):
-            return cls(made_apart(lambda: torch.from_numpy(table).to(device), device))
+            return cls(made_apart(lambda: torch.tensor(table, device=device), device))
 
     def on(self, stream: int, capture: Capture | None) -> torch.Tensor:
         """The table, for a launch on torch's current stream; `stream` is the stream's handle."""

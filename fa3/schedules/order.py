@@ -291,9 +291,20 @@ class Planned:
 
 
 class Tabled(Planned):
-    """Base of schedules that the kernel reads from a table; equal if their tables are."""
+    """Base of schedules that the kernel reads from a table; equal if their tables are.
+
+    On the host the table cannot be written to: what was checked of it, and what other plans have
+    of it, stays so.
+    """
 
     reads_state: ClassVar[bool] = True
+
+    def __post_init__(self):
+        given = self.table
+        if type(given) is np.ndarray and not given.dtype.hasobject:
+            # Memory of bytes: nobody can make it writeable again, or has another view of it.
+            table = np.frombuffer(given.tobytes(), given.dtype).reshape(given.shape)
+            object.__setattr__(self, "table", table)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
