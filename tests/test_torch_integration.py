@@ -151,6 +151,40 @@ def test_what_torch_drew_is_differentiated_by_its_kernel(stock):
     assert stock.called == ["_scaled_dot_product_flash_attention_backward"]
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_what_another_forward_pass_left_is_differentiated_by_its_kernel(stock, is_packed):
+    """Its log-sum-exp may have another shape, of which fa3 would read what is not there."""
+    call = torch.ops.aten._flash_attention_backward
+    q, k, v = torch.randn(3, 50, 4, 64, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    lengths = ends, ends, 30, 30
+    if not is_packed:
+        q, k, v = (x[None] for x in (q, k, v))
+        lengths = None, None, 50, 50
+    out, lse, words, unused, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *lengths, 0.0, True, False
+    )
+    stock.result = q, k, v
+
+    def differentiate(**changes):
+        stock.called.clear()
+        given = {"d_out": out, "q": q, "k": k, "v": v, "out": out, "lse": lse} | changes
+        found = call(*given.values(), *lengths, 0.0, True, words, unused)
+        return found, bool(stock.called)
+
+    expected, is_stock = differentiate()
+    assert not is_stock
+    strided = lse.mT.contiguous().mT
+    found, is_stock = differentiate(lse=strided)
+    assert not is_stock and all(map(torch.equal, found, expected))
+    padded = lse.new_zeros(2, 4, 30) if is_packed else F.pad(lse, (0, 14))
+    for other in (padded, lse[..., :-1], lse.mT, lse.double(), lse.flatten()):
+        assert differentiate(lse=other)[1]
+    for name in ("d_out", "out"):
+        for other in (out[..., :32], out.float(), out[..., :3, :]):
+            assert differentiate(**{name: other})[1]
+
+
 def test_packed_sequences(stock):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     q, k, v = torch.randn(3, 50, 4, 64, dtype=torch.bfloat16)

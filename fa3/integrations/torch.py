@@ -352,8 +352,9 @@ def differentiate(
         dropout: what `given_dropout` gave.
     """
     check_taken(q, k, v, out)
+    check_given(d_out, q, v, out, lse)
     call: dict[str, Any] = {
-        "d_out": d_out, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse,
+        "d_out": d_out, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous(),
         "softmax_scale": scale, "causal": is_causal, "window_size": window, "softcap": 0.0,
         "alibi_slopes": None, "sinks": None, "mask": None,
         "deterministic": torch.are_deterministic_algorithms_enabled(), **dropout,
@@ -427,6 +428,22 @@ def check_taken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Te
             gpu_of(q.device)
         except ValueError:
             raise Refused from None
+
+
+def check_given(
+    d_out: torch.Tensor, q: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Raise `Refused` unless a forward pass left out and the log-sum-exp as fa3's leaves them.
+
+    Another kernel's log-sum-exp may have room for a longest sequence or for a whole tile.
+    """
+    *rows, heads, _ = q.shape
+    of_out = (*rows, heads, v.shape[-1]), q.dtype, q.device
+    *batch, seqlen_q = rows
+    of_lse = (*batch, heads, seqlen_q), torch.float32, q.device
+    expected = ((d_out, of_out), (out, of_out), (lse, of_lse))
+    if any((tuple(x.shape), x.dtype, x.device) != properties for x, properties in expected):
+        raise Refused
 
 
 def check_packing(
