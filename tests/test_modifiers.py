@@ -204,6 +204,91 @@ def test_bad_modifiers(arguments, error, complaint):
         fa3.flash_attn_func(*operands(), **arguments)
 
 
+@dataclass(frozen=True)
+class Returning(fa3.Mask):
+    """A mask whose methods return, or raise, what it is given."""
+
+    found: object = True
+    keys: object = (0, 90)
+
+    def reference(self, at):
+        return self.found(at) if callable(self.found) else self.found
+
+    def key_range(self, rows):
+        return self.keys(rows) if callable(self.keys) else self.keys
+
+
+@dataclass(frozen=True)
+class ReturningScore(fa3.Score):
+    found: object
+
+    def reference(self, logits, at):
+        return self.found(logits)
+
+
+BROKEN = [
+    (
+        {"mask": Returning(lambda at: at.keys)},
+        "mask does not work: Returning.reference raised Attr",
+    ),
+    ({"mask": Returning(lambda at: [][3])}, "mask does not work: .* IndexError: list index"),
+    ({"mask": Returning(lambda at: at.key)}, "mask must have a Returning.reference .* torch.int64"),
+    ({"mask": Returning(lambda at: None)}, "mask must have .* a tensor of bools .* got None"),
+    (
+        {"mask": Returning(lambda at: torch.ones(3, dtype=torch.bool))},
+        r"mask must have .* broadcasts to \(queries, keys\), .* got .* with shape \(3,\)",
+    ),
+    (
+        {"mask": Returning(keys=lambda rows: rows.begin)},
+        "mask does not work: .*key_range.* Attribute",
+    ),
+    ({"mask": Returning(keys=(0, 2.5))}, "mask does not work: .*key_range .* TypeError: a bound"),
+    ({"score": ReturningScore(lambda x: x.keys)}, "score does not work: .*reference raised Attrib"),
+    (
+        {"score": ReturningScore(lambda x: x > 0)},
+        "score must have .* a tensor of floats .*torch.bool",
+    ),
+    ({"score": ReturningScore(lambda x: x[:, :1].T)}, "score must have .* broadcasts to"),
+]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("arguments", "complaint"), BROKEN)
+def test_what_a_function_of_the_users_does_wrong_is_said_of_its_argument(
+    arguments, complaint, is_packed
+):
+    q, k, v = operands()
+    lengths = ()
+    if is_packed:
+        q, k, v = (x[0] for x in (q, k, v))
+        ends = (torch.tensor([0, len(x)], dtype=torch.int32) for x in (q, k))
+        lengths = *ends, len(q), len(k)
+    call = fa3.flash_attn_varlen_func if is_packed else fa3.flash_attn_func
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        call(q, k, v, *lengths, **arguments)
+
+
+def test_what_a_mask_does_wrong_in_the_backward_pass_is_said_of_it():
+    q, k, v = operands()
+    calls = []
+
+    def once(at):
+        calls.append(at)
+        return at.key < 5 if len(calls) == 1 else at.keys
+
+    mask = Returning(once)
+    q, k, v = q[:1, :5, :1], k[:1, :5, :1], v[:1, :5, :1]
+    out = fa3.flash_attn_func(q.clone().requires_grad_(), k, v, mask=mask)
+    with pytest.raises(ValueError, match=r"^mask does not work: Returning\.reference"):
+        out.sum().backward()
+
+
+def test_a_mask_may_return_one_bool():
+    given, each = operands(), Returning(lambda at: at.key >= 0)
+    found, expected = (fa3.flash_attn_func(*given, mask=mask) for mask in (Returning(), each))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
 def test_gradients_may_be_on_if_they_are_not_asked_for(name):
     with torch.no_grad():

@@ -12,6 +12,7 @@ import torch
 from fa3.primitives.coords import Position
 from fa3.primitives.softmax import LOG2_E, SLACK
 from fa3.reference.dropout import Dropout
+from fa3.reference.functions import changed
 from fa3.scores.masks import Sequence
 from fa3.scores.scores import Score
 
@@ -127,7 +128,7 @@ def attend(
         if scores:
             values = values * softmax_scale
         for score in scores:
-            values = score.reference(values, at)
+            values = changed(score, values, at)
         seen = visible(n_block, at, key)
         if seen is not None:
             values = values.masked_fill(~seen, -torch.inf)

@@ -24,6 +24,7 @@ from fa3.planning.plan import Plan
 from fa3.primitives.coords import Position
 from fa3.reference.block_loop import CPU, HostTensor, RunningSoftmax, attend, merge, with_sink
 from fa3.reference.dropout import Dropout
+from fa3.reference.functions import errors_of, lets_through
 from fa3.schedules import Segment, walk
 from fa3.schedules.sequences import Dense
 from fa3.scores.masks import Blocks, Intersection, Sequence
@@ -60,6 +61,7 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = (), first_batch: int = 0
     mask = plan.problem.spec.mask
     if tensors or not plan.problem.spec.modifier_types:
         _, mask, _ = bind(plan.problem.spec, map(HostTensor, tensors))
+    function = mask.function if isinstance(mask, Intersection) else mask
     schedule, config = plan.schedule, plan.config
     sequences = Dense.of(plan.problem)
     rows_of_cluster = config.cluster_m * config.tile_m
@@ -72,9 +74,10 @@ def steps(plan: Plan, tensors: Iterable[torch.Tensor] = (), first_batch: int = 0
             sequence = sequences.sequence(segment)
             begin = tile.m_block * rows_of_cluster
             head = tile.head * config.cluster_h
-            blocks = mask.at(first_batch + tile.batch, head).key_blocks(
-                begin, rows_of_cluster, config.tile_n, sequence
-            )
+            with errors_of("mask", function, "key_range or open_range"):
+                blocks = mask.at(first_batch + tile.batch, head).key_blocks(
+                    begin, rows_of_cluster, config.tile_n, sequence
+                )
             if schedule.splits:
                 blocks = blocks.between(segment.begin, segment.end)
             for rank in range(config.cluster):
@@ -181,7 +184,9 @@ def visible(mask, at: Position, key: torch.Tensor, sequence: Sequence) -> torch.
     bounds = torch.tensor(ranges, dtype=torch.int64, device=CPU)
     first_key, end_key = bounds.view(-1, 2, 1).unbind(1)
     seen = (key >= first_key) & (key < end_key)
-    return seen & mask.function.reference(at) if isinstance(mask, Intersection) else seen
+    if isinstance(mask, Intersection):
+        return seen & lets_through(mask.function, at, seen.shape)
+    return seen
 
 
 def key_block(keys: torch.Tensor, n_block: int, tile_n: int) -> torch.Tensor:

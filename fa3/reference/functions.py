@@ -1,0 +1,80 @@
+"""Scores and masks on the CPU: their torch halves are called here, and what goes wrong is said.
+
+A user's method may raise anything, or return what no kernel would get. `fa3.reference.block_loop`
+and `fa3.reference.forward` call it through this module, so that the error names the argument of the
+call, the class and the method. On a GPU `fa3.scores.diagnostics` does the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fa3.primitives.coords import Position
+from fa3.scores.masks import Mask
+from fa3.scores.scores import Score
+
+
+@contextmanager
+def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
+    """Say whose method it was if one fails inside.
+
+    Args:
+        argument: the call's, which `function` came with.
+
+    Raises:
+        ValueError: it raised something.
+        NotImplementedError: the class does not define it.
+    """
+    try:
+        yield
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{argument} does not work: {type(function).__name__}.{method} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def changed(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
+    """The logits after a score.
+
+    Raises:
+        ValueError: the score's method failed, or did not return them.
+    """
+    with errors_of("score", score, "reference"):
+        found = score.reference(logits, at)
+    return as_matrix("score", score, found, logits.shape, "floats")
+
+
+def lets_through(mask: Mask, at: Position, shape: tuple[int, int]) -> torch.Tensor:
+    """Which (queries, keys) a mask lets through; `shape` is how many of each.
+
+    Raises:
+        ValueError: the mask's method failed, or did not return them.
+    """
+    with errors_of("mask", mask, "reference"):
+        found = mask.reference(at)
+    if isinstance(found, bool):
+        found = torch.tensor(found, device=at.query.device)
+    return as_matrix("mask", mask, found, shape, "bools")
+
+
+def as_matrix(
+    argument: str, function: object, found: object, shape: tuple[int, ...], elements: str
+) -> torch.Tensor:
+    """What a method returned, as a matrix of floats or bools; raises ValueError if it is none."""
+    if isinstance(found, torch.Tensor):
+        is_right = found.is_floating_point() if elements == "floats" else found.dtype == torch.bool
+        # Sizes from the right that are 1 or the same.
+        sizes = zip(reversed(found.shape), reversed(shape), strict=False)
+        if is_right and found.ndim <= len(shape) and all(one in (1, size) for one, size in sizes):
+            return found.expand(shape)
+        got = f"a tensor of {found.dtype} with shape {tuple(found.shape)}"
+    else:
+        got = f"{found!r:.200}"
+    raise ValueError(
+        f"{argument} must have a {type(function).__name__}.reference that returns a tensor of "
+        f"{elements} which broadcasts to (queries, keys), here {tuple(shape)}, got {got}"
+    )
