@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa3
 import fa3.interface
-from fa3.calls import backward, operators, varlen_backward
+from fa3.calls import backward, operators, user_functions, varlen_backward
 from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
 from fa3.reference.backward import Gradients
 
@@ -480,6 +480,47 @@ def test_what_a_graph_cannot_have_is_said_when_it_is_traced(case):
     options, error, complaint = REFUSED[case]
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(error, match=complaint):
         fa3.flash_attn_func(*tensors(), **options)
+
+
+@pytest.mark.parametrize("call", ["dense", "packed"])
+def test_a_score_has_no_gradient_in_a_graph_that_was_traced_without(call):
+    """The graph is run where gradients are wanted after all; they would be those without it."""
+    q, k, v = tensors(20, 1)
+    score, lengths = Times(torch.ones(4)), ()
+    if call == "packed":
+        q, k, v = (x[0].contiguous() for x in (q, k, v))
+        ends = torch.tensor([0, 20], dtype=torch.int32)
+        lengths = ends, ends, 20, 20
+    attend = fa3.flash_attn_varlen_func if call == "packed" else fa3.flash_attn_func
+    graph = make_fx(lambda *given: attend(*given, *lengths, score=score))(q, k, v)
+    expected = attend(q, k, v, *lengths, score=score)
+    assert torch.equal(graph(q, k, v), expected)
+    with torch.no_grad():
+        assert torch.equal(graph(q.requires_grad_(), k, v), expected)
+    with pytest.raises(NotImplementedError, match="requires grad, but score has no derivative yet"):
+        graph(q, k, v)
+
+
+@pytest.mark.parametrize("case", [backward_case, varlen_backward_case])
+def test_a_backward_pass_with_a_score_is_refused(case):
+    name, of_score = user_functions.take_apart("score", Times(torch.ones(4)), fa3.Score)
+    operator, given, options = case(score=name, score_tensors=of_score)
+    with pytest.raises(NotImplementedError, match=r"^out requires grad,.* score has no deriv"):
+        operator.overload(*given, **options)
+
+
+@pytest.mark.parametrize("call", ["dense", "packed"])
+def test_a_score_has_no_gradient_in_compiled_code(call):
+    q, k, v, ends = packed(7, 13)
+    given = q.requires_grad_(), k, v, ends, ends, 13, 13
+    if call == "dense":
+        given = q[None], k[None], v[None]
+    attend = fa3.flash_attn_varlen_func if call == "packed" else fa3.flash_attn_func
+    score = Times(torch.ones(4))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *given: attend(*given, score=score), backend="aot_eager")
+    with pytest.raises(Exception, match="requires grad, but score has no derivative yet"):
+        compiled(*given)
 
 
 def test_gradients_that_a_graph_cannot_have():

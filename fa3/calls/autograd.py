@@ -75,9 +75,7 @@ def check_differentiable(
             "do not pass it, or use torch.no_grad()"
         )
     if score is not None:
-        raise NotImplementedError(
-            f"{name} requires grad, but score has no derivative yet: use torch.no_grad()"
-        )
+        raise no_derivative_of_score(name)
     if q.is_cuda and sm_margin:
         raise NotImplementedError(
             f"{name} requires grad, but the backward pass cannot leave SMs to others yet: pass "
@@ -279,6 +277,12 @@ class DeviceGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):
         raise no_second_derivative("flash_attn_func")
+
+
+def no_derivative_of_score(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} requires grad, but score has no derivative yet: use torch.no_grad()"
+    )
 
 
 def no_second_derivative(name: str) -> NotImplementedError:

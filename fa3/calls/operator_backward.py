@@ -7,6 +7,7 @@ the problem and does not come here (`fa3.calls.autograd`, `fa3.calls.varlen_auto
 import torch
 
 from fa3.calls import backward
+from fa3.calls.autograd import no_derivative_of_score
 from fa3.calls.dense import pose
 from fa3.calls.dropout import dropout_of
 from fa3.calls.modifiers import Modifiers
@@ -24,6 +25,7 @@ from fa3.calls.varlen_call import ragged_gradients
 from fa3.reference.backward import BackwardOperands, Wanted, execute_backward
 from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
+from fa3.scores.scores import Score
 
 
 def gradients_of_call(
@@ -44,6 +46,7 @@ def gradients_of_call(
     deterministic: bool,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
+    score: Score | None = None,
     **of_forward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
@@ -51,8 +54,14 @@ def gradients_of_call(
     Args:
         d_out, d_lse: gradients of out and lse; None for zeros, but not both.
         out, lse: what `flash_attn_func` gave of the other arguments.
+        score: None, since it has no derivative.
         of_forward: how that was run.
+
+    Raises:
+        NotImplementedError: there is a score.
     """
+    if score is not None:
+        raise no_derivative_of_score("out")
     described = (Operand(*describe(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
     is_causal = check_window(window_size, causal).right == 0
     modifiers = Modifiers.of(
@@ -99,6 +108,7 @@ def gradients_of_packed_call(
     deterministic: bool,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
+    score: Score | None = None,
     **of_forward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for packed sequences.
@@ -106,8 +116,14 @@ def gradients_of_packed_call(
     Args:
         d_out, d_lse: gradients of out and lse; None for zeros.
         out, lse: what `flash_attn_varlen_func` gave of the other arguments.
+        score: None, since it has no derivative.
         of_forward: how that was run.
+
+    Raises:
+        NotImplementedError: there is a score.
     """
+    if score is not None:
+        raise no_derivative_of_score("out")
     described = tuple(describe(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     lengths = PackedLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     tokens = (Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True))

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import torch
 
-from fa3.calls.autograd import no_second_derivative
+from fa3.calls.autograd import no_derivative_of_score, no_second_derivative
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
@@ -245,8 +245,14 @@ def differentiate_by(forward: Operator, backward: Operator, call: str) -> None:
     """
 
     def keep(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Keep what the backward pass reads."""
+        """Keep what the backward pass reads.
+
+        Raises:
+            NotImplementedError: a graph that was traced without gradients has a score.
+        """
         options = forward.by_name(inputs)
+        if options["score"] is not None:
+            raise no_derivative_of_score("q, k, v or sinks")
         mask_tensors = options.pop("mask_tensors")
         ctx.names = tuple(name for name, one in options.items() if isinstance(one, torch.Tensor))
         ctx.save_for_backward(*output, *map(options.pop, ctx.names), *mask_tensors)
