@@ -1,6 +1,6 @@
 """Gradients on the CPU against those of torch's autograd through dense attention in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,11 +8,13 @@ from gradients import check_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import head_dims, make_operands, make_problem, windows
-from score_problems import Recipe
+from score_problems import Recipe, modify
 from torch.utils.checkpoint import checkpoint
 
 import fa3
 from fa3.calls import autograd, backward
+from fa3.calls.autograd import NO_DROPOUT
+from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.reference.backward import BackwardOperands
 
@@ -50,6 +52,26 @@ def test_random_combinations(problem, recipe, weights, seed):
     q, k, v = make_operands(problem, seed)
     modifiers = recipe.make(problem, q, seed)
     check_gradients(q, k, v, problem.window, weights, seed, **modifiers)
+
+
+@pytest.mark.filterwarnings("ignore:Input #")
+@pytest.mark.parametrize("dropout", [NO_DROPOUT, (torch.tensor([7]), 0.4)], ids=["", "dropout"])
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(3.0, 2, "float32"), Recipe(mask="documents")])
+@pytest.mark.parametrize("window", [Window(right=0), Window(4, 2)])
+def test_gradcheck(window, recipe, dropout):
+    """Of out and of the log-sum-exp together. In float32 nothing is rounded to 16 bits."""
+    problem = make_problem(1, 7, 9, 1, 2, 16, window, head_dim_v=8)
+    inputs = [2 * x.float() for x in make_operands(problem)]
+    problem, modifiers = modify(problem, inputs[0], recipe.make(problem, inputs[0]))
+    spec = replace(problem.spec, has_dropout=dropout is not NO_DROPOUT)
+    problem, tensors = replace(problem, spec=spec), modifiers.tensors or ()
+    call = plan_forward(problem), problem, 0.25, *dropout
+    for tensor in (*inputs, *(tensors[-1:] if spec.sinks else ())):
+        tensor.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda *x: autograd.HostAttention.apply(*call, *x), (*inputs, *tensors),
+        eps=2e-2, atol=4e-3, rtol=2e-2, fast_mode=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("qhead_per_kvhead", [1, 4, 8])
@@ -216,6 +238,22 @@ def test_what_is_kept():
     assert kept == [q.shape, k.shape, v.shape, out.shape, (2, 2, 70)]
 
 
+def test_what_is_kept_is_not_copied():
+    """Nor what lies in a buffer with other tensors, nor the tensors of a mask."""
+    packed = torch.randn(2, 70, 3, 2, 64).bfloat16().requires_grad_()
+    q, k, v = packed.unbind(2)
+    problem = make_problem(2, 70, 70, 2)
+    modifiers = Recipe(20.0, 1, "q", mask="documents").make(problem, q)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out, lse = fa3.flash_attn_func(q, k, v, return_lse=True, **modifiers)
+    ours = [x.data_ptr() for x in (q, k, v, out, lse, modifiers["alibi_slopes"])]
+    assert [x.data_ptr() for x in kept[:6]] == ours
+    assert kept[-1].data_ptr() == modifiers["sinks"].data_ptr()
+    of_mask = {x.data_ptr() for x in vars(modifiers["mask"]).values()}
+    assert {x.data_ptr() for x in kept[6:-1]} == of_mask
+
+
 def test_what_was_changed_since_is_not_used():
     q, k, v = leaves()
     slopes = torch.ones(2)
@@ -236,12 +274,16 @@ class Twice(fa3.Score):
         return 2 * logits
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("name", ["q", "k", "v", "d_out", "d_lse"])
+def test_second_derivatives_are_refused(name):
+    """By whatever the gradients depend on."""
     q, k, v = leaves()
-    out = fa3.flash_attn_func(q, k, v)
-    (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.autograd.grad(dq.sum(), k)
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
+    given = [torch.randn_like(x).requires_grad_() for x in (out, lse)]
+    found = torch.autograd.grad((out, lse), (q, k, v), given, create_graph=True)
+    inputs = dict(zip(("q", "k", "v", "d_out", "d_lse"), (q, k, v, *given), strict=True))
+    with pytest.raises(NotImplementedError, match="flash_attn_func has no second derivative"):
+        torch.autograd.grad(sum(x.float().sum() for x in found), inputs[name])
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])

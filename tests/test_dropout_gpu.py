@@ -12,6 +12,7 @@ from gradients import check_gradients
 from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention, visible
 from score_problems import Recipe
+from torch.utils.checkpoint import checkpoint
 from varlen_gradients import check_varlen_gradients
 from varlen_problems import VarlenProblem, check_varlen, make_call
 
@@ -302,6 +303,34 @@ def test_the_same_bits_every_time(device, dropped):
         assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients_have_the_same_bits_every_time(
+    head_dim, is_packed, device, dropped
+):
+    """Those of q and of sinks too, and those that a checkpoint computes anew."""
+    problem = make_problem(2, 900, 1000, 2, 2, head_dim, CAUSAL)
+    operands = make_operands(problem, 0, device)
+    options = {"causal": True, "deterministic": True, **dropped}
+    lengths, attend = (), fa3.flash_attn_func
+    if is_packed:
+        operands, attend = [x.flatten(0, 1) for x in operands], fa3.flash_attn_varlen_func
+        ends = (torch.tensor((0, n, 2 * n), device=device).int() for n in (900, 1000))
+        lengths = *ends, 900, 1000
+    inputs = [x.requires_grad_() for x in (*operands, torch.randn(4, device=device))]
+
+    def run(q, k, v, sinks):
+        return attend(q, k, v, *lengths, sinks=sinks, **options)
+
+    d_out = torch.randn_like(operands[0])
+    expected = torch.autograd.grad(run(*inputs), inputs, d_out)
+    for _ in range(20):
+        found = torch.autograd.grad(run(*inputs), inputs, d_out)
+        assert all(map(torch.equal, found, expected))
+    again = checkpoint(run, *inputs, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(again, inputs, d_out), expected))
+
+
 def test_what_is_kept_until_the_backward_pass(device):
     q, k, v = leaves(device)
     kept = []
@@ -333,6 +362,34 @@ def test_a_graph_draws_another_mask_at_each_replay(device):
         of_out = out.detach().transpose(1, 2) != 0
         of_gradients = dv.permute(0, 2, 3, 1) != 0
         assert of_out.shape == sizes and torch.equal(of_out, of_gradients)
+        assert 0.4 < of_out.float().mean() < 0.6
+        assert not any(torch.equal(of_out, before) for before in seen)
+        seen.append(of_out)
+
+
+def test_a_graph_of_packed_sequences_draws_another_mask_at_each_replay(device):
+    """The backward pass in it draws that mask again."""
+    q, k = (torch.zeros(256, 2, 128, device=device).bfloat16() for _ in range(2))
+    v = torch.eye(128, device=device).bfloat16()[:, None].repeat(2, 2, 1).requires_grad_()
+    ends = torch.tensor((0, 128, 256), device=device).int()
+
+    def run():
+        out = fa3.flash_attn_varlen_func(q, k, v, ends, ends, 128, 128, dropout_p=0.5)
+        (dv,) = torch.autograd.grad(out, v, v.detach())
+        return out, dv
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, dv = run()
+    seen = []
+    for _ in range(5):
+        graph.replay()
+        of_out, of_gradients = (x.detach().unflatten(0, (2, 128)) != 0 for x in (out, dv))
+        of_out, of_gradients = of_out.transpose(1, 2), of_gradients.permute(0, 2, 3, 1)
+        assert torch.equal(of_out, of_gradients)
         assert 0.4 < of_out.float().mean() < 0.6
         assert not any(torch.equal(of_out, before) for before in seen)
         seen.append(of_out)

@@ -434,6 +434,19 @@ def test_operators_have_no_second_derivative(case, name):
         d_q.float().sum().backward()
 
 
+@pytest.mark.parametrize("case", [differentiated_case, differentiated_varlen_case])
+def test_what_operators_keep(case):
+    """What they were given, what they gave, and no copy of either."""
+    operator, inputs, options = case()
+    options = options | {"dropout_p": 0.3, "rng_state": torch.tensor([7])}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        results = operator.overload(*inputs, **options)
+    given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
+    expected = {x.data_ptr() for x in (*results, *given)}
+    assert {x.data_ptr() for x in kept} == expected
+
+
 # --------------------------------------------------------------------- the user's functions
 
 

@@ -11,6 +11,12 @@ from varlen_problems import VarlenProblem, make_call, random_problem
 
 import fa3
 from fa3 import flash_attn_varlen_func
+from fa3.calls.autograd import NO_DROPOUT
+from fa3.calls.modifiers import Structure
+from fa3.calls.varlen_autograd import attend_packed
+from fa3.calls.varlen_call import RaggedCall
+from fa3.problem import Window
+from fa3.reference.varlen import PackedLengths
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2, head_dim=32)
 USED = replace(RAGGED, used_q=(70, 9, 0, 100), used_k=(10, -1, 3, 999), spare=5)
@@ -122,6 +128,41 @@ def test_what_is_kept():
     integers = [call["cu_seqlens_q"].shape, call["cu_seqlens_k"].shape]
     operands = [call[name].shape for name in ("q", "k", "v")]
     assert kept == [*integers, *operands, (201, 4, 64), (4, 201)]
+
+
+def test_what_is_kept_with_dropout():
+    """The seed beside it, and no mask."""
+    call = make_call(RAGGED)
+    kept = []
+    call["q"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out, lse = flash_attn_varlen_func(**call, dropout_p=0.3, return_lse=True)
+    seed, *tensors = kept
+    assert seed.shape == (1,) and seed.dtype == torch.int64
+    names = "cu_seqlens_q", "cu_seqlens_k", "q", "k", "v"
+    expected = *(call[name] for name in names), out, lse
+    assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in expected]
+
+
+@pytest.mark.filterwarnings("ignore:Input #")
+@pytest.mark.parametrize("dropout", [NO_DROPOUT, (torch.tensor([7]), 0.4)], ids=["", "dropout"])
+@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(4, 2)])
+def test_gradcheck(window, dropout):
+    """In float32 nothing is rounded to 16 bits."""
+    inputs = [(2 * torch.randn(15, heads, 16)).requires_grad_() for heads in (4, 2, 2)]
+    ends = torch.tensor([0, 4, 4, 13, 15], dtype=torch.int32)
+    used = torch.tensor([4, 0, 7, 2], dtype=torch.int32)
+    lengths = PackedLengths(ends, ends, used, None)
+    structure = Structure(has_dropout=dropout is not NO_DROPOUT)
+    spec = structure.spec(torch.bfloat16, 16, 16, window)
+    call = RaggedCall(spec, structure, window, None, None, None)
+    is_used = torch.tensor([row in (*range(4), *range(4, 11), 13, 14) for row in range(15)])
+
+    def run(*tensors):
+        out, lse = attend_packed(call, lengths, (9, 9), False, 0.25, *dropout, *tensors)
+        return out[is_used], lse[:, is_used]
+
+    assert torch.autograd.gradcheck(run, inputs, eps=2e-2, atol=4e-3, rtol=2e-2, fast_mode=True)
 
 
 def test_refusals():

@@ -222,6 +222,30 @@ def test_a_graph_serves_other_lengths(device):
             torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
 
 
+def test_what_is_kept(device):
+    """The seed of dropout and what the call was given and gave, and no copy of it."""
+    call = make_call(VarlenProblem((100, 33), (100, 33)), 0, device)
+    names = "cu_seqlens_q", "cu_seqlens_k", "q", "k", "v"
+    call["v"].requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        results = fa3.flash_attn_varlen_func(**call, dropout_p=0.1, return_lse=True)
+    assert kept[0].shape == (1,)
+    expected = [x.data_ptr() for x in (*(call[name] for name in names), *results)]
+    assert [x.data_ptr() for x in kept[1:]] == expected
+
+
+@pytest.mark.parametrize("name", ["q", "d_out"])
+def test_second_derivatives_are_refused(name, device):
+    call = make_call(VarlenProblem((100, 33), (100, 33)), 0, device)
+    q = call["q"].requires_grad_()
+    out = fa3.flash_attn_varlen_func(**call)
+    d_out = torch.randn_like(out).requires_grad_()
+    (dq,) = torch.autograd.grad(out, q, d_out, create_graph=True)
+    with pytest.raises(NotImplementedError, match="flash_attn_varlen_func has no second deriv"):
+        torch.autograd.grad(dq.float().sum(), {"q": q, "d_out": d_out}[name])
+
+
 @pytest.mark.parametrize("ends", [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9)])
 def test_wrong_lengths_end(ends, device):
     call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
