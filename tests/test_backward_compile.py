@@ -52,10 +52,11 @@ a swizzled unit."""
 
 SPECS = (
     *(spec_of(head_dim, "causal", head_dim_v=head_dim_v) for head_dim, head_dim_v in SIZES),
-    *(spec_of(head_dim, "full") for head_dim in (64, 128, 256)),
-    spec_of(96, "window"),
+    *(spec_of(head_dim, "full") for head_dim in (128, 256)),
+    spec_of(64, "window"),
     spec_of(128, "causal", dtype="float16"),
-    modified(64, "causal", (CAP, BEHIND_BY_BATCH)),
+    modified(64, "window", (AROUND,)),
+    modified(64, "full", function=DOCUMENTS),
     modified(128, "full", (CAP, AROUND)),
     modified(128, "causal", function=DOCUMENTS),
     modified(256, "window", (CAP, BEHIND_BY_BATCH), DOCUMENTS),

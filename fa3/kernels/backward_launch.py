@@ -103,10 +103,9 @@ class BackwardConfig:
         # Log-sum-exps of two columns for each 4 scores, and what a user's mask computes with.
         early = scores // 2 if self.statistics_at_once == QUAD else 0
         early += scores // 2 if early and spec.mask.templates else 0
-        # Dropout takes none beside plain scores: what hides or changes them is computed by then.
+        # What hides or changes scores: positions, slopes, bounds. Dropout takes none beside it.
         is_plain = not (spec.scores or spec.mask.templates or spec.mask.left)
-        drawn = scores // 2 if spec.has_dropout and not is_plain else 0
-        beside = max(factors + early, drawn)
+        beside = max(factors + early, 0 if is_plain else scores // 2)
         return gradients + max(2 * scores + beside, operands + piece, between)
 
     def validate(self, spec: AttentionSpec) -> None:
