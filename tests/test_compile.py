@@ -241,7 +241,7 @@ def test_machine_code(case):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("mask", "has_dropout"), [("causal", False), ("window", True)])
+@pytest.mark.parametrize(("mask", "has_dropout"), [("causal", False), ("full", True)])
 def test_a_kernel_with_both_references_has_the_code_of_each(mask, has_dropout):
     """Neither takes more registers, nor longer stretches under a WGMMA, for the other."""
     spec = replace(spec_of(128, mask), has_dropout=has_dropout)
