@@ -164,7 +164,7 @@ def add_tune(tune: argparse.ArgumentParser) -> None:
         type=seconds,
         default=60.0,
         metavar="TIME",
-        help="measure for so long, as in 60s or 5m; kernels are compiled before (default: 60s)",
+        help="compile and measure for so long, as in 60s or 5m (default: 60s)",
     )
     tune.add_argument(
         "--forget", action="store_true", help="go back to the costs that come with fa3"

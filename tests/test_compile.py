@@ -241,6 +241,35 @@ def test_machine_code(case):
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize(("mask", "has_dropout"), [("causal", False), ("full", True)])
+def test_a_kernel_with_both_references_has_the_code_of_each(mask, has_dropout):
+    """Neither takes more registers, nor longer stretches under a WGMMA, for the other."""
+    spec = replace(spec_of(128, mask), has_dropout=has_dropout)
+    config = replace(config_of(spec), cluster_m=1, cluster_h=2)
+    assert config.fixed_reference
+    both = Forward(spec, config, TileList, has_both=True)
+    kernel = compile_kernel(both)
+    report = inspect(kernel.cubin)
+    check_resources(report, kernel.ptxas_log, config)
+    alone = [
+        inspect(compile_kernel(one).cubin)
+        for one in (replace(both, has_both=False), both.following)
+    ]
+    assert report.registers == max(one.registers for one in alone)
+    assert report.wgmma == sum(one.wgmma for one in alone)
+    assert report.wgmma_waits == sum(one.wgmma_waits for one in alone)
+    found = sorted(stretches(report))
+    expected = sorted(length for one in alone for length in stretches(one))
+    assert len(found) == len(expected)
+    assert all(abs(a - b) <= 8 for a, b in zip(found, expected, strict=True))
+
+
+def stretches(report: CubinReport) -> list[int]:
+    """Instructions of the stretches of code under a WGMMA."""
+    return [sum(opcodes.values()) for opcodes in report.under_wgmma()]
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("head_dim", "mask", "page_size", "is_fixed"),
     [

@@ -6,12 +6,16 @@ The tensors are never written, so they take no memory however large the caches a
 
 import math
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fa3
 from fa3.calls import decode, forward, mixed, varlen_call
+from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
+from fa3.planning import tilings
 from fa3.planning.gpu import H100, H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
@@ -159,7 +163,7 @@ SERVERS = {
 }
 """Ways to serve: kinds of calls, and how many of them are made."""
 
-EXPECTED = {"vLLM": 6, "pages": 7, "no pages": 7, "packed prompts": 8}
+EXPECTED = {"vLLM": 6, "pages": 6, "no pages": 6, "packed prompts": 8}
 """The kernels that each of them meets; docs/conventions.md names them."""
 
 
@@ -187,16 +191,69 @@ def draw_problem(draw: random.Random) -> Problem:
 
 
 @pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
-def test_heads_that_share_keys_run_in_pairs_with_five_kernels(gpu):
+def test_heads_that_share_keys_run_in_pairs_with_three_kernels(gpu):
     draw = random.Random(1)
     found = {
         launch.kernel
         for problem in (draw_problem(draw) for _ in range(1000))
         for launch in plan_forward(problem, gpu).launches()
     }
-    assert len(found) == 5
+    assert len(found) == 3
     assert {(kernel.schedule_type, kernel.config.cluster_h) for kernel in found} == {
         (TileList, 2),
         (SplitTiles, 2),
         (Marked, 1),
     }
+
+
+def test_short_calls_and_long_ones_have_one_kernel(monkeypatch):
+    """Each launch says which reference; unless no call may have a fixed one."""
+    problems = [
+        Problem(warmup.spec_of(MODEL, CAUSAL), 1, tokens, tokens, 8, 4, CAUSAL)
+        for tokens in (512, 8192)
+    ]
+    short, long = map(plan_forward, problems)
+    assert short.kernel() == long.kernel() and short.kernel().has_both
+    assert (short.config.fixed_reference, long.config.fixed_reference) == (False, True)
+    assert (short.follows, long.follows) == (1, 0)
+    assert len(short.launches()) == 1 and len(long.launches()) == 2
+    again = long.launches()[1].kernel
+    assert not again.has_both and long.again.follows is None
+    alone = plan_forward(problems[0], config=ForwardConfig(128, 128), schedule="list")
+    assert not alone.kernel().has_both and alone.follows is None
+    half = replace(problems[0], spec=replace(problems[0].spec, dtype="float16"))
+    assert not plan_forward(half).kernel().has_both
+    monkeypatch.setattr(tilings, "REFERENCE", "following")
+    assert not plan_forward(problems[1]).kernel().has_both
+
+
+@pytest.mark.parametrize(("tokens", "schedule"), [(512, "list"), (512, "split"), (8192, "list")])
+def test_a_launch_says_which_reference(tokens, schedule, monkeypatch):
+    """And has a tensor of marks, which the kernel wants even where it marks nothing."""
+    monkeypatch.setattr(forward, "current_device", lambda: None)
+    for name in ("current_stream", "capture_of"):
+        monkeypatch.setattr(forward, name, lambda place: None)
+    memory = SimpleNamespace(take=lambda count: torch.zeros(count), give_back=lambda words: None)
+    monkeypatch.setattr(forward, "counters_of", lambda *place: memory)
+    launched = []
+    monkeypatch.setattr(
+        forward, "load_kernel", lambda kernel: lambda *given: launched.append((kernel, given))
+    )
+    table = torch.zeros(4, dtype=torch.int32)
+    uploaded = SimpleNamespace(on=lambda stream, capture: table)
+    monkeypatch.setattr(forward.Table, "upload", lambda numbers, device: uploaded)
+    problem = Problem(warmup.spec_of(MODEL, CAUSAL), 1, tokens, tokens, 8, 4, CAUSAL)
+    config = ForwardConfig(128, 128, q_stages=2, cluster_h=2, fixed_reference=tokens > 512)
+    plan = plan_forward(problem, config=config, schedule=schedule)
+    q = bfloat16(1, 1, 1, 128)
+    forward.PreparedCall.on_gpu(plan, q.device, None, ()).launch(q, q, q, q, None, None, 1.0)
+    (kernel, first), *rest = launched
+    first = ForwardArguments(*first)
+    assert first.follows == int(tokens == 512) and first.schedule_state is table
+    assert (first.marks is table) == (tokens == 512)
+    assert kernel.has_both and (first.part_buffer is None) == (schedule != "split")
+    again = [ForwardArguments(*given) for _, given in rest]
+    assert [one.follows for one in again] == [None] * (tokens != 512)
+    wanted = ForwardArguments.symbolic(kernel)
+    missing = [value is None for value in first]
+    assert missing == [value is None for value in wanted]

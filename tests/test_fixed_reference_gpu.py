@@ -120,6 +120,28 @@ def test_ordinary_scores(head_dim, window, device):
     assert counters_are_zero()
 
 
+@pytest.mark.parametrize("schedule", ["list", "split"])
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 40)])
+def test_one_kernel_has_both_references(window, schedule, device):
+    """Each launch has its own: one marks rows that outgrow it, the other has none to mark."""
+    problem = make_problem(2, 1100, 1500, 2, 2, 128, window)
+    q, k, v = make_operands(problem, device=device)
+    fixed, follows = (
+        plan_of(problem, schedule, is_fixed, cluster_h=2) for is_fixed in (True, False)
+    )
+    assert fixed.kernel() == follows.kernel() and fixed.kernel().has_both
+    for plan in (fixed, follows, fixed):
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window)
+    row = q[0, 1099, 1].float()
+    k[0, 1490, 0] = 120 * 128**0.5 / row.norm() ** 2 * row
+    assert (0, 1, 1099) in marked(fixed, q, k, v)
+    for plan in (follows, fixed):
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window, lse_tolerance=3e-4)
+    assert counters_are_zero()
+
+
 @pytest.mark.parametrize(("schedule", "cluster"), WAYS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(

@@ -1,8 +1,11 @@
 """`python -m fa3 tune` on recorded times: what is measured, kept, fitted, found again and told."""
 
 import contextlib
+import io
 import json
+import time
 from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,18 +21,21 @@ from fa3.calls import devices, tuned_costs
 from fa3.planning.costs import parse_costs, shipped_costs, text_of
 from fa3.planning.fit import errors, fit_all
 from fa3.planning.gpu import H200, Gpu
+from fa3.planning.plan import Plan
 from fa3.planning.planner import CHOICES, plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
+from fa3.running.compiler import Kernel
 from fa3.scores.masks import Band
 from fa3.tools import cost_report, info, plan_command, plan_stopwatch, tune_command
 from fa3.tools.models import PRESETS
-from fa3.tools.plan_stopwatch import GpuStopwatch
+from fa3.tools.plan_stopwatch import GpuWorkbench
 from fa3.tools.plan_times import PlanTime, PlanTimes, alone, digest_of_sources
 from fa3.tools.timing import Block
 from fa3.tools.tuning import (
     DEFAULT_MODELS,
     TUNED_SIZES,
     fit_times,
+    in_turn,
     observed,
     plans_to_measure,
     regret,
@@ -64,21 +70,77 @@ def recorded() -> list[PlanTime]:
     return recorded_times(128)
 
 
+class Clock:
+    """Seconds that pass only when something takes them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Recorded:
-    """A stopwatch that looks times up; a plan that was not recorded takes its predicted time."""
+    """A bench that looks times up; a plan that was not recorded takes its predicted time.
 
-    def __init__(self, times: list[PlanTime], factor: float = 1.0, shapes: float = float("inf")):
+    Fields:
+        factor: on all times. plans: so many are measured before Ctrl-C.
+        compile_s: seconds that a kernel takes of `processes` that compile side by side. broken:
+            kernels that do not compile, by their number.
+        measure_s: seconds that a plan takes.
+    """
+
+    def __init__(
+        self,
+        times: list[PlanTime],
+        factor: float = 1.0,
+        plans: float = float("inf"),
+        compile_s: float = 0.0,
+        processes: int = 4,
+        broken: Sequence[int] = (),
+        measure_s: float = 0.25,
+        on_disk: Iterable[Kernel] = (),
+    ):
         self.us = {one[:-1]: factor * one.us for one in times}
-        self.factor, self.shapes = factor, shapes
-        self.prepared, self.measured = [], []
+        self.factor, self.plans = factor, plans
+        self.compile_s, self.processes, self.broken = compile_s, processes, broken
+        self.measure_s, self.clock = measure_s, Clock()
+        self.on_disk = set(on_disk)
+        self.asked, self.measured, self.groups = [], [], []
 
-    def prepare(self, plans):
-        self.prepared += plans
+    def has(self, kernel):
+        return kernel in self.on_disk
+
+    @contextlib.contextmanager
+    def compilers(self, kernels):
+        self.asked = list(kernels)
+        self.begin = self.clock()
+        self.tried = 0
+        yield self
+
+    def next_done(self, timeout_s=None):
+        if self.tried == len(self.asked):
+            self.clock.now += timeout_s
+            return None
+        done = self.begin + self.compile_s * (self.tried // self.processes + 1)
+        if done > self.clock.now + timeout_s:
+            self.clock.now += timeout_s
+            return None
+        self.clock.now = max(self.clock.now, done)
+        kernel = self.asked[self.tried]
+        if self.tried not in self.broken:
+            self.on_disk.add(kernel)
+        self.tried += 1
+        return kernel
 
     def measure(self, plans):
-        if len(self.measured) == self.shapes:
+        assert len({plan.problem for plan in plans}) == 1
+        assert all(self.has(one.kernel) for plan in plans for one in plan.launches())
+        if len(self.measured) + len(plans) > self.plans:
             raise KeyboardInterrupt
-        self.measured.append(plans[0].problem)
+        self.clock.now += self.measure_s * len(plans)
+        self.measured += [(plan.problem, plan.name) for plan in plans]
+        self.groups.append(len(plans))
         found = []
         for plan in plans:
             prediction = plan.predict()
@@ -109,8 +171,8 @@ SHAPES = ("--shapes", "4,4096,4096,16,16,128", "16,1024,1024,16,16,128", "--caus
 """Two shapes of the record."""
 
 
-def tune(gpu, stopwatch, *arguments) -> None:
-    tune_command.tune(options(*arguments), gpu, stopwatch)
+def tune(gpu, bench, *arguments) -> None:
+    tune_command.tune(options(*arguments), gpu, bench, bench.clock)
 
 
 # ------------------------------------------------------------------------------------- shapes
@@ -381,56 +443,186 @@ def test_no_folder_is_no_costs(folder, monkeypatch):
 # ------------------------------------------------------------------------------------- a run
 
 
+def of_shapes(gpu) -> list[list[Plan]]:
+    """The plans of both shapes, the most promising first."""
+    return [plans_to_measure(one, gpu) for one in tune_command.problems_to_tune(options(*SHAPES))]
+
+
 def test_a_run_says_what_it_did(folder, gpu, recorded, capsys):
-    tune(gpu, stopwatch := Recorded(recorded), *SHAPES)
+    tune(gpu, bench := Recorded(recorded, compile_s=3, processes=100), *SHAPES)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "GPU",
-        "Shapes",
-        "Times",
-        "Fit",
-        "Choice",
-        "Costs",
-    ]
-    assert lines[1] == "Shapes   2, 0 of them measured before"
-    assert lines[3].startswith("Fit      2 shapes; error median ")
+    names = "GPU", "Plans", "Kernels", "Spent", "Times", "Fit", "Choice", "Costs"
+    assert tuple(line.split()[0] for line in lines) == names
+    plans = sum(map(len, of_shapes(gpu)))
+    assert lines[1] == f"Plans    {plans} of 2 shapes, 0 of them measured before"
+    assert lines[2] == f"Kernels  {len(bench.asked)} to compile"
+    assert lines[3] == f"Spent    3.0 s compiling, {plans / 4:.1f} s measuring"
+    assert lines[4] == f"Times    {2 * plans}"
+    assert lines[5].startswith("Fit      2 shapes; error median ")
     assert str(folder) in lines[-1]
-    assert len(stopwatch.measured) == 2
-    assert {plan.problem for plan in stopwatch.prepared} == set(stopwatch.measured)
+    assert len(bench.measured) == len(set(bench.measured)) == plans
+
+
+def test_the_most_promising_come_first(gpu):
+    plans = of_shapes(gpu)
+    for found in plans:
+        choice = plan_forward(found[0].problem, gpu)
+        assert found[0].name == choice.name
+        compared = {(one.config, one.schedule) for one in choice.considered}
+        inside = [(plan.config, plan.schedule.name) in compared for plan in found]
+        assert inside == sorted(inside, reverse=True) and any(inside)
+    first, second = plans
+    assert in_turn(plans)[:4] == [first[0], second[0], first[1], second[1]]
+    assert len(in_turn(plans)) == len(first) + len(second)
+
+
+def test_plans_are_measured_while_others_are_compiled(folder, gpu, recorded):
+    """Each as soon as its kernels are there, and those of a shape together that are."""
+    tune(gpu, bench := Recorded(recorded, compile_s=2, processes=2, measure_s=0.1), *SHAPES)
+    plans = [found[0] for found in of_shapes(gpu)]
+    kernels = list(dict.fromkeys(one.kernel for plan in plans for one in plan.launches()))
+    assert bench.asked[: len(kernels)] == kernels
+    assert bench.measured[0] == (plans[0].problem, plans[0].name)
+    assert len(bench.groups) > 4
+    # Measuring took no time beside the last kernel's compilation but that of a few plans.
+    assert bench.clock() - 100 < 2 * -(-len(bench.asked) // 2) + 1
+
+
+def test_kernels_that_are_there_are_measured_together(folder, gpu, recorded):
+    kernels = {one.kernel for found in of_shapes(gpu) for plan in found for one in plan.launches()}
+    tune(gpu, bench := Recorded(recorded, on_disk=kernels), *SHAPES)
+    assert bench.asked == []
+    assert bench.groups == [len(found) for found in of_shapes(gpu)]
+
+
+def test_a_budget_that_compiling_spends_measures_nothing_and_says_so(folder, gpu, recorded, capsys):
+    """As on an H100 where a budget of 8 s was too short; what was compiled is there then."""
+    bench = Recorded(recorded, compile_s=5, processes=1)
+    with pytest.raises(SystemExit) as ended:
+        tune(gpu, bench, *SHAPES, "--budget", "8s")
+    left = len(bench.asked) - 1
+    assert str(ended.value) == (
+        f"fa3: the budget of 8 s ended before any plan was measured: {left} kernels not compiled "
+        "yet. What is compiled is kept: the same command goes on, better with --budget 60s"
+    )
+    assert bench.clock() == 108 and bench.measured == []
+    assert "Spent    8.0 s compiling, 0.0 s measuring" in capsys.readouterr().out
+    assert not list(folder.glob("*.costs"))
+    again = Recorded(recorded, compile_s=5, processes=1, on_disk=bench.on_disk)
+    tune(gpu, again, *SHAPES, "--budget", "8s")
+    assert again.measured and list(folder.glob("*.costs"))
+
+
+@pytest.mark.parametrize("budget", [1, 4, 9])
+def test_a_budget_holds(folder, gpu, recorded, budget, capsys):
+    bench = Recorded(recorded, compile_s=0.5, processes=2, measure_s=0.25)
+    tune(gpu, bench, *SHAPES, "--budget", f"{budget}s")
+    assert bench.measured and bench.clock() <= 100 + budget + 0.25
+    out = capsys.readouterr().out
+    left = sum(map(len, of_shapes(gpu))) - len(bench.measured)
+    assert out.endswith(f"{left} plans left: the same command goes on\n") == (left > 1)
+
+
+def test_a_slow_plan_ends_a_run_before_its_budget(folder, gpu, recorded):
+    """The first group is as many as should fit; from then on it is known what they take."""
+    bench = Recorded(recorded, measure_s=4)
+    tune(gpu, bench, *SHAPES, "--budget", "1s")
+    assert len(bench.measured) <= 3
+    tune(gpu, again := Recorded(recorded, measure_s=4), *SHAPES, "--budget", "0.2s")
+    assert len(again.measured) == 1
+
+
+def test_no_budget_measures_nothing_and_fits_what_there_is(folder, gpu, recorded, capsys):
+    with pytest.raises(SystemExit, match="the budget of 0 s ended"):
+        tune(gpu, Recorded(recorded), *SHAPES, "--budget", "0s")
+    assert "Times" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="interrupted"):
+        tune(gpu, Recorded(recorded, compile_s=1, plans=3), *SHAPES)
+    with pytest.raises(SystemExit, match="the budget of 0 s ended"):
+        tune(gpu, Recorded(recorded), *SHAPES, "--budget", "0s")
+    assert "Times    " in capsys.readouterr().out
+    assert list(folder.glob("*.costs"))
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(folder, gpu, recorded, capsys):
-    with pytest.raises(SystemExit, match="the same command goes on"):
-        tune(gpu, first := Recorded(recorded, shapes=1), *SHAPES)
+    first = Recorded(recorded, compile_s=1, processes=2, plans=4)
+    with pytest.raises(SystemExit) as ended:
+        tune(gpu, first, *SHAPES)
+    kept = len(PlanTimes.read(NAME).times)
+    assert kept == 2 * len(first.measured) > 0
+    assert str(ended.value) == (
+        f"fa3: interrupted; {kept} times kept. The same command goes on where this one stopped"
+    )
     assert not list(folder.glob("*.costs"))
+    assert "Spent" in capsys.readouterr().out
     tune(gpu, second := Recorded(recorded), *SHAPES)
-    assert "Shapes   2, 1 of them measured before" in capsys.readouterr().out
-    assert len(second.measured) == 1 and first.measured != second.measured
+    assert f", {len(first.measured)} of them measured before" in capsys.readouterr().out
+    assert not set(first.measured) & set(second.measured)
+    assert len(first.measured) + len(second.measured) == sum(map(len, of_shapes(gpu)))
     tune(gpu, third := Recorded(recorded), *SHAPES)
-    assert third.measured == third.prepared == []
+    assert third.measured == third.asked == []
     assert (
         parse_costs(tuned_costs.read_kept(next(folder.glob("*.costs"))).decode()).source["cells"]
         == 2
     )
 
 
-def test_a_budget_ends_a_run_after_one_shape_at_least(folder, gpu, recorded, capsys):
-    tune(gpu, stopwatch := Recorded(recorded), *SHAPES, "--budget", "0s")
-    assert len(stopwatch.measured) == 1
-    assert capsys.readouterr().out.endswith("1 shape left: the same command goes on\n")
+def test_a_single_plan_is_enough(folder, gpu, recorded, capsys):
+    """Its tile gets times of its own, near those that come with fa3; all others keep to them."""
+    bench = Recorded(recorded, factor=1.1, compile_s=1, processes=1)
+    tune(gpu, bench, *SHAPES, "--budget", "2.1s")
+    assert len(bench.measured) == 1
+    (path,) = folder.glob("*.costs")
+    costs = parse_costs(tuned_costs.read_kept(path).decode())
+    assert costs.source["times"] == 2
+    before = shipped_costs(NAME)
+    assert sum(tile.tuned for tile in costs.tiles.values()) == 1
+    ratios = [tile.full_us / before.tiles[key].full_us for key, tile in costs.tiles.items()]
+    assert min(ratios) > 0.8 and max(ratios) < min(1.25, 1.02 * min(ratios))
+    out = capsys.readouterr().out
+    assert "Fit      1 shape" in out and "nan" not in out
+
+
+@pytest.mark.parametrize("broken", [(0,), (2, 3)])
+def test_a_kernel_that_does_not_compile_leaves_out_its_plans(folder, gpu, recorded, broken, capsys):
+    tune(gpu, bench := Recorded(recorded, compile_s=1, broken=broken), *SHAPES)
+    lost = {bench.asked[number] for number in broken}
+    plans = [plan for found in of_shapes(gpu) for plan in found]
+    failed = [plan for plan in plans if lost & {one.kernel for one in plan.launches()}]
+    assert failed and len(bench.measured) == len(plans) - len(failed) > 0
+    assert f"Failed   {len(failed)} plan" in capsys.readouterr().out
+    assert list(folder.glob("*.costs"))
+
+
+def test_no_kernel_that_compiles_is_an_error(folder, gpu, recorded):
+    with pytest.raises(SystemExit, match="no kernel could be compiled"):
+        tune(gpu, bench := Recorded(recorded, compile_s=1, broken=range(100)), *SHAPES)
+    assert bench.measured == []
+
+
+def test_a_bar_tells_what_the_time_went_to(folder, gpu, recorded, monkeypatch):
+    monkeypatch.setattr(tune_command, "terminal", lambda: stream)
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = io.StringIO()
+    tune(gpu, Recorded(recorded, compile_s=2, processes=1), *SHAPES)
+    plans = sum(map(len, of_shapes(gpu)))
+    lines = [line.rstrip() for line in stream.getvalue().split("\r")]
+    assert any(f" 0 of {plans} plans, 0 s: 1.0 s compiling, 0.0 s measuring" in x for x in lines)
+    assert f" {plans} of {plans} plans, " in lines[-1] and "left" not in lines[-1]
+    assert stream.getvalue().count("\n") == 1
 
 
 def test_a_torn_record_is_measured_again(folder, gpu, recorded):
-    tune(gpu, Recorded(recorded), *SHAPES)
+    tune(gpu, first := Recorded(recorded), *SHAPES)
     torn(folder / "tuned-nvidia-h100-80gb-hbm3.times")
     with pytest.warns(RuntimeWarning, match="hbm3.times, which is damaged"):
-        tune(gpu, stopwatch := Recorded(recorded), *SHAPES)
-    assert len(stopwatch.measured) == 2
+        tune(gpu, second := Recorded(recorded), *SHAPES)
+    assert len(second.measured) == len(first.measured)
 
 
 def test_costs_that_choose_worse_are_not_kept(folder, gpu, recorded, monkeypatch, capsys):
     """Nor are earlier ones, which have seen fewer times."""
-    tune(gpu, Recorded(recorded), *SHAPES, "--budget", "0s")
+    tune(gpu, Recorded(recorded), *SHAPES, "--budget", "0.1s")
     assert list(folder.glob("*.costs"))
     fit = tune_command.fit_times
     monkeypatch.setattr(tune_command, "fit_times", lambda *given: fit(*given)._replace(regret=0.05))
@@ -450,8 +642,8 @@ def test_nothing_is_measured_that_could_not_be_kept(folder, gpu, recorded):
     folder.mkdir(mode=0o755)
     folder.chmod(0o775)
     with pytest.raises(PermissionError, match="others may write to"):
-        tune(gpu, stopwatch := Recorded(recorded), *SHAPES)
-    assert stopwatch.prepared == []
+        tune(gpu, bench := Recorded(recorded), *SHAPES)
+    assert bench.asked == []
 
 
 def test_one_process_tunes_a_gpu_at_a_time(folder, gpu, recorded):
@@ -496,19 +688,7 @@ def test_costs_say_where_they_are_from(gpu, name, sources, text, monkeypatch):
     assert info.costs_here() == text
 
 
-# ------------------------------------------------------------------------------- the stopwatch
-
-
-def test_kernels_are_compiled_before_the_clock_runs(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        plan_stopwatch, "compile_all", lambda kernels, *others: asked.extend(kernels)
-    )
-    monkeypatch.setattr(plan_stopwatch, "check_kept", lambda kernels: None)
-    plans = plans_to_measure(tune_command.problems_to_tune(options(*SHAPES))[0], H200)
-    GpuStopwatch(torch.device("cpu")).prepare(plans)
-    assert len(asked) == len(set(asked))
-    assert set(asked) == {launch.kernel for plan in plans for launch in plan.launches()}
+# ----------------------------------------------------------------------------------- the bench
 
 
 def test_times_are_medians_of_rounds(monkeypatch):
@@ -529,7 +709,7 @@ def test_times_are_medians_of_rounds(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     (problem,) = tune_command.problems_to_tune(options("--shapes", "1,150,200,2,1,64", "--causal"))
     plans = plans_to_measure(problem, H200)
-    times = GpuStopwatch(torch.device("cpu")).measure(plans)
+    times = GpuWorkbench(torch.device("cpu")).measure(plans)
     assert [(one.config, one.schedule) for one in times] == [
         (plan.config, plan.schedule.name) for plan in plans
     ] * 2
@@ -543,10 +723,11 @@ def test_times_are_medians_of_rounds(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_shape_is_tuned_on_the_gpu(folder, capsys, monkeypatch):
-    main(["tune", "--shapes", "2,2048,2048,8,2,128", "1,256,256,8,2,128", "--causal"])
+def test_shapes_are_tuned_on_the_gpu(folder, capsys, monkeypatch):
+    shapes = "2,2048,2048,8,2,128", "1,256,256,8,2,128"
+    main(["tune", "--shapes", *shapes, "--causal", "--budget", "5m"])
     printed = capsys.readouterr().out
-    assert "Shapes   2, 0 of them measured before" in printed and "Fit      2 shapes" in printed
+    assert " of 2 shapes, 0 of them measured before" in printed and "Fit      2 shapes" in printed
     device = torch.device("cuda", torch.cuda.current_device())
     monkeypatch.setattr(tuned_costs, "READ", {})
     gpu = devices.gpu_of.__wrapped__(device)
@@ -555,5 +736,20 @@ def test_a_shape_is_tuned_on_the_gpu(folder, capsys, monkeypatch):
     for one in times:
         predicted = plan_forward(one.problem, gpu, one.config, one.schedule).predict().us
         assert 0.5 < one.us / predicted < 2
+    # Again, with all kernels there: a plan takes little of the budget.
     plans = plans_to_measure(times[0].problem, gpu)
-    assert len(GpuStopwatch(device).measure(plans)) == 2 * len(plans)
+    begin = time.monotonic()
+    assert len(GpuWorkbench(device).measure(plans)) == 2 * len(plans)
+    assert time.monotonic() - begin < 0.5 * len(plans)
+
+
+@pytest.mark.gpu
+def test_a_short_budget_holds_on_the_gpu(folder, capsys):
+    """Kernels are compiled anew. The command ends in time, measures or says that it could not."""
+    begin = time.monotonic()
+    with contextlib.suppress(SystemExit):
+        main(["tune", "--shapes", "1,2048,2048,32,8,128", "--causal", "--budget", "8s"])
+    assert time.monotonic() - begin < 15
+    assert "Spent    " in capsys.readouterr().out
+    main(["tune", "--shapes", "1,2048,2048,32,8,128", "--causal", "--budget", "5m"])
+    assert "Fit      1 shape" in capsys.readouterr().out

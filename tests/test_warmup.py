@@ -1,6 +1,8 @@
 """Warming up: which kernels a model can need, and that they are on disk afterwards."""
 
+import contextlib
 import io
+import threading
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ from fa3.running import compiler
 from fa3.schedules.marked import Marked
 from fa3.schedules.stream_k import Crews, StreamK, Whole
 from fa3.scores.masks import Band
+from fa3.tools import compile_pool
 from fa3.tools import warmup as module
+from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, CAUSAL, PRESETS, Model, model_of, sliding
 
 SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
@@ -215,6 +219,75 @@ def test_kernels_that_do_not_compile_are_told(tmp_path, monkeypatch, capfd):
         fa3.warmup((2, 1), 64, processes=1)
     printed = capfd.readouterr().err
     assert "KeyError: 'no dtype'" in printed and "KeyError: 'none either'" in printed
+
+
+class FakeProcess:
+    """A process that is only killed."""
+
+    def __init__(self) -> None:
+        self.killed = threading.Event()
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+@pytest.fixture
+def processes(monkeypatch) -> list[FakeProcess]:
+    """The processes that a pool starts, which end at once."""
+    found = []
+
+    @contextlib.contextmanager
+    def worker():
+        found.append(FakeProcess())
+        yield found[-1]
+
+    monkeypatch.setattr(compile_pool, "worker", worker)
+    return found
+
+
+def test_a_process_that_dies_of_a_kernel_is_followed_by_another(processes, monkeypatch):
+    monkeypatch.setattr(compile_pool, "compile_in", lambda process, kernel: kernel != "deadly")
+    with CompilePool(["a", "deadly", "b"], 1) as pool:
+        assert [pool.next_done() for _ in range(3)] == ["a", "deadly", "b"]
+        assert pool.next_done(0) is None
+    assert len(processes) == 2
+
+
+def test_what_is_not_done_is_given_up(processes, monkeypatch):
+    def compile_in(process, kernel):
+        if kernel == "slow":
+            process.killed.wait()
+            return False
+        return True
+
+    monkeypatch.setattr(compile_pool, "compile_in", compile_in)
+    with pytest.raises(KeyboardInterrupt), CompilePool(["fast", "slow", "b"], 1) as pool:
+        assert pool.next_done() == "fast"
+        assert pool.next_done(0.01) is None
+        raise KeyboardInterrupt
+    assert list(pool.waiting) == ["b"] and len(processes) == 1
+    assert not any(thread.is_alive() for thread in pool.threads)
+
+
+def test_errors_of_a_pool_reach_its_caller(processes, monkeypatch):
+    def compile_in(process, kernel):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(compile_pool, "compile_in", compile_in)
+    with CompilePool(["a"], 1) as pool, pytest.raises(OSError, match="no memory"):
+        pool.next_done()
+
+
+@pytest.mark.compiles
+def test_processes_that_compile_are_killed(tmp_path, monkeypatch):
+    """Nothing unfinished is taken for a kernel."""
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
+    with CompilePool(SMALL, 2) as pool:
+        while len(pool.running) < 2:
+            assert pool.next_done(0.01) is None
+        found = list(pool.running)
+    assert all(process.returncode for process in found)
+    assert not any(compiler.is_on_disk(kernel) for kernel in SMALL)
 
 
 def test_a_bar():

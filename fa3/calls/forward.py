@@ -97,6 +97,7 @@ class PreparedCall:
         parts: what the kernel takes if the plan splits tiles.
         problem: what is asked, also if there is nothing to compute.
         grouped: how it runs in the kernel of decoding; None if it does not.
+        follows: what the first kernel takes, see `ForwardArguments`.
     """
 
     plan: Plan | None
@@ -109,6 +110,7 @@ class PreparedCall:
     total_counters: int = 0
     problem: Problem | None = None
     grouped: PreparedDecode | None = None
+    follows: int | None = None
 
     @classmethod
     def on_gpu(
@@ -133,6 +135,7 @@ class PreparedCall:
             parts,
             sum(counts),
             plan.problem,
+            follows=plan.follows,
         )
 
     def launch(
@@ -159,10 +162,13 @@ class PreparedCall:
         # In the order of `ForwardArguments`; to make one of them would take the host 0.5 us.
         tensors = q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale
         kernel, integers, _ = self.launches[0]
+        follows = self.follows
         if not self.total_counters:
+            # A kernel that could mark rows wants a tensor also where none is marked.
             kernel(
-                *tensors, *integers, state, *NO_PARTS, None, recording, None, None, None, dropout
-            )
+                *tensors, *integers, state, *NO_PARTS, state if follows else None, recording, None,
+                None, None, dropout, follows,
+            )  # fmt: skip
             return
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
@@ -170,9 +176,14 @@ class PreparedCall:
         if of_schedule is not None:
             state = of_schedule
         parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
-        kernel(*tensors, *integers, state, *parts, marks, recording, None, None, None, dropout)
+        kernel(
+            *tensors, *integers, state, *parts, state if follows else marks, recording, None, None,
+            None, dropout, follows,
+        )  # fmt: skip
         for kernel, integers, _ in self.launches[1:]:
-            kernel(*tensors, *integers, marks, *NO_PARTS, None, None, None, None, None, dropout)
+            kernel(
+                *tensors, *integers, marks, *NO_PARTS, None, None, None, None, None, dropout, None
+            )
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)
 

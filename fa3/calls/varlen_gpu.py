@@ -114,11 +114,12 @@ class PreparedVarlen:
             self.rows_of_section, min(self.num_ctas, capacity * heads),
         )  # fmt: skip
         of_keys = page_table, 0 if merge is None else 1
-        self.forward(*given, None, *NO_PARTS, marks, None, table, *of_keys, dropout)
+        self.forward(*given, None, *NO_PARTS, marks, None, table, *of_keys, dropout, None)
         if merge is not None:
             merge()
         if self.again is not None:
-            self.again(*given, marks, *NO_PARTS, None, None, table, page_table, 0, dropout)
+            of_call = None, None, table, page_table, 0, dropout, None
+            self.again(*given, marks, *NO_PARTS, *of_call)
             # Not if anything was raised: then they need not be zero.
             counters.give_back(marks)
 
@@ -174,11 +175,11 @@ class PreparedJoined:
         with_mask = rows, *(modifiers or ())
         self.forward(
             *tensors, with_mask, *options, min(self.num_ctas, num_tiles * heads), tiles,
-            *NO_PARTS, marks, None, table, None, 0, None,
+            *NO_PARTS, marks, None, table, None, 0, None, None,
         )  # fmt: skip
         self.again(
             *tensors, modifiers, *options, min(self.num_ctas, batch * heads), marks,
-            *NO_PARTS, None, None, table, None, 0, None,
+            *NO_PARTS, None, None, table, None, 0, None, None,
         )  # fmt: skip
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)
@@ -190,7 +191,8 @@ class PackedKernels(NamedTuple):
     Fields:
         alone: for tiles with rows of one sequence.
         joined: for tiles that sequences share; None if they cannot.
-        short: for sequences with so many queries or fewer; None if the decode kernel cannot.
+        short: for sequences with so many queries or fewer, loaded when asked for; no number of
+            queries changes what is compiled. None if the decode kernel cannot.
     """
 
     alone: PreparedVarlen
@@ -201,7 +203,8 @@ class PackedKernels(NamedTuple):
 def prepare(
     plan: RaggedPlan, joined: JoinedPlan | None, short: ShortPlan | None, window: Window
 ) -> PackedKernels:
-    """Load the kernels of all plans that a call may take, whatever its lengths are."""
+    """Load the kernels of all plans that a call may take, whatever its lengths are; those of the
+    decode kernel once a call has more keys than queries, which most never have."""
     alone = prepare_alone(plan, window)
     of_joined = of_short = None
     if joined is not None:
@@ -211,9 +214,6 @@ def prepare(
         of_short = functools.cache(
             lambda most, beside: PreparedDecode.on_gpu(short.plan(most, beside, window))
         )
-        # No number of queries changes what is compiled.
-        for beside in (False, True):
-            of_short(1, beside)
     return PackedKernels(alone, of_joined, of_short)
 
 

@@ -26,7 +26,7 @@ Timeline of one consumer warpgroup in the main loop (block n, then block n - 1)
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -159,6 +159,8 @@ class Forward(AttentionKernel):
 
     Fields:
         cache: where packed queries find their keys; None if k and v are packed too, or dense.
+        has_both: whether a launch says if the softmax follows the running maximum or has the
+            config's fixed reference: the consumers have the code of both, one behind the other.
     """
 
     spec: AttentionSpec
@@ -166,6 +168,7 @@ class Forward(AttentionKernel):
     schedule_type: type
     is_recorded: bool = False
     cache: CacheLayout | None = None
+    has_both: bool = False
 
     entry_name: ClassVar[str] = "fa3_forward"
 
@@ -234,7 +237,8 @@ class Forward(AttentionKernel):
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
-        self.kernel(operands, call.softmax_scale, sequences, schedule, call.is_beside).launch(
+        flags = call.is_beside, call.follows
+        self.kernel(operands, call.softmax_scale, sequences, schedule, *flags).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
@@ -242,6 +246,11 @@ class Forward(AttentionKernel):
             use_pdl=True,
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
+
+    @property
+    def following(self) -> "Forward":
+        """This kernel with a softmax that follows the running maximum, and no other."""
+        return replace(self, config=replace(self.config, fixed_reference=False), has_both=False)
 
     @property
     def repeats(self) -> bool:
@@ -339,6 +348,7 @@ class Forward(AttentionKernel):
         sequences,
         schedule,
         is_beside: Int32 | None,
+        follows: Int32 | None,
     ):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -363,7 +373,13 @@ class Forward(AttentionKernel):
                 self.load(operands, smem, pipelines, sequences, schedule.for_producer(), cursor)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
-            self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
+            given = operands, smem, pipelines, softmax_scale, sequences, schedule, cursor
+            if cutlass.const_expr(follows is None):
+                self.mma(*given)
+            elif follows == 1:
+                self.following.mma(*given)
+            else:
+                self.mma(*given)
         if cutlass.const_expr(is_beside is not None):
             # Who waits for the end of this kernel waits for that of the decode kernel, too.
             cute.arch.griddepcontrol_wait()

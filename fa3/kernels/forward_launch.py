@@ -161,7 +161,8 @@ class ForwardArguments(NamedTuple):
         part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
         part_counters: (slots * warps,) int32, zero.
         num_slots: parts of all tiles.
-        marks: (`Marks.size`,) int32, zero; None if no row can be marked.
+        marks: (`Marks.size`,) int32, zero; None if no row can be marked, and anything if the launch
+            of a kernel that could mark rows follows the running maximum.
         recording: int64; None except in an instrumented kernel.
         table: int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
         page_table: (batch, pages) int32, where k and v are a cache with pages: then they are
@@ -170,6 +171,8 @@ class ForwardArguments(NamedTuple):
         is_beside: 1 if the kernel before is the decode kernel, which takes other sequences of the
             same call and lets this one run beside it; else 0. None without a table.
         dropout: see `DropoutArguments`; None without.
+        follows: whether the softmax follows the running maximum, 0 or 1, if the kernel has the code
+            of both references; else None.
     """
 
     q: object
@@ -193,6 +196,7 @@ class ForwardArguments(NamedTuple):
     page_table: object = None
     is_beside: object = None
     dropout: DropoutArguments | None = None
+    follows: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
@@ -234,4 +238,5 @@ class ForwardArguments(NamedTuple):
             is_beside=Int32(0) if schedule.is_ragged else None,
             page_table=arguments.strided_tensor("int32", 2) if cache and cache.page_size else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
+            follows=Int32(0) if kernel.has_both else None,
         )

@@ -18,6 +18,7 @@ from fa3.planning.launch import Launch
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
 from fa3.planning.tiled import TiledProblem
+from fa3.planning.tilings import takes_fixed_reference
 from fa3.planning.timeline import Cost, Timeline
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, Segment, SplitTiles
@@ -54,7 +55,21 @@ class Plan:
 
     def kernel(self, is_recorded: bool = False) -> Forward:
         """The kernel to launch; the instrumented one if `is_recorded`."""
-        return Forward(self.problem.spec, self.config, type(self.schedule), is_recorded)
+        config = replace(self.config, fixed_reference=True) if self.has_both else self.config
+        kind = type(self.schedule), is_recorded
+        return Forward(self.problem.spec, config, *kind, has_both=self.has_both)
+
+    @property
+    def has_both(self) -> bool:
+        """Whether the kernel has the code of both references, so that short calls and long ones
+        have the same one. Those of heads in pairs have, which a model of shared heads meets."""
+        takes_both = self.config.cluster_h > 1 and self.schedule.reads_state
+        return takes_both and takes_fixed_reference(self.problem.spec)
+
+    @property
+    def follows(self) -> int | None:
+        """Whether the softmax follows the running maximum, if the kernel has both; else None."""
+        return int(not self.config.fixed_reference) if self.has_both else None
 
     @property
     def again(self) -> "Plan | None":

@@ -1,4 +1,4 @@
-"""A process that compiles kernels for `fa3.tools.warmup`, one after another.
+"""A process that compiles kernels for `fa3.tools.compile_pool`, one after another.
 
 It is a program of its own, since a fork would inherit CUDA's state and what `multiprocessing`
 spawns would run the caller's script again. Kernels come pickled through the standard input; each is
@@ -33,6 +33,8 @@ def worker() -> Iterator[subprocess.Popen]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
+        # Ctrl-C is the caller's, who ends this process.
+        start_new_session=True,
     ) as process:
         try:
             yield process

@@ -1,7 +1,7 @@
 """What `python -m fa3 tune` has measured on a GPU: times of plans, kept beside the kernels.
 
-The record is written after every shape, so a run that was interrupted goes on where it stopped, and
-later runs add shapes. Times of kernels from other sources of fa3 are not read.
+The record is written whenever plans were measured, so a run that was interrupted goes on where it
+stopped, and later runs add to it. Times of kernels from other sources of fa3 are not read.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from fa3.calls.tuned_costs import read_kept, tuned_path, write_kept
 from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.plan import Plan
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.code_cache import SOURCES, check_trust
 from fa3.scores.masks import Band
@@ -84,13 +85,13 @@ class PlanTimes:
             rows = content["times"]
         return cls(gpu_name, path, [PlanTime.from_json(row) for row in rows])
 
-    @property
-    def problems(self) -> dict[Problem, None]:
-        """The problems that were measured, each once."""
-        return {time.problem: None for time in self.times}
+    def has(self, plan: Plan) -> bool:
+        """Whether a plan was measured."""
+        wanted = plan.problem, plan.config, plan.schedule.name
+        return any((one.problem, one.config, one.schedule) == wanted for one in self.times)
 
     def add(self, times: list[PlanTime]) -> None:
-        """Add the times of one problem and write all to disk."""
+        """Add times and write all to disk."""
         self.times += times
         rows = ",\n".join(json.dumps(time.to_json()) for time in self.times)
         head = json.dumps({"gpu": self.gpu_name, "sources": digest_of_sources(), "times": None})

@@ -1,5 +1,6 @@
 """A bar that shows how far a command has come."""
 
+import shutil
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ class Bar:
 
     def __init__(self, total: int, stream: TextIO | None, things: str = "kernels") -> None:
         self.total, self.done, self.stream, self.things = total, 0, stream, things
+        self.note, self.drawn = "", 0
         self.begin = time.perf_counter()
         self.lock = threading.Lock()
         if stream and total:
@@ -31,6 +33,13 @@ class Bar:
             if self.stream:
                 self.draw(self.stream)
 
+    def show(self, done: int, note: str) -> None:
+        """Draw so many as done, with a note behind the seconds."""
+        with self.lock:
+            self.done, self.note = done, note
+            if self.stream:
+                self.draw(self.stream)
+
     def end(self) -> None:
         """Leave the line of a bar that is not full."""
         if self.stream and self.done < self.total:
@@ -40,5 +49,9 @@ class Bar:
         full = BAR * self.done // self.total
         seconds = time.perf_counter() - self.begin
         line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} {self.things}, {seconds:.0f} s"
-        stream.write(f"\r{line}" + ("\n" if self.done == self.total else ""))
+        line += f": {self.note}" if self.note else ""
+        line = line[: shutil.get_terminal_size().columns - 1]
+        # Spaces cover what a longer line has left.
+        stream.write(f"\r{line:{self.drawn}}" + ("\n" if self.done == self.total else ""))
         stream.flush()
+        self.drawn = len(line)

@@ -162,7 +162,7 @@ def run_rounds(
     loaded_until = time.perf_counter() + regime.load_s
     while time.perf_counter() < loaded_until:
         for runner in runners.values():
-            run_block(runner, block_ms=50)
+            run_block(runner, min(regime.block_ms, 50))
     for _ in range(rounds):
         shuffle.shuffle(names)
         for name in names:

@@ -2,8 +2,11 @@
 
 import argparse
 import importlib.metadata
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic
 
 import torch
 
@@ -15,16 +18,18 @@ from fa3.problem import NO_BOUND, Problem
 from fa3.tools.info import driver_version
 from fa3.tools.models import PRESETS, SHORT_DTYPES
 from fa3.tools.plan_command import problem_of_shape
-from fa3.tools.plan_stopwatch import GpuStopwatch
+from fa3.tools.plan_stopwatch import GpuWorkbench
 from fa3.tools.plan_times import OF_TIMES, PlanTimes, alone
 from fa3.tools.progress import Bar, terminal
 from fa3.tools.recording import hopper_device
 from fa3.tools.tuning import (
     DEFAULT_MODELS,
-    Stopwatch,
+    Budget,
+    Measuring,
     Tuning,
+    Workbench,
     fit_times,
-    measure_shapes,
+    in_turn,
     plans_to_measure,
     shapes_of,
 )
@@ -40,7 +45,7 @@ def tune_here(options: argparse.Namespace) -> None:
     if options.forget:
         forget(gpu_of(device))
     else:
-        tune(options, gpu_of(device), GpuStopwatch(device))
+        tune(options, gpu_of(device), GpuWorkbench(device))
 
 
 def forget(gpu: Gpu) -> None:
@@ -51,48 +56,94 @@ def forget(gpu: Gpu) -> None:
     print(f"the planner takes the costs that come with fa3 for a {gpu.name}")
 
 
-def tune(options: argparse.Namespace, gpu: Gpu, stopwatch: Stopwatch) -> None:
-    """Measure what is not measured yet, fit to all that was, and keep the costs."""
+def tune(
+    options: argparse.Namespace,
+    gpu: Gpu,
+    bench: Workbench,
+    clock: Callable[[], float] = monotonic,
+) -> None:
+    """Measure what is not measured yet within the budget, fit to all that was, keep the costs."""
+    budget = Budget(options.budget, clock)
     problems = problems_to_tune(options)
-    try:
-        with alone(gpu.name):
-            record = PlanTimes.read(gpu.name)
-            left = measure(problems, gpu, record, stopwatch, options.budget)
-            print(f"Times    {len(record.times):,}; a fit takes up to a minute", flush=True)
+    with alone(gpu.name):
+        record = PlanTimes.read(gpu.name)
+        try:
+            work = measure(problems, gpu, record, bench, budget)
+        except KeyboardInterrupt:
+            sys.exit(
+                f"fa3: interrupted; {counted(len(record.times), 'time')} kept. The same command "
+                "goes on where this one stopped"
+            )
+        if record.times:
+            print(f"Times    {len(record.times):,}", flush=True)
             keep_better(gpu, fit_times(gpu, record.times, versions()))
-    except KeyboardInterrupt:
-        sys.exit("fa3: interrupted; the same command goes on where this one stopped")
-    if left:
-        print(f"{counted(left, 'shape')} left: the same command goes on")
+    if work.todo and not work.measured:
+        sys.exit(
+            f"fa3: the budget of {budget.seconds:g} s ended before any plan was measured: "
+            f"{counted(len(work.absent), 'kernel')} not compiled yet. What is compiled is kept: "
+            f"the same command goes on, better with --budget {longer(budget.seconds)}s"
+        )
+    if work.todo:
+        print(f"{counted(len(work.todo), 'plan')} left: the same command goes on")
+    elif work.failed and not work.measured:
+        sys.exit("fa3: no plan could be measured, since no kernel could be compiled")
+
+
+def longer(seconds: float) -> int:
+    """A budget to try after one that was too short: enough for a kernel on a slow machine."""
+    return math.ceil(max(60.0, 3 * seconds))
 
 
 def measure(
-    problems: list[Problem], gpu: Gpu, record: PlanTimes, stopwatch: Stopwatch, budget_s: float
-) -> int:
-    """Add the times of problems that a record does not have; return how many are left."""
-    pending = [problem for problem in problems if problem not in record.problems]
+    problems: list[Problem], gpu: Gpu, record: PlanTimes, bench: Workbench, budget: Budget
+) -> Measuring:
+    """Add the times of plans that a record does not have; tell what is left."""
+    plans = in_turn([plans_to_measure(problem, gpu) for problem in problems])
+    pending = [plan for plan in plans if not record.has(plan)]
+    work = Measuring(pending, record, bench, budget)
     print(f"GPU      {gpu.name}, {gpu.num_sms} SMs")
-    print(f"Shapes   {len(problems)}, {len(problems) - len(pending)} of them measured before")
-    plans = [plans_to_measure(problem, gpu) for problem in pending]
-    stopwatch.prepare([plan for of_shape in plans for plan in of_shape])
-    bar = Bar(len(pending), terminal(), "shapes")
-    done = measure_shapes(plans, record, stopwatch, budget_s, bar.advance)
-    bar.end()
-    return len(pending) - done
+    print(
+        f"Plans    {len(plans)} of {counted(len(problems), 'shape')}, "
+        f"{len(plans) - len(pending)} of them measured before"
+    )
+    print(f"Kernels  {len(work.absent)} to compile", flush=True)
+    bar = Bar(len(pending), terminal(), "plans")
+
+    def tell() -> None:
+        compiling = f", {counted(len(work.absent), 'kernel')} left" if work.absent else ""
+        bar.show(work.measured, f"{budget}{compiling}")
+
+    if pending:
+        try:
+            work.run(tell)
+        finally:
+            bar.end()
+            print(f"Spent    {budget}")
+    if work.failed:
+        print(
+            f"Failed   {counted(len(work.failed), 'plan')} left out: what is printed above says "
+            "why kernels did not compile"
+        )
+    return work
 
 
 def keep_better(gpu: Gpu, tuning: Tuning) -> None:
     """Tell how good a fit is, and keep its costs unless those that come with fa3 are better."""
     print(f"Fit      {counted(tuning.cells, 'shape')}; error {tuning.accuracy}")
     print(
-        f"Choice   {tuning.regret:.1%} slower than the best plan on average; "
-        f"{tuning.shipped_regret:.1%} by the costs that come with fa3"
+        f"Choice   {slower(tuning.regret)}; by the costs that come with fa3 "
+        f"{slower(tuning.shipped_regret)}"
     )
     if tuning.regret > tuning.shipped_regret + WORSE:
         tuned_path(gpu.name).unlink(missing_ok=True)
         print("Costs    not kept: those that come with fa3 choose better")
     else:
         print(f"Costs    {keep_costs(tuning.costs)}, for processes that start from now on")
+
+
+def slower(regret: float) -> str:
+    """What choices take beside the best measured plans; they may not be measured themselves."""
+    return "not measured yet" if math.isnan(regret) else f"{regret:.1%} slower than the best"
 
 
 def problems_to_tune(options: argparse.Namespace) -> list[Problem]:

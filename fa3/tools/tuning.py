@@ -1,15 +1,17 @@
 """Tunes the planner to a GPU: measures the candidates for some shapes, and fits the cost model.
 
-`fa3.tools.tune_command` calls `measure_shapes`, which adds to a record of times, and `fit_times`,
-which fits to all of it. The fit starts from the costs that come with fa3: tiles that were measured
-get times of their own, the others are scaled as these are.
+`fa3.tools.tune_command` measures through `Measuring`, which adds to a record of times, and fits
+to all of it by `fit_times`. The fit starts from the costs that come with fa3: tiles that were
+measured get times of their own, the others are scaled as these are.
 """
 
+import contextlib
 import datetime
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from fa3.planning.costs import Costs
@@ -20,12 +22,16 @@ from fa3.planning.observation import Observation
 from fa3.planning.plan import Plan
 from fa3.planning.planner import CHOICES, candidates, plan_forward
 from fa3.problem import AttentionSpec, Problem
+from fa3.running.compiler import Kernel
 from fa3.scores.masks import Band
 from fa3.tools.models import Model
 from fa3.tools.plan_times import PlanTime, PlanTimes, digest_of_sources
 
 HOPELESS = 1.5
 """Candidates that are predicted to take so many times the best one's time are not measured."""
+
+FIRST_S = 0.3
+"""Seconds that measuring a plan is expected to take before one was measured."""
 
 TUNED_SIZES = (
     (1, 4096, 4096), (1, 1024, 1024), (4, 2048, 2048), (1, 128, 4096), (1, 16384, 16384),
@@ -58,54 +64,172 @@ def shapes_of(models: Iterable[Model]) -> list[Problem]:
 
 
 def plans_to_measure(problem: Problem, gpu: Gpu) -> list[Plan]:
-    """The candidates that the planner considers for a problem, without hopeless ones."""
+    """The candidates for a problem, without hopeless ones: the planner's choice, then what it
+    compared that with, then others, which tell of their tiles; the fastest by its costs first."""
     found = candidates(problem, gpu, schedules=CHOICES)
     limit = HOPELESS * min(one.prediction.mean_us for one in found)
-    hopeful = (one for one in found if one.prediction.mean_us <= limit)
-    return [plan_forward(problem, gpu, one.config, one.schedule) for one in hopeful]
+    choice = plan_forward(problem, gpu)
+    compared = {(one.config, one.schedule) for one in choice.considered}
+
+    def rank(plan: Plan) -> tuple[bool, bool]:
+        kind = plan.config, plan.schedule.name
+        return plan.name != choice.name, kind not in compared
+
+    ranked = sorted(found, key=lambda one: one.prediction.mean_us)
+    hopeful = (one for one in ranked if one.prediction.mean_us <= limit)
+    plans = (plan_forward(problem, gpu, one.config, one.schedule) for one in hopeful)
+    return sorted(plans, key=rank)
+
+
+def in_turn(plans: Iterable[Sequence[Plan]]) -> list[Plan]:
+    """The plans of all problems: the best of each, then the second best of each, and so on."""
+    rows = itertools.zip_longest(*plans)
+    return [plan for row in rows for plan in row if plan is not None]
 
 
 # -------------------------------------------------------------------------------------- measure
 
 
-class Stopwatch(Protocol):
-    """Measures plans; on a GPU that is `fa3.tools.plan_stopwatch.GpuStopwatch`."""
+class Compilers(Protocol):
+    """Processes that compile, such as `fa3.tools.compile_pool.CompilePool`."""
 
-    def prepare(self, plans: Sequence[Plan]) -> None:
-        """Do what takes time and is not to be measured, such as compiling."""
+    def next_done(self, timeout_s: float | None = None) -> Kernel | None:
+        """A kernel that was tried, each once; None if none was within the time."""
+
+
+class Workbench(Protocol):
+    """Compiles and times plans; on a GPU that is `fa3.tools.plan_stopwatch.GpuWorkbench`."""
+
+    def has(self, kernel: Kernel) -> bool:
+        """Whether a kernel is there to be run."""
+
+    def compilers(self, kernels: Sequence[Kernel]) -> contextlib.AbstractContextManager[Compilers]:
+        """Begin to compile kernels, the first ones first; what is not done in the end is left."""
 
     def measure(self, plans: Sequence[Plan]) -> list[PlanTime]:
         """Time some plans of one problem, in both regimes."""
 
 
-def measure_shapes(
-    plans: Sequence[Sequence[Plan]],
-    record: PlanTimes,
-    stopwatch: Stopwatch,
-    budget_s: float,
-    advance: Callable[[], None],
-) -> int:
-    """Measure plans, shape by shape, and add their times to the record.
+@dataclass
+class Budget:
+    """Seconds that may be spent from now on, and on what they were.
 
-    Args:
-        plans: those of each shape.
-        budget_s: seconds to measure for; a shape that would probably end later is not begun, but
-            one shape is measured in any case.
-        advance: called after each shape.
-
-    Returns:
-        how many shapes were measured.
+    Fields:
+        clock: gives seconds.
+        waited_s, measured_s: spent waiting for kernels that are compiled, and measuring.
     """
-    begin, longest, done = time.monotonic(), 0.0, 0
-    for found in plans:
-        start = time.monotonic()
-        if done and start - begin + longest > budget_s:
-            break
-        record.add(stopwatch.measure(found))
-        longest = max(longest, time.monotonic() - start)
-        done += 1
-        advance()
-    return done
+
+    seconds: float
+    clock: Callable[[], float] = time.monotonic
+    waited_s: float = 0.0
+    measured_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begin = self.clock()
+
+    @property
+    def left_s(self) -> float:
+        return self.begin + self.seconds - self.clock()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is inside as waiting for kernels."""
+        begin = self.clock()
+        try:
+            yield
+        finally:
+            self.waited_s += self.clock() - begin
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Count what is inside as measuring."""
+        begin = self.clock()
+        try:
+            yield
+        finally:
+            self.measured_s += self.clock() - begin
+
+    def __str__(self) -> str:
+        return f"{self.waited_s:.1f} s compiling, {self.measured_s:.1f} s measuring"
+
+
+class Job(NamedTuple):
+    """A plan to measure, and the kernels that it launches."""
+
+    plan: Plan
+    kernels: frozenset[Kernel]
+
+
+class Measuring:
+    """Measures plans while the kernels of others are compiled.
+
+    Attributes:
+        todo: what is not measured yet; the first come first, as far as their kernels are there.
+        absent: kernels that were not there and are not tried yet.
+        failed: plans that have a kernel which did not compile.
+        measured: how many plans were measured.
+        plan_s: the longest that a plan took.
+    """
+
+    def __init__(
+        self, plans: Iterable[Plan], record: PlanTimes, bench: Workbench, budget: Budget
+    ) -> None:
+        self.record, self.bench, self.budget = record, bench, budget
+        self.todo = [
+            Job(plan, frozenset(launch.kernel for launch in plan.launches())) for plan in plans
+        ]
+        # In the order in which plans need them.
+        needed = dict.fromkeys(one.kernel for job in self.todo for one in job.plan.launches())
+        self.absent = {kernel: None for kernel in needed if not bench.has(kernel)}
+        self.failed: list[Plan] = []
+        self.measured, self.plan_s = 0, FIRST_S
+
+    def run(self, tell: Callable[[], None]) -> None:
+        """Measure until nothing is left or the budget is spent; whatever ends this, the record has
+        what was measured.
+
+        Args:
+            tell: called when something was compiled or measured, and every second.
+        """
+        with self.bench.compilers(tuple(self.absent)) as compilers:
+            while self.todo and self.budget.left_s > 0:
+                tell()
+                while self.absent and (kernel := compilers.next_done(0)) is not None:
+                    self.take_in(kernel)
+                ready = [job for job in self.todo if not job.kernels & self.absent.keys()]
+                if not ready:
+                    with self.budget.waiting():
+                        kernel = compilers.next_done(max(0.0, min(1.0, self.budget.left_s)))
+                    if kernel is not None:
+                        self.take_in(kernel)
+                elif some := self.that_fit(ready):
+                    self.measure(some)
+                else:
+                    break
+            tell()
+
+    def take_in(self, kernel: Kernel) -> None:
+        """A kernel was tried: if it is not there now, leave out what needs it."""
+        del self.absent[kernel]
+        if not self.bench.has(kernel):
+            self.failed += [job.plan for job in self.todo if kernel in job.kernels]
+            self.todo = [job for job in self.todo if kernel not in job.kernels]
+
+    def that_fit(self, ready: list[Job]) -> list[Job]:
+        """What to measure next: plans of the first problem, as many as the budget has time for;
+        one in any case if none was measured yet."""
+        count = max(int(self.budget.left_s / self.plan_s), 0 if self.measured else 1)
+        problem = ready[0].plan.problem
+        return [job for job in ready if job.plan.problem == problem][:count]
+
+    def measure(self, jobs: list[Job]) -> None:
+        begin = self.budget.clock()
+        with self.budget.measuring():
+            self.record.add(self.bench.measure([job.plan for job in jobs]))
+        self.todo = [job for job in self.todo if job not in jobs]
+        seconds = (self.budget.clock() - begin) / len(jobs)
+        self.plan_s = max(seconds, self.plan_s if self.measured else 0.0)
+        self.measured += len(jobs)
 
 
 # ------------------------------------------------------------------------------------------ fit

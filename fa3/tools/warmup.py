@@ -8,10 +8,8 @@ disk. No GPU is needed.
 import contextlib
 import itertools
 import os
-import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +32,7 @@ from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
-from fa3.tools.compile_worker import compile_in, worker
+from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
 from fa3.tools.progress import Bar, terminal
 
@@ -323,18 +321,8 @@ def append_kernels(
 
 
 def compile_all(kernels: list[Kernel], processes: int, advance: Callable[[], None]) -> None:
-    """Compile kernels in so many processes, and tell of each when it is done."""
-    waiting: queue.SimpleQueue[Kernel] = queue.SimpleQueue()
-    for kernel in kernels:
-        waiting.put(kernel)
-
-    def work() -> None:
-        with worker() as process, contextlib.suppress(queue.Empty):
-            while compile_in(process, waiting.get_nowait()):
-                advance()
-
-    count = min(processes, len(kernels))
-    if count:
-        with ThreadPoolExecutor(count) as pool:
-            for future in [pool.submit(work) for _ in range(count)]:
-                future.result()
+    """Compile kernels in so many processes, and tell of each when it was tried."""
+    with CompilePool(kernels, processes) as pool:
+        for _ in kernels:
+            pool.next_done()
+            advance()
