@@ -32,6 +32,7 @@ from fa3.calls.cache_call import (
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
+from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.latest import Latest
 from fa3.calls.mixed import PreparedMixed
 from fa3.calls.modifiers import check_softcap
@@ -57,7 +58,11 @@ from fa3.calls.options import (
     reject_unsupported,
 )
 from fa3.calls.ragged import MOST_RAGGED_ROWS, check_ragged_out, hide_all_keys_of_packed
-from fa3.calls.scheduler_metadata import SchedulerMetadata, check_is_metadata
+from fa3.calls.scheduler_metadata import (
+    PackedMetadata,
+    SchedulerMetadata,
+    check_is_metadata,
+)
 from fa3.calls.traced import trace_cached
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
 from fa3.planning.gpu import H200
@@ -143,7 +148,7 @@ def flash_attn_with_kvcache(
     attention_chunk: int | None = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    scheduler_metadata: SchedulerMetadata | None = None,
+    scheduler_metadata: SchedulerMetadata | PackedMetadata | None = None,
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
@@ -213,7 +218,8 @@ def flash_attn_with_kvcache(
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none.
         rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
             i + rotary_dim / 2 do (GPT-NeoX).
-        scheduler_metadata: how to run, from `get_scheduler_metadata`.
+        scheduler_metadata: how to run, from `get_scheduler_metadata`; with cu_seqlens_q made for
+            the lengths of this call.
         num_splits: parts into which the keys of a sequence are cut; by default as suits the GPU.
             The result does not depend on it but for rounding.
         pack_gqa: the query heads of a key/value head always share its reads: None or True.
@@ -283,6 +289,14 @@ def flash_attn_with_kvcache(
     window_size = as_pair(window_size)
     if k is None and v is None:
         cu_seqlens_k_new = None
+    known = None
+    if scheduler_metadata is not None:
+        check_is_metadata(scheduler_metadata)
+        if type(scheduler_metadata) is PackedMetadata:
+            scheduler_metadata.check(has_packed_keys=False)
+            if cu_seqlens_q is None:
+                raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
+            known, scheduler_metadata = scheduler_metadata.lengths, scheduler_metadata.calls
     if is_traced(q):
         for name, given in (("cu_seqlens_q", cu_seqlens_q), ("rotary_seqlens", rotary_seqlens)):
             if given is not None:
@@ -301,8 +315,6 @@ def flash_attn_with_kvcache(
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
         rotary_seqlens, alibi_slopes, sinks, out,
     )  # fmt: skip
-    if scheduler_metadata is not None:
-        check_is_metadata(scheduler_metadata)
     latest = latest_cache_call(
         max_seqlen_q, causal, window_size, softcap, rotary_interleaved, num_splits,
         batch_invariant, sm_margin, scheduler_metadata,
@@ -324,13 +336,18 @@ def flash_attn_with_kvcache(
         length = call.description.capacity
     if cu_seqlens_q is not None and q.shape[0] > call.most_queries:
         check_total(call, describe("q", q))
+    if known is not None:
+        longest = max_seqlen_q, call.description.capacity
+        known.check_fit(
+            "scheduler_metadata", call.description.batch, (q.shape[0], known.end_k), longest
+        )
     if call.append is not None or out is not None:
         check_written(call, tensors, begins)
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
         (
             cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
             cu_seqlens_q, rotary_seqlens,
-        ) = integers_on_device(call, tensors, length)  # fmt: skip
+        ) = integers_on_device(call, tensors, length, known)  # fmt: skip
     rotated = None
     if out is None:
         out = call.output.allocate(q)
@@ -350,9 +367,10 @@ def flash_attn_with_kvcache(
             rotated,
         )  # fmt: skip
     if call.decode is not None and (cu_seqlens_q is None or q.shape[0]):
+        of_lengths = () if known is None or not isinstance(call.decode, PreparedMixed) else (known,)
         call.decode.attend(
             q, k_cache, v_cache, out, lse, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, alibi_slopes, sinks, cu_seqlens_q, scale, seqlen_new,
+            page_table, alibi_slopes, sinks, cu_seqlens_q, scale, seqlen_new, *of_lengths,
         )  # fmt: skip
     elif cu_seqlens_q is None:
         hide_all_keys(out, lse, sinks)
@@ -535,11 +553,13 @@ def integers_on_device(
     call: PreparedCacheCall,
     tensors: tuple[torch.Tensor | None, ...],
     length: int | None,
+    known: KnownLengths | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Check what the host can see of the int32 tensors, and bring them to q's device.
 
     Args:
         length: of each sequence; None if cache_seqlens says it.
+        known: what the lengths with new tokens should be, if there is metadata that says so.
 
     Raises:
         ValueError, RuntimeError: see `check_values` and `values_on_host`.
@@ -552,6 +572,11 @@ def integers_on_device(
     description = call.description._replace(q=Operand(*describe("q", tensors[0])))
     values = values_on_host(description, integers)
     check_values(description, values, call.query_step)
+    if known is not None:
+        keys = None
+        if not (values.seqlens is None or values.counts is None):
+            keys = [a + b for a, b in zip(values.seqlens, values.counts, strict=True)]
+        known.check_same("scheduler_metadata", values.query_ends, keys)
     return tuple(
         on_device(name, value, description) for name, value in zip(INTEGERS, integers, strict=True)
     )

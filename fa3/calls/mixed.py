@@ -12,6 +12,7 @@ from fa3.calls import decode
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import PreparedDecode, cache_layout, modifiers_of, spec_of_call
 from fa3.calls.devices import gpu_of
+from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.varlen_gpu import PreparedVarlen, Short, prepare_alone
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
@@ -43,24 +44,33 @@ class PreparedMixed:
 
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-        softmax_scale: float, seqlen_new: int = 0,
+        softmax_scale: float, seqlen_new: int = 0, known: KnownLengths | None = None,
     ) -> None:  # fmt: skip
-        """As `PreparedDecode.attend`, but `seqlens` says all keys: `seqlen_new` is 0."""
+        """As `PreparedDecode.attend`, but `seqlens` says all keys: `seqlen_new` is 0.
+
+        Args:
+            known: the lengths, if the host knows them; they fit the call.
+        """
         modifiers = modifiers_of(slopes, sinks)
+        has_short = known is None or known.fewest_q <= self.most_short
         if self.long is None:
             given = q, k, v, out, lse, seqlens, None, None, page_table, slopes, sinks, ends
             execute_prefill(
                 self.plan, self.window, CacheOperands(*given), self.most_short, softmax_scale,
                 modifiers,
             )  # fmt: skip
-            self.short.attend(*given, softmax_scale)
+            if has_short:
+                self.short.attend(*given, softmax_scale)
             return
         operands = RaggedOperands(q, k, v, out, lse, ends, None, None, seqlens)
-        given = operands, self.capacity, modifiers, softmax_scale, page_table
-        short = Short(self.most_short, lambda table: self.short.start(*given, table))
+        short = None
+        if has_short:
+            given = operands, self.capacity, modifiers, softmax_scale, page_table
+            short = Short(self.most_short, lambda table: self.short.start(*given, table))
         self.long.launch(
-            operands, self.capacity, self.capacity, modifiers, softmax_scale, short, page_table
-        )
+            operands, self.capacity, self.capacity, modifiers, softmax_scale, short, page_table,
+            None, known,
+        )  # fmt: skip
 
 
 def prepare_attention(

@@ -1,11 +1,13 @@
-"""How the attention of one decoding step is cut, decided once for all layers of a model.
+"""How the attention of one step is run, decided once for all layers of a model.
 
 The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
-the host can add, where it knows the lengths, is that cutting does not pay: whole tiles need no
-workspace and no merge.
+the host can add, where it knows the lengths: of equal queries on a cache, that cutting does not
+pay, since whole tiles need no workspace and no merge; of packed queries, the table of tiles
+(`fa3.calls.known_lengths`), which each call would have to have made by a kernel.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,16 +16,25 @@ import torch
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.cache_call import LENGTHS, check_leftpads
 from fa3.calls.devices import gpu_of, reserve_sms
+from fa3.calls.known_lengths import KnownLengths, host_ends, host_integers
+from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsupported
+from fa3.calls.ragged import INTEGERS_OF_LENGTHS, MOST_RAGGED_ROWS
+from fa3.calls.varlen_call import plan_varlen
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
+from fa3.planning.host_table import TableKind
+from fa3.planning.ragged import RaggedPlan
+from fa3.planning.short_queries import short_queries
 from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import Pieces
-from fa3.scores.masks import Band, Sequence
+from fa3.scores.masks import Band
+from fa3.scores.masks import Sequence as SequenceOfMask
 
 MERGE_BYTES = 100_000
 """What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
@@ -79,10 +90,47 @@ class SchedulerMetadata:
         return 1 if whole else self.num_splits, self.sm_margin
 
 
+@dataclass(slots=True, eq=False)
+class PackedMetadata:
+    """What calls on packed queries of the same lengths have in common.
+
+    Fields:
+        calls: what they have in common whatever the lengths are.
+        has_packed_keys: whether keys are packed too, not in a cache.
+        lengths: None if they are on a GPU.
+        fitting: what the latest call led to that was found to be one of these calls.
+    """
+
+    calls: SchedulerMetadata
+    has_packed_keys: bool
+    lengths: KnownLengths | None
+    fitting: object = None
+
+    def check(self, has_packed_keys: bool | None = None, **of_call) -> None:
+        """Raise ValueError unless a call is what this was made for."""
+        if has_packed_keys not in (None, self.has_packed_keys):
+            made, came = ("packed keys", "a cache")[:: 1 if self.has_packed_keys else -1]
+            raise ValueError(f"scheduler_metadata was made for {made}, the call has {came}")
+        self.calls.check(**of_call)
+
+
 def check_is_metadata(metadata: object) -> None:
-    if not isinstance(metadata, SchedulerMetadata):
+    if not isinstance(metadata, SchedulerMetadata | PackedMetadata):
         came = type(metadata).__name__
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
+
+
+def check_packed_metadata(metadata: object, sm_margin: int) -> int:
+    """Raise unless this is of packed queries.
+
+    Returns:
+        the sm_margin of a call that has this one.
+    """
+    check_is_metadata(metadata)
+    if not isinstance(metadata, PackedMetadata):
+        raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
+    _, sm_margin = metadata.calls.options(0, sm_margin, False)
+    return sm_margin
 
 
 def get_scheduler_metadata(
@@ -92,10 +140,10 @@ def get_scheduler_metadata(
     num_heads_q: int,
     num_heads_kv: int,
     headdim: int,
-    cache_seqlens: int | torch.Tensor,
+    cache_seqlens: int | torch.Tensor | None,
     qkv_dtype: torch.dtype = torch.bfloat16,
     headdim_v: int | None = None,
-    cu_seqlens_q: None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     page_size: int | None = None,
@@ -107,22 +155,36 @@ def get_scheduler_metadata(
     num_splits: int = 0,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-) -> SchedulerMetadata:
-    """Decide how calls of `flash_attn_with_kvcache` are run; made once, for all layers.
+    *,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+) -> SchedulerMetadata | PackedMetadata:
+    """Decide how calls of `flash_attn_with_kvcache` or `flash_attn_varlen_func` are run; made once,
+    for all layers.
 
-    A call checks that it is what this was made for. Where num_splits is 0 and cache_seqlens is on
-    the CPU, finds out whether whole tiles keep the SMs as busy as tiles that are cut and merged;
-    then the calls run without workspace and merge. Lengths on a GPU are not read, but with
-    FA3_ASSERTIONS=1, as in the call, to be checked only. When a call comes the lengths may have
-    changed: that can cost time, but does not change what is computed.
+    A call checks that it is what this was made for. Lengths on a GPU are not read, but with
+    FA3_ASSERTIONS=1, as in the call, to be checked only.
+
+    Without cu_seqlens_q: where num_splits is 0 and cache_seqlens is on the CPU, finds out whether
+    whole tiles keep the SMs as busy as tiles that are cut and merged; then the calls run without
+    workspace and merge. When a call comes the lengths may have changed: that can cost time, but
+    does not change what is computed.
+
+    With cu_seqlens_q, for packed queries, and all lengths on the CPU: makes the table of tiles,
+    longest first, and copies it to the current GPU, so that no call has to make one, and sees which
+    kernels there is work for. When a call comes the lengths on the GPU must be these: otherwise the
+    result is undefined, though nothing outside of the tensors is read or written, and it is an
+    error where the call sees the lengths. So a CUDA graph that is to serve other lengths is
+    captured without. Calls on any streams may use it at the same time.
 
     Args:
         batch_size: sequences.
-        max_seqlen_q: queries of a sequence.
+        max_seqlen_q: queries of a sequence; with cu_seqlens_q the most.
         max_seqlen_k: longest length that a sequence may have in these calls.
         num_heads_q, num_heads_kv: heads of q and of the cache.
         headdim: columns of q and k_cache: a multiple of 8 up to 256.
-        cache_seqlens: int or (batch_size,) int32, as in the call.
+        cache_seqlens: int or (batch_size,) int32, as in the call. With cu_seqlens_k the call's
+            seqused_k, or None.
         qkv_dtype: torch.bfloat16 or torch.float16.
         headdim_v: columns of v_cache, like headdim, which it is if not given.
         cu_seqlens_k_new: as in the call.
@@ -132,7 +194,9 @@ def get_scheduler_metadata(
         causal, window_size, num_splits, pack_gqa, sm_margin: as in the call.
         has_softcap: whether the call has a softcap.
         attention_chunk: 0 or None, which are the same: no chunks.
-        cu_seqlens_q: in the signature for compatibility; anything but None is not supported.
+        cu_seqlens_q: (batch_size + 1,) int32, as in the call, where queries are packed.
+        cu_seqlens_k: like cu_seqlens_q, where keys are packed too.
+        seqused_q: (batch_size,) int32, as in the call on packed keys.
 
     Returns:
         What the calls' scheduler_metadata takes.
@@ -143,7 +207,7 @@ def get_scheduler_metadata(
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
-    reject_unsupported(attention_chunk, pack_gqa, has_packing=True, cu_seqlens_q=cu_seqlens_q)
+    reject_unsupported(attention_chunk, pack_gqa, has_packing=True)
     causal, has_softcap = flag("causal", causal), flag("has_softcap", has_softcap)
     headdim_v = headdim if headdim_v is None else headdim_v
     sizes = (
@@ -182,9 +246,10 @@ def get_scheduler_metadata(
     group, rest = divmod(num_heads_q, num_heads_kv)
     if rest:
         raise ValueError(f"num_heads_q must be a multiple of {num_heads_kv}, got {num_heads_q}")
-    Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check(
-        "batch_size, max_seqlen_q and the heads"
-    )
+    if cu_seqlens_q is None:
+        Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check(
+            "batch_size, max_seqlen_q and the heads"
+        )
     if not isinstance(qkv_dtype, torch.dtype) or qkv_dtype not in DTYPES:
         raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {qkv_dtype}")
     window = check_window(as_pair(window_size), causal)
@@ -193,9 +258,19 @@ def get_scheduler_metadata(
         qkv_dtype, page_size, window, has_softcap, num_splits, sm_margin,
     )  # fmt: skip
     gpu = reserve_sms(gpu_of_calls(cache_seqlens), sm_margin)
+    for name, tensor in (("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
+        if tensor is not None and cu_seqlens_q is None:
+            raise ValueError(f"{name} must be None without cu_seqlens_q")
+    if cu_seqlens_k is not None:
+        integers = cu_seqlens_q, cu_seqlens_k, seqused_q, cache_seqlens
+        return metadata_of_packed(metadata, integers, max_seqlen_k, gpu)
     lengths = host_lengths(
         batch_size, cache_seqlens, cu_seqlens_k_new, cache_leftpad, max_seqlen_k_new, max_seqlen_k
     )
+    if cu_seqlens_q is not None:
+        if seqused_q is not None:
+            raise ValueError("seqused_q must be None without cu_seqlens_k")
+        return metadata_of_cache(metadata, cu_seqlens_q, lengths, max_seqlen_k, gpu)
     if lengths is None:
         return metadata
     tensors = cache_seqlens, cu_seqlens_k_new, cache_leftpad
@@ -205,7 +280,100 @@ def get_scheduler_metadata(
     return replace(metadata, keeps_tiles_whole=whole_tiles_suffice(metadata, lengths, gpu.num_sms))
 
 
-def gpu_of_calls(cache_seqlens: int | torch.Tensor) -> Gpu:
+def metadata_of_packed(
+    calls: SchedulerMetadata,
+    integers: tuple[torch.Tensor | None, ...],
+    max_seqlen_k: int,
+    gpu: Gpu,
+) -> PackedMetadata:
+    """Metadata of calls whose queries and keys are packed.
+
+    Args:
+        integers: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k.
+        gpu: without the SMs that are reserved.
+    """
+    if calls.page_size is not None:
+        raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
+    if calls.num_splits > 1:
+        raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
+    ends_q, ends_k, used_q, used_k = on_host(INTEGERS_OF_LENGTHS, integers, calls.batch)
+    if ends_q is None or ends_k is None:
+        return PackedMetadata(calls, True, None)
+    lengths = KnownLengths.packed(ends_q, ends_k, used_q, used_k)
+    rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
+    lengths.check_fit("cu_seqlens_q", calls.batch, rows, (calls.seqlen_q, max_seqlen_k))
+    window = calls.window.tighten(*rows)
+    structure = structure_of(float(calls.has_softcap), None, None, window.right == 0)
+    spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
+    call = plan_varlen(
+        spec, structure, window, calls.heads_q, calls.heads_kv, used_q is not None,
+        used_k is not None, gpu, calls.sm_margin,
+    )  # fmt: skip
+    upload(lengths, call.table_kind(lengths, calls.heads_q, calls.heads_kv))
+    return PackedMetadata(calls, True, lengths)
+
+
+def metadata_of_cache(
+    calls: SchedulerMetadata,
+    cu_seqlens_q: torch.Tensor,
+    keys: list[int] | None,
+    max_seqlen_k: int,
+    gpu: Gpu,
+) -> PackedMetadata:
+    """Metadata of calls whose queries are packed and whose keys are in a cache.
+
+    Args:
+        keys: of each sequence, with new tokens; None if they are not to be seen.
+        gpu: without the SMs that are reserved.
+    """
+    (ends_q,) = on_host(("cu_seqlens_q",), (cu_seqlens_q,), calls.batch)
+    if ends_q is None or keys is None:
+        return PackedMetadata(calls, False, None)
+    lengths = KnownLengths.cached(ends_q, np.array(keys, np.int64))
+    rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
+    lengths.check_fit("cu_seqlens_q", calls.batch, rows, (calls.seqlen_q, max_seqlen_k))
+    group = calls.heads_q // calls.heads_kv
+    window = calls.window.tighten(calls.seqlen_q, max_seqlen_k)
+    structure = structure_of(float(calls.has_softcap), None, None, window.right == 0)
+    spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
+    plan = RaggedPlan(spec, False, False, gpu, CacheLayout(calls.page_size or 0))
+    most = short_queries(group)
+    if calls.seqlen_q > most and plan.finds_keys:
+        upload(lengths, plan.table_kind(window, most if lengths.fewest_q <= most else 0, group))
+    return PackedMetadata(calls, False, lengths)
+
+
+def on_host(
+    names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int
+) -> list[np.ndarray | None]:
+    """What lies in integer tensors, ends of sequences first; nothing if one is on a GPU."""
+    for name, tensor in zip(names, tensors, strict=True):
+        operand = operand_of(describe_unaligned(name, tensor))
+        if operand is not None:
+            entries = batch + name.startswith("cu_seqlens")
+            check_dtype(name, operand, torch.int32)
+            check_shape(name, operand, (entries,), "batch_size")
+    if not all(tensor is None or tensor.is_cpu for tensor in tensors):
+        return [None] * len(tensors)
+    return [
+        None if tensor is None
+        else host_ends(name, tensor, batch) if name.startswith("cu_seqlens")
+        else host_integers(name, tensor, (batch,))
+        for name, tensor in zip(names, tensors, strict=True)
+    ]  # fmt: skip
+
+
+def upload(lengths: KnownLengths, kind: TableKind | None) -> None:
+    """Make a table on the current GPU, if there is one and it can be copied there."""
+    if (
+        kind is not None
+        and torch.cuda.is_available()
+        and (not torch.cuda.is_current_stream_capturing())
+    ):
+        lengths.upload(kind, torch.device("cuda", torch.cuda.current_device()))
+
+
+def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:
     """The GPU of the calls: that of the lengths, else the current one."""
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type == "cuda":
         return gpu_of(cache_seqlens.device)
@@ -292,7 +460,9 @@ def most_of_whole_tiles(
     """Key blocks of the CTA that has the most if tiles stay whole, and those of all CTAs."""
     mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
     blocks = (
-        mask.key_blocks(0, sizes.seqlen_q, TILE_N, Sequence(sizes.seqlen_q, max(0, n), window))
+        mask.key_blocks(
+            0, sizes.seqlen_q, TILE_N, SequenceOfMask(sizes.seqlen_q, max(0, n), window)
+        )
         for n in lengths
     )
     of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)

@@ -7,16 +7,18 @@ nothing of it is remembered. CPU tensors go to the reference.
 
 import functools
 import re
+from dataclasses import replace
 
 import torch
 
 from fa3.calls import operators, varlen_gpu
-from fa3.calls.assertions import is_visible
+from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.autograd import NO_DROPOUT, check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
+from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.latest import Latest
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
@@ -43,13 +45,12 @@ from fa3.calls.ragged import (
     pose_packed,
     tokens_of,
 )
+from fa3.calls.scheduler_metadata import PackedMetadata, check_packed_metadata
 from fa3.calls.traced import trace_packed
 from fa3.calls.varlen_autograd import attend_packed
-from fa3.calls.varlen_call import RaggedCall
+from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.gpu import H200
-from fa3.planning.joined import JoinedPlan, PackedSizes
-from fa3.planning.ragged import RaggedPlan
-from fa3.planning.short_queries import ShortPlan
+from fa3.planning.joined import PackedSizes
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.varlen import PackedLengths, RaggedOperands
 from fa3.scores.masks import Mask
@@ -97,6 +98,11 @@ def flash_attn_varlen_func(
     page_table: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
+    scheduler_metadata: PackedMetadata | None = None,
+    cu_seqlens_q_cpu: torch.Tensor | None = None,
+    cu_seqlens_k_cpu: torch.Tensor | None = None,
+    seqused_q_cpu: torch.Tensor | None = None,
+    seqused_k_cpu: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
 
@@ -157,6 +163,14 @@ def flash_attn_varlen_func(
             calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
             finds there; score, mask, seqused_q and dropout_p are not supported.
         dropout_p, rng_state: see `flash_attn_func`; queries and keys count inside of a sequence.
+        scheduler_metadata: what was planned for these lengths, from `get_scheduler_metadata` with
+            cu_seqlens_q. Must be made anew when lengths change, also for a CUDA graph: where the
+            lengths are others the result is undefined, but nothing outside of the tensors is read
+            or written.
+        cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu: the same lengths once
+            more, on the CPU; those that are given, or none. Then the call plans by itself, and
+            calls like it that follow with the same lengths use the plan. Undefined like
+            scheduler_metadata where lengths are others. None with page_table.
         attention_chunk: 0 or None, which are the same: no chunks.
         qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
             is not supported.
@@ -195,8 +209,9 @@ def flash_attn_varlen_func(
             sm_margin, softcap, dropout_p, return_softmax_lse,
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs or return_softmax_lse
+    on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
     if page_table is not None:
-        check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state)
+        check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state, on_host)
         try:
             return flash_attn_with_kvcache(
                 q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
@@ -205,7 +220,7 @@ def flash_attn_varlen_func(
                 causal=causal, window_size=window_size, attention_chunk=attention_chunk,
                 softcap=softcap, num_splits=0 if num_splits == 1 else num_splits,
                 pack_gqa=pack_gqa, sm_margin=sm_margin, alibi_slopes=alibi_slopes, sinks=sinks,
-                return_lse=return_lse, out=out,
+                return_lse=return_lse, out=out, scheduler_metadata=scheduler_metadata,
             )  # fmt: skip
         except (TypeError, ValueError, RuntimeError) as error:
             error.args = tuple(map(in_own_names, error.args))
@@ -222,6 +237,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     window_size = as_pair(window_size)
     if is_traced(q):
+        check_not_known(scheduler_metadata, on_host)
         return trace_packed(
             q, k, v, out, return_lse, score, mask, deterministic, cu_seqlens_q, cu_seqlens_k,
             max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, dropout_p, rng_state, softmax_scale,
@@ -230,6 +246,8 @@ def flash_attn_varlen_func(
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
     integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    if scheduler_metadata is not None:
+        sm_margin = check_packed_metadata(scheduler_metadata, sm_margin)
     tensors = q, k, v, *integers
     latest = latest_packed_call(causal, window_size, softcap, sm_margin)
     tokens, (call, _) = None, latest.find(tensors)
@@ -254,12 +272,23 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         latest.remember(tensors, PACKED_ALIGNMENTS, OF_ANY_LENGTH, call, has_backward=True)
     scale = check_scale(softmax_scale, call.spec.head_dim)
+    known = None
+    if scheduler_metadata is not None or any_given(on_host):
+        known = known_lengths(
+            scheduler_metadata, on_host, integers, call, q, k, batch, causal, window_size, softcap,
+        )  # fmt: skip
+        if known is not None:
+            longest = max_seqlen_q, max_seqlen_k
+            known.check_fit(name_of_known(scheduler_metadata), batch, (total_q, total_k), longest)
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
+        if known is not None:
+            seen = map(read_back, INTEGERS_OF_LENGTHS, integers)
+            known.check_same(name_of_known(scheduler_metadata), *seen)
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
-        options = call, PackedLengths(*integers), longest, deterministic, scale
+        options = call, PackedLengths(*integers), longest, known, deterministic, scale
         out, lse = attend_packed(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
         return (out, lse) if return_lse else out
     heads, head_dim_v = q.shape[1], call.spec.head_dim_v
@@ -277,7 +306,7 @@ def flash_attn_varlen_func(
     longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
     sizes = PackedSizes(batch, heads, total_q, total_k, *longest)
     operands = RaggedOperands(q, k, v, out, lse, *integers)
-    call.attend(operands, sizes, modifiers.tensors, scale, dropout)
+    call.attend(operands, sizes, modifiers.tensors, scale, dropout, known=known)
     return (out, lse) if return_lse else out
 
 
@@ -314,7 +343,78 @@ def describe_packed(q, k, v, integers: Integers) -> tuple[tuple[tuple, ...], int
     return tokens, check_integers(of_integers, described[0])
 
 
-def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state) -> None:
+LENGTHS_ON_HOST = tuple(f"{name}_cpu" for name in INTEGERS_OF_LENGTHS)
+"""The lengths once more, on the CPU."""
+
+
+def any_given(on_host: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether some of the lengths are given on the CPU too."""
+    ends_q, ends_k, used_q, used_k = on_host
+    return not (ends_q is ends_k is used_q is used_k is None)
+
+
+def name_of_known(metadata: PackedMetadata | None) -> str:
+    """The argument that lengths come from which the host knows."""
+    return LENGTHS_ON_HOST[0] if metadata is None else "scheduler_metadata"
+
+
+def check_not_known(
+    metadata: PackedMetadata | None, on_host: tuple[torch.Tensor | None, ...]
+) -> None:
+    """Raise if something is given that a graph would have to be traced for."""
+    given = ("scheduler_metadata", metadata), *zip(LENGTHS_ON_HOST, on_host, strict=True)
+    for name, value in given:
+        if value is not None:
+            raise NotImplementedError(f"{name} must be None while a graph is traced")
+
+
+def known_lengths(
+    metadata: PackedMetadata | None,
+    on_host: tuple[torch.Tensor | None, ...],
+    integers: Integers,
+    call: RaggedCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    batch: int,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> KnownLengths | None:
+    """The lengths that the host knows: from metadata, or from tensors on the CPU.
+
+    Raises:
+        TypeError, ValueError: what is given is not what the call needs.
+    """
+    is_given = any_given(on_host)
+    for name, one, of_call in zip(LENGTHS_ON_HOST, on_host, integers, strict=True):
+        if one is not None and metadata is not None:
+            raise ValueError(f"{name} must be None with scheduler_metadata, which has the lengths")
+        if is_given and (one is None) != (of_call is None):
+            given = "None" if of_call is None else "given"
+            raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
+    if metadata is None:
+        return call.latest.of(LENGTHS_ON_HOST, on_host, batch)
+    if metadata.fitting is not call:
+        spec = call.spec
+        metadata.check(
+            has_packed_keys=True,
+            heads_q=q.shape[1],
+            heads_kv=k.shape[1],
+            head_dim=spec.head_dim,
+            head_dim_v=spec.head_dim_v,
+            dtype=q.dtype,
+            window=check_window(window_size, causal),
+            has_softcap=bool(softcap),
+        )
+        metadata.fitting = call
+    if metadata.calls.batch != batch:
+        metadata.check(batch=batch)
+    return metadata.lengths
+
+
+def check_paged(
+    cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state, on_host
+) -> None:
     """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
     if seqused_k is None:
         raise ValueError("seqused_k must be given with page_table: how many keys sequences have")
@@ -322,7 +422,7 @@ def check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
     refused = {
         "seqused_q": seqused_q, "score": score, "mask": mask, "dropout_p": dropout_p or None,
-        "rng_state": rng_state,
+        "rng_state": rng_state, **dict(zip(LENGTHS_ON_HOST, on_host, strict=True)),
     }  # fmt: skip
     for name, given in refused.items():
         if given is not None:
@@ -357,11 +457,8 @@ def prepare_varlen(
     spec, window = pose_packed(q, k, v, causal, window_size, modifiers)
     is_on_host = q.device.type == "cpu"
     gpu = reserve_sms(H200 if is_on_host else gpu_of(q.device), sm_margin)
-    given = spec, has_used_q, has_used_k, gpu
-    joined, plan = JoinedPlan.of(*given), RaggedPlan(*given)
-    short = None
-    if not sm_margin:
-        # Two kernels beside each other would take the SMs that are reserved.
-        short = ShortPlan.of(spec, q.shape[0], k.shape[0], has_used_q, has_used_k, gpu)
-    kernels = None if is_on_host else varlen_gpu.prepare(plan, joined, short, window)
-    return RaggedCall(spec, modifiers, window, joined, short, kernels)
+    heads = q.shape[0], k.shape[0]
+    call = plan_varlen(spec, modifiers, window, *heads, has_used_q, has_used_k, gpu, sm_margin)
+    if is_on_host:
+        return call
+    return replace(call, gpu=varlen_gpu.prepare(call.plan, call.joined, call.short, window))

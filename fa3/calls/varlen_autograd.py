@@ -7,6 +7,7 @@ of its dropout. `fa3.calls.varlen_call` computes both passes.
 import torch
 
 from fa3.calls.autograd import dropout_again, no_second_derivative, once
+from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.varlen_call import RaggedCall, ragged_gradients
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Wanted
@@ -22,6 +23,7 @@ class PackedAttention(torch.autograd.Function):
         call: RaggedCall,
         lengths: PackedLengths,
         longest: tuple[int, int],
+        known: KnownLengths | None,
         deterministic: bool,
         softmax_scale: float,
         rng_state: torch.Tensor | None,
@@ -35,6 +37,7 @@ class PackedAttention(torch.autograd.Function):
 
         Args:
             longest: max_seqlen_q and max_seqlen_k.
+            known: the lengths, if the host knows them.
             deterministic: whether dQ is to have the same bits every time.
             rng_state, dropout_p: of `fa3.reference.dropout.Dropout`, or `NO_DROPOUT`.
             tensors: those of the spec's scores, mask and sinks, in this order.
@@ -47,7 +50,7 @@ class PackedAttention(torch.autograd.Function):
         lse = q.new_empty(heads, total_q, dtype=torch.float32)
         operands = RaggedOperands(q, k, v, out, lse, *lengths)
         sizes, dropout = operands.sizes(*longest), dropout_again(rng_state, dropout_p)
-        call.attend(operands, sizes, tensors or None, softmax_scale, dropout, has_gradients=True)
+        call.attend(operands, sizes, tensors or None, softmax_scale, dropout, True, known)
         ctx.options = call.spec, call.window, longest, deterministic, softmax_scale, dropout_p
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rng_state, *lengths, q, k, v, out, lse, *tensors)
@@ -59,7 +62,7 @@ class PackedAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
         # Asked for once: a checkpoint computes them anew each time.
-        (rng_state, *saved), needed = ctx.saved_tensors, ctx.needs_input_grad[7:]
+        (rng_state, *saved), needed = ctx.saved_tensors, ctx.needs_input_grad[8:]
         count = len(PackedLengths._fields)
         lengths, operands, tensors = saved[:count], saved[count : count + 5], saved[count + 5 :]
         wanted = Wanted(*needed[:3], any(needed[3:]))
@@ -69,7 +72,7 @@ class PackedAttention(torch.autograd.Function):
         )  # fmt: skip
         # Of these tensors only sinks have a gradient. They come last.
         of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
-        return *[None] * 7, *found, *of_tensors
+        return *[None] * 8, *found, *of_tensors
 
 
 attend_packed = super(torch.autograd.Function, PackedAttention).apply

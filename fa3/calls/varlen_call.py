@@ -4,15 +4,19 @@
 and in graphs `fa3.calls.operator_backward`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fa3.calls import varlen_backward, varlen_gpu
+from fa3.calls.known_lengths import KnownLengths, LatestLengths
 from fa3.calls.modifiers import Structure
 from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
 from fa3.calls.varlen_gpu import Short
+from fa3.planning.gpu import Gpu
+from fa3.planning.host_table import TableKind
 from fa3.planning.joined import JoinedPlan, PackedSizes
+from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
@@ -32,19 +36,26 @@ class RaggedCall:
     """What a call leads to, whatever its lengths are.
 
     Fields:
+        plan: how the forward kernel attends.
         structure: what of its scores, mask and sinks is in the spec.
         window: with bounds that any lengths may have.
         joined: how short sequences share tiles; None if they cannot.
         short: how the decode kernel attends from few queries; None if it cannot.
         gpu: the kernels; None on the CPU.
+        latest: the lengths that the latest call had on the CPU, if one had them there.
     """
 
-    spec: AttentionSpec
+    plan: RaggedPlan
     structure: Structure
     window: Window
     joined: JoinedPlan | None
     short: ShortPlan | None
     gpu: varlen_gpu.PackedKernels | None
+    latest: LatestLengths = field(default_factory=LatestLengths, compare=False)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.plan.spec
 
     def attend(
         self,
@@ -54,29 +65,56 @@ class RaggedCall:
         scale: float,
         dropout: Dropout | None,
         has_gradients: bool = False,
+        known: KnownLengths | None = None,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
 
         Args:
-            sizes: what the host knows of the lengths.
+            sizes: of the call, which bound the lengths.
             tensors: those of the spec's scores, mask and sinks.
             dropout: where the spec has it.
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
                 kernel's, so that none has other bits beside other sequences.
+            known: the lengths, if the host knows them; they fit the call.
         """
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
-        if sizes.max_seqlen_k == 0:
+        # What there is; `sizes` say what there may be.
+        exact = sizes if known is None else known.sizes(sizes.heads)
+        if exact.max_seqlen_k == 0:
             of_q = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
-        elif self.joined is not None and self.joined.suits(sizes):
+        elif self.joins(exact):
             if self.gpu is None:
                 execute_joined(self.joined, self.window, operands, scale, tensors)
             else:
                 self.gpu.joined.launch(operands, sizes, tensors, scale)
         else:
-            self.attend_one_by_one(operands, sizes, tensors, scale, dropout, has_gradients)
+            self.attend_one_by_one(operands, exact, tensors, scale, dropout, has_gradients, known)
+
+    def joins(self, sizes: PackedSizes) -> bool:
+        """Whether sequences share tiles."""
+        return self.joined is not None and sizes.total_q > 0 and self.joined.suits(sizes)
+
+    def most_short(
+        self, sizes: PackedSizes, has_gradients: bool, known: KnownLengths | None
+    ) -> int:
+        """The most queries of a sequence that is the decode kernel's; 0 if none is."""
+        if self.short is None or has_gradients:
+            return 0
+        most = self.short.most_queries(sizes)
+        return most if known is None or known.fewest_q <= most else 0
+
+    def table_kind(self, known: KnownLengths, heads: int, heads_kv: int) -> TableKind | None:
+        """What a table of known lengths is made for, if a call without gradients needs one."""
+        sizes = known.sizes(heads)
+        if sizes.max_seqlen_k == 0 or self.joins(sizes):
+            return None
+        most = self.most_short(sizes, False, known)
+        if most >= sizes.max_seqlen_q:
+            return None
+        return self.plan.table_kind(self.window, most, heads // heads_kv)
 
     def attend_one_by_one(
         self,
@@ -86,19 +124,24 @@ class RaggedCall:
         scale: float,
         dropout: Dropout | None,
         has_gradients: bool,
+        known: KnownLengths | None,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
         kernel."""
-        most, longest_k = 0, sizes.max_seqlen_k
-        if self.short is not None and not has_gradients:
-            most = self.short.most_queries(sizes)
+        most, longest_k = self.most_short(sizes, has_gradients, known), sizes.max_seqlen_k
         has_long = most < sizes.max_seqlen_q
         if self.gpu is None:
             if most:
                 plan = self.short.plan(most, has_long, self.window)
                 execute_packed_decode(plan, operands, longest_k, scale, tensors)
             if has_long:
-                execute_varlen(self.spec, self.window, operands, scale, tensors, dropout, most)
+                table = None
+                if known is not None:
+                    ratio = operands.q.shape[1] // operands.k.shape[1]
+                    table = known.make(self.plan.table_kind(self.window, most, ratio))
+                execute_varlen(
+                    self.spec, self.window, operands, scale, tensors, dropout, most, table
+                )
         elif has_long:
             short = None
             if most:
@@ -107,10 +150,34 @@ class RaggedCall:
                 short = Short(most, lambda table: kernels.start(*given, None, table))
             drawn = None if dropout is None else dropout.arguments
             self.gpu.alone.launch(
-                operands, sizes.total_k, longest_k, tensors, scale, short, None, drawn
+                operands, operands.k.shape[0], longest_k, tensors, scale, short, None, drawn, known
             )
         elif most:
             self.gpu.short(most, False).start(operands, longest_k, tensors, scale)()
+
+
+def plan_varlen(
+    spec: AttentionSpec,
+    structure: Structure,
+    window: Window,
+    heads_q: int,
+    heads_kv: int,
+    has_used_q: bool,
+    has_used_k: bool,
+    gpu: Gpu,
+    sm_margin: int,
+) -> RaggedCall:
+    """What a call leads to that runs on the CPU, or whose kernels are to be loaded.
+
+    Args:
+        gpu: without the SMs that are reserved, of which there are `sm_margin`.
+    """
+    given = spec, has_used_q, has_used_k, gpu
+    short = None
+    if not sm_margin:
+        # Two kernels beside each other would take the SMs that are reserved.
+        short = ShortPlan.of(spec, heads_q, heads_kv, has_used_q, has_used_k, gpu)
+    return RaggedCall(RaggedPlan(*given), structure, window, JoinedPlan.of(*given), short, None)
 
 
 def ragged_gradients(

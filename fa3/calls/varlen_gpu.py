@@ -3,8 +3,10 @@ and once more for rows whose fixed reference failed, or, where sequences share t
 are not finite. Sequences with few queries may be the decode kernel's instead.
 
 All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
-several streams and in captured graphs share nothing. Marks of rows are among the counters that
-every call has for itself (`fa3.running.counters`).
+several streams and in captured graphs share nothing that is written. Where the host knows the
+lengths, calls read the same table, which was made before (`fa3.calls.known_lengths`): then the
+kernel that makes one is not launched. Marks of rows, and what counts the tiles taken of a table
+that calls share, are among the counters that every call has for itself (`fa3.running.counters`).
 """
 
 import functools
@@ -15,9 +17,17 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.decode import PreparedDecode
+from fa3.calls.known_lengths import KnownLengths
 from fa3.kernels.forward_launch import NO_PARTS
+from fa3.planning.host_table import TableKind
 from fa3.planning.joined import JoinedPlan, PackedSizes
-from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
+from fa3.planning.ragged import (
+    RaggedPlan,
+    capacity_of_table,
+    records_of_table,
+    shift_of_work,
+    words_of_table,
+)
 from fa3.planning.short_queries import ShortPlan
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import Window
@@ -26,7 +36,9 @@ from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
+from fa3.schedules.ragged import RaggedTiles
 from fa3.scores.intervals import ROW_RECORD
+from fa3.scores.masks import Band
 
 
 class Short(NamedTuple):
@@ -49,6 +61,7 @@ class PreparedVarlen:
     Fields:
         tile_table, forward, again: the kernels' entries; `again` is None if no row can fail.
         tile_m, tile_n: of the forward kernel's config.
+        band: of the mask.
         num_ctas: CTAs of the forward kernel, one for each SM that it may use.
         rows_of_section: see `fa3.schedules.ragged.RaggedOrder`.
     """
@@ -59,6 +72,7 @@ class PreparedVarlen:
     window: Window
     tile_m: int
     tile_n: int
+    band: Band
     num_ctas: int
     rows_of_section: int
 
@@ -72,6 +86,7 @@ class PreparedVarlen:
         short: Short | None = None,
         page_table: torch.Tensor | None = None,
         dropout: DropoutArguments | None = None,
+        known: KnownLengths | None = None,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
 
@@ -81,31 +96,50 @@ class PreparedVarlen:
             short: the sequences that are the decode kernel's.
             page_table: the pages of a cache that has some.
             dropout: where the plan's spec has it.
+            known: the lengths, if the host knows them.
         """
         q, k, v, out, lse, *integers = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
                 self.launch(
-                    operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout
-                )
+                    operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout,
+                    known,
+                )  # fmt: skip
             return
         total_q, heads, _ = q.shape
-        batch = operands.cu_seqlens_q.shape[0] - 1
-        capacity = capacity_of_table(total_q, batch, self.tile_m)
-        # Of the lengths' dtype: to name another one takes torch 0.2 us.
-        table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
-        marks = None
-        if self.again is not None:
+        most_short, ratio = 0 if short is None else short.most_queries, heads // k.shape[-2]
+        marks = table = None
+        if not (self.again is known is None):
             stream = current_stream(q.device.index)
-            counters = counters_of(q.device, stream, capture_of(stream))
+            capture = capture_of(stream)
+            counters = counters_of(q.device, stream, capture)
+        if known is not None:
+            kind = TableKind(
+                self.tile_m, self.tile_n, self.band, self.window, most_short, ratio, self.num_ctas
+            )
+            table = known.on(kind, q.device, stream, capture)
+        is_shared = table is not None
+        if is_shared and known.longest_q <= most_short:
+            # No sequence is the forward kernel's.
+            short.start(table)()
+            return
+        if is_shared:
+            capacity = records_of_table(table.shape[0])
+            taken = counters.take(RaggedTiles.num_counters)
+        else:
+            capacity = capacity_of_table(total_q, operands.cu_seqlens_q.shape[0] - 1, self.tile_m)
+            # Of the lengths' dtype: to name another one takes torch 0.2 us.
+            taken = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
+        if self.again is not None:
             # Now: to zero new ones takes a kernel, and none may come between the two below.
             marks = counters.take(words_of_marks(capacity * heads))
-        # In the order of `TileTableArguments`.
-        self.tile_table(
-            *integers, table, total_q, total_k, capacity,
-            shift_of_work(max_seqlen_k, self.tile_n), *self.window,
-            0 if short is None else short.most_queries, heads // k.shape[-2], self.num_ctas,
-        )  # fmt: skip
+        if not is_shared:
+            # In the order of `TileTableArguments`.
+            self.tile_table(
+                *integers, table, total_q, total_k, capacity,
+                shift_of_work(max_seqlen_k, self.tile_n), *self.window, most_short, ratio,
+                self.num_ctas,
+            )  # fmt: skip
         # It must come before the forward kernel, which takes the SMs that it leaves.
         merge = None if short is None else short.start(table)
         # In the order of `ForwardArguments`.
@@ -114,14 +148,17 @@ class PreparedVarlen:
             self.rows_of_section, min(self.num_ctas, capacity * heads),
         )  # fmt: skip
         of_keys = page_table, 0 if merge is None else 1
-        self.forward(*given, None, *NO_PARTS, marks, None, table, *of_keys, dropout, None)
+        self.forward(*given, taken, *NO_PARTS, marks, None, table, *of_keys, dropout, None)
         if merge is not None:
             merge()
+        # Counters do not go back if anything was raised: then they need not be zero.
         if self.again is not None:
             of_call = None, None, table, page_table, 0, dropout, None
             self.again(*given, marks, *NO_PARTS, *of_call)
-            # Not if anything was raised: then they need not be zero.
             counters.give_back(marks)
+        if is_shared:
+            # Last, so that the next call takes the same for the same purpose.
+            counters.give_back(taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,5 +260,5 @@ def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     forward, *again = map(load_kernel, plan.kernels())
     return PreparedVarlen(
         load_kernel(plan.tile_table()), forward, again[0] if again else None, window,
-        config.tile_m, config.tile_n, plan.gpu.num_sms, plan.rows_of_section,
+        config.tile_m, config.tile_n, plan.band, plan.gpu.num_sms, plan.rows_of_section,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """How calls on packed sequences run: the plan holds for any lengths.
 
 `fa3.calls.varlen_gpu` launches its kernels: one makes the table of tiles from the lengths, the
-other is the forward kernel, which walks the table (`fa3.schedules.ragged`).
+other is the forward kernel, which walks the table (`fa3.schedules.ragged`). If the host knows the
+lengths, it makes the table itself (`fa3.planning.host_table`).
 """
 
 from dataclasses import dataclass, replace
@@ -10,12 +11,13 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.tile_table import AMOUNTS, TileTable
 from fa3.planning.gpu import Gpu
+from fa3.planning.host_table import TableKind
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import AttentionSpec
+from fa3.problem import AttentionSpec, Window
 from fa3.schedules.marked import MarkedRagged
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
-from fa3.scores.masks import Intersection
+from fa3.scores.masks import Band, Intersection
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,30 @@ class RaggedPlan:
         row = (spec.head_dim + spec.head_dim_v) * spec.element.bytes
         return self.gpu.l2_bytes // row
 
+    @property
+    def band(self) -> Band:
+        """The band of the mask."""
+        mask = self.spec.mask
+        return mask.band if isinstance(mask, Intersection) else mask
+
     def tile_table(self) -> TileTable:
         """The kernel that makes the table of tiles."""
-        mask, config = self.spec.mask, self.config
-        band = mask.band if isinstance(mask, Intersection) else mask
+        config = self.config
         return TileTable(
-            config.tile_m, config.tile_n, band, self.has_used_q, self.has_used_k,
+            config.tile_m, config.tile_n, self.band, self.has_used_q, self.has_used_k,
             has_cache=self.cache is not None,
+        )  # fmt: skip
+
+    def table_kind(self, window: Window, short_queries: int, qhead_per_kvhead: int) -> TableKind:
+        """What the table of lengths that the host knows is made for.
+
+        Args:
+            window, short_queries, qhead_per_kvhead: of `TileTableArguments`.
+        """
+        config = self.config
+        return TableKind(
+            config.tile_m, config.tile_n, self.band, window, short_queries, qhead_per_kvhead,
+            self.gpu.num_sms,
         )  # fmt: skip
 
 
@@ -83,6 +102,11 @@ def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
 def words_of_table(capacity: int) -> int:
     """int32 words of a table."""
     return TABLE_HEADER + RECORD * capacity
+
+
+def records_of_table(words: int) -> int:
+    """The records that a table of so many words has room for."""
+    return (words - TABLE_HEADER) // RECORD
 
 
 def shift_of_work(max_seqlen_k: int, tile_n: int) -> int:

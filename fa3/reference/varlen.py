@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fa3.planning.joined import PackedSizes
@@ -16,6 +17,7 @@ from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.backward import ALL_WANTED, BackwardOperands, Gradients, Wanted, execute_backward
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
+from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
 from fa3.scores.scores import bind
 
 
@@ -102,6 +104,7 @@ def execute_varlen(
     tensors: tuple[torch.Tensor, ...] | None = None,
     dropout: Dropout | None = None,
     short_queries: int = 0,
+    table: np.ndarray | None = None,
 ) -> None:
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
 
@@ -111,9 +114,11 @@ def execute_varlen(
         tensors: those of the spec's scores, mask and sinks.
         dropout: where the spec has it; counts inside of each sequence.
         short_queries: sequences with so many queries or fewer are left out.
+        table: what `fa3.planning.host_table` made; says where sequences are, and their order.
     """
     _, _, _, out, lse = operands[:5]
-    for batch, (of_q, of_k) in enumerate(operands.lengths.slices()):
+    sequences = enumerate(operands.lengths.slices()) if table is None else slices_of_table(table)
+    for batch, (of_q, of_k) in sequences:
         if of_q.stop - of_q.start <= short_queries:
             continue
         result, of_rows = attend_alone(
@@ -122,6 +127,21 @@ def execute_varlen(
         out[of_q] = result
         if lse is not None:
             lse[:, of_q] = of_rows
+
+
+def slices_of_table(table: np.ndarray) -> Iterator[tuple[int, tuple[slice, slice]]]:
+    """The sequences that have tiles in a table, and their rows in q and in k."""
+    records = table[TABLE_HEADER:].reshape(-1, RECORD)[: table[NUM_RECORDS]]
+    for words in records.tolist():
+        record = TileRecord(*words[: len(TileRecord._fields)])
+        if record.m_block == 0:
+            of_q, of_k = (
+                slice(begin, begin + length)
+                for begin, length in (
+                    (record.begin_q, record.seqlen_q), (record.begin_k, record.seqlen_k),
+                )
+            )  # fmt: skip
+            yield record.batch, (of_q, of_k)
 
 
 def attend_alone(

@@ -117,4 +117,3 @@ class JoinedTiles(RaggedTiles):
     """Persistent CTAs take tiles of joined sequences from a table in device memory."""
 
     name: ClassVar[str] = "joined"
-    reads_state: ClassVar[bool] = True

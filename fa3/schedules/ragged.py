@@ -1,9 +1,11 @@
-"""The schedule of packed sequences: a table of tiles that a kernel makes from lengths on the GPU.
+"""The schedule of packed sequences: a table of tiles, made from lengths.
 
-`fa3.kernels.tile_table` writes the table, the forward kernel walks it. A record has all that a CTA
-must know of a tile, so that no length is read twice. A sequence's records are behind one another,
-its last rows first; the sequences with most work come first. CTAs take the next tile from a
-counter, which is the table's first word: longest first, and balanced whatever the lengths are.
+`fa3.kernels.tile_table` writes the table from lengths on the GPU, `fa3.planning.host_table` from
+lengths that the host knows; the forward kernel walks it. A record has all that a CTA must know of a
+tile, so that no length is read twice. A sequence's records are behind one another, its last rows
+first; the sequences with most work come first. CTAs take the next tile from a counter: longest
+first, and balanced whatever the lengths are. It is the first word of a table that is made for one
+launch; launches that share a table have counters of their own.
 
 There are as many tiles for each record as there are query heads, so tile i belongs to the sequence
 of record i // heads. Inside of a sequence, tiles are in sections of heads whose K and V fit in L2
@@ -23,7 +25,8 @@ from fa3.schedules.dynamic import SLOTS, Dynamic, DynamicProducer
 from fa3.schedules.segment import Segment, Tile
 
 TABLE_HEADER = 8
-"""Words before the first record: tiles taken, unused, number of records, CTAs beside, unused."""
+"""Words before the first record: tiles taken, CTAs that found none left, number of records, CTAs
+beside, unused."""
 
 NUM_RECORDS = 2
 """The word of the header that has the number of records."""
@@ -190,25 +193,20 @@ def write_record(table: cute.Tensor, place: Int32, record: tuple, is_one: cutlas
 class RaggedTiles(Dynamic):
     """Persistent CTAs take tiles of packed sequences from a table in device memory.
 
-    The producer asks for a tile when it begins to load the one before.
+    The producer asks for a tile when it begins to load the one before. The last CTA to finish
+    resets the counters, as for `Dynamic`.
 
     Fields:
         order: a `RaggedOrder`.
-        counters: the table, whose first word counts the tiles taken.
+        counters: those of `Dynamic`; the table itself, if this launch alone walks it.
     """
 
     name: ClassVar[str] = "ragged"
     is_ragged: ClassVar[bool] = True
-    reads_state: ClassVar[bool] = False
-    num_counters: ClassVar[int] = 0
     told: ClassVar[int] = 8
     """The number, the head, and the record's first six words."""
 
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
-
-    @classmethod
-    def on_device(cls, order: RaggedOrder, num_clusters, state) -> "RaggedTiles":
-        return cls(order, num_clusters, order.table)
 
     def for_producer(self) -> "RaggedProducer":
         return RaggedProducer(**vars(self))
@@ -242,9 +240,6 @@ class RaggedTiles(Dynamic):
     def segment(self, cursor: RaggedCursor) -> Segment:
         return segment_of(cursor.index, cursor.head, cursor.record)
 
-    def finish(self) -> None:
-        """Nothing: every launch has a table of its own."""
-
 
 @dataclass(frozen=True)
 class RaggedProducer(RaggedTiles, DynamicProducer):
@@ -266,3 +261,16 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
 
     def segment(self, cursor: ProducerCursor) -> Segment:
         return super().segment(cursor.present)
+
+    @cute.jit
+    def finish(self):
+        """Count this CTA as finished; the last CTA resets both counters to 0.
+
+        Nothing has waited for what the CTA asked for last: it must be counted before.
+        """
+        if cute.arch.lane_idx() == 0:
+            done = self.counters.iterator + 1
+            before = cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
+            if before == self.num_clusters - 1:
+                self.counters[0] = 0
+                self.counters[1] = 0

@@ -1,0 +1,233 @@
+"""Lengths of packed sequences that the host knows: checked once, and the tables made of them.
+
+`fa3.calls.scheduler_metadata` makes them for all layers of a model, `fa3.calls.varlen` for a call
+that has its lengths on the CPU too. Calls then need not launch the kernel that makes the table
+(`fa3.calls.varlen_gpu`), nor kernels for sequences that there are not. The table is that of
+`fa3.planning.host_table`; it is read only, so calls on several streams and in captured graphs
+share it, each with counters of its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fa3.calls.operands import check_contiguous, check_dtype, check_shape, describe, operand_of
+from fa3.planning.host_table import TableKind
+from fa3.planning.joined import PackedSizes
+from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
+from fa3.running.graphs import Capture
+from fa3.running.tables import Table
+
+NO_QUERIES = 1 << 62
+"""The fewest queries of a sequence that has some, where none has."""
+
+
+class KnownLengths:
+    """The lengths of sequences, cut to the rows that there are.
+
+    Attributes:
+        queries, keys: what a table is made of, as arrays.
+        batch: number of sequences.
+        end_q, end_k: no sequence has a row of q, or of k, from here on; `end_k` is 0 for a cache.
+        longest_q, longest_k: the most queries, and keys, of a sequence.
+        fewest_q: the fewest queries of a sequence that has some.
+        tables: those made so far, for the GPUs that they are on.
+    """
+
+    __slots__ = (
+        "batch", "end_k", "end_q", "fewest_q", "keys", "longest_k", "longest_q", "queries",
+        "tables",
+    )  # fmt: skip
+
+    def __init__(self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths) -> None:
+        self.queries, self.keys = queries, keys
+        self.batch = queries.num_sequences
+        at = np.arange(self.batch)
+        (_, of_q), (_, of_k) = queries.read(at), keys.read(at)
+        self.end_q = queries.total
+        self.end_k = 0 if isinstance(keys, CacheLengths) else keys.total
+        self.longest_q, self.longest_k = (int(n.max(initial=0)) for n in (of_q, of_k))
+        self.fewest_q = int(of_q[of_q > 0].min(initial=NO_QUERIES))
+        self.tables: dict[tuple[TableKind, torch.device], Table] = {}
+
+    @classmethod
+    def packed(
+        cls,
+        ends_q: np.ndarray,
+        ends_k: np.ndarray,
+        used_q: np.ndarray | None,
+        used_k: np.ndarray | None,
+    ) -> "KnownLengths":
+        """Of packed queries and keys; the ends begin with 0 and do not fall."""
+        of_q, of_k = RaggedLengths(ends_q, used_q, int(ends_q[-1])), None
+        of_k = RaggedLengths(ends_k, used_k, int(ends_k[-1]))
+        return cls(of_q, of_k)
+
+    @classmethod
+    def cached(cls, ends_q: np.ndarray, keys: np.ndarray) -> "KnownLengths":
+        """Of packed queries, and keys in a cache, as many as `keys` says."""
+        queries = RaggedLengths(ends_q, None, int(ends_q[-1]))
+        return cls(queries, CacheLengths(keys, int(keys.max(initial=0))))
+
+    def sizes(self, heads: int) -> PackedSizes:
+        """What there is to know to choose kernels."""
+        return PackedSizes(
+            self.batch, heads, self.end_q, self.end_k, self.longest_q, self.longest_k
+        )
+
+    def make(self, kind: TableKind) -> np.ndarray:
+        """The table of these lengths, on the host."""
+        return kind.table(self.queries, self.keys)
+
+    def upload(self, kind: TableKind, device: torch.device) -> Table:
+        """The table of these lengths on a GPU."""
+        return self.tables.setdefault((kind, device), Table.upload(self.make(kind), device))
+
+    def on(
+        self, kind: TableKind, device: torch.device, stream: int, capture: Capture | None
+    ) -> torch.Tensor | None:
+        """The table for a launch on torch's current stream; None if a CUDA graph is captured
+        before it was made: then the kernel on the GPU has to make one.
+
+        Args:
+            stream: the handle of the stream.
+        """
+        table = self.tables.get((kind, device))
+        if table is None:
+            if capture is not None:
+                return None
+            table = self.upload(kind, device)
+        return table.on(stream, capture)
+
+    def check_fit(self, name: str, batch: int, totals: Sequence[int], longest: Sequence[int]):
+        """Raise unless all rows lie in a call's tensors, and its sequences may be so long.
+
+        Args:
+            name: the argument that the lengths come from.
+            totals: rows of q, and of k.
+            longest: the most queries and keys of a sequence.
+        """
+        if batch != self.batch:
+            raise ValueError(
+                f"{name} must have {batch} sequences like cu_seqlens_q, got {self.batch}"
+            )
+        for side, own, most in zip("qk", (self.end_q, self.end_k), totals, strict=True):
+            if own > most:
+                raise ValueError(
+                    f"{name} must have its sequences in the {most} rows of {side}, got {own} rows"
+                )
+        for side, own, most in zip("qk", (self.longest_q, self.longest_k), longest, strict=True):
+            if own > most:
+                raise ValueError(
+                    f"{name} must have sequences of at most {most} rows of {side}, as "
+                    f"max_seqlen_{side} or the cache says, got {own}"
+                )
+
+    def check_same(self, name: str, *values: list[int] | None) -> None:
+        """Raise unless these are the lengths that a call sees.
+
+        Args:
+            values: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k of the call, or for a cache
+                cu_seqlens_q and the keys of each sequence, None for what it does not see.
+        """
+        queries, keys = self.queries, self.keys
+        if isinstance(keys, CacheLengths):
+            names, own = ("cu_seqlens_q", "cache_seqlens"), (queries.cu, keys.used)
+        else:
+            names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+            own = queries.cu, keys.cu, queries.used, keys.used
+        for of_call, mine, found in zip(names, own, values, strict=True):
+            is_unseen = found is None and isinstance(keys, CacheLengths)
+            mine = None if mine is None else mine.tolist()
+            if not is_unseen and mine != found:
+                raise ValueError(f"{name} was made for {of_call} {mine}, the call has {found}")
+
+
+def host_integers(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> np.ndarray:
+    """The numbers in an int32 tensor on the CPU, as 64-bit integers.
+
+    Raises:
+        TypeError, ValueError: it is not one of this shape.
+    """
+    operand = operand_of(describe(name, tensor, 1))
+    check_dtype(name, operand, torch.int32)
+    check_shape(name, operand, shape, "the batch")
+    check_contiguous(name, operand)
+    if operand.device.type != "cpu":
+        raise ValueError(f"{name} must be on the CPU, got {operand.device}")
+    return tensor.numpy().astype(np.int64)
+
+
+def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
+    """The ends of sequences in an int32 tensor on the CPU.
+
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    ends = host_integers(name, tensor, (batch + 1,))
+    if ends[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {ends[0]}")
+    falls = np.flatnonzero(np.diff(ends) < 0)
+    if len(falls):
+        sequence = int(falls[0])
+        raise ValueError(
+            f"{name} must not fall, does from {ends[sequence]} to {ends[sequence + 1]} for "
+            f"sequence {sequence}"
+        )
+    return ends
+
+
+def bytes_of(name: str, tensor: torch.Tensor) -> bytes:
+    """What lies in an int32 tensor on the CPU.
+
+    Raises:
+        TypeError, ValueError: it is no such vector.
+    """
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
+    if not is_plain or tensor.ndim != 1:
+        host_integers(name, tensor, tuple(getattr(tensor, "shape", ()))[:1])
+    return tensor.numpy().tobytes()
+
+
+class LatestLengths:
+    """The lengths that the latest call had on the CPU: the layers of a model have the same.
+
+    Attributes:
+        latest: what lay in the tensors, and the lengths that were made of it.
+    """
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: tuple[tuple[bytes | None, ...], KnownLengths | None] = (), None
+
+    def of(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int
+    ) -> KnownLengths:
+        """The lengths in tensors on the CPU: those of the call before if they are the same.
+
+        Args:
+            names: what a call knows the tensors as.
+            tensors: the ends of queries and keys, and how many of them are used.
+
+        Raises:
+            TypeError, ValueError: they are no lengths.
+        """
+        given = tuple(
+            None if one is None else bytes_of(name, one)
+            for name, one in zip(names, tensors, strict=True)
+        )
+        before, lengths = self.latest
+        if given != before:
+            named = dict(zip(names, tensors, strict=True))
+            of_q, of_k, *used = names
+            lengths = KnownLengths.packed(
+                *(host_ends(name, named[name], batch) for name in (of_q, of_k)),
+                *(
+                    None if named[name] is None else host_integers(name, named[name], (batch,))
+                    for name in used
+                ),
+            )
+            self.latest = given, lengths
+        return lengths

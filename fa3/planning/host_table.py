@@ -1,0 +1,100 @@
+"""The table of tiles of packed sequences whose lengths the host knows: that of
+`fa3.kernels.tile_table`, in numpy.
+
+`fa3.calls.known_lengths` has it made once for all calls with the same lengths, and copies it to the
+GPU; the forward kernel walks it (`fa3.schedules.ragged`). The lengths are those that
+`fa3.primitives.ragged_lengths` reads on a GPU, with arrays in place of tensors.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fa3.kernels.tile_table import (
+    BLOCKS_OF_ENDS,
+    DECODE_TILE_N,
+    KEYS_OF_DECODING,
+    MORE_BESIDE,
+    MOST_BESIDE,
+)
+from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
+from fa3.primitives.wgmma import ROWS
+from fa3.problem import Window
+from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER
+from fa3.scores.masks import Band, Sequence
+
+
+class TableKind(NamedTuple):
+    """What a table depends on besides lengths.
+
+    Fields:
+        tile_m, tile_n, band: of a `fa3.kernels.tile_table.TileTable`.
+        window, short_queries, qhead_per_kvhead, num_ctas: of `TileTableArguments`.
+    """
+
+    tile_m: int
+    tile_n: int
+    band: Band
+    window: Window
+    short_queries: int
+    qhead_per_kvhead: int
+    num_ctas: int
+
+    def table(self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths) -> np.ndarray:
+        """The table, int32, with room for what is in it: one record at least.
+
+        Sequences are in order of the key blocks of their longest tile, and of their number where
+        that is the same. The kernel on the GPU tells fewer amounts of work apart, and puts equal
+        ones in any order.
+        """
+        at = np.arange(queries.num_sequences)
+        begin_q, seqlen_q = queries.read(at)
+        begin_k, seqlen_k = keys.read(at)
+        num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
+        num_tiles[seqlen_q <= self.short_queries] = 0
+        sequence = Sequence(seqlen_q, seqlen_k, self.window)
+        last = np.maximum(num_tiles - 1, 0) * self.tile_m
+        blocks = [self.blocks(row, self.tile_m, self.tile_n, sequence) for row in (at * 0, last)]
+        order = np.argsort(-np.maximum(*blocks), kind="stable")
+        order = order[num_tiles[order] > 0]
+        tiles = num_tiles[order]
+        end = np.cumsum(tiles)
+        number = int(end[-1]) if len(end) else 0
+        owner = np.repeat(order, tiles)
+        table = np.zeros(TABLE_HEADER + RECORD * max(number, 1), np.int32)
+        records = table[TABLE_HEADER:].reshape(-1, RECORD)[:number].T
+        left = np.repeat(end, tiles) - 1 - np.arange(number)
+        of_owner = (values[owner] for values in (begin_q, seqlen_q, begin_k, seqlen_k, num_tiles))
+        # In the order of `TileRecord`, which has a word less than its place.
+        for row, values in zip(records, (left, owner, *of_owner), strict=False):
+            row[:] = values
+        table[NUM_RECORDS] = number
+        table[CTAS_BESIDE] = self.ctas_beside(num_tiles, sequence, blocks)
+        return table
+
+    def blocks(self, row, num_rows, tile_n: int, sequence: Sequence) -> np.ndarray:
+        """How many key blocks rows touch, sequence by sequence."""
+        found = self.band.key_blocks(row, num_rows, tile_n, sequence)
+        return found.end - found.begin
+
+    def ctas_beside(
+        self, num_tiles: np.ndarray, sequence: Sequence, blocks: list[np.ndarray]
+    ) -> int:
+        """CTAs of the decode kernel: `WorkOfBoth.ctas_beside`, which says why.
+
+        Args:
+            blocks: those of the first and of the last tile of each sequence.
+        """
+        ratio = self.qhead_per_kvhead
+        long = num_tiles * ratio * (sum(blocks) / 2 + BLOCKS_OF_ENDS)
+        row_blocks = np.where(num_tiles == 0, -(-sequence.seqlen_q * ratio // ROWS), 0)
+        of_short = self.blocks(0 * num_tiles, sequence.seqlen_q, DECODE_TILE_N, sequence)
+        short = float((row_blocks * of_short).sum()) * (KEYS_OF_DECODING / self.tile_n)
+        if short == 0:
+            return 0
+        share = MORE_BESIDE * short / max(float(long.sum()) + short, 1.0)
+        return (
+            min(int(self.num_ctas * share) + 1, self.num_ctas)
+            if share < MOST_BESIDE
+            else (self.num_ctas)
+        )
