@@ -8,6 +8,7 @@ share it, each with counters of its own.
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,12 @@ NO_QUERIES = 1 << 62
 """The fewest queries of a sequence that has some, where none has."""
 
 
+class WalksTables(Protocol):
+    """Kernels that walk a table: `fa3.calls.varlen_gpu.PreparedVarlen`."""
+
+    def table_kind(self, short_queries: int, qhead_per_kvhead: int) -> TableKind: ...
+
+
 class KnownLengths:
     """The lengths of sequences, cut to the rows that there are.
 
@@ -33,11 +40,14 @@ class KnownLengths:
         longest_q, longest_k: the most queries, and keys, of a sequence.
         fewest_q: the fewest queries of a sequence that has some.
         tables: those made so far, for the GPUs that they are on.
+        latest: what the latest launch took, and what for: its kernels, their `short_queries`.
+        route: what the latest call on packed keys led to, whether it had gradients, and its
+            `fa3.calls.varlen_call.Route`, which is mostly the next one's too.
     """
 
     __slots__ = (
-        "batch", "end_k", "end_q", "fewest_q", "keys", "longest_k", "longest_q", "queries",
-        "tables",
+        "batch", "end_k", "end_q", "fewest_q", "keys", "latest", "longest_k", "longest_q",
+        "queries", "route", "tables",
     )  # fmt: skip
 
     def __init__(self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths) -> None:
@@ -50,6 +60,8 @@ class KnownLengths:
         self.longest_q, self.longest_k = (int(n.max(initial=0)) for n in (of_q, of_k))
         self.fewest_q = int(of_q[of_q > 0].min(initial=NO_QUERIES))
         self.tables: dict[tuple[TableKind, torch.device], Table] = {}
+        self.latest: tuple[object, int, Table | None] = None, 0, None
+        self.route: tuple[object, bool, Any] = None, False, None
 
     @classmethod
     def packed(
@@ -85,19 +97,31 @@ class KnownLengths:
         return self.tables.setdefault((kind, device), Table.upload(self.make(kind), device))
 
     def on(
-        self, kind: TableKind, device: torch.device, stream: int, capture: Capture | None
+        self,
+        kernels: WalksTables,
+        short_queries: int,
+        qhead_per_kvhead: int,
+        device: torch.device,
+        stream: int,
+        capture: Capture | None,
     ) -> torch.Tensor | None:
         """The table for a launch on torch's current stream; None if a CUDA graph is captured
         before it was made: then the kernel on the GPU has to make one.
 
         Args:
+            kernels: those that walk it; of one device.
+            short_queries, qhead_per_kvhead: of `TableKind`.
             stream: the handle of the stream.
         """
-        table = self.tables.get((kind, device))
-        if table is None:
-            if capture is not None:
-                return None
-            table = self.upload(kind, device)
+        before, of_short, table = self.latest
+        if before is not kernels or of_short != short_queries:
+            kind = kernels.table_kind(short_queries, qhead_per_kvhead)
+            table = self.tables.get((kind, device))
+            if table is None:
+                if capture is not None:
+                    return None
+                table = self.upload(kind, device)
+            self.latest = kernels, short_queries, table
         return table.on(stream, capture)
 
     def check_fit(self, name: str, batch: int, totals: Sequence[int], longest: Sequence[int]):
@@ -108,6 +132,12 @@ class KnownLengths:
             totals: rows of q, and of k.
             longest: the most queries and keys of a sequence.
         """
+        (total_q, total_k), (most_q, most_k) = totals, longest
+        if (
+            batch == self.batch and self.end_q <= total_q and self.end_k <= total_k
+            and self.longest_q <= most_q and self.longest_k <= most_k
+        ):  # fmt: skip
+            return
         if batch != self.batch:
             raise ValueError(
                 f"{name} must have {batch} sequences like cu_seqlens_q, got {self.batch}"

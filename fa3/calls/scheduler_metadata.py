@@ -115,7 +115,7 @@ class PackedMetadata:
 
 
 def check_is_metadata(metadata: object) -> None:
-    if not isinstance(metadata, SchedulerMetadata | PackedMetadata):
+    if not isinstance(metadata, (SchedulerMetadata, PackedMetadata)):
         came = type(metadata).__name__
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
 
@@ -129,8 +129,9 @@ def check_packed_metadata(metadata: object, sm_margin: int) -> int:
     check_is_metadata(metadata)
     if not isinstance(metadata, PackedMetadata):
         raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
-    _, sm_margin = metadata.calls.options(0, sm_margin, False)
-    return sm_margin
+    if sm_margin:
+        metadata.calls.options(0, sm_margin, False)
+    return metadata.calls.sm_margin
 
 
 def get_scheduler_metadata(

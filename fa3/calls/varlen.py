@@ -273,13 +273,15 @@ def flash_attn_varlen_func(
         latest.remember(tensors, PACKED_ALIGNMENTS, OF_ANY_LENGTH, call, has_backward=True)
     scale = check_scale(softmax_scale, call.spec.head_dim)
     known = None
-    if scheduler_metadata is not None or any_given(on_host):
+    if scheduler_metadata is not None or cu_seqlens_q_cpu is not None:
         known = known_lengths(
-            scheduler_metadata, on_host, integers, call, q, k, batch, causal, window_size, softcap,
-        )  # fmt: skip
+            scheduler_metadata, on_host, integers, call, q, k, batch, causal, window_size, softcap
+        )
         if known is not None:
             longest = max_seqlen_q, max_seqlen_k
             known.check_fit(name_of_known(scheduler_metadata), batch, (total_q, total_k), longest)
+    elif not (cu_seqlens_k_cpu is seqused_q_cpu is seqused_k_cpu is None):
+        raise ValueError("cu_seqlens_q_cpu must be given like cu_seqlens_q, with other lengths")
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
         if known is not None:
@@ -347,12 +349,6 @@ LENGTHS_ON_HOST = tuple(f"{name}_cpu" for name in INTEGERS_OF_LENGTHS)
 """The lengths once more, on the CPU."""
 
 
-def any_given(on_host: tuple[torch.Tensor | None, ...]) -> bool:
-    """Whether some of the lengths are given on the CPU too."""
-    ends_q, ends_k, used_q, used_k = on_host
-    return not (ends_q is ends_k is used_q is used_k is None)
-
-
 def name_of_known(metadata: PackedMetadata | None) -> str:
     """The argument that lengths come from which the host knows."""
     return LENGTHS_ON_HOST[0] if metadata is None else "scheduler_metadata"
@@ -385,15 +381,16 @@ def known_lengths(
     Raises:
         TypeError, ValueError: what is given is not what the call needs.
     """
-    is_given = any_given(on_host)
-    for name, one, of_call in zip(LENGTHS_ON_HOST, on_host, integers, strict=True):
-        if one is not None and metadata is not None:
-            raise ValueError(f"{name} must be None with scheduler_metadata, which has the lengths")
-        if is_given and (one is None) != (of_call is None):
-            given = "None" if of_call is None else "given"
-            raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
     if metadata is None:
+        for name, one, of_call in zip(LENGTHS_ON_HOST, on_host, integers, strict=True):
+            if (one is None) != (of_call is None):
+                given = "None" if of_call is None else "given"
+                raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
         return call.latest.of(LENGTHS_ON_HOST, on_host, batch)
+    if any(one is not None for one in on_host):
+        raise ValueError(
+            f"{LENGTHS_ON_HOST[0]} and the others must be None with scheduler_metadata"
+        )
     if metadata.fitting is not call:
         spec = call.spec
         metadata.check(

@@ -99,8 +99,10 @@ class PreparedVarlen:
             known: the lengths, if the host knows them.
         """
         q, k, v, out, lse, *integers = operands
-        if q.device.index != current_device():
-            with torch.cuda.device(q.device):
+        device = q.device
+        index = device.index
+        if index != current_device():
+            with torch.cuda.device(device):
                 self.launch(
                     operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout,
                     known,
@@ -110,14 +112,11 @@ class PreparedVarlen:
         most_short, ratio = 0 if short is None else short.most_queries, heads // k.shape[-2]
         marks = table = None
         if not (self.again is known is None):
-            stream = current_stream(q.device.index)
+            stream = current_stream(index)
             capture = capture_of(stream)
-            counters = counters_of(q.device, stream, capture)
+            counters = counters_of(device, stream, capture)
         if known is not None:
-            kind = TableKind(
-                self.tile_m, self.tile_n, self.band, self.window, most_short, ratio, self.num_ctas
-            )
-            table = known.on(kind, q.device, stream, capture)
+            table = known.on(self, most_short, ratio, device, stream, capture)
         is_shared = table is not None
         if is_shared and known.longest_q <= most_short:
             # No sequence is the forward kernel's.
@@ -159,6 +158,13 @@ class PreparedVarlen:
         if is_shared:
             # Last, so that the next call takes the same for the same purpose.
             counters.give_back(taken)
+
+    def table_kind(self, short_queries: int, qhead_per_kvhead: int) -> TableKind:
+        """What tables of lengths that the host knows are made for."""
+        return TableKind(
+            self.tile_m, self.tile_n, self.band, self.window, short_queries, qhead_per_kvhead,
+            self.num_ctas,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

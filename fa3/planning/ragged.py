@@ -19,6 +19,9 @@ from fa3.schedules.marked import MarkedRagged
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
 from fa3.scores.masks import Band, Intersection
 
+BITS_OF_AMOUNTS = AMOUNTS.bit_length() - 1
+"""Bits of the amounts of work that the kernel tells apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedPlan:
@@ -111,4 +114,4 @@ def records_of_table(words: int) -> int:
 
 def shift_of_work(max_seqlen_k: int, tile_n: int) -> int:
     """The shift of `TileTableArguments`: with it all amounts of work can be told apart."""
-    return max(0, (-(-max_seqlen_k // tile_n)).bit_length() - AMOUNTS.bit_length() + 1)
+    return max(0, (-(-max_seqlen_k // tile_n)).bit_length() - BITS_OF_AMOUNTS)

@@ -1,0 +1,499 @@
+"""Lengths that the host knows: tables made on the host, metadata, and calls that use them."""
+
+import heapq
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kvcache_bad_values import OnGpu
+from test_varlen import caches
+from varlen_problems import VarlenProblem, integers, make_call, random_problem, unused
+
+from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
+from fa3.calls import varlen_gpu
+from fa3.calls.known_lengths import KnownLengths, LatestLengths
+from fa3.kernels.tile_table import AMOUNTS
+from fa3.planning.host_table import TableKind
+from fa3.planning.ragged import BITS_OF_AMOUNTS, shift_of_work
+from fa3.problem import Window
+from fa3.reference.varlen import RaggedOperands
+from fa3.running.counters import StreamCounters
+from fa3.running.tables import Table
+from fa3.schedules.marked import words_of_marks
+from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
+from fa3.scores.masks import Band, Sequence
+
+MIXED = VarlenProblem((70, 0, 1, 200, 9), (90, 5, 900, 2000, 700), heads_kv=2, group=2, causal=True)
+ON_HOST = {
+    f"{name}_cpu": name for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+}
+
+
+def known(problem: VarlenProblem) -> KnownLengths:
+    """The lengths of a problem."""
+    ends = (np.cumsum([0, *seqlens]) for seqlens in (problem.seqlens_q, problem.seqlens_k))
+    used = (None if one is None else np.array(one) for one in (problem.used_q, problem.used_k))
+    return KnownLengths.packed(*ends, *used)
+
+
+def records_of(table: np.ndarray) -> list[TileRecord]:
+    words = table[TABLE_HEADER:].reshape(-1, RECORD)[: table[NUM_RECORDS]].tolist()
+    return [TileRecord(*record[: len(TileRecord._fields)]) for record in words]
+
+
+def on_device(problem: VarlenProblem, kind: TableKind, shift: int) -> list[TileRecord]:
+    """The records that the kernel would write, if it took sequences in order of their number."""
+    sequences = []
+    for batch, rows in enumerate(problem.rows):
+        if len(rows.q) > kind.short_queries:
+            num_tiles = -(-len(rows.q) // kind.tile_m)
+            work = max(blocks_of(kind, rows, tile) for tile in (0, num_tiles - 1)) >> shift
+            sequences.append((-min(work, AMOUNTS - 1), batch, rows, num_tiles))
+    return [
+        TileRecord(tile, batch, rows.q.start, len(rows.q), rows.k.start, len(rows.k), num_tiles)
+        for _, batch, rows, num_tiles in sorted(sequences, key=lambda one: one[0])
+        for tile in reversed(range(num_tiles))
+    ]
+
+
+def blocks_of(kind: TableKind, rows, tile: int) -> int:
+    sequence = Sequence(len(rows.q), len(rows.k), kind.window)
+    found = kind.band.key_blocks(tile * kind.tile_m, kind.tile_m, kind.tile_n, sequence)
+    return found.end - found.begin
+
+
+def makespan(problem: VarlenProblem, kind: TableKind, records: list[TileRecord]) -> float:
+    """The end of the last tile, if each CTA takes the next one when it is done."""
+    free = [0.0] * 7
+    for record in records:
+        blocks = blocks_of(kind, problem.rows[record.batch], record.m_block)
+        heapq.heapreplace(free, free[0] + blocks + 1.5)
+    return max(free)
+
+
+# ------------------------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("seed", range(96))
+def test_the_table_is_that_of_the_kernel(seed):
+    problem = random_problem(seed, "bfloat16", seed, longest=(40, 700, 3000)[seed % 3])
+    window = Window(problem.window[0], 0 if problem.causal else problem.window[1])
+    window = window.tighten(1 << 29, 1 << 29)
+    short = (0, 1, 32)[seed % 3]
+    kind = TableKind(128, 96, Band.of(window), window, short, problem.group, 132)
+    table = known(problem).make(kind)
+    assert table.dtype == np.int32 and table[0] == table[1] == 0
+    found = records_of(table)
+    assert found == on_device(problem, kind, 0)
+    # Where the kernel cannot tell all amounts of work apart.
+    coarse = on_device(problem, kind, 3)
+    assert sorted(found) == sorted(coarse)
+    assert makespan(problem, kind, found) <= makespan(problem, kind, coarse)
+    has_short = any(0 < len(rows.q) <= short for rows in problem.rows)
+    assert (0 < table[CTAS_BESIDE] <= 132) == has_short
+
+
+def test_decode_gets_a_share_of_the_ctas_for_its_share_of_the_work():
+    kind = TableKind(128, 112, Band(right=True), Window(right=0), 32, 4, 132)
+    counts = []
+    for decoding in (0, 8, 16, 64, 4096):
+        lengths_q, lengths_k = (512,) * 7 + (1,) * decoding, (4096,) * (7 + decoding)
+        table = known(VarlenProblem(lengths_q, lengths_k)).make(kind)
+        counts.append(int(table[CTAS_BESIDE]))
+    assert counts[0] == 0 and counts[-1] == 132 and counts == sorted(counts)
+    assert 0 < counts[1] < counts[2] < 66
+
+
+def test_longest_first_where_the_kernel_tells_no_difference():
+    lengths = (1 << 20, *range(96 * AMOUNTS, 96 * AMOUNTS + 900, 96))
+    assert shift_of_work(1 << 20, 96) == (-(-(1 << 20) // 96)).bit_length() - BITS_OF_AMOUNTS > 0
+    kind = TableKind(128, 96, Band(), Window(), 0, 1, 132)
+    table = known(VarlenProblem((1,) * len(lengths), lengths)).make(kind)
+    assert [one.seqlen_k for one in records_of(table)] == sorted(lengths, reverse=True)
+
+
+# ------------------------------------------------------------------------------------- results
+
+
+def metadata_of(call: dict, **options):
+    """Metadata of a call on packed keys."""
+    _, heads_q, head_dim = call["q"].shape
+    _, heads_kv, head_dim_v = call["v"].shape
+    given = {
+        "qkv_dtype": call["q"].dtype,
+        "headdim_v": head_dim_v,
+        "cu_seqlens_q": call["cu_seqlens_q"],
+        "cu_seqlens_k": call["cu_seqlens_k"],
+        "seqused_q": call.get("seqused_q"),
+        "causal": call["causal"],
+        "window_size": call["window_size"],
+        "has_softcap": bool(call["softcap"]),
+    }
+    longest = max(1, call["max_seqlen_q"]), call["max_seqlen_k"]
+    sizes = len(call["cu_seqlens_q"]) - 1, *longest, heads_q, heads_kv, head_dim
+    return get_scheduler_metadata(*sizes, call.get("seqused_k"), **given | options)
+
+
+def on_host(call: dict) -> dict:
+    """The lengths of a call once more."""
+    return {name: call[other] for name, other in ON_HOST.items() if call.get(other) is not None}
+
+
+def check_same(problem: VarlenProblem, call: dict, **given) -> None:
+    """Assert that a call has the same bits with more arguments."""
+    rows = ~unused(problem, len(call["q"]))
+    (out, lse), (other, of_other) = (
+        flash_attn_varlen_func(**call | one, return_lse=True) for one in ({}, given)
+    )
+    assert torch.equal(out[rows], other[rows]) and torch.equal(lse[:, rows], of_other[:, rows])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_calls_have_the_bits_of_calls_without(seed):
+    problem = random_problem(seed, ("bfloat16", "float16")[seed % 2], seed // 2)
+    # By rows of no sequence, the plain call may take other kernels.
+    problem = replace(problem, spare=0)
+    call = make_call(problem, seed)
+    check_same(problem, call, **on_host(call))
+    check_same(problem, call, scheduler_metadata=metadata_of(call))
+
+
+def test_decode_rows_beside_long_ones():
+    call = make_call(MIXED)
+    check_same(MIXED, call, scheduler_metadata=metadata_of(call))
+    check_same(MIXED, call, **on_host(call))
+
+
+def test_gradients():
+    gradients = []
+    for given in ({}, {"scheduler_metadata": None}, {"cu_seqlens_q_cpu": None}):
+        call = make_call(replace(MIXED, seqlens_k=MIXED.seqlens_q))
+        if "scheduler_metadata" in given:
+            given = {"scheduler_metadata": metadata_of(call)}
+        elif given:
+            given = on_host(call)
+        leaves = [call[name].requires_grad_() for name in "qkv"]
+        out = flash_attn_varlen_func(**call, **given)
+        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    for found in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], found))
+
+
+def cached_call(lengths_q, lengths_k, page_size: int = 16) -> dict:
+    """A call on pages."""
+    torch.manual_seed(0)
+    pages = -(-max(lengths_k) // page_size)
+    table = torch.randperm(len(lengths_k) * pages).view(len(lengths_k), pages).int()
+    caches = torch.randn(2, table.numel(), page_size, 2, 64).bfloat16()
+    return {
+        "q": torch.randn(sum(lengths_q), 4, 64).bfloat16(),
+        "k_cache": caches[0], "v_cache": caches[1], "page_table": table, "causal": True,
+        "cache_seqlens": integers(*lengths_k), "max_seqlen_q": max(lengths_q),
+        "cu_seqlens_q": integers(0, *np.cumsum(lengths_q).tolist()),
+    }  # fmt: skip
+
+
+def metadata_of_cache(call: dict, **options):
+    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 12, 4, 2, 64
+    given = {"cu_seqlens_q": call["cu_seqlens_q"], "page_size": 16, "causal": True}
+    return get_scheduler_metadata(*sizes, call["cache_seqlens"], **given | options)
+
+
+@pytest.mark.parametrize(
+    "lengths_q", [(100, 1, 40, 1), (100, 90, 80, 70), (3, 1, 1, 2)], ids=["mixed", "long", "short"]
+)
+def test_calls_on_pages(lengths_q):
+    call = cached_call(lengths_q, (300, 90, 80, 500))
+    call["max_seqlen_q"] = 128
+    metadata = metadata_of_cache(call)
+    out = flash_attn_with_kvcache(**call)
+    assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
+    packed = {"k": call["k_cache"], "v": call["v_cache"], "seqused_k": call["cache_seqlens"]}
+    packed |= {name: call[name] for name in ("q", "page_table", "causal", "max_seqlen_q")}
+    packed |= {name: call[name] for name in ("cu_seqlens_q",)}
+    packed |= {"cu_seqlens_k": None, "max_seqlen_k": 500, "scheduler_metadata": metadata}
+    assert torch.equal(out, flash_attn_varlen_func(**packed))
+
+
+def test_new_tokens_count():
+    call = cached_call((40, 1), (300, 90))
+    room = integers(200, 80)
+    new = {"k": torch.randn(2, 5, 2, 64).bfloat16(), "v": torch.randn(2, 5, 2, 64).bfloat16()}
+    call |= {"cache_seqlens": room, **new}
+    metadata = metadata_of_cache(call, max_seqlen_k_new=5)
+    assert metadata.lengths.longest_k == 205
+    out = flash_attn_with_kvcache(**call)
+    assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
+    wrong = metadata_of_cache(call, max_seqlen_k_new=4)
+    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for cache_seqlens \[204,"):
+        flash_attn_with_kvcache(**call, scheduler_metadata=wrong)
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"qkv_dtype": torch.float16}, "made for dtype torch.float16, the call has torch.bfloat16"),
+        ({"headdim_v": 128}, "made for head_dim_v 128, the call has 64"),
+        ({"causal": False}, "made for window Window(left=-1, right=-1), the call has"),
+        ({"has_softcap": True}, "made for has_softcap True, the call has False"),
+    ],
+)
+def test_a_call_must_be_what_metadata_was_made_for(options, complaint):
+    call = make_call(MIXED)
+    with pytest.raises(ValueError, match="^scheduler_metadata was " + re.escape(complaint)):
+        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(call, **options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"seqlens_q": (70, 1, 200, 9), "seqlens_k": (90, 900, 2000, 700)}, "made for batch 5"),
+        ({"heads_kv": 4}, "made for heads_q 4, the call has 8"),
+        (
+            {"seqlens_q": (69, 0, 1, 200, 9)},
+            "must have its sequences in the 279 rows of q",
+        ),
+        ({"seqlens_q": (70, 0, 2, 200, 8)}, "was made for cu_seqlens_q"),
+        ({"seqlens_k": (90, 6, 899, 2000, 700)}, "was made for cu_seqlens_k"),
+        ({"used_k": (90, 4, 899, 2000, 700)}, "was made for seqused_k None, the call has"),
+    ],
+)
+def test_a_call_must_have_the_lengths(changes, complaint):
+    call = make_call(replace(MIXED, **changes))
+    with pytest.raises(ValueError, match=f"^scheduler_metadata .*{complaint}|^sch.*{complaint}"):
+        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(make_call(MIXED)))
+
+
+def test_a_call_may_have_shorter_sequences_only_if_it_says_so():
+    call = make_call(MIXED)
+    with pytest.raises(ValueError, match=r"^scheduler_metadata must have sequences of at most 199"):
+        flash_attn_varlen_func(**call | {"max_seqlen_q": 199}, scheduler_metadata=metadata_of(call))
+
+
+def test_metadata_of_something_else():
+    call, cached = make_call(MIXED), cached_call((40, 1), (300, 90))
+    of_equal = get_scheduler_metadata(5, 1, 2000, 4, 2, 64, 7)
+    with pytest.raises(ValueError, match=r"^scheduler_metadata must be made with .* cu_seqlens_q"):
+        flash_attn_varlen_func(**call, scheduler_metadata=of_equal)
+    with pytest.raises(TypeError, match=r"^scheduler_metadata must come from"):
+        flash_attn_varlen_func(**call, scheduler_metadata=3)
+    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for packed keys, .* cache"):
+        flash_attn_with_kvcache(**cached, scheduler_metadata=metadata_of(call))
+    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for a cache, .* packed"):
+        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of_cache(cached))
+    with pytest.raises(ValueError, match=r"^scheduler_metadata must have its sequences in the 40"):
+        flash_attn_with_kvcache(
+            **cached | {"q": cached["q"][:40]}, scheduler_metadata=metadata_of_cache(cached)
+        )
+    metadata = metadata_of_cache(cached)
+    with pytest.raises(ValueError, match=r"^scheduler_metadata must have sequences of at most 288"):
+        flash_attn_with_kvcache(
+            **cached | {"page_table": cached["page_table"][:, :18]}, scheduler_metadata=metadata
+        )
+    equal = {name: value for name, value in cached.items() if name != "max_seqlen_q"}
+    equal |= {"cu_seqlens_q": None, "q": cached["q"][:2, None]}
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q must be given as to scheduler_metadata"):
+        flash_attn_with_kvcache(**equal, scheduler_metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"cu_seqlens_q": integers(0, 70, 60, 71, 271, 280)}, "cu_seqlens_q must not fall, does"),
+        ({"cu_seqlens_k": integers(1, 2, 3, 4, 5, 6)}, "cu_seqlens_k must begin with 0, got 1"),
+        ({"cu_seqlens_q": integers(0, 1)}, r"cu_seqlens_q must have shape \(6,\)"),
+        ({"cu_seqlens_q": integers(0, 0, 0, 0, 0, 201)}, "cu_seqlens_q must have sequences of at"),
+        ({"cu_seqlens_k": integers(*range(0, 18001, 3600))}, "cu_seqlens_q must have sequences of"),
+        ({"page_size": 16}, "page_size must be None with cu_seqlens_k"),
+        ({"num_splits": 2}, "num_splits must be 0 or 1 with cu_seqlens_k"),
+        ({"cu_seqlens_q": None}, "cu_seqlens_k must be None without cu_seqlens_q"),
+    ],
+)
+def test_impossible_lengths_are_refused(options, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        metadata_of(make_call(MIXED), **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "complaint"),
+    [
+        (
+            {"cu_seqlens_k_cpu": None},
+            ValueError,
+            "cu_seqlens_k_cpu must be given like cu_",
+        ),
+        ({"cu_seqlens_q_cpu": None}, ValueError, "cu_seqlens_q_cpu must be given like"),
+        ({"seqused_q_cpu": integers(1)}, ValueError, "seqused_q_cpu must be None like seqused_q"),
+        ({"cu_seqlens_q_cpu": [0, 3]}, TypeError, "cu_seqlens_q_cpu must be a torch.Tensor"),
+        ({"cu_seqlens_q_cpu": torch.arange(6)}, TypeError, "cu_seqlens_q_cpu must be torch.int32"),
+        ({"cu_seqlens_q_cpu": integers(0, 280)}, ValueError, "cu_seqlens_q_cpu must have shape"),
+        (
+            {"cu_seqlens_q_cpu": integers(0, 1, 2, 3, 4, 280)},
+            ValueError,
+            "cu_seqlens_q_cpu must have sequences of at most 200",
+        ),
+        (
+            {"cu_seqlens_q_cpu": integers(0, 100, 100, 100, 100, 280)},
+            ValueError,
+            "cu_seqlens_q_cpu was made for cu_seqlens_q",
+        ),
+    ],
+)
+def test_lengths_on_the_host_that_are_no_lengths(changes, error, complaint):
+    call = make_call(MIXED)
+    for _ in range(2):
+        with pytest.raises(error, match=f"^{complaint}"):
+            flash_attn_varlen_func(**call, **on_host(call) | changes)
+
+
+def test_not_twice():
+    call = make_call(MIXED)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q_cpu.* must be None with scheduler_metad"):
+        flash_attn_varlen_func(**call, **on_host(call), scheduler_metadata=metadata_of(call))
+
+
+# ------------------------------------------------------------------------------ what is kept
+
+
+def test_lengths_on_a_gpu_decide_nothing():
+    call = make_call(MIXED)
+    call |= {name: call[name].as_subclass(OnGpu) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    assert metadata_of(call).lengths is None
+    cached = cached_call((40, 1), (300, 90))
+    cached["cu_seqlens_q"] = cached["cu_seqlens_q"].as_subclass(OnGpu)
+    assert metadata_of_cache(cached).lengths is None
+
+
+def test_the_latest_lengths_are_kept_and_no_others():
+    latest, names = LatestLengths(), tuple(ON_HOST)
+    ends, others = integers(0, 3, 9), integers(0, 4, 9)
+    first = latest.of(names, (ends, ends, None, None), 2)
+    assert latest.of(names, (ends.clone(), ends, None, None), 2) is first
+    ends[1] = 4
+    assert latest.of(names, (ends, others, None, None), 2) is not first
+    assert first.queries.cu.tolist() == [0, 3, 9]
+
+
+def test_no_length_is_remembered():
+    draw = random.Random(0)
+
+    def call(use_metadata: bool) -> None:
+        lengths = tuple(draw.randint(1, 200) for _ in range(3))
+        made = make_call(VarlenProblem(lengths, lengths, head_dim=8, head_dim_v=8, causal=True))
+        made |= {"max_seqlen_q": 200, "max_seqlen_k": 200}
+        given = {"scheduler_metadata": metadata_of(made)} if use_metadata else on_host(made)
+        flash_attn_varlen_func(**made, **given)
+
+    def sizes() -> dict:
+        # The reference plans each sequence by itself.
+        return {name: size for name, size in caches().items() if name.startswith("fa3.calls.")}
+
+    for use_metadata in (False, True):
+        call(use_metadata)
+    before = sizes()
+    for turn in range(20):
+        call(turn % 2 == 0)
+    assert sizes() == before
+
+
+# ------------------------------------------------------------------------------------ launches
+
+
+class Kernel:
+    """Stands for a kernel, and notes what it is launched on."""
+
+    def __init__(self):
+        self.given = []
+
+    def __call__(self, *given):
+        self.given.append(given)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernels of a plan, launched on CPU tensors; streams and captures are what a test says."""
+    kernels = varlen_gpu.PreparedVarlen(
+        Kernel(), Kernel(), Kernel(), Window(right=0), 128, 112, Band(right=True), 132, 1000
+    )
+    state = {"stream": 7, "capture": None, "streams": {}}
+    monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
+    monkeypatch.setattr(varlen_gpu, "current_stream", lambda index: state["stream"])
+    monkeypatch.setattr(varlen_gpu, "capture_of", lambda stream: state["capture"])
+
+    def counters_of(device, stream, capture):
+        return state["streams"].setdefault((stream, capture), StreamCounters(device))
+
+    monkeypatch.setattr(varlen_gpu, "counters_of", counters_of)
+    monkeypatch.setattr(
+        Table, "upload", classmethod(lambda cls, table, device: cls(torch.from_numpy(table)))
+    )
+    monkeypatch.setattr(Table, "on", lambda table, stream, capture: table.numbers)
+    return kernels, state
+
+
+def launch(kernels, lengths: KnownLengths | None, problem=MIXED) -> tuple:
+    """Launch a call; what the forward kernel got for its counters, marks and table."""
+    call = make_call(problem)
+    ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
+    operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
+    kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths)
+    *_, taken, _, _, _, marks, _, table, _, _, _ = kernels.forward.given[-1]
+    return taken, marks, table
+
+
+def test_a_table_that_is_known_is_not_made_again(launches):
+    kernels, state = launches
+    lengths = known(MIXED)
+    taken, marks, table = launch(kernels, lengths)
+    assert not kernels.tile_table.given
+    assert records_of(table.numpy())[0].seqlen_k == 2000
+    assert taken is not marks and taken is not table
+    heads, records = 4, int(table[NUM_RECORDS])
+    assert len(marks) >= words_of_marks(records * heads)
+    assert kernels.forward.given[0][10] == min(132, records * heads)
+    again = launch(kernels, lengths)
+    assert again[2] is table
+    # Counters are the stream's, each for the same purpose.
+    assert again[0] is taken and again[1] is marks
+    state["stream"] = 8
+    other = launch(kernels, lengths)
+    assert other[2] is table and other[0] is not taken and other[1] is not marks
+    taken, _, table = launch(kernels, None)
+    assert taken is table and len(kernels.tile_table.given) == 1
+
+
+def test_captures_take_tables_that_there_are(launches):
+    kernels, state = launches
+    lengths = known(MIXED)
+    state["capture"] = "first"
+    taken, _, table = launch(kernels, lengths)
+    assert taken is table and len(kernels.tile_table.given) == 1
+    state["capture"] = None
+    made = launch(kernels, lengths)[2]
+    state["capture"] = "second"
+    taken, _, table = launch(kernels, lengths)
+    assert table is made and taken is not table and len(kernels.tile_table.given) == 1
+
+
+def test_kernels_without_work_are_not_launched(launches):
+    kernels, _ = launches
+    started = []
+
+    def start(table):
+        started.append(table)
+        return lambda: started.append("merged")
+
+    problem = VarlenProblem((1, 2, 1), (500, 600, 0))
+    call = make_call(problem)
+    ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
+    operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
+    short = varlen_gpu.Short(32, start)
+    kernels.launch(operands, 1100, 600, None, 1.0, short, known=known(problem))
+    assert not (kernels.forward.given or kernels.again.given or kernels.tile_table.given)
+    assert started[0][CTAS_BESIDE] == 132 and started[1] == "merged"
