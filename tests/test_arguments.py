@@ -60,7 +60,7 @@ TENSORS = {
         "alibi_slopes", "sinks", "out",
     ),
     "combine": ("out",),
-    "metadata": ("cu_seqlens_k_new", "cache_leftpad"),
+    "metadata": ("cu_seqlens_q", "cu_seqlens_k_new", "cache_leftpad"),
 }  # fmt: skip
 UNSUPPORTED = {
     "attend": ("qv", "q_descale", "k_descale", "v_descale"),
@@ -69,7 +69,6 @@ UNSUPPORTED = {
         "qv",
         "q_descale", "k_descale", "v_descale",
     ),
-    "metadata": ("cu_seqlens_q",),
 }  # fmt: skip
 A_TENSOR = torch.tensor(1)
 

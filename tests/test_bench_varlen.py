@@ -90,8 +90,9 @@ def test_ours_pass_the_check(cell):
             errors = reference.check(call())
             assert errors.largest <= errors.allowed < 0.05
             ran.append(one.name)
-    cached = ["fa3", "fa3-kvcache", "fa3-page16", "fa3-page64"]
-    assert ran == (cached if cell.is_cached else ["fa3", "fa3-dense"][: 1 + (cell is EQUAL)])
+    cached = ["fa3", "fa3-metadata", "fa3-kvcache", "fa3-page16", "fa3-page64"]
+    packed_keys = ["fa3", "fa3-metadata", "fa3-dense"][: 2 + (cell is EQUAL)]
+    assert ran == (cached if cell.is_cached else packed_keys)
 
 
 def test_the_check_finds_wrong_lengths_masks_and_holes():
@@ -179,7 +180,7 @@ def test_peers_are_called_for_what_they_take(cell, fake_peers):
 def test_a_cell_is_checked_for_everyone(monkeypatch):
     monkeypatch.setattr(harness, "draw_inputs", lambda cell, data, sets: [draw(cell)] * sets)
     monkeypatch.setattr(harness, "poison_freed_memory", lambda cell: None)
-    job = runs.Job(RAGGED, OURS[:2], [])
+    job = runs.Job(RAGGED, OURS[::2][:2], [])
     verdicts = runs.check_cell(SimpleNamespace(data="normal"), job, PackedReference)
     statuses = {name: verdict.status for name, verdict in verdicts.items()}
     assert statuses == {"fa3": OK, "fa3-dense": UNSUPPORTED}
@@ -191,10 +192,10 @@ def test_providers_are_filtered():
     def names(cell: PackedCell, *only: str) -> list[str]:
         return [one.name for one in packed.providers_of(cell, [peer], only)]
 
-    assert names(RAGGED) == ["fa3", "fa4-cute"]
-    assert names(EQUAL) == ["fa3", "fa3-dense", "fa4-cute"]
-    assert len(names(CHUNKS)) == 5 and names(CHUNKS, "fa3-page16") == ["fa3-page16"]
-    assert names(HOST_CELL) == ["fa3", "fa4-cute"]
+    assert names(RAGGED) == ["fa3", "fa3-metadata", "fa4-cute"]
+    assert names(EQUAL) == ["fa3", "fa3-metadata", "fa3-dense", "fa4-cute"]
+    assert len(names(CHUNKS)) == 6 and names(CHUNKS, "fa3-page16") == ["fa3-page16"]
+    assert names(HOST_CELL) == ["fa3", "fa3-metadata", "fa4-cute"]
     assert {*names(EQUAL), *names(CHUNKS), "fa3-cpp"} == set(packed.NAMES)
 
 
@@ -246,7 +247,8 @@ def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peers):
         assert {"fa3-cpp", "fa4-cute"} < {row.provider for row in rows}
         assert {("fa3", "host"), ("fa4-cute", "host"), ("fa3-dense", "equal-cell")} < set(compiled)
         assert "fa3-cpp" not in {name for name, _ in compiled}
-        assert set(json.loads((tmp_path / HOST_NAME).read_text())) == {"fa3", "fa3-cpp", "fa4-cute"}
+        of_host = {"fa3", "fa3-metadata", "fa3-cpp", "fa4-cute"}
+        assert set(json.loads((tmp_path / HOST_NAME).read_text())) == of_host
         assert "host, us a call: fa3 25.0" in capsys.readouterr().out
         # What there is is not measured again.
         bench_varlen.main(["--rounds", "2"])
@@ -287,7 +289,7 @@ def test_report_prints_tables_and_draws(tmp_path, capsys):
     bench_varlen.main(["--report", str(tmp_path)])
     printed = capsys.readouterr().out
     tflops = BY_NAME["equal-causal-4x4k"].flops / 450 / 1e6
-    assert f"| equal-causal-4x4k, 16/16, causal | 450.0 ({tflops:.0f}) |" in printed
+    assert f"| equal-causal-4x4k, 16/16, causal | 450.0 ({tflops:.0f}) |  |" in printed
     assert "| failed | 1.20 (1.20-1.20) fa3-cpp | 405.0 (" in printed
     assert "| 0.90 (0.90-0.90) |" in printed
     gbps = BY_NAME["decode-64x8k"].kv_bytes / 480 / 1e3

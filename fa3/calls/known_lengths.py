@@ -198,9 +198,9 @@ def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
     ends = host_integers(name, tensor, (batch + 1,))
     if ends[0] != 0:
         raise ValueError(f"{name} must begin with 0, got {ends[0]}")
-    falls = np.flatnonzero(np.diff(ends) < 0)
-    if len(falls):
-        sequence = int(falls[0])
+    falls = ends[1:] < ends[:-1]
+    if falls.any():
+        sequence = int(falls.argmax())
         raise ValueError(
             f"{name} must not fall, does from {ends[sequence]} to {ends[sequence + 1]} for "
             f"sequence {sequence}"
@@ -208,7 +208,7 @@ def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
     return ends
 
 
-def bytes_of(name: str, tensor: torch.Tensor) -> bytes:
+def contents_of(name: str, tensor: torch.Tensor) -> bytes:
     """What lies in an int32 tensor on the CPU.
 
     Raises:
@@ -245,7 +245,7 @@ class LatestLengths:
             TypeError, ValueError: they are no lengths.
         """
         given = tuple(
-            None if one is None else bytes_of(name, one)
+            None if one is None else contents_of(name, one)
             for name, one in zip(names, tensors, strict=True)
         )
         before, lengths = self.latest

@@ -6,6 +6,7 @@ pay, since whole tiles need no workspace and no merge; of packed queries, the ta
 (`fa3.calls.known_lengths`), which each call would have to have made by a kernel.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsupported
 from fa3.calls.ragged import INTEGERS_OF_LENGTHS, MOST_RAGGED_ROWS
-from fa3.calls.varlen_call import plan_varlen
+from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.host_table import TableKind
@@ -30,7 +31,7 @@ from fa3.planning.short_queries import short_queries
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import Pieces
 from fa3.scores.masks import Band
@@ -303,15 +304,38 @@ def metadata_of_packed(
     lengths = KnownLengths.packed(ends_q, ends_k, used_q, used_k)
     rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
     lengths.check_fit("cu_seqlens_q", calls.batch, rows, (calls.seqlen_q, max_seqlen_k))
-    window = calls.window.tighten(*rows)
-    structure = structure_of(float(calls.has_softcap), None, None, window.right == 0)
-    spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
-    call = plan_varlen(
-        spec, structure, window, calls.heads_q, calls.heads_kv, used_q is not None,
-        used_k is not None, gpu, calls.sm_margin,
+    heads = calls.heads_q, calls.heads_kv
+    call, kind = planned_call(
+        calls.dtype, calls.head_dim, calls.head_dim_v, *heads, calls.window.tighten(*rows),
+        calls.has_softcap, used_q is not None, used_k is not None, gpu, calls.sm_margin,
     )  # fmt: skip
-    upload(lengths, call.table_kind(lengths, calls.heads_q, calls.heads_kv))
+    most = call.most_short_of_table(lengths, calls.heads_q)
+    if most is not None:
+        upload(lengths, kind._replace(short_queries=most))
     return PackedMetadata(calls, True, lengths)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def planned_call(
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    heads_q: int,
+    heads_kv: int,
+    window: Window,
+    has_softcap: bool,
+    has_used_q: bool,
+    has_used_k: bool,
+    gpu: Gpu,
+    sm_margin: int,
+) -> tuple[RaggedCall, TableKind]:
+    """What calls on packed keys lead to, and what their tables are made for, but for the sequences
+    that are the decode kernel's. No length is in this."""
+    structure = structure_of(float(has_softcap), None, None, window.right == 0)
+    spec = structure.spec(dtype, head_dim, head_dim_v, window)
+    used = has_used_q, has_used_k
+    call = plan_varlen(spec, structure, window, heads_q, heads_kv, *used, gpu, sm_margin)
+    return call, call.plan.table_kind(window, 0, heads_q // heads_kv)
 
 
 def metadata_of_cache(
@@ -364,13 +388,9 @@ def on_host(
     ]  # fmt: skip
 
 
-def upload(lengths: KnownLengths, kind: TableKind | None) -> None:
+def upload(lengths: KnownLengths, kind: TableKind) -> None:
     """Make a table on the current GPU, if there is one and it can be copied there."""
-    if (
-        kind is not None
-        and torch.cuda.is_available()
-        and (not torch.cuda.is_current_stream_capturing())
-    ):
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
         lengths.upload(kind, torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -14,7 +14,6 @@ from fa3.calls.modifiers import Structure
 from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
 from fa3.calls.varlen_gpu import Short
 from fa3.planning.gpu import Gpu
-from fa3.planning.host_table import TableKind
 from fa3.planning.joined import JoinedPlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
@@ -120,12 +119,11 @@ class RaggedCall:
                 most = 0
         return False, longest_k, most, most < longest_q
 
-    def table_kind(self, known: KnownLengths, heads: int, heads_kv: int) -> TableKind | None:
-        """What a table of known lengths is made for, if a call without gradients needs one."""
+    def most_short_of_table(self, known: KnownLengths, heads: int) -> int | None:
+        """The `short_queries` of the table that a call without gradients walks; None if it walks
+        none."""
         joins, longest_k, most, has_long = self.route(known.sizes(heads), False, known)
-        if longest_k == 0 or joins or not has_long:
-            return None
-        return self.plan.table_kind(self.window, most, heads // heads_kv)
+        return most if longest_k and not joins and has_long else None
 
     def attend_one_by_one(
         self,

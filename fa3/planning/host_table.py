@@ -53,9 +53,11 @@ class TableKind(NamedTuple):
         num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
         num_tiles[seqlen_q <= self.short_queries] = 0
         sequence = Sequence(seqlen_q, seqlen_k, self.window)
-        last = np.maximum(num_tiles - 1, 0) * self.tile_m
-        blocks = [self.blocks(row, self.tile_m, self.tile_n, sequence) for row in (at * 0, last)]
-        order = np.argsort(-np.maximum(*blocks), kind="stable")
+        # Of the first and of the last tile of each sequence, at once: numpy takes its time by call.
+        rows = np.zeros((2, len(at)), np.int64)
+        rows[1] = np.maximum(num_tiles - 1, 0) * self.tile_m
+        blocks = self.blocks(rows, self.tile_m, self.tile_n, sequence)
+        order = np.argsort(-blocks.max(0), kind="stable")
         order = order[num_tiles[order] > 0]
         tiles = num_tiles[order]
         end = np.cumsum(tiles)
@@ -72,29 +74,28 @@ class TableKind(NamedTuple):
         table[CTAS_BESIDE] = self.ctas_beside(num_tiles, sequence, blocks)
         return table
 
-    def blocks(self, row, num_rows, tile_n: int, sequence: Sequence) -> np.ndarray:
+    def blocks(self, row: np.ndarray, num_rows, tile_n: int, sequence: Sequence) -> np.ndarray:
         """How many key blocks rows touch, sequence by sequence."""
         found = self.band.key_blocks(row, num_rows, tile_n, sequence)
-        return found.end - found.begin
+        return np.broadcast_to(found.end - found.begin, row.shape)
 
-    def ctas_beside(
-        self, num_tiles: np.ndarray, sequence: Sequence, blocks: list[np.ndarray]
-    ) -> int:
+    def ctas_beside(self, num_tiles: np.ndarray, sequence: Sequence, blocks: np.ndarray) -> int:
         """CTAs of the decode kernel: `WorkOfBoth.ctas_beside`, which says why.
 
         Args:
             blocks: those of the first and of the last tile of each sequence.
         """
-        ratio = self.qhead_per_kvhead
-        long = num_tiles * ratio * (sum(blocks) / 2 + BLOCKS_OF_ENDS)
-        row_blocks = np.where(num_tiles == 0, -(-sequence.seqlen_q * ratio // ROWS), 0)
-        of_short = self.blocks(0 * num_tiles, sequence.seqlen_q, DECODE_TILE_N, sequence)
-        short = float((row_blocks * of_short).sum()) * (KEYS_OF_DECODING / self.tile_n)
-        if short == 0:
+        is_short = (num_tiles == 0) & (sequence.seqlen_q > 0)
+        if not is_short.any():
             return 0
-        share = MORE_BESIDE * short / max(float(long.sum()) + short, 1.0)
-        return (
-            min(int(self.num_ctas * share) + 1, self.num_ctas)
-            if share < MOST_BESIDE
-            else (self.num_ctas)
-        )
+        ratio = self.qhead_per_kvhead
+        long = float((num_tiles * ratio * (blocks.sum(0) / 2 + BLOCKS_OF_ENDS)).sum())
+        of_short = Sequence(sequence.seqlen_q[is_short], sequence.seqlen_k[is_short], self.window)
+        row_blocks = (of_short.seqlen_q * ratio + ROWS - 1) // ROWS
+        first = np.zeros_like(row_blocks)
+        read = self.blocks(first, of_short.seqlen_q, DECODE_TILE_N, of_short)
+        short = float((row_blocks * read).sum()) * (KEYS_OF_DECODING / self.tile_n)
+        share = MORE_BESIDE * short / max(long + short, 1.0)
+        if share >= MOST_BESIDE:
+            return self.num_ctas
+        return min(int(self.num_ctas * share) + 1, self.num_ctas)
