@@ -10,6 +10,7 @@ import pytest
 import torch
 from kvcache_bad_values import OnGpu
 from test_varlen import caches
+from torch.fx.experimental.proxy_tensor import make_fx
 from varlen_problems import VarlenProblem, integers, make_call, random_problem, unused
 
 from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
@@ -356,6 +357,18 @@ def test_not_twice():
     call = make_call(MIXED)
     with pytest.raises(ValueError, match=r"^cu_seqlens_q_cpu.* must be None with scheduler_metad"):
         flash_attn_varlen_func(**call, **on_host(call), scheduler_metadata=metadata_of(call))
+
+
+@pytest.mark.parametrize("name", ["scheduler_metadata", "cu_seqlens_q_cpu"])
+def test_graphs_have_none_of_it(name):
+    call = make_call(MIXED)
+    given = {"scheduler_metadata": metadata_of(call)} | on_host(call)
+
+    def attend(q):
+        return flash_attn_varlen_func(**call | {"q": q, name: given[name]})
+
+    with pytest.raises(NotImplementedError, match=f"^{name} must be None while a graph is traced"):
+        make_fx(attend)(call["q"])
 
 
 # ------------------------------------------------------------------------------ what is kept

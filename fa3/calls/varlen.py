@@ -2,7 +2,8 @@
 
 Lengths on a GPU are read there only. What follows from heads, types and options is worked out once
 and remembered, whatever the lengths are; what follows from lengths is looked at in every call, and
-nothing of it is remembered. CPU tensors go to the reference.
+nothing of it is remembered, but for the latest lengths that a call had on the CPU too
+(`fa3.calls.known_lengths`). CPU tensors go to the reference.
 """
 
 import functools
@@ -387,10 +388,9 @@ def known_lengths(
                 given = "None" if of_call is None else "given"
                 raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
         return call.latest.of(LENGTHS_ON_HOST, on_host, batch)
-    if any(one is not None for one in on_host):
-        raise ValueError(
-            f"{LENGTHS_ON_HOST[0]} and the others must be None with scheduler_metadata"
-        )
+    ends_q, ends_k, used_q, used_k = on_host
+    if not (ends_q is ends_k is used_q is used_k is None):
+        raise ValueError(f"{' and '.join(LENGTHS_ON_HOST)} must be None with scheduler_metadata")
     if metadata.fitting is not call:
         spec = call.spec
         metadata.check(

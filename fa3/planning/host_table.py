@@ -6,7 +6,7 @@ GPU; the forward kernel walks it (`fa3.schedules.ragged`). The lengths are those
 `fa3.primitives.ragged_lengths` reads on a GPU, with arrays in place of tensors.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,7 +71,7 @@ class TableKind(NamedTuple):
         for row, values in zip(records, (left, owner, *of_owner), strict=False):
             row[:] = values
         table[NUM_RECORDS] = number
-        table[CTAS_BESIDE] = self.ctas_beside(num_tiles, sequence, blocks)
+        table[CTAS_BESIDE] = self.ctas_beside(num_tiles, seqlen_q, seqlen_k, blocks)
         return table
 
     def blocks(self, row: np.ndarray, num_rows, tile_n: int, sequence: Sequence) -> np.ndarray:
@@ -79,21 +79,27 @@ class TableKind(NamedTuple):
         found = self.band.key_blocks(row, num_rows, tile_n, sequence)
         return np.broadcast_to(found.end - found.begin, row.shape)
 
-    def ctas_beside(self, num_tiles: np.ndarray, sequence: Sequence, blocks: np.ndarray) -> int:
+    def ctas_beside(
+        self,
+        num_tiles: np.ndarray,
+        seqlen_q: Any,
+        seqlen_k: Any,
+        blocks: np.ndarray,
+    ) -> int:
         """CTAs of the decode kernel: `WorkOfBoth.ctas_beside`, which says why.
 
         Args:
             blocks: those of the first and of the last tile of each sequence.
         """
-        is_short = (num_tiles == 0) & (sequence.seqlen_q > 0)
+        is_short = (num_tiles == 0) & (seqlen_q > 0)
         if not is_short.any():
             return 0
         ratio = self.qhead_per_kvhead
         long = float((num_tiles * ratio * (blocks.sum(0) / 2 + BLOCKS_OF_ENDS)).sum())
-        of_short = Sequence(sequence.seqlen_q[is_short], sequence.seqlen_k[is_short], self.window)
-        row_blocks = (of_short.seqlen_q * ratio + ROWS - 1) // ROWS
-        first = np.zeros_like(row_blocks)
-        read = self.blocks(first, of_short.seqlen_q, DECODE_TILE_N, of_short)
+        seqlen_q, seqlen_k = seqlen_q[is_short], seqlen_k[is_short]
+        row_blocks = (seqlen_q * ratio + ROWS - 1) // ROWS
+        of_short = Sequence(seqlen_q, seqlen_k, self.window)
+        read = self.blocks(0 * row_blocks, seqlen_q, DECODE_TILE_N, of_short)
         short = float((row_blocks * read).sum()) * (KEYS_OF_DECODING / self.tile_n)
         share = MORE_BESIDE * short / max(long + short, 1.0)
         if share >= MOST_BESIDE:
