@@ -16,6 +16,7 @@ from varlen_problems import VarlenProblem, integers, make_call, random_problem, 
 from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 from fa3.calls import varlen_gpu
 from fa3.calls.known_lengths import KnownLengths, LatestLengths
+from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.tile_table import AMOUNTS
 from fa3.planning.host_table import TableKind
 from fa3.planning.ragged import BITS_OF_AMOUNTS, shift_of_work
@@ -456,7 +457,8 @@ def launch(kernels, lengths: KnownLengths | None, problem=MIXED) -> tuple:
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
     kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths)
-    *_, taken, _, _, _, marks, _, table, _, _, _ = kernels.forward.given[-1]
+    given = ForwardArguments(*kernels.forward.given[-1])
+    taken, marks, table = given.schedule_state, given.marks, given.table
     return taken, marks, table
 
 
@@ -469,7 +471,8 @@ def test_a_table_that_is_known_is_not_made_again(launches):
     assert taken is not marks and taken is not table
     heads, records = 4, int(table[NUM_RECORDS])
     assert len(marks) >= words_of_marks(records * heads)
-    assert kernels.forward.given[0][10] == min(132, records * heads)
+    launched = ForwardArguments(*kernels.forward.given[0])
+    assert launched.num_clusters == min(132, records * heads)
     again = launch(kernels, lengths)
     assert again[2] is table
     # Counters are the stream's, each for the same purpose.
