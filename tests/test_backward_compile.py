@@ -81,25 +81,24 @@ def test_machine_code(spec):
     kernel = compile_kernel(Backward(spec, config, SingleTile))
     report = inspect(kernel.cubin)
     check_resources(report, kernel.ptxas_log, config.threads)
-    assert report.count("USETMAXREG.DEALLOC") == 1
+    assert report.count("USETMAXREG.DEALLOC") == 2
     assert report.count("USETMAXREG.TRY_ALLOC") == 1
     check_wgmma(report, spec, config)
-    assert report.count("UBLKRED") == config.sum_parts * loops(spec, config)
+    assert report.count("UBLKRED") == 1
     assert report.count("REDG") == 0
     assert report.count("UBLKCP") == 1
     # P stays in registers unless warpgroups share keys; dS does not.
-    written = (2 if config.shares_keys else 1) * loops(spec, config) * ROWS * config.queries
+    written = (2 if config.shares_keys else 1) * loops(spec) * ROWS * config.queries
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     written += ROWS * columns // config.shares
     assert report.count("STSM") == written // (8 * WARPGROUP)
 
 
-def loops(spec, config: BackwardConfig) -> int:
+def loops(spec) -> int:
     """How often a step stands in the code: in loops over query blocks that are masked at the
-    diagonal or where keys end, not masked, and with a left bound masked at the end. Pipelined
-    once, and once around the loop.
+    diagonal or where keys end, not masked, and with a left bound masked at the end.
     """
-    return 2 if config.is_pipelined else 2 + spec.mask.left
+    return 2 + spec.mask.left
 
 
 def check_resources(report: CubinReport, ptxas_log: str, threads: int):
@@ -112,10 +111,11 @@ def check_resources(report: CubinReport, ptxas_log: str, threads: int):
 
 def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
     head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-    of_step = (head_dim + head_dim_v + 2 * config.tile_m + config.tile_n) // WGMMA_K
-    assert report.wgmma == of_step * loops(spec, config)
+    of_step = (head_dim + head_dim_v + 2 * config.tile_m) // WGMMA_K
+    # dQ stands in the code once, for one piece after another.
+    assert report.wgmma == of_step * loops(spec) + config.tile_n // WGMMA_K
     # Serialised, each would have a wait of its own.
-    assert report.wgmma_waits == (10 if config.is_pipelined else 4 * loops(spec, config))
+    assert report.wgmma_waits == 4 * loops(spec) + 1
 
 
 @pytest.mark.compiles
@@ -138,16 +138,16 @@ def test_machine_code_for_packed_sequences(head_dim):
 @pytest.mark.parametrize("head_dim", [72, 128, 256])
 def test_machine_code_with_sums_in_order(head_dim, schedule):
     spec = spec_of(head_dim, "causal")
-    config = choose_backward_config(spec, is_ordered=True)
+    config = choose_backward_config(spec)
     compiled = compile_kernel(Backward(spec, config, schedule, is_ordered=True))
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log, config.threads)
     check_wgmma(report, spec, config)
     # A warp waits for a word before it adds, and raises that of the block before; the last one
-    # after the loops.
-    assert report.count("LDG.E.STRONG.GPU") == loops(spec, config)
-    assert report.count("REDG.E.MAX") == loops(spec, config) + 1
-    assert report.count("UBLKRED") == config.sum_parts * loops(spec, config)
+    # after the loop.
+    assert report.count("LDG.E.STRONG.GPU") == 1
+    assert report.count("REDG.E.MAX") == 2
+    assert report.count("UBLKRED") == 1
 
 
 @pytest.mark.compiles
@@ -181,19 +181,27 @@ def test_every_head_size_has_a_config(head_dim, head_dim_v):
     [
         (BackwardConfig(64, 256), "tile_n must be 128"),
         (BackwardConfig(64, 128, shares_keys=True), "tile_n must be 64"),
-        (BackwardConfig(96, 128), "tile_m must be 128, or 64"),
-        (BackwardConfig(64, 128, groups=4), "groups must be 2 or 3"),
-        (BackwardConfig(64, 128, q_stages=0), "q_stages must be 1 or more"),
-        (BackwardConfig(64, 128, sum_parts=3), "sum_parts must divide"),
+        (BackwardConfig(96, 128), "tile_m must be 64, or a multiple"),
+        (BackwardConfig(128, 128), "64 columns or fewer"),
+        (BackwardConfig(64, 128, do_stages=0), "do_stages must be 1 or 2"),
         (BackwardConfig(64, 128, statistics_at_once=3), "statistics_at_once must be 2 or 4"),
-        (BackwardConfig(64, 64, shares_keys=True, is_pipelined=True), "is_pipelined must be False"),
-        (BackwardConfig(128, 128, q_stages=1, do_stages=1), "registers"),
-        (BackwardConfig(64, 128, q_stages=6), "bytes of shared memory"),
     ],
 )
 def test_validate_rejects(config, message):
     with pytest.raises(ValueError, match=message):
         config.validate(spec_of(128, "causal"))
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "message"),
+    [
+        (BackwardConfig(128, 128), modified(64, "causal", (CAP,)), "registers"),
+        (BackwardConfig(64, 64, shares_keys=True), spec_of(256, "full"), "bytes of shared memory"),
+    ],
+)
+def test_validate_rejects_what_does_not_fit(config, spec, message):
+    with pytest.raises(ValueError, match=message):
+        config.validate(spec)
 
 
 def test_the_table_has_no_row_in_vain():
@@ -312,7 +320,7 @@ def write_owners(
 @pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "columns"), [(64, 96), (128, 64)])
 def test_every_number_of_a_query_tile_has_one_place(tile_m, columns):
-    pieces = QueryPieces.of(tile_m, columns, groups=2)
+    pieces = QueryPieces.of(tile_m, columns)
     assert pieces.numbers == tile_m * columns
     num_m_blocks, heads, batch = 3, 2, 2
     count = num_m_blocks * heads * batch

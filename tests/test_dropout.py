@@ -23,6 +23,7 @@ import fa3
 from fa3.calls import forward, varlen_gpu
 from fa3.calls.dropout import draw_rng_state
 from fa3.kernels.backward import Backward
+from fa3.kernels.backward_launch import GROUPS
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning.backward import choose_backward_config
 from fa3.planning.planner import plan_forward
@@ -286,7 +287,7 @@ def write_transposed_words(
     n_block, head, batch = tile
     config = kernel.config
     mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
-    for group in cutlass.range_constexpr(config.groups):
+    for group in cutlass.range_constexpr(GROUPS):
         for thread in cutlass.range(WARPGROUP):
             coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
             dropout = TransposedDropout(DropoutArguments(rng_state, Int32(0), 0.0), coords)
@@ -319,7 +320,7 @@ def test_what_threads_of_the_backward_kernel_draw(head_dim, on_the_host):
     kernel = Backward(spec, choose_backward_config(spec), SingleTile)
     config, tile, num_blocks = kernel.config, (5, 3, 7), 3
     pairs = ROWS * config.queries // WARPGROUP // 2
-    words = torch.zeros(pairs, config.groups * WARPGROUP, num_blocks, dtype=torch.int32)
+    words = torch.zeros(pairs, GROUPS * WARPGROUP, num_blocks, dtype=torch.int32)
     places = torch.zeros(2, *words.shape, dtype=torch.int32)
     tensors = [from_dlpack(x) for x in (words, places, STATE)]
     sizes = tuple(map(Int32, tile))

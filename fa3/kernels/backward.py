@@ -12,22 +12,23 @@ S and dP are computed transposed, keys by queries: then P^T and dS^T in register
 operands of dV and dK. dS goes through shared memory for dQ, which needs all keys of the tile.
 
 Roles per CTA
-    warpgroup 0    producer       one warp issues all TMA loads; 24-32 registers a thread
-    warpgroup 1..  MMA warpgroups 64 keys each; or all the same 64 keys (`shares_keys`), each half
-                                  of the queries of S and dP, and half of the columns of dK and dV
+    warpgroup 0    producer       one warp issues all TMA loads; 24 registers a thread
+    warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys (`shares_keys`),
+                                  each half of the queries of S and dP, and half of the columns of
+                                  dK and dV; 208 registers
+    warpgroup 3    sums           dQ = dS K of every block, and adds it to the sums; 72 registers
 
-BackwardPipelines, producer -> MMA warpgroups (mbarriers)
-    pipeline_k, pipeline_v  the tile's K, V   1 stage    released after the epilogue
-    pipeline_q   Q and the rows' statistics   q_stages   released after dK and dQ
-    pipeline_do  dO                           do_stages  released after dV
+BackwardPipelines (mbarriers)
+    pipeline_k, pipeline_v  the tile's K, V   1 stage    producer -> all that multiply
+    pipeline_q   Q and the rows' statistics   2 stages   producer -> MMA, released after dK
+    pipeline_do  dO                           do_stages  producer -> MMA, released after dV
+    pipeline_ds  dS in shared memory          2 stages   MMA -> sums
 
-Timeline of an MMA warpgroup in a step; `PipelinedStep` starts S of the next one before dQ
-    tensor cores | K Q^T | V dO^T | dV += P^T dO | (all groups) dQ = dS K | dK += dS^T Q |
-    this group   | waits | P from S              | dS, to smem            | dQ to memory | waits
-    One barrier for all groups lies between the last dS written and the first dQ started. dS of a
-    step has the stage of its Q: who waits for that Q knows that all groups are done with the dS
-    that was there, since all have released the Q before. Pipelined, it is that barrier which says
-    so, a step later.
+Timeline of an MMA warpgroup in a step; the others multiply while it does not
+    tensor cores | S = K Q^T |              | dP = V dO^T | dV += P^T dO         | dK += dS^T Q |
+    this group   | waits     | P, in 16 bits| waits       | dS, to shared memory | waits
+    So no more than S or dP is live beside dK, dV and P in 16 bits. The three warpgroups run on
+    their own, two blocks apart at most; nothing makes them meet but the tile's end.
 
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), appendix B.1; Dao, FlashAttention-2
 (arXiv 2307.08691), section 3.1.2.
@@ -42,7 +43,12 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.attention_kernel import AttentionKernel
-from fa3.kernels.backward_launch import BackwardArguments, BackwardConfig
+from fa3.kernels.backward_launch import (
+    GROUPS,
+    REGISTERS_OF_ROLES,
+    BackwardArguments,
+    BackwardConfig,
+)
 from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
@@ -52,7 +58,7 @@ from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
-from fa3.primitives.pipelined_step import PipelinedStep
+from fa3.primitives.query_gradient_step import QueryGradientOperands, QueryGradientStep
 from fa3.primitives.query_tiles import (
     STATISTICS,
     PackedQueryTiles,
@@ -64,7 +70,7 @@ from fa3.primitives.rows_of_sequence import with_movable_end
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP, WARPS
+from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
@@ -73,14 +79,18 @@ from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks
 from fa3.scores.scores import TransposedRules, bind
 
-SCORES_BARRIER = 1
-FIRST_STORE_BARRIER = 2
-"""Named barriers: one of all MMA warpgroups, one of each in the epilogue."""
+TILE_BARRIER, SCORES_BARRIER, FIRST_STORE_BARRIER = 1, 2, 3
+"""Named barriers: of all that read K, of the MMA warpgroups, and one of each in the epilogue."""
 
 
-def scores_barrier(config: BackwardConfig) -> pipeline.NamedBarrier:
-    """The barrier of all MMA warpgroups."""
-    return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * config.groups)
+def tile_barrier() -> pipeline.NamedBarrier:
+    """Where K and V have been read for the last time."""
+    return pipeline.NamedBarrier(TILE_BARRIER, WARPGROUP * (GROUPS + 1))
+
+
+def scores_barrier() -> pipeline.NamedBarrier:
+    """Where P and dS of both MMA warpgroups are in shared memory."""
+    return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * GROUPS)
 
 
 class BackwardTensors(NamedTuple):
@@ -131,12 +141,13 @@ class BackwardBuffers(NamedTuple):
 
 
 class BackwardPipelines(NamedTuple):
-    """The mbarrier pipelines from the producer to the MMA warpgroups."""
+    """The mbarrier pipelines: from the producer, and of dS from the MMA warpgroups."""
 
     q: pipeline.PipelineTmaAsync
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync
     d_out: pipeline.PipelineTmaAsync
+    ds: pipeline.PipelineAsync
 
 
 @dataclass(frozen=True)
@@ -225,11 +236,14 @@ class Backward(AttentionKernel):
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        producer_registers, mma_registers = REGISTERS[self.config.groups]
+        producer_registers, mma_registers, sum_registers = REGISTERS_OF_ROLES
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, pipelines, sequences, schedule, cursor)
+        elif warp_idx >= WARPS * (1 + GROUPS):
+            cute.arch.setmaxregister_decrease(sum_registers)
+            self.sum_up(operands, smem, pipelines, sequences, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
@@ -238,7 +252,7 @@ class Backward(AttentionKernel):
     def setup_shared_memory(self):
         """Lay out shared memory, initialise the mbarriers and synchronize the CTA."""
         config, layouts = self.config, self.layouts()
-        of_rows = cute.make_layout((config.tile_m, STATISTICS, config.q_stages))
+        of_rows = cute.make_layout((config.tile_m, STATISTICS, config.stages))
         staged = config.staged_sums(self.columns)
 
         def buffer(layout, exists: bool = True):
@@ -247,10 +261,11 @@ class Backward(AttentionKernel):
 
         @cute.struct
         class Storage:
-            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.q_stages]
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
+            barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(of_rows)], 128]
             q: buffer(layouts.q)
             k: buffer(layouts.k)
@@ -278,15 +293,18 @@ class Backward(AttentionKernel):
             storage.sums.get_tensor(cute.make_layout(staged)),
         )
 
-        def tma_pipeline(barriers, stages: int, layout, copies: int, more_bytes: int = 0):
+        def warps(groups: int) -> pipeline.CooperativeGroup:
+            return pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS * groups)
+
+        def tma_pipeline(
+            barriers, stages: int, layout, copies: int, more_bytes: int = 0, readers: int = GROUPS
+        ):
             stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
                 producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=pipeline.CooperativeGroup(
-                    pipeline.Agent.Thread, WARPS * config.groups
-                ),
+                consumer_group=warps(readers),
                 tx_count=copies * stage_bytes + more_bytes,
                 cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                 defer_sync=True,
@@ -294,10 +312,17 @@ class Backward(AttentionKernel):
 
         row_bytes = cute.size_in_bytes(Float32, cute.slice_(of_rows, (None, None, 0)))
         pipelines = BackwardPipelines(
-            tma_pipeline(storage.barriers_q, config.q_stages, layouts.q, 1, row_bytes),
-            tma_pipeline(storage.barriers_k, 1, layouts.k, config.slabs),
+            tma_pipeline(storage.barriers_q, config.stages, layouts.q, 1, row_bytes),
+            tma_pipeline(storage.barriers_k, 1, layouts.k, config.slabs, readers=GROUPS + 1),
             tma_pipeline(storage.barriers_v, 1, layouts.v, config.slabs),
             tma_pipeline(storage.barriers_do, config.do_stages, layouts.d_out, 1),
+            pipeline.PipelineAsync.create(
+                barrier_storage=storage.barriers_ds.data_ptr(),
+                num_stages=config.stages,
+                producer_group=warps(GROUPS),
+                consumer_group=warps(1),
+                defer_sync=True,
+            ),
         )
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -305,7 +330,7 @@ class Backward(AttentionKernel):
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
         """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
-        stages = self.config.q_stages, self.config.do_stages, 1, 1
+        stages = self.config.stages, self.config.do_stages, 1, 1
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
     def keys_of(self, schedule, segment) -> Tile:
@@ -406,7 +431,7 @@ class Backward(AttentionKernel):
         schedule,
         cursor,
     ):
-        """Compute this warpgroup's part of dK and dV of every tile, and of all dQ on the way."""
+        """Compute this warpgroup's part of dK and dV of every tile, and of dS on the way."""
         config = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
         thread = thread_idx % WARPGROUP
@@ -421,7 +446,6 @@ class Backward(AttentionKernel):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             sequence = sequences.sequence(segment)
-            sums = operands.sums.at(config.tile_m, segment)
             regs.acc_dK.fill(0.0)
             regs.acc_dV.fill(0.0)
             pipelines.k.consumer_wait(k_state)
@@ -432,23 +456,22 @@ class Backward(AttentionKernel):
                 of_head = mask.at(batch, tile.head)
                 rules = TransposedRules.of(scores, of_head, coords, sequence, softmax_scale)
                 blocks = self.query_blocks(of_head, n_block, sequence)
-                target = sums
-                if cutlass.const_expr(self.is_ordered):
-                    last = self.num_key_tiles(schedule, segment) - 1
-                    place = of_head, n_block, last, sequence
-                    target = self.in_order(sums, operands.turns, blocks, place)
                 dropout = None
                 if cutlass.const_expr(self.spec.has_dropout):
                     dropout = TransposedDropout(operands.dropout, coords)
-                steps = PipelinedStep if config.is_pipelined else GradientStep
-                step = steps(
-                    config, mmas, regs, smem, pipelines, target, rules, thread, group,
-                    scores_barrier(config), dropout,
-                )  # fmt: skip
+                step = GradientStep(
+                    config,
+                    mmas,
+                    regs,
+                    smem,
+                    pipelines,
+                    rules,
+                    thread,
+                    group,
+                    scores_barrier(),
+                    dropout,
+                )
                 q_state, do_state = step.all(blocks, q_state, do_state)
-                if cutlass.const_expr(self.is_ordered):
-                    pieces = config.pieces(self.columns)
-                    target.finish(pieces, thread, group, tile.head, batch)
             cursor = schedule.next(cursor)
             regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
             place = n_block, head_kv, sequences.gradients_of_keys(segment)
@@ -457,17 +480,6 @@ class Backward(AttentionKernel):
             pipelines.v.consumer_release(v_state)
             k_state.advance()
             v_state.advance()
-
-    def in_order(
-        self, sums: QueryGradients, turns: TurnWords, blocks: Blocks, place: tuple
-    ) -> OrderedGradients:
-        """The sums of dQ for a tile of keys that adds in its turn."""
-        mask, n_block, last, sequence = place
-        before = self.query_blocks(mask, n_block + 1, sequence)
-        # The last keys have nobody to wait for.
-        end = before.end * Int32(n_block < last)
-        rank = last - n_block + 1
-        return OrderedGradients(sums, turns, rank, blocks.begin, blocks.end, before.begin, end)
 
     @cute.jit
     def store(
@@ -487,8 +499,7 @@ class Backward(AttentionKernel):
             column = group
         else:
             slab += group
-        # All groups have read K and V for the last time.
-        scores_barrier(self.config).arrive_and_wait()
+        tile_barrier().arrive_and_wait()
         own = thread, group, FIRST_STORE_BARRIER
         out_v = SlabStore(operands.dv, smem.dv, mmas.dv, *own)
         out_v.store(regs.acc_dV, slab, head_kv, rows, column)
@@ -506,3 +517,63 @@ class Backward(AttentionKernel):
             key += group * ROWS
         shape = ROWS, config.queries
         return TransposedCoords.of(mmas.scores, thread, shape, (key, column), config.tile_m, tile)
+
+    # ---------------------------------------------------------------------- sums' warpgroup
+
+    @cute.jit
+    def sum_up(
+        self,
+        operands: BackwardTensors,
+        smem: BackwardBuffers,
+        pipelines: BackwardPipelines,
+        sequences,
+        schedule,
+        cursor,
+    ):
+        """Compute dQ of every block that a tile's keys give, and add it to the sums."""
+        config, user = self.config, pipeline.PipelineUserType.Consumer
+        thread_idx, _, _ = cute.arch.thread_idx()
+        _, mask, _ = bind(self.spec, operands.modifiers)
+        regs = QueryGradientOperands.of(
+            self.dtype, config.pieces(self.columns), config.stages, smem
+        )
+        k_state = pipeline.make_pipeline_state(user, 1)
+        ds_state = pipeline.make_pipeline_state(user, config.stages)
+        cursor = schedule.begin(cursor)
+        while schedule.is_valid(cursor):
+            segment = schedule.segment(cursor)
+            n_block, head_kv, batch = self.keys_of(schedule, segment)
+            sequence = sequences.sequence(segment)
+            sums = operands.sums.at(config.tile_m, segment)
+            pipelines.k.consumer_wait(k_state)
+            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
+                head = head_kv * operands.qhead_per_kvhead + h
+                of_head = mask.at(batch, head)
+                blocks = self.query_blocks(of_head, n_block, sequence)
+                target = sums
+                if cutlass.const_expr(self.is_ordered):
+                    last = self.num_key_tiles(schedule, segment) - 1
+                    place = of_head, n_block, last, sequence
+                    target = self.in_order(sums, operands.turns, blocks, place)
+                step = QueryGradientStep(
+                    config, regs, smem, pipelines.ds, target, thread_idx % WARPGROUP
+                )
+                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    ds_state = step.next((m_block, head, batch), ds_state)
+                if cutlass.const_expr(self.is_ordered):
+                    step.finish(head, batch)
+            tile_barrier().arrive()
+            pipelines.k.consumer_release(k_state)
+            k_state.advance()
+            cursor = schedule.next(cursor)
+
+    def in_order(
+        self, sums: QueryGradients, turns: TurnWords, blocks: Blocks, place: tuple
+    ) -> OrderedGradients:
+        """The sums of dQ for a tile of keys that adds in its turn."""
+        mask, n_block, last, sequence = place
+        before = self.query_blocks(mask, n_block + 1, sequence)
+        # The last keys have nobody to wait for.
+        end = before.end * Int32(n_block < last)
+        rank = last - n_block + 1
+        return OrderedGradients(sums, turns, rank, blocks.begin, blocks.end, before.begin, end)

@@ -46,12 +46,13 @@ class BackwardEnd(AttentionKernel):
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * self.config.groups
+        return WARPGROUP * self.config.pieces(self.columns).count
 
     def smem_layout(self) -> cute.ComposedLayout:
-        """Pieces (rows, columns, groups) as they leave."""
-        shape = ROWS, ROWS, self.config.pieces(self.columns).width
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, self.config.groups)
+        """Pieces (rows, columns, count) as they leave."""
+        pieces = self.config.pieces(self.columns)
+        shape = ROWS, ROWS, pieces.width
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, pieces.count)
 
     @cute.jit
     def __call__(self, *given):

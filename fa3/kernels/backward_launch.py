@@ -11,11 +11,21 @@ from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.query_tiles import PAIR, STATISTICS, QueryPieces
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
-from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
+from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 
-SPARE_REGISTERS = 24
-"""Registers that a thread of an MMA warpgroup needs besides its fragments."""
+GROUPS = 2
+"""MMA warpgroups."""
+
+REGISTERS_OF_ROLES = 24, 208, 72
+"""Registers of a thread after setmaxnreg: of the producer, the MMA warpgroups and the sums'."""
+
+SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
+"""Registers of a thread of an MMA warpgroup that its fragments must leave, by
+`statistics_at_once`."""
+
+STAGES = 2
+"""Blocks of Q and of dS in shared memory, and of P if there."""
 
 
 @dataclass(frozen=True)
@@ -29,33 +39,26 @@ class BackwardConfig:
     Fields:
         tile_m: queries of a block.
         tile_n: keys of a CTA's tile.
-        groups: MMA warpgroups.
-        q_stages, do_stages: blocks of Q and of dO in shared memory.
+        do_stages: blocks of dO in shared memory.
         shares_keys: see above.
-        sum_parts: dQ of a block goes through shared memory in so many parts, one after another.
         statistics_at_once: of how many rows a thread reads the statistics at once: 4, all before
             they are needed, or 2, which takes fewer registers.
-        is_pipelined: whether S of a block is started before dQ and dK of the block before.
     """
 
     tile_m: int
     tile_n: int
-    groups: int = 2
-    q_stages: int = 2
-    do_stages: int = 2
+    do_stages: int = STAGES
     shares_keys: bool = False
-    sum_parts: int = 1
     statistics_at_once: int = QUAD
-    is_pipelined: bool = False
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * (1 + self.groups)
+        return WARPGROUP * (2 + GROUPS)
 
     @property
-    def ds_stages(self) -> int:
-        """Blocks of dS, and of P if in shared memory: one for each Q, or two if pipelined."""
-        return 2 if self.is_pipelined else self.q_stages
+    def stages(self) -> int:
+        """Blocks of Q and of dS in shared memory."""
+        return STAGES
 
     @property
     def slabs(self) -> int:
@@ -65,7 +68,7 @@ class BackwardConfig:
     @property
     def shares(self) -> int:
         """Groups that share a slab's columns of dK and dV."""
-        return self.groups if self.shares_keys else 1
+        return GROUPS if self.shares_keys else 1
 
     @property
     def queries(self) -> int:
@@ -73,40 +76,36 @@ class BackwardConfig:
         return self.tile_m // self.shares
 
     def pieces(self, columns: int) -> QueryPieces:
-        """How the groups share a tile of dQ."""
-        return QueryPieces.of(self.tile_m, columns, self.groups)
+        """The pieces of a tile of dQ, which are computed one after another."""
+        return QueryPieces.of(self.tile_m, columns)
 
     def staged_sums(self, columns: int) -> int:
         """Numbers of dQ that are in shared memory at once."""
-        return self.pieces(columns).numbers // self.sum_parts
+        return self.pieces(columns).numbers_in_flight
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv = self.tile_n * (head_dim + head_dim_v)
-        queries = self.tile_m * (self.q_stages * head_dim + self.do_stages * head_dim_v)
-        scores = self.tile_m * self.tile_n * self.ds_stages * (2 if self.shares_keys else 1)
-        numbers = STATISTICS * self.tile_m * self.q_stages + self.staged_sums(head_dim)
+        queries = self.tile_m * (self.stages * head_dim + self.do_stages * head_dim_v)
+        scores = self.tile_m * self.tile_n * self.stages * (2 if self.shares_keys else 1)
+        numbers = STATISTICS * self.tile_m * self.stages + self.staged_sums(head_dim)
         return spec.element.bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
 
     def registers(self, spec: AttentionSpec) -> int:
-        """Registers of a thread for its fragments, where most are live."""
+        """Registers of a thread of an MMA warpgroup for its fragments, where most are live."""
         element = spec.element.bytes
         gradients = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 // self.shares
         scores = ROWS * self.queries // WARPGROUP
-        operands = 0 if self.shares_keys else 2 * scores * element // FLOAT_BYTES
-        factors = sum(score.kind.bends for score in spec.scores) * scores * element // FLOAT_BYTES
-        piece = ROWS * self.pieces(padded(spec.head_dim)).width // WARPGROUP
-        # Pipelined, dS of the block before is still an operand when dQ of it is there; the
-        # log-sum-exps go by then.
-        between = scores + scores * element // FLOAT_BYTES + piece if self.is_pipelined else 0
-        # Log-sum-exps of two columns for each 4 scores, and what a user's mask computes with.
-        early = scores // 2 if self.statistics_at_once == QUAD else 0
-        early += scores // 2 if early and spec.mask.templates else 0
-        # What hides or changes scores: positions, slopes, bounds. Dropout takes none beside it.
-        is_plain = not (spec.scores or spec.mask.templates or spec.mask.left)
-        beside = max(factors + early, 0 if is_plain else scores // 2)
-        return gradients + max(2 * scores + beside, operands + piece, between)
+        rounded = scores * element // FLOAT_BYTES
+        factors = sum(score.kind.bends for score in spec.scores) * rounded
+        # Beside dP: P in 16 bits, with dropout twice, and dS in 16 bits.
+        beside = rounded * (2 + spec.has_dropout)
+        # What a user's mask computes with beside S, or what dropout does with what hides scores.
+        beside += scores if spec.mask.templates else 0
+        hides = spec.scores or spec.mask.templates or spec.mask.left
+        beside += rounded if spec.has_dropout and hides else 0
+        return gradients + scores + beside + factors
 
     def validate(self, spec: AttentionSpec) -> None:
         """Check that the kernel can run this config for this spec.
@@ -119,49 +118,25 @@ class BackwardConfig:
             value, kind = getattr(self, field.name), field.type
             if type(value) is not kind:
                 raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
-        for name in ("q_stages", "do_stages", "sum_parts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.groups not in REGISTERS:
-            raise ValueError(f"groups must be 2 or 3, got {self.groups}")
-        keys = ROWS if self.shares_keys else ROWS * self.groups
+        if self.do_stages not in (1, STAGES):
+            raise ValueError(f"do_stages must be 1 or {STAGES}, got {self.do_stages}")
+        keys = ROWS if self.shares_keys else ROWS * GROUPS
         if self.tile_n != keys:
             raise ValueError(
-                f"tile_n must be {keys} with groups={self.groups} and "
-                f"shares_keys={self.shares_keys}, got {self.tile_n}"
+                f"tile_n must be {keys} with shares_keys={self.shares_keys}, got {self.tile_n}"
             )
         if self.statistics_at_once not in (PAIR, QUAD):
             raise ValueError(
                 f"statistics_at_once must be {PAIR} or {QUAD}, got {self.statistics_at_once}"
             )
-        pieces = self.pieces(padded(spec.head_dim))
-        if self.shares_keys and (
-            pieces.columns != self.groups
-            or self.tile_m % (16 * self.groups)
-            or padded(spec.head_dim_v) % (16 * self.groups)
-        ):
-            raise ValueError(
-                f"shares_keys must be False with {self.groups} groups, tile_m={self.tile_m} and "
-                f"head_dim_v={spec.head_dim_v}: they cannot share them equally"
-            )
-        if self.is_pipelined and (self.shares_keys or self.q_stages < 2):
-            raise ValueError(
-                "is_pipelined must be False with shares_keys=True or q_stages=1: a step holds a "
-                "block of Q while it waits for the next one"
-            )
-        if self.is_pipelined and (spec.scores or spec.mask.templates):
-            raise ValueError("is_pipelined must be False with scores or a mask of one's own")
-        if pieces.quads % self.sum_parts:
-            raise ValueError(
-                f"sum_parts must divide the {pieces.quads} vectors that a thread has of dQ, got "
-                f"{self.sum_parts}"
-            )
+        self.pieces(padded(spec.head_dim))
         check_fits(self.smem_bytes(spec), self, spec)
-        _, registers = REGISTERS[self.groups]
-        if self.registers(spec) > registers - SPARE_REGISTERS:
+        _, registers, _ = REGISTERS_OF_ROLES
+        registers -= SPARE_REGISTERS[self.statistics_at_once]
+        if self.registers(spec) > registers:
             raise ValueError(
                 f"{self} takes {self.registers(spec)} registers a thread for the fragments of "
-                f"{spec}, there are {registers - SPARE_REGISTERS}"
+                f"{spec}, there are {registers}"
             )
 
 

@@ -41,28 +41,21 @@ class BackwardTiling(NamedTuple):
         return True
 
 
-PIPELINED = BackwardConfig(64, 128, q_stages=3, statistics_at_once=2, is_pipelined=True)
-
 BACKWARD_TILINGS = (
-    BackwardTiling(64, 64, BackwardConfig(128, 128, statistics_at_once=2)),
-    BackwardTiling(128, 128, PIPELINED),
+    BackwardTiling(32, 32, BackwardConfig(128, 128, statistics_at_once=2)),
+    BackwardTiling(64, 64, BackwardConfig(128, 128)),
     BackwardTiling(192, 192, BackwardConfig(64, 128)),
     BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
-    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True, sum_parts=2)),
+    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),
 )
 """The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit;
 none of them has been compared with others yet."""
 
 
-def choose_backward_config(spec: AttentionSpec, is_ordered: bool = False) -> BackwardConfig:
-    """The config for a spec.
-
-    Args:
-        is_ordered: whether sums have a fixed order; pipelined too, registers do not suffice for it.
-    """
-    fitting = (tiling.config for tiling in BACKWARD_TILINGS if tiling.fits(spec))
-    return next(config for config in fitting if not (config.is_pipelined and is_ordered))
+def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
+    """The config for a spec."""
+    return next(tiling.config for tiling in BACKWARD_TILINGS if tiling.fits(spec))
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class BackwardPlan:
 
     @classmethod
     def of(cls, problem: Problem, has_d_lse: bool, is_ordered: bool = False) -> "BackwardPlan":
-        return cls(problem, choose_backward_config(problem.spec, is_ordered), has_d_lse, is_ordered)
+        return cls(problem, choose_backward_config(problem.spec), has_d_lse, is_ordered)
 
     @property
     def kernels(self) -> tuple[BackwardBegin, Backward, BackwardEnd]:

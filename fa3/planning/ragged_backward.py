@@ -39,7 +39,7 @@ class RaggedBackwardPlan:
 
     @property
     def config(self) -> BackwardConfig:
-        return choose_backward_config(self.spec, self.is_ordered)
+        return choose_backward_config(self.spec)
 
     @property
     def kernels(self) -> tuple[TileTable, BackwardBegin, Backward, BackwardEnd]:

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import Float32, Uint32
 
 
 def as_rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
@@ -34,6 +34,14 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
 PACKED_TYPES = {"BFloat16": "bf16x2", "Float16": "f16x2"}
 """A 16-bit type -> what PTX calls two of it in a word."""
 
+WIDENING = {
+    "BFloat16": "{.reg .b32 l, h; shl.b32 l, {$r0}, 16; and.b32 h, {$r0}, 0xffff0000; "
+    "mov.b32 {$w0}, l; mov.b32 {$w1}, h;}",
+    "Float16": "{.reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; "
+    "cvt.f32.f16 {$w1}, h;}",
+}
+"""A 16-bit type -> PTX that makes two fp32 numbers of a word."""
+
 
 @cute.jit
 def convert(source: cute.Tensor, target: cute.Tensor):
@@ -49,13 +57,40 @@ def convert(source: cute.Tensor, target: cute.Tensor):
         target[None, i].store(source[None, i].load().to(target.element_type))
 
 
-def convert_positive(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Convert fp32 registers to the target's 16-bit type, and negative numbers to 0."""
+def convert_words(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Convert fp32 registers to the target's 16-bit type, two at once; both have the same layout."""
     packed = PACKED_TYPES[target.element_type.__name__]
-    source, words = cute.flatten(source), cute.recast_tensor(cute.flatten(target), Uint32)
+    source, words = cute.flatten(source), words_of(target)
     for i in range(cute.size(words)):
         words[i] = cute.arch.inline_ptx(
-            f"cvt.rn.relu.{packed}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+            f"cvt.rn.{packed}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
             write_only_types=[Uint32],
             read_only_args=[source[2 * i], source[2 * i + 1]],
         )
+
+
+def keep_positive(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Copy registers of a 16-bit type, and write 0 for negative numbers."""
+    packed = PACKED_TYPES[target.element_type.__name__]
+    source, target = words_of(source), words_of(target)
+    for i in range(cute.size(source)):
+        target[i] = cute.arch.inline_ptx(
+            f"{{.reg .b32 zero; mov.b32 zero, 0; max.{packed} {{$w0}}, {{$r0}}, zero;}}",
+            write_only_types=[Uint32],
+            read_only_args=[source[i]],
+        )
+
+
+def widen_words(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Convert registers of a 16-bit type to fp32, two at once; both have the same layout."""
+    code = WIDENING[source.element_type.__name__]
+    words, target = words_of(source), cute.flatten(target)
+    for i in range(cute.size(words)):
+        target[2 * i], target[2 * i + 1] = cute.arch.inline_ptx(
+            code, write_only_types=[Float32, Float32], read_only_args=[words[i]]
+        )
+
+
+def words_of(fragment: cute.Tensor) -> cute.Tensor:
+    """View registers of a 16-bit type as words of two."""
+    return cute.recast_tensor(cute.flatten(fragment), Uint32)

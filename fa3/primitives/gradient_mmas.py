@@ -1,10 +1,12 @@
-"""The five WGMMAs of the backward kernel: their shared-memory layouts, operands and accumulators.
+"""The WGMMAs of the backward kernel: shared-memory layouts, and operands and accumulators of all but
+dQ, which `fa3.primitives.query_gradient_step` has.
 
 Every buffer in shared memory is read in two ways. Q, K and dO are rows of a head for S and dP, and
 columns of it for dK, dQ and dV; dS (keys, queries) is an operand of dK as it is and of dQ
 transposed. A transposed view moves nothing: WGMMA takes 16-bit operands either way.
 """
 
+import math
 from typing import NamedTuple
 
 import cutlass.cute as cute
@@ -50,19 +52,19 @@ class GradientLayouts(NamedTuple):
 
     @classmethod
     def of(cls, dtype, config, columns: int, columns_v: int) -> "GradientLayouts":
-        """Layouts for a `BackwardConfig` and padded head sizes."""
-        tile_m, slabs, shares, groups = config.tile_m, config.slabs, config.shares, config.groups
+        """Layouts for a `BackwardConfig`, padded head sizes."""
+        tile_m, slabs, shares = config.tile_m, config.slabs, config.shares
         dk, dv = columns // shares, columns_v // shares
-        # K is an operand of a group's piece of dQ, and of dK's memory.
-        width_k = config.pieces(columns).width
+        # K is an operand of a piece of dQ, and dK's memory.
+        width_k = math.gcd(config.pieces(columns).width, dk)
         return cls(
-            smem_layout(dtype, tile_m, columns, config.q_stages, dk),
+            smem_layout(dtype, tile_m, columns, config.stages, dk),
             smem_layout(dtype, ROWS, columns, slabs, width_k),
             smem_layout(dtype, ROWS, columns_v, slabs, dv),
             smem_layout(dtype, tile_m, columns_v, config.do_stages, dv),
-            smem_layout(dtype, ROWS, tile_m, slabs * config.ds_stages, ROWS),
-            smem_layout(dtype, ROWS, dk, groups, width_k),
-            smem_layout(dtype, ROWS, dv, groups, dv),
+            smem_layout(dtype, ROWS, tile_m, slabs * config.stages, ROWS),
+            smem_layout(dtype, ROWS, dk, slabs * shares, width_k),
+            smem_layout(dtype, ROWS, dv, slabs * shares, dv),
         )
 
 
@@ -72,13 +74,11 @@ class GradientMmas(NamedTuple):
     Fields:
         scores: S^T = K Q^T and dP^T = V dO^T, from shared memory.
         dv, dk: dV += P^T dO and dK += dS^T Q; P and dS in registers unless groups share keys.
-        dq: a piece of dQ = dS K, from shared memory.
     """
 
     scores: cute.TiledMma
     dv: cute.TiledMma
     dk: cute.TiledMma
-    dq: cute.TiledMma
 
     @classmethod
     def of(cls, dtype, config, columns: int, columns_v: int) -> "GradientMmas":
@@ -96,7 +96,6 @@ class GradientMmas(NamedTuple):
             mma(k_major, k_major, config.queries),
             mma(k_major, mn_major, columns_v // config.shares, of_p),
             mma(k_major, mn_major, columns // config.shares, of_p),
-            mma(mn_major, mn_major, config.pieces(columns).width),
         )
 
 
@@ -107,8 +106,6 @@ class GradientOperands(NamedTuple):
         k, v: this group's keys, rows of S^T and dP^T.
         q, d_out: columns of S^T and dP^T, by stage.
         qt, d_out_t: columns of dK and dV, by stage.
-        kt: columns of this group's piece of dQ.
-        dst: rows of this group's piece of dQ, by stage.
         p, ds: rows of dV and dK, by stage, if they come from shared memory; else None.
     """
 
@@ -118,8 +115,6 @@ class GradientOperands(NamedTuple):
     d_out: cute.Tensor
     qt: cute.Tensor
     d_out_t: cute.Tensor
-    kt: cute.Tensor
-    dst: cute.Tensor
     p: cute.Tensor | None
     ds: cute.Tensor | None
     acc_dK: cute.Tensor
@@ -129,12 +124,8 @@ class GradientOperands(NamedTuple):
     def of(cls, mmas: GradientMmas, config, smem, group) -> "GradientOperands":
         """The operands of a group; `smem` has the buffers of `GradientLayouts`."""
         slab, share = (0, group) if config.shares_keys else (group, 0)
-        pieces = config.pieces(cute.size(smem.k, mode=[1]))
-        down, right = (group, 0) if pieces.rows > 1 else (0, group)
         dk, dv = (cute.size(buffer, mode=[1]) // config.shares for buffer in (smem.k, smem.v))
         qt, d_out_t = columns_of(smem.q, dk), columns_of(smem.d_out, dv)
-        kt = columns_of_keys(smem.k, pieces.width, 1)
-        dst = columns_of_keys(smem.ds, ROWS, config.ds_stages)
         q, d_out = (rows_of(buffer, config.queries) for buffer in (smem.q, smem.d_out))
         return cls(
             operand_a(mmas.scores, smem.k[None, None, slab]),
@@ -143,8 +134,6 @@ class GradientOperands(NamedTuple):
             operand_b(mmas.scores, d_out[None, None, share, None]),
             operand_b(mmas.dk, qt[None, share, None, None]),
             operand_b(mmas.dv, d_out_t[None, share, None, None]),
-            operand_b(mmas.dq, kt[None, right, None, 0]),
-            operand_a(mmas.dq, dst[None, down, None, None]),
             operand_a(mmas.dv, smem.p) if config.shares_keys else None,
             operand_a(mmas.dk, smem.ds) if config.shares_keys else None,
             cute.make_rmem_tensor(mmas.dk.partition_shape_C((ROWS, dk)), Float32),

@@ -23,6 +23,12 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 STATISTICS = 2
 """Numbers of a row: its log-sum-exp and its delta."""
 
+WIDEST = 64
+"""Columns of a piece of dQ at most: 32 registers of a thread."""
+
+WGMMA_N = 16
+"""Columns of a piece are a multiple of this, which is the smallest swizzled unit."""
+
 PAIR = 2
 """Neighbouring columns of an accumulator that a thread has."""
 
@@ -119,7 +125,7 @@ def place_of_row(row, at_once: int):
 
 
 class QueryPieces(NamedTuple):
-    """How the warpgroups of a CTA share a tile of dQ: each has a piece of 64 rows.
+    """A tile of dQ in pieces of 64 rows, which a warpgroup computes one after another.
 
     Fields:
         rows, columns: pieces below and beside one another; one of the two is 1.
@@ -131,20 +137,20 @@ class QueryPieces(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, tile_m: int, columns: int, groups: int) -> "QueryPieces":
-        """Pieces of a tile of `tile_m` rows and `columns` columns.
+    def of(cls, tile_m: int, columns: int) -> "QueryPieces":
+        """Pieces of a tile of `tile_m` rows and `columns` columns, as few as registers allow.
 
         Raises:
-            ValueError: the groups cannot share it equally.
+            ValueError: there are no such pieces.
         """
-        if tile_m == ROWS * groups:
-            return cls(groups, 1, columns)
-        if tile_m == ROWS and columns % (16 * groups) == 0:
-            return cls(1, groups, columns // groups)
-        raise ValueError(
-            f"tile_m must be {ROWS * groups}, or {ROWS} if {groups} warpgroups can share the "
-            f"columns, got {tile_m} with {columns} columns"
-        )
+        fits = (n for n in range(1, columns // WGMMA_N + 1) if columns % (WGMMA_N * n) == 0)
+        beside = next(n for n in fits if columns // n <= WIDEST)
+        if tile_m % ROWS or (tile_m > ROWS and beside > 1):
+            raise ValueError(
+                f"tile_m must be {ROWS}, or a multiple of it with {WIDEST} columns or fewer, got "
+                f"{tile_m} with {columns} columns"
+            )
+        return cls(tile_m // ROWS, beside, columns // beside)
 
     @property
     def count(self) -> int:
@@ -159,6 +165,15 @@ class QueryPieces(NamedTuple):
     def numbers(self) -> int:
         """Elements of a tile."""
         return self.count * ROWS * self.width
+
+    @property
+    def in_flight(self) -> int:
+        """Pieces that are in shared memory at once, on their way to the sums."""
+        return min(self.count, 2)
+
+    @property
+    def numbers_in_flight(self) -> int:
+        return self.in_flight * ROWS * self.width
 
 
 class QueryGradients(NamedTuple):
@@ -182,23 +197,23 @@ class QueryGradients(NamedTuple):
         """Add a warp's accumulators of a piece.
 
         The additions are still under way when it returns, from `stage`: numbers in shared memory,
-        of which each warp has its part. Who wants them done waits for the bulk groups of lane 0.
+        of which each warp has its part for `in_flight` pieces. Who wants them done waits for the
+        bulk groups of lane 0.
         """
-        quads, of_warp = in_quads(acc), cute.size(stage) // (pieces.count * WARPS)
-        at_once, lane = of_warp // (WARP * QUAD), thread % WARP
-        first = cute.arch.make_warp_uniform(piece * WARPS + thread // WARP) * of_warp
+        quads, of_warp = in_quads(acc), pieces.quads * WARP * QUAD
+        lane, place = thread % WARP, piece % pieces.in_flight * WARPS + thread // WARP
+        first = cute.arch.make_warp_uniform(place) * of_warp
         run = cute.make_tensor((stage.iterator + first).align(16), cute.make_layout(of_warp))
-        own = quads_of_lane(run.iterator, lane, at_once)
+        own = quads_of_lane(run.iterator, lane, pieces.quads)
         target = self.quads_of(pieces, thread - lane, piece, tile)
-        for begin in cutlass.range_constexpr(0, pieces.quads, at_once):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            for i in cutlass.range_constexpr(at_once):
-                cute.autovec_copy(quads[None, begin + i], own[None, i])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            if lane == 0:
-                add_run(run, target[None, begin])
+        # The piece that was in this place has been read.
+        cute.arch.cp_async_bulk_wait_group(pieces.in_flight - 1, read=True)
+        cute.arch.sync_warp()
+        cute.autovec_copy(quads, own)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        if lane == 0:
+            add_run(run, target[None, 0])
 
     @cute.jit
     def load(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):

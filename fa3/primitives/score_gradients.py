@@ -67,7 +67,7 @@ class ColumnStatistics:
         factors: tuple,
         has_dropout: cutlass.Constexpr,
     ):
-        """dS = P (dP - delta), in place of P; and times the derivatives of the scores.
+        """dS = P (dP - delta), in place of dP; and times the derivatives of the scores.
 
         Args:
             has_dropout: whether P is negative where it is dropped: then dP counts as 0.
@@ -84,7 +84,7 @@ class ColumnStatistics:
                         dS = p[r, c] * (dP[r, c] - delta[i])
                     for k in cutlass.range_constexpr(len(factors)):
                         dS = dS * Float32(factors[k][r, c])
-                    p[r, c] = dS
+                    dP[r, c] = dS
 
 
 @dataclass(frozen=True)
