@@ -19,7 +19,7 @@ from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import BackwardConfig
+from fa3.kernels.backward_launch import GROUPS, BackwardConfig
 from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
 from fa3.planning.ragged_backward import RaggedBackwardPlan
 from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
@@ -317,6 +317,16 @@ def write_owners(
                     rows[i] += 1
 
 
+@pytest.mark.parametrize("columns", range(32, 257, 32))
+def test_places_of_pieces_take_turns(columns):
+    """A warp waits until all but its last `in_flight - 1` pieces have been read."""
+    pieces = QueryPieces.of(64, columns)
+    assert pieces.columns * pieces.width == columns and pieces.width % 16 == 0
+    places = [piece % pieces.in_flight for piece in range(pieces.count)] * 3
+    for i, place in enumerate(places):
+        assert place not in places[i + 1 : i + pieces.in_flight]
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "columns"), [(64, 96), (128, 64)])
 def test_every_number_of_a_query_tile_has_one_place(tile_m, columns):
@@ -354,7 +364,7 @@ def write_masks(
     _, num_blocks, num_tiles = hidden.shape
     for n_block in cutlass.range(num_tiles):
         for m_block in cutlass.range(num_blocks):
-            for group in cutlass.range_constexpr(config.groups):
+            for group in cutlass.range_constexpr(GROUPS):
                 for thread in cutlass.range(WARPGROUP):
                     tile = Tile(n_block, Int32(0), Int32(0))
                     coords = kernel.coords(mmas, thread, group, tile)

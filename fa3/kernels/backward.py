@@ -459,18 +459,8 @@ class Backward(AttentionKernel):
                 dropout = None
                 if cutlass.const_expr(self.spec.has_dropout):
                     dropout = TransposedDropout(operands.dropout, coords)
-                step = GradientStep(
-                    config,
-                    mmas,
-                    regs,
-                    smem,
-                    pipelines,
-                    rules,
-                    thread,
-                    group,
-                    scores_barrier(),
-                    dropout,
-                )
+                own = thread, group, scores_barrier(), dropout
+                step = GradientStep(config, mmas, regs, smem, pipelines, rules, *own)
                 q_state, do_state = step.all(blocks, q_state, do_state)
             cursor = schedule.next(cursor)
             regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)

@@ -58,7 +58,7 @@ def convert(source: cute.Tensor, target: cute.Tensor):
 
 
 def convert_words(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Convert fp32 registers to the target's 16-bit type, two at once; both have the same layout."""
+    """Convert fp32 registers to the target's 16-bit type, two at once; layouts are the same."""
     packed = PACKED_TYPES[target.element_type.__name__]
     source, words = cute.flatten(source), words_of(target)
     for i in range(cute.size(words)):

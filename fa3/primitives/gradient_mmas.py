@@ -1,4 +1,4 @@
-"""The WGMMAs of the backward kernel: shared-memory layouts, and operands and accumulators of all but
+"""The WGMMAs of the backward kernel: layouts in shared memory, operands and accumulators; but for
 dQ, which `fa3.primitives.query_gradient_step` has.
 
 Every buffer in shared memory is read in two ways. Q, K and dO are rows of a head for S and dP, and

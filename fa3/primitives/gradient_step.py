@@ -35,7 +35,7 @@ class GradientStep:
 
     Fields:
         config: a `fa3.kernels.backward_launch.BackwardConfig`.
-        smem, pipelines: the kernel's buffers, and what delivers Q and dO into them and dS to others.
+        smem, pipelines: the kernel's buffers, and what delivers Q, dO and dS in them.
         rules: score functions and masks; their coordinates name query head and batch.
         barrier: of all MMA warpgroups.
         dropout: a `fa3.primitives.dropout.TransposedDropout`, or None.
@@ -97,7 +97,7 @@ class GradientStep:
             warpgroup.wait_group(0)
         else:
             wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(of_dv), d_out_t, accumulate=True)
-            # Registers do not suffice for all of it with dropout, where dV has an operand of its own.
+            # With dropout dV has an operand of its own, which takes registers.
             warpgroup.wait_group(1 if self.dropout is None else 0)
         widen_words(rP, acc_S)
         p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)

@@ -168,8 +168,11 @@ class QueryPieces(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Pieces that are in shared memory at once, on their way to the sums."""
-        return min(self.count, 2)
+        """Pieces that are in shared memory at once, on their way to the sums.
+
+        Places take turns, in the next tile too, so their number divides that of pieces.
+        """
+        return next(n for n in (3, 2, 1) if self.count % n == 0)
 
     @property
     def numbers_in_flight(self) -> int:
