@@ -19,7 +19,7 @@ from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import GROUPS, BackwardConfig
+from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
 from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
 from fa3.planning.ragged_backward import RaggedBackwardPlan
 from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
@@ -364,7 +364,7 @@ def write_masks(
     _, num_blocks, num_tiles = hidden.shape
     for n_block in cutlass.range(num_tiles):
         for m_block in cutlass.range(num_blocks):
-            for group in cutlass.range_constexpr(GROUPS):
+            for group in cutlass.range_constexpr(MMA_GROUPS):
                 for thread in cutlass.range(WARPGROUP):
                     tile = Tile(n_block, Int32(0), Int32(0))
                     coords = kernel.coords(mmas, thread, group, tile)

@@ -23,7 +23,7 @@ import fa3
 from fa3.calls import forward, varlen_gpu
 from fa3.calls.dropout import draw_rng_state
 from fa3.kernels.backward import Backward
-from fa3.kernels.backward_launch import GROUPS
+from fa3.kernels.backward_launch import MMA_GROUPS
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning.backward import choose_backward_config
 from fa3.planning.planner import plan_forward
@@ -43,6 +43,7 @@ from fa3.problem import Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands
 from fa3.schedules import SingleTile, Tile
+from fa3.scores.masks import Band
 
 CAUSAL = Window(right=0)
 
@@ -287,7 +288,7 @@ def write_transposed_words(
     n_block, head, batch = tile
     config = kernel.config
     mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
-    for group in cutlass.range_constexpr(GROUPS):
+    for group in cutlass.range_constexpr(MMA_GROUPS):
         for thread in cutlass.range(WARPGROUP):
             coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
             dropout = TransposedDropout(DropoutArguments(rng_state, Int32(0), 0.0), coords)
@@ -320,7 +321,7 @@ def test_what_threads_of_the_backward_kernel_draw(head_dim, on_the_host):
     kernel = Backward(spec, choose_backward_config(spec), SingleTile)
     config, tile, num_blocks = kernel.config, (5, 3, 7), 3
     pairs = ROWS * config.queries // WARPGROUP // 2
-    words = torch.zeros(pairs, GROUPS * WARPGROUP, num_blocks, dtype=torch.int32)
+    words = torch.zeros(pairs, MMA_GROUPS * WARPGROUP, num_blocks, dtype=torch.int32)
     places = torch.zeros(2, *words.shape, dtype=torch.int32)
     tensors = [from_dlpack(x) for x in (words, places, STATE)]
     sizes = tuple(map(Int32, tile))
@@ -649,7 +650,7 @@ def test_what_is_launched(runs_again, monkeypatch):
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(call["q"], call["k"], call["v"], call["q"], None, *ends, None, None)
     kernels = ignore, note, note if runs_again else None
-    packed = varlen_gpu.PreparedVarlen(*kernels, Window(), 128, 128, 132, 1)
+    packed = varlen_gpu.PreparedVarlen(*kernels, Window(), 128, 128, Band(), 132, 1)
     packed.launch(operands, len(call["k"]), 130, None, 0.5, None, None, drawn)
     assert len(launched) == 2 * (1 + runs_again)
     assert all(one.dropout is drawn and one.page_table is None for one in launched)

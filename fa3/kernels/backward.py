@@ -44,7 +44,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import (
-    GROUPS,
+    MMA_GROUPS,
     REGISTERS_OF_ROLES,
     BackwardArguments,
     BackwardConfig,
@@ -85,12 +85,12 @@ TILE_BARRIER, SCORES_BARRIER, FIRST_STORE_BARRIER = 1, 2, 3
 
 def tile_barrier() -> pipeline.NamedBarrier:
     """Where K and V have been read for the last time."""
-    return pipeline.NamedBarrier(TILE_BARRIER, WARPGROUP * (GROUPS + 1))
+    return pipeline.NamedBarrier(TILE_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
 
 
 def scores_barrier() -> pipeline.NamedBarrier:
     """Where P and dS of both MMA warpgroups are in shared memory."""
-    return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * GROUPS)
+    return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * MMA_GROUPS)
 
 
 class BackwardTensors(NamedTuple):
@@ -241,7 +241,7 @@ class Backward(AttentionKernel):
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
                 self.load(operands, smem, pipelines, sequences, schedule, cursor)
-        elif warp_idx >= WARPS * (1 + GROUPS):
+        elif warp_idx >= WARPS * (1 + MMA_GROUPS):
             cute.arch.setmaxregister_decrease(sum_registers)
             self.sum_up(operands, smem, pipelines, sequences, schedule, cursor)
         else:
@@ -297,7 +297,7 @@ class Backward(AttentionKernel):
             return pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS * groups)
 
         def tma_pipeline(
-            barriers, stages: int, layout, copies: int, more_bytes: int = 0, readers: int = GROUPS
+            barriers, stages: int, layout, copies: int, more_bytes: int = 0, readers: int = MMA_GROUPS
         ):
             stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
             return pipeline.PipelineTmaAsync.create(
@@ -313,13 +313,13 @@ class Backward(AttentionKernel):
         row_bytes = cute.size_in_bytes(Float32, cute.slice_(of_rows, (None, None, 0)))
         pipelines = BackwardPipelines(
             tma_pipeline(storage.barriers_q, config.stages, layouts.q, 1, row_bytes),
-            tma_pipeline(storage.barriers_k, 1, layouts.k, config.slabs, readers=GROUPS + 1),
+            tma_pipeline(storage.barriers_k, 1, layouts.k, config.slabs, readers=MMA_GROUPS + 1),
             tma_pipeline(storage.barriers_v, 1, layouts.v, config.slabs),
             tma_pipeline(storage.barriers_do, config.do_stages, layouts.d_out, 1),
             pipeline.PipelineAsync.create(
                 barrier_storage=storage.barriers_ds.data_ptr(),
                 num_stages=config.stages,
-                producer_group=warps(GROUPS),
+                producer_group=warps(MMA_GROUPS),
                 consumer_group=warps(1),
                 defer_sync=True,
             ),

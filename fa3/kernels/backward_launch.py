@@ -14,7 +14,7 @@ from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 
-GROUPS = 2
+MMA_GROUPS = 2
 """MMA warpgroups."""
 
 REGISTERS_OF_ROLES = 24, 208, 72
@@ -53,7 +53,7 @@ class BackwardConfig:
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * (2 + GROUPS)
+        return WARPGROUP * (2 + MMA_GROUPS)
 
     @property
     def stages(self) -> int:
@@ -68,7 +68,7 @@ class BackwardConfig:
     @property
     def shares(self) -> int:
         """Groups that share a slab's columns of dK and dV."""
-        return GROUPS if self.shares_keys else 1
+        return MMA_GROUPS if self.shares_keys else 1
 
     @property
     def queries(self) -> int:
@@ -120,7 +120,7 @@ class BackwardConfig:
                 raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
         if self.do_stages not in (1, STAGES):
             raise ValueError(f"do_stages must be 1 or {STAGES}, got {self.do_stages}")
-        keys = ROWS if self.shares_keys else ROWS * GROUPS
+        keys = ROWS if self.shares_keys else ROWS * MMA_GROUPS
         if self.tile_n != keys:
             raise ValueError(
                 f"tile_n must be {keys} with shares_keys={self.shares_keys}, got {self.tile_n}"
