@@ -231,8 +231,8 @@ def flash_attn_with_kvcache(
             softmax, and so the log-sum-exp.
         batch_invariant: make the result of a sequence, to the last bit, independent of the other
             sequences, its place among them and their number. May be slower, and takes memory for
-            a part of every 512 keys (2048 from 17 query rows of a key/value head on) that the
-            cache has room for.
+            32 parts of a sequence and for more where the cache has room for more than 512 keys in
+            each (2048 keys in each part from 17 query rows of a key/value head on).
         return_lse: also return the log-sum-exp.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
             caches that are appended to, must not share memory with another tensor of the call;
