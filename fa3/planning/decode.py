@@ -251,7 +251,8 @@ def choose_cut(
         batch_invariant: make a sequence's result bitwise independent of the other sequences.
         is_packed: whether sequences have different numbers of queries.
         appends: whether a kernel that appends to the cache runs before. As its CTAs take but some
-            SMs, two CTAs of `Crews` would land on each of the others.
+            SMs, two CTAs of `Crews` would land on each of the others: 0.76-1.04 of the speed on an
+            H200. One on each gains there, but is a kernel more for a server.
     """
     blocks = sizes.most_blocks(window)
     if num_splits:
