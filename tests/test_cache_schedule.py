@@ -195,16 +195,24 @@ def test_the_window_is_folded():
 
 
 @pytest.mark.parametrize(
-    ("seqlen_q", "ratio", "keys"), [(1, 4, 512), (4, 4, 512), (8, 4, 2048), (64, 8, 2048)]
+    ("seqlen_q", "ratio", "heads_kv", "keys"),
+    [
+        (1, 4, 8, {1000: 256, 3000: 512, 9000: 512}),
+        (4, 4, 1, {1000: 256, 3000: 256, 9000: 320, 40_000: 512}),
+        (8, 4, 8, {1000: 2048, 9000: 2048}),
+        (64, 8, 1, {1000: 2048, 9000: 2048}),
+    ],
 )
-def test_batch_invariant_units_follow_from_a_heads_rows_alone(seqlen_q, ratio, keys):
-    cuts = {
-        decode.choose_cut(
-            decode.Sizes(batch, seqlen_q, heads_kv, ratio, capacity), Window(), num_ctas, 0, True
-        ).unit_blocks
-        for batch, heads_kv, capacity, num_ctas in ((1, 1, 10_000, 132), (33, 8, 3000, 60))
-    }
-    assert cuts == {keys // decode.TILE_N}
+def test_batch_invariant_units_follow_from_a_sequence_and_its_heads(
+    seqlen_q, ratio, heads_kv, keys
+):
+    for batch, capacity, num_ctas in ((1, 50_000, 132), (33, 100_000, 60)):
+        sizes = decode.Sizes(batch, seqlen_q, heads_kv, ratio, capacity)
+        cut = decode.choose_cut(sizes, Window(), num_ctas, 0, True)
+        blocks = {length: -(-length // decode.TILE_N) for length in keys}
+        assert {n: cut.unit(blocks[n]) * decode.TILE_N for n in keys} == keys
+        most = max(-(-n // cut.unit(n)) for n in range(1, sizes.most_blocks(Window()) + 1))
+        assert cut.max_parts == most
 
 
 def test_a_forced_split_is_kept_in_the_batch_invariant_mode():

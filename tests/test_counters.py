@@ -178,3 +178,17 @@ def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
     monkeypatch.setattr(tables, "made_apart", made_apart)
     table = Table.upload(np.arange(3), CPU)
     assert table.numbers.tolist() == [0, 1, 2] and makers == [CPU]
+
+
+def test_calls_that_follow_each_other_share_the_memory_of_parts():
+    of_stream = counters_of(CPU, 1, None)
+    first, between = of_stream.take_parts(5), of_stream.take_parts(5)
+    assert not places(first) & places(between)
+    of_stream.give_back_parts(first)
+    assert counters_of(CPU, 1, None).take_parts(4).data_ptr() == first.data_ptr()
+    of_stream.give_back_parts(first)
+    more = of_stream.take_parts(6)
+    assert len(more) == 6 and not of_stream.free_parts
+    of_graph = counters_of(CPU, 1, Capture(0))
+    of_graph.give_back_parts(of_graph.take_parts(5))
+    assert len(of_graph.take_parts(7)) == 7

@@ -22,7 +22,7 @@ from fa3.planning.host_table import TableKind
 from fa3.planning.ragged import BITS_OF_AMOUNTS, shift_of_work
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands
-from fa3.running.counters import StreamCounters
+from fa3.running.counters import Reserve, StreamCounters
 from fa3.running.tables import Table
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
@@ -441,7 +441,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(varlen_gpu, "capture_of", lambda stream: state["capture"])
 
     def counters_of(device, stream, capture):
-        return state["streams"].setdefault((stream, capture), StreamCounters(device))
+        return state["streams"].setdefault((stream, capture), StreamCounters(device, Reserve()))
 
     monkeypatch.setattr(varlen_gpu, "counters_of", counters_of)
     monkeypatch.setattr(

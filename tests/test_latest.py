@@ -206,6 +206,23 @@ def test_overlaps_are_found_in_every_call():
         fa3.flash_attn_with_kvcache(**cache_call(**others, k=memory[:, 11:12]))
 
 
+@pytest.mark.parametrize("was_in_inference", [False, True])
+def test_what_torch_lets_nobody_write_is_refused_in_every_call(was_in_inference):
+    with torch.inference_mode():
+        frozen = {n: t for n, t in cache_call().items() if n in ("k_cache", "v_cache")}
+    new = {n: torch.randn(2, 1, 2, 16).bfloat16() for n in "kv"}
+    with torch.inference_mode(was_in_inference):
+        for _ in range(3):
+            fa3.flash_attn_with_kvcache(**cache_call(**new | (frozen if was_in_inference else {})))
+    for _ in range(4):
+        with pytest.raises(ValueError, match=r"^k_cache must not be an inference tensor"):
+            fa3.flash_attn_with_kvcache(**cache_call(**new, **frozen))
+        with pytest.raises(ValueError, match=r"^out must not be an inference tensor"):
+            with torch.inference_mode():
+                out = torch.empty(2, 1, 2, 16).bfloat16()
+            fa3.flash_attn_with_kvcache(**cache_call(out=out))
+
+
 def test_no_tensor_is_kept(kind):
     function, make, _ = kind
     call = make()

@@ -83,8 +83,9 @@ class PreparedDecode:
             )  # fmt: skip
             execute_decode(self.plan, operands, softmax_scale, modifiers)
             return
-        if self.counters and q.device.index != current_device():
-            with torch.cuda.device(q.device):
+        device = q.device
+        if self.counters and device.index != current_device():
+            with torch.cuda.device(device):
                 self.attend(
                     q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
                     softmax_scale, seqlen_new,
@@ -92,14 +93,15 @@ class PreparedDecode:
             return
         lse = 0 if lse is None else lse.data_ptr()
         workspace = counters = None
-        if self.workspace:
+        if self.counters:
+            stream = current_stream(device.index)
+            of_stream = counters_of(device, stream, capture_of(stream))
+            counters = of_stream.take(self.counters)
+            workspace = of_stream.take_parts(self.workspace)
+        elif self.workspace:
             workspace = q.new_empty(self.workspace, dtype=torch.float32)
             if self.cleared:
                 workspace[: self.cleared].zero_()
-        if self.counters:
-            stream = current_stream(q.device.index)
-            of_stream = counters_of(q.device, stream, capture_of(stream))
-            counters = of_stream.take(self.counters)
         # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
         self.attends(
             q, k, v, out, lse, ends, None, None, seqlens, seqlen_new, batch_idx, leftpad,
@@ -107,6 +109,7 @@ class PreparedDecode:
         )  # fmt: skip
         if self.counters:
             of_stream.give_back(counters)
+            of_stream.give_back_parts(workspace)
         if self.merges is not None:
             self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
 

@@ -7,7 +7,7 @@ follows from a call's shapes, strides, types and options is worked out once and 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -231,8 +231,8 @@ def flash_attn_with_kvcache(
             softmax, and so the log-sum-exp.
         batch_invariant: make the result of a sequence, to the last bit, independent of the other
             sequences, its place among them and their number. May be slower, and takes memory for
-            a part of every 512 keys (2048 from 17 query rows of a key/value head on) that the
-            cache has room for.
+            32 parts of a sequence and for more where the cache has room for more than 512 keys in
+            each (2048 keys in each part from 17 query rows of a key/value head on).
         return_lse: also return the log-sum-exp.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
             caches that are appended to, must not share memory with another tensor of the call;
@@ -327,8 +327,13 @@ def flash_attn_with_kvcache(
             window_size, softcap, rotary_interleaved, num_splits, batch_invariant, sm_margin,
             scheduler_metadata,
         )  # fmt: skip
+        check_written(call, tensors)
         of_total = () if cu_seqlens_q is None else OF_TOTAL
         latest.remember(tensors, CACHE_ALIGNMENTS, of_total, call)
+    elif call.apart is not None:
+        call.apart(*begins)
+    elif cu_seqlens_q is not None:
+        check_written(call, tensors)
     scale = check_scale(softmax_scale, call.head_dim)
     if cache_seqlens is None and length is None:
         if k is not None:
@@ -341,8 +346,6 @@ def flash_attn_with_kvcache(
         known.check_fit(
             "scheduler_metadata", call.description.batch, (q.shape[0], known.end_k), longest
         )
-    if call.append is not None or out is not None:
-        check_written(call, tensors, begins)
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
         (
             cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
@@ -395,14 +398,8 @@ def check_total(call: PreparedCacheCall, q: Description) -> None:
     check_vectors(description)
 
 
-def check_written(
-    call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, ...], begins: Sequence[int]
-) -> None:
-    """Raise unless the call can write to its output, if it is given, and append to its caches.
-
-    Args:
-        begins: where the tensors begin that are given, if they are like those of the call before.
-    """
+def check_written(call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Raise unless the call can write to its output, if it is given, and append to its caches."""
     q, k_cache, v_cache, *_, out = tensors
     if out is not None:
         check_writable("out", out)
@@ -410,7 +407,7 @@ def check_written(
         check_writable("k_cache", k_cache)
         check_writable("v_cache", v_cache)
     if call.apart is not None:
-        call.apart(*(begins or addresses(tensors)))
+        call.apart(*addresses(tensors))
         return
     # The total of packed queries, and so of their output, is another one in every call.
     if out is not None:

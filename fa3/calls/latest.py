@@ -6,6 +6,7 @@ with those of the call before through the guards of torch.compile, all in one ca
 that differ in more are described (`fa3.calls.operands`), looked up and are the latest from then on.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter, mod
@@ -21,6 +22,9 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 Outcome = TypeVar("Outcome")
 
+MOST_PLACES = 128
+"""Calls whose addresses are remembered as fine: those of a step's layers, which come again."""
+
 UNKNOWN = (None, ())
 """What `Latest.find` gives for a call that must be described."""
 
@@ -31,7 +35,10 @@ class Remembered(NamedTuple, Generic[Outcome]):
     Fields:
         given, missing: pick the tensors that there were, and the places where there was none.
         nothing: what `missing` picked.
-        alignments: of the addresses of those that there were.
+        are_aligned: whether tensors may begin at these addresses. It remembers some where no
+            tensor has another length in every call.
+        in_inference: whether torch was in its inference mode. The dispatcher sees which tensors
+            may be written only together with this.
         twice: pairs of places that had the same tensor.
         once: picks each tensor at its first place; guards want different objects.
         are_alike: whether these have their types, shapes, strides, dtypes and devices, and are the
@@ -41,7 +48,8 @@ class Remembered(NamedTuple, Generic[Outcome]):
     given: Callable[[Sequence], Any]
     missing: Callable[[Sequence], Any]
     nothing: object
-    alignments: tuple[int, ...]
+    are_aligned: Callable[..., bool]
+    in_inference: bool
     twice: tuple[tuple[int, int], ...]
     once: Callable[[Sequence], Any]
     are_alike: Callable[..., bool]
@@ -66,26 +74,29 @@ class Latest(Generic[Outcome]):
     def find(self, tensors: Sequence) -> tuple[Outcome | None, Sequence[int]]:
         """What the latest call led to if its tensors were like these, and where these begin.
 
-        They would pass `fa3.calls.operands.describe` then.
+        They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
 
         Args:
             tensors: those of the call, in the same places as the latest one's; None for none.
         """
         if self.remembered is None:
             return UNKNOWN
-        given, missing, nothing, alignments, twice, once, are_alike, outcome = self.remembered
+        (
+            given, missing, nothing, are_aligned, in_inference, twice, once, are_alike, outcome,
+        ) = self.remembered  # fmt: skip
         try:
             if missing(tensors) != nothing:
                 return UNKNOWN
             # Nested tensors have an address, but guards would ask for their strides and abort.
-            begins = [0 if one.is_nested else one.data_ptr() for one in given(tensors)]
+            present = given(tensors)
+            begins = [0 if one.is_nested else one.data_ptr() for one in present]
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return UNKNOWN
         if (
-            min(begins) < LOWEST_ADDRESS
-            or any(map(mod, begins, alignments))
+            not are_aligned(*begins)
             or forward_ad._current_level >= 0
-            or not are_alike(*once(tensors))
+            or torch.is_inference_mode_enabled() != in_inference
+            or not are_alike(*(once(tensors) if twice else present))
         ):
             return UNKNOWN
         for first, second in twice:
@@ -131,17 +142,30 @@ class Latest(Generic[Outcome]):
             ],
             dynamic_dims_strides=[list(tensors[i].stride()) for i in distinct],
         )
+        are_aligned = check_of_alignments(tuple(alignments[i] for i in places))
+        if not of_any_length:
+            are_aligned = functools.lru_cache(maxsize=MOST_PLACES)(are_aligned)
         missing = picker([i for i in range(len(tensors)) if i not in places])
         self.remembered = Remembered(
             picker(places),
             missing,
             missing(tensors),
-            tuple(alignments[i] for i in places),
+            are_aligned,
+            torch.is_inference_mode_enabled(),
             tuple((first_of[id(tensors[i])], i) for i in places if i not in distinct),
             picker(distinct),
             guards.check,
             outcome,
         )
+
+
+def check_of_alignments(alignments: tuple[int, ...]) -> Callable[..., bool]:
+    """Whether tensors may begin at some addresses: multiples of these, and no offsets from 0."""
+
+    def are_aligned(*begins: int) -> bool:
+        return min(begins) >= LOWEST_ADDRESS and not any(map(mod, begins, alignments))
+
+    return are_aligned
 
 
 def says_its_stride(tensor: torch.Tensor) -> bool:

@@ -283,7 +283,8 @@ class Decode(AttentionKernel):
         if cutlass.const_expr(self.cut_type is Crews):
             cut = Crews(call.num_ctas, call.width)
         if cutlass.const_expr(self.cut_type is Units):
-            cut = Units(call.num_splits, call.unit_blocks, call.max_parts, num_tiles)
+            unit = call.unit_blocks, call.max_parts, num_tiles, call.longest_unit
+            cut = Units(call.num_splits, *unit)
         workspace = None
         if cutlass.const_expr(self.cut_type.has_parts):
             size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))

@@ -67,7 +67,7 @@ class DecodeArguments(NamedTuple):
         counters: (slots,) int32, zero, and left at zero; None if `kernels.combine` merges.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        num_splits, unit_blocks, max_parts: see `Units`.
+        num_splits, unit_blocks, max_parts, longest_unit: see `Units`.
         max_seqlen_q: most queries of a sequence. A packed sequence with more is left out.
         num_ctas: CTAs to launch.
         width: see `Crews`; 1 with other cuts.
@@ -98,6 +98,7 @@ class DecodeArguments(NamedTuple):
     num_splits: int
     unit_blocks: int
     max_parts: int
+    longest_unit: int
     max_seqlen_q: int
     num_ctas: int
     width: int
@@ -146,6 +147,7 @@ class DecodeArguments(NamedTuple):
             num_splits=Int32(0),
             unit_blocks=Int32(0),
             max_parts=Int32(0),
+            longest_unit=Int32(0),
             max_seqlen_q=Int32(0),
             num_ctas=Int32(0),
             width=Int32(0),

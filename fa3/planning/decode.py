@@ -20,7 +20,16 @@ from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.primitives.wgmma import ROWS
 from fa3.primitives.workspace import UNIT, WorkspaceSize
 from fa3.problem import NO_BOUND, AttentionSpec, Window
-from fa3.schedules.stream_k import BY_CTA, Crews, Cut, StreamK, Units, Whole, crew_width
+from fa3.schedules.stream_k import (
+    BY_CTA,
+    MOST_ROOM,
+    Crews,
+    Cut,
+    StreamK,
+    Units,
+    Whole,
+    crew_width,
+)
 
 TILE_N = 64
 """Keys of a key block."""
@@ -39,6 +48,9 @@ on an H200, 2026-11-22.
 
 COLUMNS_OF_TWO = 128
 """Columns of V up to which there are registers for two CTAs."""
+
+UNITS_OF_SEQUENCE = 32
+"""Units of a sequence in batch-invariant calls, if they may have as few keys as that takes."""
 
 MOST_MERGED = 512
 """Rows of parts of a tile, at most, that a CTA merges by itself."""
@@ -149,9 +161,9 @@ class DecodePlan:
     @property
     def kernel_arguments(self) -> tuple[int, ...]:
         """The integers that the decode kernel takes after the softmax scale, but the last one."""
-        cut, units = self.cut, (1, 1, 1)
+        cut, units = self.cut, (1, 1, 1, 1)
         if isinstance(cut, Units):
-            units = cut.num_splits, cut.unit_blocks, cut.max_parts
+            units = cut.num_splits, cut.unit_blocks, cut.max_parts, cut.longest
         return (*self.window, *units, self.sizes.seqlen_q, self.num_ctas, cut.width)
 
     @property
@@ -239,7 +251,8 @@ def choose_cut(
         batch_invariant: make a sequence's result bitwise independent of the other sequences.
         is_packed: whether sequences have different numbers of queries.
         appends: whether a kernel that appends to the cache runs before. As its CTAs take but some
-            SMs, two CTAs of `Crews` would land on each of the others.
+            SMs, two CTAs of `Crews` would land on each of the others: 0.76-1.04 of the speed on an
+            H200. One on each gains there, but is a kernel more for a server.
     """
     blocks = sizes.most_blocks(window)
     if num_splits:
@@ -247,8 +260,10 @@ def choose_cut(
         num_splits = min(num_splits, blocks)
         return units_of(sizes, num_splits, 1, num_splits)
     if batch_invariant:
-        unit = keys_of_unit(sizes.rows) // TILE_N
-        return units_of(sizes, blocks, unit, -(-blocks // unit))
+        fewest, longest = (keys // TILE_N for keys in keys_of_unit(sizes.rows))
+        num_splits = max(1, UNITS_OF_SEQUENCE // (sizes.heads_kv * sizes.num_m_blocks))
+        max_parts = max(min(num_splits, -(-blocks // fewest)), -(-blocks // longest))
+        return units_of(sizes, num_splits, fewest, max_parts, longest)
     width = crew_width(sizes.heads_kv, sizes.num_tiles, num_ctas)
     rows_of_parts = min(sizes.rows, ROWS) * min(num_ctas // width, blocks)
     if rows_of_parts <= MOST_MERGED and not (is_packed or appends):
@@ -256,17 +271,20 @@ def choose_cut(
     return StreamK(num_ctas, BY_CTA if is_packed else sizes.num_tiles)
 
 
-def keys_of_unit(rows: int) -> int:
-    """Keys of a unit in batch-invariant calls, by the query rows of a key/value head.
+def keys_of_unit(rows: int) -> tuple[int, int]:
+    """Fewest and most keys of a unit in batch-invariant calls, by the query rows of a key/value
+    head.
 
     A unit writes its rows in float32, which costs relatively more with fewer keys: 32 rows on
     16 x 8k keys took 157 us with 512, 127 us with 2048. But short sequences need many units to
-    keep the SMs busy: 16 rows on 1 x 8k took 10.7 us with 512, 14.8 us with 1024.
+    keep the SMs busy: 16 rows on 1 x 8k took 14.8 us with 1024, 10.8 us with 512, 9.1 us with 256.
     """
-    return 512 if rows <= 16 else 2048
+    return (256, 512) if rows <= 16 else (2048, 2048)
 
 
-def units_of(sizes: Sizes, num_splits: int, unit_blocks: int, max_parts: int) -> Units | Whole:
+def units_of(
+    sizes: Sizes, num_splits: int, unit_blocks: int, max_parts: int, longest: int = MOST_ROOM
+) -> Units | Whole:
     if max_parts == 1:
         return Whole()
-    return Units(num_splits, unit_blocks, max_parts, sizes.num_tiles)
+    return Units(num_splits, unit_blocks, max_parts, sizes.num_tiles, longest)

@@ -1,4 +1,5 @@
-"""Zeroed counters in device memory, from `fa3.calls.forward` to kernels, which leave them at zero.
+"""Zeroed counters in device memory, from `fa3.calls.forward` to kernels, which leave them at zero;
+and what kernels write for each other within a call that counts.
 
 A call owns its counters from before its first launch until it has issued its last one:
 
@@ -8,6 +9,8 @@ A call owns its counters from before its first launch until it has issued its la
 
 Then the next call on the same stream may take them, since its launches run later. A call of another
 thread in between gets other counters, and an interrupted call's counters are not used again.
+To allocate the memory of parts anew takes the host 1 us: a stream keeps that, too.
+
 In a captured CUDA graph, launches of one stream run one after another, but the graph may run beside
 anything else: each capture has its own counters (`fa3.running.graphs`).
 """
@@ -15,6 +18,7 @@ anything else: each capture has its own counters (`fa3.running.graphs`).
 import contextlib
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -37,20 +41,26 @@ PER_THREAD = 2
 @dataclass(slots=True)
 class Reserve:
     """Zeroed counters of one device for captures. They are allocated before: memory allocated
-    during a capture belongs to torch, which takes it back when the capture ends."""
+    during a capture belongs to torch, which takes it back when the capture ends.
+
+    Fields:
+        is_low: whether few are left, so that calls outside of captures should fill it.
+    """
 
     free: torch.Tensor | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    is_low: bool = True
 
     def fill(self, device: torch.device) -> None:
-        """Allocate zeroed counters if few are left. Must not be called during a capture."""
-        if self.free is None or self.free.shape[0] < RESERVE // 2:
+        """Allocate zeroed counters. Must not be called during a capture."""
+        if device.type == "cuda":
             idle = idle_stream(device)
             with self.lock, torch.cuda.stream(idle):
                 zeros = zeros_apart(RESERVE, device)
                 # A graph may run on any stream, so the zeros must be written now.
                 idle.synchronize()
                 self.free = zeros
+        self.is_low = False
 
     def take(self, count: int) -> torch.Tensor | None:
         """Counters for a capture; None if too few are left."""
@@ -58,6 +68,7 @@ class Reserve:
             if self.free is None or len(self.free) < count:
                 return None
             taken, self.free = self.free[:count], self.free[count:]
+            self.is_low = len(self.free) < RESERVE // 2
             return taken
 
 
@@ -66,28 +77,45 @@ class StreamCounters:
     """The counters of one stream.
 
     Fields:
+        reserve: of the device; filled by calls that are not captured.
         free: counters that no call owns. Appending and popping are atomic.
+        free_parts: memory of parts that no call owns.
     """
 
     device: torch.device
+    reserve: Reserve
     free: list[torch.Tensor] = field(default_factory=list)
+    free_parts: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, count: int) -> torch.Tensor:
         """At least `count` counters (int32), all zero."""
-        reserve = RESERVES.get(self.device) or RESERVES.setdefault(self.device, Reserve())
-        if self.device.type == "cuda":
-            reserve.fill(self.device)
+        if self.reserve.is_low:
+            self.reserve.fill(self.device)
         try:
             counters = self.free.pop()
         except IndexError:
-            counters = None
-        # `len` of a tensor takes three times as long.
-        if counters is None or counters.shape[0] < count:
-            counters = zeros_apart(max(count, FEWEST), self.device)
+            return zeros_apart(max(count, FEWEST), self.device)
+        # All have the fewest, and `len` of a tensor takes three times as long.
+        if count > FEWEST and counters.shape[0] < count:
+            return zeros_apart(count, self.device)
         return counters
 
     def give_back(self, counters: torch.Tensor) -> None:
         self.free.append(counters)
+
+    def take_parts(self, count: int) -> torch.Tensor:
+        """At least `count` numbers (float32), whatever they are."""
+        try:
+            parts = self.free_parts.pop()
+        except IndexError:
+            parts = None
+        if parts is None or parts.nbytes < count * parts.itemsize:
+            empty = partial(torch.empty, count, dtype=torch.float32, device=self.device)
+            parts = made_apart(empty, self.device)
+        return parts
+
+    def give_back_parts(self, parts: torch.Tensor) -> None:
+        self.free_parts.append(parts)
 
 
 @dataclass(slots=True)
@@ -115,6 +143,13 @@ class CaptureCounters:
         if self.capture.keeps(counters):
             self.free.append(counters)
 
+    def take_parts(self, count: int) -> torch.Tensor:
+        """`count` numbers (float32) of the graph's own memory, whatever they are."""
+        return torch.empty(count, dtype=torch.float32, device=self.device)
+
+    def give_back_parts(self, parts: torch.Tensor) -> None:
+        """Nothing: torch has the graph use its memory again."""
+
 
 BY_STREAM: dict[tuple[torch.device, int], StreamCounters] = {}
 RESERVES: dict[torch.device, Reserve] = {}
@@ -135,13 +170,15 @@ def counters_of(
     """The counters of a stream, or of a stream of a capture."""
     if capture is not None:
         return capture.counters.setdefault(stream, CaptureCounters(device, capture))
-    key = device, stream if stream != PER_THREAD else -threading.get_ident()
-    found = BY_STREAM.get(key)
+    if stream == PER_THREAD:
+        stream = -threading.get_ident()
+    found = BY_STREAM.get((device, stream))
     if found is None:
         with NEW_STREAM:
             while len(BY_STREAM) >= MOST_STREAMS:
                 forget_oldest()
-            found = BY_STREAM.setdefault(key, StreamCounters(device))
+            reserve = RESERVES.setdefault(device, Reserve())
+            found = BY_STREAM.setdefault((device, stream), StreamCounters(device, reserve))
     return found
 
 

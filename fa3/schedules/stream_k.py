@@ -226,19 +226,21 @@ def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
 class Units:
     """Cut tiles between units only; the CTA in whose piece a unit begins works on all of it.
 
-    A tile of n blocks has units of max(unit_blocks, ceil(n / num_splits)) blocks.
+    A tile of n blocks has units of ceil(n / num_splits) blocks, within bounds.
 
     Fields:
-        num_splits: most units of a tile.
+        num_splits: most units of a tile, unless they would have more than `longest` blocks.
         unit_blocks: fewest blocks of a unit; a tile's last unit may have fewer.
         max_parts: most units that any tile of this call may have; each tile has as many slots.
         num_tiles: tiles of this call.
+        longest: most blocks of a unit.
     """
 
     num_splits: int
     unit_blocks: int
     max_parts: int
     num_tiles: int
+    longest: int = MOST_ROOM
 
     has_parts: ClassVar[bool] = True
     width: ClassVar[int] = 1
@@ -253,7 +255,8 @@ class Units:
 
     def unit(self, num_blocks):
         """Blocks of a unit."""
-        return larger(self.unit_blocks, (num_blocks + self.num_splits - 1) // self.num_splits)
+        even = (num_blocks + self.num_splits - 1) // self.num_splits
+        return smaller(larger(self.unit_blocks, even), self.longest)
 
     def begin(self, block, num_blocks):
         unit = self.unit(num_blocks)
