@@ -11,7 +11,7 @@ from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.running.compiler import compile_kernel
-from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedOrder
+from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedOrder, TileRecord
 from fa3.scores.masks import Band
 from fa3.tools.cubin import inspect
 
@@ -77,7 +77,7 @@ def test_a_sequence_has_every_tile_once_and_heads_whose_keys_fit_beside_each_oth
     seqlen_k, rows_of_section, heads_of_key
 ):
     heads, num_m_blocks = 6, 5
-    order = RaggedOrder(None, PlainDivisor(heads), heads_of_key, rows_of_section)
+    order = RaggedOrder.of(None, PlainDivisor(heads), heads_of_key, rows_of_section)
     tiles = [order.place(i, num_m_blocks, seqlen_k) for i in range(heads * num_m_blocks)]
     assert sorted(tiles) == [(head, m) for head in range(heads) for m in range(num_m_blocks)]
     of_section = min(heads, max(1, rows_of_section // max(1, seqlen_k)) * heads_of_key)
@@ -89,3 +89,19 @@ def test_a_sequence_has_every_tile_once_and_heads_whose_keys_fit_beside_each_oth
             m_block for _, m_block in itertools.compress(tiles, map(section.__eq__, sections))
         ]
         assert of_this == sorted(of_this, reverse=True)
+
+
+@pytest.mark.parametrize("heads_of_key", [1, 3])
+@pytest.mark.parametrize("rows_of_section", [1, 2000, 2001, 6000])
+@pytest.mark.parametrize("seqlen_k", [0, 1, 1000, 1001])
+def test_heads_whose_keys_all_fit_lie_as_their_records_do(seqlen_k, rows_of_section, heads_of_key):
+    """Then the kernel divides nothing."""
+    heads, num_m_blocks = 6, 5
+    order = RaggedOrder.of(None, PlainDivisor(heads), heads_of_key, rows_of_section)
+    found = [
+        order.in_sections(number * heads + head, number, TileRecord(left, 0, 0, 0, 0, seqlen_k, 5))
+        for number, left in enumerate(reversed(range(num_m_blocks)))
+        for head in range(heads)
+    ]
+    in_line = [(head, left) for left in reversed(range(num_m_blocks)) for head in range(heads)]
+    assert (found == in_line) == (max(seqlen_k, 1) <= order.rows_at_once)

@@ -289,7 +289,7 @@ def test_halves_walk_the_keys_of_their_rows(problem, tile_n):
 @pytest.mark.parametrize("heads_of_key", [1, 4])
 def test_a_sequence_in_one_tile_has_a_mark_for_each_head(heads_of_key, rows_of_section):
     """Where rows are marked by the sequence's number and the head, as the second launch reads."""
-    order = RaggedOrder(None, PlainDivisor(12), heads_of_key, rows_of_section)
+    order = RaggedOrder.of(None, PlainDivisor(12), heads_of_key, rows_of_section)
     for seqlen_k in (0, 7, 400):
         assert [order.place(head, 1, seqlen_k) for head in range(12)] == [(h, 0) for h in range(12)]
 

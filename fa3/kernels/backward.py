@@ -183,7 +183,7 @@ class Backward(AttentionKernel):
         if cutlass.const_expr(self.schedule_type.is_ragged):
             sequences = Ragged(window)
             tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
-            order = RaggedKeyOrder(call.table, Divisor.of(heads_kv), 1, call.heads_per_section)
+            order = RaggedKeyOrder.of(call.table, Divisor.of(heads_kv), 1, call.heads_per_section)
             q, k, v, d_out, dk, dv = map(with_movable_end, tensors)
         else:
             batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]

@@ -299,7 +299,7 @@ class Forward(AttentionKernel):
     ) -> RaggedOrder:
         """The order of the tiles that a table has."""
         heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
-        return kind(table, Divisor.of(heads_q), heads_q // heads_kv, call.heads_per_section)
+        return kind.of(table, Divisor.of(heads_q), heads_q // heads_kv, call.heads_per_section)
 
     def marks(self, call: ForwardArguments) -> Marks | None:
         """The marks of rows of Q; None if there are none. They are by the tiles of the launch that

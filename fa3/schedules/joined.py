@@ -107,9 +107,8 @@ class JoinedOrder(RaggedOrder):
 
     record_type: ClassVar[type] = JoinedRecord
 
-    def tile(self, index) -> tuple[Int32, JoinedRecord]:
-        number = self.heads.quotient(index)
-        return index - number * self.heads.value, self.read(number)
+    def tile_of(self, index, number, found) -> tuple[Int32, JoinedRecord]:
+        return index - number * self.heads.value, found
 
 
 @dataclass(frozen=True)

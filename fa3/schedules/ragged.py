@@ -98,14 +98,22 @@ class RaggedOrder:
         heads: query heads.
         heads_of_key: query heads that share one key/value head.
         rows_of_section: rows of K and V of one head that fit in L2.
+        rows_at_once: rows of all heads that do.
     """
 
     table: cute.Tensor
     heads: Divisor
     heads_of_key: int
     rows_of_section: int
+    rows_at_once: int
 
     record_type: ClassVar[type] = TileRecord
+
+    @classmethod
+    def of(cls, table, heads: Divisor, heads_of_key, rows_of_section) -> "RaggedOrder":
+        """The order of a table, with what is divided before the launch."""
+        at_once = rows_of_section // (heads.value // heads_of_key)
+        return cls(table, heads, heads_of_key, rows_of_section, at_once)
 
     @property
     def num_tiles(self):
@@ -132,18 +140,38 @@ class RaggedOrder:
     def tile(self, index) -> tuple[Int32, TileRecord]:
         """The head and the record of the tile with this number."""
         number = self.heads.quotient(index)
-        found = self.read(number)
+        words = cute.make_rmem_tensor(RECORD, Int32)
+        self.load(words, number)
+        return self.tile_of(index, number, self.record(words))
+
+    def tile_of(self, index, number, found) -> tuple[Int32, TileRecord]:
+        """The same, given the record with its number."""
+        head, m_block = self.within(index, number, found)
+        return head, found._replace(m_block=m_block)
+
+    @cute.jit
+    def within(self, index: Int32, number: Int32, found: TileRecord) -> tuple[Int32, Int32]:
+        """The head and row block of a tile, found without a division if there is one section."""
+        head, m_block = index - number * self.heads.value, found.m_block
+        if larger(self.walked(found), 1) > self.rows_at_once:
+            head, m_block = self.in_sections(index, number, found)
+        return head, m_block
+
+    def in_sections(self, index, number, found) -> tuple:
+        """The head and row block of a tile, given the record with its number."""
         heads = self.heads.value
         before = found.num_m_blocks - 1 - found.m_block
         of_sequence = index - number * heads + before * heads
-        head, m_block = self.place(of_sequence, found.num_m_blocks, self.walked(found))
-        return head, found._replace(m_block=m_block)
+        return self.place(of_sequence, found.num_m_blocks, self.walked(found))
 
-    def read(self, number) -> NamedTuple:
-        """The record with this number."""
+    def load(self, words: cute.Tensor, number) -> None:
+        """Load the words of the record with this number, which nothing waits for until it is
+        used."""
         first = (self.table.iterator + (TABLE_HEADER + number * RECORD)).align(16)
-        words = cute.make_rmem_tensor(RECORD, Int32)
         cute.autovec_copy(cute.make_tensor(first, cute.make_layout(RECORD)), words)
+
+    def record(self, words: cute.Tensor) -> NamedTuple:
+        """The record whose words these are."""
         fields = range(len(self.record_type._fields))
         return self.record_type(*(cute.arch.make_warp_uniform(words[i]) for i in fields))
 
@@ -217,10 +245,21 @@ class RaggedTiles(Dynamic):
         nothing = kind(*(zero for _ in kind._fields))
         return RaggedCursor(cluster, zero, zero, zero, nothing)
 
+    @cute.jit
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
-        end = self.order.num_used
-        index = self.order.taken(cursor.index, self.num_clusters, end)
-        return self.read(cursor._replace(index=index, end=end))
+        # The record of the CTA's own number, nearly always its first tile's, comes with the header.
+        # The table has room for it, since there are no more CTAs than it has room for tiles.
+        order, words = self.order, cute.make_rmem_tensor(RECORD, Int32)
+        own = order.heads.quotient(cursor.index)
+        order.load(words, own)
+        end = order.num_used
+        index = order.taken(cursor.index, self.num_clusters, end)
+        inside = cutlass.max(cutlass.min(index, end - 1), 0)
+        number = order.heads.quotient(inside)
+        if number != own:
+            order.load(words, number)
+        head, record = order.tile_of(inside, number, order.record(words))
+        return cursor._replace(index=index, end=end, head=head, record=record)
 
     def read(self, cursor: RaggedCursor) -> RaggedCursor:
         """The cursor with its tile's record; past the end the last one's."""
