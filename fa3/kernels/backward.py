@@ -296,9 +296,7 @@ class Backward(AttentionKernel):
         def warps(groups: int) -> pipeline.CooperativeGroup:
             return pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS * groups)
 
-        def tma_pipeline(
-            barriers, stages: int, layout, copies: int, more_bytes: int = 0, readers: int = MMA_GROUPS
-        ):
+        def tma_pipeline(barriers, stages, layout, copies, more_bytes=0, readers=MMA_GROUPS):
             stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
