@@ -46,8 +46,8 @@ class TurnWords(NamedTuple):
 class OrderedGradients:
     """`QueryGradients` for one tile of keys and one query head, which add in their turn.
 
-    A part is made known when the next one is added, or in `finish`: by then it is in memory, and
-    nobody waits until it is.
+    A part is made known when that of the next block is added, or in `finish`: by then it is in
+    memory, and nobody waits until it is.
 
     Fields:
         rank: how many tiles of keys add before this one, and this one.
@@ -68,7 +68,9 @@ class OrderedGradients:
         """Add a warp's accumulators of a piece, after those that come before."""
         m_block, head, batch = tile
         if m_block > self.begin:
-            self.pass_on(pieces, thread, piece, (m_block - 1, head, batch))
+            # Since this piece of the block before, all the other pieces have been added once.
+            since = pieces.count - 1
+            self.pass_on(pieces, thread, piece, (m_block - 1, head, batch), since)
         if m_block >= self.begin_before and m_block < self.end_before:
             word, rank = self.word(pieces, thread, piece, tile), Int32(0)
             while rank < self.rank - 1:
@@ -79,13 +81,13 @@ class OrderedGradients:
     @cute.jit
     def finish(self, pieces: cutlass.Constexpr, thread, piece, head, batch):
         """Make the last part known."""
-        self.pass_on(pieces, thread, piece, (self.end - 1, head, batch))
+        self.pass_on(pieces, thread, piece, (self.end - 1, head, batch), 0)
 
     @cute.jit
-    def pass_on(self, pieces: cutlass.Constexpr, thread, piece, tile):
-        """Make known that this warp has added to a tile."""
+    def pass_on(self, pieces: cutlass.Constexpr, thread, piece, tile, since: cutlass.Constexpr):
+        """Make known that this warp has added to a tile, `since` bulk groups ago."""
         if thread % WARP == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.cp_async_bulk_wait_group(since)
             # The maximum: tiles of keys that no query sees add zeros, whenever they come.
             word = self.word(pieces, thread, piece, tile)
             cute.arch.atomic_max(word, self.rank, sem="release", scope="gpu")
