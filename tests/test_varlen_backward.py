@@ -159,7 +159,7 @@ def test_gradcheck(window, dropout):
     is_used = torch.tensor([row in (*range(4), *range(4, 11), 13, 14) for row in range(15)])
 
     def run(*tensors):
-        out, lse = attend_packed(call, lengths, (9, 9), False, 0.25, *dropout, *tensors)
+        out, lse = attend_packed(call, lengths, (9, 9), None, False, 0.25, *dropout, *tensors)
         return out[is_used], lse[:, is_used]
 
     assert torch.autograd.gradcheck(run, inputs, eps=2e-2, atol=4e-3, rtol=2e-2, fast_mode=True)
