@@ -15,6 +15,8 @@ from fa3.calls.autograd import NO_DROPOUT
 from fa3.calls.modifiers import Structure
 from fa3.calls.varlen_autograd import attend_packed
 from fa3.calls.varlen_call import RaggedCall
+from fa3.planning.gpu import H200
+from fa3.planning.ragged import RaggedPlan
 from fa3.problem import Window
 from fa3.reference.varlen import PackedLengths
 
@@ -155,7 +157,8 @@ def test_gradcheck(window, dropout):
     lengths = PackedLengths(ends, ends, used, None)
     structure = Structure(has_dropout=dropout is not NO_DROPOUT)
     spec = structure.spec(torch.bfloat16, 16, 16, window)
-    call = RaggedCall(spec, structure, window, None, None, None)
+    plan = RaggedPlan(spec, has_used_q=True, has_used_k=False, gpu=H200)
+    call = RaggedCall(plan, structure, window, None, None, None)
     is_used = torch.tensor([row in (*range(4), *range(4, 11), 13, 14) for row in range(15)])
 
     def run(*tensors):
