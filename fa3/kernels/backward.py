@@ -554,6 +554,8 @@ class Backward(AttentionKernel):
             pipelines.k.consumer_release(k_state)
             k_state.advance()
             cursor = schedule.next(cursor)
+        # What is on its way is read from shared memory, which must not be given back before.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def in_order(
         self, sums: QueryGradients, turns: TurnWords, blocks: Blocks, place: tuple
