@@ -72,9 +72,8 @@ class KnownLengths:
         used_k: np.ndarray | None,
     ) -> "KnownLengths":
         """Of packed queries and keys; the ends begin with 0 and do not fall."""
-        of_q, of_k = RaggedLengths(ends_q, used_q, int(ends_q[-1])), None
-        of_k = RaggedLengths(ends_k, used_k, int(ends_k[-1]))
-        return cls(of_q, of_k)
+        queries = RaggedLengths(ends_q, used_q, int(ends_q[-1]))
+        return cls(queries, RaggedLengths(ends_k, used_k, int(ends_k[-1])))
 
     @classmethod
     def cached(cls, ends_q: np.ndarray, keys: np.ndarray) -> "KnownLengths":

@@ -111,7 +111,7 @@ class PreparedVarlen:
         total_q, heads, _ = q.shape
         most_short, ratio = 0 if short is None else short.most_queries, heads // k.shape[-2]
         marks = table = None
-        if not (self.again is known is None):
+        if self.again is not None or known is not None:
             stream = current_stream(index)
             capture = capture_of(stream)
             counters = counters_of(device, stream, capture)

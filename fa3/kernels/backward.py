@@ -253,7 +253,7 @@ class Backward(AttentionKernel):
         """Lay out shared memory, initialise the mbarriers and synchronize the CTA."""
         config, layouts = self.config, self.layouts()
         of_rows = cute.make_layout((config.tile_m, STATISTICS, config.stages))
-        staged = config.staged_sums(self.columns)
+        staged = config.pieces(self.columns).numbers_in_flight
 
         def buffer(layout, exists: bool = True):
             size = cute.cosize(layout) if exists else 0

@@ -33,7 +33,7 @@ class BackwardConfig:
     """Tiling of the backward kernel.
 
     Either each MMA warpgroup has 64 keys of the tile, and P and dS are operands from registers;
-    or, with `shares_keys`, all have the same 64 keys: they share the queries of S and dP and the
+    or, with `shares_keys`, both have the same 64 keys: they share the queries of S and dP and the
     columns of dK and dV, and P goes through shared memory as dS does.
 
     Fields:
@@ -79,17 +79,14 @@ class BackwardConfig:
         """The pieces of a tile of dQ, which are computed one after another."""
         return QueryPieces.of(self.tile_m, columns)
 
-    def staged_sums(self, columns: int) -> int:
-        """Numbers of dQ that are in shared memory at once."""
-        return self.pieces(columns).numbers_in_flight
-
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv = self.tile_n * (head_dim + head_dim_v)
         queries = self.tile_m * (self.stages * head_dim + self.do_stages * head_dim_v)
         scores = self.tile_m * self.tile_n * self.stages * (2 if self.shares_keys else 1)
-        numbers = STATISTICS * self.tile_m * self.stages + self.staged_sums(head_dim)
+        sums = self.pieces(head_dim).numbers_in_flight
+        numbers = STATISTICS * self.tile_m * self.stages + sums
         return spec.element.bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
 
     def registers(self, spec: AttentionSpec) -> int:
@@ -129,7 +126,7 @@ class BackwardConfig:
             raise ValueError(
                 f"statistics_at_once must be {PAIR} or {QUAD}, got {self.statistics_at_once}"
             )
-        self.pieces(padded(spec.head_dim))
+        self.pieces(padded(spec.head_dim))  # raises if dQ has none
         check_fits(self.smem_bytes(spec), self, spec)
         _, registers, _ = REGISTERS_OF_ROLES
         registers -= SPARE_REGISTERS[self.statistics_at_once]

@@ -90,7 +90,8 @@ class GradientStep:
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, do_state.index])
         d_out_t = regs.d_out_t[None, None, None, do_state.index]
         qt = regs.qt[None, None, None, q_state.index]
-        # That the other MMA warpgroup has read P and dS of this stage: it has met this one since.
+        # The sums' warpgroup has read the dS that was here. So has the other MMA warpgroup, with
+        # shared keys, and P too: the two have met in the step between.
         pipelines.ds.producer_acquire(ds_state)
         if cutlass.const_expr(config.shares_keys):
             self.write(of_dv, self.smem.p, ds_state)
@@ -125,7 +126,7 @@ class GradientStep:
         return q_state, do_state
 
     def state_of_producer(self, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """The state of who writes what others read in a state: the stage's other phase."""
+        """The state for filling the stage whose turn it is: a producer is a phase ahead."""
         stages = self.config.stages
         return pipeline.PipelineState(stages, state.count, state.index, state.phase ^ 1)
 

@@ -23,10 +23,10 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 STATISTICS = 2
 """Numbers of a row: its log-sum-exp and its delta."""
 
-WIDEST = 64
+WIDEST_PIECE = 64
 """Columns of a piece of dQ at most: 32 registers of a thread."""
 
-WGMMA_N = 16
+UNIT_OF_PIECE = 16
 """Columns of a piece are a multiple of this, which is the smallest swizzled unit."""
 
 PAIR = 2
@@ -143,12 +143,13 @@ class QueryPieces(NamedTuple):
         Raises:
             ValueError: there are no such pieces.
         """
-        fits = (n for n in range(1, columns // WGMMA_N + 1) if columns % (WGMMA_N * n) == 0)
-        beside = next(n for n in fits if columns // n <= WIDEST)
+        units = columns // UNIT_OF_PIECE
+        fits = (n for n in range(1, units + 1) if units % n == 0)
+        beside = next(n for n in fits if columns // n <= WIDEST_PIECE)
         if tile_m % ROWS or (tile_m > ROWS and beside > 1):
             raise ValueError(
-                f"tile_m must be {ROWS}, or a multiple of it with {WIDEST} columns or fewer, got "
-                f"{tile_m} with {columns} columns"
+                f"tile_m must be {ROWS}, or a multiple of it with {WIDEST_PIECE} columns or fewer, "
+                f"got {tile_m} with {columns} columns"
             )
         return cls(tile_m // ROWS, beside, columns // beside)
 
@@ -176,6 +177,7 @@ class QueryPieces(NamedTuple):
 
     @property
     def numbers_in_flight(self) -> int:
+        """Elements of these pieces."""
         return self.in_flight * ROWS * self.width
 
 

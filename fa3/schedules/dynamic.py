@@ -59,6 +59,9 @@ class Dynamic(Planned):
     takes_pairs: ClassVar[bool] = False
     reads_state: ClassVar[bool] = True
     num_counters: ClassVar[int] = 2
+    order_of_finish: ClassVar[str] = "relaxed"
+    """Memory order of a CTA's last addition; all that it asked for before has been waited for."""
+
     told: ClassVar[int] = 1
     """Numbers that the producer tells of a tile: 1, 2 or a multiple of 4."""
 
@@ -165,7 +168,7 @@ class DynamicProducer(Dynamic):
         """Count this CTA as finished; the last CTA resets both counters to 0."""
         if cute.arch.lane_idx() == 0:
             done = self.counters.iterator + 1
-            before = cute.arch.atomic_add(done, Int32(1), sem="relaxed", scope="gpu")
+            before = cute.arch.atomic_add(done, Int32(1), sem=self.order_of_finish, scope="gpu")
             if before == self.num_clusters - 1:
                 self.counters[0] = 0
                 self.counters[1] = 0

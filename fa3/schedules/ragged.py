@@ -284,6 +284,9 @@ class RaggedTiles(Dynamic):
 class RaggedProducer(RaggedTiles, DynamicProducer):
     """`RaggedTiles` as the producer warp walks it: takes tiles, and fills the mailbox."""
 
+    order_of_finish: ClassVar[str] = "acq_rel"
+    """Nothing has waited for what the CTA asked for last: it must be counted before."""
+
     def begin(self, cursor: RaggedCursor) -> ProducerCursor:
         return ProducerCursor(super().begin(cursor), self.take())
 
@@ -300,16 +303,3 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
 
     def segment(self, cursor: ProducerCursor) -> Segment:
         return super().segment(cursor.present)
-
-    @cute.jit
-    def finish(self):
-        """Count this CTA as finished; the last CTA resets both counters to 0.
-
-        Nothing has waited for what the CTA asked for last: it must be counted before.
-        """
-        if cute.arch.lane_idx() == 0:
-            done = self.counters.iterator + 1
-            before = cute.arch.atomic_add(done, Int32(1), sem="acq_rel", scope="gpu")
-            if before == self.num_clusters - 1:
-                self.counters[0] = 0
-                self.counters[1] = 0
