@@ -41,6 +41,11 @@ PEER_CELLS = [
     *(named("peers", 1, (16 * K, 16 * K), (16, 16), window_left=window) for window in (K, 4 * K)),
     named("peers-d192.128", 4, (4 * K, 4 * K), (16, 16), (192, 128)),
     *(named("peers-d96", 4, (s, s), (21, 21), (96, 96)) for s in (K, 4 * K)),
+    *(
+        replace(cell, softcap=50.0)
+        for window in (-1, 4 * K)
+        for cell in [named("gemma2-9b", 1, (8 * K, 8 * K), (16, 8), (256, 256), window_left=window)]
+    ),
 ]
 
 Make = Callable[[Cell, torch.device], dict]
@@ -129,6 +134,8 @@ class Modified:
     def arguments(self, cell: Cell, device: torch.device) -> dict:
         """What the cell and the modifiers ask of `fa3.flash_attn_func`."""
         arguments = {"causal": cell.causal, "window_size": window_size(cell)}
+        if cell.softcap:
+            arguments["softcap"] = cell.softcap
         for make in self.makes:
             arguments |= make(cell, device)
         return arguments

@@ -81,11 +81,19 @@ def skewed(batch: int, mean: int, heads: tuple[int, int]) -> DecodeCell:
     return DecodeCell.of(named("skewed", batch, (1, room), heads), lengths)
 
 
+def spread(batch: int, longest: int, heads: tuple[int, int]) -> DecodeCell:
+    """Sequences of evenly spaced lengths from 1 on, shuffled."""
+    lengths = [1 + round(i * (longest - 1) / (batch - 1)) for i in range(batch)]
+    random.Random(0).shuffle(lengths)
+    return DecodeCell.of(named("spread", batch, (1, longest), heads), tuple(lengths))
+
+
 CELLS = [
     *map(DecodeCell.of, NAMED["decode"]),
     DecodeCell.of(named("decode", 1, (1, 1024 * K), (32, 8))),
     *map(DecodeCell.of, NAMED["short-query"]),
     skewed(64, 8 * K, (32, 8)),
+    spread(64, 16 * K, (32, 8)),
 ]
 
 PAGED_CELL = "decode-h32.8-16x1x8k"

@@ -65,8 +65,9 @@ class Ours:
 
     def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
         call = functools.partial(
-            self.attend, *tensors, causal=cell.causal, window_size=window_size(cell), **self.options
-        )
+            self.attend, *tensors, causal=cell.causal, window_size=window_size(cell),
+            softcap=cell.softcap, **self.options,
+        )  # fmt: skip
         return {importlib.import_module("benchmarks.problems").plan_name(cell): call}
 
 
@@ -106,7 +107,7 @@ class Fa3Cpp:
         return None
 
     def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:
-        attend = functools.partial(self.attend, *tensors, causal=cell.causal)
+        attend = functools.partial(self.attend, *tensors, causal=cell.causal, softcap=cell.softcap)
         return {
             "auto splits": functools.partial(attend, num_splits=0),
             "1 split": functools.partial(attend, num_splits=1),
@@ -133,7 +134,13 @@ class Fa4Cute:
         window = (cell.window_left, 0) if cell.window_left >= 0 else (None, None)
 
         def call() -> torch.Tensor:
-            out, _ = self.attend(*tensors, causal=cell.causal, window_size=window, **self.options)
+            out, _ = self.attend(
+                *tensors,
+                causal=cell.causal,
+                window_size=window,
+                softcap=cell.softcap,
+                **self.options,
+            )
             return out
 
         return {"": call}
@@ -157,6 +164,8 @@ class Cudnn:
     def supports(self, cell: Cell) -> str | None:
         if cell.window_left >= 0:
             return "PyTorch has no sliding window for it"
+        if cell.softcap:
+            return "PyTorch has no softcap for it"
         return None
 
     def prepare(self, cell: Cell, tensors: Tensors) -> dict[str, Call]:

@@ -55,6 +55,7 @@ class Cell:
         heads_q, heads_kv: query heads, and key/value heads that they share.
         causal: the mask hides keys after a query, aligned to the bottom right.
         window_left: keys that a query sees before itself; -1 for all of them.
+        softcap: bound of the scores; 0 for none.
         passes: what a call computes, a key of `CREDITS`.
         graph: whether calls are replayed from a CUDA graph; None if that depends on their time.
     """
@@ -70,6 +71,7 @@ class Cell:
     head_dim_v: int
     causal: bool
     window_left: int = -1
+    softcap: float = 0.0
     dtype: str = "bfloat16"
     passes: str = "forward"
     graph: bool | None = None
@@ -226,6 +228,10 @@ NAMED: dict[str, list[Cell]] = {
                 (32, 32 * K),
             ],
             (16, 1): [(1, 8 * K), (1, 128 * K), (16, 8 * K), (64, 8 * K)],
+            (28, 4): [(5, 3000)],
+            (40, 8): [(2, 20 * K)],
+            (64, 8): [(48, 4 * K)],
+            (8, 1): [(128, 2 * K)],
         }.items()
         for batch, sk in rows
     ],

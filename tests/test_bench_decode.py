@@ -44,14 +44,17 @@ def draw(cell: DecodeCell) -> Tensors:
 
 
 def test_cells_have_unique_names_and_lengths_that_fit():
-    assert len(BY_NAME) == len(CELLS) == 18
+    assert len(BY_NAME) == len(CELLS) == 23
     assert {cell.name for cell in shapes.NAMED["decode"]} < set(BY_NAME)
     for cell in CELLS:
         assert len(cell.lengths) == cell.batch
         assert cell.seqlen_q <= min(cell.lengths) <= max(cell.lengths) <= cell.seqlen_k
         assert cell.causal == (cell.seqlen_q > 1)
         assert cell.is_decode and cell.head_dim == cell.head_dim_v == 128
-    assert [cell.name for cell in CELLS if not cell.is_full] == ["skewed-h32.8-64x1x56k"]
+    assert [cell.name for cell in CELLS if not cell.is_full] == [
+        "skewed-h32.8-64x1x56k",
+        "spread-h32.8-64x1x16k",
+    ]
     assert len({cell.label for cell in CELLS}) == len(CELLS)
 
 
@@ -122,7 +125,7 @@ def fake_peers(monkeypatch):
         assert num_splits == 0
         return attend(q, k_cache, v_cache, cache_seqlens, causal)
 
-    def attend_full(q, k, v, causal, window_size):
+    def attend_full(q, k, v, causal, window_size, softcap):
         return attend(q, k, v, None, causal), None
 
     def attend_lengths(q, k, v, seqused_k, causal):
@@ -207,7 +210,8 @@ def test_options_choose_cells_and_are_checked():
 def test_small_cells_stand_for_large_ones():
     small = {bench_decode.shrink(cell) for cell in CELLS}
     shapes_of_small = {(cell.heads_q, cell.heads_kv, cell.seqlen_q) for cell in small}
-    assert shapes_of_small == {(32, 8, 1), (32, 8, 2), (16, 1, 1)} and len(small) == 3
+    heads = {(32, 8), (16, 1), (28, 4), (40, 8), (64, 8), (8, 1)}
+    assert shapes_of_small == {(*of, 1) for of in heads} | {(32, 8, 2)} and len(small) == 7
     for call in ((one, cell) for one in OURS + PAGED for cell in small):
         assert pickle.loads(pickle.dumps(call)) == call
 
