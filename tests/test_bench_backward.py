@@ -139,7 +139,7 @@ def fake_peer(monkeypatch):
     """A module that looks like FlashAttention-4, and the options that it was given."""
     asked = []
 
-    def dense(q, k, v, causal, window_size, deterministic=False):
+    def dense(q, k, v, causal, window_size, softcap, deterministic=False):
         asked.append(deterministic)
         assert torch.is_grad_enabled() and q.requires_grad
         return attend(q, k, v, causal), None
