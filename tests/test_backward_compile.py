@@ -36,7 +36,7 @@ from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
 from fa3.running.compiler import compile_kernel
-from fa3.schedules import SingleTile, Tile
+from fa3.schedules import Dynamic, Tile
 from fa3.schedules.query_work import PackedQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
@@ -78,7 +78,7 @@ def name_of(spec) -> str:
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
 def test_machine_code(spec):
     config = choose_backward_config(spec)
-    kernel = compile_kernel(Backward(spec, config, SingleTile))
+    kernel = compile_kernel(Backward(spec, config, Dynamic))
     report = inspect(kernel.cubin)
     check_resources(report, kernel.ptxas_log, config.threads)
     assert report.count("USETMAXREG.DEALLOC") == 2
@@ -134,7 +134,7 @@ def test_machine_code_for_packed_sequences(head_dim):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("schedule", [SingleTile, RaggedKeyTiles])
+@pytest.mark.parametrize("schedule", [Dynamic, RaggedKeyTiles])
 @pytest.mark.parametrize("head_dim", [72, 128, 256])
 def test_machine_code_with_sums_in_order(head_dim, schedule):
     spec = spec_of(head_dim, "causal")
@@ -390,7 +390,7 @@ def test_query_blocks_and_masks(head_dim, window):
     """Every visible pair is in a block that is touched; and scores of blocks without a mask, and
     those that a mask leaves, are visible, but for queries that are none."""
     spec = replace(spec_of(head_dim, "full"), mask=Band.of(window))
-    kernel = Backward(spec, choose_backward_config(spec), SingleTile)
+    kernel = Backward(spec, choose_backward_config(spec), Dynamic)
     tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
     run = None
     for seqlen_q, seqlen_k in ((1, 1), (64, 128), (63, 300), (300, 63), (257, 257), (130, 400)):

@@ -42,7 +42,7 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
 from fa3.problem import Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands
-from fa3.schedules import SingleTile, Tile
+from fa3.schedules import Dynamic, Tile
 from fa3.scores.masks import Band
 
 CAUSAL = Window(right=0)
@@ -318,7 +318,7 @@ def movmatrix(words: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_what_threads_of_the_backward_kernel_draw(head_dim, on_the_host):
     spec = replace(spec_of(head_dim, "full"), has_dropout=True)
-    kernel = Backward(spec, choose_backward_config(spec), SingleTile)
+    kernel = Backward(spec, choose_backward_config(spec), Dynamic)
     config, tile, num_blocks = kernel.config, (5, 3, 7), 3
     pairs = ROWS * config.queries // WARPGROUP // 2
     words = torch.zeros(pairs, MMA_GROUPS * WARPGROUP, num_blocks, dtype=torch.int32)

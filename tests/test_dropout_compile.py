@@ -127,13 +127,13 @@ def backward_cases():
     specs["d64-mask"] = modified(64, "causal", function=DOCUMENTS)
     for name, spec in specs.items():
         spec = dropped(spec)
-        yield name, Backward(spec, choose_backward_config(spec), SingleTile)
+        yield name, Backward(spec, choose_backward_config(spec), Dynamic)
     for head_dim in (64, 128, 256):
         spec = dropped(spec_of(head_dim, "causal"))
         *_, kernel, _ = RaggedBackwardPlan(spec, True, True, True, False).kernels
         yield f"d{head_dim}-packed", kernel
         config = choose_backward_config(spec)
-        yield f"d{head_dim}-ordered", Backward(spec, config, SingleTile, is_ordered=True)
+        yield f"d{head_dim}-ordered", Backward(spec, config, Dynamic, is_ordered=True)
 
 
 @pytest.mark.compiles
@@ -155,7 +155,7 @@ def test_what_a_score_costs_in_the_backward_kernel(head_dim):
     counts = []
     for spec in (spec_of(head_dim, "full"), dropped(spec_of(head_dim, "full"))):
         config = choose_backward_config(spec)
-        report = inspect(compile_kernel(Backward(spec, config, SingleTile)).cubin)
+        report = inspect(compile_kernel(Backward(spec, config, Dynamic)).cubin)
         counts.append(len(report.instructions))
     plain, with_dropout = counts
     scores = loops(spec) * ROWS * config.queries // WARPGROUP

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
 from fa3.planning.backward import BackwardPlan
 from fa3.primitives.query_tiles import STATISTICS
@@ -18,7 +19,9 @@ from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sinks
 from fa3.reference.dropout import Dropout
 from fa3.running.compiler import load_kernel
-from fa3.running.graphs import current_device
+from fa3.running.counters import counters_of
+from fa3.running.graphs import capture_of, current_device, current_stream
+from fa3.schedules import Dynamic
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +44,14 @@ class PreparedBackward:
     integers: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: BackwardPlan) -> "PreparedBackward":
+    def of(cls, plan: BackwardPlan, num_sms: int) -> "PreparedBackward":
         return cls(
             plan,
             *map(load_kernel, plan.kernels),
             plan.numbers_of_statistics,
             plan.numbers_of_sums,
             plan.words_of_turns,
-            (*plan.problem.window, plan.heads_per_section, plan.num_key_tiles),
+            (*plan.problem.window, plan.heads_per_section, min(plan.num_key_tiles, num_sms)),
         )
 
     def launch(
@@ -73,6 +76,9 @@ class PreparedBackward:
         if device.index != current_device():
             with torch.cuda.device(device):
                 return self.launch(q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors, dropout)
+        stream = current_stream(device.index)
+        stream_counters = counters_of(device, stream, capture_of(stream))
+        counters = stream_counters.take(Dynamic.num_counters)
         # By themselves: to cut one buffer in two takes torch longer than to allocate another.
         statistics = q.new_empty(self.statistics, dtype=torch.float32)
         sums = q.new_empty(self.sums, dtype=torch.float32)
@@ -83,21 +89,23 @@ class PreparedBackward:
         kept, given = (None, None) if dropout is None else (dropout.kept, dropout.arguments)
         self.begin(out, d_out, lse, d_lse, statistics, sums, None, None, turns, kept)
         self.main(
-            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *self.integers, None,
-            None, None, turns, given,
+            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *self.integers,
+            counters, None, None, turns, given,
         )  # fmt: skip
         self.end(sums, dq, softmax_scale, None)
+        # Not if anything was raised: then they need not be zero.
+        stream_counters.give_back(counters)
         return dq, dk, dv, statistics
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_backward(
-    problem: Problem, has_d_lse: bool, is_ordered: bool
+    problem: Problem, has_d_lse: bool, is_ordered: bool, num_sms: int
 ) -> PreparedBackward | None:
     """Plan the backward pass of a problem and load its kernels; None without queries or keys."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return None
-    return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse, is_ordered))
+    return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse, is_ordered), num_sms)
 
 
 def gradients(
@@ -127,7 +135,8 @@ def gradients(
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    call = prepare_backward(problem, d_lse is not None, deterministic)
+    num_sms = gpu_of(q.device).num_sms
+    call = prepare_backward(problem, d_lse is not None, deterministic, num_sms)
     if call is None:
         return without_keys(operands, tensors, wants_sinks)
     dq, dk, dv, statistics = call.launch(

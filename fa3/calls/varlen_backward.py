@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fa3.calls.backward import for_tma, natural_statistics
+from fa3.calls.devices import gpu_of
 from fa3.planning.backward import rows_in_l2
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.ragged_backward import RaggedBackwardPlan
@@ -100,8 +101,9 @@ class PreparedVarlenBackward:
         # In the order of `BackwardArguments`.
         self.main(
             q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *window,
-            rows_in_l2(self.spec, heads // heads_kv), capacity * heads_kv, None, table,
-            num_sequences, turns, given,
+            rows_in_l2(self.spec, heads // heads_kv),
+            min(capacity * heads_kv, gpu_of(q.device).num_sms), table, table, num_sequences, turns,
+            given,
         )  # fmt: skip
         self.end(sums, dq, softmax_scale, ends)
         return dq, dk, dv, statistics

@@ -46,6 +46,7 @@ from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import (
     MMA_GROUPS,
     REGISTERS_OF_ROLES,
+    WARPS_AFTER_PRODUCER,
     BackwardArguments,
     BackwardConfig,
 )
@@ -57,6 +58,7 @@ from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
+from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
 from fa3.primitives.query_gradient_step import QueryGradientOperands, QueryGradientStep
 from fa3.primitives.query_tiles import (
@@ -67,10 +69,9 @@ from fa3.primitives.query_tiles import (
     RowStatistics,
 )
 from fa3.primitives.rows_of_sequence import with_movable_end
-from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
@@ -79,18 +80,29 @@ from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks
 from fa3.scores.scores import TransposedRules, bind
 
-TILE_BARRIER, SCORES_BARRIER, FIRST_STORE_BARRIER = 1, 2, 3
-"""Named barriers: of all that read K, of the MMA warpgroups, and one of each in the epilogue."""
+KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER = 1, 2, 3, 4
+"""Named barriers."""
 
 
-def tile_barrier() -> pipeline.NamedBarrier:
-    """Where K and V have been read for the last time."""
-    return pipeline.NamedBarrier(TILE_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
+def keys_barrier() -> pipeline.NamedBarrier:
+    """Where K has been read for the last time."""
+    return pipeline.NamedBarrier(KEYS_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
 
 
 def scores_barrier() -> pipeline.NamedBarrier:
     """Where P and dS of both MMA warpgroups are in shared memory."""
     return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * MMA_GROUPS)
+
+
+def dk_barrier() -> pipeline.NamedBarrier:
+    """Where dK is in shared memory. All of the sums' warpgroup waits, so as not to come to the
+    next tile's `keys_barrier` before the MMA warpgroups have left this tile's."""
+    return pipeline.NamedBarrier(DK_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
+
+
+def dv_barrier() -> pipeline.NamedBarrier:
+    """Where dV is in shared memory, for the warp that stores it."""
+    return pipeline.NamedBarrier(DV_BARRIER, WARPGROUP * MMA_GROUPS + WARP)
 
 
 class BackwardTensors(NamedTuple):
@@ -231,7 +243,7 @@ class Backward(AttentionKernel):
         if warp_idx == 0:
             for tma in operands[:6]:
                 cpasync.prefetch_descriptor(tma.atom)
-        smem, pipelines = self.setup_shared_memory()
+        smem, pipelines, schedule = self.setup_shared_memory(schedule)
         cluster, _, _ = cute.arch.block_idx()
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
@@ -239,8 +251,11 @@ class Backward(AttentionKernel):
         producer_registers, mma_registers, sum_registers = REGISTERS_OF_ROLES
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(producer_registers)
+            given = operands, smem, pipelines, sequences
             if warp_idx == 0:
-                self.load(operands, smem, pipelines, sequences, schedule, cursor)
+                self.load(*given, schedule.for_producer(), cursor)
+            elif warp_idx == 1:
+                self.load_keys(*given, schedule, cursor)
         elif warp_idx >= WARPS * (1 + MMA_GROUPS):
             cute.arch.setmaxregister_decrease(sum_registers)
             self.sum_up(operands, smem, pipelines, sequences, schedule, cursor)
@@ -249,7 +264,7 @@ class Backward(AttentionKernel):
             self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
 
     @cute.jit
-    def setup_shared_memory(self):
+    def setup_shared_memory(self, schedule):
         """Lay out shared memory, initialise the mbarriers and synchronize the CTA."""
         config, layouts = self.config, self.layouts()
         of_rows = cute.make_layout((config.tile_m, STATISTICS, config.stages))
@@ -262,10 +277,11 @@ class Backward(AttentionKernel):
         @cute.struct
         class Storage:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
-            barriers_k: cute.struct.MemRange[cutlass.Int64, 2]
+            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.k_stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+            schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(of_rows)], 128]
             q: buffer(layouts.q)
             k: buffer(layouts.k)
@@ -296,13 +312,15 @@ class Backward(AttentionKernel):
         def warps(groups: int) -> pipeline.CooperativeGroup:
             return pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS * groups)
 
-        def tma_pipeline(barriers, stages, layout, copies, more_bytes=0, readers=MMA_GROUPS):
+        of_mma, of_one = warps(MMA_GROUPS), pipeline.CooperativeGroup(pipeline.Agent.Thread)
+
+        def tma_pipeline(barriers, stages, layout, copies, readers, more_bytes=0):
             stage_bytes = cute.size_in_bytes(self.dtype, cute.slice_(layout, (None, None, 0)))
             return pipeline.PipelineTmaAsync.create(
                 barrier_storage=barriers.data_ptr(),
                 num_stages=stages,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-                consumer_group=warps(readers),
+                producer_group=of_one,
+                consumer_group=readers,
                 tx_count=copies * stage_bytes + more_bytes,
                 cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
                 defer_sync=True,
@@ -310,25 +328,26 @@ class Backward(AttentionKernel):
 
         row_bytes = cute.size_in_bytes(Float32, cute.slice_(of_rows, (None, None, 0)))
         pipelines = BackwardPipelines(
-            tma_pipeline(storage.barriers_q, config.stages, layouts.q, 1, row_bytes),
-            tma_pipeline(storage.barriers_k, 1, layouts.k, config.slabs, readers=MMA_GROUPS + 1),
-            tma_pipeline(storage.barriers_v, 1, layouts.v, config.slabs),
-            tma_pipeline(storage.barriers_do, config.do_stages, layouts.d_out, 1),
+            tma_pipeline(storage.barriers_q, config.stages, layouts.q, 1, of_mma, row_bytes),
+            tma_pipeline(storage.barriers_k, config.k_stages, layouts.k, config.slabs, of_one),
+            tma_pipeline(storage.barriers_v, 1, layouts.v, config.slabs, of_one),
+            tma_pipeline(storage.barriers_do, config.do_stages, layouts.d_out, 1, of_mma),
             pipeline.PipelineAsync.create(
                 barrier_storage=storage.barriers_ds.data_ptr(),
                 num_stages=config.stages,
-                producer_group=warps(MMA_GROUPS),
+                producer_group=of_mma,
                 consumer_group=warps(1),
                 defer_sync=True,
             ),
         )
+        schedule = schedule.connected(storage.schedule.data_ptr(), WARPS_AFTER_PRODUCER)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        return smem, pipelines
+        return smem, pipelines, schedule
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
         """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
-        stages = self.config.stages, self.config.do_stages, 1, 1
+        stages = self.config.stages, self.config.do_stages, self.config.k_stages, 1
         return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
 
     def keys_of(self, schedule, segment) -> Tile:
@@ -383,20 +402,16 @@ class Backward(AttentionKernel):
         schedule,
         cursor,
     ):
-        """Load K and V of every tile, and stream Q and dO of the blocks that see them."""
+        """Stream Q and dO of the blocks that see the keys of every tile."""
         config = self.config
         _, mask, _ = bind(self.spec, operands.modifiers)
-        states = self.pipeline_states(pipeline.PipelineUserType.Producer)
-        q_state, do_state, k_state, v_state = states
+        q_state, do_state, _, _ = self.pipeline_states(pipeline.PipelineUserType.Producer)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             sequence = sequences.sequence(segment)
             statistics = operands.statistics.at(config.tile_m, segment)
-            of_keys = head_kv, sequences.keys(segment), config.slabs
-            k_state = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)(n_block, k_state)
-            v_state = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)(n_block, v_state)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
                 head = head_kv * operands.qhead_per_kvhead + h
                 blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
@@ -414,6 +429,29 @@ class Backward(AttentionKernel):
                 for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     q_state = load_q(m_block, q_state)
                     do_state = load_do(m_block, do_state)
+            cursor = schedule.next(cursor)
+        schedule.finish()
+
+    @cute.jit
+    def load_keys(
+        self,
+        operands: BackwardTensors,
+        smem: BackwardBuffers,
+        pipelines: BackwardPipelines,
+        sequences,
+        schedule,
+        cursor,
+    ):
+        """Load K and V of every tile as soon as there is room, by a warp of its own: the first
+        queries need not wait for the room of V."""
+        _, _, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        cursor = schedule.begin(cursor)
+        while schedule.is_valid(cursor):
+            segment = schedule.segment(cursor)
+            n_block, head_kv, _ = self.keys_of(schedule, segment)
+            of_keys = head_kv, sequences.keys(segment), self.config.slabs
+            k_state = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)(n_block, k_state)
+            v_state = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)(n_block, v_state)
             cursor = schedule.next(cursor)
 
     # ------------------------------------------------------------------------ MMA warpgroups
@@ -439,6 +477,7 @@ class Backward(AttentionKernel):
         regs = GradientOperands.of(mmas, config, smem, group)
         states = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         q_state, do_state, k_state, v_state = states
+        dk, dv = self.stores(operands, smem)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -447,7 +486,6 @@ class Backward(AttentionKernel):
             regs.acc_dK.fill(0.0)
             regs.acc_dV.fill(0.0)
             pipelines.k.consumer_wait(k_state)
-            pipelines.v.consumer_wait(v_state)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
                 tile = Tile(n_block, head_kv * operands.qhead_per_kvhead + h, batch)
                 coords = self.coords(mmas, thread, group, tile)
@@ -457,43 +495,29 @@ class Backward(AttentionKernel):
                 dropout = None
                 if cutlass.const_expr(self.spec.has_dropout):
                     dropout = TransposedDropout(operands.dropout, coords)
+                of_keys = k_state.index, v_state
                 own = thread, group, scores_barrier(), dropout
-                step = GradientStep(config, mmas, regs, smem, pipelines, rules, *own)
+                step = GradientStep(config, mmas, regs, smem, pipelines, *of_keys, rules, *own)
                 q_state, do_state = step.all(blocks, q_state, do_state)
             cursor = schedule.next(cursor)
+            # Where no query sees the keys, V may still be on its way.
+            pipelines.v.consumer_wait(v_state)
+            dv.write(regs.acc_dV, mmas.dv, thread, group)
             regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
-            place = n_block, head_kv, sequences.gradients_of_keys(segment)
-            self.store(operands, smem, mmas, regs, place, thread, group)
-            pipelines.k.consumer_release(k_state)
-            pipelines.v.consumer_release(v_state)
+            keys_barrier().arrive_and_wait()
+            dk.write(regs.acc_dK, mmas.dk, thread, group, k_state.index)
             k_state.advance()
             v_state.advance()
 
-    @cute.jit
-    def store(
-        self,
-        operands: BackwardTensors,
-        smem: BackwardBuffers,
-        mmas: GradientMmas,
-        regs: GradientOperands,
-        place: tuple,
-        thread,
-        group,
-    ):
-        """Write this group's dK and dV to global memory, through the place of K and V."""
-        n_block, head_kv, rows = place
-        slab, column = n_block * self.config.slabs, 0
-        if cutlass.const_expr(self.config.shares_keys):
-            column = group
-        else:
-            slab += group
-        tile_barrier().arrive_and_wait()
-        own = thread, group, FIRST_STORE_BARRIER
-        out_v = SlabStore(operands.dv, smem.dv, mmas.dv, *own)
-        out_v.store(regs.acc_dV, slab, head_kv, rows, column)
-        out_k = SlabStore(operands.dk, smem.dk, mmas.dk, *own)
-        out_k.store(regs.acc_dK, slab, head_kv, rows, column)
-        out_k.wait()
+    def stores(
+        self, operands: BackwardTensors, smem: BackwardBuffers
+    ) -> tuple[GradientStore, GradientStore]:
+        """Those of dK and dV."""
+        shared = MMA_GROUPS, self.config.shares_keys
+        return (
+            GradientStore(operands.dk, smem.dk, *shared, dk_barrier()),
+            GradientStore(operands.dv, smem.dv, *shared, dv_barrier()),
+        )
 
     def coords(self, mmas: GradientMmas, thread, group, tile: Tile) -> TransposedCoords:
         """The coordinates of a thread's scores, of keys of a tile and of its query head."""
@@ -518,14 +542,16 @@ class Backward(AttentionKernel):
         schedule,
         cursor,
     ):
-        """Compute dQ of every block that a tile's keys give, and add it to the sums."""
+        """Compute dQ of every block that a tile's keys give, and add it to the sums; then store
+        the tile's dK and dV, and give K and V back."""
         config, user = self.config, pipeline.PipelineUserType.Consumer
         thread_idx, _, _ = cute.arch.thread_idx()
+        thread = thread_idx % WARPGROUP
+        is_storing = cute.arch.make_warp_uniform(thread // WARP) == 0
         _, mask, _ = bind(self.spec, operands.modifiers)
-        regs = QueryGradientOperands.of(
-            self.dtype, config.pieces(self.columns), config.stages, smem
-        )
-        k_state = pipeline.make_pipeline_state(user, 1)
+        regs = QueryGradientOperands.of(self.dtype, config, smem)
+        dk, dv = self.stores(operands, smem)
+        _, _, k_state, v_state = self.pipeline_states(user)
         ds_state = pipeline.make_pipeline_state(user, config.stages)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
@@ -544,16 +570,25 @@ class Backward(AttentionKernel):
                     place = of_head, n_block, last, sequence
                     target = self.in_order(sums, operands.turns, blocks, place)
                 step = QueryGradientStep(
-                    config, regs, smem, pipelines.ds, target, thread_idx % WARPGROUP
+                    config, regs, smem, pipelines.ds, k_state.index, target, thread
                 )
                 for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     ds_state = step.next((m_block, head, batch), ds_state)
                 if cutlass.const_expr(self.is_ordered):
-                    step.finish(head, batch)
-            tile_barrier().arrive()
-            pipelines.k.consumer_release(k_state)
-            k_state.advance()
+                    target.finish(thread, head, batch)
+            keys_barrier().arrive()
             cursor = schedule.next(cursor)
+            place = n_block, head_kv, sequences.gradients_of_keys(segment)
+            if is_storing:
+                dv.written.arrive_and_wait()
+                dv.store(*place)
+                pipelines.v.consumer_release(v_state)
+            dk.written.arrive_and_wait()
+            if is_storing:
+                dk.store(*place, k_state.index)
+                pipelines.k.consumer_release(k_state)
+            k_state.advance()
+            v_state.advance()
         # What is on its way is read from shared memory, which must not be given back before.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -21,7 +21,7 @@ from cutlass import Float32
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, BeginArguments
 from fa3.primitives import arguments
-from fa3.primitives.ordered_gradients import TurnWords, words_of_turns
+from fa3.primitives.ordered_gradients import TurnWords
 from fa3.primitives.query_tiles import (
     PackedQueryTiles,
     QueryGradients,
@@ -106,8 +106,7 @@ class BackwardBegin(AttentionKernel):
             sums = QueryGradients(call.sums, own.tiles)
             sums.clear(config.pieces(self.columns), thread, BEGIN_THREADS, own.tile)
         if cutlass.const_expr(self.is_ordered):
-            words = words_of_turns(config.pieces(self.columns))
-            TurnWords(call.turns).clear(words, own.tiles, own.tile, thread)
+            TurnWords(call.turns).clear(own.tiles, own.tile, thread)
         statistics = RowStatistics(call.statistics, own.tiles).of_tile(config.tile_m, own.tile)
         rows_at_once = BEGIN_THREADS // self.lanes
         for i in cutlass.range_constexpr(config.tile_m // rows_at_once):

@@ -11,7 +11,7 @@ from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.query_tiles import PAIR, STATISTICS, QueryPieces
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec
 
 MMA_GROUPS = 2
@@ -27,6 +27,9 @@ SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
+WARPS_AFTER_PRODUCER = WARPS * (1 + MMA_GROUPS) + 1
+"""Warps that are told which tile comes next: all but the producer's that fetches them."""
+
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -40,6 +43,7 @@ class BackwardConfig:
         tile_m: queries of a block.
         tile_n: keys of a CTA's tile.
         do_stages: blocks of dO in shared memory.
+        k_stages: tiles of K in shared memory; with 2 the next one's comes before this one is done.
         shares_keys: see above.
         statistics_at_once: of how many rows a thread reads the statistics at once: 4, all before
             they are needed, or 2, which takes fewer registers.
@@ -48,6 +52,7 @@ class BackwardConfig:
     tile_m: int
     tile_n: int
     do_stages: int = STAGES
+    k_stages: int = STAGES
     shares_keys: bool = False
     statistics_at_once: int = QUAD
 
@@ -82,7 +87,7 @@ class BackwardConfig:
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        kv = self.tile_n * (head_dim + head_dim_v)
+        kv = self.tile_n * (self.k_stages * head_dim + head_dim_v)
         queries = self.tile_m * (self.stages * head_dim + self.do_stages * head_dim_v)
         scores = self.tile_m * self.tile_n * self.stages * (2 if self.shares_keys else 1)
         sums = self.pieces(head_dim).numbers_in_flight
@@ -115,8 +120,9 @@ class BackwardConfig:
             value, kind = getattr(self, field.name), field.type
             if type(value) is not kind:
                 raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
-        if self.do_stages not in (1, STAGES):
-            raise ValueError(f"do_stages must be 1 or {STAGES}, got {self.do_stages}")
+        for name in ("do_stages", "k_stages"):
+            if getattr(self, name) not in (1, STAGES):
+                raise ValueError(f"{name} must be 1 or {STAGES}, got {getattr(self, name)}")
         keys = ROWS if self.shares_keys else ROWS * MMA_GROUPS
         if self.tile_n != keys:
             raise ValueError(

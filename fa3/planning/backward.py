@@ -11,12 +11,12 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
-from fa3.primitives.ordered_gradients import words_of_turns
+from fa3.primitives.ordered_gradients import WORDS
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.problem import AttentionSpec, Problem
-from fa3.schedules import SingleTile
+from fa3.schedules import Dynamic
 from fa3.scores.masks import Band
 
 L2_BYTES = 40 << 20
@@ -41,13 +41,17 @@ class BackwardTiling(NamedTuple):
         return True
 
 
-BACKWARD_TILINGS = (
-    BackwardTiling(32, 32, BackwardConfig(128, 128, statistics_at_once=2)),
-    BackwardTiling(64, 64, BackwardConfig(128, 128)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
-    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),
+BACKWARD_TILINGS = tuple(
+    tiling._replace(config=replace(tiling.config, k_stages=k_stages))
+    for tiling in (
+        BackwardTiling(32, 32, BackwardConfig(128, 128, statistics_at_once=2)),
+        BackwardTiling(64, 64, BackwardConfig(128, 128)),
+        BackwardTiling(192, 192, BackwardConfig(64, 128)),
+        BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
+        BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
+        BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),
+    )
+    for k_stages in (2, 1)
 )
 """The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit;
 none of them has been compared with others yet."""
@@ -84,7 +88,7 @@ class BackwardPlan:
         begin = replace(plain, has_dropout=spec.has_dropout)
         return (
             BackwardBegin(begin, config, self.has_d_lse, is_ordered=self.is_ordered),
-            Backward(spec, config, SingleTile, self.is_ordered),
+            Backward(spec, config, Dynamic, self.is_ordered),
             BackwardEnd(plain, config),
         )
 
@@ -111,8 +115,7 @@ class BackwardPlan:
     @property
     def words_of_turns(self) -> int:
         """int32 that the order of the sums takes."""
-        pieces = self.config.pieces(padded(self.problem.spec.head_dim))
-        return self.num_query_tiles * words_of_turns(pieces) if self.is_ordered else 0
+        return self.num_query_tiles * WORDS if self.is_ordered else 0
 
     @property
     def heads_per_section(self) -> int:

@@ -12,7 +12,7 @@ from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import choose_backward_config, plain_spec
-from fa3.primitives.ordered_gradients import words_of_turns
+from fa3.primitives.ordered_gradients import WORDS
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
@@ -69,5 +69,4 @@ class RaggedBackwardPlan:
     @property
     def turns_of_tile(self) -> int:
         """int32 that the order of the sums takes for a tile of queries."""
-        pieces = self.config.pieces(padded(self.spec.head_dim))
-        return words_of_turns(pieces) if self.is_ordered else 0
+        return WORDS if self.is_ordered else 0

@@ -36,7 +36,7 @@ class GradientLayouts(NamedTuple):
 
     Fields:
         q, d_out: queries, counted in stages.
-        k, v: slabs of 64 keys.
+        k, v: slabs of 64 keys; of K all slabs of a stage and then those of the next.
         scores: of dS, and of P: slabs of 64 keys with queries as columns, all slabs of a stage and
             then those of the next.
         dk, dv: what each group writes at the end, in the place of K and V.
@@ -59,11 +59,11 @@ class GradientLayouts(NamedTuple):
         width_k = math.gcd(config.pieces(columns).width, dk)
         return cls(
             smem_layout(dtype, tile_m, columns, config.stages, dk),
-            smem_layout(dtype, ROWS, columns, slabs, width_k),
+            smem_layout(dtype, ROWS, columns, slabs * config.k_stages, width_k),
             smem_layout(dtype, ROWS, columns_v, slabs, dv),
             smem_layout(dtype, tile_m, columns_v, config.do_stages, dv),
             smem_layout(dtype, ROWS, tile_m, slabs * config.stages, ROWS),
-            smem_layout(dtype, ROWS, dk, slabs * shares, width_k),
+            smem_layout(dtype, ROWS, dk, slabs * shares * config.k_stages, width_k),
             smem_layout(dtype, ROWS, dv, slabs * shares, dv),
         )
 
@@ -103,7 +103,7 @@ class GradientOperands(NamedTuple):
     """One thread's operands: descriptors of shared memory, and accumulators in registers.
 
     Fields:
-        k, v: this group's keys, rows of S^T and dP^T.
+        k, v: this group's keys, rows of S^T and dP^T; K by stage.
         q, d_out: columns of S^T and dP^T, by stage.
         qt, d_out_t: columns of dK and dV, by stage.
         p, ds: rows of dV and dK, by stage, if they come from shared memory; else None.
@@ -124,11 +124,12 @@ class GradientOperands(NamedTuple):
     def of(cls, mmas: GradientMmas, config, smem, group) -> "GradientOperands":
         """The operands of a group; `smem` has the buffers of `GradientLayouts`."""
         slab, share = (0, group) if config.shares_keys else (group, 0)
+        k = cute.logical_divide(smem.k, (None, None, config.slabs))[None, None, (slab, None)]
         dk, dv = (cute.size(buffer, mode=[1]) // config.shares for buffer in (smem.k, smem.v))
         qt, d_out_t = columns_of(smem.q, dk), columns_of(smem.d_out, dv)
         q, d_out = (rows_of(buffer, config.queries) for buffer in (smem.q, smem.d_out))
         return cls(
-            operand_a(mmas.scores, smem.k[None, None, slab]),
+            operand_a(mmas.scores, k),
             operand_a(mmas.scores, smem.v[None, None, slab]),
             operand_b(mmas.scores, q[None, None, share, None]),
             operand_b(mmas.scores, d_out[None, None, share, None]),

@@ -35,7 +35,8 @@ class GradientStep:
 
     Fields:
         config: a `fa3.kernels.backward_launch.BackwardConfig`.
-        smem, pipelines: the kernel's buffers, and what delivers Q, dO and dS in them.
+        smem, pipelines: the kernel's buffers, and what delivers Q, V, dO and dS in them.
+        k_stage, v_state: where the tile's K is, and when its V has come.
         rules: score functions and masks; their coordinates name query head and batch.
         barrier: of all MMA warpgroups.
         dropout: a `fa3.primitives.dropout.TransposedDropout`, or None.
@@ -46,6 +47,8 @@ class GradientStep:
     regs: GradientOperands
     smem: object
     pipelines: object
+    k_stage: Int32
+    v_state: pipeline.PipelineState
     rules: object
     thread: Int32
     group: Int32
@@ -78,7 +81,8 @@ class GradientStep:
             do_state = q_state
         statistics = self.statistics(q_state)
         pipelines.q.consumer_wait(q_state)
-        acc_S = self.issue_scores(regs.k, regs.q[None, None, None, q_state.index])
+        k = regs.k[None, None, None, self.k_stage]
+        acc_S = self.issue_scores(k, regs.q[None, None, None, q_state.index])
         lses = statistics.all(LSE)
         warpgroup.wait_group(0)
         p = as_rows_and_columns(acc_S)
@@ -86,6 +90,8 @@ class GradientStep:
         statistics.exponentiate(p, lses, self.rules.unit * LOG2_E)
         rP, of_dv = self.rounded_p(acc_S, m_block)
         deltas = statistics.all(DELTA)
+        # V has come with the first block; nothing else needs it before.
+        pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, do_state.index])
         d_out_t = regs.d_out_t[None, None, None, do_state.index]

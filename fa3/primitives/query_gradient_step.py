@@ -24,7 +24,7 @@ class QueryGradientOperands(NamedTuple):
     """Views of shared memory, and the WGMMA of a piece of dQ.
 
     Fields:
-        kt: (width, pieces beside one another, keys, 1), columns of K.
+        kt: (width, pieces beside one another, keys, stages), columns of K.
         dst: (64, pieces below one another, keys, stages), columns of dS^T.
     """
 
@@ -33,14 +33,15 @@ class QueryGradientOperands(NamedTuple):
     dst: cute.Tensor
 
     @classmethod
-    def of(cls, dtype, pieces: QueryPieces, stages: int, smem) -> "QueryGradientOperands":
-        """The operands; `smem` has the buffers of `GradientLayouts`."""
+    def of(cls, dtype, config, smem) -> "QueryGradientOperands":
+        """The operands for a `BackwardConfig`; `smem` has the buffers of `GradientLayouts`."""
+        pieces = config.pieces(cute.size(smem.k, mode=[1]))
         major, shape = OperandMajorMode.MN, (ROWS, pieces.width)
         mma = sm90.make_trivial_tiled_mma(
             dtype, dtype, major, major, Float32, (1, 1, 1), shape, warpgroup.OperandSource.SMEM
         )
-        kt = columns_of_keys(smem.k, pieces.width, 1)
-        return cls(mma, kt, columns_of_keys(smem.ds, ROWS, stages))
+        kt = columns_of_keys(smem.k, pieces.width, config.k_stages)
+        return cls(mma, kt, columns_of_keys(smem.ds, ROWS, config.stages))
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class QueryGradientStep:
         config: a `fa3.kernels.backward_launch.BackwardConfig`.
         smem: the kernel's buffers.
         pipeline: delivers dS.
+        k_stage: where the tile's K is.
         sums: `QueryGradients`, or `OrderedGradients`.
         thread: of the warpgroup.
     """
@@ -59,6 +61,7 @@ class QueryGradientStep:
     regs: QueryGradientOperands
     smem: object
     pipeline: object
+    k_stage: Int32
     sums: object
     thread: Int32
 
@@ -69,6 +72,7 @@ class QueryGradientStep:
     @cute.jit
     def next(self, tile, ds_state):
         """dQ of one block of queries."""
+        self.sums.enter(self.thread, tile)
         self.pipeline.consumer_wait(ds_state)
         for piece in cutlass.range(self.pieces.count, unroll=1):
             acc = self.product(piece, ds_state)
@@ -76,6 +80,7 @@ class QueryGradientStep:
             self.sums.add(self.pieces, acc, self.thread, piece, tile, self.smem.sums)
         with cute.arch.elect_one():
             self.pipeline.consumer_release(ds_state)
+        self.sums.leave(self.pieces, self.thread, tile)
         ds_state.advance()
         return ds_state
 
@@ -84,14 +89,8 @@ class QueryGradientStep:
         down, right = (piece, 0) if self.pieces.rows > 1 else (0, piece)
         mma = self.regs.mma
         dst = operand_a(mma, self.regs.dst[None, down, None, ds_state.index])
-        kt = operand_b(mma, self.regs.kt[None, right, None, 0])
+        kt = operand_b(mma, self.regs.kt[None, right, None, self.k_stage])
         shape = mma.partition_shape_C((ROWS, self.pieces.width))
         acc = cute.make_rmem_tensor(shape, Float32)
         wgmma.issue(mma.op, acc, dst, kt, accumulate=False)
         return acc
-
-    @cute.jit
-    def finish(self, head, batch):
-        """Make known what was added last, where sums have a fixed order."""
-        for piece in cutlass.range(self.pieces.count, unroll=1):
-            self.sums.finish(self.pieces, self.thread, piece, head, batch)

@@ -126,10 +126,11 @@ class Dynamic(Planned):
 
     @cute.jit
     def tell(self, count: Int32, *words: Int32):
-        """Put what is told of a tile into the mailbox; one warp of the producer calls this."""
+        """Put what is told of a tile into the mailbox, at most `told` numbers; one warp of the
+        producer calls this."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
         numbers = cute.make_rmem_tensor(self.told, Int32)
-        for i in cutlass.range_constexpr(self.told):
+        for i in cutlass.range_constexpr(len(words)):
             numbers[i] = words[i]
         cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
         if cute.arch.lane_idx() == 0:

@@ -268,8 +268,9 @@ class RaggedTiles(Dynamic):
         return cursor._replace(head=head, record=record)
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
-        index, head, *record = self.hear(cursor.count)
+        index, head, *told = self.hear(cursor.count)
         # Consumers have no use for what they are not told.
+        record = told[: len(cursor.record)]
         found = self.order.record_type(*record, *cursor.record[len(record) :])
         return RaggedCursor(index, cursor.count + 1, cursor.end, head, found)
 

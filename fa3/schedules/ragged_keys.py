@@ -1,17 +1,15 @@
-"""The schedule of the keys of packed sequences: a table of key tiles, a CTA for each and head.
+"""The schedule of the keys of packed sequences: a table of key tiles, which CTAs take in order.
 
 `fa3.kernels.tile_table` writes the table on the GPU, the backward kernel walks it: sequence by
 sequence, as `fa3.schedules.ragged` says, in sections of heads whose Q, dO and dQ fit in L2
-together. The GPU starts CTAs in the order of their numbers. How many tiles there are the host does
-not know: it launches CTAs for all that the table has room for, and those without one end at once.
+together.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from fa3.schedules.order import Planned
-from fa3.schedules.ragged import RaggedOrder
-from fa3.schedules.segment import Segment, Tile
+from fa3.schedules.dynamic import SLOTS
+from fa3.schedules.ragged import RaggedOrder, RaggedProducer, RaggedTiles
 
 
 class KeyTileRecord(NamedTuple):
@@ -45,50 +43,22 @@ class RaggedKeyOrder(RaggedOrder):
         return record.seqlen_q
 
 
-class KeyTileCursor(NamedTuple):
-    """The CTA's tile.
-
-    Fields:
-        index: its number.
-        end: number of all tiles.
-        head: key/value head.
-        record: a `KeyTileRecord`; anything if `index` is not below `end`.
-    """
-
-    index: int
-    end: int
-    head: int
-    record: tuple
-
-
 @dataclass(frozen=True)
-class RaggedKeyTiles(Planned):
-    """Each CTA works on the key tile of its number, if there is one, and exits."""
+class RaggedKeyTiles(RaggedTiles):
+    """Persistent CTAs take key tiles of packed sequences from a table in device memory."""
 
     order: RaggedKeyOrder
 
     name: ClassVar[str] = "ragged keys"
-    is_persistent: ClassVar[bool] = False
-    is_ragged: ClassVar[bool] = True
+    told: ClassVar[int] = 12
+    """The number, the head, and the whole record."""
 
-    @classmethod
-    def on_device(cls, order: RaggedKeyOrder, num_clusters, state) -> "RaggedKeyTiles":
-        return cls(order)
+    shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
 
-    def first(self, cluster):
-        return cluster
+    def for_producer(self) -> "RaggedKeyProducer":
+        return RaggedKeyProducer(**vars(self))
 
-    def begin(self, index) -> KeyTileCursor:
-        """Ask for the record and for the number of records at once."""
-        return KeyTileCursor(index, self.order.num_used, *self.order.tile(index))
 
-    def next(self, cursor: KeyTileCursor) -> KeyTileCursor:
-        return cursor._replace(index=cursor.end)
-
-    def is_valid(self, cursor: KeyTileCursor):
-        return cursor.index < cursor.end
-
-    def segment(self, cursor: KeyTileCursor) -> Segment:
-        record = cursor.record
-        tile = Tile(record.m_block, cursor.head, record.batch)
-        return Segment(tile, record=record, number=cursor.index)
+@dataclass(frozen=True)
+class RaggedKeyProducer(RaggedKeyTiles, RaggedProducer):
+    """`RaggedKeyTiles` as the producer warp walks it."""

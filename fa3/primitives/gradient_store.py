@@ -1,0 +1,64 @@
+"""Backward's epilogue: dK and dV from registers through shared memory to global memory.
+
+The MMA warpgroups write them where K and V were, and go on to their next tile. A warp of the sums'
+warpgroup, which has nothing to do before there are scores of that tile, issues the copies and waits
+until TMA has read the buffer.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import pipeline
+from cutlass.cute.nvgpu import warp
+
+from fa3.primitives.fragments import convert
+from fa3.primitives.tma import TmaTensor
+
+
+@dataclass(frozen=True)
+class GradientStore:
+    """Stores one of dK and dV.
+
+    Fields:
+        smem: what each MMA warpgroup writes, (64, columns, groups * stages).
+        groups: MMA warpgroups.
+        shares_keys: whether they have columns of the same keys, or each its own keys.
+        written: a named barrier, of those who write and those who wait for it.
+    """
+
+    tma: TmaTensor
+    smem: cute.Tensor
+    groups: int
+    shares_keys: bool
+    written: pipeline.NamedBarrier
+
+    @cute.jit
+    def write(self, acc: cute.Tensor, tiled_mma: cute.TiledMma, thread, group, stage=0):
+        """Write a warpgroup's accumulator, which nobody reads the buffer under any more."""
+        dtype = self.smem.element_type
+        converted = cute.make_rmem_tensor_like(acc, dtype)
+        convert(acc, converted)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        copy = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
+        target = copy.partition_D(self.smem[None, None, stage * self.groups + group])
+        cute.copy(atom, copy.retile(converted), target)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.written.arrive()
+
+    @cute.jit
+    def store(self, n_block, head, rows, stage=0):
+        """Copy a tile to global memory; one warp calls this when all have written.
+
+        Returns when TMA has read the buffer.
+        """
+        slabs = 1 if self.shares_keys else self.groups
+        if cute.arch.lane_idx() == 0:
+            for group in cutlass.range_constexpr(self.groups):
+                slab, column = (0, group) if self.shares_keys else (group, 0)
+                source, target = self.tma.tiles_of_head(self.smem, head, rows, column=column)
+                place, row = stage * self.groups + group, n_block * slabs + slab
+                cute.copy(self.tma.atom, source[None, place], target[None, row])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
