@@ -13,7 +13,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.running.compiler import compile_kernel
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedOrder, TileRecord
 from fa3.scores.masks import Band
-from fa3.tools.cubin import inspect
+from fa3.tools.cubin import inspect, opcode
 
 
 @pytest.mark.compiles
@@ -25,11 +25,35 @@ def test_machine_code(has_used):
     report = inspect(compiled.cubin)
     assert report.stack_bytes == 0
     assert report.threads == SORTERS and report.registers <= 64
-    assert report.count("ACQBULK") == report.count("PREEXIT") == 1
-    # Twice through the sequences, to count the tiles of each amount of work and to give them
-    # places; by the warp and by the lane.
+    # The next kernel is launched at once; few sequences and many wait for the previous one.
+    assert report.count("PREEXIT") == 1 and report.count("ACQBULK") == 2
+    # Of many, twice through the sequences, to count the tiles of each amount of work and to give
+    # them places; by the warp and by the lane.
     assert report.count("ATOMS") == 4
-    assert report.count("STG.E.128") == RECORD // 4
+    # Records of few and of many, and the header of few.
+    assert report.count("STG.E.128") == 3 * RECORD // 4
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("has_used", [False, True])
+@pytest.mark.parametrize("is_of_keys", [False, True])
+def test_few_sequences_are_read_once_and_no_warp_waits(is_of_keys, has_used):
+    """Up to the first wait for other warps, which comes behind all code for few sequences."""
+    kernel = TileTable(128, 128, Band(right=True), has_used, has_used, is_of_keys=is_of_keys)
+    instructions = inspect(compile_kernel(kernel).cubin).instructions
+    codes = [opcode(text) for text in instructions]
+    few = codes[: next(i for i, code in enumerate(codes) if code.startswith("BAR"))]
+    ends = [i for i, code in enumerate(few) if code == "EXIT"]
+    waits, prefetches, loads, stores = (
+        [i for i, code in enumerate(few) if code.startswith(start)]
+        for start in ("ACQBULK", "CCTL.E.PF2", "LDG", "STG.E.128")
+    )
+    # The begin and the end of queries and keys, and how many are used.
+    num_loads = 4 + 2 * has_used
+    of_few = [load for load in loads if load < waits[1]]
+    assert len(of_few) == num_loads and waits[0] < min(of_few)
+    assert prefetches[0] < waits[0] and len(stores) == 2 * RECORD // 4
+    assert max(stores) < waits[1] and ends and not any(c.startswith("ATOMS") for c in few)
 
 
 @pytest.mark.compiles

@@ -6,13 +6,18 @@ lengths from device memory, so that the host need not wait for them, and writes 
 `RaggedTiles` or `RaggedKeyTiles` walks: a record of every tile, sequence by sequence, those whose
 longest tile has most blocks first.
 
-One CTA does it, in time linear in sequences and tiles. A warp takes 32 sequences at a time, each
-lane one. They are sorted by counting: the tiles of each amount of work are counted, prefix sums
-give each amount its place, and the warps go through the sequences once more: each takes places for
-its tiles, and the lanes share the tiles of all 32 to write them there.
+A warp takes 32 sequences at a time, each lane one. If there are no more, every warp has them all,
+and none waits for another: it compares them with each other, which gives each its place, and writes
+32 records. It reads lengths once, and nothing else comes between that and its stores.
+
+More sequences are one CTA's, in time linear in sequences and tiles. They are sorted by counting:
+the tiles of each amount of work are counted, prefix sums give each amount its place, and the warps
+go through the sequences once more: each takes places for its tiles, and the lanes share the tiles
+of all 32 to write them there.
 
 Timeline
-    clear the counts | wait for the previous kernel | count | prefix sums | write records, header
+    few     ask L2 for lengths | wait for the previous kernel | places | write records, header
+    many    clear the counts, ask | wait | count | prefix sums | write records, header
     The next kernel is launched early and waits in hardware for the end of this one.
 """
 
@@ -28,7 +33,14 @@ from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
-from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
+from fa3.schedules.ragged import (
+    CTAS_BESIDE,
+    NUM_RECORDS,
+    RECORD,
+    TABLE_HEADER,
+    TileRecord,
+    write_record,
+)
 from fa3.schedules.ragged_keys import KeyTileRecord
 from fa3.scores.masks import Band, Sequence
 
@@ -48,6 +60,9 @@ BLOCKS_OF_ENDS = 1.5
 KEYS_OF_DECODING = 0.4 * 128
 """So many keys of a block of the forward kernel, times 128 queries, take as long as a block of the
 decode kernel: 1.45 us for 128, and 0.57 us. Measured on an H200 with heads of 128, 2026-11-22."""
+
+AT_ONCE = 8
+"""Lanes that `place_among` asks at once."""
 
 AMOUNTS = SORTERS
 """Amounts of work that are told apart, one for each thread of the prefix sum."""
@@ -146,6 +161,23 @@ class WorkOfBoth(NamedTuple):
         return count if self.short > 0.0 else Int32(0)
 
 
+class OfLane(NamedTuple):
+    """What a lane knows of its sequence; all 0 if it has none.
+
+    Fields:
+        begin_q, seqlen_q, begin_k, seqlen_k: as in a `TileRecord`.
+        owned_k: rows of k from the first one to the next sequence's; if tiles are of keys.
+        num_tiles: the sequence's.
+    """
+
+    begin_q: Int32
+    seqlen_q: Int32
+    begin_k: Int32
+    seqlen_k: Int32
+    owned_k: Int32
+    num_tiles: Int32
+
+
 @dataclass(frozen=True)
 class TileTable:
     """The kernel that makes the table.
@@ -190,8 +222,11 @@ class TileTable:
             queries, keys, call.table, call.capacity, call.shift, window, call.short_queries,
             call.qhead_per_kvhead, call.num_ctas,
         )  # fmt: skip
+        num_ctas = Int32(1)
+        if queries.num_sequences <= WARP:
+            num_ctas = (call.capacity + SORTERS - 1) // SORTERS
         self.kernel(operands).launch(
-            grid=(1, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
+            grid=(num_ctas, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -202,10 +237,74 @@ class TileTable:
             Float32, cute.make_layout((WARP, 2)), byte_alignment=16
         )
         of_warps = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=16)
+        cute.arch.griddepcontrol_launch_dependents()
+        if operands.queries.num_sequences <= WARP:
+            self.write_few(operands)
+        else:
+            self.write_many(operands, places, work_of_warps, of_warps)
+
+    def await_lengths(self, operands: TileTableOperands, batch: Int32) -> None:
+        """Wait for the previous kernel; meanwhile L2 loads what is read of a sequence."""
+        operands.queries.prefetch(batch)
+        operands.keys.prefetch(batch)
+        cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def write_few(self, operands: TileTableOperands):
+        """Write the table of no more sequences than a warp has lanes; any number of CTAs, which
+        have a warp for each 32 records that there is room for."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        first = cute.arch.make_warp_uniform(block * (SORTERS // WARP) + thread // WARP) * WARP
+        if first < operands.capacity:
+            lane = cute.arch.lane_idx()
+            self.await_lengths(operands, lane)
+            of_lane = self.read(operands, lane)
+            num_tiles, num_sequences = of_lane.num_tiles, operands.queries.num_sequences
+            upto = sum_in_warp(num_tiles)
+            amount = self.amount(num_tiles, self.sequence(operands, of_lane), operands.shift)
+            place = place_among(amount, num_tiles, num_sequences)
+            # Lengths that overlap, which is wrong, may have more tiles than all warps have lanes.
+            lanes = (operands.capacity + WARP - 1) & -WARP
+            self.write_tiles(operands, Int32(0), of_lane, upto, place, first, lanes)
+            if first == 0:
+                self.write_header(operands, of_lane, cute.arch.shuffle_sync(upto, WARP - 1))
+
+    @cute.jit
+    def write_header(self, operands: TileTableOperands, of_lane: OfLane, num_tiles: Int32):
+        """Write the header of the table of a warp's sequences."""
+        beside = Int32(0)
+        if operands.short_queries > 0:
+            work = self.work(operands, of_lane)
+            work = WorkOfBoth(*(cute.arch.warp_reduction_sum(part) for part in work))
+            beside = work.ctas_beside(operands.num_ctas)
+        words = [Int32(0)] * TABLE_HEADER
+        words[NUM_RECORDS], words[CTAS_BESIDE] = self.used(operands, num_tiles), beside
+        is_one = cute.arch.lane_idx() == 0
+        write_record(operands.table, Int32(-TABLE_HEADER // RECORD), tuple(words), is_one)
+
+    def used(self, operands: TileTableOperands, num_tiles: Int32) -> Int32:
+        """Records that the table gets. Lengths may be so wrong that 32 bits cannot count the tiles:
+        then their number is negative."""
+        return cutlass.max(cutlass.min(num_tiles, operands.capacity), 0)
+
+    @cute.jit
+    def write_many(
+        self,
+        operands: TileTableOperands,
+        places: cute.Tensor,
+        work_of_warps: cute.Tensor,
+        of_warps: cute.Tensor,
+    ):
+        """Write the table of any number of sequences; one CTA calls this.
+
+        Args:
+            places: room for a number of each amount of work.
+            work_of_warps, of_warps: room for two numbers of each warp, and for one.
+        """
         thread, _, _ = cute.arch.thread_idx()
         places[thread] = 0
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        self.await_lengths(operands, thread)
         cute.arch.sync_threads()
         work = self.sort(operands, places, is_counting=True)
         lane, warp = thread % WARP, thread // WARP
@@ -218,9 +317,7 @@ class TileTable:
         places[thread] = upto - count
         if thread == SORTERS - 1:
             for i in cutlass.range_constexpr(TABLE_HEADER):
-                # Negative if lengths are so wrong that 32 bits cannot count the tiles.
-                used = cutlass.max(cutlass.min(upto, operands.capacity), 0)
-                count_or_0 = used if i == NUM_RECORDS else Int32(0)
+                count_or_0 = self.used(operands, upto) if i == NUM_RECORDS else Int32(0)
                 if cutlass.const_expr(i != CTAS_BESIDE):
                     operands.table[i] = count_or_0
         if warp == 0:
@@ -255,56 +352,83 @@ class TileTable:
             the work of this lane's sequences, if it counts.
         """
         thread, _, _ = cute.arch.thread_idx()
-        lane, warp = thread % WARP, thread // WARP
-        queries, keys, table, capacity, shift, window, short_queries, ratio, _ = operands
+        lane = thread % WARP
         work = WorkOfBoth(Float32(0.0), Float32(0.0))
-        batch = queries.cu.shape[0] - 1
-        first = warp * WARP
-        while first < batch:
-            of_lane = first + lane
-            begin_q, seqlen_q, begin_k, seqlen_k, owned_k = (Int32(0) for _ in range(5))
-            if of_lane < batch:
-                begin_q, seqlen_q = queries.read(of_lane)
-                begin_k, seqlen_k = keys.read(of_lane)
-                if cutlass.const_expr(self.is_of_keys):
-                    owned_k = keys.owned(of_lane)
-            num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
-            num_tiles = num_tiles if seqlen_q > short_queries else Int32(0)
-            if cutlass.const_expr(self.is_of_keys):
-                num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
+        first = thread - lane
+        while first < operands.queries.num_sequences:
+            of_lane = self.read(operands, first + lane)
+            num_tiles = of_lane.num_tiles
             upto = sum_in_warp(num_tiles)
-            sequence = Sequence(seqlen_q, seqlen_k, window)
             if cutlass.const_expr(is_counting and not self.is_of_keys):
-                work = work.plus(self.work(num_tiles, sequence, ratio))
-            amount = self.amount(num_tiles, sequence, shift)
+                work = work.plus(self.work(operands, of_lane))
+            amount = self.amount(num_tiles, self.sequence(operands, of_lane), operands.shift)
             place = take_places(places, amount, num_tiles, upto)
             if cutlass.const_expr(not is_counting):
-                total = cute.arch.shuffle_sync(upto, WARP - 1)
-                step = Int32(0)
-                while step < total:
-                    number = step + lane
-                    owner = owner_of(number, upto)
-                    of_owner = [
-                        cute.arch.shuffle_sync(value, owner)
-                        for value in (
-                            begin_q, seqlen_q, begin_k, seqlen_k, num_tiles, upto, place,
-                        )
-                    ]  # fmt: skip
-                    *ends, num_m_blocks, end, first_place = of_owner
-                    left = end - 1 - number
-                    at = first_place + num_m_blocks - 1 - left
-                    record = TileRecord(left, first + owner, *ends, num_m_blocks)
-                    if cutlass.const_expr(self.is_of_keys):
-                        record = KeyTileRecord(*record, cute.arch.shuffle_sync(owned_k, owner))
-                    has_room = at >= 0 and at < capacity
-                    write_record(table, at, record, number < total and has_room)
-                    step += WARP
+                self.write_tiles(operands, first, of_lane, upto, place, Int32(0), Int32(WARP))
             first += SORTERS
         return work
 
     @cute.jit
-    def work(self, num_tiles: Int32, sequence: Sequence, ratio: Int32) -> WorkOfBoth:
+    def read(self, operands: TileTableOperands, batch: Int32) -> OfLane:
+        """The sequence with a number, if there is one."""
+        begin_q, seqlen_q, begin_k, seqlen_k, owned_k = (Int32(0) for _ in range(5))
+        if batch < operands.queries.num_sequences:
+            begin_q, seqlen_q = operands.queries.read(batch)
+            begin_k, seqlen_k = operands.keys.read(batch)
+            if cutlass.const_expr(self.is_of_keys):
+                owned_k = operands.keys.owned(batch)
+        num_tiles = (seqlen_q + self.tile_m - 1) // self.tile_m
+        num_tiles = num_tiles if seqlen_q > operands.short_queries else Int32(0)
+        if cutlass.const_expr(self.is_of_keys):
+            num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
+        return OfLane(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
+
+    def sequence(self, operands: TileTableOperands, of_lane: OfLane) -> Sequence:
+        """A lane's sequence, for the mask."""
+        return Sequence(of_lane.seqlen_q, of_lane.seqlen_k, operands.window)
+
+    @cute.jit
+    def write_tiles(
+        self,
+        operands: TileTableOperands,
+        first: Int32,
+        of_lane: OfLane,
+        upto: Int32,
+        place: Int32,
+        begin: Int32,
+        step: Int32,
+    ):
+        """Write records of the tiles of a warp's sequences, one a lane.
+
+        Args:
+            first: the sequence of lane 0.
+            upto: the sum of tiles over the lanes up to this one.
+            place: the place of the first record of this lane's sequence.
+            begin, step: of the tiles in order of their sequences, those from `begin` on that this
+                warp writes, and all those that are so many times `step` further.
+        """
+        lane = cute.arch.lane_idx()
+        total = cute.arch.shuffle_sync(upto, WARP - 1)
+        while begin < total:
+            number = begin + lane
+            owner = owner_of(number, upto)
+            *ends, owned_k, num_tiles, end, first_place = (
+                cute.arch.shuffle_sync(value, owner) for value in (*of_lane, upto, place)
+            )
+            left = end - 1 - number
+            at = first_place + num_tiles - 1 - left
+            record = TileRecord(left, first + owner, *ends, num_tiles)
+            if cutlass.const_expr(self.is_of_keys):
+                record = KeyTileRecord(*record, owned_k)
+            has_room = at >= 0 and at < operands.capacity
+            write_record(operands.table, at, record, number < total and has_room)
+            begin += step
+
+    @cute.jit
+    def work(self, operands: TileTableOperands, of_lane: OfLane) -> WorkOfBoth:
         """The work of a sequence, which is the decode kernel's if it has queries but no tiles."""
+        num_tiles, ratio = of_lane.num_tiles, operands.qhead_per_kvhead
+        sequence = self.sequence(operands, of_lane)
         last = cutlass.max(num_tiles - 1, 0) * self.tile_m
         ends = [
             self.band.key_blocks(row, self.tile_m, self.tile_n, sequence)
@@ -376,6 +500,18 @@ def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -
         place = cute.arch.shuffle_sync(place, 0) + upto - count
     elif count > 0:
         place = add_to(places.iterator + amount, count)
+    return place
+
+
+@cute.jit
+def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
+    """The sum of `count` over those of the first lanes whose amount is less than this one's, or the
+    same and their number is less."""
+    own, place = amount * WARP + cute.arch.lane_idx(), Int32(0)
+    for first in cutlass.range(0, num_lanes, AT_ONCE):
+        for i in cutlass.range_constexpr(AT_ONCE):
+            other, of_other = (cute.arch.shuffle_sync(n, first + i) for n in (own, count))
+            place += of_other if other < own else Int32(0)
     return place
 
 

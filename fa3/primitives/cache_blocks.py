@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives.dsl import LayoutEnum
+from fa3.primitives.early import read_early
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
@@ -139,12 +140,6 @@ def load_block(load: Callable, pipe, place: tuple, state):
     return state
 
 
-def read_early(tensor: cute.Tensor, coord) -> Int32:
-    """Read an integer that the previous kernel may still write; skips L1, which is not coherent."""
-    address = tensor.iterator + cute.crd2idx(coord, tensor.layout)
-    return cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
-
-
 def box_columns(columns: int) -> int:
     """Columns of one TMA box: the width of the swizzle."""
     return 64 if columns % 64 == 0 else 32
@@ -161,7 +156,7 @@ class TmaBlocks:
         smem: (tile_n, columns, stages), swizzled; boxes are contiguous, ordered by keys first.
         page_table: see `CacheTables`.
         policy: L2 cache policy of the loads.
-        is_early: whether the previous kernel may still be running; see `read_early`.
+        is_early: whether the previous kernel may still be running; see `fa3.primitives.early`.
         copies_at_once: boxes of keys whose copies are issued without a loop; fewer take fewer
             registers.
     """

@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
+from fa3.primitives.early import ask_l2
 
 
 def entry_of(table: cute.Tensor, index) -> Int32:
@@ -27,6 +28,10 @@ class CacheLengths(NamedTuple):
     def read(self, batch) -> tuple[Int32, Int32]:
         """A sequence's row in the cache or in its page table, and its length."""
         return batch, larger(smaller(self.used[batch], self.capacity), 0)
+
+    def prefetch(self, batch) -> None:
+        """Ask L2 for what `read` reads."""
+        ask_l2(self.used, batch)
 
 
 class RaggedLengths(NamedTuple):
@@ -65,6 +70,12 @@ class RaggedLengths(NamedTuple):
         if self.used is None:
             return begin, length
         return begin, larger(smaller(length, entry(self.used, batch)), 0)
+
+    def prefetch(self, batch) -> None:
+        """Ask L2 for what `read` reads: of a warp's lanes, for all that all of them read."""
+        ask_l2(self.cu, batch)
+        if self.used is not None:
+            ask_l2(self.used, batch)
 
     @cute.jit
     def owned(self, batch) -> Int32:

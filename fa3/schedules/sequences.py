@@ -12,7 +12,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
-from fa3.primitives.cache_blocks import CacheTables, Keys, read_early
+from fa3.primitives.cache_blocks import CacheTables, Keys
+from fa3.primitives.early import read_early
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
 from fa3.problem import Problem, Window
@@ -178,7 +179,7 @@ class Cached:
         seqlen_new: how many keys each has beyond these, if there is room.
         seqlen_q: queries of each sequence; of packed ones the most that one may have.
         capacity: most keys of a sequence; longer lengths are cut to it.
-        is_early: whether the previous kernel may still be running; see `read_early`.
+        is_early: whether the previous kernel may still be running; see `fa3.primitives.early`.
         packed: the queries, if sequences have different numbers of them.
         packed_keys: which rows of K and V each sequence has, if keys are packed.
     """
