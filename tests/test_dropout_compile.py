@@ -33,7 +33,7 @@ from fa3.primitives.dropout import SQUARE
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
-from fa3.schedules import SingleTile, SplitTiles, TileList
+from fa3.schedules import Dynamic, SplitTiles, TileList
 from fa3.schedules.marked import Marked
 from fa3.tools.cubin import inspect
 

@@ -80,7 +80,6 @@ class QueryGradientStep:
             self.sums.add(self.pieces, acc, self.thread, piece, tile, self.smem.sums)
         with cute.arch.elect_one():
             self.pipeline.consumer_release(ds_state)
-        self.sums.leave(self.pieces, self.thread, tile)
         ds_state.advance()
         return ds_state
 

@@ -200,9 +200,6 @@ class QueryGradients(NamedTuple):
     def enter(self, thread, tile) -> None:
         """Nothing: these sums have no order."""
 
-    def leave(self, pieces: QueryPieces, thread, tile) -> None:
-        """Nothing: nobody waits for them."""
-
     @cute.jit
     def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile, stage):
         """Add a warp's accumulators of a piece.
