@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairs import pairs
 from problems import poisoned_allocations
 from score_problems import Recipe
 from varlen_problems import (
@@ -69,7 +70,7 @@ def check_no_marks_are_left() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(2 * FAMILIES))
 def test_random_calls(seed, dtype, device):
     """Rows that are not used are NaN, so rows are marked and computed again."""
     longest = (16, 40, 64)[seed % 3]
@@ -77,9 +78,7 @@ def test_random_calls(seed, dtype, device):
     check_no_marks_are_left()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [MIXED, EVEN], ids=["mixed", "even"])
+@pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
 def test_many_short_sequences(lengths, causal, head_dim, device):
     problem = VarlenProblem(
         lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
@@ -126,9 +125,7 @@ def test_few_queries_of_many_keys(device):
     check(VarlenProblem((1, 2, 0, 3) * 50, (200, 1, 90, 255) * 50, causal=True), device)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [MIXED, EVEN], ids=["mixed", "even"])
+@pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
 def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head_dim, device):
     problem = VarlenProblem(
         lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
