@@ -154,6 +154,9 @@ def test_heads(heads, mode, device):
 
 
 @pairs(
+    # Several tiles of rows: those of the middle see other key blocks than the first and the last.
+    {"seqlen_q": 40, "window": CAUSAL, "mode": MODES["stream"]},
+    {"seqlen_q": 40, "window": Window(100, 3), "mode": MODES["splits"]},
     seqlen_q=(3, 8, 17, 40),
     window=(Window(), CAUSAL, Window(100, 3), Window(left=70)),
     mode=tuple(MODES.values()),

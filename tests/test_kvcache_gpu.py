@@ -82,6 +82,9 @@ def test_lengths_and_pages(seqlen, page_size, append, device):
 
 
 @pairs(
+    # The consumer once walked the key blocks of its own rows, the producer those of all.
+    {"seqlen_q": 64, "group": 16, "page_size": None},
+    {"seqlen_q": 65, "group": 8, "page_size": 64},
     seqlen_q=(1, 2, 4, 5, 8, 9, 16, 17, 64, 65),
     group=(1, 4, 8, 16),
     page_size=(None, 16, 64),
