@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from gradients import check_gradients
+from pairs import pairs
 from problems import make_operands, make_problem, poisoned_allocations
 from sanitizer import check_sanitized
 from score_problems import Recipe
@@ -39,38 +40,36 @@ def test_one_block_of_queries_and_one_tile_of_keys(head_dims, device):
     check(make_problem(1, 64, 64, 1, 1, head_dim, head_dim_v=head_dim_v), device)
 
 
-@pytest.mark.parametrize("seqlen_k", [128, 512])
-@pytest.mark.parametrize("seqlen_q", [128, 512])
-@pytest.mark.parametrize("head_dims", HEAD_DIMS)
+@pairs(head_dims=HEAD_DIMS, seqlen_q=(128, 512), seqlen_k=(128, 512))
 def test_whole_blocks(head_dims, seqlen_q, seqlen_k, device):
     head_dim, head_dim_v = head_dims
     check(make_problem(1, seqlen_q, seqlen_k, 1, 1, head_dim, head_dim_v=head_dim_v), device)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("head_dims", HEAD_DIMS)
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"),
-    [(1, 1), (63, 63), (113, 113), (512, 512), (1023, 1023), (113, 203), (203, 113), (1024, 1000)],
-)
-def test_lengths(seqlen_q, seqlen_k, head_dims, window, device):
+LENGTHS = ((1, 1), (63, 63), (1023, 1023), (113, 203), (203, 113), (1024, 1000))
+"""(queries, keys)."""
+
+
+@pairs(lengths=LENGTHS, head_dims=HEAD_DIMS, window=WINDOWS)
+def test_lengths(lengths, head_dims, window, device):
     head_dim, head_dim_v = head_dims
-    problem = make_problem(
-        2, seqlen_q, seqlen_k, 2, head_dim=head_dim, head_dim_v=head_dim_v, window=window
-    )
+    problem = make_problem(2, *lengths, 2, head_dim=head_dim, head_dim_v=head_dim_v, window=window)
     check(problem, device)
 
 
-@pytest.mark.parametrize("qhead_per_kvhead", [2, 3, 8])
-@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(40, 20)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pairs(
+    head_dim=(64, 128, 256),
+    window=(Window(), CAUSAL, Window(40, 20)),
+    qhead_per_kvhead=(2, 3, 8),
+)
 def test_shared_heads(head_dim, window, qhead_per_kvhead, device):
     check(make_problem(2, 200, 333, 2, qhead_per_kvhead, head_dim, window), device)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_every_head_dim(head_dim, dtype, device):
+@pytest.mark.parametrize("head_dim", range(8, 257, 24))
+def test_head_dims(head_dim, device):
+    """What is left of 64 columns in all ways, and every tiling. The dtypes take turns."""
+    dtype = ("bfloat16", "float16")[head_dim // 8 % 2]
     check(make_problem(2, 130, 150, 2, head_dim=head_dim, window=CAUSAL, dtype=dtype), device)
 
 
@@ -127,22 +126,20 @@ def test_more_tiles_than_sms(head_dim, window, device):
 # ----------------------------------------------------------------------- what changes the scores
 
 
-@pytest.mark.parametrize("window", [Window(), CAUSAL])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(softcap=2.0),
-        Recipe(softcap=30.0),
-        Recipe(alibi_rank=1),
-        Recipe(alibi_rank=2),
-        Recipe(sinks="float32"),
-        Recipe(softcap=20.0, alibi_rank=2, sinks="q"),
-        Recipe(mask="documents"),
-        Recipe(mask="prefix"),
-        Recipe(mask="span"),
-    ],
+RECIPES = (
+    Recipe(softcap=2.0),
+    Recipe(softcap=30.0),
+    Recipe(alibi_rank=1),
+    Recipe(alibi_rank=2),
+    Recipe(sinks="float32"),
+    Recipe(softcap=20.0, alibi_rank=2, sinks="q"),
+    Recipe(mask="documents"),
+    Recipe(mask="prefix"),
+    Recipe(mask="span"),
 )
+
+
+@pairs(recipe=RECIPES, head_dim=(64, 128, 256), window=(Window(), CAUSAL))
 def test_modifiers(recipe, head_dim, window, device):
     problem = make_problem(2, 300, 400, 2, 2, head_dim, window)
     q, k, v = make_operands(problem, 0, device)

@@ -17,6 +17,8 @@ from fa3.running import counters, graphs
 
 pytestmark = pytest.mark.gpu
 
+SEEDS = range(24)
+
 HEADS = ((8, 4), (4, 7), (1, 8), (2, 1), (8, 8), (3, 2))
 
 
@@ -70,7 +72,7 @@ def check_counters() -> None:
         assert not any(zeros.any() for zeros in free)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_calls_give_the_same_bits_again(seed, device, merged):
     call = make_call(problem_of(seed), seed, device)
     with poisoned_allocations():
@@ -82,13 +84,13 @@ def test_random_calls_give_the_same_bits_again(seed, device, merged):
 
 
 def test_most_of_them_merge_in_the_launch(device, merged):
-    for seed in range(60):
+    for seed in SEEDS:
         run(make_call(problem_of(seed), seed, device))
     assert sum(merged) > len(merged) / 2
 
 
 def test_graphs_of_many_calls_replayed_many_times(device):
-    calls = [make_call(problem_of(seed), seed, device) for seed in range(40)]
+    calls = [make_call(problem_of(seed), seed, device) for seed in SEEDS]
     expected = [run(call) for call in calls]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -129,7 +131,7 @@ def test_two_graphs_and_eager_calls_side_by_side(device):
 
 @pytest.mark.timeout(600)
 def test_threads_and_streams(device):
-    calls = [make_call(problem_of(seed), seed, device) for seed in range(24)]
+    calls = [make_call(problem_of(seed), seed, device) for seed in SEEDS]
     expected = [run(call) for call in calls]
     torch.cuda.synchronize()
     wrong: list[tuple[int, int]] = []

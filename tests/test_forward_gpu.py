@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from pairs import pairs
 from problems import make_operands, make_problem, poisoned_allocations
 from reference import NO_WINDOW, check_attention, largest_difference
 from sanitizer import TOOLS, check_sanitized
@@ -81,24 +82,36 @@ def random_problem(seed: int, dtype: str) -> Problem:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(2 * len(RANDOM_HEAD_DIMS)))
 def test_random_shapes(seed, dtype, device):
     check(random_problem(seed, dtype), device, seed)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"),
-    [(1, 1), (1, 4097), (4097, 1), (63, 65), (127, 129), (129, 127), (192, 160), (191, 161)],
+EDGES = (
+    *((1, 1), (1, 4097), (4097, 1), (63, 65)),
+    *((127, 129), (129, 127), (192, 160), (191, 161)),
 )
-def test_edges_of_tiles(seqlen_q, seqlen_k, head_dim, window, device):
-    check(make_problem(2, seqlen_q, seqlen_k, 2, head_dim=head_dim, window=window), device)
+"""(queries, keys)."""
+
+
+@pairs(
+    # Blocks that are hidden on their left alone were taken for open ones.
+    {"lengths": (129, 127), "head_dim": 128, "window": Window(left=70)},
+    {"lengths": (1, 4097), "head_dim": 128, "window": Window(left=70)},
+    lengths=EDGES,
+    head_dim=HEAD_DIMS,
+    window=WINDOWS,
+)
+def test_edges_of_tiles(lengths, head_dim, window, device):
+    check(make_problem(2, *lengths, 2, head_dim=head_dim, window=window), device)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_head_dim(head_dim, device):
-    check_in_poison(make_problem(2, 200, 333, 2, head_dim=head_dim, window=CAUSAL), device)
+    """The dtypes take turns."""
+    dtype = ("bfloat16", "float16")[head_dim // 8 % 2]
+    problem = make_problem(2, 200, 333, 2, head_dim=head_dim, window=CAUSAL, dtype=dtype)
+    check_in_poison(problem, device)
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL, Window(1000, 0)])
@@ -170,17 +183,15 @@ def check_in_poison(problem: Problem, device) -> None:
     assert torch.equal(buffer.view(torch.int16), untouched.view(torch.int16))
 
 
-@pytest.mark.parametrize("window", [CAUSAL, Window(100, 30)])
-@pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [*((size, size) for size in HEAD_DIMS), *PADDED_HEAD_DIMS]
+@pairs(
+    head_dims=(*((size, size) for size in HEAD_DIMS), *PADDED_HEAD_DIMS),
+    lengths=((1, 1), (130, 70), (200, 333)),
+    window=(CAUSAL, Window(100, 30)),
 )
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (130, 70), (200, 333)])
-def test_nothing_outside_is_read_or_written(
-    seqlen_q, seqlen_k, head_dim, head_dim_v, window, device
-):
-    check_in_poison(
-        make_problem(2, seqlen_q, seqlen_k, 2, 2, head_dim, window, head_dim_v=head_dim_v), device
-    )
+def test_nothing_outside_is_read_or_written(head_dims, lengths, window, device):
+    head_dim, head_dim_v = head_dims
+    problem = make_problem(2, *lengths, 2, 2, head_dim, window, head_dim_v=head_dim_v)
+    check_in_poison(problem, device)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), PADDED_HEAD_DIMS)
@@ -268,11 +279,15 @@ def test_repeated_calls_give_the_same_bits(head_dim, window, device):
         assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1000, 1000), (1500, 700), (129, 3000)])
-def test_schedules_and_clusters_give_the_same_bits(seqlen_q, seqlen_k, head_dim, window, device):
-    problem = make_problem(3, seqlen_q, seqlen_k, 8, 2, head_dim, window)
+@pairs(
+    window=WINDOWS,
+    head_dim=HEAD_DIMS,
+    lengths=((1000, 1000), (1500, 700), (129, 3000)),
+    schedule=(SingleTile, StaticPersistent),
+)
+def test_schedules_and_clusters_give_the_same_bits(window, head_dim, lengths, schedule, device):
+    """A schedule and that by a list, each without clusters and with pairs of rows."""
+    problem = make_problem(3, *lengths, 8, 2, head_dim, window)
     q, k, v = make_operands(problem, device=device)
     config = plan_forward(problem).config
     of_clusters = []
@@ -282,10 +297,9 @@ def test_schedules_and_clusters_give_the_same_bits(seqlen_q, seqlen_k, head_dim,
         out, lse = attend(q, k, v, window, plan=plan)
         check_attention(out, lse, q, k, v, window=window)
         of_clusters.append((out, lse))
-        for schedule_type in (SingleTile, StaticPersistent):
-            plan = plan_forward(problem, config=paired, schedule=schedule_type)
-            same, same_lse = attend(q, k, v, window, plan=plan)
-            assert torch.equal(out, same) and torch.equal(lse, same_lse), plan
+        plan = plan_forward(problem, config=paired, schedule=schedule)
+        same, same_lse = attend(q, k, v, window, plan=plan)
+        assert torch.equal(out, same) and torch.equal(lse, same_lse), plan
     # Pairs of rows begin with another block under a mask, from which a fixed reference is taken.
     if not config.fixed_reference:
         (out, lse), (paired_out, paired_lse) = of_clusters

@@ -45,7 +45,7 @@ def random_problem(seed: int) -> Problem:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_shapes(seed, device):
     problem = random_problem(seed)
     operands, (out, lse) = attend(problem, device, seed)
@@ -54,8 +54,13 @@ def test_random_shapes(seed, device):
     assert torch.equal(out, cached[0]) and torch.equal(lse, cached[1])
 
 
-@pytest.mark.parametrize("head_dims", [(40, 40), (96, 80), (192, 128), (64, 256), (256, 256)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("head_dims", "dtype"),
+    [
+        *(((40, 40), "float16"), ((96, 80), "bfloat16"), ((192, 128), "float16")),
+        *(((64, 256), "bfloat16"), ((256, 256), "float16")),
+    ],
+)
 def test_any_head_dim(head_dims, dtype, device):
     head_dim, head_dim_v = head_dims
     problem = make_problem(3, 5, 777, 2, 4, head_dim, CAUSAL, dtype, head_dim_v)

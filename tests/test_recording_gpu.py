@@ -23,7 +23,7 @@ SHAPES = {
     "uneven": (2, 1500, 3100, 2, 2, 128),
     "three consumers": (1, 3000, 3000, 2, 4, 64),
 }
-CHOICES = (
+PLANNED = (
     ("single", {}),
     ("static", {}),
     ("list", {}),
@@ -33,26 +33,28 @@ CHOICES = (
     ("split", {"cluster_m": 2}),
     ("static", {"cluster_h": 2}),
 )
+CASES = (
+    *(("uneven", *choice) for choice in PLANNED),
+    ("one sequence", "static", {"cluster_h": 2}),
+    ("three consumers", "split", {"cluster_m": 2}),
+)
+"""Shapes, schedules and clusters."""
 SECOND = 10**9
 """In nanoseconds."""
 
 
-@pytest.fixture(params=SHAPES.values(), ids=SHAPES)
-def problem(request):
-    return make_problem(*request.param, CAUSAL)
-
-
-@pytest.fixture(params=CHOICES, ids=lambda choice: "-".join((choice[0], *choice[1])))
-def plan(request, problem):
+@pytest.fixture(params=CASES, ids=lambda case: "-".join((*case[:2], *case[2])))
+def plan(request):
     """A plan with the planner's tiling, without clusters unless told."""
-    schedule, changes = request.param
+    shape, schedule, changes = request.param
+    problem = make_problem(*SHAPES[shape], CAUSAL)
     config = replace(choose_config(problem, H200), **({"cluster_m": 1} | changes))
     return plan_forward(problem, config=config, schedule=schedule)
 
 
 @pytest.fixture
-def operands(problem, device):
-    return make_operands(problem, device=device)
+def operands(plan, device):
+    return make_operands(plan.problem, device=device)
 
 
 def test_every_warpgroup_notes_every_unit_once(plan, operands):

@@ -26,8 +26,10 @@ pytestmark = pytest.mark.gpu
 
 TILE_M, TILE_N = 64, 128
 
-FAMILIES = 10
-"""Sets of options that change the generated code, for each dtype."""
+FAMILIES = 14
+"""Sets of options that change the generated code; the dtypes take turns."""
+
+DTYPES = "bfloat16", "float16"
 
 
 def check(problem: VarlenProblem, device, weights=(True, False), seed: int = 0) -> dict:
@@ -74,7 +76,7 @@ def test_the_table_has_every_tile_of_keys_once(has_used, lengths, device):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("lengths", [(64,), (128,), (64, 64), (500, 500), (1,), (1, 1, 1)])
+@pytest.mark.parametrize("lengths", [(64,), (128,), (500, 500), (1, 1, 1)])
 def test_few_sequences(lengths, head_dim, device):
     check(VarlenProblem(lengths, lengths, **of_size(head_dim)), device)
 
@@ -110,10 +112,9 @@ def test_rows_that_are_not_used(causal, head_dim, device):
     check(replace(problem, used_q=None, used_k=None), device)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("seed", range(60))
-def test_random_calls(seed, dtype, device):
-    problem = random_problem(seed, dtype, seed % FAMILIES, 40 if seed % 3 else 700)
+@pytest.mark.parametrize("seed", range(3 * FAMILIES))
+def test_random_calls(seed, device):
+    problem = random_problem(seed, DTYPES[seed % 2], seed % FAMILIES, 40 if seed % 3 else 700)
     problem = replace(problem, softmax_scale=None, recipe=problem.recipe._replace(score=None))
     check(problem, device, ((1, 1), (1, 0), (0, 1))[seed % 3], seed)
 

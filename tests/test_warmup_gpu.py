@@ -14,6 +14,10 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(fa3.__file__).parent.parent
 
 HEADS, HEAD_DIM = (8, 2), 128
+"""Those of the usual sizes that have the fewest kernels."""
+
+PROCESSES = 8
+"""Enough for so few kernels: each of them takes seconds to begin, too."""
 
 SERVE = """
 import torch
@@ -70,7 +74,7 @@ print(len(compiler.LOADED))
 
 def test_a_server_compiles_nothing_after_warming_up(tmp_path, monkeypatch):
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
-    report = fa3.warmup(HEADS, HEAD_DIM, progress=False)
+    report = fa3.warmup(HEADS, HEAD_DIM, processes=PROCESSES, progress=False)
     done = subprocess.run(
         [sys.executable, "-c", SERVE],
         cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False,
