@@ -1,7 +1,8 @@
 """The backward pass of `flash_attn_func` on a GPU: memory and launches.
 
-`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Three kernels run:
-statistics of the rows and zeros for the sums of dQ, the gradients, and dQ of its sums.
+`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Three kernels run,
+all launched by one entry: statistics of the rows and zeros for the sums of dQ, the gradients, and
+dQ of its sums.
 """
 
 import functools
@@ -26,30 +27,24 @@ class PreparedBackward:
     """What a problem leads to.
 
     Fields:
-        begin, main, end: the kernels' entries.
-        statistics, sums: float32 that these take, and `turns` int32.
-        integers: those that the backward kernel takes: the window, and the order of its tiles.
+        entry: launches the kernels.
+        numbers: float32 that these write for each other.
+        integers: those that the entry takes: the window, the order of the tiles, and where in the
+            numbers there is what.
     """
 
     plan: BackwardPlan
-    begin: Callable
-    main: Callable
-    end: Callable
-    statistics: int
-    sums: int
-    turns: int
+    entry: Callable
+    numbers: int
     integers: tuple[int, ...]
 
     @classmethod
     def of(cls, plan: BackwardPlan) -> "PreparedBackward":
-        return cls(
-            plan,
-            *map(load_kernel, plan.kernels),
-            plan.numbers_of_statistics,
-            plan.numbers_of_sums,
-            plan.words_of_turns,
-            (*plan.problem.window, plan.heads_per_section, plan.num_key_tiles),
-        )
+        sums_at = plan.numbers_of_statistics
+        end = sums_at + plan.numbers_of_sums
+        order = plan.heads_per_section, plan.num_key_tiles
+        integers = *plan.problem.window, *order, sums_at, end, end
+        return cls(plan, load_kernel(plan.entry), end + plan.words_of_turns, integers)
 
     def launch(
         self,
@@ -67,37 +62,37 @@ class PreparedBackward:
         """Run the kernels on the current stream of q's GPU.
 
         Returns:
-            dq, dk, dv and the statistics of the rows.
+            dq, dk, dv and what the kernels wrote for each other.
         """
         device = q.device
         if device.index != current_device():
             with torch.cuda.device(device):
                 return self.launch(q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors, dropout)
-        # By themselves: to cut one buffer in two takes torch longer than to allocate another.
-        statistics = q.new_empty(self.statistics, dtype=torch.float32)
-        sums = q.new_empty(self.sums, dtype=torch.float32)
-        turns = q.new_empty(self.turns, dtype=torch.int32) if self.turns else None
+        # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
+        buffer = lse.new_empty(self.numbers)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-        kept, given = (None, None) if dropout is None else (dropout.kept, dropout.arguments)
-        self.begin(out, d_out, lse, d_lse, statistics, sums, None, None, turns, kept)
-        self.main(
-            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *self.integers, None,
-            None, None, turns, given,
+        has_d_lse = d_lse is not None
+        drawn = None if dropout is None else dropout.arguments
+        # In the order of `PassArguments`.
+        self.entry(
+            q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
+            softmax_scale, has_d_lse, *self.integers, drawn, *NOT_PACKED,
         )  # fmt: skip
-        self.end(sums, dq, softmax_scale, None)
-        return dq, dk, dv, statistics
+        return dq, dk, dv, buffer
+
+
+NOT_PACKED = (None,) * 6
+"""What a call without packed sequences gives for the last of `PassArguments`."""
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_backward(
-    problem: Problem, has_d_lse: bool, is_ordered: bool
-) -> PreparedBackward | None:
+def prepare_backward(problem: Problem, is_ordered: bool) -> PreparedBackward | None:
     """Plan the backward pass of a problem and load its kernels; None without queries or keys."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return None
-    return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse, is_ordered))
+    return PreparedBackward.of(BackwardPlan.of(problem, is_ordered))
 
 
 def gradients(
@@ -127,21 +122,23 @@ def gradients(
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    call = prepare_backward(problem, d_lse is not None, deterministic)
+    call = prepare_backward(problem, deterministic)
     if call is None:
         return without_keys(operands, tensors, wants_sinks)
-    dq, dk, dv, statistics = call.launch(
+    dq, dk, dv, buffer = call.launch(
         q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors or None, dropout
     )
     d_sinks = None
     if wants_sinks:
-        of_sinks = natural_statistics(*of_rows(statistics, call.plan), dropout)
+        of_sinks = natural_statistics(*of_rows(buffer, call.plan), dropout)
         d_sinks = gradient_of_sinks(tensors[-1], *of_sinks)
     return Gradients(dq, dk, dv, d_sinks)
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, or its copy if TMA cannot walk it: gradients come laid out in any way."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT:
+        return tensor
     unit = ALIGNMENT // tensor.element_size()
     is_fit = tensor.stride(-1) == 1 and tensor.data_ptr() % ALIGNMENT == 0
     for stride in tensor.stride()[:-1]:
@@ -149,12 +146,16 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_fit else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def of_rows(statistics: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def of_rows(buffer: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """The statistics of whole tiles, (batch, heads, rows) in any order of the rows.
 
     The log-sum-exp is infinite where a row sees no key or is no query.
+
+    Args:
+        buffer: what the kernels wrote for each other.
     """
     problem, tile_m = plan.problem, plan.config.tile_m
+    statistics = buffer[: plan.numbers_of_statistics]
     tiles = statistics.view(problem.batch, problem.num_heads_q, -1, STATISTICS, tile_m)
     lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
     return lse, delta

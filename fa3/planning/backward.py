@@ -11,6 +11,7 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
+from fa3.kernels.backward_pass import BackwardPass
 from fa3.primitives.ordered_gradients import words_of_turns
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
@@ -63,27 +64,25 @@ class BackwardPlan:
     """How the gradients of a problem are computed; it has at least one query and one key.
 
     Fields:
-        has_d_lse: whether the log-sum-exp has a gradient.
         is_ordered: whether the sums of dQ are added up in a fixed order.
     """
 
     problem: Problem
     config: BackwardConfig
-    has_d_lse: bool = False
     is_ordered: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, has_d_lse: bool, is_ordered: bool = False) -> "BackwardPlan":
-        return cls(problem, choose_backward_config(problem.spec), has_d_lse, is_ordered)
+    def of(cls, problem: Problem, is_ordered: bool = False) -> "BackwardPlan":
+        return cls(problem, choose_backward_config(problem.spec), is_ordered)
 
     @property
-    def kernels(self) -> tuple[BackwardBegin, Backward, BackwardEnd]:
-        """The kernels, in the order in which they run."""
+    def entry(self) -> BackwardPass:
+        """What launches the kernels."""
         spec, config = self.problem.spec, self.config
         plain = plain_spec(spec)
         begin = replace(plain, has_dropout=spec.has_dropout)
-        return (
-            BackwardBegin(begin, config, self.has_d_lse, is_ordered=self.is_ordered),
+        return BackwardPass(
+            BackwardBegin(begin, config, is_ordered=self.is_ordered),
             Backward(spec, config, SingleTile, self.is_ordered),
             BackwardEnd(plain, config),
         )
