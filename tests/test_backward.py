@@ -1,6 +1,7 @@
 """Gradients on the CPU against those of torch's autograd through dense attention in float64."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fa3
 from fa3.calls import autograd, backward
-from fa3.calls.autograd import NO_DROPOUT
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.reference.backward import BackwardOperands
+from fa3.reference.dropout import Dropout
 
 # -------------------------------------------------------------------------------- right results
 
@@ -55,7 +56,7 @@ def test_random_combinations(problem, recipe, weights, seed):
 
 
 @pytest.mark.filterwarnings("ignore:Input #")
-@pytest.mark.parametrize("dropout", [NO_DROPOUT, (torch.tensor([7]), 0.4)], ids=["", "dropout"])
+@pytest.mark.parametrize("dropout", [None, Dropout(torch.tensor([7]), 0.4)], ids=["", "dropout"])
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(3.0, 2, "float32"), Recipe(mask="documents")])
 @pytest.mark.parametrize("window", [Window(right=0), Window(4, 2)])
 def test_gradcheck(window, recipe, dropout):
@@ -63,13 +64,13 @@ def test_gradcheck(window, recipe, dropout):
     problem = make_problem(1, 7, 9, 1, 2, 16, window, head_dim_v=8)
     inputs = [2 * x.float() for x in make_operands(problem)]
     problem, modifiers = modify(problem, inputs[0], recipe.make(problem, inputs[0]))
-    spec = replace(problem.spec, has_dropout=dropout is not NO_DROPOUT)
+    spec = replace(problem.spec, has_dropout=dropout is not None)
     problem, tensors = replace(problem, spec=spec), modifiers.tensors or ()
-    call = plan_forward(problem), problem, 0.25, *dropout
+    call = plan_forward(problem), problem, 0.25, dropout
     for tensor in (*inputs, *(tensors[-1:] if spec.sinks else ())):
         tensor.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda *x: autograd.HostAttention.apply(*call, *x), (*inputs, *tensors),
+        lambda *x: autograd.HostAttention.apply(call, *x), (*inputs, *tensors),
         eps=2e-2, atol=4e-3, rtol=2e-2, fast_mode=True,
     )  # fmt: skip
 
@@ -313,9 +314,9 @@ def test_torch_knows_of_gradients_only_where_they_may_be_differentiated(monkeypa
 
     def apply(*given):
         told.append(len(given))
-        return autograd.HostGradients.forward(None, *given)
+        return autograd.WithoutDerivative.forward(SimpleNamespace(), *given)
 
-    monkeypatch.setattr(autograd.HostGradients, "apply", apply)
+    monkeypatch.setattr(autograd.WithoutDerivative, "apply", apply)
     q, k, v = leaves()
     out = fa3.flash_attn_func(q, k, v)
     expected = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)

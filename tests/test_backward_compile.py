@@ -20,6 +20,7 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
+from fa3.kernels.backward_pass import BackwardPass
 from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
 from fa3.planning.ragged_backward import RaggedBackwardPlan
 from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
@@ -40,7 +41,7 @@ from fa3.schedules import Dynamic, Tile
 from fa3.schedules.query_work import PackedQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
-from fa3.tools.cubin import CubinReport, inspect
+from fa3.tools.cubin import CubinReport, elf_sections, inspect
 
 WGMMA_K = 16
 
@@ -122,8 +123,8 @@ def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
 @pytest.mark.parametrize("head_dim", [72, 128, 256])
 def test_machine_code_for_packed_sequences(head_dim):
     spec = spec_of(head_dim, "causal")
-    plan = RaggedBackwardPlan(spec, True, True, has_d_lse=True, is_ordered=False)
-    for kernel in plan.kernels:
+    plan = RaggedBackwardPlan(spec, True, True, is_ordered=False)
+    for kernel in kernels_of(plan.entry):
         compiled = compile_kernel(kernel)
         report = inspect(compiled.cubin)
         check_resources(report, compiled.ptxas_log, report.threads)
@@ -131,6 +132,30 @@ def test_machine_code_for_packed_sequences(head_dim):
         assert report.count("ACQBULK") >= 1 and report.count("PREEXIT") == 1
         if isinstance(kernel, Backward):
             check_wgmma(report, spec, plan.config)
+
+
+def kernels_of(entry: BackwardPass) -> list:
+    """Return the kernels of an entry in the order of their launches."""
+    of_all = entry.table, entry.begin, entry.main, entry.end
+    return [kernel for kernel in of_all if kernel is not None]
+
+
+def code_of(compiled) -> list[bytes]:
+    """Return the machine code of each kernel of a cubin."""
+    sections = elf_sections(compile_kernel(compiled).cubin)
+    return sorted(code for name, code in sections.items() if name.startswith(".text."))
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_kernels_of_one_entry_are_those_compiled_alone(is_packed, is_ordered):
+    spec = spec_of(64, "causal")
+    plan = BackwardPlan.of(Problem(spec, 1, 100, 100, 1, 1, Window(right=0)), is_ordered)
+    if is_packed:
+        plan = RaggedBackwardPlan(spec, True, False, is_ordered)
+    alone = [code_of(kernel) for kernel in kernels_of(plan.entry)]
+    assert code_of(plan.entry) == sorted(code for (code,) in alone)
 
 
 @pytest.mark.compiles
@@ -155,11 +180,7 @@ def test_machine_code_with_sums_in_order(head_dim, schedule):
 def test_machine_code_of_the_other_kernels(head_dim):
     spec = spec_of(head_dim, "full")
     config = choose_backward_config(spec)
-    kernels = (
-        *(BackwardBegin(spec, config, has_d_lse) for has_d_lse in (False, True)),
-        BackwardEnd(spec, config),
-    )
-    for kernel in kernels:
+    for kernel in (BackwardBegin(spec, config), BackwardEnd(spec, config)):
         compiled = compile_kernel(kernel)
         report = inspect(compiled.cubin)
         check_resources(report, compiled.ptxas_log, report.threads)
@@ -212,7 +233,7 @@ def test_the_table_has_no_row_in_vain():
 
 def test_memory_of_a_plan():
     spec = spec_of(96, "full", head_dim_v=64)
-    plan = BackwardPlan.of(Problem(spec, 2, 100, 300, 3, 4, Window()), has_d_lse=False)
+    plan = BackwardPlan.of(Problem(spec, 2, 100, 300, 3, 4, Window()))
     assert plan.config.tile_m == 64 and plan.config.tile_n == 128
     assert plan.num_query_tiles == 2 * 12 * 2 and plan.num_key_tiles == 2 * 3 * 3
     assert plan.numbers_of_sums == 2 * 12 * 2 * 64 * 96

@@ -340,7 +340,7 @@ def test_memory_beside_the_gradients(device):
     out = fa3.flash_attn_func(q, k, v)
     d_out = torch.randn_like(out)
     problem = make_problem(2, 4096, 4096, 2, head_dim=64)
-    plan = BackwardPlan.of(problem, has_d_lse=False)
+    plan = BackwardPlan.of(problem)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(out, (q, k, v), d_out)

@@ -130,7 +130,7 @@ def backward_cases():
         yield name, Backward(spec, choose_backward_config(spec), Dynamic)
     for head_dim in (64, 128, 256):
         spec = dropped(spec_of(head_dim, "causal"))
-        *_, kernel, _ = RaggedBackwardPlan(spec, True, True, True, False).kernels
+        kernel = RaggedBackwardPlan(spec, True, True, False).entry.main
         yield f"d{head_dim}-packed", kernel
         config = choose_backward_config(spec)
         yield f"d{head_dim}-ordered", Backward(spec, config, Dynamic, is_ordered=True)
@@ -166,8 +166,9 @@ def test_what_a_score_costs_in_the_backward_kernel(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_the_kernel_before_the_backward_kernel(head_dim):
     problem = Problem(dropped(spec_of(head_dim, "full")), 1, 100, 100, 1, 1, Window())
-    begin, _, end = BackwardPlan.of(problem, has_d_lse=True).kernels
-    assert begin.spec.has_dropout and not end.spec.has_dropout
+    entry = BackwardPlan.of(problem).entry
+    begin = entry.begin
+    assert begin.spec.has_dropout and not entry.end.spec.has_dropout
     compiled = compile_kernel(begin)
     report = inspect(compiled.cubin)
     check_backward_resources(report, compiled.ptxas_log, report.threads)

@@ -11,13 +11,13 @@ from varlen_problems import VarlenProblem, make_call, random_problem
 
 import fa3
 from fa3 import flash_attn_varlen_func
-from fa3.calls.autograd import NO_DROPOUT
 from fa3.calls.modifiers import Structure
 from fa3.calls.varlen_autograd import attend_packed
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
 from fa3.problem import Window
+from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2, head_dim=32)
@@ -147,7 +147,7 @@ def test_what_is_kept_with_dropout():
 
 
 @pytest.mark.filterwarnings("ignore:Input #")
-@pytest.mark.parametrize("dropout", [NO_DROPOUT, (torch.tensor([7]), 0.4)], ids=["", "dropout"])
+@pytest.mark.parametrize("dropout", [None, Dropout(torch.tensor([7]), 0.4)], ids=["", "dropout"])
 @pytest.mark.parametrize("window", [Window(), Window(right=0), Window(4, 2)])
 def test_gradcheck(window, dropout):
     """In float32 nothing is rounded to 16 bits."""
@@ -155,14 +155,15 @@ def test_gradcheck(window, dropout):
     ends = torch.tensor([0, 4, 4, 13, 15], dtype=torch.int32)
     used = torch.tensor([4, 0, 7, 2], dtype=torch.int32)
     lengths = PackedLengths(ends, ends, used, None)
-    structure = Structure(has_dropout=dropout is not NO_DROPOUT)
+    structure = Structure(has_dropout=dropout is not None)
     spec = structure.spec(torch.bfloat16, 16, 16, window)
     plan = RaggedPlan(spec, has_used_q=True, has_used_k=False, gpu=H200)
     call = RaggedCall(plan, structure, window, None, None, None)
     is_used = torch.tensor([row in (*range(4), *range(4, 11), 13, 14) for row in range(15)])
 
     def run(*tensors):
-        out, lse = attend_packed(call, lengths, (9, 9), None, False, 0.25, *dropout, *tensors)
+        given = call, lengths, (9, 9), None, False, 0.25, dropout, True
+        out, lse = attend_packed(given, *tensors)
         return out[is_used], lse[:, is_used]
 
     assert torch.autograd.gradcheck(run, inputs, eps=2e-2, atol=4e-3, rtol=2e-2, fast_mode=True)

@@ -6,25 +6,19 @@ dropout, no matrix of queries by keys; `fa3.reference.backward` computes P again
 GPU the kernels that `fa3.calls.backward` launches.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch._C import _are_functorch_transforms_active
 
 from fa3.calls.backward import gradients
 from fa3.calls.operands import hide_all_keys
-from fa3.planning.plan import Plan
-from fa3.problem import Problem
-from fa3.reference.backward import BackwardOperands, Wanted, execute_backward
+from fa3.reference.backward import BackwardOperands, Gradients, Wanted, execute_backward
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.scores.scores import Score
 
-NO_DROPOUT = None, 0.0
-"""What stands for the seed and the probability of a call without dropout."""
-
-
-def dropout_again(rng_state: torch.Tensor | None, dropout_p: float) -> Dropout | None:
-    """The dropout of a call from what autograd passes on: tensors by themselves."""
-    return None if rng_state is None else Dropout(rng_state, dropout_p)
+NUM_OPERANDS = len(BackwardOperands._fields)
 
 
 def wants_gradient(
@@ -92,15 +86,55 @@ def check_differentiable(
     )
 
 
-def once(gradients: type[torch.autograd.Function], *given) -> tuple[torch.Tensor | None, ...]:
-    """Call a function that computes gradients and has none itself.
+def save(ctx, given: tuple, dropout: Dropout | None, *tensors: torch.Tensor | None) -> None:
+    """Keep until the backward pass what it needs; the seed of dropout is one of the tensors."""
+    ctx.given = given
+    ctx.save_for_backward(*(() if dropout is None else (dropout.rng_state,)), *tensors)
 
-    torch need not know of it unless someone may ask for a second derivative (`create_graph`). That
+
+def kept(ctx, dropout: Dropout | None) -> tuple[tuple, Dropout | None]:
+    """The tensors that a call kept, and its dropout with the seed that was among them."""
+    # Asked for once: a checkpoint computes them anew each time.
+    tensors = ctx.saved_tensors
+    if dropout is None:
+        return tensors, None
+    return tensors[1:], dropout._replace(rng_state=tensors[0])
+
+
+def once(name: str, compute: Callable[..., Gradients], *tensors: torch.Tensor | None) -> Gradients:
+    """Compute gradients of these tensors, which have none themselves.
+
+    Torch need not know of it unless someone may ask for a second derivative (`create_graph`). That
     saves the host as much as all of a launch.
+
+    Args:
+        name: of the function that they are the gradients of.
     """
     if torch.is_grad_enabled() or _are_functorch_transforms_active():
-        return gradients.apply(*given)
-    return gradients.forward(None, *given)
+        return Gradients(*WithoutDerivative.apply(name, compute, *tensors))
+    return compute(*tensors)
+
+
+class WithoutDerivative(torch.autograd.Function):
+    """Gradients that cannot be differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx, name: str, compute: Callable[..., Gradients], *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Compute them."""
+        ctx.name = name
+        return tuple(compute(*tensors))
+
+    @staticmethod
+    def backward(ctx, *_: torch.Tensor | None):
+        raise no_second_derivative(ctx.name)
+
+
+def of_tensors(tensors: Sequence[torch.Tensor], d_sinks: torch.Tensor | None) -> tuple:
+    """The gradients of the tensors of a spec's scores, mask and sinks: only the sinks have one, and
+    they come last."""
+    return (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
 
 
 class HostAttention(torch.autograd.Function):
@@ -109,81 +143,49 @@ class HostAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        plan: Plan | None,
-        problem: Problem,
-        softmax_scale: float,
-        rng_state: torch.Tensor | None,
-        dropout_p: float,
+        given: tuple,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a plan; without one there is nothing to compute.
+        """Run a plan.
 
         Args:
-            rng_state, dropout_p: of `fa3.reference.dropout.Dropout`, or `NO_DROPOUT`.
+            given: the plan, None if there is nothing to compute; the problem; the softmax scale;
+                the `Dropout`, None without.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
             out and lse of `fa3.reference.forward.execute`.
         """
+        plan, problem, softmax_scale, dropout = given
         if plan is None:
             batch, seqlen_q, heads_q, _ = q.shape
             out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
             lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
             hide_all_keys(out, lse, tensors[-1] if problem.spec.sinks else None)
         else:
-            dropout = dropout_again(rng_state, dropout_p)
             out, lse = execute(plan, q, k, v, softmax_scale, tensors, dropout=dropout)
-        ctx.options = problem, softmax_scale, dropout_p
-        ctx.save_for_backward(rng_state, q, k, v, out, lse, *tensors)
+        save(ctx, given, dropout, q, k, v, out, lse, *tensors)
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
-        # Asked for once: a checkpoint computes them anew each time.
-        rng_state, *saved = ctx.saved_tensors
-        operands, tensors = saved[:5], saved[5:]
-        of_operands, of_tensors = ctx.needs_input_grad[5:8], ctx.needs_input_grad[8:]
-        wanted = Wanted(*of_operands, any(of_tensors))
-        *gradients, d_sinks = once(
-            HostGradients, *ctx.options, rng_state, wanted, *operands, d_out, d_lse, *tensors
-        )
-        # Of these tensors only sinks have a gradient. They come last.
-        of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
-        return *[None] * 5, *gradients, *of_tensors
+        _, problem, softmax_scale, dropout = ctx.given
+        (q, k, v, out, lse, *tensors), dropout = kept(ctx, dropout)
+        wanted = Wanted(*ctx.needs_input_grad[1:4], any(ctx.needs_input_grad[4:]))
 
+        def compute(*read: torch.Tensor) -> Gradients:
+            operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
+            return execute_backward(
+                problem, operands, softmax_scale, tensors, wanted, dropout=dropout
+            )
 
-class HostGradients(torch.autograd.Function):
-    """The gradients of `HostAttention`, which have none themselves."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        problem: Problem,
-        softmax_scale: float,
-        dropout_p: float,
-        rng_state: torch.Tensor | None,
-        wanted: Wanted,
-        *arguments: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Compute them.
-
-        Args:
-            arguments: those of `BackwardOperands`, and those of the spec.
-        """
-        count = len(BackwardOperands._fields)
-        operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
-        dropout = dropout_again(rng_state, dropout_p)
-        return tuple(
-            execute_backward(problem, operands, softmax_scale, tensors, wanted, dropout=dropout)
-        )
-
-    @staticmethod
-    def backward(ctx, *_: torch.Tensor | None):
-        raise no_second_derivative("flash_attn_func")
+        read = q, k, v, out, lse, d_out, d_lse, *tensors
+        *found, d_sinks = once("flash_attn_func", compute, *read)
+        return None, *found, *of_tensors(tensors, d_sinks)
 
 
 class DeviceAttention(torch.autograd.Function):
@@ -192,91 +194,58 @@ class DeviceAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        call: object,
-        deterministic: bool,
-        softmax_scale: float,
-        rng_state: torch.Tensor | None,
-        dropout_p: float,
+        given: tuple,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a `fa3.calls.forward.PreparedCall`.
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Run a call.
 
         Args:
-            deterministic: whether dQ is to have the same bits every time.
-            rng_state, dropout_p: of `fa3.reference.dropout.Dropout`, or `NO_DROPOUT`.
+            given: the `fa3.calls.forward.PreparedCall`; whether dQ is to have the same bits every
+                time; the softmax scale; the `Dropout`, None without; whether the log-sum-exp is
+                wanted. In one tuple, since torch looks at each argument.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
-            out and lse.
+            out, and the log-sum-exp if it is wanted: each costs torch 1 us.
         """
+        call, _, softmax_scale, dropout, wants_lse = given
         out = call.output.allocate(q)
         lse = q.new_empty(*call.lse_shape, dtype=torch.float32)
         if call.launches:
-            dropout = dropout_again(rng_state, dropout_p)
-            given = None if dropout is None else dropout.arguments
-            call.launch(q, k, v, out, lse, tensors or None, softmax_scale, None, given)
+            drawn = None if dropout is None else dropout.arguments
+            call.launch(q, k, v, out, lse, tensors or None, softmax_scale, None, drawn)
         else:
             hide_all_keys(out, lse, tensors[-1] if call.problem.spec.sinks else None)
-        ctx.options = call.problem, deterministic, softmax_scale, dropout_p
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rng_state, q, k, v, out, lse, *tensors)
-        return out, lse
+        save(ctx, given, dropout, q, k, v, out, lse, *tensors)
+        return (out, lse) if wants_lse else out
 
     @staticmethod
     def backward(
-        ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+        ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
-        rng_state, *saved = ctx.saved_tensors
-        if len(saved) == 5:
-            found = once(DeviceGradients, *ctx.options, rng_state, False, *saved, d_out, d_lse)
-            return None, None, None, None, None, *found[:3]
-        wants_sinks = any(ctx.needs_input_grad[8:])
-        *found, d_sinks = once(
-            DeviceGradients, *ctx.options, rng_state, wants_sinks, *saved[:5], d_out, d_lse,
-            *saved[5:],
-        )  # fmt: skip
-        # Of these tensors only sinks have a gradient. They come last.
-        return *[None] * 5, *found, *[None] * (len(saved) - 6), d_sinks
+        call, deterministic, softmax_scale, dropout, _ = ctx.given
+        (q, k, v, out, lse, *tensors), dropout = kept(ctx, dropout)
+        wants_sinks = any(ctx.needs_input_grad[4:])
+
+        def compute(*read: torch.Tensor | None) -> Gradients:
+            operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
+            return gradients(
+                call.problem, operands, softmax_scale, tensors, wants_sinks, deterministic, dropout
+            )
+
+        read = q, k, v, out, lse, d_out, d_lse, *tensors
+        *found, d_sinks = once("flash_attn_func", compute, *read)
+        return None, *found, *of_tensors(tensors, d_sinks)
 
 
 attend_on_device = super(torch.autograd.Function, DeviceAttention).apply
 """`DeviceAttention.apply` without a look for transforms and what they leave behind, which calls
 have refused before; it would take 2 us."""
-
-
-class DeviceGradients(torch.autograd.Function):
-    """The gradients of `DeviceAttention`, which have none themselves."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        problem: Problem,
-        deterministic: bool,
-        softmax_scale: float,
-        dropout_p: float,
-        rng_state: torch.Tensor | None,
-        wants_sinks: bool,
-        *arguments: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Compute them.
-
-        Args:
-            arguments: those of `BackwardOperands`, and those of the spec.
-        """
-        count = len(BackwardOperands._fields)
-        operands, tensors = BackwardOperands(*arguments[:count]), arguments[count:]
-        dropout = dropout_again(rng_state, dropout_p)
-        return gradients(
-            problem, operands, softmax_scale, tensors, wants_sinks, deterministic, dropout
-        )
-
-    @staticmethod
-    def backward(ctx, *_: torch.Tensor | None):
-        raise no_second_derivative("flash_attn_func")
 
 
 def no_derivative_of_score(name: str) -> NotImplementedError:

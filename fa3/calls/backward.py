@@ -1,7 +1,8 @@
 """The backward pass of `flash_attn_func` on a GPU: memory and launches.
 
-`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Three kernels run:
-statistics of the rows and zeros for the sums of dQ, the gradients, and dQ of its sums.
+`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Three kernels run,
+all launched by one entry: statistics of the rows and zeros for the sums of dQ, the gradients, and
+dQ of its sums.
 """
 
 import functools
@@ -13,15 +14,14 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
+from fa3.kernels.backward_pass import WORDS_OF_COUNTERS
 from fa3.planning.backward import BackwardPlan
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sinks
 from fa3.reference.dropout import Dropout
 from fa3.running.compiler import load_kernel
-from fa3.running.counters import counters_of
-from fa3.running.graphs import capture_of, current_device, current_stream
-from fa3.schedules import Dynamic
+from fa3.running.graphs import current_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +29,29 @@ class PreparedBackward:
     """What a problem leads to.
 
     Fields:
-        begin, main, end: the kernels' entries.
-        statistics, sums: float32 that these take, and `turns` int32.
-        integers: those that the backward kernel takes: the window, and the order of its tiles.
+        entry: launches the kernels.
+        numbers: float32 that these write for each other.
+        tiles: tiles of keys.
+        order: integers that the entry takes: the window, and the order of the tiles.
+        places: where in the numbers there is what.
     """
 
     plan: BackwardPlan
-    begin: Callable
-    main: Callable
-    end: Callable
-    statistics: int
-    sums: int
-    turns: int
-    integers: tuple[int, ...]
+    entry: Callable
+    numbers: int
+    tiles: int
+    order: tuple[int, ...]
+    places: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: BackwardPlan, num_sms: int) -> "PreparedBackward":
-        return cls(
-            plan,
-            *map(load_kernel, plan.kernels),
-            plan.numbers_of_statistics,
-            plan.numbers_of_sums,
-            plan.words_of_turns,
-            (*plan.problem.window, plan.heads_per_section, min(plan.num_key_tiles, num_sms)),
-        )
+    def of(cls, plan: BackwardPlan) -> "PreparedBackward":
+        sums_at = plan.numbers_of_statistics
+        counters_at = sums_at + plan.numbers_of_sums
+        turns_at = counters_at + WORDS_OF_COUNTERS
+        numbers = turns_at + plan.words_of_turns
+        order = *plan.problem.window, plan.heads_per_section
+        places = sums_at, counters_at, turns_at
+        return cls(plan, load_kernel(plan.entry), numbers, plan.num_key_tiles, order, places)
 
     def launch(
         self,
@@ -70,42 +69,38 @@ class PreparedBackward:
         """Run the kernels on the current stream of q's GPU.
 
         Returns:
-            dq, dk, dv and the statistics of the rows.
+            dq, dk, dv and what the kernels wrote for each other.
         """
         device = q.device
         if device.index != current_device():
             with torch.cuda.device(device):
                 return self.launch(q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors, dropout)
-        stream = current_stream(device.index)
-        stream_counters = counters_of(device, stream, capture_of(stream))
-        counters = stream_counters.take(Dynamic.num_counters)
-        # By themselves: to cut one buffer in two takes torch longer than to allocate another.
-        statistics = q.new_empty(self.statistics, dtype=torch.float32)
-        sums = q.new_empty(self.sums, dtype=torch.float32)
-        turns = q.new_empty(self.turns, dtype=torch.int32) if self.turns else None
+        # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
+        buffer = lse.new_empty(self.numbers)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-        kept, given = (None, None) if dropout is None else (dropout.kept, dropout.arguments)
-        self.begin(out, d_out, lse, d_lse, statistics, sums, None, None, turns, kept)
-        self.main(
-            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *self.integers,
-            counters, None, None, turns, given,
+        has_d_lse = d_lse is not None
+        drawn = None if dropout is None else dropout.arguments
+        # In the order of `PassArguments`.
+        self.entry(
+            q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
+            softmax_scale, has_d_lse, *self.order, min(self.tiles, gpu_of(device).num_sms),
+            *self.places, drawn, *NOT_PACKED,
         )  # fmt: skip
-        self.end(sums, dq, softmax_scale, None)
-        # Not if anything was raised: then they need not be zero.
-        stream_counters.give_back(counters)
-        return dq, dk, dv, statistics
+        return dq, dk, dv, buffer
+
+
+NOT_PACKED = (None,) * 6
+"""What a call without packed sequences gives for the last of `PassArguments`."""
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_backward(
-    problem: Problem, has_d_lse: bool, is_ordered: bool, num_sms: int
-) -> PreparedBackward | None:
+def prepare_backward(problem: Problem, is_ordered: bool) -> PreparedBackward | None:
     """Plan the backward pass of a problem and load its kernels; None without queries or keys."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return None
-    return PreparedBackward.of(BackwardPlan.of(problem, has_d_lse, is_ordered), num_sms)
+    return PreparedBackward.of(BackwardPlan.of(problem, is_ordered))
 
 
 def gradients(
@@ -135,22 +130,23 @@ def gradients(
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    num_sms = gpu_of(q.device).num_sms
-    call = prepare_backward(problem, d_lse is not None, deterministic, num_sms)
+    call = prepare_backward(problem, deterministic)
     if call is None:
         return without_keys(operands, tensors, wants_sinks)
-    dq, dk, dv, statistics = call.launch(
+    dq, dk, dv, buffer = call.launch(
         q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors or None, dropout
     )
     d_sinks = None
     if wants_sinks:
-        of_sinks = natural_statistics(*of_rows(statistics, call.plan), dropout)
+        of_sinks = natural_statistics(*of_rows(buffer, call.plan), dropout)
         d_sinks = gradient_of_sinks(tensors[-1], *of_sinks)
     return Gradients(dq, dk, dv, d_sinks)
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, or its copy if TMA cannot walk it: gradients come laid out in any way."""
+    if tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT:
+        return tensor
     unit = ALIGNMENT // tensor.element_size()
     is_fit = tensor.stride(-1) == 1 and tensor.data_ptr() % ALIGNMENT == 0
     for stride in tensor.stride()[:-1]:
@@ -158,12 +154,16 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_fit else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def of_rows(statistics: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def of_rows(buffer: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """The statistics of whole tiles, (batch, heads, rows) in any order of the rows.
 
     The log-sum-exp is infinite where a row sees no key or is no query.
+
+    Args:
+        buffer: what the kernels wrote for each other.
     """
     problem, tile_m = plan.problem, plan.config.tile_m
+    statistics = buffer[: plan.numbers_of_statistics]
     tiles = statistics.view(problem.batch, problem.num_heads_q, -1, STATISTICS, tile_m)
     lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
     return lse, delta

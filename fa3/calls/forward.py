@@ -12,7 +12,6 @@ import torch
 
 from fa3.calls import operators
 from fa3.calls.autograd import (
-    NO_DROPOUT,
     HostAttention,
     attend_on_device,
     check_differentiable,
@@ -403,11 +402,9 @@ def flash_attn_func(
         check_differentiable(q, k, v, sinks, score, out, sm_margin, pack_gqa)
         tensors = modifiers.tensors or ()
         if q.is_cuda:
-            options = call, deterministic, scale
-            out, lse = attend_on_device(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
-        else:
-            options = call.plan, call.problem, scale
-            out, lse = HostAttention.apply(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
+            given = call, deterministic, scale, dropout, return_lse
+            return attend_on_device(given, q, k, v, *tensors)
+        out, lse = HostAttention.apply((call.plan, call.problem, scale, dropout), q, k, v, *tensors)
         return (out, lse) if return_lse else out
     if out is None:
         out = call.output.allocate(q)

@@ -14,7 +14,7 @@ import torch
 
 from fa3.calls import operators, varlen_gpu
 from fa3.calls.assertions import is_visible, read_back
-from fa3.calls.autograd import NO_DROPOUT, check_differentiable, wants_gradient
+from fa3.calls.autograd import check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
@@ -53,7 +53,7 @@ from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.gpu import H200
 from fa3.planning.joined import PackedSizes
 from fa3.problem import NO_BOUND, REMEMBERED
-from fa3.reference.varlen import PackedLengths, RaggedOperands
+from fa3.reference.varlen import RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
@@ -291,9 +291,8 @@ def flash_attn_varlen_func(
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
-        options = call, PackedLengths(*integers), longest, known, deterministic, scale
-        out, lse = attend_packed(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
-        return (out, lse) if return_lse else out
+        given = call, integers, longest, known, deterministic, scale, dropout, return_lse
+        return attend_packed(given, q, k, v, *tensors)
     heads, head_dim_v = q.shape[1], call.spec.head_dim_v
     if out is None:
         # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.

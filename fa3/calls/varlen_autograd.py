@@ -6,11 +6,9 @@ of its dropout. `fa3.calls.varlen_call` computes both passes.
 
 import torch
 
-from fa3.calls.autograd import dropout_again, no_second_derivative, once
-from fa3.calls.known_lengths import KnownLengths
-from fa3.calls.varlen_call import RaggedCall, ragged_gradients
-from fa3.problem import AttentionSpec, Window
-from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.calls.autograd import NUM_OPERANDS, kept, of_tensors, once, save
+from fa3.calls.varlen_call import ragged_gradients
+from fa3.reference.backward import BackwardOperands, Gradients, Wanted
 from fa3.reference.varlen import PackedLengths, RaggedOperands
 
 
@@ -20,95 +18,58 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        call: RaggedCall,
-        lengths: PackedLengths,
-        longest: tuple[int, int],
-        known: KnownLengths | None,
-        deterministic: bool,
-        softmax_scale: float,
-        rng_state: torch.Tensor | None,
-        dropout_p: float,
+        given: tuple,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Run a call.
 
         Args:
-            longest: max_seqlen_q and max_seqlen_k.
-            known: the lengths, if the host knows them.
-            deterministic: whether dQ is to have the same bits every time.
-            rng_state, dropout_p: of `fa3.reference.dropout.Dropout`, or `NO_DROPOUT`.
+            given: the `fa3.calls.varlen_call.RaggedCall`; the tensors of `PackedLengths`;
+                max_seqlen_q and max_seqlen_k; the `KnownLengths`, if the host knows them; whether
+                dQ is to have the same bits every time; the softmax scale; the `Dropout`, None
+                without; whether the log-sum-exp is wanted. In one tuple, since torch looks at each
+                argument.
             tensors: those of the spec's scores, mask and sinks, in this order.
 
         Returns:
-            out and lse.
+            out, and the log-sum-exp if it is wanted: each costs torch 1 us.
         """
+        call, lengths, longest, known, _, softmax_scale, dropout, wants_lse = given
         total_q, heads, _ = q.shape
         out = q.new_empty(total_q, heads, v.shape[2])
         lse = q.new_empty(heads, total_q, dtype=torch.float32)
         operands = RaggedOperands(q, k, v, out, lse, *lengths)
-        sizes, dropout = operands.sizes(*longest), dropout_again(rng_state, dropout_p)
+        sizes = operands.sizes(*longest)
         call.attend(operands, sizes, tensors or None, softmax_scale, dropout, True, known)
-        ctx.options = call.spec, call.window, longest, deterministic, softmax_scale, dropout_p
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rng_state, *lengths, q, k, v, out, lse, *tensors)
-        return out, lse
+        save(ctx, given, dropout, *lengths, q, k, v, out, lse, *tensors)
+        return (out, lse) if wants_lse else out
 
     @staticmethod
     def backward(
-        ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+        ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
-        # Asked for once: a checkpoint computes them anew each time.
-        (rng_state, *saved), needed = ctx.saved_tensors, ctx.needs_input_grad[8:]
-        count = len(PackedLengths._fields)
-        lengths, operands, tensors = saved[:count], saved[count : count + 5], saved[count + 5 :]
-        wanted = Wanted(*needed[:3], any(needed[3:]))
-        *found, d_sinks = once(
-            PackedGradients, *ctx.options, rng_state, wanted, *lengths, *operands, d_out, d_lse,
-            *tensors,
-        )  # fmt: skip
-        # Of these tensors only sinks have a gradient. They come last.
-        of_tensors = (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
-        return *[None] * 8, *found, *of_tensors
+        call, _, longest, _, deterministic, softmax_scale, dropout, _ = ctx.given
+        saved, dropout = kept(ctx, dropout)
+        ends_q, ends_k, used_q, used_k, q, k, v, out, lse, *tensors = saved
+        lengths = PackedLengths(ends_q, ends_k, used_q, used_k)
+        wanted = Wanted(*ctx.needs_input_grad[1:4], any(ctx.needs_input_grad[4:]))
+
+        def compute(*read: torch.Tensor | None) -> Gradients:
+            operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
+            return ragged_gradients(
+                call.spec, call.window, operands, lengths, longest, tensors, softmax_scale, wanted,
+                deterministic, dropout,
+            )  # fmt: skip
+
+        read = q, k, v, out, lse, d_out, d_lse, *tensors
+        *found, d_sinks = once("flash_attn_varlen_func", compute, *read)
+        return None, *found, *of_tensors(tensors, d_sinks)
 
 
 attend_packed = super(torch.autograd.Function, PackedAttention).apply
 """As `fa3.calls.autograd.attend_on_device`."""
-
-
-class PackedGradients(torch.autograd.Function):
-    """The gradients of `PackedAttention`, which have none themselves."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        spec: AttentionSpec,
-        window: Window,
-        longest: tuple[int, int],
-        deterministic: bool,
-        softmax_scale: float,
-        dropout_p: float,
-        rng_state: torch.Tensor | None,
-        wanted: Wanted,
-        *arguments: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Compute them.
-
-        Args:
-            arguments: those of `PackedLengths`, those of `BackwardOperands`, and those of the spec.
-        """
-        first = len(PackedLengths._fields)
-        last = first + len(BackwardOperands._fields)
-        lengths = PackedLengths(*arguments[:first])
-        operands = BackwardOperands(*arguments[first:last])
-        return ragged_gradients(
-            spec, window, operands, lengths, longest, arguments[last:], softmax_scale, wanted,
-            deterministic, dropout_again(rng_state, dropout_p),
-        )  # fmt: skip
-
-    @staticmethod
-    def backward(ctx, *_: torch.Tensor | None):
-        raise no_second_derivative("flash_attn_varlen_func")

@@ -1,8 +1,8 @@
 """The backward pass of `flash_attn_varlen_func` on a GPU: memory and launches.
 
 `fa3.calls.varlen_call` calls `packed_gradients` with what the forward pass took and gave. Four
-kernels run: one makes the table of key tiles from the lengths, which the host never reads; the
-others are those of `fa3.calls.backward`.
+kernels run, all launched by one entry: one makes the table of key tiles from the lengths, which the
+host never reads; the others are those of `fa3.calls.backward`.
 """
 
 import functools
@@ -30,36 +30,41 @@ class PreparedVarlenBackward:
     """Kernels, in the order in which they run, and what a launch takes of their plan.
 
     Fields:
+        entry: launches them.
         tile_m, tile_n: of the backward kernel's config.
         statistics, sums: float32 that these take for a tile of queries, and `turns` int32.
+        rows_in_l2: queries of a head whose Q, dO and dQ fit into L2 together.
     """
 
-    tile_table: Callable
-    begin: Callable
-    main: Callable
-    end: Callable
-    spec: AttentionSpec
+    entry: Callable
     tile_m: int
     tile_n: int
     statistics: int
     sums: int
     turns: int
+    rows_in_l2: int
 
     @classmethod
     def of(cls, plan: RaggedBackwardPlan) -> "PreparedVarlenBackward":
         return cls(
-            *map(load_kernel, plan.kernels),
-            plan.spec,
+            load_kernel(plan.entry),
             plan.config.tile_m,
             plan.config.tile_n,
             plan.statistics_of_tile,
             plan.sums_of_tile,
             plan.turns_of_tile,
+            rows_in_l2(plan.spec, 1),
         )
 
     def launch(
         self,
-        operands: BackwardOperands,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        d_out: torch.Tensor,
+        d_lse: torch.Tensor | None,
         lengths: PackedLengths,
         max_seqlen_q: int,
         window: Window,
@@ -70,51 +75,55 @@ class PreparedVarlenBackward:
         """Run the kernels on the current stream of the tensors' GPU.
 
         Returns:
-            dq, dk, dv and the statistics of the rows.
+            dq, dk, dv and what the kernels wrote for each other.
         """
-        q, k, v, out, lse, d_out, d_lse = operands
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
                 return self.launch(
-                    operands, lengths, max_seqlen_q, window, tensors, softmax_scale, dropout
-                )
+                    q, k, v, out, lse, d_out, d_lse, lengths, max_seqlen_q, window, tensors,
+                    softmax_scale, dropout,
+                )  # fmt: skip
         num_sequences = lengths.batch
-        (total_q, heads, _), (total_k, heads_kv, _) = q.shape, k.shape
-        tiles = heads * number_of_packed_tiles(total_q, num_sequences, self.tile_m)
-        # By themselves: to cut one buffer in two takes torch longer than to allocate another.
-        statistics = q.new_empty(tiles * self.statistics, dtype=torch.float32)
-        sums = q.new_empty(tiles * self.sums, dtype=torch.float32)
-        turns = q.new_empty(tiles * self.turns, dtype=torch.int32) if self.turns else None
+        heads, (total_k, heads_kv, _) = q.shape[1], k.shape
+        tiles = self.num_tiles(q, num_sequences)
         capacity = capacity_of_table(total_k, num_sequences, self.tile_n)
-        table = q.new_empty(words_of_table(capacity), dtype=torch.int32)
+        sums_at = tiles * self.statistics
+        table_at = sums_at + tiles * self.sums
+        turns_at = table_at + words_of_table(capacity)
+        # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
+        buffer = lse.new_empty(turns_at + tiles * self.turns)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
-        # In the order of `TileTableArguments`.
-        self.tile_table(
-            *lengths, table, total_q, total_k, capacity,
-            shift_of_work(max_seqlen_q, self.tile_m), *window, 0, 1, 1,
+        has_d_lse = d_lse is not None
+        drawn = None if dropout is None else dropout.arguments
+        # In the order of `PassArguments`.
+        self.entry(
+            q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
+            softmax_scale, has_d_lse, *window, self.rows_in_l2 // (heads // heads_kv),
+            min(capacity * heads_kv, gpu_of(q.device).num_sms), sums_at, table_at, turns_at, drawn,
+            capacity, shift_of_work(max_seqlen_q, self.tile_m), *lengths,
         )  # fmt: skip
-        ends, _, used, _ = lengths
-        kept, given = (None, None) if dropout is None else (dropout.kept, dropout.arguments)
-        self.begin(out, d_out, lse, d_lse, statistics, sums, ends, used, turns, kept)
-        # In the order of `BackwardArguments`.
-        self.main(
-            q, k, v, d_out, dk, dv, statistics, sums, tensors, softmax_scale, *window,
-            rows_in_l2(self.spec, heads // heads_kv),
-            min(capacity * heads_kv, gpu_of(q.device).num_sms), table, table, num_sequences, turns,
-            given,
-        )  # fmt: skip
-        self.end(sums, dq, softmax_scale, ends)
-        return dq, dk, dv, statistics
+        return dq, dk, dv, buffer
+
+    def num_tiles(self, q: torch.Tensor, num_sequences: int) -> int:
+        """Tiles of queries of all heads."""
+        total_q, heads, _ = q.shape
+        return heads * number_of_packed_tiles(total_q, num_sequences, self.tile_m)
+
+    def of_rows(self, buffer: torch.Tensor, q: torch.Tensor, num_sequences: int):
+        """As `fa3.calls.backward.of_rows`, of one batch."""
+        statistics = buffer[: self.num_tiles(q, num_sequences) * self.statistics]
+        tiles = statistics.view(1, q.shape[1], -1, STATISTICS, self.tile_m)
+        return (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_varlen_backward(
-    spec: AttentionSpec, has_used_q: bool, has_used_k: bool, has_d_lse: bool, is_ordered: bool
+    spec: AttentionSpec, has_used_q: bool, has_used_k: bool, is_ordered: bool
 ) -> PreparedVarlenBackward:
     """Load the kernels for the gradients of packed sequences."""
-    plan = RaggedBackwardPlan(spec, has_used_q, has_used_k, has_d_lse, is_ordered)
+    plan = RaggedBackwardPlan(spec, has_used_q, has_used_k, is_ordered)
     return PreparedVarlenBackward.of(plan)
 
 
@@ -142,20 +151,18 @@ def packed_gradients(
     Returns:
         those of q, k, v and the sinks, contiguous. Rows that are not used get 0.
     """
-    out, d_out, d_lse = operands.out, operands.d_out, operands.d_lse
+    q, k, v, out, lse, d_out, d_lse = operands
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    operands = operands._replace(d_out=d_out, d_lse=d_lse)
     call = prepare_varlen_backward(
-        spec, lengths.seqused_q is not None, lengths.seqused_k is not None, d_lse is not None,
-        deterministic,
-    )  # fmt: skip
-    *found, statistics = call.launch(
-        operands, lengths, max_seqlen_q, window, tensors or None, softmax_scale, dropout
+        spec, lengths.seqused_q is not None, lengths.seqused_k is not None, deterministic
     )
+    *found, buffer = call.launch(
+        q, k, v, out, lse, d_out, d_lse, lengths, max_seqlen_q, window, tensors or None,
+        softmax_scale, dropout,
+    )  # fmt: skip
     d_sinks = None
     if wanted.sinks:
-        tiles = statistics.view(1, operands.q.shape[1], -1, STATISTICS, call.tile_m)
-        lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
-        d_sinks = gradient_of_sinks(tensors[-1], *natural_statistics(lse, delta, dropout))
+        of_sinks = natural_statistics(*call.of_rows(buffer, q, lengths.batch), dropout)
+        d_sinks = gradient_of_sinks(tensors[-1], *of_sinks)
     return Gradients(*found, d_sinks)

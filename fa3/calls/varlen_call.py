@@ -210,12 +210,12 @@ def ragged_gradients(
         dropout: as `attend` took it.
     """
     q, k, _, out, lse, d_out, d_lse = operands
-    longest = tuple(map(min, longest, (len(q), len(k))))
-    if 0 in (lengths.batch, *q.shape, *longest) or (d_out is None and d_lse is None):
+    most_q, most_k = map(min, longest, (q.shape[0], k.shape[0]))
+    if 0 in (lengths.batch, *q.shape, most_q, most_k) or (d_out is None and d_lse is None):
         return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
     if q.is_cuda:
         return varlen_backward.packed_gradients(
-            spec, window, operands, lengths, longest[0], tensors, scale, wanted, deterministic,
+            spec, window, operands, lengths, most_q, tensors, scale, wanted, deterministic,
             dropout,
         )  # fmt: skip
     operands = operands._replace(

@@ -49,6 +49,7 @@ from fa3.kernels.backward_launch import (
     WARPS_AFTER_PRODUCER,
     BackwardArguments,
     BackwardConfig,
+    CallSizes,
 )
 from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
@@ -181,7 +182,8 @@ class Backward(AttentionKernel):
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*BackwardArguments.symbolic(self), arguments.symbolic_stream()]
+        sizes = CallSizes.symbolic(self.schedule_type.is_ragged)
+        return [*BackwardArguments.symbolic(self, sizes), arguments.symbolic_stream()]
 
     @cute.jit
     def __call__(self, *given):

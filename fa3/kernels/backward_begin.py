@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from fa3.kernels.attention_kernel import AttentionKernel
-from fa3.kernels.backward_launch import BackwardConfig, BeginArguments
+from fa3.kernels.backward_launch import BackwardConfig, BeginArguments, CallSizes
 from fa3.primitives import arguments
 from fa3.primitives.ordered_gradients import TurnWords
 from fa3.primitives.query_tiles import (
@@ -32,6 +32,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.problem import AttentionSpec
+from fa3.schedules import Dynamic
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork, QueryTile
 
@@ -43,7 +44,6 @@ class BackwardBegin(AttentionKernel):
     """The kernel, compiled for one (spec, config).
 
     Fields:
-        has_d_lse: whether there is a dLSE.
         is_ragged: whether sequences are packed.
         has_used_q: whether these have `seqused_q`.
         is_ordered: whether the sums of dQ are added up in a fixed order.
@@ -51,7 +51,6 @@ class BackwardBegin(AttentionKernel):
 
     spec: AttentionSpec
     config: BackwardConfig
-    has_d_lse: bool
     is_ragged: bool = False
     has_used_q: bool = False
     is_ordered: bool = False
@@ -60,7 +59,8 @@ class BackwardBegin(AttentionKernel):
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*BeginArguments.symbolic(self), arguments.symbolic_stream()]
+        sizes = CallSizes.symbolic(self.is_ragged)
+        return [*BeginArguments.symbolic(self, sizes), arguments.symbolic_stream()]
 
     @property
     def lanes(self) -> int:
@@ -105,6 +105,9 @@ class BackwardBegin(AttentionKernel):
         if begin >= 0 and begin < own.owned:
             sums = QueryGradients(call.sums, own.tiles)
             sums.clear(config.pieces(self.columns), thread, BEGIN_THREADS, own.tile)
+        for i in cutlass.range_constexpr(0 if self.is_ragged else Dynamic.num_counters):
+            if block == 0 and thread == i:
+                call.counters[i] = 0
         if cutlass.const_expr(self.is_ordered):
             TurnWords(call.turns).clear(own.tiles, own.tile, thread)
         statistics = RowStatistics(call.statistics, own.tiles).of_tile(config.tile_m, own.tile)
@@ -135,7 +138,7 @@ class BackwardBegin(AttentionKernel):
                 given = call.lse[own.batch, head, row_of_tensor]
                 if given != -Float32.inf:
                     lse, delta = given * LOG2_E, total
-                    if cutlass.const_expr(self.has_d_lse):
+                    if call.has_d_lse != 0:
                         delta -= call.d_lse[own.batch, head, row_of_tensor]
                     if cutlass.const_expr(self.spec.has_dropout):
                         # The backward kernel then has P / kept, and dS = P / kept (dP or 0) -

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.attention_kernel import AttentionKernel
-from fa3.kernels.backward_launch import BackwardConfig, EndArguments
+from fa3.kernels.backward_launch import BackwardConfig, CallSizes, EndArguments
 from fa3.primitives import arguments
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryGradients
@@ -42,7 +42,8 @@ class BackwardEnd(AttentionKernel):
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*EndArguments.symbolic(self), arguments.symbolic_stream()]
+        sizes = CallSizes.symbolic(self.is_ragged)
+        return [*EndArguments.symbolic(self, sizes), arguments.symbolic_stream()]
 
     @property
     def threads(self) -> int:

@@ -190,10 +190,9 @@ class BackwardArguments(NamedTuple):
     dropout: DropoutArguments | None = None
 
     @classmethod
-    def symbolic(cls, kernel) -> "BackwardArguments":
+    def symbolic(cls, kernel, sizes: "CallSizes") -> "BackwardArguments":
         """Types of a `Backward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
-        sizes = CallSizes.symbolic(schedule.is_ragged)
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         keys, values = sizes.of_keys(spec, spec.head_dim), sizes.of_keys(spec, spec.head_dim_v)
         return cls(
@@ -229,9 +228,11 @@ class BeginArguments(NamedTuple):
     Fields:
         out, d_out: (batch, seqlen_q, heads_q, head_dim_v).
         lse: (batch, heads_q, seqlen_q) float32, natural logarithm.
-        d_lse: like lse; None without a gradient of the log-sum-exp.
+        d_lse: like lse; anything if there is no gradient of the log-sum-exp, lse say.
+        has_d_lse: 1 if there is one, else 0.
         statistics: receives `RowStatistics`.
         sums: of `QueryGradients`, receives zeros.
+        counters: of the backward kernel's schedule, receives zeros; None if a table has them.
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
         turns: of `TurnWords`, receives zeros; None if sums have no fixed order.
@@ -242,25 +243,28 @@ class BeginArguments(NamedTuple):
     d_out: object
     lse: object
     d_lse: object
+    has_d_lse: int
     statistics: object
     sums: object
+    counters: object = None
     cu_seqlens_q: object = None
     seqused_q: object = None
     turns: object = None
     kept: float | None = None
 
     @classmethod
-    def symbolic(cls, kernel) -> "BeginArguments":
+    def symbolic(cls, kernel, sizes: "CallSizes") -> "BeginArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        spec, sizes = kernel.spec, CallSizes.symbolic(kernel.is_ragged)
-        rows = *sizes.of_batch, sizes.heads_q, sizes.seqlen_q
+        spec, rows = kernel.spec, (*sizes.of_batch, sizes.heads_q, sizes.seqlen_q)
         return cls(
             out=sizes.of_queries(spec, spec.head_dim_v),
             d_out=sizes.of_queries(spec, spec.head_dim_v),
             lse=arguments.compact_tensor("float32", rows),
-            d_lse=arguments.compact_tensor("float32", rows) if kernel.has_d_lse else None,
+            d_lse=arguments.compact_tensor("float32", rows),
+            has_d_lse=Int32(0),
             statistics=numbers(),
             sums=numbers(),
+            counters=None if kernel.is_ragged else words_of_tiles(),
             cu_seqlens_q=lengths() if kernel.is_ragged else None,
             seqused_q=lengths() if kernel.has_used_q else None,
             turns=words_of_tiles() if kernel.is_ordered else None,
@@ -284,9 +288,9 @@ class EndArguments(NamedTuple):
     cu_seqlens_q: object = None
 
     @classmethod
-    def symbolic(cls, kernel) -> "EndArguments":
+    def symbolic(cls, kernel, sizes: "CallSizes") -> "EndArguments":
         """Types of a kernel's arguments without sizes."""
-        spec, sizes = kernel.spec, CallSizes.symbolic(kernel.is_ragged)
+        spec = kernel.spec
         dq, ends = sizes.of_queries(spec, spec.head_dim), lengths() if kernel.is_ragged else None
         return cls(numbers(), dq, Float32(0.0), ends)
 

@@ -11,7 +11,8 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
-from fa3.primitives.ordered_gradients import WORDS
+from fa3.kernels.backward_pass import BackwardPass
+from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES
@@ -67,27 +68,25 @@ class BackwardPlan:
     """How the gradients of a problem are computed; it has at least one query and one key.
 
     Fields:
-        has_d_lse: whether the log-sum-exp has a gradient.
         is_ordered: whether the sums of dQ are added up in a fixed order.
     """
 
     problem: Problem
     config: BackwardConfig
-    has_d_lse: bool = False
     is_ordered: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, has_d_lse: bool, is_ordered: bool = False) -> "BackwardPlan":
-        return cls(problem, choose_backward_config(problem.spec), has_d_lse, is_ordered)
+    def of(cls, problem: Problem, is_ordered: bool = False) -> "BackwardPlan":
+        return cls(problem, choose_backward_config(problem.spec), is_ordered)
 
     @property
-    def kernels(self) -> tuple[BackwardBegin, Backward, BackwardEnd]:
-        """The kernels, in the order in which they run."""
+    def entry(self) -> BackwardPass:
+        """What launches the kernels."""
         spec, config = self.problem.spec, self.config
         plain = plain_spec(spec)
         begin = replace(plain, has_dropout=spec.has_dropout)
-        return (
-            BackwardBegin(begin, config, self.has_d_lse, is_ordered=self.is_ordered),
+        return BackwardPass(
+            BackwardBegin(begin, config, is_ordered=self.is_ordered),
             Backward(spec, config, Dynamic, self.is_ordered),
             BackwardEnd(plain, config),
         )
@@ -115,7 +114,7 @@ class BackwardPlan:
     @property
     def words_of_turns(self) -> int:
         """int32 that the order of the sums takes."""
-        return self.num_query_tiles * WORDS if self.is_ordered else 0
+        return self.num_query_tiles * WORDS_OF_TILE if self.is_ordered else 0
 
     @property
     def heads_per_section(self) -> int:

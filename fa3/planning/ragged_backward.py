@@ -1,7 +1,7 @@
 """How the gradients of packed sequences are computed: the plan holds for any lengths.
 
-`fa3.calls.varlen_backward` launches its kernels: one makes the table of key tiles from the lengths,
-the others are those of the backward pass.
+`fa3.calls.varlen_backward` launches its kernels by one entry: one makes the table of key tiles from
+the lengths, the others are those of the backward pass.
 """
 
 from dataclasses import dataclass, replace
@@ -10,9 +10,10 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
+from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import choose_backward_config, plain_spec
-from fa3.primitives.ordered_gradients import WORDS
+from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
@@ -27,14 +28,12 @@ class RaggedBackwardPlan:
     Fields:
         spec: what the backward kernel is compiled for, besides its tiling.
         has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
-        has_d_lse: whether the log-sum-exp has a gradient.
         is_ordered: whether the sums of dQ are added up in a fixed order.
     """
 
     spec: AttentionSpec
     has_used_q: bool
     has_used_k: bool
-    has_d_lse: bool
     is_ordered: bool
 
     @property
@@ -42,18 +41,18 @@ class RaggedBackwardPlan:
         return choose_backward_config(self.spec)
 
     @property
-    def kernels(self) -> tuple[TileTable, BackwardBegin, Backward, BackwardEnd]:
-        """The kernels, in the order in which they run."""
+    def entry(self) -> BackwardPass:
+        """What launches the kernels."""
         spec, config, mask = self.spec, self.config, self.spec.mask
         plain = plain_spec(spec)
         begin = replace(plain, has_dropout=spec.has_dropout)
         band = mask.band if isinstance(mask, Intersection) else mask
         lengths = self.has_used_q, self.has_used_k
-        return (
-            TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
-            BackwardBegin(begin, config, self.has_d_lse, True, self.has_used_q, self.is_ordered),
+        return BackwardPass(
+            BackwardBegin(begin, config, True, self.has_used_q, self.is_ordered),
             Backward(spec, config, RaggedKeyTiles, self.is_ordered),
             BackwardEnd(plain, config, True),
+            TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
         )
 
     @property
@@ -69,4 +68,4 @@ class RaggedBackwardPlan:
     @property
     def turns_of_tile(self) -> int:
         """int32 that the order of the sums takes for a tile of queries."""
-        return WORDS if self.is_ordered else 0
+        return WORDS_OF_TILE if self.is_ordered else 0

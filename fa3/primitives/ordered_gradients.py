@@ -21,12 +21,12 @@ from cutlass import Int32
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryGradients, QueryTiles
 from fa3.primitives.wgmma import WARP, WARPS
 
-WORDS = WARPS
+WORDS_OF_TILE = WARPS
 """int32 words of a tile."""
 
 
 class TurnWords(NamedTuple):
-    """The words of all tiles of queries; `buffer` is (tiles * WORDS,), int32.
+    """The words of all tiles of queries; `buffer` is (tiles * WORDS_OF_TILE,), int32.
 
     A tile has one for each warp that adds.
     """
@@ -35,12 +35,12 @@ class TurnWords(NamedTuple):
 
     def of_tile(self, tiles: QueryTiles | PackedQueryTiles, tile) -> cute.Pointer:
         """The first word of a tile."""
-        return self.buffer.iterator + tiles.number(tile) * WORDS
+        return self.buffer.iterator + tiles.number(tile) * WORDS_OF_TILE
 
     @cute.jit
     def clear(self, tiles, tile, thread):
         """Set a tile's words to zero."""
-        if thread < WORDS:
+        if thread < WORDS_OF_TILE:
             cute.arch.store(self.of_tile(tiles, tile) + thread, Int32(0))
 
 

@@ -1,0 +1,167 @@
+"""The kernels of a backward pass in one entry, which launches them one after another on a stream.
+
+`fa3.calls.backward` and `fa3.calls.varlen_backward` call it; `fa3.planning` says which kernels are
+in it. They always run together and take mostly the same tensors, which are handed over and checked
+once here. What they write for each other lies in one buffer, which is cut here.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from fa3.kernels.backward import Backward
+from fa3.kernels.backward_begin import BackwardBegin
+from fa3.kernels.backward_end import BackwardEnd
+from fa3.kernels.backward_launch import (
+    BackwardArguments,
+    BeginArguments,
+    CallSizes,
+    EndArguments,
+    numbers,
+)
+from fa3.kernels.tile_table import TileTable, TileTableArguments
+from fa3.primitives import arguments
+from fa3.primitives.dropout import DropoutArguments
+from fa3.problem import AttentionSpec
+
+WORDS_OF_COUNTERS = 4
+"""int32 set aside for the counters of `Dynamic`."""
+
+
+class PassArguments(NamedTuple):
+    """The arguments of a backward pass, in this order; the stream comes last.
+
+    Those that are not named here are a kernel's, and have the name that it gives them.
+
+    Fields:
+        buffer: float32, for what the kernels write for each other: statistics, sums, the table of
+            packed sequences or `WORDS_OF_COUNTERS`, turns.
+        sums_at, table_at, turns_at: where the latter begin, multiples of 4; as far as they exist.
+        capacity, shift, and the four after them: of packed sequences; None without.
+    """
+
+    q: object
+    k: object
+    v: object
+    out: object
+    lse: object
+    d_out: object
+    d_lse: object
+    dq: object
+    dk: object
+    dv: object
+    buffer: object
+    modifiers: tuple | None
+    softmax_scale: float
+    has_d_lse: int
+    window_left: int
+    window_right: int
+    heads_per_section: int
+    num_clusters: int
+    sums_at: int
+    table_at: int
+    turns_at: int
+    dropout: DropoutArguments | None = None
+    capacity: int | None = None
+    shift: int | None = None
+    cu_seqlens_q: object = None
+    cu_seqlens_k: object = None
+    seqused_q: object = None
+    seqused_k: object = None
+
+    @classmethod
+    def symbolic(cls, of: "BackwardPass") -> "PassArguments":
+        """Types of a pass's arguments without sizes; equal sizes share a symbol."""
+        sizes = CallSizes.symbolic(of.table is not None)
+        named = (
+            BeginArguments.symbolic(of.begin, sizes)._asdict()
+            | BackwardArguments.symbolic(of.main, sizes)._asdict()
+            | EndArguments.symbolic(of.end, sizes)._asdict()
+            | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
+            | {"buffer": numbers()}
+            | dict.fromkeys(("sums_at", "table_at", "turns_at"), Int64(0))
+        )
+        return cls(**{name: named[name] for name in cls._fields if name in named})
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """The entry, compiled for kernels of one spec and config.
+
+    Fields:
+        table: makes the table of packed sequences; None without.
+    """
+
+    begin: BackwardBegin
+    main: Backward
+    end: BackwardEnd
+    table: TileTable | None = None
+
+    entry_name: ClassVar[str] = "fa3_backward_pass"
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.main.spec
+
+    @property
+    def is_storable(self) -> bool:
+        return self.main.is_storable
+
+    def arguments(self) -> list:
+        """Symbolic arguments of a call, and the stream."""
+        return [*PassArguments.symbolic(self), arguments.symbolic_stream()]
+
+    @cute.jit
+    def __call__(self, *given):
+        """Launch on `PassArguments` and a stream."""
+        *given, stream = given
+        call = PassArguments(*given)
+        buffer = call.buffer.iterator
+        named = call._asdict() | {
+            "statistics": numbers_from(buffer, call.sums_at),
+            "sums": numbers_from(buffer + call.sums_at, call.table_at - call.sums_at),
+            "turns": None,
+            "kept": None,
+            "table": None,
+            "num_sequences": None,
+        }
+        if cutlass.const_expr(self.main.is_ordered):
+            count = call.buffer.shape[0] - call.turns_at
+            named["turns"] = integers_from(buffer + call.turns_at, count)
+        if cutlass.const_expr(self.spec.has_dropout):
+            named["kept"] = DropoutArguments(*call.dropout).kept
+        state = integers_from(buffer + call.table_at, Int32(call.turns_at - call.table_at))
+        named |= {"schedule_state": state, "counters": state}
+        if cutlass.const_expr(self.table is not None):
+            named |= {
+                "table": state,
+                "counters": None,
+                "num_sequences": call.cu_seqlens_q.shape[0] - 1,
+                "total_q": call.q.shape[0],
+                "total_k": call.k.shape[0],
+                "short_queries": Int32(0),
+                "qhead_per_kvhead": Int32(1),
+                "num_ctas": Int32(1),
+            }
+            self.table(*chosen(TileTableArguments, named), stream)
+        self.begin(*chosen(BeginArguments, named), stream)
+        self.main(*chosen(BackwardArguments, named), stream)
+        self.end(*chosen(EndArguments, named), stream)
+
+
+def numbers_from(first: cute.Pointer, count) -> cute.Tensor:
+    """So many numbers from the first on."""
+    return cute.make_tensor(first, cute.make_layout((count,)))
+
+
+def integers_from(first: cute.Pointer, count) -> cute.Tensor:
+    """The same, as int32."""
+    return numbers_from(cute.recast_ptr(first, dtype=Int32), count)
+
+
+def chosen(kind: type, named: dict) -> tuple:
+    """The arguments of a launch of this kind."""
+    return kind(**{name: named[name] for name in kind._fields})

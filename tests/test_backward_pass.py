@@ -1,0 +1,99 @@
+"""What calls hand to the entry of a backward pass: where it looks for it, and in one buffer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from problems import make_problem
+
+from fa3.calls import backward, varlen_backward
+from fa3.kernels.backward_pass import PassArguments
+from fa3.problem import Window
+from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.reference.dropout import Dropout
+from fa3.reference.varlen import PackedLengths
+
+CAUSAL = Window(right=0)
+
+OPTIONS = [
+    pytest.param(False, None, False, id="plain"),
+    pytest.param(True, None, True, id="in order"),
+    pytest.param(False, Dropout(torch.tensor([3]), 0.3), True, id="dropout"),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Note the entries that are loaded, and what they get; they compute nothing."""
+    found = []
+
+    def load(entry):
+        return lambda *given: found.append((entry, PassArguments(*given)))
+
+    for module in (backward, varlen_backward):
+        monkeypatch.setattr(module, "load_kernel", load)
+        monkeypatch.setattr(module, "current_device", lambda: None)
+    for prepare in (backward.prepare_backward, varlen_backward.prepare_varlen_backward):
+        prepare.cache_clear()
+    yield found
+    for prepare in (backward.prepare_backward, varlen_backward.prepare_varlen_backward):
+        prepare.cache_clear()
+
+
+def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
+    """Everything is in its place and of its kind, and parts of the buffer follow one another."""
+    ((entry, given),) = launched
+    wanted = PassArguments.symbolic(entry)
+    assert [x is None for x in given] == [x is None for x in wanted]
+    for name, value in given._asdict().items():
+        is_tensor = hasattr(getattr(wanted, name), "memspace")
+        assert isinstance(value, torch.Tensor) == is_tensor, name
+    same = "q", "k", "v", "out", "lse", "d_out"
+    assert all(getattr(given, name) is getattr(operands, name) for name in same)
+    assert given.has_d_lse == has_d_lse
+    assert given.d_lse is (operands.d_lse if has_d_lse else operands.lse)
+    assert all(map(torch.Tensor.is_set_to, (given.dq, given.dk, given.dv), gradients))
+    places = 0, given.sums_at, given.table_at, given.turns_at, given.buffer.numel()
+    assert list(places) == sorted(places) and not any(place % 4 for place in places[:-1])
+    assert (given.table_at < given.turns_at) == (entry.table is not None)
+    assert (given.turns_at < places[-1]) == entry.main.is_ordered
+    config = entry.main.config
+    return given, config.tile_m, config.tile_n
+
+
+@pytest.mark.parametrize(("is_ordered", "dropout", "has_d_lse"), OPTIONS)
+def test_dense(is_ordered, dropout, has_d_lse, launched):
+    problem = make_problem(2, 70, 90, 2, 3, 64, CAUSAL)
+    problem = replace(problem, spec=replace(problem.spec, has_dropout=dropout is not None))
+    q, out, d_out = (torch.zeros(2, 70, 6, 64).bfloat16() for _ in range(3))
+    k, v = (torch.zeros(2, 90, 2, 64).bfloat16() for _ in range(2))
+    lse = torch.zeros(2, 6, 70)
+    operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
+    *found, _ = backward.gradients(problem, operands, 0.5, (), False, is_ordered, dropout)
+    given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
+    assert (given.window_left, given.window_right) == problem.window
+    rows = 2 * 6 * -(-70 // tile_m) * tile_m
+    assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
+    assert given.num_clusters == 2 * 2 * -(-90 // tile_n)
+
+
+@pytest.mark.parametrize("has_used", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("is_ordered", "dropout", "has_d_lse"), OPTIONS)
+def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
+    spec = replace(make_problem(window=CAUSAL).spec, has_dropout=dropout is not None)
+    q, out, d_out = (torch.zeros(300, 6, 64).bfloat16() for _ in range(3))
+    k, v = (torch.zeros(500, 2, 64).bfloat16() for _ in range(2))
+    lse = torch.zeros(6, 300)
+    operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
+    ends_q, ends_k = torch.tensor([0, 100, 300]).int(), torch.tensor([0, 200, 500]).int()
+    lengths = PackedLengths(ends_q, ends_k, *(ends_q[1:] if has else None for has in has_used))
+    *found, _ = varlen_backward.packed_gradients(
+        spec, CAUSAL, operands, lengths, 200, (), 0.5, Wanted(sinks=False), is_ordered, dropout
+    )
+    given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
+    assert given[-4:] == tuple(lengths)
+    rows = 6 * (300 // tile_m + 2) * tile_m
+    assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
+    # A header of 8 words, and 8 of each record.
+    assert given.turns_at - given.table_at == 8 * (1 + given.capacity)
+    assert given.capacity == 500 // tile_n + 2 and given.num_clusters == 2 * given.capacity
