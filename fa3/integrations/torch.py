@@ -318,8 +318,9 @@ def drawn(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor
     Args:
         state: the seed that was drawn, (1,) int64; None for a call without dropout.
     """
-    unused = query.new_zeros((), dtype=torch.uint64)
-    words = query.new_zeros(2, dtype=torch.uint64) if state is None else state.repeat(2)
+    unused = query.new_empty((), dtype=torch.uint64)
+    # Nobody reads what was not drawn: like torch's own, it is not filled, which takes a launch.
+    words = query.new_empty(2, dtype=torch.uint64) if state is None else state.repeat(2)
     return words, unused, query.new_empty(0)
 
 
