@@ -61,7 +61,7 @@ from fa3.calls.ragged import MOST_RAGGED_ROWS, check_ragged_out, hide_all_keys_o
 from fa3.calls.scheduler_metadata import (
     PackedMetadata,
     SchedulerMetadata,
-    check_is_metadata,
+    check_cache_metadata,
 )
 from fa3.calls.traced import trace_cached
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
@@ -118,6 +118,80 @@ class PreparedCacheCall:
     has_rotated_in_out: bool
     has_host_integers: bool
     apart: CheckOfAddresses | None
+
+    def run(
+        self,
+        tensors: tuple[torch.Tensor | None, ...],
+        softmax_scale: float,
+        return_lse: bool,
+        known: KnownLengths | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Append, and attend; what `flash_attn_with_kvcache` returns.
+
+        Args:
+            tensors: the `CacheTensors`, the int32 ones on q's device.
+            known: the lengths, if the host knows them; they fit the call.
+        """
+        (
+            q, k_cache, v_cache, _, _, _, _, seqlens, batch_idx, leftpad, pages, _, ends_q, _,
+            slopes, sinks, out,
+        ) = tensors  # fmt: skip
+        rotated = lse = None
+        if out is None:
+            out = self.output.allocate(q)
+            if self.has_rotated_in_out:
+                rotated = out
+        if return_lse:
+            lse_shape = self.lse_shape or (self.description.heads_q, q.shape[0])
+            lse = q.new_empty(*lse_shape, dtype=torch.float32)
+        seqlen_new = 0
+        if self.append is not None:
+            q, seqlens, seqlen_new = self.append_tokens(tensors, rotated)
+        if self.decode is not None and (ends_q is None or q.shape[0]):
+            self.decode.attend(
+                q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, slopes, sinks,
+                ends_q, softmax_scale, seqlen_new, known,
+            )  # fmt: skip
+        elif ends_q is None:
+            hide_all_keys(out, lse, sinks)
+        elif self.description.batch:
+            hide_all_keys_of_packed(out, lse, ends_q, None, sinks)
+        return (out, lse) if return_lse else out
+
+    def append_tokens(
+        self, tensors: tuple[torch.Tensor | None, ...], rotated: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Append k and v to the caches.
+
+        Args:
+            rotated: where rotated queries may go; None for memory of their own.
+
+        Returns:
+            the queries, rotated if there are rotary tables; the lengths, with the new tokens if
+            sequences get different numbers of them, or have different numbers of queries; keys that
+            each sequence has beyond those.
+        """
+        (
+            q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
+            turns, _, _, _,
+        ) = tensors  # fmt: skip
+        total, seqlen_new = None, 0
+        if ends_new is ends_q is None:
+            seqlen_new = k.shape[1]
+        else:
+            total = seqlens.new_empty(seqlens.shape[0])
+        if cos is None:
+            rotary = None, None, None, None, None
+        else:
+            if rotated is None:
+                rotated = q.new_empty(*q.shape)
+            rotary = q, rotated, cos, sin, ends_q
+        # In the order of `AppendArguments`; to make one of them would take the host 0.5 us.
+        self.append(
+            k, v, k_cache, v_cache, seqlens, total, ends_new, batch_idx, pages, *rotary, turns,
+            self.query_step,
+        )  # fmt: skip
+        return q if cos is None else rotated, seqlens if total is None else total, seqlen_new
 
 
 @operators.WITH_KVCACHE.stands_for
@@ -281,65 +355,39 @@ def flash_attn_with_kvcache(
             attention_chunk, pack_gqa, has_packing=True,
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
+    return_lse = return_lse or return_softmax_lse
+    is_packed = cu_seqlens_q is not None
     if max_seqlen_q is not None:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
-        if cu_seqlens_q is None:
+        if not is_packed:
             raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {max_seqlen_q}")
-    return_lse = return_lse or return_softmax_lse
-    window_size = as_pair(window_size)
     if k is None and v is None:
         cu_seqlens_k_new = None
-    known = None
-    if scheduler_metadata is not None:
-        check_is_metadata(scheduler_metadata)
-        if type(scheduler_metadata) is PackedMetadata:
-            scheduler_metadata.check(has_packed_keys=False)
-            if cu_seqlens_q is None:
-                raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
-            known, scheduler_metadata = scheduler_metadata.lengths, scheduler_metadata.calls
-    if is_traced(q):
-        for name, given in (("cu_seqlens_q", cu_seqlens_q), ("rotary_seqlens", rotary_seqlens)):
-            if given is not None:
-                raise NotImplementedError(f"{name} must be None while a graph is traced")
-        return trace_cached(
-            q, k_cache, v_cache, out, return_lse, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new,
-            rotary_interleaved, scheduler_metadata, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes,
-            sinks, num_splits, batch_invariant,
-        )  # fmt: skip
-    length = None
+    length = known = None
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
-        length, cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS), None
+        length, cache_seqlens = cache_seqlens, None
+    if scheduler_metadata is not None:
+        scheduler_metadata, known = check_cache_metadata(scheduler_metadata, is_packed)
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
         rotary_seqlens, alibi_slopes, sinks, out,
     )  # fmt: skip
-    latest = latest_cache_call(
-        max_seqlen_q, causal, window_size, softcap, rotary_interleaved, num_splits,
+    options = (
+        max_seqlen_q, causal, as_pair(window_size), softcap, rotary_interleaved, num_splits,
         batch_invariant, sm_margin, scheduler_metadata,
     )  # fmt: skip
-    call, begins = latest.find(tensors)
-    if call is None:
-        described = describe_tensors(*tensors)
-        call = prepare_cache_call(
-            described if cu_seqlens_q is None else of_any_total(described), max_seqlen_q, causal,
-            window_size, softcap, rotary_interleaved, num_splits, batch_invariant, sm_margin,
-            scheduler_metadata,
-        )  # fmt: skip
-        check_written(call, tensors)
-        of_total = () if cu_seqlens_q is None else OF_TOTAL
-        latest.remember(tensors, CACHE_ALIGNMENTS, of_total, call)
-    elif call.apart is not None:
-        call.apart(*begins)
-    elif cu_seqlens_q is not None:
-        check_written(call, tensors)
+    if is_traced(q):
+        return trace_cached(tensors, options, length, softmax_scale, return_lse)
+    call = prepared_call(tensors, options, is_packed)
     scale = check_scale(softmax_scale, call.head_dim)
-    if cache_seqlens is None and length is None:
+    if length is not None:
+        length = integer("cache_seqlens", length, kind=LENGTHS)
+    elif cache_seqlens is None:
         if k is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         length = call.description.capacity
-    if cu_seqlens_q is not None and q.shape[0] > call.most_queries:
+    if is_packed and q.shape[0] > call.most_queries:
         check_total(call, describe("q", q))
     if known is not None:
         longest = max_seqlen_q, call.description.capacity
@@ -347,39 +395,32 @@ def flash_attn_with_kvcache(
             "scheduler_metadata", call.description.batch, (q.shape[0], known.end_k), longest
         )
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
-        (
-            cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
-            cu_seqlens_q, rotary_seqlens,
-        ) = integers_on_device(call, tensors, length, known)  # fmt: skip
-    rotated = None
-    if out is None:
-        out = call.output.allocate(q)
-        if call.has_rotated_in_out:
-            rotated = out
-    lse = None
-    if return_lse:
-        lse_shape = call.lse_shape or (call.description.heads_q, q.shape[0])
-        lse = q.new_empty(*lse_shape, dtype=torch.float32)
-    seqlen_new = 0
-    if call.append is not None:
-        if cu_seqlens_k_new is cu_seqlens_q is None:
-            seqlen_new = k.shape[1]
-        q, cache_seqlens = append_tokens(
-            call, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
-            cache_batch_idx, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens,
-            rotated,
-        )  # fmt: skip
-    if call.decode is not None and (cu_seqlens_q is None or q.shape[0]):
-        of_lengths = () if known is None or not isinstance(call.decode, PreparedMixed) else (known,)
-        call.decode.attend(
-            q, k_cache, v_cache, out, lse, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, alibi_slopes, sinks, cu_seqlens_q, scale, seqlen_new, *of_lengths,
-        )  # fmt: skip
-    elif cu_seqlens_q is None:
-        hide_all_keys(out, lse, sinks)
-    elif call.description.batch:
-        hide_all_keys_of_packed(out, lse, cu_seqlens_q, None, sinks)
-    return (out, lse) if return_lse else out
+        tensors = with_integers_on_device(call, tensors, length, known)
+    return call.run(tensors, scale, return_lse, known)
+
+
+def prepared_call(
+    tensors: tuple[torch.Tensor | None, ...], options: tuple, is_packed: bool
+) -> PreparedCacheCall:
+    """What these tensors and options lead to. It can write to what it writes to.
+
+    Args:
+        tensors: the `CacheTensors`.
+        options: of `prepare_cache_call`.
+        is_packed: whether queries are.
+    """
+    latest = latest_cache_call(*options)
+    call, begins = latest.find(tensors)
+    if call is None:
+        described = describe_tensors(*tensors)
+        call = prepare_cache_call(of_any_total(described) if is_packed else described, *options)
+        check_written(call, tensors)
+        latest.remember(tensors, CACHE_ALIGNMENTS, OF_TOTAL if is_packed else (), call)
+    elif call.apart is not None:
+        call.apart(*begins)
+    elif is_packed:
+        check_written(call, tensors)
+    return call
 
 
 # ------------------------------------------------------------------------------------- checks
@@ -543,16 +584,16 @@ def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
     )
 
 
-# ---------------------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------- the int32 tensors
 
 
-def integers_on_device(
+def with_integers_on_device(
     call: PreparedCacheCall,
     tensors: tuple[torch.Tensor | None, ...],
     length: int | None,
     known: KnownLengths | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Check what the host can see of the int32 tensors, and bring them to q's device.
+    """The `CacheTensors` with the int32 ones on q's device; checks what the host can see of them.
 
     Args:
         length: of each sequence; None if cache_seqlens says it.
@@ -565,7 +606,7 @@ def integers_on_device(
     if length is not None:
         integers = length, *integers[1:]
     if not any(value is not None and is_visible(value) for value in integers):
-        return integers
+        return tensors
     description = call.description._replace(q=Operand(*describe("q", tensors[0])))
     values = values_on_host(description, integers)
     check_values(description, values, call.query_step)
@@ -574,9 +615,8 @@ def integers_on_device(
         if not (values.seqlens is None or values.counts is None):
             keys = [a + b for a, b in zip(values.seqlens, values.counts, strict=True)]
         known.check_same("scheduler_metadata", values.query_ends, keys)
-    return tuple(
-        on_device(name, value, description) for name, value in zip(INTEGERS, integers, strict=True)
-    )
+    on_gpu = (on_device(name, x, description) for name, x in zip(INTEGERS, integers, strict=True))
+    return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]
 
 
 def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
@@ -596,34 +636,3 @@ def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> t
         )
     # From pinned memory the copy would still run when the caller writes the next lengths.
     return (value.clone() if value.is_pinned() else value).to(device, non_blocking=True)
-
-
-def append_tokens(
-    call: PreparedCacheCall, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-    seqlens: torch.Tensor, batch_idx: torch.Tensor | None, pages: torch.Tensor | None,
-    ends_new: torch.Tensor | None, ends_q: torch.Tensor | None, turns: torch.Tensor | None,
-    rotated: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Append k and v to the caches.
-
-    Args:
-        rotated: where rotated queries may go; None for memory of their own.
-
-    Returns:
-        the queries, rotated if there are rotary tables, and the lengths: with the new tokens if
-        sequences get different numbers of them, or have different numbers of queries.
-    """
-    total = None if ends_new is ends_q is None else seqlens.new_empty(seqlens.shape[0])
-    if cos is None:
-        rotary = None, None, None, None, None
-    else:
-        if rotated is None:
-            rotated = q.new_empty(*q.shape)
-        rotary = q, rotated, cos, sin, ends_q
-    # In the order of `AppendArguments`; to make one of them would take the host 0.5 us.
-    call.append(
-        k, v, k_cache, v_cache, seqlens, total, ends_new, batch_idx, pages, *rotary, turns,
-        call.query_step,
-    )  # fmt: skip
-    return (q if cos is None else rotated), (seqlens if total is None else total)

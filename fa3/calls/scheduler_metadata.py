@@ -133,6 +133,23 @@ def check_packed_metadata(metadata: object, sm_margin: int) -> int:
     return metadata.calls.sm_margin
 
 
+def check_cache_metadata(
+    metadata: object, has_packed_queries: bool
+) -> tuple[SchedulerMetadata, KnownLengths | None]:
+    """Raise unless this is of calls on a cache, and packed only if their queries are.
+
+    Returns:
+        what these have in common, and the lengths, if the host knows them.
+    """
+    check_is_metadata(metadata)
+    if type(metadata) is SchedulerMetadata:
+        return metadata, None
+    metadata.check(has_packed_keys=False)
+    if not has_packed_queries:
+        raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
+    return metadata.calls, metadata.lengths
+
+
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,
