@@ -377,15 +377,7 @@ def flash_attn_func(
         check_rank("q", Operand(*described[0]))
         is_causal = check_window(window_size, causal).right == 0
         modifiers = Modifiers.of(
-            q,
-            q.shape[0],
-            softcap,
-            alibi_slopes,
-            sinks,
-            score,
-            mask,
-            is_causal,
-            has_backward=True,
+            q, q.shape[0], softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
         )
     structure, dropout = modifiers.structure, None
     if dropout_p or rng_state is not None:
@@ -397,17 +389,10 @@ def flash_attn_func(
     call = prepare_forward(
         *described, causal, window_size, structure, sm_margin, schedule, plan, pack_gqa
     )
-    head_dim = described[0][0][-1]
-    scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
+    scale = check_scale(softmax_scale, described[0][0][-1], FROM_FLASH_ATTENTION_2)
     if has_gradient:
         check_differentiable(q, k, v, sinks, score, out, sm_margin, pack_gqa)
-        tensors = modifiers.tensors or ()
-        if q.is_cuda:
-            options = call, deterministic, scale
-            out, lse = attend_on_device(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
-        else:
-            options = call.plan, call.problem, scale
-            out, lse = HostAttention.apply(*options, *(dropout or NO_DROPOUT), q, k, v, *tensors)
+        out, lse = attend_differentiably(call, q, k, v, modifiers, scale, dropout, deterministic)
         return (out, lse) if return_lse else out
     if out is None:
         out = call.output.allocate(q)
@@ -426,6 +411,23 @@ def flash_attn_func(
     else:
         hide_all_keys(out, lse, sinks)
     return (out, lse) if return_lse else out
+
+
+def attend_differentiably(
+    call: PreparedCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    modifiers: Modifiers,
+    scale: float,
+    dropout: Dropout | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the log-sum-exp, which torch's autograd knows of."""
+    tensors = *(dropout or NO_DROPOUT), q, k, v, *(modifiers.tensors or ())
+    if q.is_cuda:
+        return attend_on_device(call, deterministic, scale, *tensors)
+    return HostAttention.apply(call.plan, call.problem, scale, *tensors)
 
 
 def check_forward_out(
