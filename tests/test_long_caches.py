@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvcache_bad_values import integers
 from kvcache_problems import CacheProblem, make_call
 
-from fa3.calls import combine, decode, kvcache
+from fa3.calls import combine, decode, prepared_cache
 from fa3.calls.cache_call import CacheCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.kvcache import flash_attn_with_kvcache
@@ -343,9 +343,9 @@ def test_vectors_that_32_bits_do_not_count_are_refused():
         return CacheCall(operand(1, 1, 1, 8), cache, cache, new, new, *[None] * 7)
 
     assert MOST_VECTORS + THREADS - 1 <= LARGEST
-    kvcache.append_kernel(call(MOST_VECTORS), False)
+    prepared_cache.append_kernel(call(MOST_VECTORS), False)
     with pytest.raises(ValueError, match=rf"^k must have at most {MOST_VECTORS} vectors"):
-        kvcache.append_kernel(call(MOST_VECTORS + 1), False)
+        prepared_cache.append_kernel(call(MOST_VECTORS + 1), False)
 
 
 @pytest.mark.parametrize(

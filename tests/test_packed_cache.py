@@ -533,7 +533,8 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
     attended = []
 
     def attend(self, q, k, v, out, lse, seqlens, *rest):
-        attended.append((type(self), q, out, seqlens.tolist(), rest[-1]))
+        *_, seqlen_new, _ = rest
+        attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
 
     for kind in (mixed.PreparedMixed, decode.PreparedDecode):
         monkeypatch.setattr(kind, "attend", attend)

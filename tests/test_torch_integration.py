@@ -4,8 +4,6 @@ Without a GPU the kernels are put at the dispatch key CPU, where torch has none 
 calls of aten's operators and `varlen_attn` then go through the dispatcher and autograd as on a GPU.
 """
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,18 +51,26 @@ def heads_first(batch=2, heads=4, seqlen=40, head_dim=64, transposed=True, dtype
 
 
 @pytest.mark.parametrize("name", integration.KERNELS)
-def test_kernels_take_what_the_operators_have(name):
-    schema = getattr(torch.ops.aten, name).default._schema
-    expected = [argument.name for argument in schema.arguments]
-    taken = inspect.signature(integration.KERNELS[name]).parameters
-    if "options" in taken:
-        taken = [*taken][:-1] + [
-            name
-            for name, one in inspect.signature(integration.flash_attend).parameters.items()
-            if one.kind is one.KEYWORD_ONLY
-        ]
-    # An older torch has fewer of the last ones.
-    assert [name for name in taken if name in expected] == expected
+def test_arguments_are_those_of_the_operators(name):
+    taken = integration.AtenArguments
+    for argument in getattr(torch.ops.aten, name).default._schema.arguments:
+        name = integration.RENAMED.get(argument.name, argument.name)
+        assert name in taken._fields
+        if argument.has_default_value():
+            assert taken._field_defaults[name] == argument.default_value
+
+
+def test_an_argument_of_a_later_torch_is_for_its_kernel():
+    name = "_scaled_dot_product_flash_attention"
+    stock, tensors = Stock(), heads_first()
+    routed = integration.Routed.of(name, stock.kernel(name, "CPU"))
+    routed(None, *tensors, later=None)
+    assert stock.called == [name]
+    later = integration.Routed(routed.kernel, routed.stock, (*routed.places, integration.NOWHERE))
+    options = 0.0, False, False, None
+    assert later(None, *tensors, *options) is not None and len(stock.called) == 1
+    later(None, *tensors, *options, None)
+    assert stock.called == [name, name]
 
 
 @pytest.mark.parametrize("transposed", [True, False])
@@ -318,7 +324,7 @@ def runs_of_fa3(monkeypatch, name: str = "attend_into") -> list:
 
     def noted(*arguments, **named):
         result = run(*arguments, **named)
-        ran.append(arguments[0].shape)
+        ran.append(arguments[0].query.shape)
         return result
 
     monkeypatch.setattr(integration, name, noted)

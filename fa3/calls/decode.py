@@ -1,10 +1,10 @@
 """Attention of a few queries to the keys and values of a cache: what is launched for it.
 
-`fa3.calls.kvcache` validates a call and has it prepared here, once for all calls that are described
-alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed keys, and
-`fa3.calls.forward` hands over the plans of dense calls with few queries. A prepared call allocates
-its workspace and launches the plan's kernels. Lengths are read on the device only: a captured graph
-stays right while they grow.
+`fa3.calls.prepared_cache` validates a call and has it prepared here, once for all calls that are
+described alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed
+keys, and `fa3.calls.forward` hands over the plans of dense calls with few queries. A prepared call
+allocates its workspace and launches the plan's kernels. Lengths are read on the device only: a
+captured graph stays right while they grow.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from fa3.calls.cache_call import CacheCall
+from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.modifiers import structure_of
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
@@ -65,7 +66,7 @@ class PreparedDecode:
 
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-        softmax_scale: float, seqlen_new: int = 0,
+        softmax_scale: float, seqlen_new: int = 0, known: KnownLengths | None = None,
     ) -> None:  # fmt: skip
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
@@ -74,6 +75,7 @@ class PreparedDecode:
 
         Args:
             seqlen_new: keys that each sequence has beyond those that `seqlens` says.
+            known: the lengths, if the host knows them; of use to `PreparedMixed` only.
         """
         modifiers = modifiers_of(slopes, sinks)
         if self.attends is None:

@@ -376,15 +376,7 @@ def flash_attn_func(
         check_rank("q", Operand(*described[0]))
         is_causal = check_window(window_size, causal).right == 0
         modifiers = Modifiers.of(
-            q,
-            q.shape[0],
-            softcap,
-            alibi_slopes,
-            sinks,
-            score,
-            mask,
-            is_causal,
-            has_backward=True,
+            q, q.shape[0], softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
         )
     structure, dropout = modifiers.structure, None
     if dropout_p or rng_state is not None:
@@ -396,16 +388,12 @@ def flash_attn_func(
     call = prepare_forward(
         *described, causal, window_size, structure, sm_margin, schedule, plan, pack_gqa
     )
-    head_dim = described[0][0][-1]
-    scale = check_scale(softmax_scale, head_dim, FROM_FLASH_ATTENTION_2)
+    scale = check_scale(softmax_scale, described[0][0][-1], FROM_FLASH_ATTENTION_2)
     if has_gradient:
         check_differentiable(q, k, v, sinks, score, out, sm_margin, pack_gqa)
-        tensors = modifiers.tensors or ()
-        if q.is_cuda:
-            given = call, deterministic, scale, dropout, return_lse
-            return attend_on_device(given, q, k, v, *tensors)
-        out, lse = HostAttention.apply((call.plan, call.problem, scale, dropout), q, k, v, *tensors)
-        return (out, lse) if return_lse else out
+        return attend_differentiably(
+            call, q, k, v, modifiers.tensors or (), scale, dropout, deterministic, return_lse
+        )
     if out is None:
         out = call.output.allocate(q)
     else:
@@ -422,6 +410,25 @@ def flash_attn_func(
         run_on_host(call.plan, q, k, v, out, lse, modifiers.tensors, scale, dropout)
     else:
         hide_all_keys(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def attend_differentiably(
+    call: PreparedCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    scale: float,
+    dropout: Dropout | None,
+    deterministic: bool,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What `flash_attn_func` returns, which torch's autograd knows of."""
+    if q.is_cuda:
+        given = call, deterministic, scale, dropout, return_lse
+        return attend_on_device(given, q, k, v, *tensors)
+    out, lse = HostAttention.apply((call.plan, call.problem, scale, dropout), q, k, v, *tensors)
     return (out, lse) if return_lse else out
 
 

@@ -1,76 +1,35 @@
-"""Attention to a key/value cache: validate, append, attend. CPU tensors go to the reference.
+"""Attention to a key/value cache: the options of a call, and what its tensors lead to.
 
-A call appends in one launch (`kernels.append`) and attends in one or more (`mixed`, `decode`).
-Lengths are read on the device only, so a captured CUDA graph goes on decoding as they grow. What
-follows from a call's shapes, strides, types and options is worked out once and remembered.
+What follows from a call's shapes, strides, types and options is worked out once and remembered
+(`fa3.calls.prepared_cache`). The latest calls are found again without describing their tensors
+(`fa3.calls.latest`).
 """
 
 import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import assertions, mixed, operators
-from fa3.calls.assertions import is_visible
+from fa3.calls import assertions, operators
 from fa3.calls.cache_call import (
     CACHE_ALIGNMENTS,
-    INTEGERS,
     LENGTHS,
-    OF_INTEGERS,
     OF_TOTAL,
-    CacheCall,
-    CacheTensors,
-    check_cache_counts,
-    check_tensors,
-    check_values,
     describe_tensors,
     of_any_total,
-    values_on_host,
 )
-from fa3.calls.decode import PreparedDecode
-from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
-from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.latest import Latest
-from fa3.calls.mixed import PreparedMixed
-from fa3.calls.modifiers import check_softcap
-from fa3.calls.operands import (
-    DTYPES,
-    CheckOfAddresses,
-    Description,
-    Operand,
-    Output,
-    addresses,
-    check_apart,
-    check_of_addresses,
-    check_writable,
-    describe,
-    hide_all_keys,
+from fa3.calls.options import OptionTypes, as_pair, check_scale, integer, reject_unsupported
+from fa3.calls.prepared_cache import (
+    PreparedCacheCall,
+    check_total,
+    check_written,
+    prepare_cache_call,
+    with_integers_on_device,
 )
-from fa3.calls.options import (
-    OptionTypes,
-    as_pair,
-    check_scale,
-    check_window,
-    integer,
-    reject_unsupported,
-)
-from fa3.calls.ragged import MOST_RAGGED_ROWS, check_ragged_out, hide_all_keys_of_packed
-from fa3.calls.scheduler_metadata import (
-    PackedMetadata,
-    SchedulerMetadata,
-    check_is_metadata,
-)
+from fa3.calls.scheduler_metadata import PackedMetadata, SchedulerMetadata, check_cache_metadata
 from fa3.calls.traced import trace_cached
-from fa3.kernels.append import MOST_VECTORS, Append, Rotary
-from fa3.planning.gpu import H200
-from fa3.primitives.arithmetic import LARGEST
-from fa3.primitives.vectors import VECTOR
-from fa3.problem import NO_BOUND, REMEMBERED, Window
-from fa3.reference.cache import HostAppend
-from fa3.running.compiler import load_kernel
+from fa3.problem import NO_BOUND, REMEMBERED
 
 CACHE_OPTIONS = OptionTypes(
     {
@@ -85,39 +44,6 @@ CACHE_OPTIONS = OptionTypes(
         "softcap": float,
     }
 )
-
-TENSORS = CacheTensors._fields
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedCacheCall:
-    """What a call's description leads to, whatever the total of packed queries is.
-
-    Fields:
-        description: of all tensors.
-        append: appends and rotates; None if nothing is appended.
-        decode: attends; None if there are no keys, or no queries to attend from.
-        query_step: 1 if each query has a rotary position of its own, 0 if they share one.
-        lse_shape: None for packed queries, whose total it has.
-        head_dim: columns of q.
-        most_queries: rows of packed queries that 32 bits count.
-        has_rotated_in_out: whether rotated queries may lie where the output will.
-        has_host_integers: whether an int32 tensor is on the CPU.
-        apart: checks that what is written shares no memory with other tensors; None if nothing of
-            the caller's is written, and for packed queries.
-    """
-
-    description: CacheCall
-    append: Callable | None
-    decode: PreparedDecode | PreparedMixed | None
-    query_step: int
-    output: Output
-    lse_shape: tuple[int, ...] | None
-    head_dim: int
-    most_queries: int
-    has_rotated_in_out: bool
-    has_host_integers: bool
-    apart: CheckOfAddresses | None
 
 
 @operators.WITH_KVCACHE.stands_for
@@ -281,349 +207,75 @@ def flash_attn_with_kvcache(
             attention_chunk, pack_gqa, has_packing=True,
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
+    return_lse = return_lse or return_softmax_lse
+    is_packed = cu_seqlens_q is not None
     if max_seqlen_q is not None:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
-        if cu_seqlens_q is None:
+        if not is_packed:
             raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {max_seqlen_q}")
-    return_lse = return_lse or return_softmax_lse
-    window_size = as_pair(window_size)
     if k is None and v is None:
         cu_seqlens_k_new = None
-    known = None
-    if scheduler_metadata is not None:
-        check_is_metadata(scheduler_metadata)
-        if type(scheduler_metadata) is PackedMetadata:
-            scheduler_metadata.check(has_packed_keys=False)
-            if cu_seqlens_q is None:
-                raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
-            known, scheduler_metadata = scheduler_metadata.lengths, scheduler_metadata.calls
-    if is_traced(q):
-        for name, given in (("cu_seqlens_q", cu_seqlens_q), ("rotary_seqlens", rotary_seqlens)):
-            if given is not None:
-                raise NotImplementedError(f"{name} must be None while a graph is traced")
-        return trace_cached(
-            q, k_cache, v_cache, out, return_lse, k, v, rotary_cos, rotary_sin, cu_seqlens_k_new,
-            rotary_interleaved, scheduler_metadata, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes,
-            sinks, num_splits, batch_invariant,
-        )  # fmt: skip
-    length = None
+    length = known = None
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
-        length, cache_seqlens = integer("cache_seqlens", cache_seqlens, kind=LENGTHS), None
+        length, cache_seqlens = cache_seqlens, None
+    if scheduler_metadata is not None:
+        scheduler_metadata, known = check_cache_metadata(scheduler_metadata, is_packed)
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
         rotary_seqlens, alibi_slopes, sinks, out,
     )  # fmt: skip
-    latest = latest_cache_call(
-        max_seqlen_q, causal, window_size, softcap, rotary_interleaved, num_splits,
+    options = (
+        max_seqlen_q, causal, as_pair(window_size), softcap, rotary_interleaved, num_splits,
         batch_invariant, sm_margin, scheduler_metadata,
     )  # fmt: skip
-    call, begins = latest.find(tensors)
-    if call is None:
-        described = describe_tensors(*tensors)
-        call = prepare_cache_call(
-            described if cu_seqlens_q is None else of_any_total(described), max_seqlen_q, causal,
-            window_size, softcap, rotary_interleaved, num_splits, batch_invariant, sm_margin,
-            scheduler_metadata,
-        )  # fmt: skip
-        check_written(call, tensors)
-        of_total = () if cu_seqlens_q is None else OF_TOTAL
-        latest.remember(tensors, CACHE_ALIGNMENTS, of_total, call)
-    elif call.apart is not None:
-        call.apart(*begins)
-    elif cu_seqlens_q is not None:
-        check_written(call, tensors)
+    if is_traced(q):
+        return trace_cached(tensors, options, length, softmax_scale, return_lse)
+    call = prepared_call(tensors, options, is_packed)
     scale = check_scale(softmax_scale, call.head_dim)
-    if cache_seqlens is None and length is None:
+    if length is not None:
+        length = integer("cache_seqlens", length, kind=LENGTHS)
+    elif cache_seqlens is None:
         if k is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         length = call.description.capacity
-    if cu_seqlens_q is not None and q.shape[0] > call.most_queries:
-        check_total(call, describe("q", q))
+    if is_packed and q.shape[0] > call.most_queries:
+        check_total(call, q)
     if known is not None:
         longest = max_seqlen_q, call.description.capacity
         known.check_fit(
             "scheduler_metadata", call.description.batch, (q.shape[0], known.end_k), longest
         )
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
-        (
-            cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
-            cu_seqlens_q, rotary_seqlens,
-        ) = integers_on_device(call, tensors, length, known)  # fmt: skip
-    rotated = None
-    if out is None:
-        out = call.output.allocate(q)
-        if call.has_rotated_in_out:
-            rotated = out
-    lse = None
-    if return_lse:
-        lse_shape = call.lse_shape or (call.description.heads_q, q.shape[0])
-        lse = q.new_empty(*lse_shape, dtype=torch.float32)
-    seqlen_new = 0
-    if call.append is not None:
-        if cu_seqlens_k_new is cu_seqlens_q is None:
-            seqlen_new = k.shape[1]
-        q, cache_seqlens = append_tokens(
-            call, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
-            cache_batch_idx, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens,
-            rotated,
-        )  # fmt: skip
-    if call.decode is not None and (cu_seqlens_q is None or q.shape[0]):
-        of_lengths = () if known is None or not isinstance(call.decode, PreparedMixed) else (known,)
-        call.decode.attend(
-            q, k_cache, v_cache, out, lse, cache_seqlens, cache_batch_idx, cache_leftpad,
-            page_table, alibi_slopes, sinks, cu_seqlens_q, scale, seqlen_new, *of_lengths,
-        )  # fmt: skip
-    elif cu_seqlens_q is None:
-        hide_all_keys(out, lse, sinks)
-    elif call.description.batch:
-        hide_all_keys_of_packed(out, lse, cu_seqlens_q, None, sinks)
-    return (out, lse) if return_lse else out
+        tensors = with_integers_on_device(call, tensors, length, known)
+    return call.run(tensors, scale, return_lse, known)
 
 
-# ------------------------------------------------------------------------------------- checks
+def prepared_call(
+    tensors: tuple[torch.Tensor | None, ...], options: tuple, is_packed: bool
+) -> PreparedCacheCall:
+    """What these tensors and options lead to. It can write to what it writes to.
 
-
-def check_total(call: PreparedCacheCall, q: Description) -> None:
-    """Raise for packed queries with more rows than `most_queries`."""
-    description = call.description._replace(q=Operand(*q))
-    check_cache_counts(description)
-    rows = description.q.shape[0]
-    if isinstance(call.decode, PreparedMixed) and rows > MOST_RAGGED_ROWS:
-        raise ValueError(
-            f"q must have at most {MOST_RAGGED_ROWS} rows where a sequence may have many queries, "
-            f"got {rows}"
-        )
-    check_vectors(description)
-
-
-def check_written(call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, ...]) -> None:
-    """Raise unless the call can write to its output, if it is given, and append to its caches."""
-    q, k_cache, v_cache, *_, out = tensors
-    if out is not None:
-        check_writable("out", out)
-    if call.append is not None:
-        check_writable("k_cache", k_cache)
-        check_writable("v_cache", v_cache)
-    if call.apart is not None:
-        call.apart(*addresses(tensors))
-        return
-    # The total of packed queries, and so of their output, is another one in every call.
-    if out is not None:
-        of_q, of_out = describe("q", q), describe("out", out)
-        check_ragged_out(out, of_out, call.output.shape_beside(q.shape), of_q)
-        check_apart("out", out, TENSORS[:-1], tensors[:-1])
-    if call.append is not None:
-        check_apart("k_cache", k_cache, ("q", *TENSORS[2:-1]), (q, *tensors[2:-1]))
-        check_apart("v_cache", v_cache, ("q", *TENSORS[3:-1]), (q, *tensors[3:-1]))
-
-
-# -------------------------------------------------------------------------------- preparations
+    Args:
+        tensors: the `CacheTensors`.
+        options: of `prepare_cache_call`.
+        is_packed: whether queries are.
+    """
+    latest = latest_cache_call(*options)
+    call, begins = latest.find(tensors)
+    if call is None:
+        described = describe_tensors(*tensors)
+        call = prepare_cache_call(of_any_total(described) if is_packed else described, *options)
+        check_written(call, tensors)
+        latest.remember(tensors, CACHE_ALIGNMENTS, OF_TOTAL if is_packed else (), call)
+    elif call.apart is not None:
+        call.apart(*begins)
+    elif is_packed:
+        check_written(call, tensors)
+    return call
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def latest_cache_call(*options: object) -> Latest[PreparedCacheCall]:
     """The latest call with these options, which are all of `prepare_cache_call`."""
     return Latest()
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def prepare_cache_call(
-    described: tuple[Description | None, ...],
-    max_seqlen_q: int | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    rotary_interleaved: bool,
-    num_splits: int,
-    batch_invariant: bool,
-    sm_margin: int,
-    metadata: SchedulerMetadata | None,
-) -> PreparedCacheCall:
-    """Validate calls of this description, and load their kernels.
-
-    Args:
-        described: the `CacheTensors`; of packed queries as `of_any_total` has them.
-    """
-    call = CacheCall.of(described, max_seqlen_q)
-    check_tensors(call)
-    window = check_window(window_size, causal)
-    if metadata is not None:
-        metadata.check(
-            batch=call.batch,
-            seqlen_q=call.seqlen_q,
-            heads_q=call.heads_q,
-            heads_kv=call.k_cache.shape[2],
-            head_dim=call.head_dim,
-            head_dim_v=call.head_dim_v,
-            dtype=call.q.dtype,
-            page_size=call.page_size if call.page_table else None,
-            window=window,
-            has_softcap=bool(softcap),
-        )
-        num_splits, sm_margin = metadata.options(num_splits, sm_margin, batch_invariant)
-    if num_splits < 0:
-        raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {num_splits}")
-    on_gpu = call.q.device.type == "cuda"
-    reserve_sms(gpu_of(call.q.device) if on_gpu else H200, sm_margin)
-    check_softcap(softcap)
-    has_room = 0 not in (*call.k_cache.shape, call.num_sequences, call.capacity)
-    append = attends = None
-    if has_room and call.k is not None and call.batch:
-        kernel = append_kernel(call, rotary_interleaved)
-        append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
-    if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
-        attends = mixed.prepare_attention(
-            call, window, softcap, num_splits, batch_invariant, sm_margin
-        )
-    apart = None
-    if not call.is_packed and not (call.out is append is None):
-        written = ("out",) if append is None else ("out", "k_cache", "v_cache")
-        apart = check_of_addresses(TENSORS, described, written)
-    most = LARGEST if append is None else MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q))
-    return PreparedCacheCall(
-        call,
-        append,
-        attends,
-        int(window != Window()),
-        Output.of(call.out_shape, call.q, call.is_packed),
-        None if call.is_packed else (call.batch, call.heads_q, call.seqlen_q),
-        call.head_dim,
-        min(most, MOST_RAGGED_ROWS) if isinstance(attends, PreparedMixed) else most,
-        has_rotated_in_out(call),
-        any(of_one is not None and of_one.device.type == "cpu" for of_one in call[OF_INTEGERS]),
-        apart,
-    )
-
-
-def has_rotated_in_out(call: CacheCall) -> bool:
-    """Whether rotated queries may lie where the output will, in memory of the same shape.
-
-    The decode kernel writes a row of O where it has read this row of Q, or when all that read it
-    have. Where queries are packed, the forward kernel may attend to them too (`fa3.calls.mixed`):
-    it reads Q twice, and when it computes failed rows once more, O has been written.
-    """
-    return call.rotary_cos is not None and not call.is_packed and call.head_dim == call.head_dim_v
-
-
-def check_vectors(call: CacheCall) -> None:
-    """Raise if the kernel that appends cannot count what it copies and turns."""
-    for name, operand in (("k", call.k), ("q", call.q)):
-        *rows, heads, _ = operand.shape
-        if math.prod(rows) * vectors_of_row(call, heads) > MOST_VECTORS:
-            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
-
-
-def vectors_of_row(call: CacheCall, heads: int) -> int:
-    """Vectors of 16 bytes in a row of heads."""
-    return heads * max(call.head_dim, call.head_dim_v) // VECTOR
-
-
-def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
-    """The kernel that appends k and v of this call."""
-    check_vectors(call)
-    rotary = None
-    if call.rotary_cos is not None:
-        dtype = str(call.rotary_cos.dtype).removeprefix("torch.")
-        rotary = Rotary(2 * call.rotary_cos.shape[1], bool(rotary_interleaved), dtype)
-    return Append(
-        DTYPES[call.q.dtype],
-        call.head_dim,
-        call.head_dim_v,
-        paged=call.page_table is not None,
-        batch_indexed=call.cache_batch_idx is not None,
-        ragged=call.cu_seqlens_k_new is not None,
-        rotary=rotary,
-        packed=call.is_packed and rotary is not None,
-        turned=call.rotary_seqlens is not None,
-        # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
-        # forward kernel's tiles is made of lengths too (`fa3.calls.mixed`).
-        writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
-    )
-
-
-# ---------------------------------------------------------------------------------------- runs
-
-
-def integers_on_device(
-    call: PreparedCacheCall,
-    tensors: tuple[torch.Tensor | None, ...],
-    length: int | None,
-    known: KnownLengths | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """Check what the host can see of the int32 tensors, and bring them to q's device.
-
-    Args:
-        length: of each sequence; None if cache_seqlens says it.
-        known: what the lengths with new tokens should be, if there is metadata that says so.
-
-    Raises:
-        ValueError, RuntimeError: see `check_values` and `values_on_host`.
-    """
-    integers = tensors[OF_INTEGERS]
-    if length is not None:
-        integers = length, *integers[1:]
-    if not any(value is not None and is_visible(value) for value in integers):
-        return integers
-    description = call.description._replace(q=Operand(*describe("q", tensors[0])))
-    values = values_on_host(description, integers)
-    check_values(description, values, call.query_step)
-    if known is not None:
-        keys = None
-        if not (values.seqlens is None or values.counts is None):
-            keys = [a + b for a, b in zip(values.seqlens, values.counts, strict=True)]
-        known.check_same("scheduler_metadata", values.query_ends, keys)
-    return tuple(
-        on_device(name, value, description) for name, value in zip(INTEGERS, integers, strict=True)
-    )
-
-
-def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
-    """The value as a tensor on q's device; a number for each sequence.
-
-    Raises:
-        RuntimeError: a CUDA graph would copy it from the host again at every replay.
-    """
-    device = call.q.device
-    if isinstance(value, int):
-        return torch.full((call.batch,), value, dtype=torch.int32, device=device)
-    if value is None or value.device == device:
-        return value
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{name} must be on {device} while a CUDA graph is captured, got {value.device}"
-        )
-    # From pinned memory the copy would still run when the caller writes the next lengths.
-    return (value.clone() if value.is_pinned() else value).to(device, non_blocking=True)
-
-
-def append_tokens(
-    call: PreparedCacheCall, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-    k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None,
-    seqlens: torch.Tensor, batch_idx: torch.Tensor | None, pages: torch.Tensor | None,
-    ends_new: torch.Tensor | None, ends_q: torch.Tensor | None, turns: torch.Tensor | None,
-    rotated: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Append k and v to the caches.
-
-    Args:
-        rotated: where rotated queries may go; None for memory of their own.
-
-    Returns:
-        the queries, rotated if there are rotary tables, and the lengths: with the new tokens if
-        sequences get different numbers of them, or have different numbers of queries.
-    """
-    total = None if ends_new is ends_q is None else seqlens.new_empty(seqlens.shape[0])
-    if cos is None:
-        rotary = None, None, None, None, None
-    else:
-        if rotated is None:
-            rotated = q.new_empty(*q.shape)
-        rotary = q, rotated, cos, sin, ends_q
-    # In the order of `AppendArguments`; to make one of them would take the host 0.5 us.
-    call.append(
-        k, v, k_cache, v_cache, seqlens, total, ends_new, batch_idx, pages, *rotary, turns,
-        call.query_step,
-    )  # fmt: skip
-    return (q if cos is None else rotated), (seqlens if total is None else total)

@@ -1,7 +1,7 @@
 """Attention to a cache from batches of prompts and of sequences that decode: both kernels share it.
 
-`fa3.calls.kvcache` has calls prepared here. Where packed sequences may have many queries, the
-forward kernel attends for those that do, and the decode kernel for the others: each reads the
+`fa3.calls.prepared_cache` has calls prepared here. Where packed sequences may have many queries,
+the forward kernel attends for those that do, and the decode kernel for the others: each reads the
 lengths on the device and leaves out what is the other's (`fa3.planning.short_queries`). All other
 calls are the decode kernel's alone (`fa3.calls.decode`).
 """

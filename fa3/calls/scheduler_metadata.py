@@ -3,25 +3,23 @@
 The kernels read lengths on the device and cut keys by themselves, so calls need no schedule. What
 the host can add, where it knows the lengths: of equal queries on a cache, that cutting does not
 pay, since whole tiles need no workspace and no merge; of packed queries, the table of tiles
-(`fa3.calls.known_lengths`), which each call would have to have made by a kernel.
+(`fa3.calls.known_lengths`), which each call would have to have made by a kernel. What is given of
+the lengths is read in `fa3.calls.step_lengths`.
 """
 
 import functools
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from fa3.calls.assertions import is_visible, read_back
-from fa3.calls.cache_call import LENGTHS, check_leftpads
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.known_lengths import KnownLengths, host_ends, host_integers
+from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.modifiers import structure_of
-from fa3.calls.operands import DTYPES, check_dtype, check_shape, describe_unaligned, operand_of
+from fa3.calls.operands import DTYPES
 from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsupported
-from fa3.calls.ragged import INTEGERS_OF_LENGTHS, MOST_RAGGED_ROWS
+from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.calls.step_lengths import StepLengths
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
@@ -135,6 +133,23 @@ def check_packed_metadata(metadata: object, sm_margin: int) -> int:
     return metadata.calls.sm_margin
 
 
+def check_cache_metadata(
+    metadata: object, has_packed_queries: bool
+) -> tuple[SchedulerMetadata, KnownLengths | None]:
+    """Raise unless this is of calls on a cache, and packed only if their queries are.
+
+    Returns:
+        what these have in common, and the lengths, if the host knows them.
+    """
+    check_is_metadata(metadata)
+    if type(metadata) is SchedulerMetadata:
+        return metadata, None
+    metadata.check(has_packed_keys=False)
+    if not has_packed_queries:
+        raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
+    return metadata.calls, metadata.lengths
+
+
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,
@@ -210,109 +225,121 @@ def get_scheduler_metadata(
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
     reject_unsupported(attention_chunk, pack_gqa, has_packing=True)
-    causal, has_softcap = flag("causal", causal), flag("has_softcap", has_softcap)
-    headdim_v = headdim if headdim_v is None else headdim_v
-    sizes = (
-        ("batch_size", batch_size, 1),
-        ("max_seqlen_q", max_seqlen_q, 1),
-        ("max_seqlen_k", max_seqlen_k, 0),
-        ("num_heads_q", num_heads_q, 1),
-        ("num_heads_kv", num_heads_kv, 1),
-        ("headdim", headdim, 1),
-        ("headdim_v", headdim_v, 1),
-        ("max_seqlen_k_new", max_seqlen_k_new, 0),
-        ("num_splits", num_splits, 0),
-        ("sm_margin", sm_margin, 0),
+    calls = SchedulerMetadata(
+        batch=bounded("batch_size", batch_size, 1, LARGEST),
+        seqlen_q=bounded("max_seqlen_q", max_seqlen_q, 1, LARGEST),
+        heads_q=bounded("num_heads_q", num_heads_q, 1, LARGEST),
+        heads_kv=bounded("num_heads_kv", num_heads_kv, 1, LARGEST),
+        head_dim=head_size("headdim", headdim),
+        head_dim_v=head_size("headdim_v", headdim if headdim_v is None else headdim_v),
+        dtype=qkv_dtype,
+        page_size=None if page_size is None else bounded("page_size", page_size, 1, LONGEST),
+        window=check_window(as_pair(window_size), flag("causal", causal)),
+        has_softcap=flag("has_softcap", has_softcap),
+        num_splits=integer("num_splits", num_splits, 0),
+        sm_margin=integer("sm_margin", sm_margin, 0),
     )
-    (
-        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v,
-        max_seqlen_k_new, num_splits, sm_margin,
-    ) = (integer(name, size, least) for name, size, least in sizes)  # fmt: skip
-    if page_size is not None:
-        page_size = integer("page_size", page_size, 1)
-    for name, size, most in (
-        ("batch_size", batch_size, LARGEST),
-        ("max_seqlen_q", max_seqlen_q, LARGEST),
-        ("num_heads_q", num_heads_q, LARGEST),
-        ("num_heads_kv", num_heads_kv, LARGEST),
-        ("page_size", page_size or 0, LONGEST),
-        ("max_seqlen_k_new", max_seqlen_k_new, LONGEST),
-    ):
-        if size > most:
-            raise ValueError(f"{name} must be at most {most}, got {size}")
-    for name, size in (("headdim", headdim), ("headdim_v", headdim_v)):
-        if size % HEAD_DIM_UNIT or size > MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {size}"
-            )
-    group, rest = divmod(num_heads_q, num_heads_kv)
-    if rest:
-        raise ValueError(f"num_heads_q must be a multiple of {num_heads_kv}, got {num_heads_q}")
+    check_calls(calls, has_packed_queries=cu_seqlens_q is not None)
+    lengths = StepLengths(
+        batch=calls.batch,
+        max_seqlen_q=calls.seqlen_q,
+        max_seqlen_k=integer("max_seqlen_k", max_seqlen_k, 0),
+        max_seqlen_k_new=bounded("max_seqlen_k_new", max_seqlen_k_new, 0, LONGEST),
+        cache_seqlens=cache_seqlens,
+        cache_leftpad=cache_leftpad,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+    )
+    gpu = reserve_sms(gpu_of_calls(cache_seqlens), calls.sm_margin)
     if cu_seqlens_q is None:
-        Sizes(batch_size, max_seqlen_q, num_heads_kv, group, 0).check(
+        return metadata_of_equal(calls, lengths, gpu)
+    if cu_seqlens_k is None:
+        return metadata_of_cache(calls, lengths, gpu)
+    return metadata_of_packed(calls, lengths, gpu)
+
+
+def bounded(name: str, size: object, least: int, most: int) -> int:
+    """A size from `least` to `most`."""
+    size = integer(name, size, least)
+    if size > most:
+        raise ValueError(f"{name} must be at most {most}, got {size}")
+    return size
+
+
+def head_size(name: str, size: object) -> int:
+    """Columns that kernels can have."""
+    size = integer(name, size, 1)
+    if size % HEAD_DIM_UNIT or size > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} must be a multiple of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}, got {size}"
+        )
+    return size
+
+
+def check_calls(calls: SchedulerMetadata, has_packed_queries: bool) -> None:
+    """Raise unless there are kernels for what calls have in common."""
+    group, rest = divmod(calls.heads_q, calls.heads_kv)
+    if rest:
+        raise ValueError(f"num_heads_q must be a multiple of {calls.heads_kv}, got {calls.heads_q}")
+    if not has_packed_queries:
+        Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, 0).check(
             "batch_size, max_seqlen_q and the heads"
         )
-    if not isinstance(qkv_dtype, torch.dtype) or qkv_dtype not in DTYPES:
-        raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {qkv_dtype}")
-    window = check_window(as_pair(window_size), causal)
-    metadata = SchedulerMetadata(
-        batch_size, max_seqlen_q, num_heads_q, num_heads_kv, headdim, headdim_v,
-        qkv_dtype, page_size, window, has_softcap, num_splits, sm_margin,
-    )  # fmt: skip
-    gpu = reserve_sms(gpu_of_calls(cache_seqlens), sm_margin)
-    for name, tensor in (("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
-        if tensor is not None and cu_seqlens_q is None:
-            raise ValueError(f"{name} must be None without cu_seqlens_q")
-    if cu_seqlens_k is not None:
-        integers = cu_seqlens_q, cu_seqlens_k, seqused_q, cache_seqlens
-        return metadata_of_packed(metadata, integers, max_seqlen_k, gpu)
-    lengths = host_lengths(
-        batch_size, cache_seqlens, cu_seqlens_k_new, cache_leftpad, max_seqlen_k_new, max_seqlen_k
-    )
-    if cu_seqlens_q is not None:
-        if seqused_q is not None:
-            raise ValueError("seqused_q must be None without cu_seqlens_k")
-        return metadata_of_cache(metadata, cu_seqlens_q, lengths, max_seqlen_k, gpu)
-    if lengths is None:
-        return metadata
-    tensors = cache_seqlens, cu_seqlens_k_new, cache_leftpad
-    on_gpu = any(isinstance(tensor, torch.Tensor) and not tensor.is_cpu for tensor in tensors)
-    if num_splits or on_gpu:
-        return metadata
-    return replace(metadata, keeps_tiles_whole=whole_tiles_suffice(metadata, lengths, gpu.num_sms))
+    if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in DTYPES:
+        raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {calls.dtype}")
 
 
-def metadata_of_packed(
-    calls: SchedulerMetadata,
-    integers: tuple[torch.Tensor | None, ...],
-    max_seqlen_k: int,
-    gpu: Gpu,
-) -> PackedMetadata:
-    """Metadata of calls whose queries and keys are packed.
+def metadata_of_equal(
+    calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu
+) -> SchedulerMetadata:
+    """Metadata of calls on a cache whose sequences have equal queries.
 
     Args:
-        integers: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k.
         gpu: without the SMs that are reserved.
     """
+    keys = lengths.keys_in_cache()
+    if keys is None or calls.num_splits or lengths.has_cache_on_gpu:
+        return calls
+    return replace(calls, keeps_tiles_whole=whole_tiles_suffice(calls, keys, gpu.num_sms))
+
+
+def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
+    """Metadata of calls whose queries are packed and whose keys are in a cache."""
+    known = lengths.of_packed_queries()
+    if known is None:
+        return PackedMetadata(calls, False, None)
+    group = calls.heads_q // calls.heads_kv
+    window = calls.window.tighten(calls.seqlen_q, lengths.max_seqlen_k)
+    structure = structure_of(float(calls.has_softcap), None, None, window.right == 0)
+    spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
+    plan = RaggedPlan(spec, False, False, gpu, CacheLayout(calls.page_size or 0))
+    most = short_queries(group)
+    if calls.seqlen_q > most and plan.finds_keys:
+        upload(known, plan.table_kind(window, most if known.fewest_q <= most else 0, group))
+    return PackedMetadata(calls, False, known)
+
+
+def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
+    """Metadata of calls whose queries and keys are packed."""
     if calls.page_size is not None:
         raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
     if calls.num_splits > 1:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
-    ends_q, ends_k, used_q, used_k = on_host(INTEGERS_OF_LENGTHS, integers, calls.batch)
-    if ends_q is None or ends_k is None:
+    known = lengths.of_packed()
+    if known is None:
         return PackedMetadata(calls, True, None)
-    lengths = KnownLengths.packed(ends_q, ends_k, used_q, used_k)
-    rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
-    lengths.check_fit("cu_seqlens_q", calls.batch, rows, (calls.seqlen_q, max_seqlen_k))
-    heads = calls.heads_q, calls.heads_kv
+    has_used = lengths.seqused_q is not None, lengths.cache_seqlens is not None
+    window = calls.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
     call, kind = planned_call(
-        calls.dtype, calls.head_dim, calls.head_dim_v, *heads, calls.window.tighten(*rows),
-        calls.has_softcap, used_q is not None, used_k is not None, gpu, calls.sm_margin,
+        calls.dtype, calls.head_dim, calls.head_dim_v, calls.heads_q, calls.heads_kv, window,
+        calls.has_softcap, *has_used, gpu, calls.sm_margin,
     )  # fmt: skip
-    most = call.most_short_of_table(lengths, calls.heads_q)
+    most = call.most_short_of_table(known, calls.heads_q)
     if most is not None:
-        upload(lengths, kind._replace(short_queries=most))
-    return PackedMetadata(calls, True, lengths)
+        upload(known, kind._replace(short_queries=most))
+    return PackedMetadata(calls, True, known)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -338,56 +365,6 @@ def planned_call(
     return call, call.plan.table_kind(window, 0, heads_q // heads_kv)
 
 
-def metadata_of_cache(
-    calls: SchedulerMetadata,
-    cu_seqlens_q: torch.Tensor,
-    keys: list[int] | None,
-    max_seqlen_k: int,
-    gpu: Gpu,
-) -> PackedMetadata:
-    """Metadata of calls whose queries are packed and whose keys are in a cache.
-
-    Args:
-        keys: of each sequence, with new tokens; None if they are not to be seen.
-        gpu: without the SMs that are reserved.
-    """
-    (ends_q,) = on_host(("cu_seqlens_q",), (cu_seqlens_q,), calls.batch)
-    if ends_q is None or keys is None:
-        return PackedMetadata(calls, False, None)
-    lengths = KnownLengths.cached(ends_q, np.array(keys, np.int64))
-    rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
-    lengths.check_fit("cu_seqlens_q", calls.batch, rows, (calls.seqlen_q, max_seqlen_k))
-    group = calls.heads_q // calls.heads_kv
-    window = calls.window.tighten(calls.seqlen_q, max_seqlen_k)
-    structure = structure_of(float(calls.has_softcap), None, None, window.right == 0)
-    spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
-    plan = RaggedPlan(spec, False, False, gpu, CacheLayout(calls.page_size or 0))
-    most = short_queries(group)
-    if calls.seqlen_q > most and plan.finds_keys:
-        upload(lengths, plan.table_kind(window, most if lengths.fewest_q <= most else 0, group))
-    return PackedMetadata(calls, False, lengths)
-
-
-def on_host(
-    names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int
-) -> list[np.ndarray | None]:
-    """What lies in integer tensors, ends of sequences first; nothing if one is on a GPU."""
-    for name, tensor in zip(names, tensors, strict=True):
-        operand = operand_of(describe_unaligned(name, tensor))
-        if operand is not None:
-            entries = batch + name.startswith("cu_seqlens")
-            check_dtype(name, operand, torch.int32)
-            check_shape(name, operand, (entries,), "batch_size")
-    if not all(tensor is None or tensor.is_cpu for tensor in tensors):
-        return [None] * len(tensors)
-    return [
-        None if tensor is None
-        else host_ends(name, tensor, batch) if name.startswith("cu_seqlens")
-        else host_integers(name, tensor, (batch,))
-        for name, tensor in zip(names, tensors, strict=True)
-    ]  # fmt: skip
-
-
 def upload(lengths: KnownLengths, kind: TableKind) -> None:
     """Make a table on the current GPU, if there is one and it can be copied there."""
     if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
@@ -401,68 +378,6 @@ def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:
     if torch.cuda.is_available():
         return gpu_of(torch.device("cuda", torch.cuda.current_device()))
     return H200
-
-
-def host_lengths(
-    batch: int,
-    cache_seqlens: int | torch.Tensor,
-    cu_seqlens_k_new: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    max_seqlen_k_new: int,
-    max_seqlen_k: int,
-) -> list[int] | None:
-    """Keys of each sequence with the new tokens and without padding; None if not to be seen."""
-    if not isinstance(cache_seqlens, torch.Tensor):
-        length = integer("cache_seqlens", cache_seqlens, kind=LENGTHS)
-        if not 0 <= length <= LONGEST:
-            raise ValueError(f"cache_seqlens must be from 0 to {LONGEST}, got {length}")
-        cache_seqlens = torch.full((batch,), length, dtype=torch.int32, device="cpu")
-    tensors = {
-        "cache_seqlens": (cache_seqlens, (batch,)),
-        "cu_seqlens_k_new": (cu_seqlens_k_new, (batch + 1,)),
-        "cache_leftpad": (cache_leftpad, (batch,)),
-    }
-    for name, (tensor, shape) in tensors.items():
-        operand = operand_of(describe_unaligned(name, tensor))
-        if operand is not None:
-            check_dtype(name, operand, torch.int32)
-            check_shape(name, operand, shape, "batch_size")
-    if not all(tensor is None or is_visible(tensor) for tensor, _ in tensors.values()):
-        return None
-    lengths, ends, padding = (read_back(name, tensor) for name, (tensor, _) in tensors.items())
-    new = [max_seqlen_k_new] * batch
-    if ends is not None:
-        if ends[0] != 0:
-            raise ValueError(f"cu_seqlens_k_new must begin with 0, got {ends[0]}")
-        new = [b - a for a, b in itertools.pairwise(ends)]
-    padding = padding or [0] * batch
-    totals = [a + b for a, b in zip(lengths, new, strict=True)]
-    for sequence, (length, count, total) in enumerate(zip(lengths, new, totals, strict=True)):
-        if length < 0:
-            raise ValueError(
-                f"cache_seqlens must be 0 or more, got {length} for sequence {sequence}"
-            )
-        if count < 0:
-            raise ValueError(
-                f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
-            )
-        if 0 < max_seqlen_k_new < count:
-            raise ValueError(
-                f"max_seqlen_k_new must be the most tokens that a sequence gets, {count}, or "
-                f"more, got {max_seqlen_k_new}: sequence {sequence} of cu_seqlens_k_new has them"
-            )
-        if total > LONGEST:
-            raise ValueError(
-                f"cache_seqlens must be at most {LONGEST} with new tokens, got {total} for "
-                f"sequence {sequence}"
-            )
-        if total > max_seqlen_k:
-            raise ValueError(
-                f"max_seqlen_k must be the longest length with new tokens, {total}, or more, got "
-                f"{max_seqlen_k}"
-            )
-    check_leftpads(padding, totals)
-    return [total - pad for total, pad in zip(totals, padding, strict=True)]
 
 
 def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_ctas: int) -> bool:

@@ -15,7 +15,6 @@ from fa3.calls.dropout import check_probability, draw_rng_state
 from fa3.calls.eager import check_undifferentiated
 from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
 from fa3.calls.options import check_window
-from fa3.calls.scheduler_metadata import SchedulerMetadata, check_is_metadata
 from fa3.calls.user_functions import take_apart
 from fa3.planning.plan import Plan
 from fa3.scores.masks import Mask
@@ -108,33 +107,31 @@ def trace_packed(
 
 
 def trace_cached(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: torch.Tensor | None,
-    return_lse: bool,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    rotary_cos: torch.Tensor | None,
-    rotary_sin: torch.Tensor | None,
-    cu_seqlens_k_new: torch.Tensor | None,
-    rotary_interleaved: bool,
-    scheduler_metadata: SchedulerMetadata | None,
-    cache_seqlens: int | torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    page_table: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor | None],
+    options: Sequence,
+    cache_length: int | None,
     softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    sm_margin: int,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    num_splits: int,
-    batch_invariant: bool,
+    return_lse: bool,
 ) -> Result:
-    """What `flash_attn_with_kvcache` gives."""
+    """What `flash_attn_with_kvcache` gives.
+
+    Args:
+        tensors: the `CacheTensors`.
+        options: of `prepare_cache_call`.
+        cache_length: of each sequence, if cache_seqlens is a number.
+    """
+    (
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, alibi_slopes,
+        sinks, out,
+    ) = tensors  # fmt: skip
+    (
+        _, causal, window_size, softcap, rotary_interleaved, num_splits, batch_invariant, sm_margin,
+        scheduler_metadata,
+    ) = options  # fmt: skip
+    for name, given in (("cu_seqlens_q", cu_seqlens_q), ("rotary_seqlens", rotary_seqlens)):
+        if given is not None:
+            raise NotImplementedError(f"{name} must be None while a graph is traced")
     refuse_gradients(
         {
             "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v,
@@ -143,7 +140,6 @@ def trace_cached(
         }
     )  # fmt: skip
     if scheduler_metadata is not None:
-        check_is_metadata(scheduler_metadata)
         scheduler_metadata.check(
             batch=q.shape[0],
             seqlen_q=q.shape[1],
@@ -158,10 +154,9 @@ def trace_cached(
         )
         num_splits, sm_margin = scheduler_metadata.options(num_splits, sm_margin, batch_invariant)
     named = options_of(softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes, sinks)
-    is_number = not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor))
     named |= {
-        "cache_seqlens": None if is_number else cache_seqlens,
-        "cache_length": cache_seqlens if is_number else None,
+        "cache_seqlens": cache_seqlens,
+        "cache_length": cache_length,
         "cache_batch_idx": cache_batch_idx,
         "cache_leftpad": cache_leftpad,
         "page_table": page_table,

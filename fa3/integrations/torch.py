@@ -19,9 +19,9 @@ the backward pass are two words: fa3's are int64 where torch's are uint64. So fa
 drew to torch's kernel, and that kernel complains of what fa3 drew.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.attention
@@ -35,6 +35,9 @@ from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+
+NO_TENSOR: Any = None
+"""For a tensor that another operator has."""
 
 IMPLEMENTATION = "fa3"
 """What `activate_flash_attention_impl` takes."""
@@ -59,13 +62,13 @@ def register() -> None:
 def activate(key: str = "CUDA") -> "Activation":
     """Put fa3's kernels in place; torch calls this and keeps what it returns."""
     # Some versions of torch have fewer of these operators.
-    kernels = {name: kernel for name, kernel in KERNELS.items() if hasattr(torch.ops.aten, name)}
-    stock = {name: stock_kernel(f"aten::{name}", key) for name in kernels}
+    names = [name for name in KERNELS if hasattr(torch.ops.aten, name)]
+    stock = {name: stock_kernel(f"aten::{name}", key) for name in names}
     library = torch.library.Library("aten", "IMPL")
     activation = Activation(library, order_of_backends())
     try:
-        for name, kernel in kernels.items():
-            library.impl(name, Routed(kernel, stock[name]), key, with_keyset=True)
+        for name in names:
+            library.impl(name, Routed.of(name, stock[name]), key, with_keyset=True)
         # On Hopper torch would rather take cuDNN.
         others = [backend for backend in activation.priority if backend != FLASH]
         torch._C._set_sdp_priority_order([FLASH, *others])
@@ -121,178 +124,143 @@ class Refused(Exception):
     """A call is for the stock kernel."""
 
 
+# -------------------------------------------------------------------------------- arguments
+
+
+class AtenArguments(NamedTuple):
+    """What an operator was called with, by aten's names; what it has not is at its default.
+
+    Fields:
+        rng_state, unused: what `drawn` gave in the forward pass; see `RENAMED`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad_out: torch.Tensor = NO_TENSOR
+    out: torch.Tensor = NO_TENSOR
+    cum_seq_q: torch.Tensor | None = None
+    cum_seq_k: torch.Tensor | None = None
+    logsumexp: torch.Tensor = NO_TENSOR
+    max_q: int = 0
+    max_k: int = 0
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    return_debug_mask: bool = False
+    rng_state: torch.Tensor = NO_TENSOR
+    unused: torch.Tensor = NO_TENSOR
+    scale: float | None = None
+    window_size_left: int | None = None
+    window_size_right: int | None = None
+    seqused_k: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    num_splits: int | None = None
+
+    def tokens_first(self) -> "AtenArguments":
+        """A call of `_scaled_dot_product_...` in the shapes of `_flash_...`, which are fa3's."""
+        query, key, value, grad_out, out, _, _, *others = self
+        heads_first = query, key, value, grad_out, out
+        turned = (None if x is None else x.transpose(1, 2) for x in heads_first)
+        return AtenArguments._make((*turned, None, None, *others))
+
+    @property
+    def window(self) -> tuple[int, int]:
+        bounds = self.window_size_left, self.window_size_right
+        left, right = (NO_BOUND if one is None or one < 0 else one for one in bounds)
+        return left, right
+
+
+RENAMED = {"philox_seed": "rng_state", "philox_offset": "unused"}
+"""Where one operator calls by another name what is the same."""
+
+PLACES = {name: place for place, name in enumerate(AtenArguments._fields)}
+NOWHERE = len(PLACES)
+LEFT_OUT = tuple(map(AtenArguments._field_defaults.get, AtenArguments._fields))
+"""Where arguments are among the `AtenArguments`, and what they are there if they are not given."""
+
+
 @dataclass(frozen=True)
 class Routed:
-    """A kernel of fa3 with the one that was in its place."""
+    """A kernel of fa3 with the one that was in its place.
 
-    kernel: Callable
+    Fields:
+        places: of the operator's arguments among the `AtenArguments`.
+    """
+
+    kernel: Callable[[AtenArguments], Any]
     stock: Callable = field(repr=False)
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, stock: Callable) -> "Routed":
+        schema = getattr(torch.ops.aten, name).default._schema
+        names = (RENAMED.get(one.name, one.name) for one in schema.arguments)
+        return cls(KERNELS[name], stock, tuple(PLACES.get(one, NOWHERE) for one in names))
 
     def __call__(self, keys: torch._C.DispatchKeySet, *arguments, **named):
         try:
             # Autograd is above: it has noted what it needs.
             with torch.no_grad():
-                return self.kernel(*arguments, **named)
+                return self.kernel(self.bound(arguments, named))
         except Refused:
             return self.stock(keys, *arguments, **named)
+
+    def bound(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> AtenArguments:
+        """The arguments of a call. By their names they would take the host 1 us more.
+
+        Raises:
+            Refused: one is given that only a later torch has.
+        """
+        values = list(LEFT_OUT)
+        try:
+            for place, value in zip(self.places, arguments, strict=False):
+                values[place] = value
+            for name, value in named.items():
+                values[PLACES[name]] = value
+        except LookupError:
+            raise Refused from None
+        return AtenArguments._make(values)
 
 
 # ----------------------------------------------------------------------------------- kernels
 
 
-def sdpa_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple:
+def sdpa_forward(call: AtenArguments) -> tuple:
     """aten::_scaled_dot_product_flash_attention."""
-    check_drawn(dropout_p, return_debug_mask)
     # In memory as the query is.
-    out = torch.empty_like(query)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    lse, state = attend_into(
-        q, k, v, out.transpose(1, 2), None, None, 0, 0, dropout_p, scale, is_causal
-    )
-    return out, lse, None, None, query.shape[2], key.shape[2], *drawn(query, state)
+    out = torch.empty_like(call.query)
+    lse, state = attend_into(call.tokens_first(), out.transpose(1, 2))
+    lengths = call.query.shape[2], call.key.shape[2]
+    return out, lse, None, None, *lengths, *drawn(call.query, state)
 
 
-def sdpa_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
+def sdpa_backward(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward."""
-    dropout = given_dropout(dropout_p, philox_seed)
-    d_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    found = differentiate(
-        d_out, q, k, v, out, logsumexp, None, None, 0, 0, dropout, scale, is_causal
-    )
-    return tuple(x.transpose(1, 2) for x in found)
+    return tuple(x.transpose(1, 2) for x in differentiate(call.tokens_first()))
 
 
-def flash_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    **options,
-) -> tuple:
+def flash_forward(call: AtenArguments) -> tuple:
     """aten::_flash_attention_forward."""
-    check_drawn(dropout_p, return_debug_mask)
-    out = torch.empty_like(query)
-    lse, state = flash_attend(
-        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, **options
-    )
-    return out, lse, *drawn(query, state)
+    out = torch.empty_like(call.query)
+    lse, state = attend_into(call, out)
+    return out, lse, *drawn(call.query, state)
 
 
-def flash_forward_into(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    **options,
-) -> torch.Tensor:
+def flash_forward_into(call: AtenArguments) -> torch.Tensor | None:
     """aten::_flash_attention_forward_no_dropout_inplace: writes out, returns the log-sum-exp."""
-    check_drawn(dropout_p, return_debug_mask)
-    if dropout_p:
+    if call.dropout_p:
         raise Refused
-    lse, _ = flash_attend(
-        out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, **options
-    )
+    lse, _ = attend_into(call, call.out)
     return lse
 
 
-def flash_attend(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What both operators do; gives what `attend_into` gives."""
-    if alibi_slopes is not None or block_table is not None or (num_splits or 0) > 1:
-        raise Refused
-    window = window_of(window_size_left, window_size_right)
-    return attend_into(
-        query, key, value, out, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal,
-        window, seqused_k,
-    )  # fmt: skip
-
-
-def flash_backward(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: torch.Tensor,
-    unused: torch.Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[torch.Tensor, ...]:
+def flash_backward(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     """aten::_flash_attention_backward."""
-    dropout = given_dropout(dropout_p, rng_state)
-    return differentiate(
-        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout,
-        scale, is_causal, window_of(window_size_left, window_size_right),
-    )  # fmt: skip
+    return differentiate(call)
 
 
-KERNELS: dict[str, Callable] = {
+KERNELS: dict[str, Callable[[AtenArguments], Any]] = {
     "_scaled_dot_product_flash_attention": sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": sdpa_backward,
     "_flash_attention_forward": flash_forward,
@@ -302,82 +270,49 @@ KERNELS: dict[str, Callable] = {
 """Operators of aten, and what runs them."""
 
 
-def attend_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    scale: float | None,
-    is_causal: bool,
-    window: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    seqused_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Write out; the shapes are fa3's.
 
     Returns:
         the log-sum-exp, and the seed that was drawn.
     """
-    check_taken(q, k, v, out, scale)
-    if cum_seq_q is not None:
-        check_packing(cum_seq_q, cum_seq_k, seqused_k)
-    elif seqused_k is not None:
-        raise Refused
-    state = draw_rng_state(q.device) if dropout_p else None
+    check_taken(call, out)
+    state = draw_rng_state(call.query.device) if call.dropout_p else None
     options = {
-        "window_size": window, "return_lse": True, "out": out, "dropout_p": dropout_p,
+        "window_size": call.window, "return_lse": True, "out": out, "dropout_p": call.dropout_p,
         "rng_state": state,
     }  # fmt: skip
-    if cum_seq_q is None:
+    q, k, v, scale, is_causal = call.query, call.key, call.value, call.scale, call.is_causal
+    if call.cum_seq_q is None:
         _, lse = flash_attn_func(q, k, v, scale, is_causal, **options)
     else:
-        lengths = cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k
+        lengths = call.cum_seq_q, call.cum_seq_k, call.max_q, call.max_k, None, call.seqused_k
         _, lse = flash_attn_varlen_func(q, k, v, *lengths, scale, is_causal, **options)
     return lse, state
 
 
-def differentiate(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout: dict[str, Any],
-    scale: float | None,
-    is_causal: bool,
-    window: tuple[int, int] = (NO_BOUND, NO_BOUND),
-) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v; the shapes are fa3's.
-
-    Args:
-        dropout: what `given_dropout` gave.
-    """
-    check_taken(q, k, v, out, scale)
-    check_given(d_out, q, v, out, lse)
-    call: dict[str, Any] = {
-        "d_out": d_out, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous(),
-        "softmax_scale": scale, "causal": is_causal, "window_size": window, "softcap": 0.0,
-        "alibi_slopes": None, "sinks": None, "mask": None,
-        "deterministic": torch.are_deterministic_algorithms_enabled(), **dropout,
+def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
+    """The gradients of query, key and value; the shapes are fa3's."""
+    check_taken(call, call.out)
+    check_given(call)
+    q, k, v = call.query, call.key, call.value
+    of_call: dict[str, Any] = {
+        "d_out": call.grad_out, "d_lse": None, "q": q, "k": k, "v": v, "out": call.out,
+        "lse": call.logsumexp.contiguous(), "softmax_scale": call.scale, "causal": call.is_causal,
+        "window_size": call.window, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
+        "mask": None, "deterministic": torch.are_deterministic_algorithms_enabled(),
     }  # fmt: skip
-    if cum_seq_q is None:
-        *found, _ = gradients_of_call(**call)
+    if call.dropout_p:
+        of_call |= {"dropout_p": call.dropout_p, "rng_state": call.rng_state[:1]}
+    if call.cum_seq_q is None:
+        *found, _ = gradients_of_call(**of_call)
     else:
-        check_packing(cum_seq_q, cum_seq_k)
         lengths: dict[str, Any] = {
-            "cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "max_seqlen_q": max_q,
-            "max_seqlen_k": max_k, "seqused_q": None, "seqused_k": None,
+            "cu_seqlens_q": call.cum_seq_q, "cu_seqlens_k": call.cum_seq_k,
+            "max_seqlen_q": call.max_q, "max_seqlen_k": call.max_k,
+            "seqused_q": None, "seqused_k": None,
         }  # fmt: skip
-        *found, _ = gradients_of_packed_call(**call, **lengths)
+        *found, _ = gradients_of_packed_call(**of_call, **lengths)
     return tuple(map(laid_out_like, found, (q, k, v)))
 
 
@@ -393,88 +328,68 @@ def drawn(query: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor
     Args:
         state: the seed that was drawn, (1,) int64; None for a call without dropout.
     """
-    unused = query.new_zeros((), dtype=torch.uint64)
-    words = query.new_zeros(2, dtype=torch.uint64) if state is None else state.repeat(2)
+    unused = query.new_empty((), dtype=torch.uint64)
+    # Nobody reads what was not drawn: like torch's own, it is not filled, which takes a launch.
+    words = query.new_empty(2, dtype=torch.uint64) if state is None else state.repeat(2)
     return words, unused, query.new_empty(0)
-
-
-def given_dropout(dropout_p: float, words: torch.Tensor) -> dict[str, Any]:
-    """Dropout as a backward pass takes it; raises `Refused` if torch's kernel drew it.
-
-    Args:
-        words: rng_state of `drawn`.
-    """
-    check_drawn(dropout_p)
-    if not dropout_p:
-        return {}
-    if words.dtype != torch.int64:
-        raise Refused
-    return {"dropout_p": dropout_p, "rng_state": words[:1]}
-
-
-def window_of(left: int | None, right: int | None) -> tuple[int, int]:
-    left, right = (NO_BOUND if one is None or one < 0 else one for one in (left, right))
-    return left, right
 
 
 # ----------------------------------------------------------------------------- who takes a call
 
 
-def check_drawn(dropout_p: float, return_debug_mask: bool = False) -> None:
-    """Raise `Refused` unless fa3 draws dropout like this."""
-    if return_debug_mask or not 0.0 <= dropout_p < 1.0:
+def check_taken(call: AtenArguments, out: torch.Tensor) -> None:
+    """Raise `Refused` unless fa3 computes what this asks for, on tensors as they lie."""
+    is_drawn = not call.return_debug_mask and 0.0 <= call.dropout_p < 1.0
+    is_plain = call.alibi_slopes is call.block_table is None and (call.num_splits or 0) <= 1
+    has_scale = call.scale is None or LEAST_FLOAT <= call.scale <= MOST_FLOAT
+    if not (is_drawn and is_plain and has_scale and has_lengths(call)):
         raise Refused
-
-
-def check_taken(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float | None
-) -> None:
-    """Raise `Refused` unless fa3 has kernels for these tensors, as they lie, and such a scale."""
-    if scale is not None and not LEAST_FLOAT <= scale <= MOST_FLOAT:
-        raise Refused
-    head_dim = q.shape[-1]
-    same = all((x.dtype, x.device, x.shape[-1]) == (q.dtype, q.device, head_dim) for x in (k, v))
-    fits = q.dtype in DTYPES and head_dim % HEAD_DIM_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM
+    q, k, v = call.query, call.key, call.value
+    kind = dtype, device, head_dim = q.dtype, q.device, q.shape[-1]
+    same = all((x.dtype, x.device, x.shape[-1]) == kind for x in (k, v))
+    fits = dtype in DTYPES and head_dim % HEAD_DIM_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM
     if not (same and fits and all(map(is_laid_out, (q, k, v, out)))):
         raise Refused
     if q.is_cuda:
         try:
-            gpu_of(q.device)
+            gpu_of(device)
         except ValueError:
             raise Refused from None
 
 
-def check_given(
-    d_out: torch.Tensor, q: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    """Raise `Refused` unless a forward pass left out and the log-sum-exp as fa3's leaves them.
+def has_lengths(call: AtenArguments) -> bool:
+    """Whether fa3 reads lengths like these; it has none to read where nothing is packed."""
+    if call.cum_seq_q is None:
+        return call.seqused_k is None
+    integers = call.cum_seq_q, call.cum_seq_k, call.seqused_k
+    is_read = all(x is None or x.dtype == torch.int32 for x in integers)
+    return is_read and call.cum_seq_k is not None
+
+
+def check_given(call: AtenArguments) -> None:
+    """Raise `Refused` unless a forward pass left out, the log-sum-exp and what it drew as fa3's
+    leaves them.
 
     Another kernel's log-sum-exp may have room for a longest sequence or for a whole tile.
     """
+    q = call.query
     *rows, heads, _ = q.shape
-    of_out = (*rows, heads, v.shape[-1]), q.dtype, q.device
+    of_out = (*rows, heads, call.value.shape[-1]), q.dtype, q.device
     *batch, seqlen_q = rows
     of_lse = (*batch, heads, seqlen_q), torch.float32, q.device
-    expected = ((d_out, of_out), (out, of_out), (lse, of_lse))
+    expected = (call.grad_out, of_out), (call.out, of_out), (call.logsumexp, of_lse)
     if any((tuple(x.shape), x.dtype, x.device) != properties for x, properties in expected):
         raise Refused
-
-
-def check_packing(
-    cum_seq_q: torch.Tensor, cum_seq_k: torch.Tensor | None, seqused_k: torch.Tensor | None = None
-) -> None:
-    """Raise `Refused` unless fa3 reads lengths of packed sequences like these."""
-    integers = cum_seq_q, cum_seq_k, seqused_k
-    if cum_seq_k is None or any(x is not None and x.dtype != torch.int32 for x in integers):
+    if call.dropout_p and call.rng_state.dtype != torch.int64:
         raise Refused
 
 
 def is_laid_out(tensor: torch.Tensor) -> bool:
     """Whether TMA can walk a tensor where it lies."""
-    unit = ALIGNMENT // tensor.element_size()
-    strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % ALIGNMENT == 0
-        and all(stride % unit == 0 for size, stride in strides if size > 1 or tensor.ndim == 3)
-    )
+    unit, shape = ALIGNMENT // tensor.element_size(), tensor.shape
+    *strides, last = tensor.stride()
+    if last != 1 or tensor.data_ptr() % ALIGNMENT:
+        return False
+    is_packed = len(shape) == 3
+    steps = zip(shape, strides, strict=False)
+    return not any(stride % unit and (size > 1 or is_packed) for size, stride in steps)
