@@ -160,6 +160,18 @@ def test_extreme_sinks(sink, window, poisoned_memory):
         assert (out[:, :, 0] == 0).all() and (lse[:, 0] == torch.tensor(sink)).all()
 
 
+@pytest.mark.parametrize("queries", [1, 230])
+def test_a_sink_that_is_nan_is_seen(queries):
+    q, k, v = make_operands(make_problem(1, queries, 150, 2))
+    sinks = torch.tensor([math.nan, 1.0])
+    for out, lse in (
+        fa3.flash_attn_func(q, k, v, sinks=sinks, return_lse=True),
+        fa3.flash_attn_with_kvcache(q, k, v, sinks=sinks, return_lse=True),
+    ):
+        assert out[:, :, 0].isnan().all() and lse[:, 0].isnan().all()
+        assert out[:, :, 1].isfinite().all() and lse[:, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -math.inf])])
 def test_rows_without_keys(sinks, poisoned_memory):
     problem = make_problem(1, 230, 150, 2, window=CAUSAL)

@@ -49,7 +49,9 @@ def with_sink(
     if sink is None:
         return out, lse
     joined = torch.logaddexp(lse, sink)
-    return out * torch.exp(lse - joined).nan_to_num(0.0)[:, None], joined
+    # A row of nothing at all stays 0; a sink that is NaN reaches its rows, as in the kernels.
+    weight = torch.exp(lse - joined.masked_fill(joined == -torch.inf, 0.0))
+    return out * weight[:, None], joined
 
 
 class RunningSoftmax:
