@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import threading
 
 import pytest
@@ -152,7 +153,11 @@ def test_presets_are_models_that_can_be_run():
         ({"heads": (2, 2), "head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
         ({"heads": (2, 2), "head_dim": 64, "head_dim_v": 512}, "head_dim_v must be .* got 512"),
         ({"heads": (2, 2), "head_dim": 64, "dtype": "fp8"}, "dtype must be bf16 or fp16"),
-        ({"heads": (2, 2), "head_dim": 64, "window_size": (-2, 0)}, "window must have bounds"),
+        ({"heads": (2, 2), "head_dim": 64, "window_size": (-2, 0)}, "window_size must be two"),
+        ({"heads": (2, 2), "head_dim": 64, "window_size": (1, 2, 3)}, "window_size must be two"),
+        ({"heads": (2, 2), "head_dim": 64, "softcap": -1.0}, "softcap must be 0 .* got -1.0"),
+        ({"heads": (2, 2), "head_dim": 64, "softcap": math.nan}, "softcap must be 0 .* got nan"),
+        ({"heads": (2,), "head_dim": 64}, "heads must be two integers .* got .2,."),
         ({"heads": (2, 2), "head_dim": 64, "rotary": "all"}, "rotary must be one of .* 'all'"),
         ({"heads": (2, 2), "head_dim": 72}, "rotary must be 'none' with head_dim 72"),
         ({"heads": (2, 2), "head_dim": 64, "page_sizes": (-1,)}, "page_sizes must be 0 or more"),
@@ -165,6 +170,30 @@ def test_presets_are_models_that_can_be_run():
 def test_wrong_options_are_explained(options, message):
     with pytest.raises(ValueError, match=message):
         fa3.warmup(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": 2},
+        {"heads": "2,2"},
+        {"heads": (2.0, 2)},
+        {"head_dim": 64.0},
+        {"head_dim": "64"},
+        {"head_dim_v": True},
+        {"window_size": 5},
+        {"window_size": (1.5, 0)},
+        {"softcap": "30"},
+        {"page_sizes": 64},
+        {"page_sizes": (64.0,)},
+        {"processes": 1.5},
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_type_are_explained(options):
+    (name,) = options
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        fa3.warmup(**{"heads": (2, 2), "head_dim": 64} | options)
 
 
 @pytest.mark.parametrize("arguments", [("--heads", "8"), ("--causal", "--full"), ("--dtype", "x")])

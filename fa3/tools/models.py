@@ -5,7 +5,7 @@ Needs the standard library only: the command line lists the names before anythin
 
 from dataclasses import dataclass, replace
 
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, Window
+from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, Window
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 """The command line's names of dtypes."""
@@ -64,9 +64,10 @@ class Model:
                 )
         if self.dtype not in SHORT_DTYPES.values():
             raise ValueError(f"dtype must be bf16 or fp16, got {self.dtype!r}")
-        for window in self.windows:
-            if min(window) < NO_BOUND:
-                raise ValueError(f"window must have bounds of -1 or more, got {tuple(window)}")
+        if self.softcap != 0 and not LEAST_FLOAT <= self.softcap <= MOST_FLOAT:
+            raise ValueError(
+                f"softcap must be 0 (none) or positive and finite in float32, got {self.softcap}"
+            )
 
 
 def sliding(keys: int) -> Window:

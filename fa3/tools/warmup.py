@@ -16,6 +16,7 @@ import torch
 
 from fa3.calls.cache_call import ROTARY_UNIT
 from fa3.calls.devices import gpu_of
+from fa3.calls.options import as_pair, check_window, integer, real, shown
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
@@ -117,23 +118,26 @@ def warmup(
         progress: whether to show a bar on the standard error, if that is a terminal.
 
     Raises:
+        TypeError: an option has a wrong type.
         ValueError: an option has a wrong value, or a preset has others beside it.
         RuntimeError: kernels could not be compiled, or not be kept; what was printed says why.
     """
     begin = time.perf_counter()
     if rotary not in ROTARIES:
         raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")
-    if processes is not None and processes < 1:
-        raise ValueError(f"processes must be 1 or more, got {processes}")
-    if any(page_size < 0 for page_size in page_sizes):
-        raise ValueError(f"page_sizes must be 0 or more, got {tuple(page_sizes)}")
+    if heads is not None:
+        heads = as_heads(heads)
+    head_dim = None if head_dim is None else integer("head_dim", head_dim)
+    head_dim_v = None if head_dim_v is None else integer("head_dim_v", head_dim_v)
+    softcap = real("softcap", softcap)
+    processes = None if processes is None else integer("processes", processes, 1)
+    page_sizes = integers("page_sizes", page_sizes, 0)
     calls = tuple(calls)
     if not calls or not set(calls) <= CALLS.keys():
         raise ValueError(f"calls must be some of {list(CALLS)}, got {calls}")
     window = None
     if window_size is not None or not causal:
-        left, right = window_size or Window()
-        window = Window(left, 0 if causal else right)
+        window = check_window(as_pair(window_size or Window()), causal)
     name = name_of_dtype(dtype)
     model = model_of(preset, heads, head_dim, head_dim_v, name, window, softcap, sinks)
     tables = model.dtype if rotary_dtype is None else name_of_dtype(rotary_dtype)
@@ -150,6 +154,22 @@ def warmup(
     compile_all(absent, processes or len(os.sched_getaffinity(0)), bar.advance)
     check_kept(absent)
     return Warmup(kernels, len(absent), time.perf_counter() - begin)
+
+
+def as_heads(heads: Sequence[int]) -> tuple[int, int]:
+    """The option `heads` in its type; whether there are kernels for them, the model says."""
+    given = integers("heads", heads)
+    if len(given) != 2:
+        raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {given}")
+    heads_q, heads_kv = given
+    return heads_q, heads_kv
+
+
+def integers(name: str, values: Sequence[int], least: int | None = None) -> tuple[int, ...]:
+    """An option that is several integers."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a tuple of integers, got {shown(values)}")
+    return tuple(integer(name, value, least) for value in values)
 
 
 def name_of_dtype(dtype: str | torch.dtype) -> str:
