@@ -23,6 +23,8 @@ def show_cache() -> None:
         lines["last used"] = f"{last} ago; the one unused for longest {first} ago"
     try:
         check_trust(folder, folder.stat())
+    except FileNotFoundError:
+        lines["note"] = "made with the first kernel"
     except OSError as error:
         lines["not used"] = error.strerror
     for name, value in lines.items():
