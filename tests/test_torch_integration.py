@@ -286,6 +286,11 @@ def test_registered_by_name(monkeypatch):
     assert made == [(f"aten::{name}", "CUDA") for name in integration.KERNELS]
 
 
+def test_a_torch_without_the_kernels_is_told_what_it_lacks():
+    with pytest.raises(RuntimeError, match="torch's flash attention for MPS, which this torch"):
+        integration.activate("MPS")
+
+
 def test_an_older_torch_is_told_what_it_lacks(monkeypatch):
     monkeypatch.delattr(torch_attention, "register_flash_attention_impl", raising=False)
     with pytest.raises(RuntimeError, match=r"from torch 2.11 on, this is"):

@@ -85,8 +85,18 @@ def order_of_backends() -> list[int]:
 
 
 def stock_kernel(name: str, key: str) -> Callable:
-    """What runs an operator at a dispatch key so far; takes the keys, then its arguments."""
-    return torch.library.get_kernel(name, key).call_boxed
+    """What runs an operator at a dispatch key so far; takes the keys, then its arguments.
+
+    Raises:
+        RuntimeError: nothing does, as for CUDA in a torch that was built without it.
+    """
+    try:
+        return torch.library.get_kernel(name, key).call_boxed
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"'fa3' takes the place of torch's flash attention for {key}, which this torch "
+            f"({torch.__version__}) does not have: on CPU tensors call fa3.flash_attn_func"
+        ) from error
 
 
 @dataclass
