@@ -60,7 +60,13 @@ def is_recorded(tensor: torch.Tensor) -> bool:
         )
     if _are_functorch_transforms_active():
         # It may wrap what is allocated under it, also beside tensors that it knows nothing of.
-        address_of("what a call allocates", tensor.new_empty(1))
+        try:
+            address_of("what a call allocates", tensor.new_empty(1))
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                "fa3 was called under a transform of torch.func (vmap, grad, vjp, jvp, jacrev, "
+                "functionalize), which is not supported: gradients come from torch.autograd"
+            ) from error
     return bool(_len_torch_dispatch_stack_pre_dispatch()) or any(
         _get_dispatch_mode(key) is not None for key in RECORDERS
     )
