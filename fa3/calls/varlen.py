@@ -131,7 +131,8 @@ def flash_attn_varlen_func(
             last one may be below total_q.
         cu_seqlens_k: like cu_seqlens_q, for k and v.
         max_seqlen_q: no sequence uses more queries; 0 or more.
-        max_seqlen_k: no sequence uses more keys.
+        max_seqlen_k: no sequence uses more keys. With page_table nothing depends on it: the table
+            says how many there may be.
         seqused_q: (batch,), int32, on q's device: how many queries of each sequence are used. What
             is below 0 or above the sequence's length counts as if cut to it.
         seqused_k: like seqused_q, for keys.
@@ -213,6 +214,7 @@ def flash_attn_varlen_func(
     on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
     if page_table is not None:
         check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state, on_host)
+        integer("max_seqlen_k", max_seqlen_k, 0)
         try:
             return flash_attn_with_kvcache(
                 q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
