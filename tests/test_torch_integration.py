@@ -101,7 +101,9 @@ def test_what_fa3_does_not_compute_goes_to_the_stock_kernel(stock):
     call(*heads_first(head_dim=60))
     call(*heads_first(head_dim=264))
     call(q[..., 4:60], k[..., 4:60], v[..., 4:60])
-    assert stock.called == 6 * ["_scaled_dot_product_flash_attention"]
+    call(q, k, v, scale=0.0)
+    call(q, k, v, scale=-1.0)
+    assert stock.called == 8 * ["_scaled_dot_product_flash_attention"]
 
 
 def test_second_derivatives_are_refused(stock):

@@ -32,7 +32,7 @@ from fa3.calls.forward import flash_attn_func
 from fa3.calls.operands import ALIGNMENT, DTYPES
 from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
 from fa3.calls.varlen import flash_attn_varlen_func
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
+from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
@@ -322,7 +322,7 @@ def attend_into(
     Returns:
         the log-sum-exp, and the seed that was drawn.
     """
-    check_taken(q, k, v, out)
+    check_taken(q, k, v, out, scale)
     if cum_seq_q is not None:
         check_packing(cum_seq_q, cum_seq_k, seqused_k)
     elif seqused_k is not None:
@@ -361,7 +361,7 @@ def differentiate(
     Args:
         dropout: what `given_dropout` gave.
     """
-    check_taken(q, k, v, out)
+    check_taken(q, k, v, out, scale)
     check_given(d_out, q, v, out, lse)
     call: dict[str, Any] = {
         "d_out": d_out, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous(),
@@ -426,8 +426,12 @@ def check_drawn(dropout_p: float, return_debug_mask: bool = False) -> None:
         raise Refused
 
 
-def check_taken(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise `Refused` unless fa3 has kernels for these tensors, as they lie."""
+def check_taken(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float | None
+) -> None:
+    """Raise `Refused` unless fa3 has kernels for these tensors, as they lie, and such a scale."""
+    if scale is not None and not LEAST_FLOAT <= scale <= MOST_FLOAT:
+        raise Refused
     head_dim = q.shape[-1]
     same = all((x.dtype, x.device, x.shape[-1]) == (q.dtype, q.device, head_dim) for x in (k, v))
     fits = q.dtype in DTYPES and head_dim % HEAD_DIM_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM
