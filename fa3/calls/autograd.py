@@ -230,7 +230,7 @@ class DeviceAttention(torch.autograd.Function):
         """The gradients of what `forward` took, in its order."""
         call, deterministic, softmax_scale, dropout, _ = ctx.given
         (q, k, v, out, lse, *tensors), dropout = kept(ctx, dropout)
-        wants_sinks = any(ctx.needs_input_grad[4:])
+        wants_sinks = bool(tensors) and any(ctx.needs_input_grad[4:])
 
         def compute(*read: torch.Tensor | None) -> Gradients:
             operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
