@@ -37,7 +37,7 @@ from fa3.schedules import Dynamic, SplitTiles, TileList
 from fa3.schedules.marked import Marked
 from fa3.tools.cubin import inspect
 
-MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 8.5
+MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 9.5
 """Instructions that dropout may add for each score, in the loop without a mask and in all steps."""
 
 PRODUCTS = 10
