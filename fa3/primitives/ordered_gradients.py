@@ -48,8 +48,8 @@ class TurnWords(NamedTuple):
 class OrderedGradients:
     """`QueryGradients` for one tile of keys and one query head, which add in their turn.
 
-    A block is made known when the next one comes, or in `finish`: by then it is in memory, and
-    nothing else is on its way that the release would wait for.
+    A block is made known while the next one is multiplied, or in `finish`: by then it is in memory,
+    and nothing else is on its way that the release would wait for.
 
     Fields:
         rank: how many tiles of keys add before this one, and this one.
@@ -66,12 +66,12 @@ class OrderedGradients:
     end_before: Int32
 
     @cute.jit
-    def enter(self, thread, tile):
-        """Make the tile before known, and wait until this warp may add to this one."""
+    def enter(self, thread, piece, tile):
+        """Before a tile's first piece: make the tile before known, and wait for this one's turn."""
         m_block, head, batch = tile
-        if m_block > self.begin:
+        if piece == 0 and m_block > self.begin:
             self.pass_on(thread, (m_block - 1, head, batch))
-        if m_block >= self.begin_before and m_block < self.end_before:
+        if piece == 0 and m_block >= self.begin_before and m_block < self.end_before:
             word, rank = self.word(thread, tile), Int32(0)
             while rank < self.rank - 1:
                 rank = cute.arch.load(word, Int32, sem="acquire", scope="gpu")

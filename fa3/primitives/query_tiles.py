@@ -197,7 +197,7 @@ class QueryGradients(NamedTuple):
         of_warp = (piece * WARPS + thread // WARP) * (pieces.quads * WARP * QUAD)
         return quads_of_lane(self.buffer.iterator + (begin + of_warp), thread % WARP, pieces.quads)
 
-    def enter(self, thread, tile) -> None:
+    def enter(self, thread, piece, tile) -> None:
         """Nothing: these sums have no order."""
 
     @cute.jit

@@ -296,16 +296,26 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
     order_of_finish: ClassVar[str] = "acq_rel"
     """Nothing has waited for what the CTA asked for last: it must be counted before."""
 
+    asks_early: ClassVar[bool] = True
+    """Whether it asks for the next tile when it begins with one. Then a CTA may keep a tile for as
+    long as it works on another, while later ones are done."""
+
+    def ask(self) -> Int32:
+        """What `taken` is of a cursor."""
+        return self.take() if self.asks_early else Int32(0)
+
     def begin(self, cursor: RaggedCursor) -> ProducerCursor:
-        return ProducerCursor(super().begin(cursor), self.take())
+        return ProducerCursor(super().begin(cursor), self.ask())
 
     def next(self, cursor: ProducerCursor) -> ProducerCursor:
         present, taken = cursor
+        if not self.asks_early:
+            taken = self.take()
         turn = self.num_clusters + cute.arch.shuffle_sync(taken, 0)
         index = self.order.taken(turn, self.num_clusters, present.end)
         following = self.read(present._replace(index=index, count=present.count + 1))
         self.tell(present.count, index, following.head, *following.record[: self.told - 2])
-        return ProducerCursor(following, self.take())
+        return ProducerCursor(following, self.ask())
 
     def is_valid(self, cursor: ProducerCursor):
         return super().is_valid(cursor.present)

@@ -62,3 +62,6 @@ class RaggedKeyTiles(RaggedTiles):
 @dataclass(frozen=True)
 class RaggedKeyProducer(RaggedKeyTiles, RaggedProducer):
     """`RaggedKeyTiles` as the producer warp walks it."""
+
+    asks_early: ClassVar[bool] = False
+    """Sums in a fixed order wait for tiles with lower numbers."""
