@@ -15,6 +15,7 @@ the last one on, have added. `fa3.kernels.backward_begin` sets them to zero.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -48,8 +49,8 @@ class TurnWords(NamedTuple):
 class OrderedGradients:
     """`QueryGradients` for one tile of keys and one query head, which add in their turn.
 
-    A block is made known while the next one is multiplied, or in `finish`: by then it is in memory,
-    and nothing else is on its way that the release would wait for.
+    A block is made known when all of the next one has been added, or in `finish`: by then it is in
+    memory, and nobody waits until it is.
 
     Fields:
         rank: how many tiles of keys add before this one, and this one.
@@ -66,12 +67,10 @@ class OrderedGradients:
     end_before: Int32
 
     @cute.jit
-    def enter(self, thread, piece, tile):
-        """Before a tile's first piece: make the tile before known, and wait for this one's turn."""
-        m_block, head, batch = tile
-        if piece == 0 and m_block > self.begin:
-            self.pass_on(thread, (m_block - 1, head, batch))
-        if piece == 0 and m_block >= self.begin_before and m_block < self.end_before:
+    def enter(self, thread, tile):
+        """Wait until this warp may add to a tile."""
+        m_block, _, _ = tile
+        if m_block >= self.begin_before and m_block < self.end_before:
             word, rank = self.word(thread, tile), Int32(0)
             while rank < self.rank - 1:
                 rank = cute.arch.load(word, Int32, sem="acquire", scope="gpu")
@@ -81,15 +80,23 @@ class OrderedGradients:
         """Add a warp's accumulators of a piece."""
         self.sums.add(*given)
 
-    def finish(self, thread, head, batch) -> None:
-        """Make the last block known."""
-        self.pass_on(thread, (self.end - 1, head, batch))
+    @cute.jit
+    def leave(self, pieces: cutlass.Constexpr, thread, tile):
+        """All of a tile is on its way: make the one before it known."""
+        m_block, head, batch = tile
+        if m_block > self.begin:
+            self.pass_on(thread, (m_block - 1, head, batch), pieces.count)
 
     @cute.jit
-    def pass_on(self, thread, tile):
-        """Make known that this warp has added to a tile."""
+    def finish(self, thread, head, batch):
+        """Make the last block known."""
+        self.pass_on(thread, (self.end - 1, head, batch), 0)
+
+    @cute.jit
+    def pass_on(self, thread, tile, since: cutlass.Constexpr):
+        """Make known that this warp has added to a tile, `since` bulk groups ago."""
         if thread % WARP == 0:
-            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.cp_async_bulk_wait_group(since)
             # The maximum: tiles of keys that no query sees add zeros, whenever they come.
             word = self.word(thread, tile)
             cute.arch.atomic_max(word, self.rank, sem="release", scope="gpu")

@@ -72,14 +72,15 @@ class QueryGradientStep:
     @cute.jit
     def next(self, tile, ds_state):
         """dQ of one block of queries."""
+        self.sums.enter(self.thread, tile)
         self.pipeline.consumer_wait(ds_state)
         for piece in cutlass.range(self.pieces.count, unroll=1):
             acc = self.product(piece, ds_state)
-            self.sums.enter(self.thread, piece, tile)
             warpgroup.wait_group(0)
             self.sums.add(self.pieces, acc, self.thread, piece, tile, self.smem.sums)
         with cute.arch.elect_one():
             self.pipeline.consumer_release(ds_state)
+        self.sums.leave(self.pieces, self.thread, tile)
         ds_state.advance()
         return ds_state
 

@@ -197,8 +197,11 @@ class QueryGradients(NamedTuple):
         of_warp = (piece * WARPS + thread // WARP) * (pieces.quads * WARP * QUAD)
         return quads_of_lane(self.buffer.iterator + (begin + of_warp), thread % WARP, pieces.quads)
 
-    def enter(self, thread, piece, tile) -> None:
+    def enter(self, thread, tile) -> None:
         """Nothing: these sums have no order."""
+
+    def leave(self, pieces: QueryPieces, thread, tile) -> None:
+        """Nothing: nobody waits for them."""
 
     @cute.jit
     def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile, stage):

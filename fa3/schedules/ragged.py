@@ -21,7 +21,6 @@ from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.divisor import Divisor
-from fa3.primitives.early import ask_l2
 from fa3.schedules.dynamic import SLOTS, Dynamic, DynamicProducer
 from fa3.schedules.segment import Segment, Tile
 
@@ -165,11 +164,6 @@ class RaggedOrder:
         of_sequence = index - number * heads + before * heads
         return self.place(of_sequence, found.num_m_blocks, self.walked(found))
 
-    def prefetch(self, index) -> None:
-        """Ask L2 for the header, and for the record of the tile with this number."""
-        ask_l2(self.table, Int32(0))
-        ask_l2(self.table, TABLE_HEADER + self.heads.quotient(index) * RECORD)
-
     def load(self, words: cute.Tensor, number) -> None:
         """Load the words of the record with this number, which nothing waits for until it is
         used."""
@@ -246,8 +240,6 @@ class RaggedTiles(Dynamic):
         return RaggedProducer(**vars(self))
 
     def first(self, cluster) -> RaggedCursor:
-        # The previous kernel may still write the table: then this has at least found its address.
-        self.order.prefetch(cluster)
         zero = cluster * 0
         kind = self.order.record_type
         nothing = kind(*(zero for _ in kind._fields))
