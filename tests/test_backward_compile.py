@@ -102,11 +102,11 @@ def loops(spec) -> int:
     return 2 + spec.mask.left
 
 
-def check_resources(report: CubinReport, ptxas_log: str, threads: int):
+def check_resources(report: CubinReport, ptxas_log: str, threads: int, stack_bytes: int = 0):
     assert report.threads == threads
     assert report.registers * report.threads <= 65536
-    assert report.stack_bytes == 0
-    assert report.spill_instructions == 0
+    assert report.stack_bytes <= stack_bytes
+    assert bool(report.spill_instructions) == bool(report.stack_bytes)
     check_ptxas_log(ptxas_log)
 
 

@@ -1,8 +1,8 @@
 """Backward attention for Hopper: dK, dV, and the sums of dQ.
 
 `fa3.calls.backward` launches it between `BackwardBegin`, which gives each row's log-sum-exp and
-delta, and `BackwardEnd`, which makes dQ of the sums. A CTA has a tile of keys of one key/value
-head. K and V stay in shared memory, and the query blocks that see the keys pass by, of one query
+delta, and `BackwardEnd`, which makes dQ of the sums. Persistent CTAs take one tile of keys of one
+key/value head after another. K and V stay in shared memory, and the query blocks that see the keys pass by, of one query
 head of the group after another; so dK and dV stay in registers until they are done.
 
     P^T = exp(K Q^T - lse)           dV += P^T dO
@@ -12,14 +12,17 @@ S and dP are computed transposed, keys by queries: then P^T and dS^T in register
 operands of dV and dK. dS goes through shared memory for dQ, which needs all keys of the tile.
 
 Roles per CTA
-    warpgroup 0    producer       one warp issues all TMA loads; 24 registers a thread
+    warpgroup 0    producer       one warp loads Q and dO, one K and V; 24 registers a thread
     warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys (`shares_keys`),
                                   each half of the queries of S and dP, and half of the columns of
                                   dK and dV; 208 registers
-    warpgroup 3    sums           dQ = dS K of every block, and adds it to the sums; 72 registers
+    warpgroup 3    sums           dQ = dS K of every block, and adds it to the sums; at the end of a
+                                  tile one warp stores dK and dV; 72 registers
 
 BackwardPipelines (mbarriers)
-    pipeline_k, pipeline_v  the tile's K, V   1 stage    producer -> all that multiply
+    pipeline_k   K of a tile                  k_stages   producer -> all that multiply, released
+                                                         when dK, which takes its place, is stored
+    pipeline_v   V of a tile                  1 stage    the same with dV
     pipeline_q   Q and the rows' statistics   2 stages   producer -> MMA, released after dK
     pipeline_do  dO                           do_stages  producer -> MMA, released after dV
     pipeline_ds  dS in shared memory          2 stages   MMA -> sums
@@ -29,6 +32,11 @@ Timeline of an MMA warpgroup in a step; the others multiply while it does not
     this group   | waits     | P, in 16 bits| waits       | dS, to shared memory | waits
     So no more than S or dP is live beside dK, dV and P in 16 bits. The three warpgroups run on
     their own, two blocks apart at most; nothing makes them meet but the tile's end.
+
+Timeline of a tile's end
+    MMA          | dV to V's place | waits for the last dQ | dK to K's place | S of the next tile
+    sums         | last dQ         | stores dV, then dK, and gives V and K back
+    producer     | K, Q, dO of the next tile are there     | V of the next tile
 
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), appendix B.1; Dao, FlashAttention-2
 (arXiv 2307.08691), section 3.1.2.
