@@ -2,8 +2,9 @@
 
 `fa3.calls.backward` launches it between `BackwardBegin`, which gives each row's log-sum-exp and
 delta, and `BackwardEnd`, which makes dQ of the sums. Persistent CTAs take one tile of keys of one
-key/value head after another. K and V stay in shared memory, and the query blocks that see the keys pass by, of one query
-head of the group after another; so dK and dV stay in registers until they are done.
+key/value head after another. K and V stay in shared memory, and the query blocks that see the keys
+pass by, of one query head of the group after another; so dK and dV stay in registers until they are
+done.
 
     P^T = exp(K Q^T - lse)           dV += P^T dO
     dS^T = P^T (V dO^T - delta)      dK += dS^T Q       dQ += dS K
