@@ -7,7 +7,8 @@ import torch
 from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
-from fa3.kernels.backward_pass import PassArguments
+from fa3.kernels.backward_pass import WORDS_OF_COUNTERS, PassArguments
+from fa3.planning.gpu import H200
 from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
@@ -33,6 +34,7 @@ def launched(monkeypatch):
     for module in (backward, varlen_backward):
         monkeypatch.setattr(module, "load_kernel", load)
         monkeypatch.setattr(module, "current_device", lambda: None)
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     for prepare in (backward.prepare_backward, varlen_backward.prepare_varlen_backward):
         prepare.cache_clear()
     yield found
@@ -55,7 +57,8 @@ def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
     assert all(map(torch.Tensor.is_set_to, (given.dq, given.dk, given.dv), gradients))
     places = 0, given.sums_at, given.table_at, given.turns_at, given.buffer.numel()
     assert list(places) == sorted(places) and not any(place % 4 for place in places[:-1])
-    assert (given.table_at < given.turns_at) == (entry.table is not None)
+    # A table, or the counters of a schedule without one.
+    assert (given.turns_at - given.table_at == WORDS_OF_COUNTERS) == (entry.table is None)
     assert (given.turns_at < places[-1]) == entry.main.is_ordered
     config = entry.main.config
     return given, config.tile_m, config.tile_n
