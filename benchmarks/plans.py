@@ -41,7 +41,7 @@ def cell_of(row: Measurement) -> Cell:
         row.head_dim_v,
         row.causal,
         row.window_left,
-        row.dtype,
+        dtype=row.dtype,
     )
 
 

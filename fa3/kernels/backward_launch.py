@@ -107,8 +107,8 @@ class BackwardConfig:
         beside += scores if spec.mask.templates else 0
         hides = spec.scores or spec.mask.templates or spec.mask.left
         beside += rounded if spec.has_dropout and hides else 0
-        # With 64 scores or more, what hides them or is added to them takes another one.
-        beside += scores // ROWS if hides else 0
+        # With 64 scores or more, what is added to them takes another one.
+        beside += scores // ROWS if spec.scores else 0
         return gradients + scores + beside + factors
 
     def validate(self, spec: AttentionSpec) -> None:
