@@ -86,7 +86,9 @@ def check_differentiable(
     )
 
 
-def save(ctx, given: tuple, dropout: Dropout | None, *tensors: torch.Tensor | None) -> None:
+def keep_for_backward(
+    ctx, given: tuple, dropout: Dropout | None, *tensors: torch.Tensor | None
+) -> None:
     """Keep until the backward pass what it needs; the seed of dropout is one of the tensors."""
     ctx.given = given
     ctx.save_for_backward(*(() if dropout is None else (dropout.rng_state,)), *tensors)
@@ -167,7 +169,7 @@ class HostAttention(torch.autograd.Function):
             hide_all_keys(out, lse, tensors[-1] if problem.spec.sinks else None)
         else:
             out, lse = execute(plan, q, k, v, softmax_scale, tensors, dropout=dropout)
-        save(ctx, given, dropout, q, k, v, out, lse, *tensors)
+        keep_for_backward(ctx, given, dropout, q, k, v, out, lse, *tensors)
         return out, lse
 
     @staticmethod
@@ -220,7 +222,7 @@ class DeviceAttention(torch.autograd.Function):
         else:
             hide_all_keys(out, lse, tensors[-1] if call.problem.spec.sinks else None)
         ctx.set_materialize_grads(False)
-        save(ctx, given, dropout, q, k, v, out, lse, *tensors)
+        keep_for_backward(ctx, given, dropout, q, k, v, out, lse, *tensors)
         return (out, lse) if wants_lse else out
 
     @staticmethod

@@ -6,7 +6,7 @@ of its dropout. `fa3.calls.varlen_call` computes both passes.
 
 import torch
 
-from fa3.calls.autograd import NUM_OPERANDS, kept, of_tensors, once, save
+from fa3.calls.autograd import NUM_OPERANDS, keep_for_backward, kept, of_tensors, once
 from fa3.calls.varlen_call import ragged_gradients
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted
 from fa3.reference.varlen import PackedLengths, RaggedOperands
@@ -45,7 +45,7 @@ class PackedAttention(torch.autograd.Function):
         sizes = operands.sizes(*longest)
         call.attend(operands, sizes, tensors or None, softmax_scale, dropout, True, known)
         ctx.set_materialize_grads(False)
-        save(ctx, given, dropout, *lengths, q, k, v, out, lse, *tensors)
+        keep_for_backward(ctx, given, dropout, *lengths, q, k, v, out, lse, *tensors)
         return (out, lse) if wants_lse else out
 
     @staticmethod

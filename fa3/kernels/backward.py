@@ -53,9 +53,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import (
+    LISTENING_WARPS,
     MMA_GROUPS,
     REGISTERS_OF_ROLES,
-    WARPS_AFTER_PRODUCER,
     BackwardArguments,
     BackwardConfig,
     CallSizes,
@@ -351,7 +351,7 @@ class Backward(AttentionKernel):
                 defer_sync=True,
             ),
         )
-        schedule = schedule.connected(storage.schedule.data_ptr(), WARPS_AFTER_PRODUCER)
+        schedule = schedule.connected(storage.schedule.data_ptr(), LISTENING_WARPS)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return smem, pipelines, schedule

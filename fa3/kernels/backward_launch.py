@@ -27,7 +27,7 @@ SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
-WARPS_AFTER_PRODUCER = WARPS * (1 + MMA_GROUPS) + 1
+LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 1
 """Warps that are told which tile comes next: all but the producer's that fetches them."""
 
 

@@ -42,18 +42,18 @@ class BackwardTiling(NamedTuple):
         return True
 
 
-BACKWARD_TILINGS = tuple(
-    BackwardTiling(head_dim, head_dim, replace(config, k_stages=k_stages))
-    for head_dim, config, of_keys in (
-        (32, BackwardConfig(64, 128), (2,)),
-        (64, BackwardConfig(128, 128), (2,)),
-        (64, BackwardConfig(128, 128, statistics_at_once=2), (2,)),
-        (192, BackwardConfig(64, 128), (2, 1)),
-        (192, BackwardConfig(64, 128, statistics_at_once=2), (2, 1)),
-        (192, BackwardConfig(64, 64, shares_keys=True), (2, 1)),
-        (256, BackwardConfig(64, 64, do_stages=1, shares_keys=True), (2, 1)),
-    )
-    for k_stages in of_keys
+BACKWARD_TILINGS = (
+    BackwardTiling(32, 32, BackwardConfig(64, 128)),
+    BackwardTiling(64, 64, BackwardConfig(128, 128)),
+    BackwardTiling(64, 64, BackwardConfig(128, 128, statistics_at_once=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, statistics_at_once=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
+    BackwardTiling(192, 192, BackwardConfig(64, 64, k_stages=1, shares_keys=True)),
+    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),
+    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, k_stages=1, shares_keys=True)),
 )
 """The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit;
 none of them has been compared with others yet."""

@@ -1,8 +1,10 @@
-"""Views of WGMMA register fragments, which move no data, and conversion to 16 bits."""
+"""WGMMA register fragments: views, which move no data, conversion to 16 bits, and the way to shared
+memory."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
+from cutlass.cute.nvgpu import warp
 
 
 def as_rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
@@ -94,3 +96,11 @@ def widen_words(source: cute.Tensor, target: cute.Tensor) -> None:
 def words_of(fragment: cute.Tensor) -> cute.Tensor:
     """View registers of a 16-bit type as words of two."""
     return cute.recast_tensor(cute.flatten(fragment), Uint32)
+
+
+@cute.jit
+def write_fragment(fragment: cute.Tensor, tiled_mma: cute.TiledMma, thread, target: cute.Tensor):
+    """Write a thread's part of a 16-bit accumulator to shared memory, (rows, columns)."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), fragment.element_type)
+    copy = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
+    cute.copy(atom, copy.retile(fragment), copy.partition_D(target))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from fa3.primitives import wgmma
 from fa3.primitives.fragments import (
@@ -22,6 +22,7 @@ from fa3.primitives.fragments import (
     convert_words,
     keep_positive,
     widen_words,
+    write_fragment,
 )
 from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
 from fa3.primitives.score_gradients import DELTA, LSE, ColumnStatistics
@@ -90,7 +91,7 @@ class GradientStep:
         statistics.exponentiate(p, lses, self.rules.unit * LOG2_E)
         rP, of_dv = self.rounded_p(acc_S, m_block)
         deltas = statistics.all(DELTA)
-        # V has come with the first block; nothing else needs it before.
+        # V comes after K and the first Q; from the second block on it is there.
         pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, do_state.index])
@@ -174,6 +175,4 @@ class GradientStep:
             part = cute.local_tile(buffer[None, None, state.index], shape, (0, self.group))
         else:
             part = buffer[None, None, state.index * self.config.slabs + self.group]
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), fragment.element_type)
-        copy = cute.make_tiled_copy_C(atom, self.mmas.scores).get_slice(self.thread)
-        cute.copy(atom, copy.retile(fragment), copy.partition_D(part))
+        write_fragment(fragment, self.mmas.scores, self.thread, part)

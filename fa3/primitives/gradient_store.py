@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import pipeline
-from cutlass.cute.nvgpu import warp
 
-from fa3.primitives.fragments import convert
+from fa3.primitives.fragments import convert, write_fragment
 from fa3.primitives.tma import TmaTensor
 
 
@@ -35,14 +34,11 @@ class GradientStore:
 
     @cute.jit
     def write(self, acc: cute.Tensor, tiled_mma: cute.TiledMma, thread, group, stage=0):
-        """Write a warpgroup's accumulator, which nobody reads the buffer under any more."""
-        dtype = self.smem.element_type
-        converted = cute.make_rmem_tensor_like(acc, dtype)
+        """Write a warpgroup's accumulator, whose part of the buffer nobody reads any more."""
+        converted = cute.make_rmem_tensor_like(acc, self.smem.element_type)
         convert(acc, converted)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-        copy = cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
-        target = copy.partition_D(self.smem[None, None, stage * self.groups + group])
-        cute.copy(atom, copy.retile(converted), target)
+        target = self.smem[None, None, stage * self.groups + group]
+        write_fragment(converted, tiled_mma, thread, target)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.written.arrive()
 

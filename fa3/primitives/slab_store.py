@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int32, pipeline
-from cutlass.cute.nvgpu import warp
 
-from fa3.primitives.fragments import convert
+from fa3.primitives.fragments import convert, write_fragment
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import WARPGROUP
 
@@ -33,17 +32,14 @@ class SlabStore:
         Args:
             column: which tile of columns, if a row is wider than the accumulator.
         """
-        dtype = self.smem.element_type
         is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
         if is_storing_warp:
             self.wait()
         self.meet()
-        converted = cute.make_rmem_tensor_like(acc, dtype)
+        converted = cute.make_rmem_tensor_like(acc, self.smem.element_type)
         convert(acc, converted)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
-        copy = cute.make_tiled_copy_C(atom, self.tiled_mma).get_slice(self.thread)
-        target = copy.partition_D(self.smem[None, None, self.group])
-        cute.copy(atom, copy.retile(converted), target)
+        target = self.smem[None, None, self.group]
+        write_fragment(converted, self.tiled_mma, self.thread, target)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
         if is_storing_warp:

@@ -51,7 +51,7 @@ class RaggedKeyTiles(RaggedTiles):
 
     name: ClassVar[str] = "ragged keys"
     told: ClassVar[int] = 12
-    """The number, the head, and the whole record."""
+    """The number, the head, the whole record, and two to spare: a multiple of 4."""
 
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
 
