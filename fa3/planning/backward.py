@@ -17,11 +17,15 @@ from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES
 from fa3.problem import AttentionSpec, Problem
-from fa3.schedules import Dynamic
+from fa3.schedules.dynamic import InTurn
 from fa3.scores.masks import Band
 
 L2_BYTES = 40 << 20
 """Of Q, dO and dQ that tiles which run beside one another should share in L2."""
+
+
+TILES_OF_SECTION = 128
+"""Tiles of keys of a section, unless a head alone has more."""
 
 
 class BackwardTiling(NamedTuple):
@@ -88,7 +92,7 @@ class BackwardPlan:
         begin = replace(plain, has_dropout=spec.has_dropout)
         return BackwardPass(
             BackwardBegin(begin, config, is_ordered=self.is_ordered),
-            Backward(spec, config, Dynamic, self.is_ordered),
+            Backward(spec, config, InTurn, self.is_ordered),
             BackwardEnd(plain, config),
         )
 
@@ -119,10 +123,12 @@ class BackwardPlan:
 
     @property
     def heads_per_section(self) -> int:
-        """Key/value heads whose Q, dO and dQ fit into L2 together."""
+        """Key/value heads whose Q, dO and dQ fit into L2 together, and whose tiles of keys are
+        about as many as run beside one another: so a head's tiles add to dQ at the same time."""
         problem = self.problem
         fitting = rows_in_l2(problem.spec, problem.qhead_per_kvhead) // problem.seqlen_q
-        return min(max(1, fitting), problem.num_heads_kv * problem.batch)
+        beside = TILES_OF_SECTION // -(-problem.seqlen_k // self.config.tile_n)
+        return min(max(1, min(fitting, beside)), problem.num_heads_kv * problem.batch)
 
 
 def plain_spec(spec: AttentionSpec) -> AttentionSpec:

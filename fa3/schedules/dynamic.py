@@ -137,6 +137,11 @@ class Dynamic(Planned):
             cute.autovec_copy(numbers, self.mailbox.numbers[None, slot])
             cute.arch.mbarrier_arrive(self.mailbox.full + slot)
 
+    @property
+    def num_given(self):
+        """Tiles that CTAs have without asking for them."""
+        return self.num_clusters
+
     def is_valid(self, cursor: DynamicCursor):
         return cursor.index < self.order.num_tiles
 
@@ -150,7 +155,7 @@ class DynamicProducer(Dynamic):
 
     def following(self, count: Int32) -> Int32:
         """Take the next tile and put its number into the mailbox; one warp calls this."""
-        index = self.num_clusters + cute.arch.shuffle_sync(self.take(), 0)
+        index = self.num_given + cute.arch.shuffle_sync(self.take(), 0)
         self.tell(count, index)
         return index
 
@@ -173,3 +178,29 @@ class DynamicProducer(Dynamic):
             if before == self.num_clusters - 1:
                 self.counters[0] = 0
                 self.counters[1] = 0
+
+
+@dataclass(frozen=True)
+class InTurn(Dynamic):
+    """`Dynamic` for tiles that wait for tiles before them: CTAs also ask for their first one.
+
+    So whatever has a lower number is done, or a CTA is at work on it. A tile that a CTA has before
+    it runs may come late: other kernels may have its SM, and wait in the same way.
+    """
+
+    name: ClassVar[str] = "in turn"
+
+    @property
+    def num_given(self):
+        return 0
+
+    def begin(self, cursor: DynamicCursor) -> DynamicCursor:
+        return self.next(cursor)
+
+    def for_producer(self) -> "InTurnProducer":
+        return InTurnProducer(**vars(self))
+
+
+@dataclass(frozen=True)
+class InTurnProducer(InTurn, DynamicProducer):
+    """`InTurn` as the producer warp walks it."""
