@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from free_counters import used_counters
 
 from fa3.running import counters, graphs, tables
 from fa3.running.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
@@ -161,6 +162,22 @@ def test_what_a_graph_used_goes_with_it(monkeypatch):
     libc.sem_post(graphs.LIVE[1].gone)
     graphs.forget_the_gone()
     assert list(graphs.LIVE) == [2] and not graphs.LIVE[2].is_gone()
+
+
+def test_what_is_left_in_counters_is_found(monkeypatch):
+    """Of streams and of captures; the tables that a graph keeps are none."""
+    monkeypatch.setattr(graphs, "LIVE", {5: (capture := Capture(0))})
+    of_stream, of_capture = counters_of(CPU, 1, None), counters_of(CPU, 2, capture)
+    assert Table(table := torch.arange(9)).on(2, capture) is table and capture.keeps(table)
+    for one in (of_stream, of_capture):
+        one.give_back(one.take(3))
+    assert used_counters() == []
+    of_stream.free[0][[17, 80]] = 1
+    of_capture.free[0][2] = 1
+    assert used_counters() == [
+        f"stream 0x1: 2 of {FEWEST}, the first at 17",
+        "capture 5, stream 0x2: 1 of 3, the first at 2",
+    ]
 
 
 def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
