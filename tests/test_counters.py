@@ -4,6 +4,7 @@ import contextlib
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import torch
 from free_counters import used_counters
 
 from fa3.running import counters, graphs, tables
-from fa3.running.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
-from fa3.running.graphs import Capture
+from fa3.running.counters import FEWEST, MOST_STREAMS, RESERVE, Reserve, counters_of
+from fa3.running.graphs import PER_THREAD, Capture
 from fa3.running.tables import Table
 
 CPU = torch.device("cpu")
@@ -178,6 +179,24 @@ def test_what_is_left_in_counters_is_found(monkeypatch):
         f"stream 0x1: 2 of {FEWEST}, the first at 17",
         "capture 5, stream 0x2: 1 of 3, the first at 2",
     ]
+
+
+@pytest.mark.parametrize(("handle", "waits"), [(PER_THREAD, 1), (7, 0)])
+def test_what_another_thread_makes_is_there_for_the_stream_of_this_one(handle, waits, monkeypatch):
+    """The same handle of `cudaStreamPerThread` means another stream there."""
+    waited, made_on = [], []
+    stream = SimpleNamespace(
+        cuda_stream=handle, synchronize=lambda: waited.append(threading.get_ident())
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def make():
+        made_on.append(threading.get_ident())
+        return torch.zeros(1)
+
+    graphs.made_apart(make, torch.device("cuda"))
+    assert made_on != [threading.get_ident()] and waited == made_on * waits
 
 
 def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):
