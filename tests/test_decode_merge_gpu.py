@@ -3,6 +3,7 @@ another. The counters that CTAs take numbers from are zero afterwards, and bits 
 """
 
 import random
+import signal
 import threading
 
 import pytest
@@ -179,4 +180,33 @@ def test_fewer_sms_and_long_sequences(device):
         for sm_margin in (0, 1, 60, 130, 131):
             out, lse = run(call, sm_margin=sm_margin)
             check_call(call, out, lse, (call["k_cache"], call["v_cache"]))
+    assert not used_counters()
+
+
+def test_calls_that_are_interrupted_at_random_moments(device):
+    """By Ctrl-C or a test's timeout: what runs in a process afterwards is right."""
+    calls = [make_call(problem_of(seed), seed, device) for seed in range(8)]
+    expected = [run(call) for call in calls]
+    draw, rounds, interrupted = random.Random(0), 200, 0
+
+    def interrupt(*given) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    signal_here = signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)
+    try:
+        for _ in range(rounds):
+            timer = threading.Timer(draw.uniform(0, 0.002), *signal_here)
+            try:
+                timer.start()
+                for i in draw.choices(range(len(calls)), k=400):
+                    run(calls[i])
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            assert all(map(same, map(run, calls), expected))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupted > rounds / 2
     assert not used_counters()
