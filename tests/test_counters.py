@@ -4,14 +4,16 @@ import contextlib
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from free_counters import used_counters
 
 from fa3.running import counters, graphs, tables
-from fa3.running.counters import FEWEST, MOST_STREAMS, PER_THREAD, RESERVE, Reserve, counters_of
-from fa3.running.graphs import Capture
+from fa3.running.counters import FEWEST, MOST_STREAMS, RESERVE, Reserve, counters_of
+from fa3.running.graphs import PER_THREAD, Capture
 from fa3.running.tables import Table
 
 CPU = torch.device("cpu")
@@ -161,6 +163,40 @@ def test_what_a_graph_used_goes_with_it(monkeypatch):
     libc.sem_post(graphs.LIVE[1].gone)
     graphs.forget_the_gone()
     assert list(graphs.LIVE) == [2] and not graphs.LIVE[2].is_gone()
+
+
+def test_what_is_left_in_counters_is_found(monkeypatch):
+    """Of streams and of captures; the tables that a graph keeps are none."""
+    monkeypatch.setattr(graphs, "LIVE", {5: (capture := Capture(0))})
+    of_stream, of_capture = counters_of(CPU, 1, None), counters_of(CPU, 2, capture)
+    assert Table(table := torch.arange(9)).on(2, capture) is table and capture.keeps(table)
+    for one in (of_stream, of_capture):
+        one.give_back(one.take(3))
+    assert used_counters() == []
+    of_stream.free[0][[17, 80]] = 1
+    of_capture.free[0][2] = 1
+    assert used_counters() == [
+        f"stream 0x1: 2 of {FEWEST}, the first at 17",
+        "capture 5, stream 0x2: 1 of 3, the first at 2",
+    ]
+
+
+@pytest.mark.parametrize(("handle", "waits"), [(PER_THREAD, 1), (7, 0)])
+def test_what_another_thread_makes_is_there_for_the_stream_of_this_one(handle, waits, monkeypatch):
+    """The same handle of `cudaStreamPerThread` means another stream there."""
+    waited, made_on = [], []
+    stream = SimpleNamespace(
+        cuda_stream=handle, synchronize=lambda: waited.append(threading.get_ident())
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+    def make():
+        made_on.append(threading.get_ident())
+        return torch.zeros(1)
+
+    graphs.made_apart(make, torch.device("cuda"))
+    assert made_on != [threading.get_ident()] and waited == made_on * waits
 
 
 def test_tables_are_made_in_a_thread_of_their_own(monkeypatch):

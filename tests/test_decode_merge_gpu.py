@@ -3,17 +3,18 @@ another. The counters that CTAs take numbers from are zero afterwards, and bits 
 """
 
 import random
+import signal
 import threading
 
 import pytest
 import torch
+from free_counters import used_counters
 from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import check_call
 from problems import poisoned_allocations
 
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.kvcache import flash_attn_with_kvcache
-from fa3.running import counters, graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -64,14 +65,6 @@ def same(results, others) -> bool:
     return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
 
 
-def check_counters() -> None:
-    torch.cuda.synchronize()
-    of_streams = [one.free for one in list(counters.BY_STREAM.values())]
-    captures = [graphs.LIVE[number].kept.values() for number in list(graphs.LIVE)]
-    for free in (*of_streams, *captures):
-        assert not any(zeros.any() for zeros in free)
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_calls_give_the_same_bits_again(seed, device, merged):
     call = make_call(problem_of(seed), seed, device)
@@ -80,7 +73,7 @@ def test_random_calls_give_the_same_bits_again(seed, device, merged):
         check_call(call, *first, (call["k_cache"], call["v_cache"]))
         for _ in range(20):
             assert same(run(call), first)
-    check_counters()
+    assert not used_counters()
 
 
 def test_most_of_them_merge_in_the_launch(device, merged):
@@ -104,7 +97,7 @@ def test_graphs_of_many_calls_replayed_many_times(device):
     for _ in range(1000):
         graph.replay()
     assert all(map(same, results, expected))
-    check_counters()
+    assert not used_counters()
 
 
 def test_two_graphs_and_eager_calls_side_by_side(device):
@@ -126,7 +119,7 @@ def test_two_graphs_and_eager_calls_side_by_side(device):
     assert all(map(same, eager, expected[:5]))
     for _, results, _ in captured:
         assert all(map(same, results, expected))
-    check_counters()
+    assert not used_counters()
 
 
 @pytest.mark.timeout(600)
@@ -155,7 +148,7 @@ def test_threads_and_streams(device):
     for thread in threads:
         thread.join()
     assert not wrong
-    check_counters()
+    assert not used_counters()
 
 
 def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
@@ -175,7 +168,7 @@ def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
     expected = layers(wait=True)
     for _ in range(50):
         assert torch.equal(layers(wait=False), expected)
-    check_counters()
+    assert not used_counters()
 
 
 def test_fewer_sms_and_long_sequences(device):
@@ -187,4 +180,33 @@ def test_fewer_sms_and_long_sequences(device):
         for sm_margin in (0, 1, 60, 130, 131):
             out, lse = run(call, sm_margin=sm_margin)
             check_call(call, out, lse, (call["k_cache"], call["v_cache"]))
-    check_counters()
+    assert not used_counters()
+
+
+def test_calls_that_are_interrupted_at_random_moments(device):
+    """By Ctrl-C or a test's timeout: what runs in a process afterwards is right."""
+    calls = [make_call(problem_of(seed), seed, device) for seed in range(8)]
+    expected = [run(call) for call in calls]
+    draw, rounds, interrupted = random.Random(0), 200, 0
+
+    def interrupt(*given) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    signal_here = signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)
+    try:
+        for _ in range(rounds):
+            timer = threading.Timer(draw.uniform(0, 0.002), *signal_here)
+            try:
+                timer.start()
+                for i in draw.choices(range(len(calls)), k=400):
+                    run(calls[i])
+                timer.join()
+            except KeyboardInterrupt:
+                interrupted += 1
+            timer.join()
+            assert all(map(same, map(run, calls), expected))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interrupted > rounds / 2
+    assert not used_counters()

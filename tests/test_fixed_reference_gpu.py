@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from free_counters import used_counters
 from pairs import pairs
 from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention, dense
@@ -18,7 +19,6 @@ from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import Problem, Window
-from fa3.running import counters
 from fa3.schedules.marked import ANY, MOST_WARPS, Marks
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
@@ -95,13 +95,6 @@ def marked(plan, q, k, v) -> set:
     return first_launch(plan, q, k, v)[0]
 
 
-def counters_are_zero() -> bool:
-    torch.cuda.synchronize()
-    free = [numbers for stream in counters.BY_STREAM.values() for numbers in stream.free]
-    assert free
-    return not any(numbers.any() for numbers in free)
-
-
 @pytest.mark.parametrize(
     ("head_dim", "window"),
     [
@@ -123,7 +116,7 @@ def test_ordinary_scores(head_dim, window, device):
             check_attention(out, lse, q, k, v, window=window)
         expected = seen.setdefault(key, (out, lse))
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]), plan.name
-    assert counters_are_zero()
+    assert not used_counters()
 
 
 @pytest.mark.parametrize("schedule", ["list", "split"])
@@ -146,7 +139,7 @@ def test_one_kernel_has_both_references(window, schedule, device):
     for plan in (follows, fixed):
         out, lse = attend(q, k, v, window, plan=plan)
         check_attention(out, lse, q, k, v, window=window, lse_tolerance=3e-4)
-    assert counters_are_zero()
+    assert not used_counters()
 
 
 @pytest.mark.parametrize(("schedule", "cluster"), WAYS)
@@ -172,7 +165,7 @@ def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
             first_lse[batch, head, row] = follows_lse[batch, head, row]
         # Of the rows that did not fail no bit has changed.
         assert torch.equal(out, first) and torch.equal(lse, first_lse)
-        assert counters_are_zero()
+        assert not used_counters()
 
 
 @pytest.mark.parametrize("seqlen_k", [255, 256, 257, 4095])
@@ -247,7 +240,7 @@ def test_values_of_any_size(power, logits, softcap, device, always_fixed):
     check_attention(
         expected, expected_lse, q, k, v * 2.0**-power, softcap=softcap, lse_tolerance=2e-2
     )
-    assert counters_are_zero()
+    assert not used_counters()
 
 
 @pairs(
@@ -273,7 +266,7 @@ def test_visible_scores_of_minus_infinity(fixed, window, count, device):
     exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double().repeat(1, 1, 2, 1))
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
-    assert not fixed or counters_are_zero()
+    assert not used_counters()
 
 
 @pytest.mark.parametrize("high", [0.0, -300.0, 300.0])
@@ -290,7 +283,7 @@ def test_keys_without_a_guess(window, high, device):
     assert out.isfinite().all() and lse.isfinite().all()
     torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-3)
-    assert counters_are_zero()
+    assert not used_counters()
 
 
 @pairs(
@@ -376,7 +369,7 @@ def test_rows_without_a_key(device):
     assert not marked(plan, q, k, v)
     out, lse = attend(q, k, v, CAUSAL, plan=plan)
     check_attention(out, lse, q, k, v, window=CAUSAL)
-    assert counters_are_zero()
+    assert not used_counters()
 
 
 def test_nan_stays_in_its_sequence(device):
@@ -388,7 +381,7 @@ def test_nan_stays_in_its_sequence(device):
     for i in (0, 2):
         one = slice(i, i + 1)
         check_attention(out[one], lse[one], q[one], k[one], v[one])
-    assert counters_are_zero()
+    assert not used_counters()
 
 
 def test_a_graph_marks_and_wipes_out(device):
@@ -428,7 +421,7 @@ def test_random_calls(seed, device, always_fixed):
         modifiers["sinks"] = 3 * torch.randn(heads_kv * ratio, device=device)
     out, lse = attend(q, k, v, window, **modifiers)
     check_attention(out, lse, q, k, v, window=window, lse_tolerance=1e-3, **modifiers)
-    assert counters_are_zero()
+    assert not used_counters()
 
 
 def test_steep_alibi_on_both_sides_of_long_sequences(device, always_fixed):

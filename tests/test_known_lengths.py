@@ -345,6 +345,14 @@ def test_impossible_lengths_are_refused(options, complaint):
             ValueError,
             "cu_seqlens_q_cpu was made for cu_seqlens_q",
         ),
+        *(
+            ({"cu_seqlens_k_cpu": ends}, ValueError, f"cu_seqlens_k_cpu {complaint}")
+            for ends, complaint in (
+                (integers(0, 1, 2, 3, 4, 5), "was made for cu_seqlens_k .0, 1, 2"),
+                (integers(0, 1, 2, 3, 4, 9999), "must have its sequences in the"),
+                (integers(0, 0, 0, 0, 0, 2001), "must have sequences of at most"),
+            )
+        ),
     ],
 )
 def test_lengths_on_the_host_that_are_no_lengths(changes, error, complaint):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from free_counters import used_counters
 from problems import poisoned_allocations
 from test_known_lengths import (
     MIXED,
@@ -29,7 +30,6 @@ from fa3.kernels.tile_table import TileTable
 from fa3.planning.host_table import TableKind
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.problem import Window
-from fa3.running import counters
 from fa3.running.compiler import load_kernel
 from fa3.schedules.ragged import CTAS_BESIDE
 from fa3.scores.masks import Band
@@ -65,12 +65,6 @@ def run(call: dict, **given):
         return flash_attn_varlen_func(**call, **given, return_lse=True)
 
 
-def all_zero() -> bool:
-    """Whether launches have left all counters at zero."""
-    torch.cuda.synchronize()
-    return all(not n.any() for stream in counters.BY_STREAM.values() for n in stream.free)
-
-
 @pytest.mark.parametrize("seed", range(2 * FAMILIES))
 def test_calls_have_the_bits_of_calls_without(seed, device):
     """Problems of `test_varlen_gpu`, whose kernels are there."""
@@ -85,7 +79,7 @@ def test_calls_have_the_bits_of_calls_without(seed, device):
         again, of_again = run(call, **given)
         assert torch.equal(again[rows], out[rows])
         assert torch.equal(of_again[:, rows], lse[:, rows])
-    assert all_zero()
+    assert not used_counters()
 
 
 @pytest.mark.parametrize("problem", [SKEWED, MIXED], ids=["skewed", "mixed"])
@@ -102,7 +96,7 @@ def test_rows_whose_reference_fails_are_computed_again(device):
     for _ in range(3):
         out, lse = run(call, scheduler_metadata=metadata)
         check_varlen(SKEWED, call, out, lse)
-    assert all_zero()
+    assert not used_counters()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -140,7 +134,7 @@ def test_two_streams_at_once(device):
     torch.cuda.synchronize()
     for pair in found:
         assert all(map(torch.equal, pair, expected))
-    assert all_zero()
+    assert not used_counters()
 
 
 def test_captured_graphs(device):
@@ -194,7 +188,7 @@ def test_other_lengths_than_planned_touch_nothing_outside(seed, device):
     flash_attn_varlen_func(**call, out=around[rows : 2 * rows], scheduler_metadata=metadata)
     torch.cuda.synchronize()
     assert (around[:rows] == 7).all() and (around[2 * rows :] == 7).all()
-    assert all_zero()
+    assert not used_counters()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +204,7 @@ def test_calls_on_pages(lengths_q, page_size, device):
     out = flash_attn_with_kvcache(**call)
     for _ in range(3):
         assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
-    assert len(metadata.lengths.tables) == 1 and all_zero()
+    assert len(metadata.lengths.tables) == 1 and not used_counters()
 
 
 def test_metadata_of_ever_new_lengths_keeps_no_memory(device):

@@ -33,6 +33,7 @@ from fa3.tools.plan_times import PlanTime, PlanTimes, alone, digest_of_sources
 from fa3.tools.timing import Block
 from fa3.tools.tuning import (
     DEFAULT_MODELS,
+    LONG_CALLS,
     TUNED_SIZES,
     fit_times,
     in_turn,
@@ -87,7 +88,7 @@ class Recorded:
         factor: on all times. plans: so many are measured before Ctrl-C.
         compile_s: seconds that a kernel takes of `processes` that compile side by side. broken:
             kernels that do not compile, by their number.
-        measure_s: seconds that a plan takes.
+        measure_s: seconds that a plan takes beside so many `calls` of it.
     """
 
     def __init__(
@@ -99,12 +100,13 @@ class Recorded:
         processes: int = 4,
         broken: Sequence[int] = (),
         measure_s: float = 0.25,
+        calls: int = 0,
         on_disk: Iterable[Kernel] = (),
     ):
         self.us = {one[:-1]: factor * one.us for one in times}
         self.factor, self.plans = factor, plans
         self.compile_s, self.processes, self.broken = compile_s, processes, broken
-        self.measure_s, self.clock = measure_s, Clock()
+        self.measure_s, self.calls, self.clock = measure_s, calls, Clock()
         self.on_disk = set(on_disk)
         self.asked, self.measured, self.groups = [], [], []
 
@@ -138,7 +140,8 @@ class Recorded:
         assert all(self.has(one.kernel) for plan in plans for one in plan.launches())
         if len(self.measured) + len(plans) > self.plans:
             raise KeyboardInterrupt
-        self.clock.now += self.measure_s * len(plans)
+        call_s = sum(plan.predict().us for plan in plans) / 1e6
+        self.clock.now += self.measure_s * len(plans) + self.calls * call_s
         self.measured += [(plan.problem, plan.name) for plan in plans]
         self.groups.append(len(plans))
         found = []
@@ -532,6 +535,23 @@ def test_a_slow_plan_ends_a_run_before_its_budget(folder, gpu, recorded):
     assert len(again.measured) == 1
 
 
+def test_long_calls_are_measured_as_far_as_the_budget_goes(folder, gpu, recorded):
+    """It is known before how long they take; short ones of another shape get the rest."""
+    arguments = "--shapes", "1,131072,131072,32,8,128", "1,512,512,8,2,128", "--causal"
+    found = [
+        plans_to_measure(one, gpu) for one in tune_command.problems_to_tune(options(*arguments))
+    ]
+    kernels = {one.kernel for plans in found for plan in plans for one in plan.launches()}
+    long, _ = (plans[0].problem for plans in found)
+    for budget, most in ((20, 4), (2, 0)):
+        bench = Recorded(recorded, on_disk=kernels, calls=LONG_CALLS)
+        tune(gpu, bench, *arguments, "--budget", f"{budget}s")
+        assert bench.clock() <= 100 + budget
+        of_long = [problem == long for problem, _ in bench.measured]
+        assert of_long.count(True) <= most and not all(of_long)
+        tune_command.forget(gpu)
+
+
 def test_no_budget_measures_nothing_and_fits_what_there_is(folder, gpu, recorded, capsys):
     with pytest.raises(SystemExit, match="the budget of 0 s ended"):
         tune(gpu, Recorded(recorded), *SHAPES, "--budget", "0s")
@@ -565,6 +585,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(folder, gpu, recorded, caps
         parse_costs(tuned_costs.read_kept(next(folder.glob("*.costs"))).decode()).source["cells"]
         == 2
     )
+
+
+def test_ctrl_c_while_costs_are_fitted_keeps_the_times(folder, gpu, recorded, monkeypatch):
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="fa3: interrupted"):
+        patch.setattr(tune_command, "fit_times", interrupt)
+        tune(gpu, Recorded(recorded), *SHAPES)
+    tune(gpu, again := Recorded(recorded), *SHAPES)
+    assert again.measured == [] and list(folder.glob("*.costs"))
 
 
 def test_a_single_plan_is_enough(folder, gpu, recorded, capsys):
@@ -722,40 +753,45 @@ def test_times_are_medians_of_rounds(monkeypatch):
 # ------------------------------------------------------------------------------------ on a GPU
 
 
+@pytest.fixture
+def first_plans(monkeypatch):
+    """Of each shape the plan alone that the planner chooses, so that little is compiled."""
+
+    def first(problem: Problem, gpu: Gpu) -> list[Plan]:
+        return plans_to_measure(problem, gpu)[:1]
+
+    monkeypatch.setattr(tune_command, "plans_to_measure", first)
+
+
 @pytest.mark.gpu
-def test_shapes_are_tuned_on_the_gpu(folder, capsys, monkeypatch):
-    """Two shapes that share kernels, of which there are seven."""
+def test_shapes_are_tuned_on_the_gpu(folder, capsys, monkeypatch, first_plans):
+    """Two shapes with a kernel each."""
     shapes = "1,1024,1024,8,2,128", "1,256,256,8,2,128"
-    main(["tune", "--shapes", *shapes, "--causal", "--budget", "30s"])
+    arguments = ["tune", "--shapes", *shapes, "--causal", "--budget", "60s"]
+    main(arguments)
     printed = capsys.readouterr().out
-    assert " of 2 shapes, 0 of them measured before" in printed and "Fit      2 shapes" in printed
-    device = torch.device("cuda", torch.cuda.current_device())
+    assert "Plans    2 of 2 shapes, 0 of them measured before" in printed
+    assert "Fit      2 shapes" in printed
+    # Nothing is left to measure, and the costs are kept for the next process.
+    main(arguments)
+    assert "2 of 2 shapes, 2 of them measured before\nKernels  0" in capsys.readouterr().out
     monkeypatch.setattr(tuned_costs, "READ", {})
-    gpu = devices.gpu_of.__wrapped__(device)
+    gpu = devices.gpu_of.__wrapped__(torch.device("cuda", torch.cuda.current_device()))
     times = PlanTimes.read(gpu.name).times
-    assert {one.regime for one in times} == {"burst", "steady"}
+    assert sorted(one.regime for one in times) == ["burst"] * 2 + ["steady"] * 2
     for one in times:
-        predicted = plan_forward(one.problem, gpu, one.config, one.schedule).predict().us
+        plan = plan_forward(one.problem, gpu, one.config, one.schedule)
         # Of the same unit; the GPU may have other work.
-        assert 0.5 < one.us / predicted < 50
-    # Again, with kernels that are there.
-    bench = GpuWorkbench(device)
-    plans = [
-        plan
-        for plan in plans_to_measure(times[0].problem, gpu)
-        if all(bench.has(launch.kernel) for launch in plan.launches())
-    ]
-    assert len(bench.measure(plans[:4])) == 2 * len(plans[:4]) > 0
+        assert 0.5 < one.us / plan.predict().us < 50
+        assert "Costs    Tuned to this GPU: " in str(plan.explain())
 
 
 @pytest.mark.gpu
 def test_a_short_budget_holds_on_the_gpu(folder, capsys):
-    """Kernels are compiled anew. The command ends in time, measures or says that it could not."""
-    arguments = ["tune", "--shapes", "1,256,256,8,2,128", "--causal", "--budget"]
+    """Four kernels are compiled anew. The command ends in time, measures or says it could not."""
+    arguments = ["tune", "--shapes", "1,256,256,8,2,128", "--causal", "--budget", "8s"]
     begin = time.monotonic()
     with contextlib.suppress(SystemExit):
-        main([*arguments, "8s"])
+        main(arguments)
     assert time.monotonic() - begin < 15
     assert "Spent    " in capsys.readouterr().out
-    main([*arguments, "30s"])
-    assert "Fit      1 shape" in capsys.readouterr().out

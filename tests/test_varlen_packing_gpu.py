@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from free_counters import used_counters
 from pairs import pairs
 from problems import poisoned_allocations
 from score_problems import Recipe
@@ -25,7 +26,6 @@ from fa3.planning.ragged import words_of_table
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.joined import record_of_tile, records_of_rows
 from fa3.reference.varlen import PackedLengths
-from fa3.running import counters
 from fa3.running.compiler import load_kernel
 from fa3.schedules.joined import JoinedRecord
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
@@ -66,17 +66,12 @@ def check(problem: VarlenProblem, device, seed: int = 0) -> None:
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
 
 
-def check_no_marks_are_left() -> None:
-    torch.cuda.synchronize()
-    assert all(not n.any() for stream in counters.BY_STREAM.values() for n in stream.free)
-
-
 @pytest.mark.parametrize("seed", range(3 * FAMILIES))
 def test_random_calls(seed, device):
     """Rows that are not used are NaN, so rows are marked and computed again."""
     longest = (16, 40, 64)[seed % 3]
     check(random_short_problem(seed, DTYPES[seed % 2], seed % FAMILIES, longest), device, seed)
-    check_no_marks_are_left()
+    assert not used_counters()
 
 
 @pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
@@ -138,7 +133,7 @@ def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head
         out, lse = run(call)
         check_varlen(problem, call, out, lse, skipped=poisoned)
         assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
-        check_no_marks_are_left()
+        assert not used_counters()
 
 
 def test_tiles_without_it_keep_their_bits(device):
@@ -190,7 +185,7 @@ def test_wrong_lengths_touch_nothing_outside(ends, device):
     fa3.flash_attn_varlen_func(**call, out=out)
     torch.cuda.synchronize()
     assert (around[: len(out)] == 7).all() and (around[2 * len(out) :] == 7).all()
-    check_no_marks_are_left()
+    assert not used_counters()
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)])

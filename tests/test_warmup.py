@@ -298,6 +298,28 @@ def test_what_is_not_done_is_given_up(processes, monkeypatch):
     assert not any(thread.is_alive() for thread in pool.threads)
 
 
+def test_ctrl_c_while_a_pool_starts_ends_it(processes, monkeypatch):
+    """Else its threads would go on to compile all that waits."""
+    compiled = []
+
+    def compile_in(process, kernel):
+        compiled.append(kernel)
+        return not process.killed.wait(10)
+
+    monkeypatch.setattr(compile_pool, "compile_in", compile_in)
+    pool = CompilePool("abcd", 3)
+    start = pool.threads[0].start
+
+    def interrupted_start():
+        start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool.threads[0], "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt), pool:
+        pytest.fail("it is not entered")
+    assert len(compiled) <= 1 and not any(thread.is_alive() for thread in pool.threads)
+
+
 def test_errors_of_a_pool_reach_its_caller(processes, monkeypatch):
     def compile_in(process, kernel):
         raise OSError("no memory")

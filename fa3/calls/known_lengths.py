@@ -123,11 +123,13 @@ class KnownLengths:
             self.latest = kernels, short_queries, table
         return table.on(stream, capture)
 
-    def check_fit(self, name: str, batch: int, totals: Sequence[int], longest: Sequence[int]):
+    def check_fit(
+        self, names: Sequence[str], batch: int, totals: Sequence[int], longest: Sequence[int]
+    ) -> None:
         """Raise unless all rows lie in a call's tensors, and its sequences may be so long.
 
         Args:
-            name: the argument that the lengths come from.
+            names: the arguments that the ends of queries and of keys come from, and then any.
             totals: rows of q, and of k.
             longest: the most queries and keys of a sequence.
         """
@@ -139,24 +141,26 @@ class KnownLengths:
             return
         if batch != self.batch:
             raise ValueError(
-                f"{name} must have {batch} sequences like cu_seqlens_q, got {self.batch}"
+                f"{names[0]} must have {batch} sequences like cu_seqlens_q, got {self.batch}"
             )
-        for side, own, most in zip("qk", (self.end_q, self.end_k), totals, strict=True):
+        ends, own_longest = (self.end_q, self.end_k), (self.longest_q, self.longest_k)
+        for name, side, own, most in zip(names[:2], "qk", ends, totals, strict=True):
             if own > most:
                 raise ValueError(
                     f"{name} must have its sequences in the {most} rows of {side}, got {own} rows"
                 )
-        for side, own, most in zip("qk", (self.longest_q, self.longest_k), longest, strict=True):
+        for name, side, own, most in zip(names[:2], "qk", own_longest, longest, strict=True):
             if own > most:
                 raise ValueError(
                     f"{name} must have sequences of at most {most} rows of {side}, as "
                     f"max_seqlen_{side} or the cache says, got {own}"
                 )
 
-    def check_same(self, name: str, *values: list[int] | None) -> None:
+    def check_same(self, arguments: Sequence[str], *values: list[int] | None) -> None:
         """Raise unless these are the lengths that a call sees.
 
         Args:
+            arguments: which these come from, one for each of the values.
             values: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k of the call, or for a cache
                 cu_seqlens_q and the keys of each sequence, None for what it does not see.
         """
@@ -166,7 +170,7 @@ class KnownLengths:
         else:
             names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
             own = queries.cu, keys.cu, queries.used, keys.used
-        for of_call, mine, found in zip(names, own, values, strict=True):
+        for name, of_call, mine, found in zip(arguments, names, own, values, strict=True):
             is_unseen = found is None and isinstance(keys, CacheLengths)
             mine = None if mine is None else mine.tolist()
             if not is_unseen and mine != found:

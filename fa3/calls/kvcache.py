@@ -27,7 +27,12 @@ from fa3.calls.prepared_cache import (
     prepare_cache_call,
     with_integers_on_device,
 )
-from fa3.calls.scheduler_metadata import PackedMetadata, SchedulerMetadata, check_cache_metadata
+from fa3.calls.scheduler_metadata import (
+    IN_METADATA,
+    PackedMetadata,
+    SchedulerMetadata,
+    check_cache_metadata,
+)
 from fa3.calls.traced import trace_cached
 from fa3.problem import NO_BOUND, REMEMBERED
 
@@ -243,9 +248,7 @@ def flash_attn_with_kvcache(
         check_total(call, q)
     if known is not None:
         longest = max_seqlen_q, call.description.capacity
-        known.check_fit(
-            "scheduler_metadata", call.description.batch, (q.shape[0], known.end_k), longest
-        )
+        known.check_fit(IN_METADATA, call.description.batch, (q.shape[0], known.end_k), longest)
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
         tensors = with_integers_on_device(call, tensors, length, known)
     return call.run(tensors, scale, return_lse, known)

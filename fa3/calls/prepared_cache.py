@@ -44,7 +44,7 @@ from fa3.calls.operands import (
 )
 from fa3.calls.options import check_window
 from fa3.calls.ragged import MOST_RAGGED_ROWS, check_ragged_out, hide_all_keys_of_packed
-from fa3.calls.scheduler_metadata import SchedulerMetadata
+from fa3.calls.scheduler_metadata import IN_METADATA, SchedulerMetadata
 from fa3.kernels.append import MOST_VECTORS, Append, Rotary
 from fa3.planning.gpu import H200
 from fa3.primitives.arithmetic import LARGEST
@@ -343,7 +343,7 @@ def with_integers_on_device(
         keys = None
         if not (values.seqlens is None or values.counts is None):
             keys = [a + b for a, b in zip(values.seqlens, values.counts, strict=True)]
-        known.check_same("scheduler_metadata", values.query_ends, keys)
+        known.check_same(IN_METADATA[:2], values.query_ends, keys)
     on_gpu = (on_device(name, x, description) for name, x in zip(INTEGERS, integers, strict=True))
     return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]
 

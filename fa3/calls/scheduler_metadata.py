@@ -35,6 +35,9 @@ from fa3.schedules.stream_k import Pieces
 from fa3.scores.masks import Band
 from fa3.scores.masks import Sequence as SequenceOfMask
 
+IN_METADATA = ("scheduler_metadata",) * 4
+"""Where lengths come from, each of them, that are in the metadata of a step."""
+
 MERGE_BYTES = 100_000
 """What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
 

@@ -76,7 +76,7 @@ class StepLengths:
         """These lengths, if they are as short as the step says."""
         rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
         longest = self.max_seqlen_q, self.max_seqlen_k
-        lengths.check_fit("cu_seqlens_q", self.batch, rows, longest)
+        lengths.check_fit(("cu_seqlens_q", "cu_seqlens_q"), self.batch, rows, longest)
         return lengths
 
     def keys_in_cache(self) -> list[int] | None:

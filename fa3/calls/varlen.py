@@ -46,7 +46,7 @@ from fa3.calls.ragged import (
     pose_packed,
     tokens_of,
 )
-from fa3.calls.scheduler_metadata import PackedMetadata, check_packed_metadata
+from fa3.calls.scheduler_metadata import IN_METADATA, PackedMetadata, check_packed_metadata
 from fa3.calls.traced import trace_packed
 from fa3.calls.varlen_autograd import attend_packed
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
@@ -281,15 +281,15 @@ def flash_attn_varlen_func(
             scheduler_metadata, on_host, integers, call, q, k, batch, causal, window_size, softcap
         )
         if known is not None:
-            longest = max_seqlen_q, max_seqlen_k
-            known.check_fit(name_of_known(scheduler_metadata), batch, (total_q, total_k), longest)
+            names = names_of_known(scheduler_metadata)
+            known.check_fit(names, batch, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
     elif not (cu_seqlens_k_cpu is seqused_q_cpu is seqused_k_cpu is None):
         raise ValueError("cu_seqlens_q_cpu must be given like cu_seqlens_q, with other lengths")
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
         if known is not None:
             seen = map(read_back, INTEGERS_OF_LENGTHS, integers)
-            known.check_same(name_of_known(scheduler_metadata), *seen)
+            known.check_same(names_of_known(scheduler_metadata), *seen)
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, sm_margin)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
@@ -351,9 +351,9 @@ LENGTHS_ON_HOST = tuple(f"{name}_cpu" for name in INTEGERS_OF_LENGTHS)
 """The lengths once more, on the CPU."""
 
 
-def name_of_known(metadata: PackedMetadata | None) -> str:
-    """The argument that lengths come from which the host knows."""
-    return LENGTHS_ON_HOST[0] if metadata is None else "scheduler_metadata"
+def names_of_known(metadata: PackedMetadata | None) -> tuple[str, ...]:
+    """The arguments that lengths come from which the host knows: of `INTEGERS_OF_LENGTHS` each."""
+    return LENGTHS_ON_HOST if metadata is None else IN_METADATA
 
 
 def check_not_known(

@@ -22,7 +22,7 @@ from functools import partial
 
 import torch
 
-from fa3.running.graphs import Capture, idle_stream, made_apart
+from fa3.running.graphs import PER_THREAD, Capture, idle_stream, made_apart
 
 RESERVE = 1 << 18
 """Counters that a device sets aside for captures at a time. A graph that needs more allocates and
@@ -33,9 +33,6 @@ FEWEST = 1 << 12
 
 MOST_STREAMS = 256
 """Most streams whose counters are kept."""
-
-PER_THREAD = 2
-"""The handle of `cudaStreamPerThread`, which means a different stream in each thread."""
 
 
 @dataclass(slots=True)

@@ -33,8 +33,12 @@ class CompilePool:
         self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(count)]
 
     def __enter__(self) -> "CompilePool":
-        for thread in self.threads:
-            thread.start()
+        try:
+            for thread in self.threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -43,12 +47,18 @@ class CompilePool:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes, and wait for the threads that were started."""
+        # First: then no thread takes one more kernel, also if another Ctrl-C ends this.
+        self.is_closed = True
         with self.lock:
-            self.is_closed = True
             for process in self.running:
                 process.kill()
         for thread in self.threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def next_done(self, timeout_s: float | None = None) -> Kernel | None:
         """A kernel that was tried, each once; None if none was within the time.

@@ -57,8 +57,8 @@ class GpuWorkbench:
                 us: dict[str, list[float]] = {name: [] for name in runners}
                 # Garbage collection in the middle of a block would show as a stall of the host.
                 gc.collect()
-                gc.disable()
                 try:
+                    gc.disable()
                     for name, block in run_rounds(runners, regime, TUNING_ROUNDS, random.Random(0)):
                         us[name].append(block.us)
                 finally:

@@ -69,14 +69,14 @@ def tune(
         record = PlanTimes.read(gpu.name)
         try:
             work = measure(problems, gpu, record, bench, budget)
+            if record.times:
+                print(f"Times    {len(record.times):,}", flush=True)
+                keep_better(gpu, fit_times(gpu, record.times, versions()))
         except KeyboardInterrupt:
             sys.exit(
                 f"fa3: interrupted; {counted(len(record.times), 'time')} kept. The same command "
                 "goes on where this one stopped"
             )
-        if record.times:
-            print(f"Times    {len(record.times):,}", flush=True)
-            keep_better(gpu, fit_times(gpu, record.times, versions()))
     if work.todo and not work.measured:
         sys.exit(
             f"fa3: the budget of {budget.seconds:g} s ended before any plan was measured: "

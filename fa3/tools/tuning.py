@@ -30,8 +30,9 @@ from fa3.tools.plan_times import PlanTime, PlanTimes, digest_of_sources
 HOPELESS = 1.5
 """Candidates that are predicted to take so many times the best one's time are not measured."""
 
-FIRST_S = 0.3
-"""Seconds that measuring a plan is expected to take before one was measured."""
+PLAN_S, LONG_CALLS = 0.3, 21
+"""What measuring a plan is expected to take: so many seconds, and the time of so many calls. That
+many run if one alone is longer than a block of `fa3.tools.plan_stopwatch`."""
 
 TUNED_SIZES = (
     (1, 4096, 4096), (1, 1024, 1024), (4, 2048, 2048), (1, 128, 4096), (1, 16384, 16384),
@@ -154,10 +155,21 @@ class Budget:
 
 
 class Job(NamedTuple):
-    """A plan to measure, and the kernels that it launches."""
+    """A plan to measure.
+
+    Fields:
+        kernels: those that it launches.
+        expected_s: seconds that measuring it should take, if the costs are right.
+    """
 
     plan: Plan
     kernels: frozenset[Kernel]
+    expected_s: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Job":
+        kernels = frozenset(launch.kernel for launch in plan.launches())
+        return cls(plan, kernels, PLAN_S + LONG_CALLS * plan.predict().us / 1e6)
 
 
 class Measuring:
@@ -168,21 +180,19 @@ class Measuring:
         absent: kernels that were not there and are not tried yet.
         failed: plans that have a kernel which did not compile.
         measured: how many plans were measured.
-        plan_s: the longest that a plan took.
+        slowness: how many times what was expected plans took at most.
     """
 
     def __init__(
         self, plans: Iterable[Plan], record: PlanTimes, bench: Workbench, budget: Budget
     ) -> None:
         self.record, self.bench, self.budget = record, bench, budget
-        self.todo = [
-            Job(plan, frozenset(launch.kernel for launch in plan.launches())) for plan in plans
-        ]
+        self.todo = [Job.of(plan) for plan in plans]
         # In the order in which plans need them.
         needed = dict.fromkeys(one.kernel for job in self.todo for one in job.plan.launches())
         self.absent = {kernel: None for kernel in needed if not bench.has(kernel)}
         self.failed: list[Plan] = []
-        self.measured, self.plan_s = 0, FIRST_S
+        self.measured, self.slowness = 0, 1.0
 
     def run(self, tell: Callable[[], None]) -> None:
         """Measure until nothing is left or the budget is spent; whatever ends this, the record has
@@ -197,13 +207,13 @@ class Measuring:
                 while self.absent and (kernel := compilers.next_done(0)) is not None:
                     self.take_in(kernel)
                 ready = [job for job in self.todo if not job.kernels & self.absent.keys()]
-                if not ready:
+                if some := self.that_fit(ready):
+                    self.measure(some)
+                elif len(ready) < len(self.todo):
                     with self.budget.waiting():
                         kernel = compilers.next_done(max(0.0, min(1.0, self.budget.left_s)))
                     if kernel is not None:
                         self.take_in(kernel)
-                elif some := self.that_fit(ready):
-                    self.measure(some)
                 else:
                     break
             tell()
@@ -216,19 +226,23 @@ class Measuring:
             self.todo = [job for job in self.todo if kernel not in job.kernels]
 
     def that_fit(self, ready: list[Job]) -> list[Job]:
-        """What to measure next: plans of the first problem, as many as the budget has time for;
-        one in any case if none was measured yet."""
-        count = max(int(self.budget.left_s / self.plan_s), 0 if self.measured else 1)
-        problem = ready[0].plan.problem
-        return [job for job in ready if job.plan.problem == problem][:count]
+        """What to measure next: plans of the first problem that the budget has time for, as many as
+        it has; the shortest in any case if none was measured yet."""
+        left_s = self.budget.left_s / self.slowness
+        fitting = [job for job in ready if job.expected_s <= left_s]
+        if not fitting:
+            return [] if self.measured else sorted(ready, key=lambda job: job.expected_s)[:1]
+        some = [job for job in fitting if job.plan.problem == fitting[0].plan.problem]
+        ends_s = itertools.accumulate(job.expected_s for job in some)
+        return [job for job, end_s in zip(some, ends_s, strict=True) if end_s <= left_s]
 
     def measure(self, jobs: list[Job]) -> None:
         begin = self.budget.clock()
         with self.budget.measuring():
             self.record.add(self.bench.measure([job.plan for job in jobs]))
         self.todo = [job for job in self.todo if job not in jobs]
-        seconds = (self.budget.clock() - begin) / len(jobs)
-        self.plan_s = max(seconds, self.plan_s if self.measured else 0.0)
+        slowness = (self.budget.clock() - begin) / sum(job.expected_s for job in jobs)
+        self.slowness = max(slowness, self.slowness if self.measured else 0.0)
         self.measured += len(jobs)
 
 

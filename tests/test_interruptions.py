@@ -1,0 +1,148 @@
+"""Ctrl-C at any point of a call leaves no counters to later calls that are not zero.
+
+Calls run on stubs of kernels, once for each instruction of fa3's that Python runs on the way, and
+are interrupted right before it.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from free_counters import used_counters
+
+import fa3
+from fa3.calls import decode, forward, varlen_gpu
+from fa3.calls.decode import PreparedDecode
+from fa3.calls.forward import PreparedCall
+from fa3.calls.varlen_gpu import PreparedJoined, PreparedVarlen
+from fa3.kernels.decode_launch import DecodeArguments
+from fa3.kernels.forward_launch import ForwardArguments
+from fa3.planning.joined import PackedSizes
+from fa3.planning.ragged import words_of_table
+from fa3.problem import Window
+from fa3.reference.varlen import RaggedOperands
+from fa3.running import counters, graphs
+from fa3.running.counters import StreamCounters
+from fa3.scores.masks import Band
+
+SOURCES = str(Path(fa3.__file__).parent)
+
+Q = torch.zeros(1, 8, 4, 64)
+ENDS = torch.tensor([0, 3, 8], dtype=torch.int32)
+OPERANDS = RaggedOperands(*(4 * [Q[0]]), None, ENDS, ENDS, None, None)
+
+
+@pytest.fixture(autouse=True)
+def stream(monkeypatch) -> StreamCounters:
+    """The counters of the stream that calls run on."""
+    monkeypatch.setattr(counters, "BY_STREAM", {})
+    monkeypatch.setattr(counters, "RESERVES", {})
+    monkeypatch.setattr(graphs, "LIVE", {})
+    for module in (decode, forward, varlen_gpu):
+        monkeypatch.setattr(module, "current_device", lambda: None)
+        monkeypatch.setattr(module, "current_stream", lambda index: 7)
+        monkeypatch.setattr(module, "capture_of", lambda stream: None)
+    return counters.counters_of(Q.device, 7, None)
+
+
+# --------------------------------------------------------------------------------------- stubs
+
+
+def attends(*given) -> None:
+    """Takes numbers from counters, and leaves them as it found them."""
+    of_parts = DecodeArguments(*given).counters
+    assert len(of_parts) >= 5 and not of_parts.any()
+
+
+def marks_rows(*given) -> None:
+    """Has counters for its schedule, and marks what is to be computed again."""
+    given = ForwardArguments(*given)
+    assert not given.schedule_state.any() and not given.marks.any()
+    given.marks.fill_(1)
+
+
+def computes_again(*given) -> None:
+    marks = ForwardArguments(*given).schedule_state
+    assert marks.all()
+    marks.zero_()
+
+
+def makes_table(*given) -> None:
+    """Has tensors of the call's own, which begin with any numbers."""
+    for words in given:
+        if isinstance(words, torch.Tensor) and words is not ENDS:
+            words.zero_()
+
+
+def decodes() -> None:
+    call = PreparedDecode(None, attends, 9 * (1,), counters=5, workspace=8)
+    call.attend(Q, Q, Q, Q, None, None, None, None, None, None, None, None, 1.0)
+
+
+def is_dense() -> None:
+    launches = (marks_rows, 4 * (1,), None), (computes_again, 4 * (1,), None)
+    call = PreparedCall(None, None, (), launches, num_counters=(8, 4, 0), total_counters=12)
+    call.launch(Q, Q, Q, Q, None, None, 1.0)
+
+
+def is_packed(known=None) -> None:
+    kernels = makes_table, marks_rows, computes_again
+    call = PreparedVarlen(*kernels, Window(right=0), 128, 112, Band(right=True), 132, 1000)
+    call.launch(OPERANDS, 8, 8, None, 1.0, known=known)
+
+
+def has_known_lengths() -> None:
+    table = torch.zeros(words_of_table(4), dtype=torch.int32)
+    is_packed(SimpleNamespace(on=lambda *place: table, longest_q=8))
+
+
+def shares_tiles() -> None:
+    plan = SimpleNamespace(num_tiles=lambda total: 1, config=SimpleNamespace(tile_m=128))
+    kernels = makes_table, marks_rows, computes_again
+    call = PreparedJoined(*kernels, plan, Window(right=0), 132, 1000)
+    call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 5), None, 1.0)
+
+
+# --------------------------------------------------------------------------------- interruptions
+
+
+def run_up_to(call: Callable[[], None], steps: int) -> int:
+    """Run a call, interrupted before so many instructions of fa3's; how many it ran."""
+    done = 0
+
+    def trace(frame, event, argument):
+        nonlocal done
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            if done == steps:
+                raise KeyboardInterrupt
+            done += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return done
+
+
+@pytest.mark.parametrize("call", [decodes, is_dense, is_packed, has_known_lengths, shares_tiles])
+def test_an_interruption_leaves_no_counters_that_are_used(call, stream):
+    call()
+    assert stream.free and not used_counters()
+    instructions = run_up_to(call, sys.maxsize)
+    assert instructions > 100
+    for steps in range(instructions):
+        with pytest.raises(KeyboardInterrupt):
+            run_up_to(call, steps)
+        assert not used_counters()
+        # The next call finds what its kernels need.
+        call()
+        assert not used_counters()
