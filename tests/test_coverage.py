@@ -30,7 +30,8 @@ BLOCKS = 10
 """Key blocks of each of its tiles."""
 
 LISTED = TileList.balanced(ORDER, 4, np.ones(6))
-IN_PARTS = SplitTiles.cut(ORDER, 4, KeyRanges(np.zeros(6, int), np.full(6, BLOCKS), 1.5, 1.0))
+NONE = np.zeros(6, int)
+IN_PARTS = SplitTiles.cut(ORDER, 4, KeyRanges(NONE, np.full(6, BLOCKS), 1.5, 1.0, NONE))
 
 
 def check(schedule) -> None:
@@ -317,8 +318,8 @@ def test_numbers_of_slots(num_slots):
 
 
 def test_a_tile_in_too_many_parts():
-    order, most = TileOrder(1, 1, 1, 1), np.array([3000])
-    schedule = SplitTiles.cut(order, 300, KeyRanges(np.zeros(1, int), most, 0.1, 0.1))
+    order, none, most = TileOrder(1, 1, 1, 1), np.zeros(1, int), np.array([3000])
+    schedule = SplitTiles.cut(order, 300, KeyRanges(none, most, 0.1, 0.1, none))
     with pytest.raises(
         ValueError, match=r"^schedule cuts Tile\(.*\) into 300 parts, more than 255"
     ):

@@ -65,7 +65,8 @@ def cuts(draw):
     firsts = draw(st.lists(st.integers(0, 9), min_size=num_m_blocks, max_size=num_m_blocks))
     m_blocks = order.m_blocks()
     first = np.array(firsts)[m_blocks]
-    ranges = KeyRanges(first, first + np.array(lengths)[m_blocks], TILE, PART)
+    masks = np.full(order.num_tiles, draw(st.sampled_from((0.0, 0.25))))
+    ranges = KeyRanges(first, first + np.array(lengths)[m_blocks], TILE, PART, masks)
     return order, ranges, draw(st.integers(1, 140))
 
 
@@ -93,7 +94,7 @@ def test_plans_cover_what_the_mask_touches(batch, seqlen_q, seqlen_k, heads, win
         for m_block in order.m_blocks().tolist()
     ]
     first, end = (np.array([getattr(b, name) for b in blocks]) for name in ("begin", "end"))
-    check_cover(plan.schedule, KeyRanges(first, end, TILE, PART))
+    check_cover(plan.schedule, KeyRanges(first, end, TILE, PART, np.zeros_like(end)))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,8 @@ def test_plans_cover_what_the_mask_touches(batch, seqlen_q, seqlen_k, heads, win
 def test_clusters_end_together(num_m_blocks, heads, blocks, most):
     order = TileOrder(num_m_blocks, heads, 1, heads)
     end = np.full(order.num_tiles, blocks)
-    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, TILE, PART))
+    none = np.zeros_like(end)
+    schedule = SplitTiles.cut(order, 132, KeyRanges(none, end, TILE, PART, none))
     work = [
         sum(u.end - u.begin + TILE + PART * (u.part.num_parts > 1) for u in walk(schedule, c))
         for c in range(132)
@@ -111,10 +113,33 @@ def test_clusters_end_together(num_m_blocks, heads, blocks, most):
     assert max(work) <= most * sum(work) / len(work)
 
 
+def test_parts_are_packed_beside_short_tiles():
+    # 16 causal row blocks of 8 heads in pairs: stretches in a line end at 12.4, on average at 11.
+    order = TileOrder(16, 4, 1, 4)
+    end = 1 + order.m_blocks()
+    masks = np.full(order.num_tiles, 0.25)
+    ranges = KeyRanges(np.zeros_like(end), end, 0.95, 1.6, masks)
+    schedule = SplitTiles.cut(order, 66, ranges)
+    check_cover(schedule, ranges)
+    work = []
+    for cluster in range(schedule.num_clusters):
+        segments = list(walk(schedule, cluster))
+        assert sum(not segment.is_whole for segment in segments) <= 2
+        # A tile's last part comes first, so it is in memory when the others' clusters are done.
+        assert segments == sorted(segments, key=lambda segment: -segment.tile.m_block)
+        ends = sum(s.end == end[order.index(s.tile)] for s in segments)
+        parts = sum(not segment.is_whole for segment in segments)
+        blocks = sum(segment.end - segment.begin for segment in segments)
+        work.append(blocks + 0.95 * len(segments) + 1.6 * parts + 0.25 * ends)
+    assert max(work) < 11.7
+    assert max(work) < 1.07 * sum(work) / 66
+
+
 def test_whole_tiles_stay_whole_where_they_come_out_even():
     order = TileOrder(4, 33, 1, 33)
     end = np.full(order.num_tiles, 10)
-    schedule = SplitTiles.cut(order, 132, KeyRanges(np.zeros_like(end), end, TILE, PART))
+    none = np.zeros_like(end)
+    schedule = SplitTiles.cut(order, 132, KeyRanges(none, end, TILE, PART, none))
     assert schedule.num_slots == 0
 
 

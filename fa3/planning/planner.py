@@ -35,6 +35,10 @@ IDLE = 0.02
 """Candidates that split tiles are compared only if whole tiles leave SMs idle for this share of
 the time."""
 
+MUCH_IDLE = 0.1
+"""If whole tiles leave SMs idle for this share of the time, parts are laid out that are estimated
+to take longer by up to this share: packed tiles may be done sooner than the estimate."""
+
 
 def plan_forward(
     problem: Problem,
@@ -77,7 +81,7 @@ def plan_forward(
     best = choose(whole or found)
     if best.prediction.busy < 1 - IDLE:
         # SMs would be idle for a while: parts of tiles could fill that time.
-        best = choose(found)
+        best = choose_with_parts(found, best)
     if SCHEDULES[best.schedule].splits:
         # Until here loads were estimates: only now are this one and its rival laid out.
         rival = choose(whole) if whole else None
@@ -233,6 +237,17 @@ def choose(found: list[Candidate]) -> Candidate:
 
     better = filter(is_faster, found)
     return min(better, key=lambda one: one.prediction.mean_us, default=first)
+
+
+def choose_with_parts(found: list[Candidate], whole: Candidate) -> Candidate:
+    """The choice, or parts of tiles whose estimate is close to what the best whole tiles take."""
+    best = choose(found)
+    if best is not whole or whole.prediction.busy >= 1 - MUCH_IDLE:
+        return best
+    parts = (one for one in found if SCHEDULES[one.schedule].splits)
+    closest = min(parts, key=lambda one: one.prediction.mean_us, default=whole)
+    limit = (1 + MUCH_IDLE) * whole.prediction.mean_us
+    return closest if closest.prediction.mean_us < limit else whole
 
 
 def make_schedule(

@@ -1,9 +1,12 @@
 """Split schedule (Stream-K): whole tiles first, then parts of tiles; all clusters end together.
 
 The host cuts by the cost model's times into a table; the forward kernel reads it and merges parts.
+Tiles are laid end to end and cut into a stretch for each cluster (`fill`); where that leaves
+clusters idle, long tiles are cut into parts that fit beside whole short tiles (`pack`).
 Source: Osama et al., Stream-K (arXiv 2301.03598).
 """
 
+import bisect
 import functools
 import math
 from dataclasses import dataclass
@@ -33,6 +36,12 @@ fitting it would change the plans that it is fitted to."""
 TRIES = 4
 """Steps of the search for the level, the time up to which clusters are filled."""
 
+PACKINGS = 5
+"""Steps of the search for a lower level, at which tiles are packed instead."""
+
+SOONER = 1.02
+"""Factor by which packed tiles must be done sooner to be taken."""
+
 SHORTEST = 2
 """Key blocks of the shortest part: a shorter one costs more than it evens out."""
 
@@ -54,12 +63,14 @@ class KeyRanges(NamedTuple):
         first_blocks, end_blocks: key blocks [first, end) of every tile, by its number.
         unit: overhead of a segment (prologue, epilogue), in the time of a key block.
         part: further overhead of a part of a tile, in the same unit.
+        masks: what masked blocks add to each tile, in the same unit; its last part has them.
     """
 
     first_blocks: np.ndarray
     end_blocks: np.ndarray
     unit: float
     part: float
+    masks: np.ndarray
 
 
 class Cuts(NamedTuple):
@@ -102,7 +113,7 @@ class SplitTiles(Tabled):
         """Cut the last tiles of an order so that all clusters end at nearly the same time."""
         blocks = ranges.end_blocks - ranges.first_blocks
         whole, dealt, loads = balance_whole_tiles(blocks + ranges.unit, num_clusters, ranges)
-        pieces = cut_evenly(blocks[whole:], loads, ranges)
+        pieces = cut_evenly(blocks[whole:], loads, ranges._replace(masks=ranges.masks[whole:]))
         tiles = np.concatenate((np.arange(whole), whole + pieces.tile))
         first, end = ranges.first_blocks[tiles].copy(), ranges.end_blocks[tiles].copy()
         end[whole:] = first[whole:] + pieces.end
@@ -162,7 +173,10 @@ def cut_tiles(tiled) -> SplitTiles:
     """Cut a tiled problem for all clusters that the GPU holds, by the costs of its tiles."""
     costs, blocks = tiled.costs, tiled.blocks_of_tiles()
     tile, part = costs.tile_us / costs.full_us, PART_US / costs.full_us
-    return SplitTiles.cut(tiled.order, tiled.lanes, KeyRanges(blocks.begin, blocks.end, tile, part))
+    masked = blocks.end - blocks.begin - (blocks.full_end - blocks.full_begin)
+    masks = masked * (costs.masked_us / costs.full_us - 1)
+    ranges = KeyRanges(blocks.begin, blocks.end, tile, part, masks)
+    return SplitTiles.cut(tiled.order, tiled.lanes, ranges)
 
 
 def balance_whole_tiles(
@@ -187,6 +201,41 @@ def balance_whole_tiles(
 
 
 def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts:
+    """Cut the tiles so that all clusters end together: laid end to end, or packed if that ends
+    earlier."""
+    cuts = cut_in_line(blocks, loads, ranges)
+    low = (loads.sum() + (blocks + ranges.unit + ranges.masks).sum()) / len(loads)
+    high = last_end(cuts, blocks, loads, ranges) / SOONER
+    if high <= low:
+        return cuts
+    lengths, clusters, masks = blocks.tolist(), loads.tolist(), ranges.masks.tolist()
+    for _ in range(PACKINGS):
+        level = (low + high) / 2
+        pieces = pack(lengths, clusters, masks, ranges, level)
+        if pieces is None:
+            low = level
+        else:
+            cuts = cuts_of(pieces)
+            high = min(level, last_end(cuts, blocks, loads, ranges))
+    return cuts
+
+
+def cuts_of(pieces: list[int]) -> Cuts:
+    """Pieces, a flat list of the fields of `Cuts` one after another, in the order of tiles."""
+    columns = np.array(pieces, np.int64).reshape(-1, len(Cuts._fields))
+    in_order = np.lexsort((columns[:, 1], columns[:, 0]))
+    return Cuts(*columns[in_order].T)
+
+
+def last_end(cuts: Cuts, blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> float:
+    """When the last cluster is done."""
+    size = cuts.end - cuts.first
+    times = size + ranges.unit + ranges.part * (size < blocks[cuts.tile])
+    times += ranges.masks[cuts.tile] * (cuts.end == blocks[cuts.tile])
+    return float((loads + np.bincount(cuts.owner, times, minlength=len(loads))).max())
+
+
+def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts:
     """Cut the tiles, laid end to end, into one stretch per cluster so that all end together."""
     lengths, clusters = blocks.tolist(), loads.tolist()
     low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
@@ -202,9 +251,7 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts
         level += left / len(clusters)
         level = low + SHORTEST if high is None else min(max(level, (3 * low + high) / 4), high)
         tries += 1
-    columns = np.array(pieces, np.int64).reshape(-1, len(Cuts._fields))
-    in_order = np.lexsort((columns[:, 1], columns[:, 0]))
-    return Cuts(*columns[in_order].T)
+    return cuts_of(pieces)
 
 
 def fill(
@@ -252,3 +299,42 @@ def fill(
     if tile > last:
         return pieces, -spare
     return pieces, sum(lengths[tile : last + 1]) - begin + unit * (last + 1 - tile)
+
+
+def pack(
+    lengths: list[int], loads: list[float], masks: list[float], ranges: KeyRanges, level: float
+) -> list[int] | None:
+    """Give each cluster one part of a tile at most, and whole tiles beside it.
+
+    Of a tile that does not fit below the level, each part but the last fills a cluster. Last parts
+    and whole tiles then go to the other clusters, each time the longest that fits.
+
+    Returns:
+        The pieces as `fill` does; None if some are left over.
+    """
+    unit, of_part = ranges.unit, ranges.unit + ranges.part
+    pieces, items = [], []
+    # The most room last; clusters that are launched first get what fills them.
+    free = sorted(range(len(loads)), key=loads.__getitem__)[::-1]
+    for tile, length in enumerate(lengths):
+        begin, cost = 0, length + unit + masks[tile]
+        while free and cost > level - loads[free[-1]]:
+            owner = free.pop()
+            some = min(int(level - loads[owner] - of_part), length - begin - SHORTEST)
+            if some < SHORTEST:
+                return None
+            pieces += (tile, begin, begin + some, owner)
+            begin += some
+            cost = length - begin + of_part + masks[tile]
+        items.append((cost, tile, begin, length))
+    items.sort()
+    costs = [item[0] for item in items]
+    while items:
+        if not free:
+            return None
+        owner = free.pop()
+        room = level - loads[owner]
+        while fitting := bisect.bisect_right(costs, room):
+            room -= costs.pop(fitting - 1)
+            pieces += (*items.pop(fitting - 1)[1:], owner)
+    return pieces
