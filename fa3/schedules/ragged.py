@@ -303,7 +303,7 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
         present, taken = cursor
         if not self.asks_early:
             taken = self.take()
-        turn = self.num_clusters + cute.arch.shuffle_sync(taken, 0)
+        turn = self.num_given + cute.arch.shuffle_sync(taken, 0)
         index = self.order.taken(turn, self.num_clusters, present.end)
         following = self.read(present._replace(index=index, count=present.count + 1))
         self.tell(present.count, index, following.head, *following.record[: self.told - 2])

@@ -8,8 +8,16 @@ together.
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from cutlass import Int32
+
 from fa3.schedules.dynamic import SLOTS
-from fa3.schedules.ragged import RaggedOrder, RaggedProducer, RaggedTiles
+from fa3.schedules.ragged import (
+    ProducerCursor,
+    RaggedCursor,
+    RaggedOrder,
+    RaggedProducer,
+    RaggedTiles,
+)
 
 
 class KeyTileRecord(NamedTuple):
@@ -55,6 +63,14 @@ class RaggedKeyTiles(RaggedTiles):
 
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
 
+    @property
+    def num_given(self):
+        """None: CTAs also ask for their first tile, see `fa3.schedules.dynamic.InTurn`."""
+        return 0
+
+    def begin(self, cursor: RaggedCursor) -> RaggedCursor:
+        return self.next(cursor._replace(end=self.order.num_used))
+
     def for_producer(self) -> "RaggedKeyProducer":
         return RaggedKeyProducer(**vars(self))
 
@@ -65,3 +81,6 @@ class RaggedKeyProducer(RaggedKeyTiles, RaggedProducer):
 
     asks_early: ClassVar[bool] = False
     """Sums in a fixed order wait for tiles with lower numbers."""
+
+    def begin(self, cursor: RaggedCursor) -> ProducerCursor:
+        return self.next(ProducerCursor(cursor._replace(end=self.order.num_used), Int32(0)))
