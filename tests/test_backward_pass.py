@@ -8,6 +8,7 @@ from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
 from fa3.kernels.backward_pass import WORDS_OF_COUNTERS, PassArguments
+from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import H200
 from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
@@ -100,3 +101,17 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     # A header of 8 words, and 8 of each record.
     assert given.turns_at - given.table_at == 8 * (1 + given.capacity)
     assert given.capacity == 500 // tile_n + 2 and given.num_clusters == 2 * given.capacity
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "window", "heads"),
+    [
+        pytest.param(1024, Window(), 16, id="as many tiles as run"),
+        pytest.param(1024, CAUSAL, 32, id="twice, causal"),
+        pytest.param(4096, CAUSAL, 8, id="long"),
+        pytest.param(65536, Window(), 1, id="one head has more"),
+    ],
+)
+def test_sections_of_heads(seqlen, window, heads):
+    plan = BackwardPlan.of(make_problem(16, seqlen, seqlen, 16, head_dim=128, window=window))
+    assert plan.heads_per_section == heads

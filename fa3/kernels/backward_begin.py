@@ -100,7 +100,9 @@ class BackwardBegin(AttentionKernel):
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        own = queries.at(block, config.tile_m)
+        # The last tiles first: what the backward kernel needs first is then in L2.
+        ctas, _, _ = cute.arch.grid_dim()
+        own = queries.at(ctas - 1 - block, config.tile_m)
         begin = own.tile.m_block * config.tile_m
         if begin >= 0 and begin < own.owned:
             sums = QueryGradients(call.sums, own.tiles)

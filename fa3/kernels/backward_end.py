@@ -94,7 +94,9 @@ class BackwardEnd(AttentionKernel):
         block, _, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        own = queries.at(block, self.config.tile_m)
+        # The last tiles first: their sums are still in L2.
+        ctas, _, _ = cute.arch.grid_dim()
+        own = queries.at(ctas - 1 - block, self.config.tile_m)
         begin = own.tile.m_block * self.config.tile_m
         if begin >= 0 and begin < own.owned:
             self.convert(QueryGradients(sums, own.tiles), own, tma, smem, scale)

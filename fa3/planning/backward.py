@@ -16,7 +16,7 @@ from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES
-from fa3.problem import AttentionSpec, Problem
+from fa3.problem import NO_BOUND, AttentionSpec, Problem
 from fa3.schedules.dynamic import InTurn
 from fa3.scores.masks import Band
 
@@ -24,8 +24,9 @@ L2_BYTES = 40 << 20
 """Of Q, dO and dQ that tiles which run beside one another should share in L2."""
 
 
-TILES_OF_SECTION = 128
-"""Tiles of keys of a section, unless a head alone has more."""
+TILES_OF_SECTION = {False: 128, True: 256}
+"""Tiles of keys of a section, unless a head alone has more; whether queries see only keys up to
+some point, so that tiles have less work, some of them hardly any."""
 
 
 class BackwardTiling(NamedTuple):
@@ -127,7 +128,8 @@ class BackwardPlan:
         about as many as run beside one another: so a head's tiles add to dQ at the same time."""
         problem = self.problem
         fitting = rows_in_l2(problem.spec, problem.qhead_per_kvhead) // problem.seqlen_q
-        beside = TILES_OF_SECTION // -(-problem.seqlen_k // self.config.tile_n)
+        tiles = TILES_OF_SECTION[problem.window.right != NO_BOUND]
+        beside = tiles // -(-problem.seqlen_k // self.config.tile_n)
         return min(max(1, min(fitting, beside)), problem.num_heads_kv * problem.batch)
 
 
