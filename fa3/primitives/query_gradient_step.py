@@ -77,9 +77,10 @@ class QueryGradientStep:
         for piece in cutlass.range(self.pieces.count, unroll=1):
             acc = self.product(piece, ds_state)
             warpgroup.wait_group(0)
+            if piece == self.pieces.count - 1:
+                with cute.arch.elect_one():
+                    self.pipeline.consumer_release(ds_state)
             self.sums.add(self.pieces, acc, self.thread, piece, tile, self.smem.sums)
-        with cute.arch.elect_one():
-            self.pipeline.consumer_release(ds_state)
         self.sums.leave(self.pieces, self.thread, tile)
         ds_state.advance()
         return ds_state
