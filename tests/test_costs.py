@@ -22,7 +22,9 @@ from fa3.planning.load import (
     Load,
     RowLoad,
     Segments,
+    durations,
     makespan,
+    segments_of,
     segments_of_tiles,
 )
 from fa3.planning.planner import CHOICES, LEAST_MARGIN, candidates, choose, plan_forward
@@ -32,6 +34,7 @@ from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import alternatives, choose_config
 from fa3.problem import Window
 from fa3.schedules import SCHEDULES, StaticPersistent, TileList, TileOrder, walk
+from fa3.schedules.split import LEAVE_US, MERGE_US
 from fa3.schedules.tile_list import balance
 from fa3.scores.templates import Template
 
@@ -99,6 +102,27 @@ def test_a_tile_that_was_not_measured_follows_the_rule():
     assert tile.us(10, 1) == pytest.approx(3 + 20.48 + 4.096)
     assert not tile.is_known
     assert rule.tile(TileKey(64, 64, True, 192, 128, 1)).part_us == 5 * 1.5 / 4
+
+
+def test_the_part_that_merges_costs_more_than_one_that_leaves():
+    merging, leaving = TILE.part_us_if(True), TILE.part_us_if(False)
+    assert merging / leaving == pytest.approx(MERGE_US / LEAVE_US)
+    assert merging + leaving == pytest.approx(2 * TILE.part_us)
+    problem = make_problem(1, 4096, 4096, 1, 4, head_dim=128, window=CAUSAL)
+    plan = plan_forward(problem, config=TILES, schedule="split")
+    segments = segments_of(plan.tiled, plan.schedule)
+    order, tiles = plan.schedule.order, plan.schedule.parts.tile
+    in_parts = np.unique(tiles[segments.partial])
+    assert len(in_parts) > 0
+    # Each tile has one that merges, and a simulation gives each segment the same time.
+    assert sorted(tiles[segments.merging]) == sorted(in_parts)
+    times = durations(segments, plan.tiled.costs)
+    by_segment = dict(zip(zip(tiles, plan.schedule.parts.first, strict=True), times, strict=True))
+    spans = plan.simulate().spans
+    scale = sum(times) / sum(span.cost.us for span in spans)
+    for span in spans:
+        key = order.index(span.segment.tile), span.segment.begin
+        assert span.cost.us * scale == pytest.approx(by_segment[key])
 
 
 # ----------------------------------------------------------------------------- segments and time
@@ -232,6 +256,7 @@ def test_a_tile_in_parts_is_shorter_but_moves_more():
         np.repeat(whole.full // 16, 16),
         np.repeat(whole.masked, 16),
         partial=np.ones(128, bool),
+        merging=np.arange(128) % 16 == 0,
         owner=np.arange(128),
     )
     together, apart = (

@@ -31,7 +31,7 @@ BLOCKS = 10
 
 LISTED = TileList.balanced(ORDER, 4, np.ones(6))
 NONE = np.zeros(6, int)
-IN_PARTS = SplitTiles.cut(ORDER, 4, KeyRanges(NONE, np.full(6, BLOCKS), 1.5, 1.0, NONE))
+IN_PARTS = SplitTiles.cut(ORDER, 4, KeyRanges(NONE, np.full(6, BLOCKS), 1.5, 1.4, 0.6, NONE))
 
 
 def check(schedule) -> None:
@@ -319,7 +319,7 @@ def test_numbers_of_slots(num_slots):
 
 def test_a_tile_in_too_many_parts():
     order, none, most = TileOrder(1, 1, 1, 1), np.zeros(1, int), np.array([3000])
-    schedule = SplitTiles.cut(order, 300, KeyRanges(none, most, 0.1, 0.1, none))
+    schedule = SplitTiles.cut(order, 300, KeyRanges(none, most, 0.1, 0.1, 0.1, none))
     with pytest.raises(
         ValueError, match=r"^schedule cuts Tile\(.*\) into 300 parts, more than 255"
     ):

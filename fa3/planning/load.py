@@ -31,7 +31,8 @@ class Segments(NamedTuple):
 
     Fields:
         full, masked: key blocks without and with the mask applied.
-        partial: whether the segment is a part of its tile; None if no segment is.
+        partial, merging: whether the segment is a part of its tile, and the one that merges; None
+            if no segment is a part.
         owner: the cluster that works on it, if the schedule fixes that; None if each goes to the
             first free cluster.
     """
@@ -39,6 +40,7 @@ class Segments(NamedTuple):
     full: np.ndarray
     masked: np.ndarray
     partial: np.ndarray | None = None
+    merging: np.ndarray | None = None
     owner: np.ndarray | None = None
 
     @property
@@ -63,15 +65,19 @@ def segments_of(tiled: TiledProblem, schedule: Schedule) -> Segments:
     if parts is None:
         return segments_of_tiles(tiled)._replace(owner=schedule.owners)
     blocks = masks.Blocks(*(array[parts.tile] for array in tiled.blocks_of_tiles()))
+    # The first part is done last, as tiles are cut, and merges.
+    merging = parts.is_part & (parts.first == blocks.begin)
     return segments_of_blocks(blocks.between(parts.first, parts.end))._replace(
-        partial=parts.is_part, owner=schedule.owners
+        partial=parts.is_part, merging=merging, owner=schedule.owners
     )
 
 
 def durations(segments: Segments, tile: TileCosts) -> np.ndarray:
     """Microseconds of every segment at burst clock, without the schedule's overhead."""
     times = tile.us(segments.full, segments.masked)
-    return times if segments.partial is None else times + segments.partial * tile.part_us
+    if segments.partial is None:
+        return times
+    return times + segments.partial * tile.part_us_if(segments.merging)
 
 
 def makespan(times: np.ndarray, lanes: int) -> float:
@@ -132,19 +138,19 @@ class Load(NamedTuple):
         else:
             last = float(np.bincount(segments.owner, times).max(initial=0.0))
             rounds = int(np.bincount(segments.owner).max(initial=0))
-        total, num_parts = float(times.sum()), segments.num_partial
         is_part = np.zeros(len(times), bool) if segments.partial is None else segments.partial > 0
         blocks = segments.full + segments.masked
+        of_blocks = segments.full.sum() * tile.full_us + segments.masked.sum() * tile.masked_us
         return cls(
             last,
-            total,
-            of_blocks=max(0.0, total - num_parts * tile.part_us - len(times) * tile.tile_us),
+            total=float(times.sum()),
+            of_blocks=float(of_blocks),
             longest=float(times.max(initial=0.0)),
             num_segments=len(times),
             rounds=rounds,
             blocks=float(blocks.sum()),
             blocks_of_parts=float(blocks[is_part].sum()),
-            num_parts=num_parts,
+            num_parts=segments.num_partial,
         )
 
 

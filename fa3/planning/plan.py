@@ -121,9 +121,11 @@ class Plan:
 
         def cost_of(segment: Segment) -> Cost:
             blocks = masks.Blocks(*by_m_block[segment.tile.m_block])
+            part_us = 0.0
+            if not segment.is_whole:
+                part_us = costs.part_us_if(segment.begin == blocks.begin)
             if segment.begin is not None:
                 blocks = blocks.between(segment.begin, segment.end)
-            part_us = 0.0 if segment.is_whole else costs.part_us
             full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
             return Cost(costs.us(full, touched - full) + part_us, touched, full)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.primitives.shared_memory import padded
 from fa3.problem import AttentionSpec
+from fa3.schedules.split import LEAVE_US, MERGE_US
 
 ENOUGH_CELLS = 4
 """Shapes on which a tile must have been measured: fewer cannot determine its parameters."""
@@ -61,8 +62,8 @@ class TileCosts(NamedTuple):
         full_us, masked_us: microseconds of a key block, without and with the mask applied.
         tile_us: microseconds of a tile besides its blocks: prologue, epilogue, pipeline fill.
         steady: factor on all of these under steady load on every SM.
-        part_us: microseconds that a part of a tile takes in addition: its output is written in
-            fp32, and merged.
+        part_us: microseconds that a part of a tile takes in addition: the mean of a part that
+            leaves its output in fp32 and of one that merges.
         cells: number of shapes on which the tile was measured.
         tuned: of these, shapes on which it was measured on the user's own GPU.
     """
@@ -83,6 +84,12 @@ class TileCosts(NamedTuple):
     def us(self, full, masked):
         """Microseconds of tiles with `full` and `masked` key blocks, as numbers or arrays."""
         return self.tile_us + full * self.full_us + masked * self.masked_us
+
+    def part_us_if(self, merges):
+        """Microseconds that parts take in addition which merge, or leave their output, as a bool or
+        an array. The ratio of both is that of `MERGE_US` and `LEAVE_US`."""
+        share = 2 / (MERGE_US + LEAVE_US) * (LEAVE_US + merges * (MERGE_US - LEAVE_US))
+        return self.part_us * share
 
 
 class Rule(NamedTuple):

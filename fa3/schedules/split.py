@@ -28,10 +28,14 @@ from fa3.schedules.tile_list import balance, columns_of_owners
 FIELDS = 4
 """Integers per segment in the table: tile number, first and end key block, `PackedPart.number`."""
 
-PART_US = 2.3
-"""Microseconds that the cut adds for a part: about what the instrumented kernel measured
-(docs/experiments.md). Predictions add a fitted number instead. The cut must not use that number:
-fitting it would change the plans that it is fitted to."""
+MERGE_US = 3.3
+"""Microseconds that the part of a tile takes in addition that is done last, and merges all. The cut
+arranges that this is the first: it ends with its cluster, when the others' results are there."""
+
+LEAVE_US = 1.5
+"""The same for a part whose result is left in memory. Of the cuts that were timed, those with these
+two did best (docs/experiments.md). Predictions multiply both by a factor that is fitted for each
+tile (`TileCosts`). The cut must not: fitting it would change the plans that it is fitted to."""
 
 TRIES = 4
 """Steps of the search for the level, the time up to which clusters are filled."""
@@ -62,15 +66,26 @@ class KeyRanges(NamedTuple):
     Fields:
         first_blocks, end_blocks: key blocks [first, end) of every tile, by its number.
         unit: overhead of a segment (prologue, epilogue), in the time of a key block.
-        part: further overhead of a part of a tile, in the same unit.
+        merge, leave: further overhead of a tile's first part, and of any other, in the same unit.
         masks: what masked blocks add to each tile, in the same unit; its last part has them.
     """
 
     first_blocks: np.ndarray
     end_blocks: np.ndarray
     unit: float
-    part: float
+    merge: float
+    leave: float
     masks: np.ndarray
+
+    @property
+    def of_first(self) -> float:
+        """Overhead of a tile's first part."""
+        return self.unit + self.merge
+
+    @property
+    def of_other(self) -> float:
+        """Overhead of any other part."""
+        return self.unit + self.leave
 
 
 class Cuts(NamedTuple):
@@ -112,7 +127,7 @@ class SplitTiles(Tabled):
     def cut(cls, order: TileOrder, num_clusters: int, ranges: KeyRanges) -> "SplitTiles":
         """Cut the last tiles of an order so that all clusters end at nearly the same time."""
         blocks = ranges.end_blocks - ranges.first_blocks
-        whole, dealt, loads = balance_whole_tiles(blocks + ranges.unit, num_clusters, ranges)
+        whole, dealt, loads = balance_whole_tiles(blocks + ranges.unit, num_clusters)
         pieces = cut_evenly(blocks[whole:], loads, ranges._replace(masks=ranges.masks[whole:]))
         tiles = np.concatenate((np.arange(whole), whole + pieces.tile))
         first, end = ranges.first_blocks[tiles].copy(), ranges.end_blocks[tiles].copy()
@@ -172,16 +187,14 @@ class SplitTiles(Tabled):
 def cut_tiles(tiled) -> SplitTiles:
     """Cut a tiled problem for all clusters that the GPU holds, by the costs of its tiles."""
     costs, blocks = tiled.costs, tiled.blocks_of_tiles()
-    tile, part = costs.tile_us / costs.full_us, PART_US / costs.full_us
+    overheads = (us / costs.full_us for us in (costs.tile_us, MERGE_US, LEAVE_US))
     masked = blocks.end - blocks.begin - (blocks.full_end - blocks.full_begin)
     masks = masked * (costs.masked_us / costs.full_us - 1)
-    ranges = KeyRanges(blocks.begin, blocks.end, tile, part, masks)
+    ranges = KeyRanges(blocks.begin, blocks.end, *overheads, masks)
     return SplitTiles.cut(tiled.order, tiled.lanes, ranges)
 
 
-def balance_whole_tiles(
-    times: np.ndarray, num_clusters: int, ranges: KeyRanges
-) -> tuple[int, np.ndarray, np.ndarray]:
+def balance_whole_tiles(times: np.ndarray, num_clusters: int) -> tuple[int, np.ndarray, np.ndarray]:
     """Assign whole tiles: the most rounds whose imbalance the remaining tiles can even out.
 
     Returns:
@@ -193,8 +206,7 @@ def balance_whole_tiles(
         owners = balance(times[:whole], num_clusters)
         loads = np.bincount(owners, times[:whole], minlength=num_clusters)
         rest = times[whole:].sum()
-        level = (loads.sum() + rest) / num_clusters + ranges.unit + ranges.part
-        if rest == 0 or loads.max() + ranges.unit + ranges.part <= level:
+        if rest == 0 or loads.max() <= (loads.sum() + rest) / num_clusters:
             return whole, owners, loads
         rounds -= 1
     return 0, np.empty(0, np.int64), np.zeros(num_clusters)
@@ -229,9 +241,9 @@ def cuts_of(pieces: list[int]) -> Cuts:
 
 def last_end(cuts: Cuts, blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> float:
     """When the last cluster is done."""
-    size = cuts.end - cuts.first
-    times = size + ranges.unit + ranges.part * (size < blocks[cuts.tile])
-    times += ranges.masks[cuts.tile] * (cuts.end == blocks[cuts.tile])
+    is_last = cuts.end == blocks[cuts.tile]
+    of_part = np.where(cuts.first > 0, ranges.leave, ranges.merge * ~is_last)
+    times = cuts.end - cuts.first + ranges.unit + of_part + ranges.masks[cuts.tile] * is_last
     return float((loads + np.bincount(cuts.owner, times, minlength=len(loads))).max())
 
 
@@ -239,7 +251,7 @@ def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cut
     """Cut the tiles, laid end to end, into one stretch per cluster so that all end together."""
     lengths, clusters = blocks.tolist(), loads.tolist()
     low = (loads.sum() + blocks.sum() + ranges.unit * len(blocks)) / len(loads)
-    level, high, pieces = low + ranges.part + SHORTEST, None, None
+    level, high, pieces = low + ranges.leave + SHORTEST, None, None
     tries = 0
     while tries < TRIES or pieces is None:
         found, left = fill(lengths, clusters, ranges, level)
@@ -266,7 +278,7 @@ def fill(
         The pieces as a flat list, the fields of `Cuts` one after another; and the time of the
         tiles left over or, if none are, minus the clusters' unused room.
     """
-    unit, of_part = ranges.unit, ranges.unit + ranges.part
+    unit, of_first, of_other = ranges.unit, ranges.of_first, ranges.of_other
     pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
     # Blocks left of the tile, and their cost; infinite after the last tile: nothing fits.
     rest = lengths[0] if lengths else 0
@@ -283,13 +295,14 @@ def fill(
             else:
                 cost = math.inf
         if tile <= last:
+            of_part = of_other if begin else of_first
             some = int(room - of_part)
             if some > rest - SHORTEST:
                 some = rest - SHORTEST
             if some >= SHORTEST:
                 pieces += (tile, begin, begin + some, owner)
                 begin, rest, room = begin + some, rest - some, room - some - of_part
-                cost = rest + of_part
+                cost = rest + of_other
             else:
                 while last > tile and lengths[last] + unit <= room:
                     pieces += (last, 0, lengths[last], owner)
@@ -312,7 +325,7 @@ def pack(
     Returns:
         The pieces as `fill` does; None if some are left over.
     """
-    unit, of_part = ranges.unit, ranges.unit + ranges.part
+    unit, of_first, of_other = ranges.unit, ranges.of_first, ranges.of_other
     pieces, items = [], []
     # The most room last; clusters that are launched first get what fills them.
     free = sorted(range(len(loads)), key=loads.__getitem__)[::-1]
@@ -320,12 +333,13 @@ def pack(
         begin, cost = 0, length + unit + masks[tile]
         while free and cost > level - loads[free[-1]]:
             owner = free.pop()
-            some = min(int(level - loads[owner] - of_part), length - begin - SHORTEST)
+            room = level - loads[owner] - (of_other if begin else of_first)
+            some = min(int(room), length - begin - SHORTEST)
             if some < SHORTEST:
                 return None
             pieces += (tile, begin, begin + some, owner)
             begin += some
-            cost = length - begin + of_part + masks[tile]
+            cost = length - begin + of_other + masks[tile]
         items.append((cost, tile, begin, length))
     items.sort()
     costs = [item[0] for item in items]
