@@ -2,6 +2,7 @@
 another. The counters that CTAs take numbers from are zero afterwards, and bits are always the same.
 """
 
+import itertools
 import random
 import signal
 import threading
@@ -15,6 +16,7 @@ from problems import poisoned_allocations
 
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.varlen import flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +43,25 @@ def problem_of(seed: int) -> CacheProblem:
         head_dim_v=128, page_size=draw.choice((None, None, 64, 16)),
         leftpads=tuple(n // 3 for n in seqlens) if draw.random() < 0.3 else None,
         causal=draw.random() < 0.5, sinks=draw.choice((None, "float32")),
+        **appended(draw, seqlens),
     )  # fmt: skip
+
+
+def appended(draw: random.Random, seqlens: tuple[int, ...]) -> dict:
+    """Draw what is appended. A call that comes again appends the same tokens in the same places."""
+    if draw.random() < 0.5:
+        return {}
+    ragged = draw.random() < 0.3
+    counts = tuple(draw.randint(0, 3) for _ in seqlens) if ragged else (2,) * len(seqlens)
+    rotary = draw.choice((None, (128, False, "bfloat16"), (64, True, "float32")))
+    return {"counts": counts, "ragged": ragged, "rotary": rotary}
+
+
+def packed(call: dict) -> dict:
+    """The same call with its queries behind one another."""
+    batch, seqlen_q, *_ = call["q"].shape
+    ends = torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device="cuda")
+    return call | {"q": call["q"].flatten(0, 1), "cu_seqlens_q": ends, "max_seqlen_q": seqlen_q}
 
 
 @pytest.fixture
@@ -80,6 +100,41 @@ def test_most_of_them_merge_in_the_launch(device, merged):
     for seed in SEEDS:
         run(make_call(problem_of(seed), seed, device))
     assert sum(merged) > len(merged) / 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_packed_calls_give_the_same_bits_again(seed, device):
+    call = make_call(problem_of(seed), seed, device)
+    with poisoned_allocations():
+        first = run(packed(call))
+        out, lse = first[0].view(*call["q"].shape), first[1].unflatten(1, call["q"].shape[:2])
+        check_call(call, out, lse.transpose(0, 1), (call["k_cache"], call["v_cache"]))
+        for _ in range(20):
+            assert same(run(packed(call)), first)
+    assert not used_counters()
+
+
+def test_packed_keys_merge_in_the_launch(device):
+    """With and without: a call on the same keys as a cache has the same numbers but for rounding."""
+    torch.manual_seed(0)
+    lengths = (1, 900, 0, 6000, 64)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    ends_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+    q = torch.randn(len(lengths), 16, 128, device=device).bfloat16()
+    k, v = torch.randn(2, sum(lengths), 4, 128, device=device).bfloat16()
+    given = q, k, v, ends_q, ends, 1, max(lengths)
+    with poisoned_allocations():
+        first = flash_attn_varlen_func(*given, causal=True)
+        for _ in range(20):
+            assert torch.equal(flash_attn_varlen_func(*given, causal=True), first)
+    for n, (begin, end) in enumerate(itertools.pairwise(ends.tolist())):
+        exact = torch.zeros(16, 128, device=device).double()
+        if begin < end:
+            keys, values = (x[begin:end].double().repeat_interleave(4, 1) for x in (k, v))
+            weights = torch.einsum("hd,khd->hk", q[n].double(), keys).div(128**0.5).softmax(1)
+            exact = torch.einsum("hk,khd->hd", weights, values)
+        assert (first[n] - exact).abs().max() < 0.02
+    assert not used_counters()
 
 
 def test_graphs_of_many_calls_replayed_many_times(device):

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -357,6 +358,27 @@ def plan_of(is_packed: bool, **options) -> DecodePlan:
     spec = AttentionSpec("bfloat16", 64, 64, Band.of(window))
     cut = choose_cut(sizes, window, 132, is_packed=is_packed, **options)
     return DecodePlan(spec, CacheLayout(16), sizes, window, cut, 132, is_packed)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_one_kernel_merges_few_parts_behind_an_append_and_of_packed_queries(is_packed):
+    """It is the one whose parts others merge where they are many, so a server meets no more."""
+    window, spec = Window(right=0), AttentionSpec("bfloat16", 128, 128, Band.of(Window(right=0)))
+    plans = []
+    for queries in (1, 64):
+        sizes = Sizes(4, queries, 8, 4, 100_000)
+        bounds = sizes.bounds(window)
+        cut = choose_cut(sizes, bounds, 132, is_packed=is_packed, appends=True)
+        plans.append(DecodePlan(spec, CacheLayout(64), sizes, bounds, cut, 132, is_packed))
+    few, many = plans
+    assert isinstance(few.cut, StreamK) and few.kernel() == many.kernel()
+    assert few.merges_inside and len(few.launches) == 1 and few.combine() == many.combine()
+    assert not many.merges_inside and len(many.launches) == 2
+    # Beside the forward kernel the merge comes when both have ended.
+    assert len(replace(few, is_beside=True).launches) == 2
+    one_head = replace(few, sizes=few.sizes._replace(heads_kv=1, qhead_per_kvhead=4))
+    assert not one_head.merges_inside
+    assert replace(one_head, sizes=one_head.sizes._replace(capacity=1000)).merges_inside
 
 
 def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():

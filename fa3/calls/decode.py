@@ -23,7 +23,7 @@ from fa3.problem import AttentionSpec, Window
 from fa3.reference.cache import CacheOperands, execute_decode
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
-from fa3.running.counters import counters_of
+from fa3.running.counters import CaptureCounters, StreamCounters, counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 
 
@@ -39,7 +39,7 @@ class PreparedDecode:
         sizes: what it takes after the tensors.
         workspace: numbers of 32 bits that parts take.
         cleared: how many of them, the first ones, must be zero before the launches.
-        counters: how many counters the kernel that attends takes to merge parts.
+        counters: how many counters the kernel that attends takes to merge parts; 0 if it does not.
     """
 
     plan: DecodePlan
@@ -94,12 +94,10 @@ class PreparedDecode:
                 )  # fmt: skip
             return
         lse = 0 if lse is None else lse.data_ptr()
-        workspace = counters = None
+        workspace, words = None, 0
         if self.counters:
-            stream = current_stream(device.index)
-            of_stream = counters_of(device, stream, capture_of(stream))
-            counters = of_stream.take(self.counters)
-            workspace = of_stream.take_parts(self.workspace)
+            of_stream, counters, workspace = self.memory_on(device)
+            words = counters.data_ptr()
         elif self.workspace:
             workspace = q.new_empty(self.workspace, dtype=torch.float32)
             if self.cleared:
@@ -107,7 +105,7 @@ class PreparedDecode:
         # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
         self.attends(
             q, k, v, out, lse, ends, None, None, seqlens, seqlen_new, batch_idx, leftpad,
-            page_table, modifiers, workspace, counters, softmax_scale, *self.integers, 0, None,
+            page_table, modifiers, workspace, words, softmax_scale, *self.integers, 0, None,
         )  # fmt: skip
         if self.counters:
             of_stream.give_back(counters)
@@ -134,18 +132,46 @@ class PreparedDecode:
             table: the tiles of the forward kernel, if that is launched next and runs beside this.
 
         Returns:
-            what launches the merge of the parts.
+            what launches the merge of the parts, if the kernel that attends does not merge them.
         """
         q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
+        device = q.device
+        if self.counters and device.index != current_device():
+            with torch.cuda.device(device):
+                return self.start(
+                    operands, max_seqlen_k, modifiers, softmax_scale, page_table, table
+                )
         lse = 0 if lse is None else lse.data_ptr()
-        workspace = q.new_empty(self.workspace, dtype=torch.float32)
+        words = 0
+        if self.counters:
+            of_stream, counters, workspace = self.memory_on(device)
+            words = counters.data_ptr()
+        else:
+            workspace = q.new_empty(self.workspace, dtype=torch.float32)
         # In the order of `DecodeArguments`.
         self.attends(
             q, k, v, out, lse, ends_q, used_q, ends_k, used_k, 0, None, None, page_table, modifiers,
-            workspace, None, softmax_scale, *self.integers, max_seqlen_k, table,
+            workspace, words, softmax_scale, *self.integers, max_seqlen_k, table,
         )  # fmt: skip
+        if self.counters:
+            of_stream.give_back(counters)
+            of_stream.give_back_parts(workspace)
+            return merge_nothing
         sinks = modifiers[-1] if self.plan.spec.sinks else None
         return partial(self.merges, out, lse, sinks, None, None, workspace, *self.sizes)
+
+    def memory_on(
+        self, device: torch.device
+    ) -> tuple[StreamCounters | CaptureCounters, torch.Tensor, torch.Tensor]:
+        """What the current stream of a GPU has, the present one, and of it counters and memory for
+        the parts of a launch that merges them."""
+        stream = current_stream(device.index)
+        of_stream = counters_of(device, stream, capture_of(stream))
+        return of_stream, of_stream.take(self.counters), of_stream.take_parts(self.workspace)
+
+
+def merge_nothing() -> None:
+    """Launch no merge: the kernel that attends has merged the parts."""
 
 
 def modifiers_of(

@@ -7,7 +7,7 @@ positions. The key blocks of all tiles are cut into one piece for each CTA (`sch
 which finds its piece from the lengths in device memory. If a tile spans several pieces, each writes
 a part to the workspace. With few parts to merge, the CTA that takes the last number among those of
 a tile merges them into O; it waits for no CTA but those that have nearly done. With more,
-`kernels.combine` merges them.
+`kernels.combine` merges them. Which it is a launch says, where tiles may be cut anywhere.
 
 Roles per CTA
     warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue
@@ -23,8 +23,8 @@ Timeline of a launch (programmatic dependent launch)
     barriers, descriptors | wait for the previous kernel | find the piece | segments ...
     The combine kernel is launched early and waits in hardware for the end of this one. This one
     starts in the same way while the previous kernel still runs, if that kernel allows it; the
-    prefetcher works during this time. Without a combine kernel two CTAs fit on an SM, so that those
-    of the next call are there when this one ends. With one they would land two on one SM.
+    prefetcher works during this time. Where calls have no other kernel two CTAs fit on an SM, so
+    that those of the next call are there when this one ends. Else they would land two on one SM.
 
 Timeline of the consumer in a segment: as in `kernels.forward`, with one warpgroup
     tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |
@@ -121,8 +121,8 @@ class DecodeOperands(NamedTuple):
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
         table: says how many CTAs there are beside the forward kernel; None without it.
-        counters: of tiles with parts: how many CTAs have come, and have left. A tile has its first
-            slot's. None if `kernels.combine` merges.
+        counters: address of those of tiles with parts: how many CTAs have come, and have left. A
+            tile has its first slot's. 0 if `kernels.combine` merges.
     """
 
     q: cute.Tensor
@@ -137,7 +137,7 @@ class DecodeOperands(NamedTuple):
     tables: CacheTables
     modifiers: tuple | None
     table: cute.Tensor | None
-    counters: cute.Tensor | None
+    counters: Int64
 
 
 class DecodeBuffers(NamedTuple):
@@ -212,9 +212,9 @@ class Decode(AttentionKernel):
         return self.cache.box(self.config.tile_n)
 
     @property
-    def merges_inside(self) -> bool:
-        """Whether the CTA that is last to have a part of a tile merges them all."""
-        return self.cut_type is Crews
+    def may_merge(self) -> bool:
+        """Whether the CTA that is last to have a part of a tile can merge them all."""
+        return self.cut_type is Crews or (self.cut_type is StreamK and not self.is_beside)
 
     @property
     def gathers(self) -> bool:
@@ -561,7 +561,7 @@ class Decode(AttentionKernel):
             self.clear_past_end(attention, smem.v, blocks.end - 1, v_state, thread)
             k_state, v_state = attention.rest(blocks, k_state, v_state)
             number = Int32(0)
-            if cutlass.const_expr(self.merges_inside):
+            if cutlass.const_expr(self.may_merge):
                 number = self.take_number(operands, segment, thread)
             v_state = attention.last(v_state)
             if cutlass.const_expr(self.config.q_stages > 1):
@@ -572,8 +572,9 @@ class Decode(AttentionKernel):
                 self.fetch_q(operands.q, smem.q, walk, following, q_stage)
             queries = walk.lengths.queries(length)
             self.store(operands, workspace, segment, attention, sinks, queries)
-            if cutlass.const_expr(self.merges_inside):
-                self.hand_over(operands, workspace, segment, smem.number, number, sinks)
+            if cutlass.const_expr(self.may_merge):
+                of_part = segment, smem.number, number
+                self.hand_over(operands, workspace, *of_part, sinks, queries)
             cursor = following
 
     @cute.jit
@@ -627,14 +628,14 @@ class Decode(AttentionKernel):
             else:
                 lse = attention.softmax.finish(acc_O)
                 store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
-            if cutlass.const_expr(not self.merges_inside):
+            if cutlass.const_expr(self.cut_type is not Crews):
                 self.record(workspace, segment, queries)
         else:
             self.store_rows(operands, attention, sinks, queries)
 
     @cute.jit
     def record(self, workspace: Workspace, segment: Segment, queries: tuple):
-        """Tell the combine kernel of the parts of a tile, from its first segment."""
+        """Tell the combine kernel, if there is one, of a tile's parts, from its first segment."""
         part = segment.part
         of_tile = (*segment.tile, part.first_slot, part.num_parts)
         if cutlass.const_expr(self.is_packed):
@@ -655,14 +656,20 @@ class Decode(AttentionKernel):
 
     # --------------------------------------------------------------------------------- merge
 
+    def merges(self, operands: DecodeOperands, segment: Segment):
+        """Whether a segment is a part of a tile, and this kernel merges these."""
+        is_part = segment.part.num_parts > 1
+        return is_part if self.cut_type is Crews else is_part & (operands.counters != 0)
+
     def counter(self, operands: DecodeOperands, segment: Segment) -> cute.Pointer:
-        return operands.counters.iterator + segment.part.first_slot
+        first = cute.make_ptr(Int32, operands.counters, cute.AddressSpace.gmem, assumed_align=4)
+        return first + segment.part.first_slot
 
     @cute.jit
     def take_number(self, operands: DecodeOperands, segment: Segment, thread) -> Int32:
         """Count a part that is nearly done: how many of its tile came before. Thread 0 has it."""
         number = Int32(0)
-        if thread == 0 and segment.part.num_parts > 1:
+        if thread == 0 and self.merges(operands, segment):
             number = cute.arch.atomic_add(
                 self.counter(operands, segment), Int32(HAS_COME), sem="relaxed", scope="gpu"
             )
@@ -677,12 +684,13 @@ class Decode(AttentionKernel):
         sNumber: cute.Tensor,
         number: Int32,
         sinks,
+        queries: tuple,
     ):
         """Count a part as written; who has the last number waits for the others, and merges.
 
         The others have come, so they run, and until they have left they wait for nobody.
         """
-        if segment.part.num_parts > 1:
+        if self.merges(operands, segment):
             thread, _, _ = cute.arch.thread_idx()
             counter, others = self.counter(operands, segment), segment.part.num_parts - 1
             if thread == 0:
@@ -698,5 +706,5 @@ class Decode(AttentionKernel):
                         count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
                     cute.arch.store(counter, Int32(0), sem="relaxed", scope="gpu")
                 consumer_barrier().arrive_and_wait()
-                rows = operands.o, operands.lse, sinks
+                rows = operands.o, operands.lse, sinks, queries
                 merge_parts(workspace, segment, self.qhead_per_kvhead, thread, *rows)

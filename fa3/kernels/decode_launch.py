@@ -64,7 +64,7 @@ class DecodeArguments(NamedTuple):
         page_table: (batch, pages) int32; None without pages.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         workspace: float32, receives parts of tiles; None if tiles are never cut.
-        counters: (slots,) int32, zero, and left at zero; None if `kernels.combine` merges.
+        counters: address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
         num_splits, unit_blocks, max_parts, longest_unit: see `Units`.
@@ -91,7 +91,7 @@ class DecodeArguments(NamedTuple):
     page_table: object
     modifiers: tuple | None
     workspace: object
-    counters: object
+    counters: int
     softmax_scale: float
     window_left: int
     window_right: int
@@ -116,7 +116,6 @@ class DecodeArguments(NamedTuple):
         num_ends = cute.sym_int()
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
-        counters = arguments.compact_tensor("int32", (cute.sym_int(),))
 
         def per_sequence(exists: bool):
             return arguments.compact_tensor("int32", (batch,)) if exists else None
@@ -140,7 +139,7 @@ class DecodeArguments(NamedTuple):
             page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,
             modifiers=modifiers or None,
             workspace=workspace if kernel.cut_type.has_parts else None,
-            counters=counters if kernel.merges_inside else None,
+            counters=Int64(0),
             softmax_scale=Float32(0.0),
             window_left=Int32(0),
             window_right=Int32(0),

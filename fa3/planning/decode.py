@@ -131,7 +131,7 @@ class DecodePlan:
     Fields:
         spec, cache: what the kernels are compiled for, besides their tiling.
         window: as `Sizes.bounds` gives it.
-        cut: where tiles may be cut; with `Crews` no other kernel merges.
+        cut: where tiles may be cut; with `Crews` no other kernel ever merges.
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
         is_packed: whether sequences have different numbers of queries; sizes have the most.
         has_used_q: whether not all of packed queries count.
@@ -152,7 +152,7 @@ class DecodePlan:
         """The decode kernel."""
         blocks = self.sizes.num_tiles // self.cut.width * self.sizes.most_blocks(self.window)
         # Pieces of whole tiles may go beyond the end of the line.
-        is_long = (2 if self.merges_inside else 1) * blocks > LARGEST
+        is_long = (2 if isinstance(self.cut, Crews) else 1) * blocks > LARGEST
         cut_type = type(self.cut)
         config, ratio = config_of(self.spec, self.cache, cut_type), self.sizes.qhead_per_kvhead
         kind = cut_type, is_long, self.is_packed, self.has_used_q, self.is_beside
@@ -168,12 +168,16 @@ class DecodePlan:
 
     @property
     def merges_inside(self) -> bool:
-        """Whether the kernel that attends merges parts, so that there is no other."""
-        return isinstance(self.cut, Crews)
+        """Whether the kernel that attends merges parts, so that no other is launched."""
+        if not isinstance(self.cut, StreamK) or self.is_beside:
+            return isinstance(self.cut, Crews)
+        blocks = BY_CTA if self.cache.is_packed else self.sizes.most_blocks(self.window)
+        return rows_of_parts(self.sizes, self.num_ctas, self.sizes.heads_kv, blocks) <= MOST_MERGED
 
     def combine(self) -> Combine | None:
-        """The kernel that merges parts; None if the cut leaves no parts, or no others do."""
-        if self.merges_inside or not self.cut.has_parts:
+        """The kernel that merges parts where the other one does not; None if that always does, or
+        the cut leaves no parts."""
+        if isinstance(self.cut, Crews) or not self.cut.has_parts:
             return None
         spec = self.spec
         ratio = self.sizes.qhead_per_kvhead
@@ -192,10 +196,10 @@ class DecodePlan:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """What is launched: the kernel that attends; the one that merges, if there are parts."""
+        """What is launched: the kernel that attends; the one that merges, if that does not."""
         combine, size = self.combine(), self.workspace
         attend = Launch(self.kernel(), self.kernel_arguments)
-        if combine is None:
+        if combine is None or self.merges_inside:
             return (attend,)
         # CTAs that share a tile's rows: enough for one CTA per SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
@@ -252,7 +256,7 @@ def choose_cut(
         is_packed: whether sequences have different numbers of queries.
         appends: whether a kernel that appends to the cache runs before. As its CTAs take but some
             SMs, two CTAs of `Crews` would land on each of the others: 0.76-1.04 of the speed on an
-            H200. One on each gains there, but is a kernel more for a server.
+            H200. `StreamK` has one on each, and merges in the same kernel where parts are few.
     """
     blocks = sizes.most_blocks(window)
     if num_splits:
@@ -265,10 +269,16 @@ def choose_cut(
         max_parts = max(min(num_splits, -(-blocks // fewest)), -(-blocks // longest))
         return units_of(sizes, num_splits, fewest, max_parts, longest)
     width = crew_width(sizes.heads_kv, sizes.num_tiles, num_ctas)
-    rows_of_parts = min(sizes.rows, ROWS) * min(num_ctas // width, blocks)
-    if rows_of_parts <= MOST_MERGED and not (is_packed or appends):
+    few = rows_of_parts(sizes, num_ctas, width, blocks) <= MOST_MERGED
+    if few and not (is_packed or appends):
         return Crews(num_ctas, width)
     return StreamK(num_ctas, BY_CTA if is_packed else sizes.num_tiles)
+
+
+def rows_of_parts(sizes: Sizes, num_ctas: int, num_heads: int, blocks: int) -> int:
+    """Most rows of all parts of a tile, or nearly: of a sequence, so many heads are equally long, and
+    so many CTAs share them."""
+    return min(sizes.rows, ROWS) * min(num_ctas // num_heads, blocks)
 
 
 def keys_of_unit(rows: int) -> tuple[int, int]:

@@ -150,19 +150,21 @@ def merge_parts(
     mO: cute.Tensor,
     row_lse: RowLse,
     sinks,
+    queries: tuple,
 ):
     """Merge the parts of a segment's tile, in the order of slots, and write its rows.
 
-    The rows of O (batch, rows, heads_q, head_dim_v) and the log-sum-exps are those of `store_rows`.
-    Each warp of a warpgroup has a row at a time.
+    The rows of O (batch, rows, heads_q, head_dim_v), the log-sum-exps and `queries` are those of
+    `store_rows`. Each warp of a warpgroup has a row at a time.
     """
+    first, seqlen_q = queries
     tile, lane, row = segment.tile, thread % WARP, thread // WARP
     first_row, rows_of_tile = tile.m_block * ROWS, workspace.lse.shape[1]
-    rows = cutlass.min(mO.shape[1] * qhead_per_kvhead - first_row, rows_of_tile)
+    rows = cutlass.min(seqlen_q * qhead_per_kvhead - first_row, rows_of_tile)
     vectors = cute.ceil_div(mO.shape[3], QUAD)
     while row < rows:
         packed = first_row + row
-        query = packed // qhead_per_kvhead
+        query = first + packed // qhead_per_kvhead
         head = tile.head * qhead_per_kvhead + packed % qhead_per_kvhead
         sink = None
         if cutlass.const_expr(sinks is not None):

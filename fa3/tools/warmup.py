@@ -271,7 +271,8 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     yield plan.tile_table()
     # Any number of queries has the same ones.
     for is_beside in (False, True):
-        yield from (one.kernel for one in short.plan(1, is_beside, tight).launches)
+        plan_of_short = short.plan(1, is_beside, tight)
+        yield from filter(None, (plan_of_short.kernel(), plan_of_short.combine()))
     if joined is not None:
         yield from joined.kernels()
         yield joined.joined_table()
@@ -311,12 +312,12 @@ def kernels_on_cache(
         sizes = Sizes(1, 1, model.heads_kv, ratio, capacity)
         tight = sizes.bounds(window)
         options = tight, num_ctas, num_splits, False, is_packed
-        # With few parts there is one launch, and two with many or behind a kernel that appends.
+        # Behind a kernel that appends tiles are cut otherwise. With many parts others merge.
         few = choose_cut(sizes._replace(capacity=1), *options)
         for cut in dict.fromkeys((few, choose_cut(sizes, *options, appends=True))):
             given = spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed
             plan = DecodePlan(*given, is_beside=is_beside)
-            yield from (one.kernel for one in plan.launches)
+            yield from filter(None, (plan.kernel(), plan.combine()))
 
 
 def rotary_of(model: Model, rotary: str, dtype: str) -> Rotary | None:
