@@ -115,7 +115,7 @@ def test_random_packed_calls_give_the_same_bits_again(seed, device):
 
 
 def test_packed_keys_merge_in_the_launch(device):
-    """With and without: a call on the same keys as a cache has the same numbers but for rounding."""
+    """Each sequence's result is that of its own keys, and the same in every call."""
     torch.manual_seed(0)
     lengths = (1, 900, 0, 6000, 64)
     ends = torch.tensor([0, *lengths]).cumsum(0).int().to(device)

@@ -276,8 +276,8 @@ def choose_cut(
 
 
 def rows_of_parts(sizes: Sizes, num_ctas: int, num_heads: int, blocks: int) -> int:
-    """Most rows of all parts of a tile, or nearly: of a sequence, so many heads are equally long, and
-    so many CTAs share them."""
+    """Rows of all parts of a tile, at most or nearly: so many heads of a sequence are equally long,
+    and so many CTAs share them."""
     return min(sizes.rows, ROWS) * min(num_ctas // num_heads, blocks)
 
 

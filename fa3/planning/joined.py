@@ -100,6 +100,9 @@ class JoinedPlan:
         batch, heads, total_q, total_k, longest_q, longest_k = sizes
         if longest_q > tile_m // 2 or longest_k > MOST_JOINED_KEYS or total_q > MOST_JOINED_ROWS:
             return False
+        if batch * heads <= self.gpu.num_sms:
+            # Each tile has an SM to itself, and reads the keys of one sequence only.
+            return False
         # The sequences at both ends of a tile have rows in another one too.
         keys_of_tile = total_k * tile_m // total_q + longest_k
         joined = self.time_of(self.num_tiles(total_q) * heads, -(-keys_of_tile // tile_n))

@@ -10,12 +10,13 @@ has one tile with one block, which is of no use to anybody. The line is cut into
 piece for each CTA; pieces differ by one block at most. A *segment* is a CTA's share of one tile.
 If that is the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the
 workspace. A tile's parts have consecutive slots, and its first segment writes a record for the
-combine kernel, which merges them: (m_block, head, batch, first slot, parts).
+combine kernel, which merges them: (m_block, head, batch, first slot, parts). Where a launch says
+so, nobody reads the records: the CTA whose part of a tile comes last merges them.
 
 The cut says where a tile may be cut: `StreamK` anywhere, `Units` between units, `Whole` nowhere.
 `Crews` cuts another line. Rows of neighbouring heads lie side by side in memory, so some heads, as
 many as a crew has CTAs, walk together: a crew has one piece of a line of groups of heads, and each
-of its CTAs has one head of every group. The CTA whose part of a tile comes last merges them.
+of its CTAs has one head of every group. There the last CTA always merges.
 
 All but `locate` is plain arithmetic on the fields: the same code runs on Python ints (reference,
 tests) and inside a kernel, on Int32; only positions in a long line are Int64.
