@@ -41,8 +41,8 @@ for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; 
 """
 
 BYTES_OF_TWO = 64 << 10
-"""The same where two CTAs share an SM, one of this call and, early, one of the next. Only where no
-other kernel merges: with one in between, CTAs land two on one SM, which took the speed to 0.69-0.98
+"""The same where two CTAs share an SM, one of this call and, early, one of the next. With `Crews`
+only: with another kernel in between, CTAs land two on one SM, which took the speed to 0.69-0.98
 on an H200, 2026-11-22.
 """
 
@@ -223,8 +223,7 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
 def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> DecodeConfig:
     """Blocks of 64 keys, in as many stages as hold the bytes in flight, at least two.
 
-    Two CTAs share an SM if no other kernel merges and they fit; to gather rows takes two more
-    warps.
+    Two CTAs share an SM with `Crews`, if they fit; to gather rows takes two more warps.
     """
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
