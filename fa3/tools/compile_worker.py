@@ -26,8 +26,9 @@ PROGRAM = f"import sys; sys.path[0] = {ROOT!r}; from fa3.tools.compile_worker im
 @contextlib.contextmanager
 def worker() -> Iterator[subprocess.Popen]:
     """A process that compiles what is passed to `compile_in`."""
-    # It needs no GPU, so it shall not take memory of one.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    # It needs no GPU, so it shall not take memory of one. Unless told for which one it compiles,
+    # the DSL then asks the driver hundreds of times a kernel, in vain, which takes minutes.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": "sm_90a"}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdin=subprocess.PIPE,
