@@ -28,7 +28,7 @@ class Run:
 
 
 def test_nobody_asks_the_driver(tmp_path, monkeypatch):
-    """Its GPUs are hidden, and to find none takes the driver up to a second, each time."""
+    """Its GPUs are hidden: each time the driver would look for them in vain."""
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
     plan = BackwardPlan.of(make_problem(1, 64, 64, 1, 1, 32))

@@ -129,7 +129,8 @@ class KnownLengths:
         """Raise unless all rows lie in a call's tensors, and its sequences may be so long.
 
         Args:
-            names: the arguments that the ends of queries and of keys come from, and then any.
+            names: the arguments that the lengths of queries and of keys come from; more are not
+                used.
             totals: rows of q, and of k.
             longest: the most queries and keys of a sequence.
         """

@@ -7,7 +7,7 @@ positions. The key blocks of all tiles are cut into one piece for each CTA (`sch
 which finds its piece from the lengths in device memory. If a tile spans several pieces, each writes
 a part to the workspace. With few parts to merge, the CTA that takes the last number among those of
 a tile merges them into O; it waits for no CTA but those that have nearly done. With more,
-`kernels.combine` merges them. Which it is a launch says, where tiles may be cut anywhere.
+`kernels.combine` merges them. Where tiles may be cut anywhere (`StreamK`), each launch says which.
 
 Roles per CTA
     warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue

@@ -23,10 +23,9 @@ from fa3.scores.masks import Band
 L2_BYTES = 40 << 20
 """Of Q, dO and dQ that tiles which run beside one another should share in L2."""
 
-
-TILES_OF_SECTION = {False: 128, True: 256}
-"""Tiles of keys of a section, unless a head alone has more; whether queries see only keys up to
-some point, so that tiles have less work, some of them hardly any."""
+TILES_OF_SECTION = 128
+"""Tiles of keys of a section, unless a head alone has more. Twice as many where queries see keys up
+to some point only, as with a causal mask: tiles then have less work, some of them hardly any."""
 
 
 class BackwardTiling(NamedTuple):
@@ -128,7 +127,7 @@ class BackwardPlan:
         about as many as run beside one another: so a head's tiles add to dQ at the same time."""
         problem = self.problem
         fitting = rows_in_l2(problem.spec, problem.qhead_per_kvhead) // problem.seqlen_q
-        tiles = TILES_OF_SECTION[problem.window.right != NO_BOUND]
+        tiles = TILES_OF_SECTION * (1 if problem.window.right == NO_BOUND else 2)
         beside = tiles // -(-problem.seqlen_k // self.config.tile_n)
         return min(max(1, min(fitting, beside)), problem.num_heads_kv * problem.batch)
 

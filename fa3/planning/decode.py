@@ -169,9 +169,11 @@ class DecodePlan:
     @property
     def merges_inside(self) -> bool:
         """Whether the kernel that attends merges parts, so that no other is launched."""
-        if not isinstance(self.cut, StreamK) or self.is_beside:
+        if not isinstance(self.cut, StreamK):
             return isinstance(self.cut, Crews)
-        blocks = BY_CTA if self.cache.is_packed else self.sizes.most_blocks(self.window)
+        if self.is_beside:
+            return False
+        blocks = MOST_ROOM if self.cache.is_packed else self.sizes.most_blocks(self.window)
         return rows_of_parts(self.sizes, self.num_ctas, self.sizes.heads_kv, blocks) <= MOST_MERGED
 
     def combine(self) -> Combine | None:
@@ -196,7 +198,8 @@ class DecodePlan:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """What is launched: the kernel that attends; the one that merges, if that does not."""
+        """What is launched: the kernel that attends, and the one that merges where the former does
+        not."""
         combine, size = self.combine(), self.workspace
         attend = Launch(self.kernel(), self.kernel_arguments)
         if combine is None or self.merges_inside:

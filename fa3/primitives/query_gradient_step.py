@@ -78,6 +78,7 @@ class QueryGradientStep:
             acc = self.product(piece, ds_state)
             warpgroup.wait_group(0)
             if piece == self.pieces.count - 1:
+                # dS has been read: its room is free before the last piece is added.
                 with cute.arch.elect_one():
                     self.pipeline.consumer_release(ds_state)
             self.sums.add(self.pieces, acc, self.thread, piece, tile, self.smem.sums)

@@ -22,7 +22,10 @@ import cutlass.cute as cute
 from fa3.running import code_cache
 from fa3.scores.diagnostics import explain
 
-OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
+ARCH = "sm_90a"
+"""What kernels are compiled for."""
+
+OPTIONS = f"--enable-tvm-ffi --gpu-arch {ARCH}"
 
 DSL_SETTINGS = sorted(
     (name, value)

@@ -1,6 +1,7 @@
 """Dynamic schedule: a CTA takes the next tile from a work queue when it is ready for one.
 
-The queue is a counter in device memory (`fa3.running.counters`); the forward kernel walks it.
+The queue is a counter in device memory (`fa3.running.counters`); the forward kernel walks it, and
+the backward kernel `InTurn`.
 """
 
 from dataclasses import dataclass, replace

@@ -10,8 +10,8 @@ has one tile with one block, which is of no use to anybody. The line is cut into
 piece for each CTA; pieces differ by one block at most. A *segment* is a CTA's share of one tile.
 If that is the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the
 workspace. A tile's parts have consecutive slots, and its first segment writes a record for the
-combine kernel, which merges them: (m_block, head, batch, first slot, parts). Where a launch says
-so, nobody reads the records: the CTA whose part of a tile comes last merges them.
+combine kernel, which merges them: (m_block, head, batch, first slot, parts). In launches with few
+parts nobody reads the records: the CTA whose part of a tile comes last merges them.
 
 The cut says where a tile may be cut: `StreamK` anywhere, `Units` between units, `Whole` nowhere.
 `Crews` cuts another line. Rows of neighbouring heads lie side by side in memory, so some heads, as

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from fa3.running.compiler import Kernel, object_code
+from fa3.running.compiler import ARCH, Kernel, object_code
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -26,9 +26,9 @@ PROGRAM = f"import sys; sys.path[0] = {ROOT!r}; from fa3.tools.compile_worker im
 @contextlib.contextmanager
 def worker() -> Iterator[subprocess.Popen]:
     """A process that compiles what is passed to `compile_in`."""
-    # It needs no GPU, so it shall not take memory of one. Unless told for which one it compiles,
-    # the DSL then asks the driver hundreds of times a kernel, in vain, which takes minutes.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": "sm_90a"}
+    # It needs no GPU, so it shall not take memory of one. Where GPUs are hidden the DSL looks for
+    # one 281 times a kernel, unless the environment names the architecture.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_ARCH": ARCH}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         stdin=subprocess.PIPE,
