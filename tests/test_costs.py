@@ -20,6 +20,7 @@ from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.load import (
     EXACT_ROUNDS,
     Load,
+    PartColumns,
     RowLoad,
     Segments,
     durations,
@@ -112,10 +113,10 @@ def test_the_part_that_merges_costs_more_than_one_that_leaves():
     plan = plan_forward(problem, config=TILES, schedule="split")
     segments = segments_of(plan.tiled, plan.schedule)
     order, tiles = plan.schedule.order, plan.schedule.parts.tile
-    in_parts = np.unique(tiles[segments.partial])
+    in_parts = np.unique(tiles[segments.parts.partial])
     assert len(in_parts) > 0
     # Each tile has one that merges, and a simulation gives each segment the same time.
-    assert sorted(tiles[segments.merging]) == sorted(in_parts)
+    assert sorted(tiles[segments.parts.merging]) == sorted(in_parts)
     times = durations(segments, plan.tiled.costs)
     by_segment = dict(zip(zip(tiles, plan.schedule.parts.first, strict=True), times, strict=True))
     spans = plan.simulate().spans
@@ -255,8 +256,7 @@ def test_a_tile_in_parts_is_shorter_but_moves_more():
     parts = Segments(
         np.repeat(whole.full // 16, 16),
         np.repeat(whole.masked, 16),
-        partial=np.ones(128, bool),
-        merging=np.arange(128) % 16 == 0,
+        PartColumns(np.repeat(np.arange(8), 16), np.ones(128, bool), np.arange(128) % 16 == 0),
         owner=np.arange(128),
     )
     together, apart = (

@@ -15,7 +15,7 @@ import numpy as np
 from fa3.planning.tile_costs import TileCosts
 from fa3.planning.tiled import TiledProblem
 from fa3.schedules import Schedule, TileOrder
-from fa3.schedules.split import SHORTEST
+from fa3.schedules.split import SHORTEST, TimedSegments
 from fa3.schedules.tile_list import LATE, snake_loads
 from fa3.scores import masks
 
@@ -26,26 +26,37 @@ CUT_ROUNDS = 1.5
 """Rounds of tiles that a split schedule cuts into parts: all but the last one or two stay whole."""
 
 
+class PartColumns(NamedTuple):
+    """What segments are of their tiles, if some are parts.
+
+    Fields:
+        tile: number of the segment's tile.
+        partial, merging: whether it is a part of the tile, and the one that merges.
+    """
+
+    tile: np.ndarray
+    partial: np.ndarray
+    merging: np.ndarray
+
+
 class Segments(NamedTuple):
     """Segments in the order in which clusters take them; arrays of one length.
 
     Fields:
         full, masked: key blocks without and with the mask applied.
-        partial, merging: whether the segment is a part of its tile, and the one that merges; None
-            if no segment is a part.
+        parts: None if no segment is a part.
         owner: the cluster that works on it, if the schedule fixes that; None if each goes to the
             first free cluster.
     """
 
     full: np.ndarray
     masked: np.ndarray
-    partial: np.ndarray | None = None
-    merging: np.ndarray | None = None
+    parts: PartColumns | None = None
     owner: np.ndarray | None = None
 
     @property
     def num_partial(self) -> int:
-        return 0 if self.partial is None else int(self.partial.sum())
+        return 0 if self.parts is None else int(self.parts.partial.sum())
 
 
 def segments_of_blocks(blocks: masks.Blocks) -> Segments:
@@ -68,16 +79,27 @@ def segments_of(tiled: TiledProblem, schedule: Schedule) -> Segments:
     # The first part is done last, as tiles are cut, and merges.
     merging = parts.is_part & (parts.first == blocks.begin)
     return segments_of_blocks(blocks.between(parts.first, parts.end))._replace(
-        partial=parts.is_part, merging=merging, owner=schedule.owners
+        parts=PartColumns(parts.tile, parts.is_part, merging), owner=schedule.owners
     )
 
 
 def durations(segments: Segments, tile: TileCosts) -> np.ndarray:
     """Microseconds of every segment at burst clock, without the schedule's overhead."""
     times = tile.us(segments.full, segments.masked)
-    if segments.partial is None:
+    if segments.parts is None:
         return times
-    return times + segments.partial * tile.part_us_if(segments.merging)
+    return times + segments.parts.partial * tile.part_us_if(segments.parts.merging)
+
+
+def last_end(
+    times: np.ndarray, owner: np.ndarray, parts: PartColumns | None, tile: TileCosts
+) -> float:
+    """When the last cluster is done, if each segment has its cluster."""
+    if parts is None:
+        return float(np.bincount(owner, times).max(initial=0.0))
+    leaves = parts.partial & ~parts.merging
+    timed = TimedSegments(parts.tile, owner, times, leaves, parts.merging)
+    return timed.end(np.zeros(owner.max(initial=-1) + 1), tile.part_us_if(True))
 
 
 def makespan(times: np.ndarray, lanes: int) -> float:
@@ -136,10 +158,10 @@ class Load(NamedTuple):
         if segments.owner is None:
             last, rounds = makespan(times, lanes), -(-len(times) // lanes)
         else:
-            last = float(np.bincount(segments.owner, times).max(initial=0.0))
+            last = last_end(times, segments.owner, segments.parts, tile)
             rounds = int(np.bincount(segments.owner).max(initial=0))
-        is_part = np.zeros(len(times), bool) if segments.partial is None else segments.partial > 0
         blocks = segments.full + segments.masked
+        of_parts = 0.0 if segments.parts is None else blocks[segments.parts.partial].sum()
         of_blocks = segments.full.sum() * tile.full_us + segments.masked.sum() * tile.masked_us
         return cls(
             last,
@@ -149,7 +171,7 @@ class Load(NamedTuple):
             num_segments=len(times),
             rounds=rounds,
             blocks=float(blocks.sum()),
-            blocks_of_parts=float(blocks[is_part].sum()),
+            blocks_of_parts=float(of_parts),
             num_parts=segments.num_partial,
         )
 

@@ -28,23 +28,20 @@ from fa3.schedules.tile_list import balance, columns_of_owners
 FIELDS = 4
 """Integers per segment in the table: tile number, first and end key block, `PackedPart.number`."""
 
-MERGE_US = 3.3
+MERGE_US = 3.0
 """Microseconds that the part of a tile takes in addition that is done last, and merges all. The cut
 arranges that this is the first: it ends with its cluster, when the others' results are there."""
 
-LEAVE_US = 1.5
-"""The same for a part whose result is left in memory. Of the cuts that were timed, those with these
-two did best (docs/experiments.md). Predictions multiply both by a factor that is fitted for each
-tile (`TileCosts`). The cut must not: fitting it would change the plans that it is fitted to."""
+LEAVE_US = 1.0
+"""The same for a part whose result is left in memory. Both from a fit of 64 cuts that were timed
+(docs/experiments.md). Predictions multiply both by a factor that is fitted for each tile
+(`TileCosts`). The cut must not: fitting it would change the plans that it is fitted to."""
 
 TRIES = 4
 """Steps of the search for the level, the time up to which clusters are filled."""
 
 PACKINGS = 5
 """Steps of the search for a lower level, at which tiles are packed instead."""
-
-SOONER = 1.02
-"""Factor by which packed tiles must be done sooner to be taken."""
 
 SHORTEST = 2
 """Key blocks of the shortest part: a shorter one costs more than it evens out."""
@@ -95,6 +92,35 @@ class Cuts(NamedTuple):
     first: np.ndarray
     end: np.ndarray
     owner: np.ndarray
+
+
+class TimedSegments(NamedTuple):
+    """Segments in the order in which each cluster works on its own; arrays of one length.
+
+    Fields:
+        tile, owner: number of its tile, and its cluster.
+        time: how long its cluster works on it.
+        leaves, merges: whether it leaves a part in memory, or merges its tile as the last segment
+            of its cluster.
+    """
+
+    tile: np.ndarray
+    owner: np.ndarray
+    time: np.ndarray
+    leaves: np.ndarray
+    merges: np.ndarray
+
+    def end(self, loads: np.ndarray, merge: float) -> float:
+        """When the last cluster is done: a merge, which takes `merge` of its segment's time, waits
+        for all parts. `loads` is what each cluster has done before."""
+        in_columns = np.argsort(self.owner, kind="stable")
+        tile, owner, time, leaves, _ = (column[in_columns] for column in self)
+        sums = np.bincount(owner, time, minlength=len(loads))
+        ends = np.cumsum(time) + (loads + sums - np.cumsum(sums))[owner]
+        there = np.zeros(int(tile.max(initial=0)) + 1)
+        np.maximum.at(there, tile[leaves], ends[leaves])
+        merged = there[self.tile[self.merges]] + merge
+        return float(max((loads + sums).max(initial=0.0), merged.max(initial=0.0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +243,7 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts
     earlier."""
     cuts = cut_in_line(blocks, loads, ranges)
     low = (loads.sum() + (blocks + ranges.unit + ranges.masks).sum()) / len(loads)
-    high = last_end(cuts, blocks, loads, ranges) / SOONER
+    high = last_end(cuts, blocks, loads, ranges)
     if high <= low:
         return cuts
     lengths, clusters, masks = blocks.tolist(), loads.tolist(), ranges.masks.tolist()
@@ -242,9 +268,11 @@ def cuts_of(pieces: list[int]) -> Cuts:
 def last_end(cuts: Cuts, blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> float:
     """When the last cluster is done."""
     is_last = cuts.end == blocks[cuts.tile]
-    of_part = np.where(cuts.first > 0, ranges.leave, ranges.merge * ~is_last)
+    leaves = cuts.first > 0
+    merges = ~leaves & ~is_last
+    of_part = leaves * ranges.leave + merges * ranges.merge
     times = cuts.end - cuts.first + ranges.unit + of_part + ranges.masks[cuts.tile] * is_last
-    return float((loads + np.bincount(cuts.owner, times, minlength=len(loads))).max())
+    return TimedSegments(cuts.tile, cuts.owner, times, leaves, merges).end(loads, ranges.merge)
 
 
 def cut_in_line(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts:
@@ -278,16 +306,17 @@ def fill(
         The pieces as a flat list, the fields of `Cuts` one after another; and the time of the
         tiles left over or, if none are, minus the clusters' unused room.
     """
-    unit, of_first, of_other = ranges.unit, ranges.of_first, ranges.of_other
+    unit, merge, of_first, of_other = ranges.unit, ranges.merge, ranges.of_first, ranges.of_other
     pieces, tile, begin, last, spare = [], 0, 0, len(lengths) - 1, 0.0
-    # Blocks left of the tile, and their cost; infinite after the last tile: nothing fits.
+    # Blocks left of the tile, and the room that they need: parts but the first are there a merge
+    # before the level. Infinite after the last tile: nothing fits.
     rest = lengths[0] if lengths else 0
     cost = rest + unit if lengths else math.inf
     for owner, load in enumerate(loads):
         room = level - load
         while cost <= room:
             pieces += (tile, begin, begin + rest, owner)
-            room -= cost
+            room -= cost - merge if begin else cost
             tile, begin = tile + 1, 0
             if tile <= last:
                 rest = lengths[tile]
@@ -295,14 +324,14 @@ def fill(
             else:
                 cost = math.inf
         if tile <= last:
-            of_part = of_other if begin else of_first
+            of_part = of_other + merge if begin else of_first
             some = int(room - of_part)
             if some > rest - SHORTEST:
                 some = rest - SHORTEST
             if some >= SHORTEST:
                 pieces += (tile, begin, begin + some, owner)
                 begin, rest, room = begin + some, rest - some, room - some - of_part
-                cost = rest + of_other
+                cost = rest + of_other + merge
             else:
                 while last > tile and lengths[last] + unit <= room:
                     pieces += (last, 0, lengths[last], owner)
@@ -319,13 +348,14 @@ def pack(
 ) -> list[int] | None:
     """Give each cluster one part of a tile at most, and whole tiles beside it.
 
-    Of a tile that does not fit below the level, each part but the last fills a cluster. Last parts
-    and whole tiles then go to the other clusters, each time the longest that fits.
+    Of a tile that does not fit below the level, each part but the last fills a cluster, up to a
+    merge before the level unless it merges. Last parts and whole tiles then go to the other
+    clusters, each time the longest that fits.
 
     Returns:
         The pieces as `fill` does; None if some are left over.
     """
-    unit, of_first, of_other = ranges.unit, ranges.of_first, ranges.of_other
+    unit, merge, of_first, of_other = ranges.unit, ranges.merge, ranges.of_first, ranges.of_other
     pieces, items = [], []
     # The most room last; clusters that are launched first get what fills them.
     free = sorted(range(len(loads)), key=loads.__getitem__)[::-1]
@@ -333,13 +363,13 @@ def pack(
         begin, cost = 0, length + unit + masks[tile]
         while free and cost > level - loads[free[-1]]:
             owner = free.pop()
-            room = level - loads[owner] - (of_other if begin else of_first)
+            room = level - loads[owner] - (of_other + merge if begin else of_first)
             some = min(int(room), length - begin - SHORTEST)
             if some < SHORTEST:
                 return None
             pieces += (tile, begin, begin + some, owner)
             begin += some
-            cost = length - begin + of_other + masks[tile]
+            cost = length - begin + of_other + masks[tile] + merge
         items.append((cost, tile, begin, length))
     items.sort()
     costs = [item[0] for item in items]
@@ -349,6 +379,8 @@ def pack(
         owner = free.pop()
         room = level - loads[owner]
         while fitting := bisect.bisect_right(costs, room):
-            room -= costs.pop(fitting - 1)
-            pieces += (*items.pop(fitting - 1)[1:], owner)
+            cost, tile, begin, end = items.pop(fitting - 1)
+            del costs[fitting - 1]
+            room -= cost - merge if begin else cost
+            pieces += (tile, begin, end, owner)
     return pieces
