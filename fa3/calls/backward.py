@@ -14,7 +14,6 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
-from fa3.kernels.backward_pass import WORDS_OF_COUNTERS
 from fa3.planning.backward import BackwardPlan
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, Problem
@@ -47,7 +46,7 @@ class PreparedBackward:
     def of(cls, plan: BackwardPlan) -> "PreparedBackward":
         sums_at = plan.numbers_of_statistics
         counters_at = sums_at + plan.numbers_of_sums
-        turns_at = counters_at + WORDS_OF_COUNTERS
+        turns_at = counters_at + plan.words_of_counters
         numbers = turns_at + plan.words_of_turns
         order = *plan.problem.window, plan.heads_per_section
         places = sums_at, counters_at, turns_at

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import BackwardConfig
+from fa3.kernels.backward_launch import FIRST_OF_BEGUN, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
-from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.problem import NO_BOUND, AttentionSpec, Problem
 from fa3.schedules.dynamic import InTurn
 from fa3.scores.masks import Band
@@ -120,6 +120,12 @@ class BackwardPlan:
     def words_of_turns(self) -> int:
         """int32 that the order of the sums takes."""
         return self.num_query_tiles * WORDS_OF_TILE if self.is_ordered else 0
+
+    @property
+    def words_of_counters(self) -> int:
+        """int32 that the backward kernel counts in, a multiple of 4."""
+        sections = -(-self.problem.num_heads_kv * self.problem.batch // self.heads_per_section)
+        return -(-(FIRST_OF_BEGUN + sections) // QUAD) * QUAD
 
     @property
     def heads_per_section(self) -> int:
