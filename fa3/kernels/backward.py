@@ -73,7 +73,7 @@ from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, Gradient
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
-from fa3.primitives.query_begin import QueryBegin
+from fa3.primitives.query_begin import QueryBegin, warps_of_tile
 from fa3.primitives.query_gradient_step import QueryGradientOperands, QueryGradientStep
 from fa3.primitives.query_tiles import (
     STATISTICS,
@@ -417,18 +417,36 @@ class Backward(AttentionKernel):
             cute.arch.sync_threads()
             rank, ctas = ticket[0], cutlass.min(Int32(BEGINNERS), cute.arch.grid_dim()[0])
             if rank < ctas:
-                at_once = self.config.threads // WARPGROUP
-                first += rank * at_once + warp_idx // WARPS
-                for number in cutlass.range(first, sections.num_tiles, ctas * at_once, unroll=1):
-                    own = queries.work.at(number, self.config.tile_m)
-                    begin = QueryBegin(self.spec, self.config, call, warp_idx % WARPS, WARPS)
-                    begin.all(own)
-                    # Copies and additions in bulk will read and change what was written.
-                    cute.arch.fence_proxy("async.global")
-                    cute.arch.sync_warp()
-                    if cute.arch.lane_idx() == 0:
-                        section = sections.section_of(number)
-                        raise_word(call.counters, FIRST_OF_BEGUN + section, 1)
+                warps = self.config.threads // WARP
+                self.begin_units(queries, rank * warps + warp_idx, ctas * warps)
+
+    @cute.jit
+    def begin_units(self, queries: QueriesToBegin, index: Int32, step: Int32):
+        """Begin every `step`-th unit, a warp's share of a tile; one warp calls this.
+
+        The next unit's loads are in flight while this one's stores are waited for.
+        """
+        call, work, sections = queries
+        tile_m = self.config.tile_m
+        units = warps_of_tile(self.spec, tile_m)
+        begin = QueryBegin.of(self.spec, self.config, call, units)
+        end = sections.num_tiles * units
+        unit = call.num_tiles * units + index
+        section, count = sections.section_of(cutlass.min(unit, end - 1) // units), Int32(0)
+        begin.load(work.at(cutlass.min(unit, end - 1) // units, tile_m), unit % units)
+        while unit < end:
+            begin.write(work.at(unit // units, tile_m), unit % units)
+            count += 1
+            unit += step
+            following = cutlass.min(unit, end - 1) // units
+            begin.load(work.at(following, tile_m), unit % units)
+            if unit >= end or sections.section_of(following) != section:
+                # Copies and additions in bulk will read and change what was written.
+                cute.arch.fence_proxy("async.global")
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    raise_word(call.counters, FIRST_OF_BEGUN + section, count)
+                section, count = sections.section_of(following), Int32(0)
 
     def pipeline_states(self, user: pipeline.PipelineUserType):
         """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
@@ -523,7 +541,10 @@ class Backward(AttentionKernel):
     def wait_until_begun(self, queries: QueriesToBegin, section: Int32):
         """Wait until all queries of a tile's section are begun; one warp calls this."""
         if section >= AHEAD:
-            queries.wait(section)
+            count = queries.sections.tiles_in(section) * warps_of_tile(
+                self.spec, self.config.tile_m
+            )
+            wait_for(queries.call.counters, FIRST_OF_BEGUN + section, count)
             cute.arch.fence_proxy("async.global")
 
     @cute.jit

@@ -93,5 +93,6 @@ class BackwardBegin(AttentionKernel):
         # The last tiles first: what the backward kernel needs first is then in L2.
         own = queries.at(ctas - 1 - block, self.config.tile_m)
         warp = cute.arch.make_warp_uniform(thread // WARP)
-        begin = QueryBegin(self.spec, self.config, call, warp, BEGIN_THREADS // WARP)
-        begin.all(own)
+        begin = QueryBegin.of(self.spec, self.config, call, BEGIN_THREADS // WARP)
+        begin.load(own, warp)
+        begin.write(own, warp)
