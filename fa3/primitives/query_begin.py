@@ -22,7 +22,7 @@ from fa3.primitives.vectors import VECTOR, vector_of
 from fa3.primitives.wgmma import WARP
 from fa3.problem import AttentionSpec
 
-MOST_VECTORS = 8
+VECTORS_OF_LANE = 8
 """Vectors of O and of dO that a lane loads at once: 64 registers."""
 
 
@@ -175,4 +175,4 @@ def lanes_of_row(spec: AttentionSpec, rows: int) -> int:
 def warps_of_tile(spec: AttentionSpec, tile_m: int) -> int:
     """Warps that share a tile, if each loads as much as its registers hold."""
     vectors = -(-spec.head_dim_v // VECTOR)
-    return max(1, tile_m * (1 << (vectors - 1).bit_length()) // (WARP * MOST_VECTORS))
+    return max(1, tile_m * (1 << (vectors - 1).bit_length()) // (WARP * VECTORS_OF_LANE))
