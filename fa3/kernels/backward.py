@@ -90,7 +90,7 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
-from fa3.schedules.query_sections import AHEAD, BEGINNERS, QuerySections
+from fa3.schedules.query_sections import BEGINNERS, QuerySections
 from fa3.schedules.query_work import DenseQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyOrder
 from fa3.schedules.sequences import Dense, Ragged
@@ -540,11 +540,10 @@ class Backward(AttentionKernel):
     @cute.jit
     def wait_until_begun(self, queries: QueriesToBegin, section: Int32):
         """Wait until all queries of a tile's section are begun; one warp calls this."""
-        if section >= AHEAD:
-            count = queries.sections.tiles_in(section) * warps_of_tile(
-                self.spec, self.config.tile_m
-            )
-            wait_for(queries.call.counters, FIRST_OF_BEGUN + section, count)
+        call, _, sections = queries
+        if sections.tiles_before(section) >= call.num_tiles:
+            count = sections.tiles_in(section) * warps_of_tile(self.spec, self.config.tile_m)
+            wait_for(call.counters, FIRST_OF_BEGUN + section, count)
             cute.arch.fence_proxy("async.global")
 
     @cute.jit

@@ -37,6 +37,8 @@ class PassArguments(NamedTuple):
         buffer: float32, for what the kernels write for each other: statistics, sums, the table of
             packed sequences or the counters, turns.
         sums_at, table_at, turns_at: where the latter begin, multiples of 4; as far as they exist.
+        sections_before: how many sections `BackwardBegin` begins; None of packed sequences, of
+            which it begins all.
         capacity, shift, and the four after them: of packed sequences; None without.
     """
 
@@ -62,6 +64,7 @@ class PassArguments(NamedTuple):
     table_at: int
     turns_at: int
     dropout: DropoutArguments | None = None
+    sections_before: int | None = None
     capacity: int | None = None
     shift: int | None = None
     cu_seqlens_q: object = None
@@ -78,7 +81,7 @@ class PassArguments(NamedTuple):
             | BackwardArguments.symbolic(of.main, sizes)._asdict()
             | EndArguments.symbolic(of.end, sizes)._asdict()
             | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
-            | {"buffer": numbers()}
+            | {"buffer": numbers(), "sections_before": Int32(0) if of.table is None else None}
             | dict.fromkeys(("sums_at", "table_at", "turns_at"), Int64(0))
         )
         return cls(**{name: named[name] for name in cls._fields if name in named})
@@ -139,7 +142,7 @@ class BackwardPass:
         named |= {"schedule_state": state, "counters": state, "num_tiles": None, "begin": None}
         if cutlass.const_expr(self.table is None):
             sections = self.main.sections(call.q, call.k, call.heads_per_section)
-            named["num_tiles"] = sections.num_before
+            named["num_tiles"] = sections.tiles_before(call.sections_before)
             named["begin"] = BeginArguments(*chosen(BeginArguments, named))
         if cutlass.const_expr(self.table is not None):
             named |= {

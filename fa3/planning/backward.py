@@ -28,6 +28,11 @@ TILES_OF_SECTION = 128
 to some point only, as with a causal mask: tiles then have less work, some of them hardly any."""
 
 
+KEYS_OF_QUERY = 384
+"""Keys that a query sees in the mean, from which on the backward kernel begins queries itself. With
+256 it lost 7 to 10%, with 512 it gained 4 to 6% (docs/experiments.md)."""
+
+
 class BackwardTiling(NamedTuple):
     """A config for head sizes up to these."""
 
@@ -124,8 +129,20 @@ class BackwardPlan:
     @property
     def words_of_counters(self) -> int:
         """int32 that the backward kernel counts in, a multiple of 4."""
-        sections = -(-self.problem.num_heads_kv * self.problem.batch // self.heads_per_section)
-        return -(-(FIRST_OF_BEGUN + sections) // QUAD) * QUAD
+        return -(-(FIRST_OF_BEGUN + self.num_sections) // QUAD) * QUAD
+
+    @property
+    def sections_before(self) -> int:
+        """How many sections the kernel before begins."""
+        problem, (left, right) = self.problem, self.problem.window
+        keys = problem.seqlen_k if right == NO_BOUND else problem.seqlen_k / 2
+        if left != NO_BOUND:
+            keys = min(keys, left + 1 + max(right, 0))
+        return 1 if keys >= KEYS_OF_QUERY else self.num_sections
+
+    @property
+    def num_sections(self) -> int:
+        return -(-self.problem.num_heads_kv * self.problem.batch // self.heads_per_section)
 
     @property
     def heads_per_section(self) -> int:
