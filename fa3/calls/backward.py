@@ -22,7 +22,6 @@ from fa3.reference.dropout import Dropout
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
 
-
 NOT_PACKED = (None,) * 6
 """What a call without packed sequences gives for the last of `PassArguments`."""
 
