@@ -7,7 +7,7 @@ import torch
 from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
-from fa3.kernels.backward_pass import WORDS_OF_COUNTERS, PassArguments
+from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import H200
 from fa3.problem import Window
@@ -58,8 +58,6 @@ def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
     assert all(map(torch.Tensor.is_set_to, (given.dq, given.dk, given.dv), gradients))
     places = 0, given.sums_at, given.table_at, given.turns_at, given.buffer.numel()
     assert list(places) == sorted(places) and not any(place % 4 for place in places[:-1])
-    # A table, or the counters of a schedule without one.
-    assert (given.turns_at - given.table_at == WORDS_OF_COUNTERS) == (entry.table is None)
     assert (given.turns_at < places[-1]) == entry.main.is_ordered
     config = entry.main.config
     return given, config.tile_m, config.tile_n
@@ -79,6 +77,8 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     rows = 2 * 6 * -(-70 // tile_m) * tile_m
     assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
     assert given.num_clusters == 2 * 2 * -(-90 // tile_n)
+    # Counters of the schedule, a ticket, and a word of the one section.
+    assert given.turns_at - given.table_at == 4
 
 
 @pytest.mark.parametrize("has_used", [(False, False), (True, False), (False, True)])

@@ -14,7 +14,6 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
-from fa3.kernels.backward_pass import WORDS_OF_COUNTERS
 from fa3.planning.backward import BackwardPlan
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, Problem
@@ -22,6 +21,9 @@ from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sink
 from fa3.reference.dropout import Dropout
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
+
+NOT_PACKED = (None,) * 6
+"""What a call without packed sequences gives for the last of `PassArguments`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class PreparedBackward:
         tiles: tiles of keys.
         order: integers that the entry takes: the window, and the order of the tiles.
         places: where in the numbers there is what.
+        last: the last of `PassArguments`: `sections_before`, and what only packed sequences have.
     """
 
     plan: BackwardPlan
@@ -42,16 +45,18 @@ class PreparedBackward:
     tiles: int
     order: tuple[int, ...]
     places: tuple[int, ...]
+    last: tuple[int | None, ...]
 
     @classmethod
     def of(cls, plan: BackwardPlan) -> "PreparedBackward":
         sums_at = plan.numbers_of_statistics
         counters_at = sums_at + plan.numbers_of_sums
-        turns_at = counters_at + WORDS_OF_COUNTERS
+        turns_at = counters_at + plan.words_of_counters
         numbers = turns_at + plan.words_of_turns
         order = *plan.problem.window, plan.heads_per_section
         places = sums_at, counters_at, turns_at
-        return cls(plan, load_kernel(plan.entry), numbers, plan.num_key_tiles, order, places)
+        last = plan.sections_before, *NOT_PACKED
+        return cls(plan, load_kernel(plan.entry), numbers, plan.num_key_tiles, order, places, last)
 
     def launch(
         self,
@@ -86,13 +91,9 @@ class PreparedBackward:
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
             softmax_scale, has_d_lse, *self.order, min(self.tiles, gpu_of(device).num_sms),
-            *self.places, drawn, *NOT_PACKED,
+            *self.places, drawn, *self.last,
         )  # fmt: skip
         return dq, dk, dv, buffer
-
-
-NOT_PACKED = (None,) * 6
-"""What a call without packed sequences gives for the last of `PassArguments`."""
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

@@ -102,7 +102,7 @@ class PreparedVarlenBackward:
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
             softmax_scale, has_d_lse, *window, self.rows_in_l2 // (heads // heads_kv),
             min(capacity * heads_kv, gpu_of(q.device).num_sms), sums_at, table_at, turns_at, drawn,
-            capacity, shift_of_work(max_seqlen_q, self.tile_m), *lengths,
+            None, capacity, shift_of_work(max_seqlen_q, self.tile_m), *lengths,
         )  # fmt: skip
         return dq, dk, dv, buffer
 

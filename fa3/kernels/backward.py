@@ -53,11 +53,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import (
+    FIRST_OF_BEGUN,
     LISTENING_WARPS,
     MMA_GROUPS,
     REGISTERS_OF_ROLES,
+    TICKET,
     BackwardArguments,
     BackwardConfig,
+    BeginArguments,
     CallSizes,
 )
 from fa3.primitives import arguments
@@ -70,6 +73,7 @@ from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, Gradient
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
+from fa3.primitives.query_begin import QueryBegin, warps_of_tile
 from fa3.primitives.query_gradient_step import QueryGradientOperands, QueryGradientStep
 from fa3.primitives.query_tiles import (
     STATISTICS,
@@ -79,12 +83,15 @@ from fa3.primitives.query_tiles import (
     RowStatistics,
 )
 from fa3.primitives.rows_of_sequence import with_movable_end
+from fa3.primitives.section_words import raise_word, wait_for
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
+from fa3.schedules.query_sections import BEGINNERS, QuerySections
+from fa3.schedules.query_work import DenseQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyOrder
 from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks
@@ -115,6 +122,20 @@ def dv_barrier() -> pipeline.NamedBarrier:
     return pipeline.NamedBarrier(DV_BARRIER, WARPGROUP * MMA_GROUPS + WARP)
 
 
+class QueriesToBegin(NamedTuple):
+    """The queries that this kernel begins: all but the first `call.num_tiles` tiles."""
+
+    call: BeginArguments
+    work: DenseQueryWork
+    sections: QuerySections
+
+    def wait(self, section: Int32) -> None:
+        """Wait until a section is begun; one warp calls this."""
+        wait_for(
+            self.call.counters, FIRST_OF_BEGUN + section, self.sections.tiles_in(section) * WARPS
+        )
+
+
 class BackwardTensors(NamedTuple):
     """The global tensors.
 
@@ -124,6 +145,7 @@ class BackwardTensors(NamedTuple):
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
         dropout: None without.
+        begin: None if the kernel before has begun all queries.
     """
 
     q: TmaTensor
@@ -138,6 +160,7 @@ class BackwardTensors(NamedTuple):
     qhead_per_kvhead: int
     modifiers: tuple | None
     dropout: DropoutArguments | None
+    begin: QueriesToBegin | None
 
 
 class BackwardBuffers(NamedTuple):
@@ -148,6 +171,7 @@ class BackwardBuffers(NamedTuple):
         dk, dv: lie where K and V do.
         statistics: (tile_m, STATISTICS, q_stages), float32.
         sums: what is on its way to the sums of dQ, float32.
+        ticket: (1,), int32: how many CTAs asked before this one whether they begin queries.
     """
 
     q: cute.Tensor
@@ -160,6 +184,7 @@ class BackwardBuffers(NamedTuple):
     dv: cute.Tensor
     statistics: cute.Tensor
     sums: cute.Tensor
+    ticket: cute.Tensor
 
 
 class BackwardPipelines(NamedTuple):
@@ -189,9 +214,14 @@ class Backward(AttentionKernel):
     def __post_init__(self):
         self.config.validate(self.spec)
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether sequences are packed."""
+        return self.schedule_type.is_ragged
+
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        sizes = CallSizes.symbolic(self.schedule_type.is_ragged)
+        sizes = CallSizes.symbolic(self.is_ragged)
         return [*BackwardArguments.symbolic(self, sizes), arguments.symbolic_stream()]
 
     @cute.jit
@@ -203,11 +233,12 @@ class Backward(AttentionKernel):
         window = Window(call.window_left, call.window_right)
         heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
         tensors = call.q, call.k, call.v, call.d_out, call.dk, call.dv
-        if cutlass.const_expr(self.schedule_type.is_ragged):
+        if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
             tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
             order = RaggedKeyOrder.of(call.table, Divisor.of(heads_kv), 1, call.heads_per_section)
             q, k, v, d_out, dk, dv = map(with_movable_end, tensors)
+            begin = None
         else:
             batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]
             sequences = Dense(seqlen_q, seqlen_k, window)
@@ -218,6 +249,11 @@ class Backward(AttentionKernel):
             q, k, v, d_out, dk, dv = (
                 cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
                 for t in tensors
+            )
+            begin = QueriesToBegin(
+                call.begin,
+                DenseQueryWork.of(call.q, config.tile_m),
+                self.sections(call.q, call.k, call.heads_per_section),
             )
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -234,6 +270,7 @@ class Backward(AttentionKernel):
             heads_q // heads_kv,
             call.modifiers,
             None if call.dropout is None else DropoutArguments(*call.dropout),
+            begin,
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
@@ -244,6 +281,13 @@ class Backward(AttentionKernel):
             use_pdl=True,
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
+
+    def sections(self, q: cute.Tensor, k: cute.Tensor, heads_per_section) -> QuerySections:
+        """The tiles of queries of equally long sequences in sections; on the host."""
+        batch, seqlen_q, heads_q, _ = q.shape
+        of_head = cute.ceil_div(seqlen_q, self.config.tile_m)
+        of_section = of_head * heads_per_section * (heads_q // k.shape[2])
+        return QuerySections(of_head * heads_q * batch, Divisor.of(of_section))
 
     def layouts(self) -> GradientLayouts:
         return GradientLayouts.of(self.dtype, self.config, self.columns, self.columns_v)
@@ -259,6 +303,8 @@ class Backward(AttentionKernel):
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(operands.begin is not None):
+            self.begin_queries(operands.begin, smem.ticket, warp_idx)
         producer_registers, mma_registers, sum_registers = REGISTERS_OF_ROLES
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(producer_registers)
@@ -293,6 +339,7 @@ class Backward(AttentionKernel):
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
             schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
+            ticket: cute.struct.MemRange[Int32, 4]
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(of_rows)], 128]
             q: buffer(layouts.q)
             k: buffer(layouts.k)
@@ -318,6 +365,7 @@ class Backward(AttentionKernel):
             tensor(storage.v, layouts.dv),
             storage.statistics.get_tensor(of_rows),
             storage.sums.get_tensor(cute.make_layout(staged)),
+            storage.ticket.get_tensor(cute.make_layout(1)),
         )
 
         def warps(groups: int) -> pipeline.CooperativeGroup:
@@ -356,6 +404,50 @@ class Backward(AttentionKernel):
         cute.arch.sync_threads()
         return smem, pipelines, schedule
 
+    @cute.jit
+    def begin_queries(self, queries: QueriesToBegin, ticket: cute.Tensor, warp_idx):
+        """Begin queries, if this CTA is one of the first that run; all its warps share the work."""
+        call, _, sections = queries
+        first = call.num_tiles
+        if first < sections.num_tiles:
+            if warp_idx == 0:
+                with cute.arch.elect_one():
+                    words = call.counters.iterator + TICKET
+                    ticket[0] = cute.arch.atomic_add(words, Int32(1), sem="relaxed", scope="gpu")
+            cute.arch.sync_threads()
+            rank, ctas = ticket[0], cutlass.min(Int32(BEGINNERS), cute.arch.grid_dim()[0])
+            if rank < ctas:
+                warps = self.config.threads // WARP
+                self.begin_units(queries, rank * warps + warp_idx, ctas * warps)
+
+    @cute.jit
+    def begin_units(self, queries: QueriesToBegin, index: Int32, step: Int32):
+        """Begin every `step`-th unit, a warp's share of a tile; one warp calls this.
+
+        The next unit's loads are in flight while this one's stores are waited for.
+        """
+        call, work, sections = queries
+        tile_m = self.config.tile_m
+        units = warps_of_tile(self.spec, tile_m)
+        begin = QueryBegin.of(self.spec, self.config, call, units)
+        end = sections.num_tiles * units
+        unit = call.num_tiles * units + index
+        section, count = sections.section_of(cutlass.min(unit, end - 1) // units), Int32(0)
+        begin.load(work.at(cutlass.min(unit, end - 1) // units, tile_m), unit % units)
+        while unit < end:
+            begin.write(work.at(unit // units, tile_m), unit % units)
+            count += 1
+            unit += step
+            following = cutlass.min(unit, end - 1) // units
+            begin.load(work.at(following, tile_m), unit % units)
+            if unit >= end or sections.section_of(following) != section:
+                # Copies and additions in bulk will read and change what was written.
+                cute.arch.fence_proxy("async.global")
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    raise_word(call.counters, FIRST_OF_BEGUN + section, count)
+                section, count = sections.section_of(following), Int32(0)
+
     def pipeline_states(self, user: pipeline.PipelineUserType):
         """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
         stages = self.config.stages, self.config.do_stages, self.config.k_stages, 1
@@ -374,7 +466,7 @@ class Backward(AttentionKernel):
 
     def num_key_tiles(self, schedule, segment):
         """Tiles of keys of a segment's sequence and head."""
-        if self.schedule_type.is_ragged:
+        if self.is_ragged:
             return segment.record.num_m_blocks
         return schedule.order.num_m_blocks
 
@@ -389,7 +481,7 @@ class Backward(AttentionKernel):
         blocks = mask.query_blocks(begin, config.tile_n, config.tile_m, sequence)
         full_begin, full_end = blocks.full_begin, blocks.full_end
         is_masked = begin + config.tile_n > sequence.seqlen_k
-        if cutlass.const_expr(self.schedule_type.is_ragged):
+        if cutlass.const_expr(self.is_ragged):
             # Keys that are not used: their gradients are 0, which one block is enough for.
             end = blocks.end if begin < sequence.seqlen_k else blocks.begin + 1
             blocks = blocks.between(blocks.begin, end)
@@ -421,6 +513,8 @@ class Backward(AttentionKernel):
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
+            if cutlass.const_expr(operands.begin is not None):
+                self.wait_until_begun(operands.begin, schedule.order.section_of(cursor.index))
             sequence = sequences.sequence(segment)
             statistics = operands.statistics.at(config.tile_m, segment)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
@@ -442,6 +536,15 @@ class Backward(AttentionKernel):
                     do_state = load_do(m_block, do_state)
             cursor = schedule.next(cursor)
         schedule.finish()
+
+    @cute.jit
+    def wait_until_begun(self, queries: QueriesToBegin, section: Int32):
+        """Wait until all queries of a tile's section are begun; one warp calls this."""
+        call, _, sections = queries
+        if sections.tiles_before(section) >= call.num_tiles:
+            count = sections.tiles_in(section) * warps_of_tile(self.spec, self.config.tile_m)
+            wait_for(call.counters, FIRST_OF_BEGUN + section, count)
+            cute.arch.fence_proxy("async.global")
 
     @cute.jit
     def load_keys(

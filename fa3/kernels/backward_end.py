@@ -24,7 +24,6 @@ from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
-from fa3.schedules.order import KernelOrder
 from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork, QueryTile
 
 FIRST_BARRIER = 1
@@ -67,9 +66,7 @@ class BackwardEnd(AttentionKernel):
             queries = PackedQueryWork(lengths, tiles, heads)
             dq = with_movable_end(call.dq)
         else:
-            batch, seqlen_q, heads, _ = call.dq.shape
-            num_m_blocks = cute.ceil_div(seqlen_q, self.config.tile_m)
-            queries = DenseQueryWork(KernelOrder.of(num_m_blocks, heads, batch, 1), seqlen_q)
+            queries = DenseQueryWork.of(call.dq, self.config.tile_m)
             dq = cute.make_tensor(call.dq.iterator, cute.select(call.dq.layout, mode=[1, 3, 2, 0]))
         tma = TmaTensor.of(cpasync.CopyBulkTensorTileS2GOp(), dq, self.smem_layout())
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)

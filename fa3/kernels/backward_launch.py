@@ -27,6 +27,10 @@ SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
+TICKET, FIRST_OF_BEGUN = 2, 3
+"""Words of the counters after the schedule's two: CTAs that have asked whether they begin queries,
+and from which on there is how much of each section is begun."""
+
 LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 1
 """Warps that are told which tile comes next: all but the producer's that fetches them."""
 
@@ -169,6 +173,7 @@ class BackwardArguments(NamedTuple):
         num_sequences: how many are packed; None without.
         turns: of `TurnWords`; None if sums have no fixed order.
         dropout: see `DropoutArguments`; None without.
+        begin: what it takes to begin queries, see `BeginArguments`; None of packed sequences.
     """
 
     q: object
@@ -190,6 +195,7 @@ class BackwardArguments(NamedTuple):
     num_sequences: int | None = None
     turns: object = None
     dropout: DropoutArguments | None = None
+    begin: "BeginArguments | None" = None
 
     @classmethod
     def symbolic(cls, kernel, sizes: "CallSizes") -> "BackwardArguments":
@@ -221,6 +227,9 @@ class BackwardArguments(NamedTuple):
             num_sequences=Int32(0) if schedule.is_ragged else None,
             turns=words_of_tiles() if kernel.is_ordered else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
+            begin=None
+            if schedule.is_ragged
+            else BeginArguments.symbolic(spec, sizes, kernel.is_ordered),
         )
 
 
@@ -234,7 +243,10 @@ class BeginArguments(NamedTuple):
         has_d_lse: 1 if there is one, else 0.
         statistics: receives `RowStatistics`.
         sums: of `QueryGradients`, receives zeros.
-        counters: of the backward kernel's schedule, receives zeros; None if a table has them.
+        counters: of the backward kernel, int32: its schedule's, then those from `TICKET` on;
+            receives zeros. None if a table has them.
+        num_tiles: how many tiles of queries to begin, the first ones; None of packed sequences,
+            which are begun all.
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
         turns: of `TurnWords`, receives zeros; None if sums have no fixed order.
@@ -249,15 +261,23 @@ class BeginArguments(NamedTuple):
     statistics: object
     sums: object
     counters: object = None
+    num_tiles: int | None = None
     cu_seqlens_q: object = None
     seqused_q: object = None
     turns: object = None
     kept: float | None = None
 
     @classmethod
-    def symbolic(cls, kernel, sizes: "CallSizes") -> "BeginArguments":
+    def symbolic(
+        cls,
+        spec: AttentionSpec,
+        sizes: "CallSizes",
+        is_ordered: bool,
+        is_ragged: bool = False,
+        has_used_q: bool = False,
+    ) -> "BeginArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
-        spec, rows = kernel.spec, (*sizes.of_batch, sizes.heads_q, sizes.seqlen_q)
+        rows = *sizes.of_batch, sizes.heads_q, sizes.seqlen_q
         return cls(
             out=sizes.of_queries(spec, spec.head_dim_v),
             d_out=sizes.of_queries(spec, spec.head_dim_v),
@@ -266,10 +286,11 @@ class BeginArguments(NamedTuple):
             has_d_lse=Int32(0),
             statistics=numbers(),
             sums=numbers(),
-            counters=None if kernel.is_ragged else words_of_tiles(),
-            cu_seqlens_q=lengths() if kernel.is_ragged else None,
-            seqused_q=lengths() if kernel.has_used_q else None,
-            turns=words_of_tiles() if kernel.is_ordered else None,
+            counters=None if is_ragged else words_of_tiles(),
+            num_tiles=None if is_ragged else Int32(0),
+            cu_seqlens_q=lengths() if is_ragged else None,
+            seqused_q=lengths() if has_used_q else None,
+            turns=words_of_tiles() if is_ordered else None,
             kept=Float32(0.0) if spec.has_dropout else None,
         )
 

@@ -27,9 +27,6 @@ from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import AttentionSpec
 
-WORDS_OF_COUNTERS = 4
-"""int32 set aside for the counters of `Dynamic`."""
-
 
 class PassArguments(NamedTuple):
     """The arguments of a backward pass, in this order; the stream comes last.
@@ -38,8 +35,10 @@ class PassArguments(NamedTuple):
 
     Fields:
         buffer: float32, for what the kernels write for each other: statistics, sums, the table of
-            packed sequences or `WORDS_OF_COUNTERS`, turns.
+            packed sequences or the counters, turns.
         sums_at, table_at, turns_at: where the latter begin, multiples of 4; as far as they exist.
+        sections_before: how many sections `BackwardBegin` begins; None of packed sequences, of
+            which it begins all.
         capacity, shift, and the four after them: of packed sequences; None without.
     """
 
@@ -65,6 +64,7 @@ class PassArguments(NamedTuple):
     table_at: int
     turns_at: int
     dropout: DropoutArguments | None = None
+    sections_before: int | None = None
     capacity: int | None = None
     shift: int | None = None
     cu_seqlens_q: object = None
@@ -77,11 +77,11 @@ class PassArguments(NamedTuple):
         """Types of a pass's arguments without sizes; equal sizes share a symbol."""
         sizes = CallSizes.symbolic(of.table is not None)
         named = (
-            BeginArguments.symbolic(of.begin, sizes)._asdict()
+            BeginArguments.symbolic(of.spec, sizes, of.main.is_ordered, *of.kind)._asdict()
             | BackwardArguments.symbolic(of.main, sizes)._asdict()
             | EndArguments.symbolic(of.end, sizes)._asdict()
             | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
-            | {"buffer": numbers()}
+            | {"buffer": numbers(), "sections_before": Int32(0) if of.table is None else None}
             | dict.fromkeys(("sums_at", "table_at", "turns_at"), Int64(0))
         )
         return cls(**{name: named[name] for name in cls._fields if name in named})
@@ -105,6 +105,11 @@ class BackwardPass:
     @property
     def spec(self) -> AttentionSpec:
         return self.main.spec
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether sequences are packed, and whether these have `seqused_q`."""
+        return self.begin.is_ragged, self.begin.has_used_q
 
     @property
     def is_storable(self) -> bool:
@@ -134,7 +139,11 @@ class BackwardPass:
         if cutlass.const_expr(self.spec.has_dropout):
             named["kept"] = DropoutArguments(*call.dropout).kept
         state = integers_from(buffer + call.table_at, Int32(call.turns_at - call.table_at))
-        named |= {"schedule_state": state, "counters": state}
+        named |= {"schedule_state": state, "counters": state, "num_tiles": None, "begin": None}
+        if cutlass.const_expr(self.table is None):
+            sections = self.main.sections(call.q, call.k, call.heads_per_section)
+            named["num_tiles"] = sections.tiles_before(call.sections_before)
+            named["begin"] = BeginArguments(*chosen(BeginArguments, named))
         if cutlass.const_expr(self.table is not None):
             named |= {
                 "table": state,

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import BackwardConfig
+from fa3.kernels.backward_launch import FIRST_OF_BEGUN, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
-from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.problem import NO_BOUND, AttentionSpec, Problem
 from fa3.schedules.dynamic import InTurn
 from fa3.scores.masks import Band
@@ -26,6 +26,11 @@ L2_BYTES = 40 << 20
 TILES_OF_SECTION = 128
 """Tiles of keys of a section, unless a head alone has more. Twice as many where queries see keys up
 to some point only, as with a causal mask: tiles then have less work, some of them hardly any."""
+
+
+KEYS_OF_QUERY = 384
+"""Keys that a query sees in the mean, from which on the backward kernel begins queries itself. With
+256 it lost 7 to 10%, with 512 it gained 4 to 6% (docs/experiments.md)."""
 
 
 class BackwardTiling(NamedTuple):
@@ -120,6 +125,24 @@ class BackwardPlan:
     def words_of_turns(self) -> int:
         """int32 that the order of the sums takes."""
         return self.num_query_tiles * WORDS_OF_TILE if self.is_ordered else 0
+
+    @property
+    def words_of_counters(self) -> int:
+        """int32 that the backward kernel counts in, a multiple of 4."""
+        return -(-(FIRST_OF_BEGUN + self.num_sections) // QUAD) * QUAD
+
+    @property
+    def sections_before(self) -> int:
+        """How many sections the kernel before begins."""
+        problem, (left, right) = self.problem, self.problem.window
+        keys = problem.seqlen_k if right == NO_BOUND else problem.seqlen_k / 2
+        if left != NO_BOUND:
+            keys = min(keys, left + 1 + max(right, 0))
+        return 1 if keys >= KEYS_OF_QUERY else self.num_sections
+
+    @property
+    def num_sections(self) -> int:
+        return -(-self.problem.num_heads_kv * self.problem.batch // self.heads_per_section)
 
     @property
     def heads_per_section(self) -> int:

@@ -91,7 +91,7 @@ def durations(segments: Segments, tile: TileCosts) -> np.ndarray:
     return times + segments.parts.partial * tile.part_us_if(segments.parts.merging)
 
 
-def last_end(
+def end_of_last(
     times: np.ndarray, owner: np.ndarray, parts: PartColumns | None, tile: TileCosts
 ) -> float:
     """When the last cluster is done, if each segment has its cluster."""
@@ -158,7 +158,7 @@ class Load(NamedTuple):
         if segments.owner is None:
             last, rounds = makespan(times, lanes), -(-len(times) // lanes)
         else:
-            last = last_end(times, segments.owner, segments.parts, tile)
+            last = end_of_last(times, segments.owner, segments.parts, tile)
             rounds = int(np.bincount(segments.owner).max(initial=0))
         blocks = segments.full + segments.masked
         of_parts = 0.0 if segments.parts is None else blocks[segments.parts.partial].sum()

@@ -57,3 +57,11 @@ def with_movable_end(tensor: cute.Tensor) -> cute.Tensor:
         stride=(row_stride, 1, head_stride, row_stride, WRAP - Int64(row_stride)),
     )
     return cute.make_tensor(tensor.iterator, layout)
+
+
+def in_batch(tensor: cute.Tensor | None) -> cute.Tensor | None:
+    """A tensor of packed sequences in a batch of one."""
+    if tensor is None:
+        return None
+    layout = cute.prepend(tensor.layout, cute.make_layout(1))
+    return cute.make_tensor(tensor.iterator, layout)

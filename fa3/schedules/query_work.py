@@ -46,6 +46,12 @@ class DenseQueryWork(NamedTuple):
     order: KernelOrder
     seqlen_q: Int32
 
+    @classmethod
+    def of(cls, rows: cute.Tensor, tile_m: int) -> "DenseQueryWork":
+        """The tiles of a tensor (batch, seqlen_q, heads, ...)."""
+        batch, seqlen_q, heads, _ = rows.shape
+        return cls(KernelOrder.of(cute.ceil_div(seqlen_q, tile_m), heads, batch, 1), seqlen_q)
+
     @property
     def grid(self) -> tuple:
         return self.order.num_tiles, 1, 1

@@ -28,7 +28,7 @@ from fa3.schedules.tile_list import balance, columns_of_owners
 FIELDS = 4
 """Integers per segment in the table: tile number, first and end key block, `PackedPart.number`."""
 
-MERGE_US = 3.0
+MERGE_US = 3.5
 """Microseconds that the part of a tile takes in addition that is done last, and merges all. The cut
 arranges that this is the first: it ends with its cluster, when the others' results are there."""
 

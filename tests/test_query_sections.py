@@ -1,0 +1,51 @@
+"""Tiles of queries in sections: each in one, and each begun before keys of its section come."""
+
+import itertools
+
+import pytest
+from problems import make_problem
+
+from fa3.planning.backward import KEYS_OF_QUERY, BackwardPlan
+from fa3.primitives.divisor import PlainDivisor
+from fa3.problem import Window
+from fa3.schedules.order import TileOrder
+from fa3.schedules.query_sections import QuerySections
+
+PROBLEMS = list(itertools.product((1, 3, 8), (1, 2, 7), (1, 5), (1, 2, 4, 35), (1, 2, 6)))
+"""Tiles of keys of a head, heads, batch, heads of a section, tiles of queries of a head."""
+
+
+@pytest.mark.parametrize(("keys", "heads", "batch", "of_section", "queries"), PROBLEMS)
+def test_queries_are_in_the_section_of_their_keys(keys, heads, batch, of_section, queries):
+    of_section = min(of_section, heads * batch)
+    order = TileOrder(keys, heads, batch, of_section)
+    total = heads * batch * queries
+    sections = QuerySections(total, PlainDivisor(of_section * queries))
+    for index in range(order.num_tiles):
+        tile, section = order.tile(index), order.section_of(index)
+        head = tile.batch * heads + tile.head
+        own = range(head * queries, (head + 1) * queries)
+        assert {sections.section_of(number) for number in own} == {section}
+    count = -(-heads * batch // of_section)
+    assert sum(map(sections.tiles_in, range(count))) == total
+    begins = [sections.tiles_before(section) for section in range(count + 1)]
+    assert begins[0] == 0 and begins[-1] == total == sections.tiles_before(count + 3)
+    assert all(b - a == sections.tiles_in(i) for i, (a, b) in enumerate(itertools.pairwise(begins)))
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "window", "inside"),
+    [
+        (KEYS_OF_QUERY, Window(), True),
+        (KEYS_OF_QUERY - 1, Window(), False),
+        (2 * KEYS_OF_QUERY, Window(right=0), True),
+        (2 * KEYS_OF_QUERY - 2, Window(right=0), False),
+        (16384, Window(KEYS_OF_QUERY - 1, 0), True),
+        (16384, Window(KEYS_OF_QUERY - 2, 0), False),
+        (16384, Window(100, 100), False),
+    ],
+)
+def test_short_sections_are_begun_before(seqlen, window, inside):
+    plan = BackwardPlan.of(make_problem(4, seqlen, seqlen, 64, head_dim=128, window=window))
+    assert plan.num_sections > 1
+    assert plan.sections_before == (1 if inside else plan.num_sections)
