@@ -1,10 +1,11 @@
 """Backward attention for Hopper: dK, dV, and the sums of dQ.
 
-`fa3.calls.backward` launches it between `BackwardBegin`, which gives each row's log-sum-exp and
-delta, and `BackwardEnd`, which makes dQ of the sums. Persistent CTAs take one tile of keys of one
-key/value head after another. K and V stay in shared memory, and the query blocks that see the keys
-pass by, of one query head of the group after another; so dK and dV stay in registers until they are
-done.
+`fa3.calls.backward` launches it between `BackwardBegin`, which gives rows their log-sum-exp and
+delta, and `BackwardEnd`, which makes dQ of the sums. Of long sequences `BackwardBegin` does so for
+some heads only, and the first CTAs here for the others (`begin_queries`). Persistent CTAs take one
+tile of keys of one key/value head after another. K and V stay in shared memory, and the query
+blocks that see the keys pass by, of one query head of the group after another; so dK and dV stay in
+registers until they are done.
 
     P^T = exp(K Q^T - lse)           dV += P^T dO
     dS^T = P^T (V dO^T - delta)      dK += dS^T Q       dQ += dS K
