@@ -7,6 +7,7 @@ before, in processes side by side.
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,13 @@ def calls_on(device: str) -> dict[str, Callable[[], torch.Tensor]]:
         fa3.flash_attn_varlen_func, packed, k.flatten(0, 1), v.flatten(0, 1), ends, ends_k, 1, KEYS,
         causal=True,
     )  # fmt: skip
+    others = itertools.cycle([
+        partial(
+            fa3.flash_attn_varlen_func, packed, *(x[:, :keys].flatten(0, 1) for x in (k, v)), ends,
+            integers(*range(0, BATCH * keys + 1, keys)), 1, keys, causal=True,
+        )
+        for keys in range(KEYS // 2, KEYS)
+    ])  # fmt: skip
     of_packed = fa3.get_scheduler_metadata(
         *sizes, None, cu_seqlens_q=ends.cpu(), cu_seqlens_k=ends_k.cpu(), causal=True
     )
@@ -83,6 +91,7 @@ def calls_on(device: str) -> dict[str, Callable[[], torch.Tensor]]:
         "cache, appending": partial(cached, **rows),
         "cache, appending, rotary": partial(cached, **rows, **tables),
         "packed": varlen,
+        "packed, other lengths": lambda: next(others)(),
         "packed, metadata": partial(varlen, scheduler_metadata=of_packed),
         "packed on a cache": on_cache,
         "packed on a cache, metadata": partial(on_cache, scheduler_metadata=of_packed_on_cache),

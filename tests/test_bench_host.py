@@ -14,6 +14,9 @@ def test_all_kinds_of_calls_run_and_agree_with_metadata():
         out = call()
         assert out.shape[-2:] == (HEADS, HEAD_DIM)
         assert out.isfinite().all()
+        if name == "packed, other lengths":
+            assert not torch.equal(out, call())
+            continue
         plain = calls[name.removesuffix(", metadata")]
         torch.testing.assert_close(out, plain(), atol=0.01, rtol=0.02)
 
