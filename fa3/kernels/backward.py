@@ -2,7 +2,7 @@
 
 `fa3.calls.backward` launches it between `BackwardBegin`, which gives rows their log-sum-exp and
 delta, and `BackwardEnd`, which makes dQ of the sums. Of long sequences `BackwardBegin` does so for
-some heads only, and the first CTAs here for the others (`begin_queries`). Persistent CTAs take one
+some heads only, and the first CTAs here for the others (`QueriesToBegin`). Persistent CTAs take one
 tile of keys of one key/value head after another. K and V stay in shared memory, and the query
 blocks that see the keys pass by, of one query head of the group after another; so dK and dV stay in
 registers until they are done.
@@ -54,16 +54,14 @@ from cutlass.cute.nvgpu import cpasync
 
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import (
-    FIRST_OF_BEGUN,
     LISTENING_WARPS,
     MMA_GROUPS,
     REGISTERS_OF_ROLES,
-    TICKET,
     BackwardArguments,
     BackwardConfig,
-    BeginArguments,
     CallSizes,
 )
+from fa3.kernels.backward_queries import QueriesToBegin
 from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
@@ -74,7 +72,6 @@ from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, Gradient
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
-from fa3.primitives.query_begin import QueryBegin, warps_of_tile
 from fa3.primitives.query_gradient_step import QueryGradientOperands, QueryGradientStep
 from fa3.primitives.query_tiles import (
     STATISTICS,
@@ -84,14 +81,13 @@ from fa3.primitives.query_tiles import (
     RowStatistics,
 )
 from fa3.primitives.rows_of_sequence import with_movable_end
-from fa3.primitives.section_words import raise_word, wait_for
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
-from fa3.schedules.query_sections import BEGINNERS, QuerySections
+from fa3.schedules.query_sections import QuerySections
 from fa3.schedules.query_work import DenseQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyOrder
 from fa3.schedules.sequences import Dense, Ragged
@@ -121,20 +117,6 @@ def dk_barrier() -> pipeline.NamedBarrier:
 def dv_barrier() -> pipeline.NamedBarrier:
     """Where dV is in shared memory, for the warp that stores it."""
     return pipeline.NamedBarrier(DV_BARRIER, WARPGROUP * MMA_GROUPS + WARP)
-
-
-class QueriesToBegin(NamedTuple):
-    """The queries that this kernel begins: all but the first `call.num_tiles` tiles."""
-
-    call: BeginArguments
-    work: DenseQueryWork
-    sections: QuerySections
-
-    def wait(self, section: Int32) -> None:
-        """Wait until a section is begun; one warp calls this."""
-        wait_for(
-            self.call.counters, FIRST_OF_BEGUN + section, self.sections.tiles_in(section) * WARPS
-        )
 
 
 class BackwardTensors(NamedTuple):
@@ -305,7 +287,7 @@ class Backward(AttentionKernel):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(operands.begin is not None):
-            self.begin_queries(operands.begin, smem.ticket, warp_idx)
+            operands.begin.begin(self.spec, self.config, smem.ticket, warp_idx)
         producer_registers, mma_registers, sum_registers = REGISTERS_OF_ROLES
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(producer_registers)
@@ -405,50 +387,6 @@ class Backward(AttentionKernel):
         cute.arch.sync_threads()
         return smem, pipelines, schedule
 
-    @cute.jit
-    def begin_queries(self, queries: QueriesToBegin, ticket: cute.Tensor, warp_idx):
-        """Begin queries, if this CTA is one of the first that run; all its warps share the work."""
-        call, _, sections = queries
-        first = call.num_tiles
-        if first < sections.num_tiles:
-            if warp_idx == 0:
-                with cute.arch.elect_one():
-                    words = call.counters.iterator + TICKET
-                    ticket[0] = cute.arch.atomic_add(words, Int32(1), sem="relaxed", scope="gpu")
-            cute.arch.sync_threads()
-            rank, ctas = ticket[0], cutlass.min(Int32(BEGINNERS), cute.arch.grid_dim()[0])
-            if rank < ctas:
-                warps = self.config.threads // WARP
-                self.begin_units(queries, rank * warps + warp_idx, ctas * warps)
-
-    @cute.jit
-    def begin_units(self, queries: QueriesToBegin, index: Int32, step: Int32):
-        """Begin every `step`-th unit, a warp's share of a tile; one warp calls this.
-
-        The next unit's loads are in flight while this one's stores are waited for.
-        """
-        call, work, sections = queries
-        tile_m = self.config.tile_m
-        units = warps_of_tile(self.spec, tile_m)
-        begin = QueryBegin.of(self.spec, self.config, call, units)
-        end = sections.num_tiles * units
-        unit = call.num_tiles * units + index
-        section, count = sections.section_of(cutlass.min(unit, end - 1) // units), Int32(0)
-        begin.load(work.at(cutlass.min(unit, end - 1) // units, tile_m), unit % units)
-        while unit < end:
-            begin.write(work.at(unit // units, tile_m), unit % units)
-            count += 1
-            unit += step
-            following = cutlass.min(unit, end - 1) // units
-            begin.load(work.at(following, tile_m), unit % units)
-            if unit >= end or sections.section_of(following) != section:
-                # Copies and additions in bulk will read and change what was written.
-                cute.arch.fence_proxy("async.global")
-                cute.arch.sync_warp()
-                if cute.arch.lane_idx() == 0:
-                    raise_word(call.counters, FIRST_OF_BEGUN + section, count)
-                section, count = sections.section_of(following), Int32(0)
-
     def pipeline_states(self, user: pipeline.PipelineUserType):
         """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
         stages = self.config.stages, self.config.do_stages, self.config.k_stages, 1
@@ -515,7 +453,7 @@ class Backward(AttentionKernel):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             if cutlass.const_expr(operands.begin is not None):
-                self.wait_until_begun(operands.begin, schedule.order.section_of(cursor.index))
+                operands.begin.wait(self.spec, config, schedule.order.section_of(cursor.index))
             sequence = sequences.sequence(segment)
             statistics = operands.statistics.at(config.tile_m, segment)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
@@ -537,15 +475,6 @@ class Backward(AttentionKernel):
                     do_state = load_do(m_block, do_state)
             cursor = schedule.next(cursor)
         schedule.finish()
-
-    @cute.jit
-    def wait_until_begun(self, queries: QueriesToBegin, section: Int32):
-        """Wait until all queries of a tile's section are begun; one warp calls this."""
-        call, _, sections = queries
-        if sections.tiles_before(section) >= call.num_tiles:
-            count = sections.tiles_in(section) * warps_of_tile(self.spec, self.config.tile_m)
-            wait_for(call.counters, FIRST_OF_BEGUN + section, count)
-            cute.arch.fence_proxy("async.global")
 
     @cute.jit
     def load_keys(
