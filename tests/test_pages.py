@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import fa3
 from docs.pages import performance, support
 from fa3.__main__ import main
 
@@ -42,3 +43,10 @@ def test_the_plan_in_the_documentation_is_printed(capsys):
     )
     main(["plan", *shown[1].split()])
     assert capsys.readouterr().out == shown[2]
+
+
+def test_every_public_name_is_in_the_api_reference():
+    shown = re.findall(
+        r"^::: fa3\.[\w.]+\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
+    assert set(fa3.__all__) <= set(shown)
