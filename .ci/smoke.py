@@ -21,7 +21,12 @@ assert {"fa3/py.typed", "fa3/planning/costs_h200.json"} <= set(names)
 assert {name.split("/")[0].split("-")[0] for name in names} == {"fa3"}, names
 with tarfile.open(sdist) as archive:
     sources = {name.partition("/")[2] for name in archive.getnames()}
-assert {"tests/conftest.py", "docs/extending.md", "benchmarks/harness.py"} <= sources
+assert {
+    ".ci/smoke.py",
+    "tests/conftest.py",
+    "docs/extending.md",
+    "benchmarks/harness.py",
+} <= sources
 
 assert "site-packages" in fa3.__file__, fa3.__file__
 assert metadata.version("fa3") == fa3.__version__

@@ -27,6 +27,9 @@ def main(arguments: list[str] | None = None) -> None:
             run(arguments)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("fa3: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
         # As a program ends that knows nothing of signals; what is still buffered goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import fa3
 from fa3.__main__ import DEFAULT_SHAPE, main, parser
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
@@ -104,6 +105,17 @@ def test_a_reader_that_has_gone_is_no_error(command, monkeypatch):
             main([command])
         print("what is still to come goes nowhere", flush=True)
     assert ended.value.code == 141
+
+
+def test_ctrl_c_ends_a_command_in_a_word(monkeypatch, capsys):
+    def warmup(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(vars(fa3), "warmup", warmup)
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", "--preset", "llama3-8b"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "fa3: interrupted\n"
 
 
 def test_causal_sets_the_right_bound():

@@ -144,10 +144,12 @@ def test_presets_are_models_that_can_be_run():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "heads and head_dim must be given, or a preset"),
+        ({}, "heads and head_dim must be given, or a preset; got heads None and head_dim None"),
+        ({"heads": (2, 2)}, "must be given, or a preset; got heads .2, 2. and head_dim None"),
         ({"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
-        ({"preset": "llama3-8b", "head_dim": 64}, "preset 'llama3-8b' says heads, head_dim"),
-        ({"preset": "llama3-8b", "causal": False}, "preset 'llama3-8b' says .* mask"),
+        ({"preset": "llama3-8b", "head_dim": 64}, "'llama3-8b' says .* beside it head_dim 64$"),
+        ({"preset": "llama3-8b", "causal": False}, "preset 'llama3-8b' says .* it mask Window"),
+        ({"preset": "llama3-8b", "softcap": 3.0, "sinks": True}, "it softcap 3.0, sinks True$"),
         ({"heads": (3, 2), "head_dim": 64}, "heads must be .* got 3,2"),
         ({"heads": (2, 0), "head_dim": 64}, "heads must be .* got 2,0"),
         ({"heads": (2, 2), "head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
@@ -163,6 +165,11 @@ def test_presets_are_models_that_can_be_run():
         ({"heads": (2, 2), "head_dim": 64, "page_sizes": (-1,)}, "page_sizes must be 0 or more"),
         ({"heads": (2, 2), "head_dim": 64, "calls": ("vllm",)}, "calls must be .* got .'vllm'"),
         ({"heads": (2, 2), "head_dim": 64, "calls": ()}, "calls must be some of"),
+        ({"heads": (2, 2), "head_dim": 64, "calls": (["dense"],)}, "calls must be some of"),
+        (
+            {"heads": (2, 2), "head_dim": 64, "calls": ("paged",), "page_sizes": (0,)},
+            "page_sizes must have a size for calls .'paged',., got .0,.",
+        ),
         ({"preset": "llama3-8b", "rotary_dtype": "fp16"}, "rotary_dtype must be bf.* 'float16'"),
         ({"heads": (2, 2), "head_dim": 64, "processes": 0}, "processes must be 1 or more, got 0"),
     ],
@@ -187,6 +194,10 @@ def test_wrong_options_are_explained(options, message):
         {"page_sizes": 64},
         {"page_sizes": (64.0,)},
         {"processes": 1.5},
+        {"calls": "dense"},
+        {"calls": None},
+        {"causal": "no"},
+        {"sinks": 1},
     ],
     ids=str,
 )
@@ -248,6 +259,23 @@ def test_kernels_that_do_not_compile_are_told(tmp_path, monkeypatch, capfd):
         fa3.warmup((2, 1), 64, processes=1)
     printed = capfd.readouterr().err
     assert "KeyError: 'no dtype'" in printed and "KeyError: 'none either'" in printed
+
+
+def test_a_folder_that_keeps_nothing_is_told_before_compiling(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setattr(module, "kernels_of", lambda *arguments: dict.fromkeys(SMALL))
+    monkeypatch.setattr(module, "compile_all", lambda *arguments: pytest.fail("compiles"))
+    for name, why in (("file", "File exists"), ("file/in", "Not a dir"), ("open", "others may")):
+        monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / name))
+        with pytest.raises(RuntimeError, match=f"kept in {tmp_path / name}: {why}.*FA3_CACHE_DIR"):
+            fa3.warmup((2, 1), 64)
+    (tmp_path / "read").mkdir(0o755)
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / "read"))
+    monkeypatch.setattr("os.access", lambda *arguments: False)  # root may write anywhere
+    with pytest.raises(RuntimeError, match="may not be written to"):
+        fa3.warmup((2, 1), 64)
 
 
 class FakeProcess:

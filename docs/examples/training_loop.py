@@ -1,6 +1,6 @@
 """Training: a small causal model learns to repeat its input, with gradients through attention.
 
-It trains on the CPU; what of the backward pass GPUs have is in docs/backward.md.
+How the backward pass runs on a GPU is in docs/backward.md.
 """
 
 import torch
@@ -66,5 +66,5 @@ def example(device: str = "cpu", steps: int = 60) -> list[float]:
 
 
 if __name__ == "__main__":
-    for step, loss in enumerate(example()):
+    for step, loss in enumerate(example("cuda" if torch.cuda.is_available() else "cpu")):
         print(f"step {step:3}  loss {loss:.3f}")

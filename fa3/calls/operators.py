@@ -24,6 +24,7 @@ elements.
 """
 
 from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 
@@ -38,6 +39,9 @@ from fa3.calls.operands import (
     check_same_kind,
 )
 from fa3.calls.user_functions import put_together
+
+Given = ParamSpec("Given")
+"""The arguments of a public function."""
 
 OF_SCORES = (
     "float? softmax_scale, bool causal, int window_left, int window_right, float softcap, "
@@ -94,8 +98,11 @@ class Operator:
         torch.library.impl(self.name, ("cpu", "cuda"))(run)
         return function
 
-    def stands_for(self, function: Callable) -> Callable:
-        """Have the operator run a public function; for decorating it."""
+    def stands_for(self, function: Callable[Given, object]) -> Callable[Given, Any]:
+        """Have the operator run a public function; for decorating it.
+
+        Type checkers check its arguments. What it returns, a tensor or two, they cannot know.
+        """
 
         def run(**call):
             out, lse = function(**call)

@@ -278,7 +278,7 @@ def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, t
     """
     check_taken(call, out)
     state = draw_rng_state(call.query.device) if call.dropout_p else None
-    options = {
+    options: dict[str, Any] = {
         "window_size": call.window, "return_lse": True, "out": out, "dropout_p": call.dropout_p,
         "rng_state": state,
     }  # fmt: skip

@@ -22,6 +22,7 @@ is right, but no key block is skipped. Packed sequences that come with `cu_seq_l
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
 import torch
@@ -246,8 +247,11 @@ def attend_layer(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = NO_BOUND if sliding_window is None else sliding_window - 1
-    options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    band = {"causal": is_causal, "window_size": (left, NO_BOUND if is_causal else left)}
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    band: dict[str, Any] = {
+        "causal": is_causal,
+        "window_size": (left, NO_BOUND if is_causal else left),
+    }
     is_plain = not (dropout or wants_gradient(q, k, v, s_aux))
     trained = options | {"dropout_p": dropout}
     if cu_seq_lens_q is not None:

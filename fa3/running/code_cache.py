@@ -196,6 +196,18 @@ def check_trust(path: Path, status: os.stat_result) -> None:
         raise PermissionError(errno.EPERM, f"others may write to {path} ({mode}; chmod go-w it)")
 
 
+def check_can_keep(folder: Path) -> None:
+    """Make the folder if it is not there, and check that objects can be kept in it.
+
+    Raises:
+        OSError: they cannot.
+    """
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_trust(folder, folder.stat())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "it may not be written to")
+
+
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Keep other processes from making this object. A process that dies frees its lock."""

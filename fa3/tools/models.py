@@ -112,15 +112,27 @@ def model_of(
     if preset is not None:
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {sorted(PRESETS)}, got {preset!r}")
-        sizes = (heads, head_dim, head_dim_v, window)
-        if any(size is not None for size in sizes) or softcap or sinks:
+        options: dict[str, object] = {
+            "heads": heads,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim_v,
+            "mask": window,
+            "softcap": softcap or None,
+            "sinks": sinks or None,
+        }
+        given = [f"{name} {value}" for name, value in options.items() if value is not None]
+        if given:
             raise ValueError(
-                f"preset {preset!r} says heads, head_dim, mask, softcap and sinks; got some of them"
+                f"preset {preset!r} says heads, head_dim, mask, softcap and sinks; got beside it "
+                + ", ".join(given)
             )
         model = replace(PRESETS[preset], dtype=dtype)
     else:
         if heads is None or head_dim is None:
-            raise ValueError("heads and head_dim must be given, or a preset")
+            raise ValueError(
+                f"heads and head_dim must be given, or a preset; got heads {heads} and head_dim "
+                f"{head_dim}"
+            )
         windows = (CAUSAL if window is None else window,)
         columns_v = head_dim if head_dim_v is None else head_dim_v
         model = Model(*heads, head_dim, columns_v, dtype, windows, softcap, sinks)

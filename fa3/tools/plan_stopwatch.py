@@ -46,11 +46,9 @@ class GpuWorkbench:
         """The median time of each plan in each regime; all are of one problem."""
         problem = plans[0].problem
         with torch.cuda.device(self.device):
-            attend = partial(
-                flash_attn_func,
-                *random_operands(problem, self.device),
-                window_size=tuple(problem.window),
-            )
+            q, k, v = random_operands(problem, self.device)
+            window = problem.window.left, problem.window.right
+            attend = partial(flash_attn_func, q, k, v, window_size=window)
             runners = {plan.name: make_runner([partial(attend, plan=plan)]) for plan in plans}
             found = []
             for regime in TUNING_REGIMES:

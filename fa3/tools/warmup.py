@@ -16,7 +16,7 @@ import torch
 
 from fa3.calls.cache_call import ROTARY_UNIT
 from fa3.calls.devices import gpu_of
-from fa3.calls.options import as_pair, check_window, integer, real, shown
+from fa3.calls.options import as_pair, check_window, flag, integer, real, shown
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
@@ -27,7 +27,7 @@ from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.running.code_cache import cache_dir, is_unchanged
+from fa3.running.code_cache import cache_dir, check_can_keep, is_unchanged
 from fa3.running.compiler import Kernel, is_on_disk
 from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band
@@ -132,9 +132,8 @@ def warmup(
     softcap = real("softcap", softcap)
     processes = None if processes is None else integer("processes", processes, 1)
     page_sizes = integers("page_sizes", page_sizes, 0)
-    calls = tuple(calls)
-    if not calls or not set(calls) <= CALLS.keys():
-        raise ValueError(f"calls must be some of {list(CALLS)}, got {calls}")
+    causal, sinks = flag("causal", causal), flag("sinks", sinks)
+    calls = as_calls(calls)
     window = None
     if window_size is not None or not causal:
         window = check_window(as_pair(window_size or Window()), causal)
@@ -149,11 +148,28 @@ def warmup(
             f"turns a multiple of {ROTARY_UNIT} columns"
         )
     kernels = tuple(kernels_of(model, calls, page_sizes, rotary_of(model, rotary, tables)))
+    if not kernels:
+        raise ValueError(
+            f"page_sizes must have a size for calls {calls}, got {page_sizes}: 'paged' takes 1 or "
+            "more, 'cache' also 0"
+        )
     absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
+    if absent:
+        check_folder()
     bar = Bar(len(absent), terminal() if progress else None)
     compile_all(absent, processes or len(os.sched_getaffinity(0)), bar.advance)
     check_kept(absent)
     return Warmup(kernels, len(absent), time.perf_counter() - begin)
+
+
+def as_calls(calls: Iterable[str]) -> tuple[str, ...]:
+    """The option `calls`: one or more kinds of `CALLS`."""
+    if isinstance(calls, str) or not isinstance(calls, Iterable):
+        raise TypeError(f"calls must be a tuple of names, got {shown(calls)}")
+    given = tuple(calls)
+    if not given or not all(call in tuple(CALLS) for call in given):
+        raise ValueError(f"calls must be some of {list(CALLS)}, got {given}")
+    return given
 
 
 def as_heads(heads: Sequence[int]) -> tuple[int, int]:
@@ -176,6 +192,18 @@ def name_of_dtype(dtype: str | torch.dtype) -> str:
     """The name of a dtype: "bfloat16" for torch.bfloat16 and for "bf16"."""
     name = str(dtype).removeprefix("torch.")
     return SHORT_DTYPES.get(name, name)
+
+
+def check_folder() -> None:
+    """Raise RuntimeError, before anything is compiled, if no kernel can be kept."""
+    folder = cache_dir()
+    try:
+        check_can_keep(folder)
+    except OSError as error:
+        raise RuntimeError(
+            f"kernels cannot be kept in {folder}: {error.strerror}. Set FA3_CACHE_DIR to a folder "
+            "of your own"
+        ) from error
 
 
 def check_kept(kernels: list[Kernel]) -> None:
