@@ -154,7 +154,7 @@ class BackwardBuffers(NamedTuple):
         dk, dv: lie where K and V do.
         statistics: (tile_m, STATISTICS, q_stages), float32.
         sums: what is on its way to the sums of dQ, float32.
-        ticket: (1,), int32: how many CTAs asked before this one whether they begin queries.
+        ticket: (1,), int32: which share of the queries to begin is next.
     """
 
     q: cute.Tensor

@@ -28,7 +28,7 @@ STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
 TICKET, FIRST_OF_BEGUN = 2, 3
-"""Words of the counters after the schedule's two: CTAs that have asked whether they begin queries,
+"""Words of the counters after the schedule's two: how often CTAs have asked for queries to begin,
 and from which on there is how much of each section is begun."""
 
 LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 1

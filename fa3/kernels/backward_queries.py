@@ -1,7 +1,8 @@
 """Queries that the backward kernel begins itself: statistics of their rows, zeros of their sums.
 
-Which these are says `fa3.schedules.query_sections`. The CTAs that run first begin them, before
-their warps have roles; the producers of all CTAs wait until those of a tile's section are begun.
+Which these are says `fa3.schedules.query_sections`. The CTAs that run first begin them, share by
+share, before their warps have roles; the producers of all CTAs wait until those of a tile's section
+are begun.
 
 Timeline of a warp that begins queries
     loads of a unit | stores of the unit before | after each section: fences, raises its word
@@ -44,19 +45,29 @@ class QueriesToBegin(NamedTuple):
     ):
         """Begin them, if this CTA is one of the first that run; all its warps share the work.
 
+        Who is done asks for another share: it may be that of a CTA that cannot run yet.
+
         Args:
-            ticket: (1,), int32 in shared memory, for the number of CTAs that asked before.
+            ticket: (1,), int32 in shared memory, for the number of the share that is next.
         """
         if self.call.num_tiles < self.sections.num_tiles:
-            if warp_idx == 0:
-                with cute.arch.elect_one():
-                    words = self.call.counters.iterator + TICKET
-                    ticket[0] = cute.arch.atomic_add(words, Int32(1), sem="relaxed", scope="gpu")
-            cute.arch.sync_threads()
-            rank, ctas = ticket[0], cutlass.min(Int32(BEGINNERS), cute.arch.grid_dim()[0])
-            if rank < ctas:
-                warps = config.threads // WARP
-                self.begin_units(spec, config, rank * warps + warp_idx, ctas * warps)
+            shares = cutlass.min(Int32(BEGINNERS), cute.arch.grid_dim()[0])
+            warps = config.threads // WARP
+            share = self.take_share(ticket, warp_idx)
+            while share < shares:
+                self.begin_units(spec, config, share * warps + warp_idx, shares * warps)
+                share = self.take_share(ticket, warp_idx)
+
+    @cute.jit
+    def take_share(self, ticket: cute.Tensor, warp_idx: Int32) -> Int32:
+        """Which share is this CTA's next; all its warps call this."""
+        cute.arch.sync_threads()  # all have read the one before
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                words = self.call.counters.iterator + TICKET
+                ticket[0] = cute.arch.atomic_add(words, Int32(1), sem="relaxed", scope="gpu")
+        cute.arch.sync_threads()
+        return ticket[0]
 
     @cute.jit
     def begin_units(

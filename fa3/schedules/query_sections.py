@@ -9,7 +9,9 @@ until all its queries are begun. So what is exposed is one section, not all head
 Where queries see few keys, a section is done sooner than a few CTAs begin the next one; then the
 kernel before begins all (`fa3.planning.backward`).
 
-The CTAs that begin queries are those that run first: nobody waits for one that does not run.
+The CTAs that begin queries are those that run first. Each takes a share, and another one when it is
+done, until none is left, before it comes to tiles of keys: so nobody waits for a CTA that does not
+run, however few SMs other kernels leave.
 
 Plain arithmetic: it runs on Python ints, and on Int32 values inside of kernels.
 """
@@ -20,7 +22,7 @@ from fa3.primitives.arithmetic import smaller
 from fa3.primitives.divisor import Divisor, PlainDivisor
 
 BEGINNERS = 24
-"""CTAs that begin queries inside of the backward kernel."""
+"""Shares of the queries to begin inside of the backward kernel, and CTAs that take one at first."""
 
 
 class QuerySections(NamedTuple):

@@ -243,7 +243,7 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts
     earlier."""
     cuts = cut_in_line(blocks, loads, ranges)
     low = (loads.sum() + (blocks + ranges.unit + ranges.masks).sum()) / len(loads)
-    high = last_end(cuts, blocks, loads, ranges)
+    high = soonest = last_end(cuts, blocks, loads, ranges)
     if high <= low:
         return cuts
     lengths, clusters, masks = blocks.tolist(), loads.tolist(), ranges.masks.tolist()
@@ -252,9 +252,13 @@ def cut_evenly(blocks: np.ndarray, loads: np.ndarray, ranges: KeyRanges) -> Cuts
         pieces = pack(lengths, clusters, masks, ranges, level)
         if pieces is None:
             low = level
-        else:
-            cuts = cuts_of(pieces)
-            high = min(level, last_end(cuts, blocks, loads, ranges))
+            continue
+        packed = cuts_of(pieces)
+        end = last_end(packed, blocks, loads, ranges)
+        # A last part that comes after whole tiles of its cluster may keep a merge waiting.
+        if end < soonest:
+            cuts, soonest = packed, end
+        high = min(level, end)
     return cuts
 
 
