@@ -101,5 +101,7 @@ def test_each_row_has_its_statistics_once(head_dim_v, tile_m, monkeypatch, pool)
             rows = [begin.query(own, warp, begin.row_of_lane(i)) for i in range(len(totals))]
             return list(zip(rows, totals, strict=True))
 
-        written = [one for warp in range(warps) for one in lanes.run(warp, statistics)]
-        assert sorted(sum(written, [])) == list(enumerate(products.sum(1).tolist()))
+        written = [
+            row for warp in range(warps) for rows in lanes.run(warp, statistics) for row in rows
+        ]
+        assert sorted(written) == list(enumerate(products.sum(1).tolist()))
