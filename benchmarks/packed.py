@@ -134,6 +134,9 @@ CELLS = [
     short(),
     pack("short-8192x34", "short", (16, 16), [34] * 8192),
     chunked_prefill(),
+    # Few tiles, as one of eight GPUs has that share the heads of a large model.
+    pack("few-1x2k", "few", (8, 1), [2 * K]),
+    pack("few-512of32k", "cache", (8, 1), [512], [32 * K]),
     pack("decode-64x8k", "cache", (32, 8), [1] * 64, [8 * K] * 64, causal=False),
 ]
 

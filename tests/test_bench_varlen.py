@@ -30,14 +30,14 @@ SMALL = [RAGGED, EQUAL, CHUNKS, DECODE]
 
 
 def test_cells_have_unique_names_and_their_lengths():
-    assert len(BY_NAME) == len(CELLS) == 17 and set(QUICK) < set(BY_NAME)
+    assert len(BY_NAME) == len(CELLS) == 19 and set(QUICK) < set(BY_NAME)
     for cell in CELLS:
         assert len(cell.lengths_q) == len(cell.lengths_k) == cell.batch
         assert cell.seqlen_q == max(cell.lengths_q) and cell.seqlen_k == max(cell.lengths_k)
         assert all(q <= k for q, k in zip(cell.lengths_q, cell.lengths_k, strict=True))
         assert min(cell.lengths_q) > 0
     cached = [cell.name for cell in CELLS if cell.is_cached]
-    assert cached == ["chunks-7x512+64x1", "decode-64x8k"]
+    assert cached == ["chunks-7x512+64x1", "few-512of32k", "decode-64x8k"]
     assert [cell.name for cell in CELLS if cell.is_decode] == ["decode-64x8k"]
     tokens = {cell.name: sum(cell.lengths_q) for cell in CELLS}
     assert tokens["lognormal-16k"] == 16384 and tokens["lognormal-256k"] == 1 << 18

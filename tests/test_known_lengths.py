@@ -16,11 +16,13 @@ from varlen_problems import VarlenProblem, integers, make_call, random_problem, 
 from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 from fa3.calls import varlen_gpu
 from fa3.calls.known_lengths import KnownLengths, LatestLengths
+from fa3.calls.part_memory import PartMemory
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.tile_table import AMOUNTS
+from fa3.planning.gpu import H200
 from fa3.planning.host_table import TableKind
-from fa3.planning.ragged import BITS_OF_AMOUNTS, shift_of_work
-from fa3.problem import Window
+from fa3.planning.ragged import BITS_OF_AMOUNTS, RaggedPlan, shift_of_work
+from fa3.problem import AttentionSpec, Window
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.counters import Reserve, StreamCounters
 from fa3.running.tables import Table
@@ -395,10 +397,13 @@ def test_lengths_on_a_gpu_decide_nothing():
 def test_the_latest_lengths_are_kept_and_no_others():
     latest, names = LatestLengths(), tuple(ON_HOST)
     ends, others = integers(0, 3, 9), integers(0, 4, 9)
-    first = latest.of(names, (ends, ends, None, None), 2)
-    assert latest.of(names, (ends.clone(), ends, None, None), 2) is first
+    first = latest.of(names, (ends, ends, None, None), 2, False)
+    assert latest.of(names, (ends.clone(), ends, None, None), 2, False) is first
+    cut = latest.of(names, (ends, ends, None, None), 2, True)
+    assert cut is not first and cut.cuts and not first.cuts
+    first = latest.of(names, (ends, ends, None, None), 2, False)
     ends[1] = 4
-    assert latest.of(names, (ends, others, None, None), 2) is not first
+    assert latest.of(names, (ends, others, None, None), 2, False) is not first
     assert first.queries.cu.tolist() == [0, 3, 9]
 
 
@@ -440,8 +445,10 @@ class Kernel:
 @pytest.fixture
 def launches(monkeypatch):
     """Kernels of a plan, launched on CPU tensors; streams and captures are what a test says."""
+    plan = RaggedPlan(AttentionSpec("bfloat16", 64, 64, Band(right=True)), False, False, H200)
+    split = Kernel()
     kernels = varlen_gpu.PreparedVarlen(
-        Kernel(), Kernel(), Kernel(), Window(right=0), 128, 112, Band(right=True), 132, 1000
+        plan, Kernel(), Kernel(), Kernel(), lambda: split, Window(right=0), 128, 112, 132, 1000
     )
     state = {"stream": 7, "capture": None, "streams": {}}
     monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
@@ -453,19 +460,21 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(varlen_gpu, "counters_of", counters_of)
     monkeypatch.setattr(
-        Table, "upload", classmethod(lambda cls, table, device: cls(torch.from_numpy(table)))
+        Table, "upload", classmethod(lambda cls, table, device: cls(torch.tensor(table)))
     )
     monkeypatch.setattr(Table, "on", lambda table, stream, capture: table.numbers)
     return kernels, state
 
 
-def launch(kernels, lengths: KnownLengths | None, problem=MIXED) -> tuple:
+def launch(kernels, lengths: KnownLengths | None, problem=MIXED, cuts: bool = False) -> tuple:
     """Launch a call; what the forward kernel got for its counters, marks and table."""
     call = make_call(problem)
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
-    kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths)
-    given = ForwardArguments(*kernels.forward.given[-1])
+    forward, count = kernels.split() if cuts else kernels.forward, len(kernels.forward.given)
+    kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths, cuts=cuts)
+    assert not cuts or len(kernels.forward.given) == count
+    given = ForwardArguments(*forward.given[-1])
     taken, marks, table = given.schedule_state, given.marks, given.table
     return taken, marks, table
 
@@ -490,6 +499,28 @@ def test_a_table_that_is_known_is_not_made_again(launches):
     assert other[2] is table and other[0] is not taken and other[1] is not marks
     taken, _, table = launch(kernels, None)
     assert taken is table and len(kernels.tile_table.given) == 1
+
+
+def test_tiles_that_are_cut(launches):
+    """Their segments and the memory of their parts are the kernel's; counters go back."""
+    kernels, _ = launches
+    problem = VarlenProblem((300, 100), (9000, 9000), heads_kv=2, group=2, causal=True)
+    lengths = known(problem)
+    state, marks, table = launch(kernels, lengths, problem, cuts=True)
+    given = ForwardArguments(*kernels.split().given[0])
+    tiles = lengths.latest[-1]
+    assert state is tiles.segments.numbers and table is tiles.table.numbers
+    assert 0 < given.num_clusters <= 132 and given.num_slots > given.num_clusters // 2
+    memory = PartMemory.of(given.num_slots, kernels.tile_m, 64)
+    assert len(given.part_buffer) == memory.numbers
+    assert len(given.part_counters) >= memory.num_counters
+    assert given.part_counters is not marks
+    launch(kernels, lengths, problem, cuts=True)
+    again = ForwardArguments(*kernels.split().given[1])
+    assert again.part_counters is given.part_counters and again.marks is marks
+    # As calls that want gradients have them.
+    whole = launch(kernels, lengths, problem)
+    assert whole[2] is not table and torch.equal(whole[2], table)
 
 
 def test_captures_take_tables_that_there_are(launches):

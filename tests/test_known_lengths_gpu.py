@@ -55,8 +55,8 @@ def on_cpu(call: dict) -> dict:
     }
 
 
-def made_for(call: dict):
-    return metadata_of(on_cpu(call))
+def made_for(call: dict, **options):
+    return metadata_of(on_cpu(call), **options)
 
 
 def run(call: dict, **given):
@@ -73,7 +73,7 @@ def test_calls_have_the_bits_of_calls_without(seed, device):
     call = make_call(problem, seed, device)
     out, lse = run(call)
     rows = ~unused(problem, len(out), device)
-    metadata = made_for(call)
+    metadata = made_for(call, num_splits=1)
     # Three layers, and a call that plans by itself.
     for given in (*[{"scheduler_metadata": metadata}] * 3, on_host(on_cpu(call))):
         again, of_again = run(call, **given)

@@ -45,6 +45,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
+from fa3.calls.part_memory import PartMemory
 from fa3.calls.traced import trace_dense
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.gpu import H200
@@ -53,9 +54,6 @@ from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
 from fa3.primitives.dropout import DropoutArguments
-from fa3.primitives.part_merge import numbers_of_parts
-from fa3.primitives.shared_memory import padded
-from fa3.primitives.wgmma import ROWS_OF_WARP
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
@@ -105,7 +103,7 @@ class PreparedCall:
     launches: tuple[Launch, ...] = ()
     table: Table | None = None
     num_counters: tuple[int, int, int] = (0, 0, 0)
-    parts: "PartMemory | None" = None
+    parts: PartMemory | None = None
     total_counters: int = 0
     problem: Problem | None = None
     grouped: PreparedDecode | None = None
@@ -116,7 +114,10 @@ class PreparedCall:
         cls, plan: Plan, device: torch.device, output, lse_shape, is_recorded: bool = False
     ) -> "PreparedCall":
         """Load the kernels of a plan, the first one instrumented if it `is_recorded`."""
-        parts = PartMemory.of(plan) if plan.schedule.splits else None
+        parts = None
+        if plan.schedule.splits:
+            rows = plan.config.tile_m * plan.config.cluster
+            parts = PartMemory.of(plan.schedule.num_slots, rows, plan.problem.spec.head_dim_v)
         launches = plan.launches(is_recorded)
         counts = (
             sum(one.num_counters for one in launches[1:]),
@@ -192,36 +193,6 @@ class PreparedCall:
             return tuple(counters if count else None for count in self.num_counters)
         those = counters[: self.total_counters].split(self.num_counters)
         return tuple(part if len(part) else None for part in those)
-
-
-@dataclass(frozen=True, slots=True)
-class PartMemory:
-    """What the kernel takes beside a call's tensors if the plan splits tiles.
-
-    Fields:
-        numbers: of float32 that the parts take.
-        num_counters: counters of the warps that share tiles.
-        num_slots: parts.
-    """
-
-    numbers: int
-    num_counters: int
-    num_slots: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> "PartMemory":
-        num_slots, rows = plan.schedule.num_slots, plan.config.tile_m * plan.config.cluster
-        columns = padded(plan.problem.spec.head_dim_v)
-        return cls(
-            numbers_of_parts(num_slots, rows, columns),
-            # The kernel wants a tensor also where no tile is split.
-            max(1, num_slots * rows // ROWS_OF_WARP),
-            num_slots,
-        )
-
-    def arguments(self, q: torch.Tensor, counters: torch.Tensor) -> tuple:
-        """Memory, counters and number of parts of one launch."""
-        return q.new_empty(self.numbers, dtype=torch.float32), counters, self.num_slots
 
 
 ALIGNED = 4

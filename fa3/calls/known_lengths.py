@@ -8,7 +8,7 @@ share it, each with counters of its own.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,33 @@ NO_QUERIES = 1 << 62
 class WalksTables(Protocol):
     """Kernels that walk a table: `fa3.calls.varlen_gpu.PreparedVarlen`."""
 
-    def table_kind(self, short_queries: int, qhead_per_kvhead: int) -> TableKind: ...
+    def table_kind(
+        self, short_queries: int, heads_q: int, heads_kv: int, cuts: bool
+    ) -> TableKind: ...
+
+
+class KnownTiles(NamedTuple):
+    """The tiles of known lengths on a GPU.
+
+    Fields:
+        table: of all tiles.
+        segments: their parts, each CTA's in a column (`RaggedSplit`); None if none is cut.
+        num_clusters, num_slots: of the `RaggedSplit`.
+    """
+
+    table: Table
+    segments: Table | None = None
+    num_clusters: int = 0
+    num_slots: int = 0
+
+    @classmethod
+    def upload(cls, table: np.ndarray, kind: TableKind, device: torch.device) -> "KnownTiles":
+        """Cut the tiles of a table where that pays, and copy them to the GPU."""
+        split, on_gpu = kind.cut(table), Table.upload(table, device)
+        if split is None:
+            return cls(on_gpu)
+        segments = Table.upload(split.table, device)
+        return cls(on_gpu, segments, split.num_clusters, split.num_slots)
 
 
 class KnownLengths:
@@ -40,18 +66,22 @@ class KnownLengths:
         longest_q, longest_k: the most queries, and keys, of a sequence.
         fewest_q: the fewest queries of a sequence that has some.
         tables: those made so far, for the GPUs that they are on.
-        latest: what the latest launch took, and what for: its kernels, their `short_queries`.
+        cuts: whether calls that want no gradient may have tiles cut.
+        latest: what the latest launch took, and what for: its kernels, their `short_queries`, and
+            whether tiles might be cut.
         route: what the latest call on packed keys led to, whether it had gradients, and its
             `fa3.calls.varlen_call.Route`, which is mostly the next one's too.
     """
 
     __slots__ = (
-        "batch", "end_k", "end_q", "fewest_q", "keys", "latest", "longest_k", "longest_q",
+        "batch", "cuts", "end_k", "end_q", "fewest_q", "keys", "latest", "longest_k", "longest_q",
         "queries", "route", "tables",
     )  # fmt: skip
 
-    def __init__(self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths) -> None:
-        self.queries, self.keys = queries, keys
+    def __init__(
+        self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths, cuts: bool
+    ) -> None:
+        self.queries, self.keys, self.cuts = queries, keys, cuts
         self.batch = queries.num_sequences
         at = np.arange(self.batch)
         (_, of_q), (_, of_k) = queries.read(at), keys.read(at)
@@ -59,8 +89,8 @@ class KnownLengths:
         self.end_k = 0 if isinstance(keys, CacheLengths) else keys.total
         self.longest_q, self.longest_k = (int(n.max(initial=0)) for n in (of_q, of_k))
         self.fewest_q = int(of_q[of_q > 0].min(initial=NO_QUERIES))
-        self.tables: dict[tuple[TableKind, torch.device], Table] = {}
-        self.latest: tuple[object, int, Table | None] = None, 0, None
+        self.tables: dict[tuple[TableKind, torch.device], KnownTiles] = {}
+        self.latest: tuple[object, int, bool, KnownTiles | None] = None, 0, False, None
         self.route: tuple[object, bool, Any] = None, False, None
 
     @classmethod
@@ -70,16 +100,17 @@ class KnownLengths:
         ends_k: np.ndarray,
         used_q: np.ndarray | None,
         used_k: np.ndarray | None,
+        cuts: bool = False,
     ) -> "KnownLengths":
         """Of packed queries and keys; the ends begin with 0 and do not fall."""
         queries = RaggedLengths(ends_q, used_q, int(ends_q[-1]))
-        return cls(queries, RaggedLengths(ends_k, used_k, int(ends_k[-1])))
+        return cls(queries, RaggedLengths(ends_k, used_k, int(ends_k[-1])), cuts)
 
     @classmethod
-    def cached(cls, ends_q: np.ndarray, keys: np.ndarray) -> "KnownLengths":
+    def cached(cls, ends_q: np.ndarray, keys: np.ndarray, cuts: bool = False) -> "KnownLengths":
         """Of packed queries, and keys in a cache, as many as `keys` says."""
         queries = RaggedLengths(ends_q, None, int(ends_q[-1]))
-        return cls(queries, CacheLengths(keys, int(keys.max(initial=0))))
+        return cls(queries, CacheLengths(keys, int(keys.max(initial=0))), cuts)
 
     def sizes(self, heads: int) -> PackedSizes:
         """What there is to know to choose kernels."""
@@ -91,37 +122,38 @@ class KnownLengths:
         """The table of these lengths, on the host."""
         return kind.table(self.queries, self.keys)
 
-    def upload(self, kind: TableKind, device: torch.device) -> Table:
-        """The table of these lengths on a GPU."""
-        return self.tables.setdefault((kind, device), Table.upload(self.make(kind), device))
+    def upload(self, kind: TableKind, device: torch.device) -> KnownTiles:
+        """The tiles of these lengths on a GPU."""
+        tiles = KnownTiles.upload(self.make(kind), kind, device)
+        return self.tables.setdefault((kind, device), tiles)
 
     def on(
         self,
         kernels: WalksTables,
         short_queries: int,
-        qhead_per_kvhead: int,
+        heads_q: int,
+        heads_kv: int,
+        cuts: bool,
         device: torch.device,
-        stream: int,
         capture: Capture | None,
-    ) -> torch.Tensor | None:
-        """The table for a launch on torch's current stream; None if a CUDA graph is captured
-        before it was made: then the kernel on the GPU has to make one.
+    ) -> KnownTiles | None:
+        """The tiles for a launch on torch's current stream; None if a CUDA graph is captured
+        before their table was made: then the kernel on the GPU has to make one.
 
         Args:
-            kernels: those that walk it; of one device.
-            short_queries, qhead_per_kvhead: of `TableKind`.
-            stream: the handle of the stream.
+            kernels: those that walk it; of one device and one number of heads.
+            short_queries, heads_q, heads_kv, cuts: of `RaggedPlan.table_kind`.
         """
-        before, of_short, table = self.latest
-        if before is not kernels or of_short != short_queries:
-            kind = kernels.table_kind(short_queries, qhead_per_kvhead)
-            table = self.tables.get((kind, device))
-            if table is None:
+        *of_latest, tiles = self.latest
+        if of_latest != [kernels, short_queries, cuts]:
+            kind = kernels.table_kind(short_queries, heads_q, heads_kv, cuts)
+            tiles = self.tables.get((kind, device))
+            if tiles is None:
                 if capture is not None:
                     return None
-                table = self.upload(kind, device)
-            self.latest = kernels, short_queries, table
-        return table.on(stream, capture)
+                tiles = self.upload(kind, device)
+            self.latest = kernels, short_queries, cuts, tiles
+        return tiles
 
     def check_fit(
         self, names: Sequence[str], batch: int, totals: Sequence[int], longest: Sequence[int]
@@ -234,23 +266,27 @@ class LatestLengths:
     __slots__ = ("latest",)
 
     def __init__(self) -> None:
-        self.latest: tuple[tuple[bytes | None, ...], KnownLengths | None] = (), None
+        self.latest: tuple[tuple[bytes | bool | None, ...], KnownLengths | None] = (), None
 
     def of(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int, cuts: bool
     ) -> KnownLengths:
         """The lengths in tensors on the CPU: those of the call before if they are the same.
 
         Args:
             names: what a call knows the tensors as.
             tensors: the ends of queries and keys, and how many of them are used.
+            cuts: of `KnownLengths`.
 
         Raises:
             TypeError, ValueError: they are no lengths.
         """
-        given = tuple(
-            None if one is None else contents_of(name, one)
-            for name, one in zip(names, tensors, strict=True)
+        given = (
+            cuts,
+            *(
+                None if one is None else contents_of(name, one)
+                for name, one in zip(names, tensors, strict=True)
+            ),
         )
         before, lengths = self.latest
         if given != before:
@@ -262,6 +298,7 @@ class LatestLengths:
                     None if named[name] is None else host_integers(name, named[name], (batch,))
                     for name in used
                 ),
+                cuts,
             )
             self.latest = given, lengths
         return lengths

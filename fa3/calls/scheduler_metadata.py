@@ -310,17 +310,18 @@ def metadata_of_equal(
 
 def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
     """Metadata of calls whose queries are packed and whose keys are in a cache."""
-    known = lengths.of_packed_queries()
+    cuts = calls.num_splits == 0
+    known = lengths.of_packed_queries(cuts)
     if known is None:
         return PackedMetadata(calls, False, None)
-    group = calls.heads_q // calls.heads_kv
     window = calls.window.tighten(calls.seqlen_q, lengths.max_seqlen_k)
     structure = structure_of(float(calls.has_softcap), None, None, window.right == 0)
     spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
     plan = RaggedPlan(spec, False, False, gpu, CacheLayout(calls.page_size or 0))
-    most = short_queries(group)
+    most = short_queries(calls.heads_q // calls.heads_kv)
     if calls.seqlen_q > most and plan.finds_keys:
-        upload(known, plan.table_kind(window, most if known.fewest_q <= most else 0, group))
+        short = most if known.fewest_q <= most else 0
+        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, cuts))
     return PackedMetadata(calls, False, known)
 
 
@@ -330,18 +331,19 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
         raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
     if calls.num_splits > 1:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
-    known = lengths.of_packed()
+    cuts = calls.num_splits == 0
+    known = lengths.of_packed(cuts)
     if known is None:
         return PackedMetadata(calls, True, None)
     has_used = lengths.seqused_q is not None, lengths.cache_seqlens is not None
     window = calls.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    call, kind = planned_call(
+    call = planned_call(
         calls.dtype, calls.head_dim, calls.head_dim_v, calls.heads_q, calls.heads_kv, window,
         calls.has_softcap, *has_used, gpu, calls.sm_margin,
     )  # fmt: skip
     most = call.most_short_of_table(known, calls.heads_q)
     if most is not None:
-        upload(known, kind._replace(short_queries=most))
+        upload(known, call.plan.table_kind(window, most, calls.heads_q, calls.heads_kv, cuts))
     return PackedMetadata(calls, True, known)
 
 
@@ -358,14 +360,12 @@ def planned_call(
     has_used_k: bool,
     gpu: Gpu,
     sm_margin: int,
-) -> tuple[RaggedCall, TableKind]:
-    """What calls on packed keys lead to, and what their tables are made for, but for the sequences
-    that are the decode kernel's. No length is in this."""
+) -> RaggedCall:
+    """What calls on packed keys lead to, whatever the lengths are."""
     structure = structure_of(float(has_softcap), None, None, window.right == 0)
     spec = structure.spec(dtype, head_dim, head_dim_v, window)
     used = has_used_q, has_used_k
-    call = plan_varlen(spec, structure, window, heads_q, heads_kv, *used, gpu, sm_margin)
-    return call, call.plan.table_kind(window, 0, heads_q // heads_kv)
+    return plan_varlen(spec, structure, window, heads_q, heads_kv, *used, gpu, sm_margin)
 
 
 def upload(lengths: KnownLengths, kind: TableKind) -> None:

@@ -56,21 +56,21 @@ class StepLengths:
         tensors = self.cache_seqlens, self.cu_seqlens_k_new, self.cache_leftpad
         return any(isinstance(one, torch.Tensor) and not one.is_cpu for one in tensors)
 
-    def of_packed(self) -> KnownLengths | None:
+    def of_packed(self, cuts: bool) -> KnownLengths | None:
         """Those of packed queries and keys; None if one is on a GPU."""
         integers = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.cache_seqlens
         ends_q, ends_k, used_q, used_k = on_host(INTEGERS_OF_LENGTHS, integers, self.batch)
         if ends_q is None:
             return None
-        return self.checked(KnownLengths.packed(ends_q, ends_k, used_q, used_k))
+        return self.checked(KnownLengths.packed(ends_q, ends_k, used_q, used_k, cuts))
 
-    def of_packed_queries(self) -> KnownLengths | None:
+    def of_packed_queries(self, cuts: bool) -> KnownLengths | None:
         """Those of packed queries and of keys in a cache; None if they are not to be seen."""
         keys = self.keys_in_cache()
         (ends_q,) = on_host(("cu_seqlens_q",), (self.cu_seqlens_q,), self.batch)
         if ends_q is None or keys is None:
             return None
-        return self.checked(KnownLengths.cached(ends_q, np.array(keys, np.int64)))
+        return self.checked(KnownLengths.cached(ends_q, np.array(keys, np.int64), cuts))
 
     def checked(self, lengths: KnownLengths) -> KnownLengths:
         """These lengths, if they are as short as the step says."""

@@ -156,8 +156,10 @@ def flash_attn_varlen_func(
         out: (total_q, heads_q, head_dim_v) tensor that receives the output, like q. Rows of
             queries that are not used stay as they are. Must not share memory with another tensor
             of the call; it may lie between their elements.
-        num_splits: 0 or 1, which are the same: keys are split for sequences with few queries,
-            where that suits the GPU; with page_table a larger number says into how many parts.
+        num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
+            GPU. With 0 and lengths on the CPU those of long sequences are, too, where few tiles
+            would leave SMs idle; scheduler_metadata says so itself. With page_table a larger number
+            says into how many parts.
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
         page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
             (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
@@ -278,8 +280,9 @@ def flash_attn_varlen_func(
     known = None
     if scheduler_metadata is not None or cu_seqlens_q_cpu is not None:
         known = known_lengths(
-            scheduler_metadata, on_host, integers, call, q, k, batch, causal, window_size, softcap
-        )
+            scheduler_metadata, on_host, integers, call, q, k, batch, causal, window_size, softcap,
+            num_splits == 0,
+        )  # fmt: skip
         if known is not None:
             names = names_of_known(scheduler_metadata)
             known.check_fit(names, batch, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
@@ -377,8 +380,12 @@ def known_lengths(
     causal: bool,
     window_size: tuple[int, int],
     softcap: float,
+    cuts: bool,
 ) -> KnownLengths | None:
     """The lengths that the host knows: from metadata, or from tensors on the CPU.
+
+    Args:
+        cuts: whether tiles may be cut where lengths are in tensors; metadata says it itself.
 
     Raises:
         TypeError, ValueError: what is given is not what the call needs.
@@ -388,7 +395,7 @@ def known_lengths(
             if (one is None) != (of_call is None):
                 given = "None" if of_call is None else "given"
                 raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
-        return call.latest.of(LENGTHS_ON_HOST, on_host, batch)
+        return call.latest.of(LENGTHS_ON_HOST, on_host, batch, cuts)
     ends_q, ends_k, used_q, used_k = on_host
     if not (ends_q is ends_k is used_q is used_k is None):
         raise ValueError(f"{' and '.join(LENGTHS_ON_HOST)} must be None with scheduler_metadata")

@@ -96,7 +96,8 @@ class RaggedCall:
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
         elif not joins:
-            self.attend_one_by_one(operands, route, tensors, scale, dropout, known)
+            cuts = known is not None and known.cuts and not has_gradients
+            self.attend_one_by_one(operands, route, tensors, scale, dropout, known, cuts)
         elif self.gpu is None:
             execute_joined(self.joined, self.window, operands, scale, tensors)
         else:
@@ -133,9 +134,14 @@ class RaggedCall:
         scale: float,
         dropout: Dropout | None,
         known: KnownLengths | None,
+        cuts: bool,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
-        kernel."""
+        kernel.
+
+        Args:
+            cuts: whether tiles may be cut.
+        """
         _, longest_k, most, has_long = route
         if self.gpu is None:
             if most:
@@ -144,8 +150,8 @@ class RaggedCall:
             if has_long:
                 table = None
                 if known is not None:
-                    ratio = operands.q.shape[1] // operands.k.shape[1]
-                    table = known.make(self.plan.table_kind(self.window, most, ratio))
+                    heads = operands.q.shape[1], operands.k.shape[1]
+                    table = known.make(self.plan.table_kind(self.window, most, *heads, cuts))
                 execute_varlen(
                     self.spec, self.window, operands, scale, tensors, dropout, most, table
                 )
@@ -157,8 +163,9 @@ class RaggedCall:
                 short = Short(most, lambda table: kernels.start(*given, None, table))
             drawn = None if dropout is None else dropout.arguments
             self.gpu.alone.launch(
-                operands, operands.k.shape[0], longest_k, tensors, scale, short, None, drawn, known
-            )
+                operands, operands.k.shape[0], longest_k, tensors, scale, short, None, drawn, known,
+                cuts,
+            )  # fmt: skip
         elif most:
             self.gpu.short(most, False).start(operands, longest_k, tensors, scale)()
 

@@ -18,6 +18,7 @@ import torch
 
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.known_lengths import KnownLengths
+from fa3.calls.part_memory import PartMemory
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.host_table import TableKind
 from fa3.planning.joined import JoinedPlan, PackedSizes
@@ -38,7 +39,6 @@ from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import RaggedTiles
 from fa3.scores.intervals import ROW_RECORD
-from fa3.scores.masks import Band
 
 
 class Short(NamedTuple):
@@ -59,20 +59,22 @@ class PreparedVarlen:
     """A plan for packed sequences with its kernels loaded.
 
     Fields:
+        plan: what they were made by.
         tile_table, forward, again: the kernels' entries; `again` is None if no row can fail.
+        split: loads the forward kernel for tiles that are cut, which most calls never have.
         tile_m, tile_n: of the forward kernel's config.
-        band: of the mask.
         num_ctas: CTAs of the forward kernel, one for each SM that it may use.
         rows_of_section: see `fa3.schedules.ragged.RaggedOrder`.
     """
 
+    plan: RaggedPlan
     tile_table: Callable
     forward: Callable
     again: Callable | None
+    split: Callable[[], Callable]
     window: Window
     tile_m: int
     tile_n: int
-    band: Band
     num_ctas: int
     rows_of_section: int
 
@@ -87,6 +89,7 @@ class PreparedVarlen:
         page_table: torch.Tensor | None = None,
         dropout: DropoutArguments | None = None,
         known: KnownLengths | None = None,
+        cuts: bool = False,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
 
@@ -97,6 +100,7 @@ class PreparedVarlen:
             page_table: the pages of a cache that has some.
             dropout: where the plan's spec has it.
             known: the lengths, if the host knows them.
+            cuts: whether tiles may be cut then.
         """
         q, k, v, out, lse, *integers = operands
         device = q.device
@@ -105,30 +109,44 @@ class PreparedVarlen:
             with torch.cuda.device(device):
                 self.launch(
                     operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout,
-                    known,
+                    known, cuts,
                 )  # fmt: skip
             return
         total_q, heads, _ = q.shape
-        most_short, ratio = 0 if short is None else short.most_queries, heads // k.shape[-2]
-        marks = table = None
+        most_short, heads_kv = 0 if short is None else short.most_queries, k.shape[-2]
+        marks = table = tiles = None
         if self.again is not None or known is not None:
             stream = current_stream(index)
             capture = capture_of(stream)
             counters = counters_of(device, stream, capture)
         if known is not None:
-            table = known.on(self, most_short, ratio, device, stream, capture)
-        is_shared = table is not None
+            tiles = known.on(self, most_short, heads, heads_kv, cuts, device, capture)
+        is_shared = tiles is not None
+        if is_shared:
+            table = tiles.table.on(stream, capture)
         if is_shared and known.longest_q <= most_short:
             # No sequence is the forward kernel's.
             short.start(table)()
             return
+        forward, parts = self.forward, NO_PARTS
         if is_shared:
             capacity = records_of_table(table.shape[0])
-            taken = counters.take(RaggedTiles.num_counters)
+            num_ctas = min(self.num_ctas, capacity * heads)
+            if tiles.segments is None:
+                state = counted = counters.take(RaggedTiles.num_counters)
+            else:
+                forward, num_ctas = self.split(), tiles.num_clusters
+                memory = PartMemory.of(tiles.num_slots, self.tile_m, v.shape[-1])
+                state, counted = (
+                    tiles.segments.on(stream, capture),
+                    counters.take(memory.num_counters),
+                )
+                parts = memory.arguments(q, counted)
         else:
             capacity = capacity_of_table(total_q, operands.cu_seqlens_q.shape[0] - 1, self.tile_m)
             # Of the lengths' dtype: to name another one takes torch 0.2 us.
-            taken = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
+            state = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
+            num_ctas = min(self.num_ctas, capacity * heads)
         if self.again is not None:
             # Now: to zero new ones takes a kernel, and none may come between the two below.
             marks = counters.take(words_of_marks(capacity * heads))
@@ -136,35 +154,33 @@ class PreparedVarlen:
             # In the order of `TileTableArguments`.
             self.tile_table(
                 *integers, table, total_q, total_k, capacity,
-                shift_of_work(max_seqlen_k, self.tile_n), *self.window, most_short, ratio,
-                self.num_ctas,
+                shift_of_work(max_seqlen_k, self.tile_n), *self.window, most_short,
+                heads // heads_kv, self.num_ctas,
             )  # fmt: skip
         # It must come before the forward kernel, which takes the SMs that it leaves.
         merge = None if short is None else short.start(table)
         # In the order of `ForwardArguments`.
         given = (
             q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
-            self.rows_of_section, min(self.num_ctas, capacity * heads),
+            self.rows_of_section,
         )  # fmt: skip
         of_keys = page_table, 0 if merge is None else 1
-        self.forward(*given, taken, *NO_PARTS, marks, None, table, *of_keys, dropout, None)
+        forward(*given, num_ctas, state, *parts, marks, None, table, *of_keys, dropout, None)
         if merge is not None:
             merge()
         # Counters do not go back if anything was raised: then they need not be zero.
         if self.again is not None:
             of_call = None, None, table, page_table, 0, dropout, None
-            self.again(*given, marks, *NO_PARTS, *of_call)
+            num_tiles = capacity * heads
+            self.again(*given, min(self.num_ctas, num_tiles), marks, *NO_PARTS, *of_call)
             counters.give_back(marks)
         if is_shared:
             # Last, so that the next call takes the same for the same purpose.
-            counters.give_back(taken)
+            counters.give_back(counted)
 
-    def table_kind(self, short_queries: int, qhead_per_kvhead: int) -> TableKind:
+    def table_kind(self, short_queries: int, heads_q: int, heads_kv: int, cuts: bool) -> TableKind:
         """What tables of lengths that the host knows are made for."""
-        return TableKind(
-            self.tile_m, self.tile_n, self.band, self.window, short_queries, qhead_per_kvhead,
-            self.num_ctas,
-        )  # fmt: skip
+        return self.plan.table_kind(self.window, short_queries, heads_q, heads_kv, cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +280,8 @@ def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     """Load the kernels of a plan."""
     config = plan.config
     forward, *again = map(load_kernel, plan.kernels())
+    split = functools.cache(lambda: load_kernel(plan.split()))
     return PreparedVarlen(
-        load_kernel(plan.tile_table()), forward, again[0] if again else None, window,
-        config.tile_m, config.tile_n, plan.band, plan.gpu.num_sms, plan.rows_of_section,
+        plan, load_kernel(plan.tile_table()), forward, again[0] if again else None, split, window,
+        config.tile_m, config.tile_n, plan.gpu.num_sms, plan.rows_of_section,
     )  # fmt: skip

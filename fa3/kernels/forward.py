@@ -615,8 +615,9 @@ class Forward(AttentionKernel):
                     lse = attention.finish()
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, work, thread_idx, None)
+                    rows = self.places(work, coords), self.are_queries(rules)
                     operands.parts.finish(
-                        acc_O, lse, coords, segment.part, warp, number, of_rows, free
+                        acc_O, lse, coords, segment.part, warp, number, *rows, of_rows, free
                     )
                 else:
                     self.finish_tile(operands, attention, out, of_rows, work, slab)
@@ -783,10 +784,19 @@ class Forward(AttentionKernel):
         """
         acc_O, rules = attention.regs.acc_O, attention.rules
         lse = attention.finish(sinks)
-        queries = [rules.coords.query(r) for r in range(2)]
-        places = tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
-        is_written = tuple(is_wanted(r) and queries[r] < rules.sequence.seqlen_q for r in range(2))
-        operands.rows.store(acc_O, lse, rules.coords, places, is_written)
+        is_written = tuple(
+            is_wanted(r) and is_query for r, is_query in enumerate(self.are_queries(rules))
+        )
+        operands.rows.store(acc_O, lse, rules.coords, self.places(work, rules.coords), is_written)
+
+    def places(self, work: Work, coords: ScoreCoords) -> tuple:
+        """Where this thread's rows of a tile lie in the output."""
+        queries = (coords.query(r) for r in range(2))
+        return tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
+
+    def are_queries(self, rules: Rules) -> tuple:
+        """Which of this thread's rows of a tile are queries."""
+        return tuple(rules.coords.query(r) < rules.sequence.seqlen_q for r in range(2))
 
     def warp_of_tile(self, thread_idx):
         """This warp's index among the consumer warps of a CTA."""

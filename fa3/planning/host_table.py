@@ -17,10 +17,12 @@ from fa3.kernels.tile_table import (
     MORE_BESIDE,
     MOST_BESIDE,
 )
+from fa3.planning.ragged_cuts import Cutting
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER
+from fa3.schedules.ragged_split import RaggedSplit
 from fa3.scores.masks import Band, Sequence
 
 
@@ -30,6 +32,7 @@ class TableKind(NamedTuple):
     Fields:
         tile_m, tile_n, band: of a `fa3.kernels.tile_table.TileTable`.
         window, short_queries, qhead_per_kvhead, num_ctas: of `TileTableArguments`.
+        cutting: what tiles are cut by where that pays; None if they stay whole.
     """
 
     tile_m: int
@@ -39,6 +42,11 @@ class TableKind(NamedTuple):
     short_queries: int
     qhead_per_kvhead: int
     num_ctas: int
+    cutting: Cutting | None = None
+
+    def cut(self, table: np.ndarray) -> RaggedSplit | None:
+        """The tiles of a table that `table` has made, cut; None if they stay whole."""
+        return None if self.cutting is None else self.cutting.cut(table, self)
 
     def table(self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths) -> np.ndarray:
         """The table, int32, with room for what is in it: one record at least.

@@ -12,11 +12,14 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.tile_table import AMOUNTS, TileTable
 from fa3.planning.gpu import Gpu
 from fa3.planning.host_table import TableKind
+from fa3.planning.ragged_cuts import Cutting
+from fa3.planning.tile_costs import TileKey
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.marked import MarkedRagged
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
+from fa3.schedules.ragged_split import RaggedSplit
 from fa3.scores.masks import Band, Intersection
 
 BITS_OF_AMOUNTS = AMOUNTS.bit_length() - 1
@@ -83,16 +86,33 @@ class RaggedPlan:
             has_cache=self.cache is not None,
         )  # fmt: skip
 
-    def table_kind(self, window: Window, short_queries: int, qhead_per_kvhead: int) -> TableKind:
+    @property
+    def may_cut(self) -> bool:
+        """Whether tiles may be cut at all: into parts that are merged by what was drawn, or by what
+        functions of the user's say, they may not."""
+        return not (self.spec.has_user_functions or self.spec.has_dropout)
+
+    def split(self) -> Forward:
+        """The forward kernel for tiles that are cut."""
+        return Forward(self.spec, self.config, RaggedSplit, cache=self.cache)
+
+    def table_kind(
+        self, window: Window, short_queries: int, heads_q: int, heads_kv: int, cuts: bool
+    ) -> TableKind:
         """What the table of lengths that the host knows is made for.
 
         Args:
-            window, short_queries, qhead_per_kvhead: of `TileTableArguments`.
+            window, short_queries: of `TileTableArguments`.
+            cuts: whether tiles are cut where that pays. Beside sequences that are the decode
+                kernel's, none are.
         """
-        config = self.config
+        config, ratio, cutting = self.config, heads_q // heads_kv, None
+        if cuts and self.may_cut and not short_queries:
+            costs = self.gpu.costs.tile(TileKey.of(self.spec, config))
+            cutting = Cutting(heads_q, ratio, self.rows_of_section, costs)
         return TableKind(
-            config.tile_m, config.tile_n, self.band, window, short_queries, qhead_per_kvhead,
-            self.gpu.num_sms,
+            config.tile_m, config.tile_n, self.band, window, short_queries, ratio,
+            self.gpu.num_sms, cutting,
         )  # fmt: skip
 
 

@@ -102,6 +102,8 @@ class PartMerge:
         part,
         warp: Int32,
         number: Int32,
+        places: tuple,
+        is_written: tuple,
         sinks: tuple | None,
         registers: cutlass.Constexpr,
     ):
@@ -110,6 +112,7 @@ class PartMerge:
         Args:
             acc_O: the part's accumulator, divided by its own row sums.
             lse: its rows' log-sum-exps.
+            places, is_written: of `RowStore.store`.
             warp: this warp's index among the tile's warps.
             number: what `take_number` returned.
             sinks: the rows' sink logits in base 2.
@@ -120,7 +123,7 @@ class PartMerge:
         else:
             self.await_others(part, warp)
             merged_lse = self.merge(acc_O, lse, part, warp, sinks, registers)
-            self.rows.store_all(acc_O, merged_lse, coords)
+            self.rows.store(acc_O, merged_lse, coords, places, is_written)
 
     @cute.jit
     def leave(self, acc_O: cute.Tensor, lse: cute.Tensor, part, warp: Int32):

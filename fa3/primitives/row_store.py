@@ -47,10 +47,3 @@ class RowStore(NamedTuple):
                 store_row(converted, self.out[query, None, head, batch], coords.column)
                 if self.lse.is_wanted():
                     self.lse.store(places[r], lse[r], coords)
-
-    def store_all(self, acc: cute.Tensor, lse: cute.Tensor, coords: ScoreCoords):
-        """Write all of this thread's rows that are queries."""
-        queries = [coords.query(r) for r in range(len(coords.row_steps))]
-        places = tuple((coords.batch, coords.head, query) for query in queries)
-        is_written = tuple(query < self.out.shape[0] for query in queries)
-        self.store(acc, lse, coords, places, is_written)

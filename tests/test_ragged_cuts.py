@@ -1,0 +1,165 @@
+"""Tiles of packed sequences that are cut where the host knows the lengths: which, and how."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_known_lengths import cached_call, known, metadata_of, metadata_of_cache, records_of
+from varlen_problems import VarlenProblem, make_call
+
+from fa3 import flash_attn_varlen_func
+from fa3.planning.gpu import H200
+from fa3.planning.ragged import RaggedPlan
+from fa3.planning.ragged_cuts import end_of_longest_first
+from fa3.planning.ragged_cuts import records_of as arrays_of
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.problem import AttentionSpec, Window
+from fa3.schedules.segment import PackedPart
+from fa3.schedules.split import FIELDS
+from fa3.scores.masks import Band, Sequence
+
+
+def plan_of(head_dim: int, window: Window, l2_bytes: int = H200.l2_bytes, cache=None, **options):
+    spec = AttentionSpec("bfloat16", head_dim, head_dim, Band.of(window), **options)
+    return RaggedPlan(spec, False, False, replace(H200, l2_bytes=l2_bytes), cache)
+
+
+def kind_of(heads: tuple[int, int] = (8, 1), head_dim=128, window=Window(right=0), **options):
+    return plan_of(head_dim, window, **options).table_kind(window, 0, *heads, True)
+
+
+def cut(lengths_q, lengths_k, kind):
+    """The segments (tile, first block, end block, part) of these lengths, and their table."""
+    table = known(VarlenProblem(tuple(lengths_q), tuple(lengths_k)))
+    table = table.make(kind)
+    split = kind.cut(table)
+    return table, split
+
+
+def tiles_of(table, kind) -> list[tuple]:
+    """The (sequence, head, first block, end block) of each tile, as the kernel finds them."""
+    found, order = [], kind.cutting.order(table)
+    for number, record in enumerate(records_of(table)):
+        for head in range(kind.cutting.heads):
+            index, m_block, at = number * kind.cutting.heads + head, record.m_block, head
+            if max(record.seqlen_k, 1) > order.rows_at_once:
+                at, m_block = order.in_sections(index, number, record)
+            sequence = Sequence(record.seqlen_q, record.seqlen_k, kind.window)
+            rows = m_block * kind.tile_m, kind.tile_m
+            blocks = kind.band.key_blocks(*rows, kind.tile_n, sequence)
+            found.append((record.batch, at, m_block, blocks.begin, blocks.end))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_block_of_every_tile_is_in_one_segment(seed):
+    draw = random.Random(seed)
+    count = draw.randint(1, 6)
+    lengths_q = [draw.randint(0, 900) for _ in range(count)]
+    lengths_k = [n + draw.choice((0, draw.randint(0, 20000))) for n in lengths_q]
+    heads = draw.choice(((8, 1), (4, 4), (16, 2), (5, 1)))
+    window = draw.choice((Window(right=0), Window(), Window(2000, 0)))
+    l2_bytes = draw.choice((H200.l2_bytes, 1 << 20))
+    cache = draw.choice((None, CacheLayout(64)))
+    kind = kind_of(heads, draw.choice((64, 128)), window, l2_bytes=l2_bytes, cache=cache)
+    table, split = cut(lengths_q, lengths_k, kind)
+    if split is None:
+        return
+    tiles = tiles_of(table, kind)
+    assert len({tile[:3] for tile in tiles}) == len(tiles)
+    segments = split.table.reshape(-1, FIELDS)
+    segments = segments[segments[:, 0] >= 0].tolist()
+    slots = []
+    for index, (*_, begin, end) in enumerate(tiles):
+        own = sorted(segment[1:] for segment in segments if segment[0] == index)
+        assert [one[0] for one in own] == [begin, *(one[1] for one in own[:-1])]
+        assert own[-1][1] == end
+        parts = [PackedPart(part) for *_, part in own]
+        assert all(part.num_parts == len(own) for part in parts)
+        if len(own) > 1:
+            assert [part.slot - part.first_slot for part in parts] == list(range(len(own)))
+            slots += [part.slot for part in parts]
+    assert sorted(slots) == list(range(split.num_slots))
+    assert 0 < split.num_clusters <= kind.num_ctas
+
+
+def test_cutting_was_tried_above():
+    kinds = [kind_of(heads) for heads in ((8, 1), (16, 2))]
+    assert all(cut((512,), (32768,), kind)[1] is not None for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "heads"),
+    [
+        ((512,), (32768,), (8, 1)),
+        ((160,), (65536,), (32, 8)),
+        ((512, 512), (8192, 16384), (8, 1)),
+        ((2048,), (2048,), (8, 1)),
+    ],
+)
+def test_few_tiles_are_cut_for_all_sms(lengths_q, lengths_k, heads):
+    kind = kind_of(heads)
+    table, split = cut(lengths_q, lengths_k, kind)
+    assert split.num_clusters > 0.9 * kind.num_ctas and split.num_slots
+    blocks = kind.cutting.blocks_of_tiles(table, kind)
+    tile, first, end, _ = split.parts
+    work = np.bincount(split.owners, end - first + 1)
+    assert work.max() < 0.8 * (blocks.end - blocks.begin + 1).max()
+    assert len(tile) > len(blocks.end)
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "heads"),
+    [
+        ((1024,) * 16, (1024,) * 16, (16, 16)),
+        ((8192,), (8192,), (32, 8)),
+        ((300,) * 5, (300,) * 5, (32, 8)),
+        ((128,), (128,), (1, 1)),
+        ((0, 0), (7, 0), (8, 1)),
+        ((100,), (0,), (8, 1)),
+    ],
+)
+def test_tiles_stay_whole_where_that_is_as_fast(lengths_q, lengths_k, heads):
+    assert cut(lengths_q, lengths_k, kind_of(heads))[1] is None
+
+
+def test_what_is_never_cut():
+    window, heads = Window(right=0), (8, 1)
+    plan = plan_of(128, window)
+    lengths = known(VarlenProblem((512,), (32768,)))
+    for short, cuts in ((0, False), (32, True)):
+        kind = plan.table_kind(window, short, *heads, cuts)
+        assert kind.cutting is None and kind.cut(lengths.make(kind)) is None
+    drawn = plan_of(128, window, has_dropout=True)
+    assert drawn.table_kind(window, 0, *heads, True).cutting is None
+
+
+def test_records_of_a_table_in_arrays():
+    kind = kind_of()
+    table, _ = cut((500, 3), (700, 900), kind)
+    found = [tuple(map(int, one)) for one in zip(*arrays_of(table), strict=True)]
+    assert found == [tuple(one) for one in records_of(table)]
+
+
+def test_the_end_of_whole_tiles():
+    assert end_of_longest_first(np.array([5.0, 1.0]), 4) == 5
+    assert end_of_longest_first(np.full(5, 3.0), 4) == 6
+    assert end_of_longest_first(np.full(400, 1.0), 4) == 100
+
+
+def test_who_says_that_tiles_may_be_cut():
+    call = make_call(VarlenProblem((300,), (900,), causal=True))
+    assert metadata_of(call).lengths.cuts
+    assert not metadata_of(call, num_splits=1).lengths.cuts
+    paged = cached_call((300,), (900,))
+    assert metadata_of_cache(paged).lengths.cuts
+
+
+def test_results_do_not_depend_on_it():
+    call = make_call(VarlenProblem((300, 40), (900, 40), heads_kv=2, causal=True))
+    on_host = {f"{name}_cpu": call[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    outs = [flash_attn_varlen_func(**call, **on_host, num_splits=n) for n in (0, 1)]
+    outs += [flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(call))]
+    assert all(torch.equal(outs[0], out) for out in outs)
