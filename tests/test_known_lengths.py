@@ -201,7 +201,7 @@ def cached_call(lengths_q, lengths_k, page_size: int = 16) -> dict:
 
 
 def metadata_of_cache(call: dict, **options):
-    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 12, 4, 2, 64
+    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 13, 4, 2, 64
     given = {"cu_seqlens_q": call["cu_seqlens_q"], "page_size": 16, "causal": True}
     return get_scheduler_metadata(*sizes, call["cache_seqlens"], **given | options)
 

@@ -115,7 +115,7 @@ def test_calls_on_pages(page_size, device):
     call = cached_call((500, 300), (6000, 4000), page_size)
     call = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     call["max_seqlen_q"] = 512
-    metadata = metadata_of_cache(on_cpu(call), page_size=page_size, max_seqlen_k=8192)
+    metadata = metadata_of_cache(on_cpu(call), page_size=page_size)
     assert has_cuts(metadata)
     plain = flash_attn_with_kvcache(**call)
     outs = [flash_attn_with_kvcache(**call, scheduler_metadata=metadata) for _ in range(3)]
