@@ -2,16 +2,25 @@
 
     python -m docs.pages.performance
 
-The grid beside its peers, few tiles, and decoding, each from one run. What the figures mean, and
-those of schedules, scores and the cost model, stand in docs/benchmarks.md.
+The grid beside its peers, few tiles, decoding, packed sequences and gradients: of each cell the
+figures of the newest record that has it. What the figures mean, and those of schedules, scores and
+the cost model, stand in docs/benchmarks.md.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import bench_decode
-from benchmarks.report import Standing, is_peer, providers_of, standing
+from benchmarks import bench_backward, bench_decode, bench_varlen, gradients
+from benchmarks.caches import READ
+from benchmarks.report import (
+    Standing,
+    best_peer_text,
+    is_peer,
+    providers_of,
+    standing,
+    time_text,
+)
 from benchmarks.results import CSV_NAME, OK, Row, read
 from benchmarks.shapes import size
 from docs.pages.support import table
@@ -20,7 +29,18 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 RECORDS = ROOT / "benchmarks" / "results"
 
-GRID, FEW, DECODE = (f"h200-2026-11-21-{name}" for name in ("planned", "planned-few", "decode"))
+GRID = "h200-2026-11-21-planned"
+
+FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
+DECODE = (
+    "h200-2026-11-23-begun",
+    "h200-2026-11-23",
+    "h200-2026-11-22-apart",
+    "h200-2026-11-21-decode",
+)
+PACKED = ("h200-2026-11-22-apart", "h200-2026-11-22-gradients")
+BACKWARD = ("h200-2026-11-23-begun", "h200-2026-11-23")
+"""Records, the newest first: later ones give the cells that those before do not have."""
 
 NAMES = {
     "fa3": "fa3",
@@ -35,25 +55,67 @@ Written by `python -m docs.pages.performance` from the records in `benchmarks/re
 when it is stale. A ratio is the speed over the other's, taken inside each round; the median over
 the rounds. How it was measured is in [benchmarks/README.md](../benchmarks/README.md), all other
 figures in [benchmarks.md](benchmarks.md).
+
+Where a section has several records, each cell is from the newest one that has it, and older ones
+were measured with the kernels of their day.
 """
 
+PACKAGES = {"fa3-cpp": "fa3-fwd", "fa4-cute": "flash-attn-4", "cudnn": "cuDNN"}
 
-def origin(record: str, name: str) -> str:
-    """Where and with what a record was measured."""
-    said = json.loads((RECORDS / record / "environment.json").read_text())
-    packages, cudnn = said["packages"], int(said["cudnn"])
-    return (
-        f"{said['gpu']}, driver {said['driver'].split('.')[0]}, torch {said['torch']}, CuTe DSL "
-        f"{packages['nvidia-cutlass-dsl']}; fa3-fwd {packages['fa3-fwd']}, flash-attn-4 "
-        f"{packages['flash-attn-4']}, cuDNN {cudnn // 10_000}.{cudnn // 100 % 100}; "
-        f"{said['date'][:10]} "
-        f"([record](../benchmarks/results/{record}/{name})).\n"
+
+def origin(record: str, name: str, rows: Sequence[Row]) -> str:
+    """Where and with what a record was measured.
+
+    The peers' versions are those of its rows. What else is known of a record without
+    environment.json is its name; the page says so.
+    """
+    path = RECORDS / record / "environment.json"
+    versions = {row.provider: row.version for row in rows}
+    peers = ", ".join(
+        f"{package} {version_text(versions[peer])}"
+        for peer, package in PACKAGES.items()
+        if peer in versions
     )
+    if path.exists():
+        said = json.loads(path.read_text())
+        machine, date = (
+            f"{said['gpu']}, driver {said['driver'].split('.')[0]}, torch {said['torch']}, CuTe "
+            f"DSL {said['packages']['nvidia-cutlass-dsl']}",
+            said["date"][:10],
+        )
+    else:
+        tests = f"[gpu_tests.txt](../benchmarks/results/{record}/gpu_tests.txt)"
+        torch = versions.get(READ.name)  # the stream of reads is torch's
+        known, unknown = (f", torch {torch}", "") if torch else ("", ", torch")
+        machine, date = (
+            f"H200 by the record's name{known}; driver{unknown} and CuTe DSL are not recorded "
+            f"beside these figures, which have no environment.json (see {tests})",
+            "-".join(record.split("-")[1:4]),
+        )
+    return f"{machine}; {peers}; {date} ([record](../benchmarks/results/{record}/{name})).\n"
 
 
-def rows_of(record: str) -> list[Row]:
-    """The rows of a record with ordinary data."""
-    return [row for row in read(RECORDS / record / CSV_NAME) if row.data == "normal"]
+def version_text(version: str) -> str:
+    """A version; cuDNN gives its own as one number."""
+    if not version.isdigit():
+        return version
+    return f"{int(version) // 10_000}.{int(version) // 100 % 100}"
+
+
+def newest(
+    records: Sequence[str], name: str, kind: type[Row] = Row
+) -> Iterator[tuple[str, list[Row]]]:
+    """Of each record where it was measured, and its rows, in bursts, of the cells that no record
+    before it has."""
+    seen: set[str] = set()
+    for record in records:
+        rows = [
+            row
+            for row in read(RECORDS / record / name, kind)
+            if (row.data, row.regime) == ("normal", "burst") and row.cell not in seen
+        ]
+        seen |= {row.cell for row in rows}
+        yield origin(record, name, rows), rows
 
 
 def shown(providers: Sequence[str]) -> list[str]:
@@ -92,9 +154,12 @@ def standing_lines(rows: Sequence[Row]) -> Iterator[list[str]]:
             ]
 
 
-def time_text(us: float) -> str:
-    """A time with a unit that fits."""
-    return f"{us / 1000:.2f} ms" if us >= 1000 else f"{us:.1f} us"
+def few_text(row: Row | None, ours: Row) -> str:
+    """A time with a unit that fits; whether a call went without the graph that ours had."""
+    if row is None:
+        return "-"
+    text = f"{row.us / 1000:.2f} ms" if row.us >= 1000 else f"{row.us:.1f} us"
+    return f"{text}, eager" if (row.launch, ours.launch) == ("eager", "graph") else text
 
 
 def few_lines(rows: Sequence[Row], providers: Sequence[str]) -> Iterator[list[str]]:
@@ -108,7 +173,7 @@ def few_lines(rows: Sequence[Row], providers: Sequence[str]) -> Iterator[list[st
         heads = f"{ours.heads_q}/{ours.heads_kv} of {ours.head_dim}"
         if ours.head_dim_v != ours.head_dim:
             heads += f", {ours.head_dim_v}"
-        times = [time_text(found[name].us) if name in found else "-" for name in providers]
+        times = [few_text(found.get(name), ours) for name in providers]
         ratio = f"{ours.vs_best_peer:.2f}" if ours.vs_best_peer else "-"
         yield [sizes, heads, mask_text(ours), *times, ratio]
 
@@ -120,12 +185,26 @@ def mask_text(row: Row) -> str:
     return "causal" if row.causal else "none"
 
 
+def backward_lines(rows: Sequence[bench_backward.GradientRow]) -> Iterator[list[str]]:
+    """Every cell of backward passes alone: time and rate of each, and memory of each."""
+    for cell in gradients.CELLS:
+        found = {row.provider: row for row in rows if row.cell == cell.name}
+        if cell.passes == "backward" and found:
+            chosen = [found.get(name) for name in (gradients.OURS, *gradients.PEERS)]
+            times, memory = map(time_text, chosen), map(bench_backward.mib_text, chosen)
+            label = gradients.label_of(cell).removeprefix("backward-")
+            yield [label, *times, best_peer_text(chosen[0]), *memory]
+
+
 def page() -> str:
     """The page as it should be."""
-    grid = [row for row in rows_of(GRID) if (row.group, row.regime) == ("grid", "steady")]
-    few = [row for row in rows_of(FEW) if row.regime == "burst"]
-    decode = read(RECORDS / DECODE / "decode.csv", bench_decode.DecodeRow)
+    grid = [
+        row
+        for row in read(RECORDS / GRID / CSV_NAME)
+        if (row.data, row.group, row.regime) == ("normal", "grid", "steady")
+    ]
     providers = [name for name in providers_of(grid) if is_peer(name) or name == "fa3"]
+    of_gradients = [NAMES[name] for name in (gradients.OURS, *gradients.PEERS)]
     head = ("head size", "mask")
     over = "over the best peer"
     return "\n".join(
@@ -133,20 +212,55 @@ def page() -> str:
             TITLE,
             "## Forward, steady load\n",
             "TFLOP/s, bf16, 16,384 tokens in all, hidden size 2048.",
-            origin(GRID, CSV_NAME),
+            origin(GRID, CSV_NAME, grid),
             table((*head, "length", *shown(providers), over), grid_lines(grid, providers)),
             "Geometric means over the lengths, and cells won, tied (within 1.5%) and lost:\n",
             table((*head, "over FlashAttention-3 C++", over, "result"), standing_lines(grid)),
             "## Few or unequal tiles, bursts\n",
-            origin(FEW, CSV_NAME),
-            table(
-                ("batch x queries on keys", "heads q/kv", "mask", *shown(providers), over),
-                few_lines(few, providers),
+            "Short calls are replayed from CUDA graphs; *eager* is said of a peer that was called "
+            "directly where fa3 was not, so that the host's time may show.\n",
+            *(
+                origin_text
+                + "\n"
+                + table(
+                    ("batch x queries on keys", "heads q/kv", "mask", *shown(providers), over),
+                    few_lines(rows, providers),
+                )
+                for origin_text, rows in newest(FEW, CSV_NAME)
             ),
             "## Decoding, bursts\n",
-            "Microseconds and GB/s of keys and values read.",
-            origin(DECODE, "decode.csv"),
-            bench_decode.markdown([row for row in decode if row.regime == "burst"]) + "\n",
+            "Microseconds and GB/s of keys and values read.\n",
+            *(
+                f"{origin_text}\n{bench_decode.markdown(rows)}\n"
+                for origin_text, rows in newest(DECODE, "decode.csv", bench_decode.DecodeRow)
+            ),
+            "## Packed sequences, bursts\n",
+            "Microseconds and TFLOP/s, or GB/s of keys and values; heads q/kv of 128.\n",
+            *(
+                f"{origin_text}\n{bench_varlen.markdown(rows)}\n"
+                for origin_text, rows in newest(PACKED, bench_varlen.CSV_NAME)
+            ),
+            "## Gradients, bursts\n",
+            "The backward pass alone: microseconds, and TFLOP/s at 2.5 times the operations of the "
+            "forward pass. Memory is what torch's allocator had out at most beside what was out "
+            "before the call, results included. What a fixed order and dropout cost is in "
+            "[benchmarks.md](benchmarks.md#gradients).\n",
+            *(
+                origin_text
+                + "\n"
+                + table(
+                    (
+                        "head size, mask, batch x length, heads",
+                        *of_gradients,
+                        over,
+                        *(f"MiB, {name}" for name in of_gradients),
+                    ),
+                    backward_lines(rows),
+                )
+                for origin_text, rows in newest(
+                    BACKWARD, bench_backward.CSV_NAME, bench_backward.GradientRow
+                )
+            ),
         )
     )
 
