@@ -405,6 +405,22 @@ def test_complaints_about_pages_name_the_arguments_of_this_call(name, change, er
         flash_attn_varlen_func(**call | {name: change(call[name])})
 
 
+def test_arguments_that_go_by_two_names():
+    call = make_call(RAGGED)
+    with_sinks = call | {"sinks": torch.zeros(4)}
+    out = flash_attn_varlen_func(**call, s_aux=torch.zeros(4))
+    assert torch.equal(out, flash_attn_varlen_func(**with_sinks))
+    with pytest.raises(ValueError, match=r"^s_aux must be None with sinks, for which it is"):
+        flash_attn_varlen_func(**with_sinks, s_aux=torch.zeros(4))
+    call |= {"q": call["q"][:5], **dict.fromkeys("kv", torch.randn(3, 16, 2, 64).bfloat16())}
+    call |= {"cu_seqlens_q": integers(0, 3, 5), "cu_seqlens_k": None, "seqused_k": integers(3, 20)}
+    table = integers(0, 1, 2, 0).view(2, 2)
+    out = flash_attn_varlen_func(**call, block_table=table)
+    assert torch.equal(out, flash_attn_varlen_func(**call, page_table=table))
+    with pytest.raises(ValueError, match=r"^block_table must be None with page_table, for which"):
+        flash_attn_varlen_func(**call, page_table=table, block_table=table)
+
+
 def test_the_order_of_flash_attention_2_is_told_from_that_of_3():
     positional = list(make_call(RAGGED).values())[:7]
     note = ".*FlashAttention-2's are dropout_p.*by name"

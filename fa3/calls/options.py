@@ -82,6 +82,15 @@ def real(name: str, value: object) -> float:
         return math.inf
 
 
+def by_either_name(name: str, value: object, other_name: str, other: object) -> object:
+    """An argument that goes by two names, of which a call uses one."""
+    if other is None:
+        return value
+    if value is not None:
+        raise ValueError(f"{other_name} must be None with {name}, for which it is another name")
+    return other
+
+
 def shown(value: object) -> str:
     """What came, in a word or two."""
     if value is None or isinstance(value, str | numbers.Number | np.generic):
