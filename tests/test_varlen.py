@@ -5,8 +5,10 @@ import gc
 import inspect
 import random
 import re
-import tracemalloc
+import resource
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -712,15 +714,29 @@ def test_arguments_by_position():
     check_varlen(problem, call | {"softcap": 5.0}, out, lse)
 
 
+def host_memory() -> tuple[int, int]:
+    """Blocks that Python holds, and bytes that all of the process has in memory."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return sys.getallocatedblocks(), pages * resource.getpagesize()
+
+
+def check_host_memory(first: tuple[int, int], last: tuple[int, int], calls: int) -> None:
+    """Assert that calls left nothing: less than a block in 10 calls, and 64 bytes in each."""
+    blocks, size = (after - before for before, after in zip(first, last, strict=True))
+    assert blocks < calls // 10
+    assert size < 64 * calls
+
+
 def test_calls_of_ever_new_lengths_keep_no_memory(monkeypatch):
-    """Of calls that hardly ever have the same lengths, batch and totals."""
+    """100,000 calls, hardly two of which have the same lengths, batch and totals."""
     monkeypatch.setattr(RaggedCall, "attend", lambda *arguments, known: None)
     q, k = (torch.zeros(300, 2, 8).bfloat16() for _ in range(2))
     ends = torch.arange(301, dtype=torch.int32)
     draw = random.Random(0)
 
-    def sweep() -> int:
-        for _ in range(5_000):
+    def sweep() -> tuple[int, int]:
+        for _ in range(25_000):
             batch = draw.randint(1, 40)
             total_q, total_k = (draw.randint(batch, 300) for _ in range(2))
             cut = ends[: batch + 1]
@@ -728,33 +744,31 @@ def test_calls_of_ever_new_lengths_keep_no_memory(monkeypatch):
                 q[:total_q], k[:total_k], k[:total_k], cut, cut, draw.randint(1, 10**6),
                 draw.randint(1, 10**6),
             )  # fmt: skip
-        return tracemalloc.get_traced_memory()[0]
+        return host_memory()
 
-    tracemalloc.start()
-    try:
-        sizes = [sweep() for _ in range(4)]
-    finally:
-        tracemalloc.stop()
-    assert sizes[-1] - sizes[0] < 1 << 16
+    first, *_, last = (sweep() for _ in range(4))
+    check_host_memory(first, last, calls=75_000)
 
 
 @pytest.mark.gpu
 def test_calls_of_ever_new_lengths_keep_no_memory_on_a_gpu(device):
+    """100,000 calls: neither memory of the GPU nor of the host."""
     draw = random.Random(0)
     q = torch.zeros(4096, 2, 64, dtype=torch.bfloat16, device=device)
     cuts = [torch.randint(0, 4096, (40,), device=device).sort()[0].int() for _ in range(50)]
     for cut in cuts:
         cut[0] = 0
 
-    def sweep(calls: int) -> int:
-        for _ in range(calls):
+    def sweep() -> tuple[int, tuple[int, int]]:
+        for _ in range(20_000):
             batch = draw.randint(1, 39)
             cut, total = draw.choice(cuts)[: batch + 1], draw.randint(1, 4096)
             rows = q[:total]
             longest = draw.randint(1, 4096)
             flash_attn_varlen_func(rows, rows, rows, cut, cut, longest, longest, causal=True)
         torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
+        return torch.cuda.memory_allocated(), host_memory()
 
-    sizes = [sweep(20_000) for _ in range(5)]
-    assert sizes[-1] - sizes[0] < 1 << 20
+    (first, first_on_host), *_, (last, last_on_host) = (sweep() for _ in range(5))
+    assert last - first < 1 << 20
+    check_host_memory(first_on_host, last_on_host, calls=80_000)
