@@ -21,6 +21,7 @@ from varlen_problems import (
     check_varlen,
     integers,
     make_call,
+    poison,
     random_problem,
     unused,
 )
@@ -37,6 +38,11 @@ from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
 USED = replace(RAGGED, used_q=(70, 9, 0, 100), used_k=(10, -1, 3, 999), spare=5)
+
+LONG = VarlenProblem(
+    (300, 129, 70, 200, 333, 1, 130, 90), (130, 300, 200, 65, 450, 40, 97, 129), heads_kv=2, group=2
+)
+"""Sequences whose last key blocks are not full."""
 
 
 def run(problem: VarlenProblem, seed: int = 0, **changes):
@@ -169,6 +175,17 @@ def test_rows_that_are_not_used_are_neither_read_nor_written(poisoned_memory):
     clean = {name: call[name].nan_to_num() for name in "qkv"}
     same, same_lse = flash_attn_varlen_func(**call | clean, return_lse=True)
     assert torch.equal(out[~rows], same[~rows]) and torch.equal(lse[:, ~rows], same_lse[:, ~rows])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 10)}], ids=str)
+def test_what_is_not_finite_does_not_reach_long_neighbours(options):
+    """On a GPU key blocks reach into the next sequence. Shared tiles are in test_varlen_packing."""
+    call = make_call(replace(LONG, **options))
+    poisoned = poison(LONG, call)
+    assert len(poisoned) >= 3
+    out, lse = flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(replace(LONG, **options), call, out, lse, skipped=poisoned)
+    assert all(not out[LONG.rows[i].q[-1]].isfinite().all() for i in poisoned)
 
 
 def test_out_between_the_elements_of_another_tensor():
