@@ -7,10 +7,13 @@ option gets its type before anything is looked up by it.
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, Window
+
+Value = TypeVar("Value")
 
 FROM_FLASH_ATTENTION_2 = (
     "; without names the fourth and fifth argument are softmax_scale and causal, as in "
@@ -82,7 +85,9 @@ def real(name: str, value: object) -> float:
         return math.inf
 
 
-def by_either_name(name: str, value: object, other_name: str, other: object) -> object:
+def by_either_name(
+    name: str, value: Value | None, other_name: str, other: Value | None
+) -> Value | None:
     """An argument that goes by two names, of which a call uses one."""
     if other is None:
         return value
