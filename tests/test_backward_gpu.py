@@ -66,10 +66,13 @@ def test_shared_heads(head_dim, window, qhead_per_kvhead, device):
     check(make_problem(2, 200, 333, 2, qhead_per_kvhead, head_dim, window), device)
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 24))
+@pytest.mark.parametrize(
+    "head_dim", [*range(32, 257, 32), *(8, 48, 88, 104, 144, 184, 200, 240)]
+)  # fmt: skip
 def test_head_dims(head_dim, device):
-    """What is left of 64 columns in all ways, and every tiling. The dtypes take turns."""
-    dtype = ("bfloat16", "float16")[head_dim // 8 % 2]
+    """Every padded size, with padding and without; what is left of 64 columns in all ways; and
+    every tiling. The dtypes take turns."""
+    dtype = ("bfloat16", "float16")[head_dim // 32 % 2]
     check(make_problem(2, 130, 150, 2, head_dim=head_dim, window=CAUSAL, dtype=dtype), device)
 
 

@@ -20,6 +20,7 @@ from fa3.running import code_cache
 
 pytestmark = pytest.mark.filterwarnings("error")
 
+ROOT = Path(__file__).parents[1]
 NOBODY = 65534
 OBJECT = b"\x7fELF and so on"
 
@@ -296,6 +297,38 @@ def test_processes_that_start_together_make_an_object_once():
     printed = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 8
     assert "".join(printed).split() == ["made"] * 2
+
+
+COMPILING_PROCESS = """
+import hashlib
+from fa3.kernels.tile_table import TileTable
+from fa3.running import compiler
+from fa3.scores.masks import Band
+
+compiled = compiler.compiled
+
+def noted(*given):
+    print("compiled", flush=True)
+    return compiled(*given)
+
+compiler.compiled = noted
+kernel = TileTable(128, 112, Band(right=True), False, False)
+print(hashlib.sha256(compiler.object_code(kernel)).hexdigest())
+"""
+
+
+@pytest.mark.compiles
+def test_processes_that_start_together_compile_a_kernel_once(folder):
+    command = [sys.executable, "-c", COMPILING_PROCESS]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    printed = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3
+    words = "".join(printed).split()
+    assert words.count("compiled") == 1
+    assert len(words) == 4 and len(set(words)) == 2
+    assert len(list(folder.glob("*.o"))) == 1
 
 
 def test_the_lock_of_a_process_that_died_is_free(folder, make):

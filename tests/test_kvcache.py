@@ -202,6 +202,14 @@ def test_a_page_table_without_rows(poisoned_memory):
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
+def test_pages_go_by_flash_attention_2_s_name_too():
+    call = make_call(CacheProblem((5, 9), page_size=16))
+    other_name = {("block_table" if name == "page_table" else name): x for name, x in call.items()}
+    assert torch.equal(flash_attn_with_kvcache(**other_name), flash_attn_with_kvcache(**call))
+    with pytest.raises(ValueError, match=r"^block_table must be None with page_table, for which"):
+        flash_attn_with_kvcache(**call, block_table=call["page_table"])
+
+
 def test_an_empty_batch():
     call = make_call(CacheProblem((3, 4), counts=(1, 1)))
     names = ("q", "k", "v", "cache_seqlens", "k_cache", "v_cache")

@@ -181,6 +181,55 @@ def test_pages_before_a_window_may_hold_anything(page_size, queries, where):
     assert all(map(torch.equal, found, expected))
 
 
+LAYOUTS = {
+    "one after the other": lambda n, page, heads, dim: empty(2, n, page, heads, dim),
+    "in turns": lambda n, page, heads, dim: empty(n, 2, page, heads, dim).transpose(0, 1),
+    "by head": lambda n, page, heads, dim: empty(2, n, heads, page, dim).transpose(2, 3),
+    "in turns, by head": lambda n, page, heads, dim: (
+        empty(n, 2, heads, page, dim).transpose(0, 1).transpose(2, 3)
+    ),
+    "side by side, by head": lambda n, page, heads, dim: empty(n, heads, page, 2, dim).permute(
+        3, 0, 2, 1, 4
+    ),
+}
+"""How engines lay keys and values in memory, as (2, pages, page_size, heads, head_dim)."""
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("queries", [(1, 3, 0), (200, 300, 1)], ids=["short", "long"])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_as_engines_lay_them(layout, page_size, queries, where):
+    """What no sequence has is NaN, and -1 where the table has no page."""
+    torch.manual_seed(0)
+    lengths, heads_kv, head_dim = (700, 650, 90), 2, 64
+    pages = -(-max(lengths) // page_size)
+    with torch.device(where):
+        cache = LAYOUTS[layout](len(lengths) * pages, page_size, heads_kv, head_dim)
+    table = torch.randperm(cache.shape[1], device=where).view(len(lengths), pages).int()
+    keys = [torch.randn(2, n, heads_kv, head_dim, device=where).bfloat16() for n in lengths]
+    for row, kv in zip(table, keys, strict=True):
+        at = torch.arange(kv.shape[1], device=where)
+        cache[:, row[at // page_size].long(), at % page_size] = kv
+        row[-(-kv.shape[1] // page_size) :] = -1
+    q = torch.randn(sum(queries), 4 * heads_kv, head_dim, device=where).bfloat16()
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(
+            q, *cache, torch.tensor([0, *queries], device=where).cumsum(0).int(), None,
+            max(queries), max(lengths), seqused_k=torch.tensor(lengths, device=where).int(),
+            page_table=table, causal=True, return_lse=True,
+        )  # fmt: skip
+    for rows, (k, v) in zip(torch.arange(len(q)).split(queries), keys, strict=True):
+        check_attention(
+            out[None, rows], lse[None, :, rows], q[None, rows], k[None], v[None],
+            window=Window(right=0),
+        )  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_long_chunks_have_the_bits_of_packed_keys(page_size, device):

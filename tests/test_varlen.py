@@ -5,8 +5,10 @@ import gc
 import inspect
 import random
 import re
-import tracemalloc
+import resource
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +21,7 @@ from varlen_problems import (
     check_varlen,
     integers,
     make_call,
+    poison,
     random_problem,
     unused,
 )
@@ -35,6 +38,11 @@ from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
 USED = replace(RAGGED, used_q=(70, 9, 0, 100), used_k=(10, -1, 3, 999), spare=5)
+
+LONG = VarlenProblem(
+    (300, 129, 70, 200, 333, 1, 130, 90), (130, 300, 200, 65, 450, 40, 97, 129), heads_kv=2, group=2
+)
+"""Sequences whose last key blocks are not full."""
 
 
 def run(problem: VarlenProblem, seed: int = 0, **changes):
@@ -167,6 +175,17 @@ def test_rows_that_are_not_used_are_neither_read_nor_written(poisoned_memory):
     clean = {name: call[name].nan_to_num() for name in "qkv"}
     same, same_lse = flash_attn_varlen_func(**call | clean, return_lse=True)
     assert torch.equal(out[~rows], same[~rows]) and torch.equal(lse[:, ~rows], same_lse[:, ~rows])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 10)}], ids=str)
+def test_what_is_not_finite_does_not_reach_long_neighbours(options):
+    """On a GPU key blocks reach into the next sequence. Shared tiles are in test_varlen_packing."""
+    call = make_call(replace(LONG, **options))
+    poisoned = poison(LONG, call)
+    assert len(poisoned) >= 3
+    out, lse = flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(replace(LONG, **options), call, out, lse, skipped=poisoned)
+    assert all(not out[LONG.rows[i].q[-1]].isfinite().all() for i in poisoned)
 
 
 def test_out_between_the_elements_of_another_tensor():
@@ -403,6 +422,22 @@ def test_complaints_about_pages_name_the_arguments_of_this_call(name, change, er
     flash_attn_varlen_func(**call)
     with pytest.raises(error, match=f"^{re.escape(complaint)}"):
         flash_attn_varlen_func(**call | {name: change(call[name])})
+
+
+def test_arguments_that_go_by_two_names():
+    call = make_call(RAGGED)
+    with_sinks = call | {"sinks": torch.zeros(4)}
+    out = flash_attn_varlen_func(**call, s_aux=torch.zeros(4))
+    assert torch.equal(out, flash_attn_varlen_func(**with_sinks))
+    with pytest.raises(ValueError, match=r"^s_aux must be None with sinks, for which it is"):
+        flash_attn_varlen_func(**with_sinks, s_aux=torch.zeros(4))
+    call |= {"q": call["q"][:5], **dict.fromkeys("kv", torch.randn(3, 16, 2, 64).bfloat16())}
+    call |= {"cu_seqlens_q": integers(0, 3, 5), "cu_seqlens_k": None, "seqused_k": integers(3, 20)}
+    table = integers(0, 1, 2, 0).view(2, 2)
+    out = flash_attn_varlen_func(**call, block_table=table)
+    assert torch.equal(out, flash_attn_varlen_func(**call, page_table=table))
+    with pytest.raises(ValueError, match=r"^block_table must be None with page_table, for which"):
+        flash_attn_varlen_func(**call, page_table=table, block_table=table)
 
 
 def test_the_order_of_flash_attention_2_is_told_from_that_of_3():
@@ -696,15 +731,29 @@ def test_arguments_by_position():
     check_varlen(problem, call | {"softcap": 5.0}, out, lse)
 
 
+def host_memory() -> tuple[int, int]:
+    """Blocks that Python holds, and bytes that all of the process has in memory."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return sys.getallocatedblocks(), pages * resource.getpagesize()
+
+
+def check_host_memory(first: tuple[int, int], last: tuple[int, int], calls: int) -> None:
+    """Assert that calls left nothing: less than a block in 10 calls, and 64 bytes in each."""
+    blocks, size = (after - before for before, after in zip(first, last, strict=True))
+    assert blocks < calls // 10
+    assert size < 64 * calls
+
+
 def test_calls_of_ever_new_lengths_keep_no_memory(monkeypatch):
-    """Of calls that hardly ever have the same lengths, batch and totals."""
+    """100,000 calls, hardly two of which have the same lengths, batch and totals."""
     monkeypatch.setattr(RaggedCall, "attend", lambda *arguments, known: None)
     q, k = (torch.zeros(300, 2, 8).bfloat16() for _ in range(2))
     ends = torch.arange(301, dtype=torch.int32)
     draw = random.Random(0)
 
-    def sweep() -> int:
-        for _ in range(5_000):
+    def sweep() -> tuple[int, int]:
+        for _ in range(25_000):
             batch = draw.randint(1, 40)
             total_q, total_k = (draw.randint(batch, 300) for _ in range(2))
             cut = ends[: batch + 1]
@@ -712,33 +761,31 @@ def test_calls_of_ever_new_lengths_keep_no_memory(monkeypatch):
                 q[:total_q], k[:total_k], k[:total_k], cut, cut, draw.randint(1, 10**6),
                 draw.randint(1, 10**6),
             )  # fmt: skip
-        return tracemalloc.get_traced_memory()[0]
+        return host_memory()
 
-    tracemalloc.start()
-    try:
-        sizes = [sweep() for _ in range(4)]
-    finally:
-        tracemalloc.stop()
-    assert sizes[-1] - sizes[0] < 1 << 16
+    first, *_, last = (sweep() for _ in range(4))
+    check_host_memory(first, last, calls=75_000)
 
 
 @pytest.mark.gpu
 def test_calls_of_ever_new_lengths_keep_no_memory_on_a_gpu(device):
+    """100,000 calls: neither memory of the GPU nor of the host."""
     draw = random.Random(0)
     q = torch.zeros(4096, 2, 64, dtype=torch.bfloat16, device=device)
     cuts = [torch.randint(0, 4096, (40,), device=device).sort()[0].int() for _ in range(50)]
     for cut in cuts:
         cut[0] = 0
 
-    def sweep(calls: int) -> int:
-        for _ in range(calls):
+    def sweep() -> tuple[int, tuple[int, int]]:
+        for _ in range(20_000):
             batch = draw.randint(1, 39)
             cut, total = draw.choice(cuts)[: batch + 1], draw.randint(1, 4096)
             rows = q[:total]
             longest = draw.randint(1, 4096)
             flash_attn_varlen_func(rows, rows, rows, cut, cut, longest, longest, causal=True)
         torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
+        return torch.cuda.memory_allocated(), host_memory()
 
-    sizes = [sweep(20_000) for _ in range(5)]
-    assert sizes[-1] - sizes[0] < 1 << 20
+    (first, first_on_host), *_, (last, last_on_host) = (sweep() for _ in range(5))
+    assert last - first < 1 << 20
+    check_host_memory(first_on_host, last_on_host, calls=80_000)

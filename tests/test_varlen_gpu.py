@@ -12,6 +12,7 @@ from varlen_problems import (
     check_varlen,
     integers,
     make_call,
+    poison,
     random_problem,
     unused,
 )
@@ -117,6 +118,24 @@ def test_rows_whose_reference_fails_are_computed_again(factor, head_dim, device)
         out, lse = run(call)
         check_varlen(problem, call, out, lse)
     assert not used_counters()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_not_finite_does_not_reach_long_neighbours(causal, head_dim, device):
+    """Key blocks reach into the next sequence, and rows of a tile into the next one's too."""
+    lengths = (300, 129, 700, 1, 500, 64, 333, 2000, 95, 128, 257, 640)
+    problem = VarlenProblem(
+        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
+        causal=causal,
+    )  # fmt: skip
+    call = make_call(problem, 0, device)
+    poisoned = poison(problem, call)
+    for _ in range(2):
+        out, lse = run(call)
+        check_varlen(problem, call, out, lse, skipped=poisoned)
+        assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
+        assert not used_counters()
 
 
 def test_a_graph_serves_other_lengths(device):

@@ -1,13 +1,15 @@
 """The backend of vLLM, called as vLLM calls it: prefill, decode and mixed batches in pages.
 
 Against vLLM's own classes where it is installed, and everywhere against the recorded contract
-(`vllm_contract`). Until `flash_attn_varlen_func` takes pages, `from_pages` stands in for it.
+(`vllm_contract`). And fa3's function by itself, in the calls that vLLM 0.33.0 makes of its own.
 """
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,20 +39,6 @@ def backend(request, monkeypatch):
         monkeypatch.setattr(module._custom_ops, "reshape_and_cache_flash", reshape_and_cache_flash)
         yield module
     sys.modules.pop(MODULE)
-
-
-def from_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, *, seqused_k, page_table,
-               **options):  # fmt: skip
-    """What `flash_attn_varlen_func` is to do with pages, by gathering them first."""
-    assert cu_seqlens_k is None
-    lengths = seqused_k.tolist()
-    tokens = [torch.arange(length) for length in lengths]
-    places = [
-        (row[at // PAGE].long(), at % PAGE) for row, at in zip(page_table, tokens, strict=True)
-    ]
-    k, v = (torch.cat([cache[place] for place in places]) for cache in (k, v))
-    ends = torch.tensor([0, *lengths]).cumsum(0).int()
-    return fa3.flash_attn_varlen_func(q, k, v, cu_seqlens_q, ends, longest_q, longest_k, **options)
 
 
 class Requests:
@@ -154,27 +142,20 @@ def check(backend, requests: Requests, given: dict, options: dict, heads_kv: int
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_batches(backend, batch, layer, monkeypatch):
-    monkeypatch.setattr(backend, "flash_attn_varlen_func", from_pages)
+def test_batches(backend, batch, layer):
     check(backend, Requests(*BATCHES[batch]), *LAYERS[layer])
 
 
 @pytest.mark.parametrize("heads_kv", [1, 4])
 @pytest.mark.parametrize("by_token", [False, True])
-def test_caches_as_vllm_lays_them(backend, heads_kv, by_token, monkeypatch):
-    monkeypatch.setattr(backend, "flash_attn_varlen_func", from_pages)
+def test_caches_as_vllm_lays_them(backend, heads_kv, by_token):
     requests = Requests(*BATCHES["mixed"], heads_kv, by_token)
     check(backend, requests, {}, {}, heads_kv)
 
 
-def test_a_window_has_two_sides_without_causality(backend, monkeypatch):
-    monkeypatch.setattr(backend, "flash_attn_varlen_func", from_pages)
+def test_a_window_has_two_sides_without_causality(backend):
     options = {"causal": False, "window_size": (11, 11)}
     check(backend, Requests(*BATCHES["mixed"]), {"sliding_window": 12}, options)
-
-
-def test_pages_themselves(backend):
-    check(backend, Requests(*BATCHES["mixed"]), {}, {})
 
 
 def test_one_head_has_strides_for_tma(backend):
@@ -249,3 +230,129 @@ def test_the_contract_is_vllm_s(module):
                 list(inspect.signature(getattr(one, name)).parameters) for one in (ours, theirs)
             )
             assert of_theirs[: len(of_ours)] == of_ours, (ours, name)
+
+
+# ------------------------------------------------------------- the calls of vLLM's own backend
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def layer_of_vllm(**changes: object) -> SimpleNamespace:
+    """What vLLM's `FlashAttentionImpl` makes of a layer without options."""
+    plain = {"alibi_slopes": None, "sliding_window": (-1, -1), "logits_soft_cap": 0, "sinks": None}
+    return SimpleNamespace(scale=0.2, **plain | changes)
+
+
+def in_pages(lengths: list[int], new: list[int]) -> tuple[SimpleNamespace, list[tuple]]:
+    """A step of requests with a cache, and the queries, keys and values of each by itself."""
+    torch.manual_seed(0)
+    pages = CAPACITY // PAGE
+    cache = torch.full((len(lengths) * pages, 2, PAGE, 2 * HEAD_SIZE), torch.nan).bfloat16()
+    key_cache, value_cache = cache.transpose(1, 2).split(HEAD_SIZE, dim=-1)
+    table = torch.randperm(len(cache)).view(len(lengths), pages).int()
+    requests = []
+    for row, length, count in zip(table, lengths, new, strict=True):
+        at = torch.arange(length)
+        k, v = drawn(length, 2, HEAD_SIZE), drawn(length, 2, HEAD_SIZE)
+        key_cache[row[at // PAGE].long(), at % PAGE] = k
+        value_cache[row[at // PAGE].long(), at % PAGE] = v
+        requests.append((drawn(count, HEADS, HEAD_SIZE), k, v))
+    query = padded([q for q, _, _ in requests])
+    step = SimpleNamespace(
+        query=query, output=torch.full_like(query, 7.0), num_actual_tokens=sum(new),
+        key_cache=key_cache, value_cache=value_cache, block_table=table, causal=True,
+        cu_seqlens_q=torch.tensor([0, *new]).cumsum(0).int(), max_seqlen_q=max(new),
+        seqused_k=torch.tensor(lengths).int(), max_seqlen_k=max(lengths), scheduler_metadata=None,
+        max_num_splits=0,
+    )  # fmt: skip
+    return step, requests
+
+
+def check_each(output: torch.Tensor, requests: list[tuple], **options: object) -> None:
+    """Compare the rows of every request with those of a call on it alone."""
+    for q, k, v in requests:
+        rows, output = output[: len(q)], output[len(q) :]
+        alone = fa3.flash_attn_func(q[None], k[None], v[None], softmax_scale=0.2, **options)[0]
+        torch.testing.assert_close(rows, alone, rtol=2e-2, atol=2e-2)
+    assert (output == 7.0).all()
+
+
+OWN_LAYERS = {
+    "plain": ({}, {}),
+    "window": ({"sliding_window": (11, 0)}, {"window_size": (11, 0)}),
+    "softcap": ({"logits_soft_cap": 20.0}, {"softcap": 20.0}),
+    "alibi": ({"alibi_slopes": torch.arange(4.0)}, {"alibi_slopes": torch.arange(4.0)}),
+    "sinks": ({"sinks": torch.arange(4.0)}, {"sinks": torch.arange(4.0)}),
+}
+
+
+@pytest.mark.parametrize("layer", OWN_LAYERS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_calls_in_pages_by_vllm_s_names(batch, layer):
+    given, options = OWN_LAYERS[layer]
+    step, requests = in_pages(*BATCHES[batch])
+    call = fa3.flash_attn_varlen_func, layer_of_vllm(**given), step
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'cu_seqlens_k'"):
+        vllm_contract.attend_in_pages(*call)
+    out = vllm_contract.attend_in_pages(*call, cu_seqlens_k=None)
+    assert out.data_ptr() == step.output.data_ptr()
+    check_each(step.output, requests, causal=True, **options)
+
+
+@pytest.mark.parametrize("layer", OWN_LAYERS)
+def test_calls_without_a_cache_by_vllm_s_names(layer):
+    given, options = OWN_LAYERS[layer]
+    if layer == "window":
+        given, options = (dict.fromkeys(of, (11, 11)) for of in (given, options))
+    counts = [40, 3, 17]
+    torch.manual_seed(0)
+    requests = [(drawn(n, HEADS, HEAD_SIZE), *drawn(2, n, 2, HEAD_SIZE)) for n in counts]
+    query, key, value = map(torch.cat, zip(*requests, strict=True))
+    step = SimpleNamespace(
+        query=query, key=key, value=value, output=torch.empty_like(query), max_seqlen_q=40,
+        cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
+    )  # fmt: skip
+    function = fa3.flash_attn_varlen_func
+    vllm_contract.attend_without_cache(function, layer_of_vllm(**given), step)
+    check_each(step.output, requests, **options)
+
+
+@pytest.mark.parametrize("name", vllm_contract.OF_OTHER_VERSIONS)
+def test_what_chooses_among_versions_is_not_taken(name):
+    step, _ = in_pages(*BATCHES["decode"])
+    given = {"cu_seqlens_k": None, name: vllm_contract.OF_OTHER_VERSIONS[name]}
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        vllm_contract.attend_in_pages(fa3.flash_attn_varlen_func, layer_of_vllm(), step, **given)
+
+
+def keywords_of(function: Callable | ast.FunctionDef) -> set[str]:
+    """The names by which a function hands arguments on to the one that attends."""
+    if not isinstance(function, ast.AST):
+        function = ast.parse(inspect.getsource(function))
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    (names,) = (
+        {keyword.arg for keyword in call.keywords if keyword.arg}
+        for call in calls
+        if any(keyword.arg == "cu_seqlens_q" for keyword in call.keywords)
+    )
+    return names
+
+
+@needs_vllm
+def test_the_recorded_calls_are_vllm_s():
+    """Its file is read, not run: it asks for a GPU."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    path = Path(folder, "v1", "attention", "backends", "flash_attn.py")
+    methods = {
+        node.name: node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    others = set(vllm_contract.OF_OTHER_VERSIONS)
+    for name, recorded in (
+        ("forward", vllm_contract.attend_in_pages),
+        ("_forward_encoder_attention", vllm_contract.attend_without_cache),
+    ):
+        assert keywords_of(methods[name]) - others == keywords_of(recorded)

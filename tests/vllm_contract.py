@@ -3,14 +3,15 @@ installed.
 
 `installed()` puts these modules in vLLM's place. What they say was read in vllm-0.33.0's
 `v1/attention/backend.py`, `v1/attention/backends/registry.py` and `_custom_ops.py`; where vLLM is
-installed a test compares the signatures. `Attention` and `step` call as vLLM's attention layer
-(`model_executor/layers/attention/attention.py`) and its model runner do.
+installed a test compares the signatures. `attend_in_pages` and `attend_without_cache` are the calls
+of vLLM's own FlashAttention backend (`v1/attention/backends/flash_attn.py`); there a test compares
+the names of their arguments.
 """
 
 import contextlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType, SimpleNamespace
@@ -221,3 +222,73 @@ def installed() -> Iterator[None]:
 
 LAYER = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
 """A layer of the model, as far as implementations look at it."""
+
+OF_OTHER_VERSIONS = {
+    "fa_version": 3, "dynamic_causal": None, "mask_mod": None, "aux_tensors": None,
+}  # fmt: skip
+"""What vLLM's function has to choose among FlashAttention's versions, and for FlashAttention-4."""
+
+
+def attend_in_pages(
+    function: Callable, impl: SimpleNamespace, step: SimpleNamespace, **besides: object
+) -> object:
+    """The call of `FlashAttentionImpl.forward`, argument by argument, but for `OF_OTHER_VERSIONS`.
+
+    vLLM gives k_descale and v_descale whatever the cache's dtype is; only FP8 caches need them, and
+    they are None here.
+
+    Args:
+        function: what is called.
+        impl: the layer.
+        step: tensors and metadata, by the names of vLLM's local variables.
+        besides: arguments that vLLM does not give.
+    """
+    return function(
+        q=step.query[: step.num_actual_tokens],
+        k=step.key_cache,
+        v=step.value_cache,
+        out=step.output[: step.num_actual_tokens],
+        cu_seqlens_q=step.cu_seqlens_q,
+        max_seqlen_q=step.max_seqlen_q,
+        seqused_k=step.seqused_k,
+        max_seqlen_k=step.max_seqlen_k,
+        softmax_scale=impl.scale,
+        causal=step.causal,
+        alibi_slopes=impl.alibi_slopes,
+        window_size=list(impl.sliding_window),
+        block_table=step.block_table,
+        softcap=impl.logits_soft_cap,
+        scheduler_metadata=step.scheduler_metadata,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        num_splits=step.max_num_splits,
+        s_aux=impl.sinks,
+        **besides,
+    )
+
+
+def attend_without_cache(
+    function: Callable, impl: SimpleNamespace, step: SimpleNamespace
+) -> object:
+    """The call of `FlashAttentionImpl._forward_encoder_attention`, with the same left out."""
+    return function(
+        q=step.query,
+        k=step.key,
+        v=step.value,
+        out=step.output,
+        cu_seqlens_q=step.cu_seqlens_q,
+        cu_seqlens_k=step.cu_seqlens_q,
+        max_seqlen_q=step.max_seqlen_q,
+        max_seqlen_k=step.max_seqlen_q,
+        softmax_scale=impl.scale,
+        causal=False,
+        alibi_slopes=impl.alibi_slopes,
+        window_size=list(impl.sliding_window),
+        softcap=impl.logits_soft_cap,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        num_splits=0,
+        s_aux=impl.sinks,
+    )

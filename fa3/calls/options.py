@@ -7,10 +7,13 @@ option gets its type before anything is looked up by it.
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, Window
+
+Value = TypeVar("Value")
 
 FROM_FLASH_ATTENTION_2 = (
     "; without names the fourth and fifth argument are softmax_scale and causal, as in "
@@ -80,6 +83,17 @@ def real(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def by_either_name(
+    name: str, value: Value | None, other_name: str, other: Value | None
+) -> Value | None:
+    """An argument that goes by two names, of which a call uses one."""
+    if other is None:
+        return value
+    if value is not None:
+        raise ValueError(f"{other_name} must be None with {name}, for which it is another name")
+    return other
 
 
 def shown(value: object) -> str:

@@ -28,6 +28,7 @@ from fa3.calls.options import (
     VARLEN_FROM_FLASH_ATTENTION_2,
     OptionTypes,
     as_pair,
+    by_either_name,
     check_scale,
     check_window,
     integer,
@@ -104,6 +105,8 @@ def flash_attn_varlen_func(
     cu_seqlens_k_cpu: torch.Tensor | None = None,
     seqused_q_cpu: torch.Tensor | None = None,
     seqused_k_cpu: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
 
@@ -175,6 +178,7 @@ def flash_attn_varlen_func(
             more, on the CPU; those that are given, or none. Then the call plans by itself, and
             calls like it that follow with the same lengths use the plan. Undefined like
             scheduler_metadata where lengths are others. None with page_table.
+        block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
         qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
             is not supported.
@@ -213,6 +217,9 @@ def flash_attn_varlen_func(
             sm_margin, softcap, dropout_p, return_softmax_lse,
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs or return_softmax_lse
+    if not (block_table is s_aux is None):
+        page_table = by_either_name("page_table", page_table, "block_table", block_table)
+        sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
     on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
     if page_table is not None:
         check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state, on_host)

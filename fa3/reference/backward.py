@@ -15,7 +15,7 @@ FlashAttention (arXiv 2205.14135), algorithm 4.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,7 +108,8 @@ def execute_backward(
     d_sinks = None
     if sinks is not None and wanted.sinks:
         d_sinks = gradient_of_sinks(sinks, lse, delta)
-    return Gradients(*walk.run(wanted), d_sinks)
+    dq, dk, dv = walk.run(wanted)
+    return Gradients(dq, dk, dv, d_sinks)
 
 
 def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -140,11 +141,13 @@ class BackwardWalk:
     delta: torch.Tensor
     softmax_scale: float
     scores: tuple[Score, ...]
-    mask: object
+    mask: Any
     first_batch: int
     dropout: Dropout | None
 
-    def run(self, wanted: Wanted) -> tuple[torch.Tensor | None, ...]:
+    def run(
+        self, wanted: Wanted
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """The gradients of q, k and v, in their dtypes."""
         needs_dS = wanted.q or wanted.k
         dq = torch.zeros(self.q.shape, dtype=torch.float32, device=CPU) if wanted.q else None

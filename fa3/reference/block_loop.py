@@ -13,6 +13,7 @@ from fa3.primitives.coords import Position
 from fa3.primitives.softmax import LOG2_E, SLACK
 from fa3.reference.dropout import Dropout
 from fa3.reference.functions import changed
+from fa3.schedules.joined import JoinedTile
 from fa3.scores.masks import Sequence
 from fa3.scores.scores import Score
 
@@ -99,7 +100,7 @@ class RunningSoftmax:
 def attend(
     q: torch.Tensor,
     place: tuple[int, int | torch.Tensor, torch.Tensor],
-    sequence: Sequence,
+    sequence: Sequence | JoinedTile,
     blocks: range,
     tile_n: int,
     load: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],

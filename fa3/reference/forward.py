@@ -15,7 +15,7 @@ tile is computed a second time.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch.nn.functional import pad
@@ -27,7 +27,7 @@ from fa3.reference.dropout import Dropout
 from fa3.reference.functions import errors_of, lets_through
 from fa3.schedules import Segment, walk
 from fa3.schedules.sequences import Dense
-from fa3.scores.masks import Blocks, Intersection, Sequence
+from fa3.scores.masks import Blocks, Intersection, Mask, Sequence
 from fa3.scores.scores import Score, bind
 
 
@@ -120,7 +120,7 @@ def execute(
     out = q.new_empty(problem.batch, problem.seqlen_q, problem.num_heads_q, spec.head_dim_v)
     lse = q.new_empty(problem.batch, problem.num_heads_q, problem.seqlen_q, dtype=torch.float32)
     scores, mask, sinks = bind(spec, tensors)
-    parts = defaultdict(dict)
+    parts: dict[tuple, dict[int, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
     for step in steps(plan, tensors or (), first_batch):
         rows = slice(step.rows.start, step.rows.stop)
         batch, head = step.segment.tile.batch, step.head
@@ -185,7 +185,8 @@ def visible(mask, at: Position, key: torch.Tensor, sequence: Sequence) -> torch.
     first_key, end_key = bounds.view(-1, 2, 1).unbind(1)
     seen = (key >= first_key) & (key < end_key)
     if isinstance(mask, Intersection):
-        return seen & lets_through(mask.function, at, seen.shape)
+        # It is bound, and no template any more.
+        return seen & lets_through(cast(Mask, mask.function), at, seen.shape)
     return seen
 
 

@@ -48,7 +48,7 @@ def changed(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
     return as_matrix("score", score, found, logits.shape, "floats")
 
 
-def lets_through(mask: Mask, at: Position, shape: tuple[int, int]) -> torch.Tensor:
+def lets_through(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tensor:
     """Which (queries, keys) a mask lets through; `shape` is how many of each.
 
     Raises:

@@ -198,14 +198,14 @@ def execute_varlen_backward(
         for x, is_wanted in zip((q, k, v), wanted, strict=False)
     )
     d_sinks = None
-    if spec.sinks:
+    if tensors is not None and spec.sinks:
         # Added up over the sequences before it is rounded.
         tensors = *tensors[:-1], tensors[-1].float()
         d_sinks = torch.zeros_like(tensors[-1]) if wanted.sinks else None
     for batch, (of_q, of_k) in enumerate(lengths.slices()):
         of_sequence = BackwardOperands(
-            *(x[None, rows] for x, rows in ((q, of_q), (k, of_k), (v, of_k), (out, of_q))),
-            lse[None, :, of_q], d_out[None, of_q], d_lse[None, :, of_q],
+            q[None, of_q], k[None, of_k], v[None, of_k], out[None, of_q], lse[None, :, of_q],
+            d_out[None, of_q], d_lse[None, :, of_q],
         )  # fmt: skip
         problem = problem_of_rows(spec, window, q[of_q], k[of_k])
         found = execute_backward(

@@ -62,6 +62,10 @@ class Score:
         """
         raise NotImplementedError(f"{type(self).__name__} must define reference(self, logits, at)")
 
+    def derivative(self, logits, at: Position):
+        """Of `reference` by the logits, in torch; the arguments are its own."""
+        raise NotImplementedError(f"{type(self).__name__} has no derivative")
+
     def at_rows(self, coords: ScoreCoords, unit):
         """What `apply` needs to know of a tile's rows; computed once per tile."""
         return ()
