@@ -359,10 +359,9 @@ def shrink(cell: PackedCell) -> PackedCell:
     FlashAttention-4 has others for more than 256 sequences, and where 128 rows hold all queries of
     a sequence.
     """
-    lengths_q, lengths_k = (
-        tuple(min(length, 200) for length in lengths[:300])
-        for lengths in (cell.lengths_q, cell.lengths_k)
-    )
+    pairs = list(zip(cell.lengths_q, cell.lengths_k, strict=True))[:300]
+    lengths_q = tuple(min(of_q, 200) for of_q, _ in pairs)
+    lengths_k = tuple(min(of_k, 200 if of_k == of_q else 400) for of_q, of_k in pairs)
     sizes = {"batch": len(lengths_q), "seqlen_q": max(lengths_q), "seqlen_k": max(lengths_k)}
     return replace(cell, name="", group="", **sizes, lengths_q=lengths_q, lengths_k=lengths_k)
 

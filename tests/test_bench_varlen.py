@@ -216,7 +216,7 @@ def test_options_choose_cells_and_regimes():
 def test_small_cells_stand_for_large_ones():
     for cell in CELLS:
         small = packed.shrink(cell)
-        assert max(sum(small.lengths_q), sum(small.lengths_k)) <= 60000
+        assert max(sum(small.lengths_q), sum(small.lengths_k)) <= 120000
         assert (small.batch > 256) == (cell.batch > 256)
         assert (small.seqlen_q > 128) == (cell.seqlen_q > 128)
         assert small.is_cached == cell.is_cached and small.causal == cell.causal

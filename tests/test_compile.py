@@ -38,6 +38,7 @@ from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, Til
 from fa3.schedules.joined import JoinedTiles
 from fa3.schedules.marked import Marked, MarkedRagged
 from fa3.schedules.ragged import RaggedTiles
+from fa3.schedules.ragged_split import RaggedSplit
 from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Softcap
@@ -132,6 +133,7 @@ def cases():
         fixed = takes_fixed_reference(spec)
         yield spec, replace(general_tiling(spec), fixed_reference=fixed), RaggedTiles
         yield spec, general_tiling(spec), MarkedRagged
+        yield spec, replace(general_tiling(spec), fixed_reference=fixed), RaggedSplit
     for spec in (*(spec_of(n, "rows") for n in (64, 128, 256)), spec_of(64, "rows", "float16")):
         yield spec, halved_tiling(spec), JoinedTiles
     for spec in (

@@ -201,7 +201,7 @@ def cached_call(lengths_q, lengths_k, page_size: int = 16) -> dict:
 
 
 def metadata_of_cache(call: dict, **options):
-    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 13, 4, 2, 64
+    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 12, 4, 2, 64
     given = {"cu_seqlens_q": call["cu_seqlens_q"], "page_size": 16, "causal": True}
     return get_scheduler_metadata(*sizes, call["cache_seqlens"], **given | options)
 
@@ -511,8 +511,8 @@ def test_tiles_that_are_cut(launches):
     tiles = lengths.latest[-1]
     assert state is tiles.segments.numbers and table is tiles.table.numbers
     assert 0 < given.num_clusters <= 132 and given.num_slots > given.num_clusters // 2
-    memory = PartMemory.of(given.num_slots, kernels.tile_m, 64)
-    assert len(given.part_buffer) == memory.numbers
+    memory = PartMemory.of(given.num_slots, kernels.plan.config.tile_m, 64)
+    assert tiles.memory == memory and len(given.part_buffer) == memory.numbers
     assert len(given.part_counters) >= memory.num_counters
     assert given.part_counters is not marks
     launch(kernels, lengths, problem, cuts=True)

@@ -5,11 +5,10 @@ import random
 import pytest
 import torch
 from free_counters import used_counters
-from test_known_lengths import cached_call, metadata_of_cache
 from test_known_lengths_gpu import made_for, on_cpu, run
 from varlen_problems import VarlenProblem, check_varlen, make_call, unused
 
-from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache
+from fa3 import flash_attn_varlen_func
 
 pytestmark = pytest.mark.gpu
 
@@ -108,20 +107,6 @@ def test_calls_with_lengths_on_the_host(device):
     whole = run(call)
     for num_splits, expected in ((0, cut), (1, whole)):
         assert all(map(torch.equal, run(call, **given, num_splits=num_splits), expected))
-
-
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_calls_on_pages(page_size, device):
-    call = cached_call((500, 300), (6000, 4000), page_size)
-    call = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-    call["max_seqlen_q"] = 512
-    metadata = metadata_of_cache(on_cpu(call), page_size=page_size)
-    assert has_cuts(metadata)
-    plain = flash_attn_with_kvcache(**call)
-    outs = [flash_attn_with_kvcache(**call, scheduler_metadata=metadata) for _ in range(3)]
-    torch.testing.assert_close(outs[0], plain, rtol=2e-2, atol=2e-2)
-    assert all(torch.equal(outs[0], out) for out in outs)
-    assert not used_counters()
 
 
 def test_gradients_have_whole_tiles(device):

@@ -576,7 +576,7 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
     integers = (call[name] for name in varlen.INTEGERS_OF_LENGTHS)
     sizes = len(call["k"]), 64
     expected = call["q"], call["k"], call["v"], out, lse, *integers, *sizes, None, 0.125
-    expected = *expected, None, None, None, None
+    expected = *expected, None, None, None, None, False
     (given,) = launches
     assert len(given) == len(expected)
     assert all(a is b or a == b for a, b in zip(given, expected, strict=True))
@@ -586,8 +586,8 @@ def test_what_is_launched(launches):
     slopes, sinks = torch.ones(4), torch.zeros(4)
     modified = {"alibi_slopes": slopes, "sinks": sinks, "softmax_scale": 0.3, "max_seqlen_k": 999}
     flash_attn_varlen_func(**make_call(RAGGED) | modified)
-    *_, lse, _, _, used_q, used_k, _, longest, modifiers, scale = launches[0][:-4]
-    assert lse is used_q is used_k is None and launches[0][-4:] == (None,) * 4
+    *_, lse, _, _, used_q, used_k, _, longest, modifiers, scale = launches[0][:-5]
+    assert lse is used_q is used_k is None and launches[0][-5:] == (*(None,) * 4, False)
     assert (longest, scale) == (159, 0.3)
     assert modifiers[0] is slopes and modifiers[1] is sinks
 
@@ -604,7 +604,7 @@ def test_short_sequences_are_the_decode_kernels(kernels):
     assert not is_beside
     assert not kernels.given
     flash_attn_varlen_func(**make_call(mixed))
-    ((*_, short, _, _, _),) = kernels.given
+    ((*_, short, _, _, _, _),) = kernels.given
     table = object()
     short.start(table)
     most, is_beside, *_, of_launch = kernels.short[1]
@@ -612,7 +612,7 @@ def test_short_sequences_are_the_decode_kernels(kernels):
     call = make_call(mixed)
     call["q"].requires_grad_()
     flash_attn_varlen_func(**call)
-    assert kernels.given[1][-4] is None and len(kernels.short) == 2
+    assert kernels.given[1][-5] is None and len(kernels.short) == 2
 
 
 @pytest.mark.parametrize(

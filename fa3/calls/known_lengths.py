@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fa3.calls.operands import check_contiguous, check_dtype, check_shape, describe, operand_of
+from fa3.calls.part_memory import PartMemory
 from fa3.planning.host_table import TableKind
 from fa3.planning.joined import PackedSizes
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
@@ -37,14 +38,14 @@ class KnownTiles(NamedTuple):
 
     Fields:
         table: of all tiles.
-        segments: their parts, each CTA's in a column (`RaggedSplit`); None if none is cut.
-        num_clusters, num_slots: of the `RaggedSplit`.
+        segments: their parts, each CTA's in a column (`RaggedSplit`); None if none is cut. Then
+            `num_ctas` have some, and `memory` is what their parts take.
     """
 
     table: Table
     segments: Table | None = None
-    num_clusters: int = 0
-    num_slots: int = 0
+    num_ctas: int = 0
+    memory: PartMemory | None = None
 
     @classmethod
     def upload(cls, table: np.ndarray, kind: TableKind, device: torch.device) -> "KnownTiles":
@@ -52,8 +53,8 @@ class KnownTiles(NamedTuple):
         split, on_gpu = kind.cut(table), Table.upload(table, device)
         if split is None:
             return cls(on_gpu)
-        segments = Table.upload(split.table, device)
-        return cls(on_gpu, segments, split.num_clusters, split.num_slots)
+        memory = PartMemory.of(split.num_slots, kind.tile_m, kind.cutting.head_dim_v)
+        return cls(on_gpu, Table.upload(split.table, device), split.num_clusters, memory)
 
 
 class KnownLengths:
@@ -107,10 +108,10 @@ class KnownLengths:
         return cls(queries, RaggedLengths(ends_k, used_k, int(ends_k[-1])), cuts)
 
     @classmethod
-    def cached(cls, ends_q: np.ndarray, keys: np.ndarray, cuts: bool = False) -> "KnownLengths":
+    def cached(cls, ends_q: np.ndarray, keys: np.ndarray) -> "KnownLengths":
         """Of packed queries, and keys in a cache, as many as `keys` says."""
         queries = RaggedLengths(ends_q, None, int(ends_q[-1]))
-        return cls(queries, CacheLengths(keys, int(keys.max(initial=0))), cuts)
+        return cls(queries, CacheLengths(keys, int(keys.max(initial=0))), False)
 
     def sizes(self, heads: int) -> PackedSizes:
         """What there is to know to choose kernels."""

@@ -69,7 +69,7 @@ class PreparedMixed:
             short = Short(self.most_short, lambda table: self.short.start(*given, table))
         self.long.launch(
             operands, self.capacity, self.capacity, modifiers, softmax_scale, short, page_table,
-            None, known, known is not None and known.cuts,
+            None, known,
         )  # fmt: skip
 
 

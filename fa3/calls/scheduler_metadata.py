@@ -310,8 +310,7 @@ def metadata_of_equal(
 
 def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
     """Metadata of calls whose queries are packed and whose keys are in a cache."""
-    cuts = calls.num_splits == 0
-    known = lengths.of_packed_queries(cuts)
+    known = lengths.of_packed_queries()
     if known is None:
         return PackedMetadata(calls, False, None)
     window = calls.window.tighten(calls.seqlen_q, lengths.max_seqlen_k)
@@ -321,7 +320,7 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     most = short_queries(calls.heads_q // calls.heads_kv)
     if calls.seqlen_q > most and plan.finds_keys:
         short = most if known.fewest_q <= most else 0
-        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, cuts))
+        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, cuts=False))
     return PackedMetadata(calls, False, known)
 
 

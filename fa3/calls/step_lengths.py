@@ -64,13 +64,13 @@ class StepLengths:
             return None
         return self.checked(KnownLengths.packed(ends_q, ends_k, used_q, used_k, cuts))
 
-    def of_packed_queries(self, cuts: bool) -> KnownLengths | None:
+    def of_packed_queries(self) -> KnownLengths | None:
         """Those of packed queries and of keys in a cache; None if they are not to be seen."""
         keys = self.keys_in_cache()
         (ends_q,) = on_host(("cu_seqlens_q",), (self.cu_seqlens_q,), self.batch)
         if ends_q is None or keys is None:
             return None
-        return self.checked(KnownLengths.cached(ends_q, np.array(keys, np.int64), cuts))
+        return self.checked(KnownLengths.cached(ends_q, np.array(keys, np.int64)))
 
     def checked(self, lengths: KnownLengths) -> KnownLengths:
         """These lengths, if they are as short as the step says."""

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.decode import PreparedDecode
-from fa3.calls.known_lengths import KnownLengths
-from fa3.calls.part_memory import PartMemory
+from fa3.calls.known_lengths import KnownLengths, KnownTiles
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.host_table import TableKind
 from fa3.planning.joined import JoinedPlan, PackedSizes
@@ -35,7 +34,7 @@ from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
-from fa3.running.graphs import capture_of, current_device, current_stream
+from fa3.running.graphs import Capture, capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import RaggedTiles
 from fa3.scores.intervals import ROW_RECORD
@@ -114,39 +113,30 @@ class PreparedVarlen:
             return
         total_q, heads, _ = q.shape
         most_short, heads_kv = 0 if short is None else short.most_queries, k.shape[-2]
-        marks = table = tiles = None
+        marks = table = None
         if self.again is not None or known is not None:
             stream = current_stream(index)
             capture = capture_of(stream)
             counters = counters_of(device, stream, capture)
         if known is not None:
             tiles = known.on(self, most_short, heads, heads_kv, cuts, device, capture)
-        is_shared = tiles is not None
-        if is_shared:
-            table = tiles.table.on(stream, capture)
+            if tiles is not None:
+                if tiles.segments is not None:
+                    self.launch_split(operands, tiles, modifiers, scale, stream, capture)
+                    return
+                table = tiles.table.on(stream, capture)
+        is_shared = table is not None
         if is_shared and known.longest_q <= most_short:
             # No sequence is the forward kernel's.
             short.start(table)()
             return
-        forward, parts = self.forward, NO_PARTS
         if is_shared:
             capacity = records_of_table(table.shape[0])
-            num_ctas = min(self.num_ctas, capacity * heads)
-            if tiles.segments is None:
-                state = counted = counters.take(RaggedTiles.num_counters)
-            else:
-                forward, num_ctas = self.split(), tiles.num_clusters
-                memory = PartMemory.of(tiles.num_slots, self.tile_m, v.shape[-1])
-                state, counted = (
-                    tiles.segments.on(stream, capture),
-                    counters.take(memory.num_counters),
-                )
-                parts = memory.arguments(q, counted)
+            taken = counters.take(RaggedTiles.num_counters)
         else:
             capacity = capacity_of_table(total_q, operands.cu_seqlens_q.shape[0] - 1, self.tile_m)
             # Of the lengths' dtype: to name another one takes torch 0.2 us.
-            state = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
-            num_ctas = min(self.num_ctas, capacity * heads)
+            taken = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
         if self.again is not None:
             # Now: to zero new ones takes a kernel, and none may come between the two below.
             marks = counters.take(words_of_marks(capacity * heads))
@@ -162,21 +152,53 @@ class PreparedVarlen:
         # In the order of `ForwardArguments`.
         given = (
             q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
-            self.rows_of_section,
+            self.rows_of_section, min(self.num_ctas, capacity * heads),
         )  # fmt: skip
         of_keys = page_table, 0 if merge is None else 1
-        forward(*given, num_ctas, state, *parts, marks, None, table, *of_keys, dropout, None)
+        self.forward(*given, taken, *NO_PARTS, marks, None, table, *of_keys, dropout, None)
         if merge is not None:
             merge()
         # Counters do not go back if anything was raised: then they need not be zero.
         if self.again is not None:
             of_call = None, None, table, page_table, 0, dropout, None
-            num_tiles = capacity * heads
-            self.again(*given, min(self.num_ctas, num_tiles), marks, *NO_PARTS, *of_call)
+            self.again(*given, marks, *NO_PARTS, *of_call)
             counters.give_back(marks)
         if is_shared:
             # Last, so that the next call takes the same for the same purpose.
-            counters.give_back(counted)
+            counters.give_back(taken)
+
+    def launch_split(
+        self,
+        operands: RaggedOperands,
+        tiles: KnownTiles,
+        modifiers: tuple[torch.Tensor, ...] | None,
+        scale: float,
+        stream: int,
+        capture: Capture | None,
+    ) -> None:
+        """Run the kernels for tiles that are cut: keys are packed, and nothing runs beside them."""
+        q, k, v, out, lse, *_ = operands
+        counters = counters_of(q.device, stream, capture)
+        table, memory = tiles.table.on(stream, capture), tiles.memory
+        num_tiles, marks = records_of_table(table.shape[0]) * q.shape[1], None
+        of_parts = counters.take(memory.num_counters)
+        if self.again is not None:
+            marks = counters.take(words_of_marks(num_tiles))
+        # In the order of `ForwardArguments`.
+        given = (
+            q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
+            self.rows_of_section,
+        )  # fmt: skip
+        parts = memory.arguments(q, of_parts)
+        of_call = None, table, None, 0, None, None
+        segments = tiles.segments.on(stream, capture)
+        self.split()(*given, tiles.num_ctas, segments, *parts, marks, *of_call)
+        # Not if anything was raised, as above.
+        if self.again is not None:
+            num_ctas = min(self.num_ctas, num_tiles)
+            self.again(*given, num_ctas, marks, *NO_PARTS, None, *of_call)
+            counters.give_back(marks)
+        counters.give_back(of_parts)
 
     def table_kind(self, short_queries: int, heads_q: int, heads_kv: int, cuts: bool) -> TableKind:
         """What tables of lengths that the host knows are made for."""

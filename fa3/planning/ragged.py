@@ -88,13 +88,14 @@ class RaggedPlan:
 
     @property
     def may_cut(self) -> bool:
-        """Whether tiles may be cut at all: into parts that are merged by what was drawn, or by what
-        functions of the user's say, they may not."""
-        return not (self.spec.has_user_functions or self.spec.has_dropout)
+        """Whether tiles may be cut at all: those of packed keys, without functions of the user's
+        and without dropout."""
+        spec = self.spec
+        return self.cache is None and not (spec.has_user_functions or spec.has_dropout)
 
     def split(self) -> Forward:
         """The forward kernel for tiles that are cut."""
-        return Forward(self.spec, self.config, RaggedSplit, cache=self.cache)
+        return Forward(self.spec, self.config, RaggedSplit)
 
     def table_kind(
         self, window: Window, short_queries: int, heads_q: int, heads_kv: int, cuts: bool
@@ -109,7 +110,7 @@ class RaggedPlan:
         config, ratio, cutting = self.config, heads_q // heads_kv, None
         if cuts and self.may_cut and not short_queries:
             costs = self.gpu.costs.tile(TileKey.of(self.spec, config))
-            cutting = Cutting(heads_q, ratio, self.rows_of_section, costs)
+            cutting = Cutting(heads_q, self.spec.head_dim_v, ratio, self.rows_of_section, costs)
         return TableKind(
             config.tile_m, config.tile_n, self.band, window, short_queries, ratio,
             self.gpu.num_sms, cutting,

@@ -31,13 +31,14 @@ class Cutting(NamedTuple):
     """What tiles are cut by.
 
     Fields:
-        heads: query heads.
+        heads, head_dim_v: query heads, and columns of their output.
         qhead_per_kvhead: query heads that share one key/value head.
         rows_of_section: of `RaggedOrder`.
         costs: of a tile.
     """
 
     heads: int
+    head_dim_v: int
     qhead_per_kvhead: int
     rows_of_section: int
     costs: TileCosts

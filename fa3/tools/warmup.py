@@ -297,6 +297,7 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     short = ShortPlan(spec, model.heads_kv, ratio, *of_call)
     yield from plan.kernels()
     yield plan.tile_table()
+    yield plan.split()
     # Any number of queries has the same ones.
     for is_beside in (False, True):
         plan_of_short = short.plan(1, is_beside, tight)
