@@ -12,12 +12,17 @@ from problems import poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.calls import cache_call, decode, kvcache, mixed, operands, overlap
+from fa3.calls import cache_call, decode, kvcache, mixed, operands, overlap, varlen_gpu
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
+from fa3.planning.short_queries import (
+    FEWEST_EARLIER_KEYS,
+    leaves_sms_idle,
+    most_queries_of_few,
+)
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
@@ -152,6 +157,59 @@ def test_random_chunks(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_random_chunks_on_a_gpu(seed, device):
     check(make_call(seed, device, DTYPES[seed % 2], longest=400))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("queries", "heads", "are_few"),
+    [((300,), 8, True), ((70, 0, 1), 16, True), ((300, 5, 200), 16, False), ((600,), 16, False)],
+)
+def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkeypatch):
+    """Where the forward kernel would leave SMs idle, in a cache with room for many keys."""
+    attending = []
+
+    def watch(kind, name):
+        function = getattr(kind, name)
+
+        def run(self, *given, **named):
+            attending.append(self)
+            return function(self, *given, **named)
+
+        monkeypatch.setattr(kind, name, run)
+
+    watch(decode.PreparedDecode, "attend")
+    watch(varlen_gpu.PreparedVarlen, "launch")
+    torch.manual_seed(0)
+    lengths = [3 * count + 1000 for count in queries]
+    caches = torch.randn(2, len(queries), FEWEST_EARLIER_KEYS, 2, 64, device=where).bfloat16()
+    for row, length in enumerate(lengths):
+        caches[:, row, length:] = torch.nan
+    arguments = {
+        "q": torch.randn(sum(queries), heads, 64, device=where).bfloat16(),
+        "k_cache": caches[0], "v_cache": caches[1],
+        "cache_seqlens": torch.tensor(lengths, device=where).int(),
+        "cu_seqlens_q": torch.tensor([0, *queries], device=where).cumsum(0).int(),
+        "max_seqlen_q": 1 << 20, "causal": True, "window_size": (NO_BOUND, NO_BOUND),
+        "sinks": None,
+    }  # fmt: skip
+    keys, values = ([cache[row, :n] for row, n in enumerate(lengths)] for cache in caches)
+    check(PackedCall(arguments, list(queries), lengths, keys, values))
+    if are_few:
+        (alone,) = attending
+        assert isinstance(alone, decode.PreparedDecode) and not alone.plan.is_beside
+        assert max(queries) <= alone.plan.sizes.seqlen_q < 1 << 13
+    else:
+        assert all(
+            not isinstance(one, decode.PreparedDecode) or one.plan.is_beside for one in attending
+        )
+
+
+def test_no_sequence_of_few_tiles_has_more_queries_than_is_planned_for():
+    draw = random.Random(0)
+    for _ in range(3000):
+        heads, batch, total_q = draw.randint(1, 80), draw.randint(1, 20), draw.randint(0, 9000)
+        if leaves_sms_idle(total_q, batch, heads, 132):
+            assert total_q < most_queries_of_few(heads, 132)
 
 
 @pytest.mark.parametrize("where", WHERE)

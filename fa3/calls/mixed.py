@@ -6,6 +6,8 @@ lengths on the device and leaves out what is the other's (`fa3.planning.short_qu
 calls are the decode kernel's alone (`fa3.calls.decode`).
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fa3.calls import decode
@@ -16,7 +18,12 @@ from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.varlen_gpu import PreparedVarlen, Short, prepare_alone
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.short_queries import short_queries
+from fa3.planning.short_queries import (
+    FEWEST_EARLIER_KEYS,
+    leaves_sms_idle,
+    most_queries_of_few,
+    short_queries,
+)
 from fa3.problem import Window
 from fa3.reference.cache import CacheOperands
 from fa3.reference.prefill import execute_prefill
@@ -33,6 +40,7 @@ class PreparedMixed:
         window: that of the plan.
         capacity: keys that a sequence has room for.
         long: the plan's kernels; None on the CPU.
+        alone: loads what attends for all sequences where the forward kernel would have few tiles.
     """
 
     short: PreparedDecode
@@ -41,6 +49,7 @@ class PreparedMixed:
     most_short: int
     capacity: int
     long: PreparedVarlen | None
+    alone: Callable[[], PreparedDecode]
 
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
@@ -51,6 +60,12 @@ class PreparedMixed:
         Args:
             known: the lengths, if the host knows them; they fit the call.
         """
+        total_q, heads, _ = q.shape
+        few = leaves_sms_idle(total_q, ends.shape[0] - 1, heads, self.plan.gpu.num_sms)
+        if few and self.capacity >= FEWEST_EARLIER_KEYS:
+            given = q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
+            self.alone().attend(*given, softmax_scale)
+            return
         modifiers = modifiers_of(slopes, sinks)
         has_short = known is None or known.fewest_q <= self.most_short
         if self.long is None:
@@ -99,7 +114,10 @@ def prepare_attention(
     plan = RaggedPlan(spec_of_call(call, tight, softcap), False, False, gpu, cache_layout(call))
     if not plan.finds_keys:
         return decode.prepare_decode(call, *options)
+    most = min(call.seqlen_q, most_queries_of_few(call.heads_q, gpu.num_sms))
+    of_few = call._replace(max_seqlen_q=most)
     return PreparedMixed(
         decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options, is_beside=True),
         plan, tight, most_short, call.capacity, prepare_alone(plan, tight) if on_gpu else None,
+        functools.cache(lambda: decode.prepare_decode(of_few, *options)),
     )  # fmt: skip

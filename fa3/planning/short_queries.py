@@ -8,6 +8,9 @@ with more than `short_queries` (`fa3.schedules.sequences.Cached`), the table of 
 tiles the rest (`fa3.kernels.tile_table`). They run beside each other: one waits for memory most of
 the time, the other for the tensor cores. The table says how many CTAs the decode kernel gets.
 
+Where all tiles that the forward kernel can have leave half of the SMs idle, as those of a chunk of
+one prompt and few heads do, a cache's sequences are all the decode kernel's.
+
 `ShortPlan` is how the decode kernel runs on packed keys. `fa3.calls.varlen_call` asks it, and runs
 what it plans on a GPU or on the CPU.
 """
@@ -29,6 +32,23 @@ multiplied, by more than two tiles of one warpgroup each."""
 FEWEST_EARLIER_KEYS = 4096
 """Keys beyond one for each query from which on a call with long sequences has two kernels: fewer
 take the forward kernel no longer than the launch of another one."""
+
+ROWS_OF_TILE = 128
+"""Queries of a tile of the forward kernel, at least."""
+
+IDLE_SHARE = 0.5
+"""Share of the SMs that have a tile of the forward kernel, up to which the others count as idle.
+The decode kernel takes 1.6 times as long for a query and a key, but cuts the keys."""
+
+
+def leaves_sms_idle(total_q: int, batch: int, heads: int, num_sms: int) -> bool:
+    """Whether the forward kernel has few tiles, whatever the lengths of the sequences are."""
+    return (total_q // ROWS_OF_TILE + batch) * heads <= IDLE_SHARE * num_sms
+
+
+def most_queries_of_few(heads: int, num_sms: int) -> int:
+    """No sequence of a call whose tiles are few has more queries."""
+    return max(1, int(IDLE_SHARE * num_sms) // heads * ROWS_OF_TILE)
 
 
 def short_queries(qhead_per_kvhead: int) -> int:
