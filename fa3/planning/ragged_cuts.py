@@ -6,7 +6,7 @@ dense calls does (`fa3.schedules.split`), if that is predicted to end clearly so
 host about a millisecond, for all layers of a model: it is not tried where there is little to gain.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,12 +64,12 @@ class Cutting(NamedTuple):
         least = max(LEAST_GAIN * whole, LEAST_US / costs.full_us)
         if whole - times.sum() / num_ctas < least:
             return None
-        split = RaggedSplit.cut(self.order(table), num_ctas, ranges)
+        split: Any = RaggedSplit.cut(self.order(table), num_ctas, ranges)
         return split if whole - end_of_split(split, blocks, ranges) >= least else None
 
-    def order(self, table: np.ndarray) -> RaggedOrder:
-        """The numbers of a table's tiles, on the host."""
-        heads = PlainDivisor(self.heads)
+    def order(self, table: np.ndarray) -> Any:
+        """The `RaggedOrder` of a table on the host, where it divides as usual."""
+        heads: Any = PlainDivisor(self.heads)
         return RaggedOrder.of(table, heads, self.qhead_per_kvhead, self.rows_of_section)
 
     def blocks_of_tiles(self, table: np.ndarray, kind) -> Blocks:
@@ -82,11 +82,11 @@ class Cutting(NamedTuple):
         of_tiles = self.records_of_tiles(records, self.order(table))
         return Blocks(*(np.broadcast_to(n, records.batch.shape)[of_tiles] for n in of_records))
 
-    def records_of_tiles(self, records: TileRecord, order: RaggedOrder) -> np.ndarray:
+    def records_of_tiles(self, records: Any, order: RaggedOrder) -> np.ndarray:
         """Which record has the row block of a tile, by the tile's number.
 
         Args:
-            records: of all tiles, in arrays.
+            records: a `TileRecord` of arrays.
         """
         own = np.repeat(np.arange(len(records.batch)), self.heads)
         if np.maximum(records.seqlen_k, 1).max() <= order.rows_at_once:
@@ -102,8 +102,8 @@ class Cutting(NamedTuple):
         return own + np.where(has_sections, m_block - in_sections, 0)
 
 
-def records_of(table: np.ndarray) -> TileRecord:
-    """The records of a table, in arrays."""
+def records_of(table: np.ndarray) -> Any:
+    """The records of a table, a `TileRecord` of arrays."""
     words = table[TABLE_HEADER:].reshape(-1, RECORD)[: table[NUM_RECORDS]].astype(np.int64)
     return TileRecord(*words.T[: len(TileRecord._fields)])
 
