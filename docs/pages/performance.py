@@ -197,6 +197,22 @@ def backward_lines(rows: Sequence[bench_backward.GradientRow]) -> Iterator[list[
             yield [label, *times, best_peer_text(chosen[0]), *memory]
 
 
+BUDGET = """### Where the time of decoding goes
+
+By leaving one thing out at a time ([log](experiments.md#2026-11-22-decoding-in-one-launch)); no
+warps were traced, of this kernel or of others.
+
+| part | 32/8, 1 x 8k | 32/8, 64 x 8k |
+|---|---|---|
+| keys and values at the speed of torch's reads (4,473 GB/s) | 7.5 us | 480 us |
+| the call | 12.5 us | 475 us |
+| what is fixed: launch, the first loads' way, the merge of parts (32/8, 1 x 1k, which reads for 0.9 us, takes 6.6) | 5 to 5.7 us | hidden |
+| a launch that merged parts, and is gone | 1.3 us | 2.4 us |
+| SMs that had ended one call and not begun the next, before there was room for both | none | 7 us |
+| more loads in flight, larger or smaller copies, two CTAs a call | nothing | nothing |
+"""
+
+
 def page() -> str:
     """The page as it should be."""
     grid = [
@@ -235,6 +251,7 @@ def page() -> str:
                 f"{origin_text}\n{bench_decode.markdown(rows)}\n"
                 for origin_text, rows in newest(DECODE, "decode.csv", bench_decode.DecodeRow)
             ),
+            BUDGET,
             "## Packed sequences, bursts\n",
             "Microseconds and TFLOP/s, or GB/s of keys and values; heads q/kv of 128.\n",
             *(
