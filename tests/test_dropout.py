@@ -43,7 +43,6 @@ from fa3.problem import Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands
 from fa3.schedules import Dynamic, Tile
-from fa3.scores.masks import Band
 
 CAUSAL = Window(right=0)
 
@@ -649,8 +648,8 @@ def test_what_is_launched(runs_again, monkeypatch):
     call = make_call(PACKED[0])
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(call["q"], call["k"], call["v"], call["q"], None, *ends, None, None)
-    kernels = ignore, note, note if runs_again else None
-    packed = varlen_gpu.PreparedVarlen(*kernels, Window(), 128, 128, Band(), 132, 1)
+    kernels = ignore, note, note if runs_again else None, None
+    packed = varlen_gpu.PreparedVarlen(None, *kernels, Window(), 128, 128, 132, 1)
     packed.launch(operands, len(call["k"]), 130, None, 0.5, None, None, drawn)
     assert len(launched) == 2 * (1 + runs_again)
     assert all(one.dropout is drawn and one.page_table is None for one in launched)

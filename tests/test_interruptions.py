@@ -18,6 +18,8 @@ import fa3
 from fa3.calls import decode, forward, varlen_gpu
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.forward import PreparedCall
+from fa3.calls.known_lengths import KnownTiles
+from fa3.calls.part_memory import PartMemory
 from fa3.calls.varlen_gpu import PreparedJoined, PreparedVarlen
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
@@ -27,7 +29,6 @@ from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands
 from fa3.running import counters, graphs
 from fa3.running.counters import StreamCounters
-from fa3.scores.masks import Band
 
 SOURCES = str(Path(fa3.__file__).parent)
 
@@ -65,6 +66,13 @@ def marks_rows(*given) -> None:
     given.marks.fill_(1)
 
 
+def merges_parts(*given) -> None:
+    """Has counters for parts of tiles, which it leaves as it found them, and marks rows."""
+    given = ForwardArguments(*given)
+    assert not given.part_counters.any() and not given.marks.any()
+    given.marks.fill_(1)
+
+
 def computes_again(*given) -> None:
     marks = ForwardArguments(*given).schedule_state
     assert marks.all()
@@ -95,14 +103,20 @@ def is_dense() -> None:
 
 
 def is_packed(known=None) -> None:
-    kernels = makes_table, marks_rows, computes_again
-    call = PreparedVarlen(*kernels, Window(right=0), 128, 112, Band(right=True), 132, 1000)
+    kernels = makes_table, marks_rows, computes_again, lambda: merges_parts
+    call = PreparedVarlen(None, *kernels, Window(right=0), 128, 112, 132, 1000)
     call.launch(OPERANDS, 8, 8, None, 1.0, known=known)
 
 
-def has_known_lengths() -> None:
+def has_known_lengths(**cut) -> None:
     table = torch.zeros(words_of_table(4), dtype=torch.int32)
-    is_packed(SimpleNamespace(on=lambda *place: table, longest_q=8))
+    tiles = KnownTiles(SimpleNamespace(on=lambda *place: table), **cut)
+    is_packed(SimpleNamespace(on=lambda *place: tiles, longest_q=8))
+
+
+def has_tiles_that_are_cut() -> None:
+    segments = SimpleNamespace(on=lambda *place: torch.ones(8, dtype=torch.int32))
+    has_known_lengths(segments=segments, num_ctas=3, memory=PartMemory.of(4, 128, 64))
 
 
 def shares_tiles() -> None:
@@ -140,7 +154,16 @@ def run_up_to(call: Callable[[], None], steps: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "call", [decodes, decodes_packed, is_dense, is_packed, has_known_lengths, shares_tiles]
+    "call",
+    [
+        decodes,
+        decodes_packed,
+        is_dense,
+        is_packed,
+        has_known_lengths,
+        has_tiles_that_are_cut,
+        shares_tiles,
+    ],
 )
 def test_an_interruption_leaves_no_counters_that_are_used(call, stream):
     call()
