@@ -336,7 +336,10 @@ def test_impossible_lengths_are_refused(options, complaint):
         ({"seqused_q_cpu": integers(1)}, ValueError, "seqused_q_cpu must be None like seqused_q"),
         ({"cu_seqlens_q_cpu": [0, 3]}, TypeError, "cu_seqlens_q_cpu must be a torch.Tensor"),
         ({"cu_seqlens_q_cpu": torch.arange(6)}, TypeError, "cu_seqlens_q_cpu must be torch.int32"),
-        ({"cu_seqlens_q_cpu": integers(0, 280)}, ValueError, "cu_seqlens_q_cpu must have shape"),
+        *(
+            ({"cu_seqlens_q_cpu": ends}, ValueError, r"cu_seqlens_q_cpu must have shape \(6,\)")
+            for ends in (integers(0, 280), integers(280)[0], integers(0, 280)[None])
+        ),
         (
             {"cu_seqlens_q_cpu": integers(0, 1, 2, 3, 4, 280)},
             ValueError,

@@ -245,15 +245,18 @@ def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
     return ends
 
 
-def contents_of(name: str, tensor: torch.Tensor) -> bytes:
+def contents_of(name: str, tensor: torch.Tensor, batch: int) -> bytes:
     """What lies in an int32 tensor on the CPU.
+
+    Args:
+        batch: number of sequences; a vector that has other entries is not refused here.
 
     Raises:
         TypeError, ValueError: it is no such vector.
     """
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
     if not is_plain or tensor.ndim != 1:
-        host_integers(name, tensor, tuple(getattr(tensor, "shape", ()))[:1])
+        host_integers(name, tensor, (batch + name.startswith("cu_seqlens"),))
     return tensor.numpy().tobytes()
 
 
@@ -285,7 +288,7 @@ class LatestLengths:
         given = (
             cuts,
             *(
-                None if one is None else contents_of(name, one)
+                None if one is None else contents_of(name, one, batch)
                 for name, one in zip(names, tensors, strict=True)
             ),
         )
