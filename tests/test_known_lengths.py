@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from kvcache_bad_values import OnGpu
+from score_problems import Recipe
 from test_varlen import caches
 from torch.fx.experimental.proxy_tensor import make_fx
 from varlen_problems import VarlenProblem, integers, make_call, random_problem, unused
 
 from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
-from fa3.calls import varlen_gpu
+from fa3.calls import scheduler_metadata, varlen_gpu
 from fa3.calls.known_lengths import KnownLengths, LatestLengths
 from fa3.calls.part_memory import PartMemory
 from fa3.kernels.forward_launch import ForwardArguments
@@ -386,6 +387,22 @@ def test_graphs_have_none_of_it(name):
 
 
 # ------------------------------------------------------------------------------ what is kept
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0, 50.0])
+def test_calls_walk_the_table_that_metadata_has(softcap, monkeypatch):
+    """Also if they have a softcap, of which metadata does not know the size."""
+    kinds, make = [], KnownLengths.make
+    monkeypatch.setattr(scheduler_metadata, "gpu_of_calls", lambda _: H200)
+    monkeypatch.setattr(scheduler_metadata, "upload", lambda _, kind: kinds.append(kind))
+    call = make_call(VarlenProblem((300,), (900,), causal=True, recipe=Recipe(softcap)))
+    metadata = metadata_of(call)
+    monkeypatch.setattr(
+        KnownLengths, "make", lambda known, kind: kinds.append(kind) or make(known, kind)
+    )
+    flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+    of_metadata, of_call = kinds
+    assert of_metadata.cutting is not None and of_metadata == of_call
 
 
 def test_lengths_on_a_gpu_decide_nothing():
