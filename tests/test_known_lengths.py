@@ -275,6 +275,21 @@ def test_a_call_must_have_the_lengths(changes, complaint):
         flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(make_call(MIXED)))
 
 
+@pytest.mark.parametrize("is_of_call", [False, True])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_rows_that_are_used_are_said_to_both_or_none(side, is_of_call):
+    """A call sees that also where it does not see how many."""
+    used = replace(MIXED, **{f"used_{side}": getattr(MIXED, f"seqlens_{side}")})
+    problems = (MIXED, used)[:: 1 if is_of_call else -1]
+    of_metadata, call = map(make_call, problems)
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    call |= {name: call[name].as_subclass(OnGpu) for name in names if name in call}
+    made, came = ("None", "it")[:: 1 if is_of_call else -1]
+    complaint = f"scheduler_metadata was made for seqused_{side} {made}, the call has {came}"
+    with pytest.raises(ValueError, match=f"^{complaint}$"):
+        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(of_metadata))
+
+
 def test_a_call_may_have_shorter_sequences_only_if_it_says_so():
     call = make_call(MIXED)
     with pytest.raises(ValueError, match=r"^scheduler_metadata must have sequences of at most 199"):

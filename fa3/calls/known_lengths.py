@@ -190,6 +190,19 @@ class KnownLengths:
                     f"max_seqlen_{side} or the cache says, got {own}"
                 )
 
+    def check_used(self, used_q: torch.Tensor | None, used_k: torch.Tensor | None) -> None:
+        """Raise unless these are of a call on packed keys that says how many rows are used, as
+        metadata was told, or does not, as it was not."""
+        for name, mine, of_call in (
+            ("seqused_q", self.queries.used, used_q),
+            ("seqused_k", self.keys.used, used_k),
+        ):
+            if (mine is None) != (of_call is None):
+                made, came = ("None", "it")[:: 1 if mine is None else -1]
+                raise ValueError(
+                    f"scheduler_metadata was made for {name} {made}, the call has {came}"
+                )
+
     def check_same(self, arguments: Sequence[str], *values: list[int] | None) -> None:
         """Raise unless these are the lengths that a call sees.
 
