@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 from kvcache_bad_values import OnGpu
+from score_problems import Recipe
 from test_varlen import caches
 from torch.fx.experimental.proxy_tensor import make_fx
 from varlen_problems import VarlenProblem, integers, make_call, random_problem, unused
 
 from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
-from fa3.calls import varlen_gpu
+from fa3.calls import scheduler_metadata, varlen_gpu
 from fa3.calls.known_lengths import KnownLengths, LatestLengths
 from fa3.calls.part_memory import PartMemory
 from fa3.kernels.forward_launch import ForwardArguments
@@ -274,6 +275,21 @@ def test_a_call_must_have_the_lengths(changes, complaint):
         flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(make_call(MIXED)))
 
 
+@pytest.mark.parametrize("is_of_call", [False, True])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_rows_that_are_used_are_said_to_both_or_none(side, is_of_call):
+    """A call sees that also where it does not see how many."""
+    used = replace(MIXED, **{f"used_{side}": getattr(MIXED, f"seqlens_{side}")})
+    problems = (MIXED, used)[:: 1 if is_of_call else -1]
+    of_metadata, call = map(make_call, problems)
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    call |= {name: call[name].as_subclass(OnGpu) for name in names if name in call}
+    made, came = ("None", "it")[:: 1 if is_of_call else -1]
+    complaint = f"scheduler_metadata was made for seqused_{side} {made}, the call has {came}"
+    with pytest.raises(ValueError, match=f"^{complaint}$"):
+        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(of_metadata))
+
+
 def test_a_call_may_have_shorter_sequences_only_if_it_says_so():
     call = make_call(MIXED)
     with pytest.raises(ValueError, match=r"^scheduler_metadata must have sequences of at most 199"):
@@ -336,7 +352,10 @@ def test_impossible_lengths_are_refused(options, complaint):
         ({"seqused_q_cpu": integers(1)}, ValueError, "seqused_q_cpu must be None like seqused_q"),
         ({"cu_seqlens_q_cpu": [0, 3]}, TypeError, "cu_seqlens_q_cpu must be a torch.Tensor"),
         ({"cu_seqlens_q_cpu": torch.arange(6)}, TypeError, "cu_seqlens_q_cpu must be torch.int32"),
-        ({"cu_seqlens_q_cpu": integers(0, 280)}, ValueError, "cu_seqlens_q_cpu must have shape"),
+        *(
+            ({"cu_seqlens_q_cpu": ends}, ValueError, r"cu_seqlens_q_cpu must have shape \(6,\)")
+            for ends in (integers(0, 280), integers(280)[0], integers(0, 280)[None])
+        ),
         (
             {"cu_seqlens_q_cpu": integers(0, 1, 2, 3, 4, 280)},
             ValueError,
@@ -383,6 +402,22 @@ def test_graphs_have_none_of_it(name):
 
 
 # ------------------------------------------------------------------------------ what is kept
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0, 50.0])
+def test_calls_walk_the_table_that_metadata_has(softcap, monkeypatch):
+    """Also if they have a softcap, of which metadata does not know the size."""
+    kinds, make = [], KnownLengths.make
+    monkeypatch.setattr(scheduler_metadata, "gpu_of_calls", lambda _: H200)
+    monkeypatch.setattr(scheduler_metadata, "upload", lambda _, kind: kinds.append(kind))
+    call = make_call(VarlenProblem((300,), (900,), causal=True, recipe=Recipe(softcap)))
+    metadata = metadata_of(call)
+    monkeypatch.setattr(
+        KnownLengths, "make", lambda known, kind: kinds.append(kind) or make(known, kind)
+    )
+    flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+    of_metadata, of_call = kinds
+    assert of_metadata.cutting is not None and of_metadata == of_call
 
 
 def test_lengths_on_a_gpu_decide_nothing():

@@ -190,6 +190,19 @@ class KnownLengths:
                     f"max_seqlen_{side} or the cache says, got {own}"
                 )
 
+    def check_used(self, used_q: torch.Tensor | None, used_k: torch.Tensor | None) -> None:
+        """Raise unless these are of a call on packed keys that says how many rows are used, as
+        metadata was told, or does not, as it was not."""
+        for name, mine, of_call in (
+            ("seqused_q", self.queries.used, used_q),
+            ("seqused_k", self.keys.used, used_k),
+        ):
+            if (mine is None) != (of_call is None):
+                made, came = ("None", "it")[:: 1 if mine is None else -1]
+                raise ValueError(
+                    f"scheduler_metadata was made for {name} {made}, the call has {came}"
+                )
+
     def check_same(self, arguments: Sequence[str], *values: list[int] | None) -> None:
         """Raise unless these are the lengths that a call sees.
 
@@ -245,15 +258,18 @@ def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
     return ends
 
 
-def contents_of(name: str, tensor: torch.Tensor) -> bytes:
+def contents_of(name: str, tensor: torch.Tensor, batch: int) -> bytes:
     """What lies in an int32 tensor on the CPU.
+
+    Args:
+        batch: number of sequences; a vector that has other entries is not refused here.
 
     Raises:
         TypeError, ValueError: it is no such vector.
     """
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
     if not is_plain or tensor.ndim != 1:
-        host_integers(name, tensor, tuple(getattr(tensor, "shape", ()))[:1])
+        host_integers(name, tensor, (batch + name.startswith("cu_seqlens"),))
     return tensor.numpy().tobytes()
 
 
@@ -285,7 +301,7 @@ class LatestLengths:
         given = (
             cuts,
             *(
-                None if one is None else contents_of(name, one)
+                None if one is None else contents_of(name, one, batch)
                 for name, one in zip(names, tensors, strict=True)
             ),
         )

@@ -38,6 +38,10 @@ from fa3.scores.masks import Sequence as SequenceOfMask
 IN_METADATA = ("scheduler_metadata",) * 4
 """Where lengths come from, each of them, that are in the metadata of a step."""
 
+USUAL_SOFTCAP = 50.0
+"""The softcap that is planned for where calls have one, of which no more is said here. Like other
+usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on."""
+
 MERGE_BYTES = 100_000
 """What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
 
@@ -314,7 +318,7 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     if known is None:
         return PackedMetadata(calls, False, None)
     window = calls.window.tighten(calls.seqlen_q, lengths.max_seqlen_k)
-    structure = structure_of(float(calls.has_softcap), None, None, window.right == 0)
+    structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
     spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
     plan = RaggedPlan(spec, False, False, gpu, CacheLayout(calls.page_size or 0))
     most = short_queries(calls.heads_q // calls.heads_kv)
@@ -361,7 +365,7 @@ def planned_call(
     sm_margin: int,
 ) -> RaggedCall:
     """What calls on packed keys lead to, whatever the lengths are."""
-    structure = structure_of(float(has_softcap), None, None, window.right == 0)
+    structure = structure_of(USUAL_SOFTCAP * has_softcap, None, None, window.right == 0)
     spec = structure.spec(dtype, head_dim, head_dim_v, window)
     used = has_used_q, has_used_k
     return plan_varlen(spec, structure, window, heads_q, heads_kv, *used, gpu, sm_margin)

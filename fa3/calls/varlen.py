@@ -418,6 +418,8 @@ def known_lengths(
             window=check_window(window_size, causal),
             has_softcap=bool(softcap),
         )
+        if metadata.lengths is not None:
+            metadata.lengths.check_used(*integers[2:])
         metadata.fitting = call
     if metadata.calls.batch != batch:
         metadata.check(batch=batch)
