@@ -411,17 +411,17 @@ def test_compute_sanitizer_finds_nothing(tool):
 
 
 def test_no_order_of_the_tiles_changes_a_bit(device):
-    """100 random orders, and every named schedule, against the planner's choice."""
+    """100 random orders, and every named schedule of whole tiles; the planner may cut them."""
     problem = make_problem(2, 1500, 1500, 3, 2, head_dim=128, window=CAUSAL)
     q, k, v = make_operands(problem, device=device)
-    out, lse = attend(q, k, v, CAUSAL)
+    out, lse = attend(q, k, v, CAUSAL, schedule="single")
     check_attention(out, lse, q, k, v, window=CAUSAL)
 
     def shuffled(tiles, seed):
         return random.Random(seed).sample(tiles, len(tiles))
 
     orders = [partial(shuffled, seed=seed) for seed in range(100)]
-    for schedule in ("single", "static", "list", "dynamic", *orders):
+    for schedule in ("static", "list", "dynamic", *orders):
         again, again_lse = attend(q, k, v, CAUSAL, schedule=schedule)
         assert torch.equal(again, out)
         assert torch.equal(again_lse, lse)

@@ -3,7 +3,7 @@
 Whole tiles are taken from a table, longest first, which balances many of them. With few, the SMs
 wait for the longest ones: `Cutting` lays out parts of tiles for all SMs instead, as the planner of
 dense calls does (`fa3.schedules.split`), if that is predicted to end clearly sooner. It takes the
-host about a millisecond, for all layers of a model: it is not tried where there is little to gain.
+host 1 to 5 ms, for all layers of a model: it is not tried where there is little to gain.
 """
 
 from typing import Any, NamedTuple
