@@ -46,6 +46,9 @@ SKEWED = VarlenProblem(
     head_dim=128, head_dim_v=128,
 )  # fmt: skip
 
+CHUNK = VarlenProblem((500,), (9000,), group=8, causal=True, head_dim=128, head_dim_v=128)
+"""Has few tiles, which metadata cuts."""
+
 
 def on_cpu(call: dict) -> dict:
     """The call with its lengths on the CPU, as metadata wants them."""
@@ -89,13 +92,15 @@ def test_results_are_those_of_dense_attention(problem, device):
     check_varlen(problem, call, out, lse)
 
 
-def test_rows_whose_reference_fails_are_computed_again(device):
-    call = make_call(SKEWED, 0, device)
+@pytest.mark.parametrize("problem", [SKEWED, CHUNK], ids=["skewed", "chunk"])
+def test_rows_whose_reference_fails_are_computed_again(problem, device):
+    """Tiles are whole, and cut."""
+    call = make_call(problem, 0, device)
     call["q"][::3] *= 40
     metadata = made_for(call)
     for _ in range(3):
         out, lse = run(call, scheduler_metadata=metadata)
-        check_varlen(SKEWED, call, out, lse)
+        check_varlen(problem, call, out, lse)
     assert not used_counters()
 
 

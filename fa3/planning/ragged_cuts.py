@@ -14,7 +14,7 @@ from fa3.planning.tile_costs import TileCosts
 from fa3.primitives.divisor import PlainDivisor
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder, TileRecord
 from fa3.schedules.ragged_split import RaggedSplit
-from fa3.schedules.split import LEAVE_US, MERGE_US, KeyRanges, TimedSegments
+from fa3.schedules.split import Cuts, KeyRanges, last_end
 from fa3.scores.masks import Blocks, Sequence
 
 MOST_ROUNDS = 8
@@ -52,20 +52,14 @@ class Cutting(NamedTuple):
         num_tiles, num_ctas = int(table[NUM_RECORDS]) * self.heads, kind.num_ctas
         if not 0 < num_tiles <= MOST_ROUNDS * num_ctas:
             return None
-        blocks = self.blocks_of_tiles(table, kind)
-        count, costs = blocks.end - blocks.begin, self.costs
-        masks = (count - (blocks.full_end - blocks.full_begin)) * (
-            costs.masked_us / costs.full_us - 1
-        )
-        unit, merge, leave = (us / costs.full_us for us in (costs.tile_us, MERGE_US, LEAVE_US))
-        ranges = KeyRanges(blocks.begin, blocks.end, unit, merge, leave, masks)
-        times = count + unit + masks
+        ranges = KeyRanges.of(self.blocks_of_tiles(table, kind), self.costs)
+        times = ranges.end_blocks - ranges.first_blocks + ranges.unit + ranges.masks
         whole = end_of_longest_first(times, num_ctas)
-        least = max(LEAST_GAIN * whole, LEAST_US / costs.full_us)
+        least = max(LEAST_GAIN * whole, LEAST_US / self.costs.full_us)
         if whole - times.sum() / num_ctas < least:
             return None
         split: Any = RaggedSplit.cut(self.order(table), num_ctas, ranges)
-        return split if whole - end_of_split(split, blocks, ranges) >= least else None
+        return split if whole - end_of_split(split, ranges) >= least else None
 
     def order(self, table: np.ndarray) -> Any:
         """The `RaggedOrder` of a table on the host, where it divides as usual."""
@@ -115,12 +109,10 @@ def end_of_longest_first(times: np.ndarray, num_ctas: int) -> float:
     return float(max(times.sum() / num_ctas, (in_rounds * np.arange(1, len(in_rounds) + 1)).max()))
 
 
-def end_of_split(split: RaggedSplit, blocks: Blocks, ranges: KeyRanges) -> float:
+def end_of_split(split: RaggedSplit, ranges: KeyRanges) -> float:
     """When the last CTA is done with its segments."""
-    tile, first, end, is_part = split.parts
-    leaves = is_part & (first > blocks.begin[tile])
-    merges = is_part & ~leaves
-    times = end - first + ranges.unit + leaves * ranges.leave + merges * ranges.merge
-    times = times + ranges.masks[tile] * (end == blocks.end[tile])
-    timed = TimedSegments(tile, split.owners, times, leaves, merges)
-    return timed.end(np.zeros(split.num_clusters), ranges.merge)
+    tile, first, end, _ = split.parts
+    begin = ranges.first_blocks[tile]
+    cuts = Cuts(tile, first - begin, end - begin, split.owners)
+    blocks = ranges.end_blocks - ranges.first_blocks
+    return last_end(cuts, blocks, np.zeros(split.num_clusters), ranges)

@@ -74,6 +74,14 @@ class KeyRanges(NamedTuple):
     leave: float
     masks: np.ndarray
 
+    @classmethod
+    def of(cls, blocks, costs) -> "KeyRanges":
+        """The tiles with these key blocks, in arrays, by the costs of a tile (`TileCosts`)."""
+        overheads = (us / costs.full_us for us in (costs.tile_us, MERGE_US, LEAVE_US))
+        masked = blocks.end - blocks.begin - (blocks.full_end - blocks.full_begin)
+        masks = masked * (costs.masked_us / costs.full_us - 1)
+        return cls(blocks.begin, blocks.end, *overheads, masks)
+
     @property
     def of_first(self) -> float:
         """Overhead of a tile's first part."""
@@ -212,11 +220,7 @@ class SplitTiles(Tabled):
 @functools.lru_cache(maxsize=4)
 def cut_tiles(tiled) -> SplitTiles:
     """Cut a tiled problem for all clusters that the GPU holds, by the costs of its tiles."""
-    costs, blocks = tiled.costs, tiled.blocks_of_tiles()
-    overheads = (us / costs.full_us for us in (costs.tile_us, MERGE_US, LEAVE_US))
-    masked = blocks.end - blocks.begin - (blocks.full_end - blocks.full_begin)
-    masks = masked * (costs.masked_us / costs.full_us - 1)
-    ranges = KeyRanges(blocks.begin, blocks.end, *overheads, masks)
+    ranges = KeyRanges.of(tiled.blocks_of_tiles(), tiled.costs)
     return SplitTiles.cut(tiled.order, tiled.lanes, ranges)
 
 
