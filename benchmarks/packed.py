@@ -333,7 +333,8 @@ class Fa4Cute(peers.Fa4Cute):
 
 PACKED, PLANNED, DENSE, CACHED = "fa3", "fa3-metadata", "fa3-dense", "fa3-kvcache"
 OURS = [
-    Ours(PACKED), Planned(PLANNED), Dense(DENSE), Cached(CACHED), *map(Paged, PAGE_SIZES),
+    Ours(PACKED, num_splits=0), Planned(PLANNED), Dense(DENSE), Cached(CACHED),
+    *map(Paged, PAGE_SIZES),
 ]  # fmt: skip
 PEERS = {kind.name: kind for kind in (Fa3Cpp, Fa4Cute)}
 NAMES = (*(one.name for one in OURS), *PEERS)

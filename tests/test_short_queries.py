@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from problems import poisoned_allocations
+from score_problems import Recipe
 from varlen_problems import (
     VarlenProblem,
     check_varlen,
@@ -18,12 +19,13 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import varlen_call
+from docs.examples.prefix_lm import PrefixLM
+from fa3.calls import decode, varlen_call, varlen_gpu
 from fa3.planning import short_queries
 from fa3.planning.gpu import H200
 from fa3.planning.joined import JoinedPlan, PackedSizes
-from fa3.planning.short_queries import FEWEST_EARLIER_KEYS, ShortPlan
-from fa3.problem import AttentionSpec, Window
+from fa3.planning.short_queries import FEWEST_EARLIER_KEYS, ShortPlan, leaves_sms_idle
+from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.scores.masks import Band
 
 FAMILIES = 11
@@ -67,9 +69,15 @@ def mixed_problem(seed: int, dtype: str, longest: int, most_sequences: int) -> V
     )  # fmt: skip
 
 
-def check(problem: VarlenProblem, seed: int = 0, device="cpu", poisoned: bool = False) -> None:
-    """Call into NaN memory, and look at every sequence; other rows stay as they are."""
-    call = make_call(problem, seed, device)
+def check(
+    problem: VarlenProblem, seed: int = 0, device="cpu", poisoned: bool = False, **options: object
+) -> None:
+    """Call into NaN memory, and look at every sequence; other rows stay as they are.
+
+    Args:
+        options: arguments of the call beside those of the problem.
+    """
+    call = make_call(problem, seed, device) | options
     skipped = poison(problem, call) if poisoned else ()
     with poisoned_allocations():
         out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
@@ -78,10 +86,12 @@ def check(problem: VarlenProblem, seed: int = 0, device="cpu", poisoned: bool = 
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
 
 
+@pytest.mark.parametrize("num_splits", [0, 1])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.usefixtures("with_few_keys")
-def test_random_calls(seed):
-    check(mixed_problem(seed, "bfloat16", 150, 6), seed, poisoned=seed % 2 == 1)
+def test_random_calls(seed, num_splits):
+    problem = mixed_problem(seed, "bfloat16", 150, 6)
+    check(problem, seed, poisoned=seed % 2 == 1, num_splits=num_splits)
 
 
 @pytest.mark.usefixtures("with_few_keys")
@@ -118,12 +128,100 @@ def test_each_sequence_is_attended_to_once(used, causal, monkeypatch):
     assert torch.equal(long.nonzero().flatten(), torch.arange(23, 23 + (90 if used else 130)))
 
 
+@pytest.fixture
+def attending(monkeypatch):
+    """What attends for calls: the most queries of a plan of the decode kernel alone, "beside" where
+    it has other sequences than the forward kernel, "forward"."""
+    found = []
+
+    def note(where, name, describe):
+        function = getattr(where, name)
+
+        def run(*given, **named):
+            found.append(describe(*given))
+            return function(*given, **named)
+
+        monkeypatch.setattr(where, name, run)
+
+    def of_decode(plan, *rest):
+        return "beside" if plan.is_beside else plan.sizes.seqlen_q
+
+    note(varlen_call, "execute_packed_decode", of_decode)
+    note(decode.PreparedDecode, "start", lambda kernels, *rest: of_decode(kernels.plan))
+    note(varlen_call, "execute_varlen", lambda *rest: "forward")
+    note(varlen_gpu.PreparedVarlen, "launch", lambda *rest: "forward")
+    return found
+
+
+FEW = VarlenProblem((80, 0, 40), (520, 5, 30), heads_kv=1, group=4, causal=True, spare=3)
+"""The keys of the last sequence are fewer than its queries, some of which see none."""
+
+
+@pytest.fixture
+def with_fewer_keys(monkeypatch):
+    """Have keys split where sequences may have 400: what runs on the CPU takes long for more."""
+    monkeypatch.setattr(short_queries, "FEWEST_EARLIER_KEYS", 400)
+
+
+@pytest.mark.usefixtures("with_fewer_keys")
+@pytest.mark.parametrize(
+    "problem",
+    [
+        FEW,
+        replace(FEW, causal=False, window=(450, 7), recipe=Recipe(20.0, sinks="q")),
+        replace(FEW, used_q=(70, 0, 99), used_k=(500, 9, 3), recipe=Recipe(alibi_rank=2)),
+        replace(FEW, window=(330, 0), head_dim=192, head_dim_v=128, heads_kv=2, group=3),
+    ],
+    ids=["causal", "window, softcap, sinks", "used, ALiBi", "window, (192, 128)"],
+)
+def test_all_sequences_of_few_tiles_are_the_decode_kernels(problem, attending):
+    check(problem, num_splits=0)
+    (most,) = attending
+    assert most in (66 // 4 * 128, 66 // 6 * 128)
+
+
+@pytest.mark.usefixtures("with_fewer_keys")
+def test_what_keeps_few_tiles_whole(attending):
+    """One split, few keys in reach of any query, SMs that are reserved, and gradients."""
+    check(FEW)
+    assert attending == ["beside", "forward"]
+    whole = [
+        {"num_splits": 1}, {"seqused_k": integers(399, 5, 30), "max_seqlen_k": 399},
+        {"window_size": (319, 0)}, {"sm_margin": 4}, {"dropout_p": 0.5},
+        {"mask": PrefixLM(integers(9, 9, 9))},
+    ]  # fmt: skip
+    for options in whole:
+        attending.clear()
+        fa3.flash_attn_varlen_func(**make_call(FEW) | {"num_splits": 0} | options)
+        assert attending[-1] == "forward"
+    call = make_call(FEW) | {"num_splits": 0}
+    call["q"].requires_grad_()
+    attending.clear()
+    fa3.flash_attn_varlen_func(**call)
+    assert attending == ["forward"]
+
+
+@pytest.mark.usefixtures("with_fewer_keys")
+def test_metadata_says_whether_keys_are_split(attending):
+    """Also where it knows no lengths, which are those on a GPU."""
+    call = make_call(FEW)
+    for num_splits, expected in ((0, [66 // 4 * 128]), (1, ["beside", "forward"])):
+        attending.clear()
+        metadata = fa3.get_scheduler_metadata(
+            3, 80, 520, 4, 1, 64, None, torch.bfloat16, 64, call["cu_seqlens_q"], causal=True,
+            cu_seqlens_k=call["cu_seqlens_k"], num_splits=num_splits,
+        )  # fmt: skip
+        metadata.lengths = None
+        fa3.flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+        assert attending == expected
+
+
 # ----------------------------------------------------------------------------------- decisions
 
 
-def plan_of(has_used_q: bool = False) -> ShortPlan:
+def plan_of(has_used_q: bool = False, heads_q: int = 32, heads_kv: int = 8) -> ShortPlan:
     spec = AttentionSpec("bfloat16", 128, 128, Band(right=True))
-    return ShortPlan.of(spec, 32, 8, has_used_q, False, H200)
+    return ShortPlan.of(spec, heads_q, heads_kv, has_used_q, False, H200)
 
 
 def sizes(batch: int, total_q: int, total_k: int, longest_q: int) -> PackedSizes:
@@ -166,9 +264,52 @@ def test_a_short_sequence_has_few_rows(ratio):
     assert most == short_queries.ROWS or (most + 1) * ratio > short_queries.MOST_SHORT_ROWS
 
 
+CHUNK = PackedSizes(1, 8, 512, 1 << 15, 512, 1 << 15)
+
+FEW_TILES = {
+    "a chunk": (CHUNK, NO_BOUND, 1024),
+    "a long window": (CHUNK, 5000, 1024),
+    "a short window": (CHUNK, FEWEST_EARLIER_KEYS - 513, 0),
+    "few keys": (CHUNK._replace(max_seqlen_k=FEWEST_EARLIER_KEYS - 1), NO_BOUND, 0),
+    "half of the SMs": (CHUNK._replace(total_q=1023, max_seqlen_q=1023), NO_BOUND, 1024),
+    "more than half": (CHUNK._replace(total_q=1024, max_seqlen_q=1024), NO_BOUND, 0),
+    "a prompt of 2k": (PackedSizes(1, 8, 2048, 2048, 2048, 2048), NO_BOUND, 0),
+    "some sequences": (CHUNK._replace(batch=4), NO_BOUND, 1024),
+    "many sequences": (CHUNK._replace(batch=5), NO_BOUND, 0),
+    "more blocks than 32 bits count": (
+        CHUNK._replace(batch=2, total_k=1 << 29, max_seqlen_k=1 << 29), NO_BOUND, 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEW_TILES)
+def test_where_the_decode_kernel_has_all_sequences(case):
+    of_call, left, expected = FEW_TILES[case]
+    plan = plan_of(heads_q=8, heads_kv=1)
+    assert plan.most_queries_of_idle(of_call, Window(left, 0)) == expected
+
+
+def test_bounds_are_all_that_counts():
+    """Calls of all lengths within some bounds have one plan, with room for all of their queries."""
+    draw = random.Random(0)
+    for _ in range(3000):
+        ratio, heads_kv, batch = draw.choice((1, 4, 8)), draw.randint(1, 20), draw.randint(1, 20)
+        heads, total_q = ratio * heads_kv, draw.randint(1, 9000)
+        plan = plan_of(heads_q=heads, heads_kv=heads_kv)
+        found = {
+            plan.most_queries_of_idle(
+                PackedSizes(batch, heads, total_q, 1 << 16, longest_q, 1 << 16), Window(right=0)
+            )
+            for longest_q in (1, -(-total_q // batch), total_q)
+        }
+        (most,) = found
+        assert (most > 0) == leaves_sms_idle(total_q, batch, heads, 132)
+        assert not most or total_q < most
+
+
 def test_no_number_of_queries_changes_what_is_compiled():
     for is_beside in (False, True):
-        plans = [plan_of().plan(most, is_beside, Window(right=0)) for most in (1, 5, 32)]
+        plans = [plan_of().plan(most, is_beside, Window(right=0)) for most in (1, 5, 32, 256)]
         assert len({(plan.kernel(), plan.combine()) for plan in plans}) == 1
 
 
@@ -180,7 +321,9 @@ def test_no_number_of_queries_changes_what_is_compiled():
 @pytest.mark.parametrize("seed", range(3 * FAMILIES))
 def test_random_calls_on_a_gpu(seed, device):
     problem = mixed_problem(seed, DTYPES[seed % FAMILIES % 2], 150 if seed % 3 else 3000, 40)
-    check(problem, seed, device, poisoned=seed % 2 == 1)
+    # One of the three calls of a family.
+    num_splits = 0 if seed < FAMILIES else 1
+    check(problem, seed, device, poisoned=seed % 2 == 1, num_splits=num_splits)
 
 
 @pytest.mark.gpu
@@ -264,17 +407,79 @@ def test_threads_share_a_stream(device):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("with_few_keys")
-@pytest.mark.parametrize("longest", [1, 300])
+@pytest.mark.parametrize(("longest", "num_splits"), [(1, 1), (300, 1), (300, 0)])
 @pytest.mark.parametrize(
     "ends",
     [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9), (0, 100, -(2**31), 300)],
 )
-def test_wrong_lengths_touch_nothing_outside(ends, longest, device):
+def test_wrong_lengths_touch_nothing_outside(ends, longest, num_splits, device):
     call = make_call(VarlenProblem((100,) * 3, (300,) * 3, group=4, causal=True), 0, device)
     call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)
     around = torch.full((3 * len(call["q"]), *call["q"].shape[1:]), 7.0, device=device)
     around = around.to(call["q"].dtype)
     out = around[len(call["q"]) : 2 * len(call["q"])]
-    fa3.flash_attn_varlen_func(**call | {"max_seqlen_q": longest}, out=out)
+    options = {"max_seqlen_q": longest, "num_splits": num_splits, "out": out}
+    fa3.flash_attn_varlen_func(**call | options)
     torch.cuda.synchronize()
     assert (around[: len(out)] == 7).all() and (around[2 * len(out) :] == 7).all()
+
+
+CHUNKS = VarlenProblem(
+    (300, 5, 300), (9000, 0, 5000), heads_kv=1, group=8, head_dim=128, head_dim_v=128, spare=3,
+    causal=True,
+)  # fmt: skip
+"""Chunks of prompts, whose tiles are few; a sequence has queries and no keys."""
+
+ROWS_129 = replace(CHUNKS, seqlens_q=(129,), seqlens_k=(20_000,), heads_kv=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [
+        CHUNKS,
+        replace(CHUNKS, seqlens_q=(512,), seqlens_k=(1 << 15,)),
+        replace(ROWS_129, causal=False, window=(4000, 60), recipe=Recipe(softcap=20.0)),
+        replace(ROWS_129, dtype="float16", head_dim=64, head_dim_v=64, recipe=Recipe(alibi_rank=2)),
+        replace(CHUNKS, head_dim=256, head_dim_v=256, recipe=Recipe(sinks="float32")),
+        replace(CHUNKS, head_dim=192, used_q=(290, 9, 200), used_k=(8000, 9, 100)),
+    ],
+    ids=["chunks", "512 of 32k", "window, softcap", "ALiBi", "sinks, 256", "used, (192, 128)"],
+)
+def test_chunks_of_few_tiles(problem, attending, device):
+    """Once more with neighbours whose keys and values are not finite, and into memory given."""
+    check(problem, device=device, num_splits=0)
+    check(problem, device=device, poisoned=True, num_splits=0)
+    call = make_call(problem, 0, device) | {"num_splits": 0}
+    expected, used = fa3.flash_attn_varlen_func(**call), ~unused(problem, len(call["q"]), device)
+    out = torch.full_like(torch.cat((expected, expected), dim=1), torch.nan)
+    given = out[:, : expected.shape[1]]
+    assert fa3.flash_attn_varlen_func(**call, out=given) is given
+    assert torch.equal(given[used], expected[used]) and given[~used].isnan().all()
+    assert out[:, expected.shape[1] :].isnan().all()
+    assert len(attending) == 4 and set(attending) == {66 // expected.shape[1] * 128}
+
+
+@pytest.mark.gpu
+def test_a_graph_of_few_tiles_serves_other_lengths(attending, device):
+    """A sequence has all rows, none, or none that sees a key."""
+    lengths = (
+        ((300, 5, 300), (9000, 0, 5000)), ((605, 0, 0), (14000, 0, 0)),
+        ((1, 4, 600), (1, 13_999, 0)), ((0, 250, 100), (50, 200, 13_000)),
+    )  # fmt: skip
+    problems = [replace(CHUNKS, seqlens_q=of_q, seqlens_k=of_k, spare=0) for of_q, of_k in lengths]
+    names = "cu_seqlens_q", "cu_seqlens_k"
+    calls = [make_call(problem, 0, device) for problem in problems]
+    values = [{name: call[name].clone() for name in names} for call in calls]
+    call = calls[0] | {"max_seqlen_q": 605, "max_seqlen_k": 14_000, "num_splits": 0}
+    fa3.flash_attn_varlen_func(**call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    assert attending == [1024, 1024]
+    for problem, of_call in zip(problems, values, strict=True):
+        for name, ends in of_call.items():
+            call[name].copy_(ends)
+        graph.replay()
+        check_varlen(problem, call, out, lse)

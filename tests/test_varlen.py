@@ -615,6 +615,22 @@ def test_short_sequences_are_the_decode_kernels(kernels):
     assert kernels.given[1][-5] is None and len(kernels.short) == 2
 
 
+def test_few_tiles_are_the_decode_kernels(kernels):
+    """If the call asks for splits; also long sequences, for which there is one plan."""
+    call = make_call(VarlenProblem((300, 5), (5000, 90), heads_kv=1, group=8))
+    flash_attn_varlen_func(**call, num_splits=0)
+    longer = {"max_seqlen_q": 305, "max_seqlen_k": 5090}
+    flash_attn_varlen_func(**call | longer, num_splits=0)
+    assert not kernels.given
+    for (most, is_beside, q, *_, longest, _, _), keys in zip(
+        kernels.short, (5000, 5090), strict=True
+    ):
+        assert (most, is_beside, longest) == (1024, False, keys) and q is call["q"]
+    flash_attn_varlen_func(**call)
+    ((*_, short, _, _, _, _),) = kernels.given
+    assert short.most_queries == 16 and len(kernels.short) == 2
+
+
 @pytest.mark.parametrize(
     "problem",
     [
@@ -747,7 +763,7 @@ def check_host_memory(first: tuple[int, int], last: tuple[int, int], calls: int)
 
 def test_calls_of_ever_new_lengths_keep_no_memory(monkeypatch):
     """100,000 calls, hardly two of which have the same lengths, batch and totals."""
-    monkeypatch.setattr(RaggedCall, "attend", lambda *arguments, known: None)
+    monkeypatch.setattr(RaggedCall, "attend", lambda *arguments, known, splits: None)
     q, k = (torch.zeros(300, 2, 8).bfloat16() for _ in range(2))
     ends = torch.arange(301, dtype=torch.int32)
     draw = random.Random(0)

@@ -160,9 +160,9 @@ def flash_attn_varlen_func(
             queries that are not used stay as they are. Must not share memory with another tensor
             of the call; it may lie between their elements.
         num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
-            GPU. With 0 and lengths on the CPU those of long sequences are, too, where few tiles
-            would leave SMs idle; scheduler_metadata says so itself. With page_table a larger number
-            says into how many parts.
+            GPU. With 0 those of long sequences are, too, where few tiles would leave SMs idle; with
+            scheduler_metadata its own num_splits says so. With page_table 1 is like 0, and a larger
+            number says into how many parts.
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
         page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
             (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
@@ -320,7 +320,10 @@ def flash_attn_varlen_func(
     longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
     sizes = PackedSizes(batch, heads, total_q, total_k, *longest)
     operands = RaggedOperands(q, k, v, out, lse, *integers)
-    call.attend(operands, sizes, modifiers.tensors, scale, dropout, known=known)
+    if scheduler_metadata is not None:
+        num_splits = scheduler_metadata.calls.num_splits
+    splits = num_splits == 0
+    call.attend(operands, sizes, modifiers.tensors, scale, dropout, known=known, splits=splits)
     return (out, lse) if return_lse else out
 
 

@@ -70,6 +70,7 @@ class RaggedCall:
         dropout: Dropout | None,
         has_gradients: bool = False,
         known: KnownLengths | None = None,
+        splits: bool = False,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
 
@@ -80,11 +81,13 @@ class RaggedCall:
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
                 kernel's, so that none has other bits beside other sequences.
             known: the lengths, if the host knows them; they fit the call.
+            splits: whether long sequences may be split where SMs would be idle; of known lengths
+                these say so themselves.
         """
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
         if known is None:
-            route = self.route(sizes, has_gradients, None)
+            route = self.route(sizes, has_gradients, None, splits)
         else:
             of_call, of_gradients, route = known.route
             if of_call is not self or of_gradients != has_gradients:
@@ -103,11 +106,18 @@ class RaggedCall:
         else:
             self.gpu.joined.launch(operands, sizes, tensors, scale)
 
-    def route(self, sizes: PackedSizes, has_gradients: bool, known: KnownLengths | None) -> Route:
+    def route(
+        self,
+        sizes: PackedSizes,
+        has_gradients: bool,
+        known: KnownLengths | None,
+        splits: bool = False,
+    ) -> Route:
         """Which kernels run.
 
         Args:
             sizes: as far as the host knows them.
+            splits: whether all sequences may be the decode kernel's.
         """
         longest_q, longest_k = sizes[-2:]
         joins = longest_k > 0 and sizes.total_q > 0
@@ -118,6 +128,8 @@ class RaggedCall:
             most = self.short.most_queries(sizes)
             if known is not None and known.fewest_q > most:
                 most = 0
+            if splits and most < longest_q:
+                most = self.short.most_queries_of_idle(sizes, self.window) or most
         return False, longest_k, most, most < longest_q
 
     def most_short_of_table(self, known: KnownLengths, heads: int) -> int | None:

@@ -9,7 +9,8 @@ tiles the rest (`fa3.kernels.tile_table`). They run beside each other: one waits
 the time, the other for the tensor cores. The table says how many CTAs the decode kernel gets.
 
 Where all tiles that the forward kernel can have leave half of the SMs idle, as those of a chunk of
-one prompt and few heads do, a cache's sequences are all the decode kernel's.
+one prompt and few heads do, the sequences are all the decode kernel's: those of a cache, and packed
+ones if the call lets long sequences be split. Bounds that the host has say so, no length does.
 
 `ShortPlan` is how the decode kernel runs on packed keys. `fa3.calls.varlen_call` asks it, and runs
 what it plans on a GPU or on the CPU.
@@ -23,7 +24,7 @@ from fa3.planning.joined import PackedSizes
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import AttentionSpec, Window
+from fa3.problem import NO_BOUND, AttentionSpec, Window
 
 MOST_SHORT_ROWS = 2 * ROWS
 """Rows of a key/value head up to which a sequence is short: with more the keys are read, and
@@ -31,7 +32,8 @@ multiplied, by more than two tiles of one warpgroup each."""
 
 FEWEST_EARLIER_KEYS = 4096
 """Keys beyond one for each query from which on a call with long sequences has two kernels: fewer
-take the forward kernel no longer than the launch of another one."""
+take the forward kernel no longer than the launch of another one. Also the keys that a sequence must
+have room for where few tiles are the decode kernel's: to split fewer does not pay."""
 
 ROWS_OF_TILE = 128
 """Queries of a tile of the forward kernel, at least."""
@@ -105,8 +107,32 @@ class ShortPlan:
         if has_long and not self.has_used_q and sizes.total_q >= sizes.batch * sizes.max_seqlen_q:
             # All sequences are as long as the longest.
             return 0
-        tiles = sizes.batch * self.heads_kv * -(-longest * self.qhead_per_kvhead // ROWS)
-        return longest if tiles * -(-sizes.max_seqlen_k // TILE_N) <= LARGEST else 0
+        return longest if self.are_counted(sizes, longest) else 0
+
+    def most_queries_of_idle(self, sizes: PackedSizes, window: Window) -> int:
+        """The most queries of a sequence where the forward kernel would leave SMs idle, so that all
+        sequences are to be the decode kernel's, which splits their keys; 0 if it would not, or
+        there are too few keys to split."""
+        num_sms, longest_k = self.gpu.num_sms, sizes.max_seqlen_k
+        if window.left != NO_BOUND:
+            # All other keys are hidden from all queries of a sequence.
+            longest_k = min(longest_k, window.left + sizes.max_seqlen_q)
+        if longest_k < FEWEST_EARLIER_KEYS:
+            return 0
+        if not leaves_sms_idle(sizes.total_q, sizes.batch, sizes.heads, num_sms):
+            return 0
+        # Not `max_seqlen_q`, so that calls of all lengths have one plan.
+        most = most_queries_of_few(sizes.heads, num_sms)
+        return most if self.are_counted(sizes, most) else 0
+
+    def are_counted(self, sizes: PackedSizes, most_queries: int) -> bool:
+        """Whether 32 bits count the key blocks of all tiles, whatever the lengths are.
+
+        Args:
+            most_queries: of a sequence.
+        """
+        tiles = sizes.batch * self.heads_kv * -(-most_queries * self.qhead_per_kvhead // ROWS)
+        return tiles * -(-sizes.max_seqlen_k // TILE_N) <= LARGEST
 
     def plan(self, most_queries: int, is_beside: bool, window: Window) -> DecodePlan:
         """The plan of all calls whose short sequences have so many queries or fewer, whatever the
