@@ -3,7 +3,8 @@
     from fa3 import interface as flash_attn_interface
 
 Names, order and defaults of FlashAttention-3's arguments, and what the functions return, are the
-same; docs/conventions.md says what differs. Arguments that fa3 adds are passed by name.
+same, but for one: `num_splits` of `flash_attn_varlen_func`, which is 0. docs/conventions.md says
+what else differs. Arguments that fa3 adds are passed by name.
 """
 
 from fa3.calls.combine import flash_attn_combine

@@ -19,7 +19,7 @@ from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
+from fa3.kernels.backward_launch import MMA_GROUPS, WIDEST_PIECE, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
 from fa3.planning.ragged_backward import RaggedBackwardPlan
@@ -47,7 +47,10 @@ WGMMA_K = 16
 
 OPTIONS = "--gpu-arch sm_90a"
 
-SIZES = ((32, 32), (64, 64), (72, 72), (128, 128), (192, 64), (192, 128), (192, 192), (256, 256))
+SIZES = (
+    *((32, 32), (64, 64), (72, 72), (128, 128), (192, 64), (192, 128), (144, 160)),
+    *((192, 192), (256, 256)),
+)
 """Sizes (of q and k, of v) that are compiled; they take every row of the table, and every width of
 a swizzled unit."""
 
@@ -55,11 +58,13 @@ SPECS = (
     *(spec_of(head_dim, "causal", head_dim_v=head_dim_v) for head_dim, head_dim_v in SIZES),
     *(spec_of(head_dim, "full") for head_dim in (128, 256)),
     spec_of(64, "window"),
+    spec_of(192, "window", head_dim_v=128),
     spec_of(128, "causal", dtype="float16"),
     modified(64, "window", (AROUND,)),
     modified(64, "full", function=DOCUMENTS),
     modified(128, "full", (CAP, AROUND)),
     modified(128, "causal", function=DOCUMENTS),
+    modified(128, "causal", (CAP, AROUND), DOCUMENTS),
     modified(256, "window", (CAP, BEHIND_BY_BATCH), DOCUMENTS),
 )
 
@@ -92,6 +97,7 @@ def test_machine_code(spec):
     assert report.count("UBLKCP") == 1
     # P stays in registers unless warpgroups share keys; dS does not.
     written = (2 if config.shares_keys else 1) * loops(spec) * ROWS * config.queries
+    # Parts of a block are one piece of code.
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     written += ROWS * columns // config.shares
     assert report.count("STSM") == written // (8 * WARPGROUP)
@@ -114,11 +120,11 @@ def check_resources(report: CubinReport, ptxas_log: str, threads: int, stack_byt
 
 def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
     head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-    of_step = (head_dim + head_dim_v + 2 * config.tile_m) // WGMMA_K
+    of_step = (head_dim + head_dim_v + 2 * config.tile_m // config.parts) // WGMMA_K
     # dQ stands in the code once, for one piece after another.
     assert report.wgmma == of_step * loops(spec) + config.tile_n // WGMMA_K
-    # Serialised, each would have a wait of its own.
-    assert report.wgmma_waits == 4 * loops(spec) + 1
+    # Serialised, each would have a wait of its own. Parts are waited for as a whole.
+    assert report.wgmma_waits == (4 if config.parts == 1 else 3) * loops(spec) + 1
 
 
 @pytest.mark.compiles
@@ -208,6 +214,8 @@ def test_every_head_size_has_a_config(head_dim, head_dim_v):
         (BackwardConfig(128, 128), "64 columns or fewer"),
         (BackwardConfig(64, 128, do_stages=0), "do_stages must be 1 or 2"),
         (BackwardConfig(64, 128, statistics_at_once=3), "statistics_at_once must be 2 or 4"),
+        (BackwardConfig(64, 128, parts=3), r"parts must be one of \(1, 2\)"),
+        (BackwardConfig(64, 64, shares_keys=True, parts=2), r"parts must be one of \(1,\)"),
     ],
 )
 def test_validate_rejects(config, message):
@@ -277,6 +285,7 @@ def write_views(
     of_keys: cute.Tensor,
     shape: cutlass.Constexpr,
     size: cutlass.Constexpr,
+    at_once: cutlass.Constexpr,
     stages: cutlass.Constexpr,
 ):
     """Read a buffer (rows, columns, count), blocked as TMA writes it, through each of its views."""
@@ -287,7 +296,7 @@ def write_views(
     buffer = cute.make_tensor(memory.iterator, blocks)
     for view, target in (
         (rows_of(buffer, size), of_rows),
-        (columns_of(buffer, size), of_columns),
+        (columns_of(buffer, size, at_once), of_columns),
         (columns_of_keys(buffer, size, stages), of_keys),
     ):
         for i in cutlass.range(cute.size(target)):
@@ -296,14 +305,14 @@ def write_views(
 
 @pytest.mark.compiles
 def test_views_of_shared_memory():
-    rows, columns, count, size, stages = 64, 96, 6, 32, 2
+    rows, columns, count, size, at_once, stages = 64, 96, 6, 32, 16, 2
     memory = torch.empty(rows * columns * count, dtype=torch.int32)
     element = torch.arange(memory.numel(), dtype=torch.int32).view(count, rows, columns)
     # Blocks of 16 columns stand behind one another.
     blocks = element.view(count, rows, columns // 16, 16).transpose(1, 2)
     memory.copy_(blocks.reshape(-1))
     found = [torch.empty_like(memory) for _ in range(3)]
-    write_views(*map(from_dlpack, (memory, *found)), (rows, columns, count), size, stages)
+    write_views(*map(from_dlpack, (memory, *found)), (rows, columns, count), size, at_once, stages)
     # The first mode of a view is the fastest.
     by_rows = element.view(count, rows // size, size, columns).transpose(2, 3)
     assert torch.equal(found[0].view(by_rows.shape), by_rows)
@@ -342,10 +351,11 @@ def write_owners(
                     rows[i] += 1
 
 
+@pytest.mark.parametrize("widest", WIDEST_PIECE.values())
 @pytest.mark.parametrize("columns", range(32, 257, 32))
-def test_places_of_pieces_take_turns(columns):
+def test_places_of_pieces_take_turns(columns, widest):
     """A warp waits until all but its last `in_flight - 1` pieces have been read."""
-    pieces = QueryPieces.of(64, columns)
+    pieces = QueryPieces.of(64, columns, widest)
     assert pieces.columns * pieces.width == columns and pieces.width % 16 == 0
     places = [piece % pieces.in_flight for piece in range(pieces.count)] * 3
     for i, place in enumerate(places):
@@ -355,7 +365,7 @@ def test_places_of_pieces_take_turns(columns):
 @pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "columns"), [(64, 96), (128, 64)])
 def test_every_number_of_a_query_tile_has_one_place(tile_m, columns):
-    pieces = QueryPieces.of(tile_m, columns)
+    pieces = QueryPieces.of(tile_m, columns, WIDEST_PIECE[1])
     assert pieces.numbers == tile_m * columns
     num_m_blocks, heads, batch = 3, 2, 2
     count = num_m_blocks * heads * batch

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.gpu
 CAUSAL = Window(right=0)
 WINDOWS = (Window(), CAUSAL, Window(40, 20), Window(left=70), Window(right=100))
 
-HEAD_DIMS = ((64, 64), (128, 128), (72, 72), (96, 96), (256, 256), (192, 128), (192, 192))
+HEAD_DIMS = (
+    *((64, 64), (128, 128), (72, 72), (96, 96), (256, 256)),
+    *((192, 128), (128, 192), (160, 160), (192, 192)),
+)
 """Sizes (of q and k, of v): those of each way to share the work, and of each swizzle."""
 
 

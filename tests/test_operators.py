@@ -21,8 +21,9 @@ PLAIN = {"softcap": 0.0, "sm_margin": 0, "alibi_slopes": None, "sinks": None}
 NO_FUNCTIONS = {"score": None, "score_tensors": [], "mask": None, "mask_tensors": []}
 NO_INTEGERS = {"cache_length": None, "cache_batch_idx": None, "cache_leftpad": None}
 NO_DROPOUT = {"dropout_p": 0.0, "rng_state": None}
-PACKED = WINDOW | PLAIN | NO_FUNCTIONS | {"deterministic": False} | NO_DROPOUT
-DENSE = PACKED | {"schedule": None, "pack_gqa": None}
+UNCACHED = WINDOW | PLAIN | NO_FUNCTIONS | {"deterministic": False} | NO_DROPOUT
+DENSE = UNCACHED | {"schedule": None, "pack_gqa": None}
+PACKED = UNCACHED | {"num_splits": 0}
 CACHED = WINDOW | PLAIN | NO_INTEGERS | {
     "page_table": None, "num_splits": 0, "batch_invariant": False,
 }  # fmt: skip

@@ -52,7 +52,7 @@ UNCACHED = f"{OF_SCORES}, {FUNCTIONS}, bool deterministic, float dropout_p, Tens
 DENSE = f"{UNCACHED}, str? schedule, bool? pack_gqa"
 PACKED = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    f"Tensor? seqused_q, Tensor? seqused_k, {UNCACHED}"
+    f"Tensor? seqused_q, Tensor? seqused_k, {UNCACHED}, int num_splits"
 )
 CACHED = (
     "Tensor? cache_seqlens, SymInt? cache_length, Tensor? cache_batch_idx, Tensor? cache_leftpad, "

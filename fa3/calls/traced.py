@@ -87,6 +87,7 @@ def trace_packed(
     seqused_k: torch.Tensor | None,
     dropout_p: float,
     rng_state: torch.Tensor | None,
+    num_splits: int,
     *options,
 ) -> Result:
     """What `flash_attn_varlen_func` gives.
@@ -95,9 +96,10 @@ def trace_packed(
         options: those of `options_of`.
     """
     named, functions = options_of(*options), functions_of(score, mask)
-    check_gradients(q, k, v, out, score, named, functions)
+    if check_gradients(q, k, v, out, score, named, functions):
+        num_splits = 1
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    named = named | functions | {"deterministic": deterministic}
+    named = named | functions | {"deterministic": deterministic, "num_splits": num_splits}
     named |= dropout_options(dropout_p, rng_state, q)
     if out is None:
         out, lse = operators.VARLEN.overload(q, k, v, *lengths, **named)

@@ -84,7 +84,7 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
     attention_chunk: int | None = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int = 0,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
@@ -160,7 +160,8 @@ def flash_attn_varlen_func(
             queries that are not used stay as they are. Must not share memory with another tensor
             of the call; it may lie between their elements.
         num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
-            GPU. With 0 those of long sequences are, too, where few tiles would leave SMs idle; with
+            GPU. With 0 those of long sequences are, too, where few tiles would leave SMs idle, if
+            no gradient is wanted; with 1, FlashAttention-3's default, never. With
             scheduler_metadata its own num_splits says so. With page_table 1 is like 0, and a larger
             number says into how many parts.
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
@@ -252,8 +253,8 @@ def flash_attn_varlen_func(
         check_not_known(scheduler_metadata, on_host)
         return trace_packed(
             q, k, v, out, return_lse, score, mask, deterministic, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, dropout_p, rng_state, softmax_scale,
-            causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
+            max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, dropout_p, rng_state, num_splits,
+            softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
         )  # fmt: skip
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)

@@ -56,7 +56,6 @@ from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import (
     LISTENING_WARPS,
     MMA_GROUPS,
-    REGISTERS_OF_ROLES,
     BackwardArguments,
     BackwardConfig,
     CallSizes,
@@ -288,19 +287,19 @@ class Backward(AttentionKernel):
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(operands.begin is not None):
             operands.begin.begin(self.spec, self.config, smem.ticket, warp_idx)
-        producer_registers, mma_registers, sum_registers = REGISTERS_OF_ROLES
+        registers = self.config.registers_of_roles
         if warp_idx < WARPS:
-            cute.arch.setmaxregister_decrease(producer_registers)
+            cute.arch.setmaxregister_decrease(registers.producer)
             given = operands, smem, pipelines, sequences
             if warp_idx == 0:
                 self.load(*given, schedule.for_producer(), cursor)
             elif warp_idx == 1:
                 self.load_keys(*given, schedule, cursor)
         elif warp_idx >= WARPS * (1 + MMA_GROUPS):
-            cute.arch.setmaxregister_decrease(sum_registers)
+            cute.arch.setmaxregister_decrease(registers.sums)
             self.sum_up(operands, smem, pipelines, sequences, schedule, cursor)
         else:
-            cute.arch.setmaxregister_increase(mma_registers)
+            cute.arch.setmaxregister_increase(registers.mma)
             self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
 
     @cute.jit
@@ -377,7 +376,7 @@ class Backward(AttentionKernel):
             pipeline.PipelineAsync.create(
                 barrier_storage=storage.barriers_ds.data_ptr(),
                 num_stages=config.stages,
-                producer_group=of_mma,
+                producer_group=warps(MMA_GROUPS * config.parts),
                 consumer_group=warps(1),
                 defer_sync=True,
             ),

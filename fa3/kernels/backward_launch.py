@@ -17,8 +17,14 @@ from fa3.problem import AttentionSpec
 MMA_GROUPS = 2
 """MMA warpgroups."""
 
-REGISTERS_OF_ROLES = 24, 208, 72
-"""Registers of a thread after setmaxnreg: of the producer, the MMA warpgroups and the sums'."""
+
+class Registers(NamedTuple):
+    """Registers of a thread after setmaxnreg; four warpgroups have 512 between them."""
+
+    producer: int
+    mma: int
+    sums: int
+
 
 SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 """Registers of a thread of an MMA warpgroup that its fragments must leave, by
@@ -26,6 +32,12 @@ SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
+
+REGISTERS = {1: Registers(24, 208, 72), 2: Registers(24, 216, 56)}
+"""Those of the roles, by the parts of a block's queries."""
+
+WIDEST_PIECE = {1: 64, 2: 48}
+"""Columns at most of a piece of dQ, which takes half as many registers of the sums' warpgroup."""
 
 TICKET, FIRST_OF_BEGUN = 2, 3
 """Words of the counters after the schedule's two: how often CTAs have asked for queries to begin,
@@ -43,12 +55,17 @@ class BackwardConfig:
     or, with `shares_keys`, both have the same 64 keys: they share the queries of S and dP and the
     columns of dK and dV, and P goes through shared memory as dS does.
 
+    With `parts` a block's queries go through S and dP some at a time: what is live beside dK and dV
+    is less, so groups have keys of their own at larger heads; but a product is narrower, and reads
+    K and V from shared memory once for each part.
+
     Fields:
         tile_m: queries of a block.
         tile_n: keys of a CTA's tile.
         do_stages: blocks of dO in shared memory.
         k_stages: tiles of K in shared memory; with 2 the next one's comes before this one is done.
         shares_keys: see above.
+        parts: see above; 1, or 2 where groups have keys of their own.
         statistics_at_once: of how many rows a thread reads the statistics at once: 4, all before
             they are needed, or 2, which takes fewer registers.
     """
@@ -58,6 +75,7 @@ class BackwardConfig:
     do_stages: int = STAGES
     k_stages: int = STAGES
     shares_keys: bool = False
+    parts: int = 1
     statistics_at_once: int = QUAD
 
     @property
@@ -81,12 +99,16 @@ class BackwardConfig:
 
     @property
     def queries(self) -> int:
-        """Queries of a block in a group's S and dP."""
-        return self.tile_m // self.shares
+        """Queries of a block that are at once in a group's S and dP."""
+        return self.tile_m // self.shares // self.parts
 
     def pieces(self, columns: int) -> QueryPieces:
         """The pieces of a tile of dQ, which are computed one after another."""
-        return QueryPieces.of(self.tile_m, columns)
+        return QueryPieces.of(self.tile_m, columns, WIDEST_PIECE[self.parts])
+
+    @property
+    def registers_of_roles(self) -> Registers:
+        return REGISTERS[self.parts]
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
@@ -113,6 +135,9 @@ class BackwardConfig:
         beside += rounded if spec.has_dropout and hides else 0
         # With 64 scores or more, what is added to them takes another one.
         beside += scores // ROWS if spec.scores else 0
+        if self.parts > 1:
+            # The part's number, and what hides or changes scores, which is found anew for each.
+            beside += rounded * (2 if hides else 1) + (scores if spec.scores else 0)
         return gradients + scores + beside + factors
 
     def validate(self, spec: AttentionSpec) -> None:
@@ -134,14 +159,19 @@ class BackwardConfig:
             raise ValueError(
                 f"tile_n must be {keys} with shares_keys={self.shares_keys}, got {self.tile_n}"
             )
+        parts = (1,) if self.shares_keys else tuple(REGISTERS)
+        if self.parts not in parts:
+            raise ValueError(
+                f"parts must be one of {parts} with shares_keys={self.shares_keys}, got "
+                f"{self.parts}"
+            )
         if self.statistics_at_once not in (PAIR, QUAD):
             raise ValueError(
                 f"statistics_at_once must be {PAIR} or {QUAD}, got {self.statistics_at_once}"
             )
         self.pieces(padded(spec.head_dim))  # raises if dQ has none
         check_fits(self.smem_bytes(spec), self, spec)
-        _, registers, _ = REGISTERS_OF_ROLES
-        registers -= SPARE_REGISTERS[self.statistics_at_once]
+        registers = self.registers_of_roles.mma - SPARE_REGISTERS[self.statistics_at_once]
         if self.registers(spec) > registers:
             raise ValueError(
                 f"{self} takes {self.registers(spec)} registers a thread for the fragments of "

@@ -59,6 +59,8 @@ BACKWARD_TILINGS = (
     BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1)),
     BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, statistics_at_once=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, parts=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, parts=2, statistics_at_once=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
     BackwardTiling(192, 192, BackwardConfig(64, 64, k_stages=1, shares_keys=True)),
     BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),

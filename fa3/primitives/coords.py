@@ -1,6 +1,6 @@
 """Query, key, head and batch of a thread's scores, for masks, score functions and epilogues."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -117,6 +117,10 @@ class TransposedCoords:
         column = begins[1] + coords.column
         steps = coords.row_steps, coords.column_steps
         return cls(coords.row, column, *steps, tile_m, tile.batch, tile.head)
+
+    def shifted(self, columns: int) -> "TransposedCoords":
+        """The coordinates of as many scores that many columns further in the block."""
+        return replace(self, column=self.column + columns)
 
     def key(self, r: int):
         """The key of row r."""

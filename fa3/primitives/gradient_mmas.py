@@ -104,8 +104,8 @@ class GradientOperands(NamedTuple):
 
     Fields:
         k, v: this group's keys, rows of S^T and dP^T; K by stage.
-        q, d_out: columns of S^T and dP^T, by stage.
-        qt, d_out_t: columns of dK and dV, by stage.
+        q, d_out: columns of S^T and dP^T, by part of a block and stage.
+        qt, d_out_t: columns of dK and dV, by part and stage.
         p, ds: rows of dV and dK, by stage, if they come from shared memory; else None.
     """
 
@@ -126,15 +126,22 @@ class GradientOperands(NamedTuple):
         slab, share = (0, group) if config.shares_keys else (group, 0)
         k = cute.logical_divide(smem.k, (None, None, config.slabs))[None, None, (slab, None)]
         dk, dv = (cute.size(buffer, mode=[1]) // config.shares for buffer in (smem.k, smem.v))
-        qt, d_out_t = columns_of(smem.q, dk), columns_of(smem.d_out, dv)
-        q, d_out = (rows_of(buffer, config.queries) for buffer in (smem.q, smem.d_out))
+        rows = config.tile_m // config.parts
+        qt, d_out_t = columns_of(smem.q, dk, rows), columns_of(smem.d_out, dv, rows)
+        # A part of a block is a group's share of it, or one after another is everybody's.
+        q, d_out = (
+            cute.logical_divide(rows_of(buffer, config.queries), (None, None, config.parts))[
+                None, None, (None, share), None
+            ]
+            for buffer in (smem.q, smem.d_out)
+        )
         return cls(
             operand_a(mmas.scores, k),
             operand_a(mmas.scores, smem.v[None, None, slab]),
-            operand_b(mmas.scores, q[None, None, share, None]),
-            operand_b(mmas.scores, d_out[None, None, share, None]),
-            operand_b(mmas.dk, qt[None, share, None, None]),
-            operand_b(mmas.dv, d_out_t[None, share, None, None]),
+            operand_b(mmas.scores, q),
+            operand_b(mmas.scores, d_out),
+            operand_b(mmas.dk, qt[None, share, None, None, None]),
+            operand_b(mmas.dv, d_out_t[None, share, None, None, None]),
             operand_a(mmas.dv, smem.p) if config.shares_keys else None,
             operand_a(mmas.dk, smem.ds) if config.shares_keys else None,
             cute.make_rmem_tensor(mmas.dk.partition_shape_C((ROWS, dk)), Float32),
@@ -161,11 +168,12 @@ def rows_of(smem: cute.Tensor, size: int) -> cute.Tensor:
     return cute.composition(smem, layout)
 
 
-def columns_of(smem: cute.Tensor, size: int) -> cute.Tensor:
-    """View (rows, columns, count) as (size, columns / size, rows, count)."""
+def columns_of(smem: cute.Tensor, size: int, at_once: int) -> cute.Tensor:
+    """View (rows, columns, count) as (size, columns / size, at_once, rows / at_once, count)."""
     rows, columns, count = (cute.size(smem, mode=[i]) for i in range(3))
     layout = cute.make_layout(
-        (size, columns // size, rows, count), stride=(rows, rows * size, 1, rows * columns)
+        (size, columns // size, at_once, rows // at_once, count),
+        stride=(rows, rows * size, 1, at_once, rows * columns),
     )
     return cute.composition(smem, layout)
 

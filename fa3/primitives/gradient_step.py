@@ -8,7 +8,7 @@ A thread has 208 registers, of which dK and dV take 128 at head size 128. So P i
 while dP is there, and is read again for dS: it is rounded for dV in any case.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -74,16 +74,50 @@ class GradientStep:
 
     @cute.jit
     def next(self, m_block, q_state, do_state, masked: cutlass.Constexpr):
-        """One query block: S and P, then dP and dV, then dS and dK."""
-        config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
+        """One query block, one part of it after another."""
+        config, pipelines = self.config, self.pipelines
         # dS of a block has the stage of its Q, and dO if it has as many; a state takes registers.
         ds_state = self.state_of_producer(q_state)
         if cutlass.const_expr(config.do_stages == config.stages):
             do_state = q_state
-        statistics = self.statistics(q_state)
+        states = q_state, do_state, ds_state
         pipelines.q.consumer_wait(q_state)
+        if cutlass.const_expr(config.parts == 1):
+            self.products(0, m_block, states, masked)
+            warpgroup.wait_group(1)
+            pipelines.d_out.consumer_release(do_state)
+            warpgroup.wait_group(0)
+        else:
+            # A loop: in one piece of code what the second part reads would be read before the
+            # first, for which there are no registers.
+            for part in cutlass.range(config.parts, unroll=1):
+                self.of_part(part).products(part, m_block, states, masked)
+                warpgroup.wait_group(0)
+            pipelines.d_out.consumer_release(do_state)
+        pipelines.q.consumer_release(q_state)
+        q_state.advance()
+        if cutlass.const_expr(config.do_stages != config.stages):
+            do_state.advance()
+        return q_state, do_state
+
+    def of_part(self, part) -> "GradientStep":
+        """The steps for one part of each block: its scores have other coordinates."""
+        rules, dropout = self.rules.shifted(part * self.config.queries), self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, coords=rules.coords)
+        return replace(self, rules=rules, dropout=dropout)
+
+    @cute.jit
+    def products(self, part, m_block, states, masked: cutlass.Constexpr):
+        """One part of a block: S and P, then dP and dV, then dS and dK, which are not waited for.
+
+        The rules have the part's coordinates.
+        """
+        config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
+        q_state, do_state, ds_state = states
+        statistics = self.statistics(q_state)
         k = regs.k[None, None, None, self.k_stage]
-        acc_S = self.issue_scores(k, regs.q[None, None, None, q_state.index])
+        acc_S = self.issue_scores(k, regs.q[None, None, None, part, q_state.index])
         lses = statistics.all(LSE)
         warpgroup.wait_group(0)
         p = as_rows_and_columns(acc_S)
@@ -94,14 +128,14 @@ class GradientStep:
         # V comes after K and the first Q; from the second block on it is there.
         pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
-        acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, do_state.index])
-        d_out_t = regs.d_out_t[None, None, None, do_state.index]
-        qt = regs.qt[None, None, None, q_state.index]
+        acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
+        d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
+        qt = regs.qt[None, None, None, part, q_state.index]
         # The sums' warpgroup has read the dS that was here. So has the other MMA warpgroup, with
         # shared keys, and P too: the two have met in the step between.
         pipelines.ds.producer_acquire(ds_state)
         if cutlass.const_expr(config.shares_keys):
-            self.write(of_dv, self.smem.p, ds_state)
+            self.write(of_dv, self.smem.p, part, ds_state)
             warpgroup.wait_group(0)
         else:
             wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(of_dv), d_out_t, accumulate=True)
@@ -111,7 +145,7 @@ class GradientStep:
         p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
         statistics.differentiate(p, dP, deltas, factors, self.dropout is not None)
         rdS = self.rounded(acc_dP)
-        self.write(rdS, self.smem.ds, ds_state)
+        self.write(rdS, self.smem.ds, part, ds_state)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
@@ -123,14 +157,6 @@ class GradientStep:
             of_dk = regs.ds[None, None, None, ds_state.index]
             wgmma.issue(mmas.dv.op, regs.acc_dV, of_p, d_out_t, accumulate=True)
         wgmma.issue(mmas.dk.op, regs.acc_dK, of_dk, qt, accumulate=True)
-        warpgroup.wait_group(1)
-        pipelines.d_out.consumer_release(do_state)
-        warpgroup.wait_group(0)
-        pipelines.q.consumer_release(q_state)
-        q_state.advance()
-        if cutlass.const_expr(config.do_stages != config.stages):
-            do_state.advance()
-        return q_state, do_state
 
     def state_of_producer(self, state: pipeline.PipelineState) -> pipeline.PipelineState:
         """The state for filling the stage whose turn it is: a producer is a phase ahead."""
@@ -168,11 +194,9 @@ class GradientStep:
         return rounded
 
     @cute.jit
-    def write(self, fragment: cute.Tensor, buffer: cute.Tensor, state):
+    def write(self, fragment: cute.Tensor, buffer: cute.Tensor, part, state):
         """Write this group's part of P^T or dS^T to shared memory."""
-        if cutlass.const_expr(self.config.shares_keys):
-            shape = ROWS, self.config.queries
-            part = cute.local_tile(buffer[None, None, state.index], shape, (0, self.group))
-        else:
-            part = buffer[None, None, state.index * self.config.slabs + self.group]
-        write_fragment(fragment, self.mmas.scores, self.thread, part)
+        slab, columns = (0, self.group) if self.config.shares_keys else (self.group, part)
+        of_slab = buffer[None, None, state.index * self.config.slabs + slab]
+        target = cute.local_tile(of_slab, (ROWS, self.config.queries), (0, columns))
+        write_fragment(fragment, self.mmas.scores, self.thread, target)

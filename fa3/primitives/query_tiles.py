@@ -23,9 +23,6 @@ from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 STATISTICS = 2
 """Numbers of a row: its log-sum-exp and its delta."""
 
-WIDEST_PIECE = 64
-"""Columns of a piece of dQ at most: 32 registers of a thread."""
-
 UNIT_OF_PIECE = 16
 """Columns of a piece are a multiple of this, which is the smallest swizzled unit."""
 
@@ -137,18 +134,19 @@ class QueryPieces(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, tile_m: int, columns: int) -> "QueryPieces":
-        """Pieces of a tile of `tile_m` rows and `columns` columns, as few as registers allow.
+    def of(cls, tile_m: int, columns: int, widest: int) -> "QueryPieces":
+        """Pieces of a tile of `tile_m` rows and `columns` columns, as few as can be with at most
+        `widest` columns.
 
         Raises:
             ValueError: there are no such pieces.
         """
         units = columns // UNIT_OF_PIECE
         fits = (n for n in range(1, units + 1) if units % n == 0)
-        beside = next(n for n in fits if columns // n <= WIDEST_PIECE)
+        beside = next(n for n in fits if columns // n <= widest)
         if tile_m % ROWS or (tile_m > ROWS and beside > 1):
             raise ValueError(
-                f"tile_m must be {ROWS}, or a multiple of it with {WIDEST_PIECE} columns or fewer, "
+                f"tile_m must be {ROWS}, or a multiple of it with {widest} columns or fewer, "
                 f"got {tile_m} with {columns} columns"
             )
         return cls(tile_m // ROWS, beside, columns // beside)

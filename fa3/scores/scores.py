@@ -26,7 +26,7 @@ Your own score is a subclass with two methods:
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -350,6 +350,10 @@ class TransposedRules:
     def unit(self):
         """The natural logit that a score of 1 stands for after `apply`."""
         return self.units[-1]
+
+    def shifted(self, columns: int) -> "TransposedRules":
+        """The rules of as many scores that many columns further in the block."""
+        return replace(self, coords=self.coords.shifted(columns))
 
     @cute.jit
     def apply(self, values: cute.Tensor, m_block, masked: cutlass.Constexpr):
