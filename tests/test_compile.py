@@ -283,13 +283,33 @@ def stretches(report: CubinReport) -> list[int]:
 def test_machine_code_with_keys_in_a_cache(head_dim, mask, page_size, is_fixed):
     plan = RaggedPlan(spec_of(head_dim, mask), False, False, H200, CacheLayout(page_size))
     kernel = plan.kernels()[0 if is_fixed else 1]
+    report = check_with_cache(kernel)
+    if has_unmasked_blocks(plan.spec):
+        check_overlap(report, plan.spec, kernel.config)
+
+
+def check_with_cache(kernel: Forward) -> CubinReport:
+    """Check the machine code of a kernel that finds its keys in a cache."""
     compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log, kernel.config)
-    check_wgmma(report, plan.spec, kernel.config)
-    check_tma(report, plan.spec, kernel.config)
-    if has_unmasked_blocks(plan.spec):
-        check_overlap(report, plan.spec, kernel.config)
+    check_wgmma(report, kernel.spec, kernel.config)
+    check_tma(report, kernel.spec, kernel.config)
+    return report
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "page_size", "name"),
+    [
+        (128, "causal", 16, "score"), (64, "full", 64, "mask"), (256, "causal", 16, "prefix"),
+        (256, "window", 16, "everything"),
+    ],
+)  # fmt: skip
+def test_machine_code_of_functions_with_keys_in_a_cache(head_dim, mask, page_size, name):
+    spec = modified(head_dim, mask, *MODIFIERS[name])
+    for kernel in RaggedPlan(spec, True, False, H200, CacheLayout(page_size)).kernels():
+        check_with_cache(kernel)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@ No GPU is needed. Checked are properties that cost speed without changing a resu
 that a launch needs: registers, shared memory, the dependent launch.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from machine_code import check_ptxas_log
 
+from docs.examples.documents import Documents
+from docs.examples.relative_bias import RelativeBias
 from fa3.kernels.combine import GROUPS, IN_FLIGHT, LANES, Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeConfig
@@ -18,7 +22,7 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 from fa3.running.compiler import compile_kernel
 from fa3.schedules.stream_k import Crews, StreamK, Units, Whole
-from fa3.scores.masks import Band
+from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 from fa3.tools.cubin import CubinReport, inspect
@@ -124,6 +128,30 @@ def test_machine_code_of_packed_queries(cut, cache):
     check_dependent_launch(report)
 
 
+RELATIVE = Template.of(RelativeBias(torch.zeros(4, 9), reach=4))
+DOCUMENTS = Template.of(Documents(*torch.zeros(2, 1, 4, dtype=torch.int32)))
+FUNCTIONS = {
+    "score": (spec_of(mask="causal", scores=(RELATIVE,)), "page16"),
+    "mask": (replace(spec_of(), mask=Intersection(MASKS["causal"], DOCUMENTS)), "page1"),
+    "score-256": (spec_of((256, 256), "causal", scores=(RELATIVE,)), "page16"),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_machine_code_of_functions_of_the_users(case):
+    spec, layout = FUNCTIONS[case]
+    cache = replace(CACHES[layout], batch_indexed=False)
+    kernel = Decode(
+        spec, config_of(spec, cache, StreamK), 4, cache, StreamK, is_packed=True, has_used_q=True
+    )
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_resources(report, compiled.ptxas_log)
+    check_wgmma(report, spec)
+    check_dependent_launch(report)
+
+
 @pytest.mark.compiles
 @pytest.mark.parametrize("cut", [StreamK, Crews])
 def test_machine_code_with_long_places(cut):
@@ -148,7 +176,8 @@ def check_resources(report: CubinReport, ptxas_log: str, ctas_of_sm: int = 1):
 
 def check_wgmma(report: CubinReport, spec: AttentionSpec):
     """Q K^T and P V stand in the loops, before them and behind; each has a wait."""
-    copies = 3 + spec.mask.left
+    # All blocks of a mask of the user's are masked, in one loop.
+    copies = 3 + (spec.mask.left and not spec.mask.templates)
     qk, pv = copies * padded(spec.head_dim) // WGMMA_K, copies * TILE_N // WGMMA_K
     assert report.wgmma == qk + pv
     assert report.wgmma_waits <= 3 * copies

@@ -662,7 +662,7 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
     attended = []
 
     def attend(self, q, k, v, out, lse, seqlens, *rest):
-        *_, seqlen_new, _ = rest
+        *_, seqlen_new, _, _, _ = rest
         attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
 
     for kind in (mixed.PreparedMixed, decode.PreparedDecode):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa3.calls import combine, decode, kvcache, prepared_cache
-from fa3.calls.cache_call import CacheCall
+from fa3.calls.cache_call import CacheCall, CacheTensors
 from fa3.calls.operands import Operand
 from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.planning.gpu import H200
@@ -34,7 +34,8 @@ def call_of(batch: int, device: str) -> CacheCall:
 
 
 def cache_call(batch: int, device: str = "cpu") -> tuple:
-    return call_of(batch, device)[:-1], None, True, (-1, -1), 0.0, True, 0, False, 0, None
+    described = call_of(batch, device)[: len(CacheTensors._fields)]
+    return described, None, True, (-1, -1), 0.0, True, 0, False, 0, None
 
 
 def cache_call_on_gpu(batch: int) -> tuple:

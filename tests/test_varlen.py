@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import inspect
 import random
 import re
 import resource
@@ -388,7 +387,6 @@ PAGED = {"cu_seqlens_k": None, "seqused_k": integers(3, 9, 4), "page_table": int
     [
         ({"seqused_k": None}, ValueError, "seqused_k must be given with page_table"),
         ({"cu_seqlens_k": integers(0, 1)}, ValueError, "cu_seqlens_k must be None with page_table"),
-        ({"seqused_q": integers(1)}, NotImplementedError, "seqused_q is not supported with page"),
         ({"max_seqlen_k": None}, TypeError, "max_seqlen_k must be an integer, got None"),
         ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be 0 or more, got -1"),
         ({}, ValueError, "k must have 4 dimensions"),

@@ -118,6 +118,8 @@ TABLE: Inputs = {"page_table": torch.arange(PAGES, dtype=torch.int32).view(BATCH
 IN_PAGES = zeros(PAGES, PAGE_SIZE, HEADS_KV, HEAD_DIM)
 LENGTHS = integers(5, SEQLEN)
 IDS = torch.zeros(BATCH, SEQLEN, dtype=torch.int32)
+SCORE: Inputs = {"score": RelativeBias(torch.zeros(HEADS_Q, 9), reach=4)}
+MASK: Inputs = {"mask": Documents(IDS, IDS)}
 
 
 def options() -> Iterator[Option]:
@@ -127,26 +129,25 @@ def options() -> Iterator[Option]:
     yield Option("softcap", {"softcap": 30.0})
     yield Option("ALiBi", {"alibi_slopes": torch.ones(HEADS_Q)})
     yield Option("sinks", {"sinks": torch.zeros(HEADS_Q)})
-    yield Option("score of your own", {"score": RelativeBias(torch.zeros(HEADS_Q, 9), reach=4)})
-    yield Option("mask of your own", {"mask": Documents(IDS, IDS)})
+    yield Option("score of your own", SCORE)
+    yield Option("mask of your own", MASK)
     yield Option("log-sum-exp", {"return_lse": True})
     outs = {name: {"out": zeros(*shape)} for name, shape in SHAPES.items()}
     yield Option("output given", of=outs)
     yield Option("tile order of your own", {"schedule": lambda tiles: tiles})
     yield Option("lengths used", {"seqused_q": LENGTHS, "seqused_k": LENGTHS})
-    yield Option(
-        "pages",
-        of={
-            PACKED: {
-                "k": IN_PAGES,
-                "v": IN_PAGES,
-                "cu_seqlens_k": None,
-                "seqused_k": LENGTHS,
-                **TABLE,
-            },
-            CACHED: {"k_cache": IN_PAGES, "v_cache": IN_PAGES, **TABLE},
-        },
-    )
+    on_pages: Inputs = {
+        "k": IN_PAGES, "v": IN_PAGES, "cu_seqlens_k": None, "seqused_k": LENGTHS, **TABLE
+    }  # fmt: skip
+    in_cache: Inputs = {"k_cache": IN_PAGES, "v_cache": IN_PAGES, **TABLE}
+    yield Option("pages", of={PACKED: on_pages, CACHED: in_cache})
+    for name, option in (
+        ("a score of your own", SCORE),
+        ("a mask of your own", MASK),
+        ("queries used", {"seqused_q": LENGTHS}),
+        ("dropout", {"dropout_p": 0.1}),
+    ):
+        yield Option(f"pages, {name}", of={PACKED: on_pages | option})
     yield Option("append", of={CACHED: NEW})
     for name, interleaved in (("pairs", True), ("halves", False)):
         rotary = {**NEW, **ROTARY, "rotary_interleaved": interleaved}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.assertions import read_back
-from fa3.calls.modifiers import check_alibi_slopes, check_sinks, describe_modifier
+from fa3.calls.modifiers import Structure, check_alibi_slopes, check_sinks, describe_modifier
 from fa3.calls.operands import (
     ALIGNMENT,
     DIMENSIONS,
@@ -51,10 +51,12 @@ ROTARY_UNIT = 16
 
 
 class CacheTensors(NamedTuple):
-    """All tensors of a call. Those from cache_seqlens to rotary_seqlens are int32.
+    """All tensors of a call, but for those of the user's functions. From cache_seqlens to
+    seqused_q they are int32.
 
     Calls hand them on as plain tuples in this order, which take the host less time. Shapes are
-    those of `flash_attn_with_kvcache`. A number in place of cache_seqlens is no tensor.
+    those of `flash_attn_with_kvcache`, which has no seqused_q: (batch,), how many of packed queries
+    are used. A number in place of cache_seqlens is no tensor.
     """
 
     q: torch.Tensor
@@ -71,12 +73,13 @@ class CacheTensors(NamedTuple):
     cu_seqlens_k_new: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None = None
     rotary_seqlens: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
 
-OF_INTEGERS = slice(7, 14)
+OF_INTEGERS = slice(7, 15)
 INTEGERS = CacheTensors._fields[OF_INTEGERS]
 """The int32 tensors: where they are among the `CacheTensors`, and their names."""
 
@@ -95,7 +98,7 @@ ANY_TOTAL = 1
 
 def describe_tensors(
     q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, ends_new, ends_q,
-    turns, slopes, sinks, out,
+    turns, used_q, slopes, sinks, out,
 ) -> tuple[Description | None, ...]:  # fmt: skip
     """Describe each of the `CacheTensors` that is given.
 
@@ -118,6 +121,7 @@ def describe_tensors(
         None if ends_new is None else describe("cu_seqlens_k_new", ends_new, 1),
         None if ends_q is None else describe("cu_seqlens_q", ends_q, 1),
         None if turns is None else describe("rotary_seqlens", turns, 1),
+        None if used_q is None else describe("seqused_q", used_q, 1),
         None if slopes is None else describe_modifier("alibi_slopes", slopes),
         None if sinks is None else describe_modifier("sinks", sinks),
         None if out is None else describe("out", out),
@@ -137,22 +141,28 @@ def of_any_total(described: tuple[Description | None, ...]) -> tuple[Description
 
 
 class CacheCall(
-    namedtuple("CacheCall", (*CacheTensors._fields, "max_seqlen_q"), defaults=(None,) * 6)
+    namedtuple(
+        "CacheCall", (*CacheTensors._fields, "max_seqlen_q", "functions"), defaults=(None,) * 8
+    )
 ):
     """What each of the `CacheTensors` is like, and what follows from that.
 
     Fields:
         max_seqlen_q: the most queries of a sequence, if they are packed.
+        functions: the structure of the user's score and mask; None without.
     """
 
     __slots__ = ()
 
     @classmethod
     def of(
-        cls, described: Sequence[Description | None], max_seqlen_q: int | None = None
+        cls,
+        described: Sequence[Description | None],
+        max_seqlen_q: int | None = None,
+        functions: Structure | None = None,
     ) -> "CacheCall":
         """The call whose tensors are described."""
-        return cls(*map(operand_of, described), max_seqlen_q)
+        return cls(*map(operand_of, described), max_seqlen_q, functions)
 
     @property
     def is_packed(self) -> bool:
@@ -275,6 +285,7 @@ def check_indices(call: CacheCall) -> None:
         "cu_seqlens_k_new": (call.batch + 1,),
         "cu_seqlens_q": (call.batch + 1,),
         "rotary_seqlens": (call.batch,),
+        "seqused_q": (call.batch,),
         "page_table": None,
     }
     for name, shape in shapes.items():
@@ -368,7 +379,7 @@ class HostValues:
         counts: tokens that each gets.
         leftpads, batch_idx: as given.
         pages: each row of the page table.
-        query_ends, turns: cu_seqlens_q and rotary_seqlens, if given.
+        query_ends, turns, used_queries: cu_seqlens_q, rotary_seqlens and seqused_q, if given.
     """
 
     seqlens: list[int] | None
@@ -378,6 +389,7 @@ class HostValues:
     pages: list[list[int]] | None
     query_ends: list[int] | None = None
     turns: list[int] | None = None
+    used_queries: list[int] | None = None
 
 
 def values_on_host(call: CacheCall, integers: Sequence[int | torch.Tensor | None]) -> HostValues:
@@ -440,7 +452,7 @@ def check_values(call: CacheCall, values: HostValues, query_step: int) -> None:
     if values.batch_idx is not None:
         check_batch_idx(call, values.batch_idx)
     if values.query_ends is not None:
-        check_query_ends(call, values.query_ends)
+        check_query_ends(call, values.query_ends, values.used_queries)
     seen = values.seqlens, values.counts, values.pages
     hidden = [
         name
@@ -454,12 +466,14 @@ def check_values(call: CacheCall, values: HostValues, query_step: int) -> None:
         check_pages(call, values)
 
 
-def check_query_ends(call: CacheCall, ends: list[int]) -> None:
+def check_query_ends(call: CacheCall, ends: list[int], used: list[int] | None) -> None:
     """Raise unless the queries of each sequence exist, and are no more than there may be."""
     total = call.q.shape[0]
     counts = [end - begin for begin, end in itertools.pairwise(ends)]
     if ends[0] != 0 or ends[-1] > total or min(counts, default=0) < 0:
         raise ValueError(f"cu_seqlens_q must rise from 0 to at most q's {total} rows, got {ends}")
+    if used is not None:
+        counts = list(map(min, counts, used))
     if max(counts, default=0) > call.max_seqlen_q:
         raise ValueError(
             f"max_seqlen_q must be {max(counts)} or more, the most queries of a sequence, got "

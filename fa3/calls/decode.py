@@ -67,6 +67,7 @@ class PreparedDecode:
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
         softmax_scale: float, seqlen_new: int = 0, known: KnownLengths | None = None,
+        used_q: torch.Tensor | None = None, of_functions: tuple[torch.Tensor, ...] = (),
     ) -> None:  # fmt: skip
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
@@ -76,12 +77,14 @@ class PreparedDecode:
         Args:
             seqlen_new: keys that each sequence has beyond those that `seqlens` says.
             known: the lengths, if the host knows them; of use to `PreparedMixed` only.
+            used_q: how many of packed queries are used; None for all.
+            of_functions: the tensors of the user's score and mask.
         """
-        modifiers = modifiers_of(slopes, sinks)
+        modifiers = modifiers_of(slopes, sinks, of_functions)
         if self.attends is None:
             operands = CacheOperands(
                 q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-                seqlen_new,
+                seqlen_new, used_q,
             )  # fmt: skip
             execute_decode(self.plan, operands, softmax_scale, modifiers)
             return
@@ -90,7 +93,7 @@ class PreparedDecode:
             with torch.cuda.device(device):
                 self.attend(
                     q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-                    softmax_scale, seqlen_new,
+                    softmax_scale, seqlen_new, None, used_q, of_functions,
                 )  # fmt: skip
             return
         lse = 0 if lse is None else lse.data_ptr()
@@ -104,7 +107,7 @@ class PreparedDecode:
                 workspace[: self.cleared].zero_()
         # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
         self.attends(
-            q, k, v, out, lse, ends, None, None, seqlens, seqlen_new, batch_idx, leftpad,
+            q, k, v, out, lse, ends, used_q, None, seqlens, seqlen_new, batch_idx, leftpad,
             page_table, modifiers, workspace, words, softmax_scale, *self.integers, 0, None,
         )  # fmt: skip
         if self.counters:
@@ -175,12 +178,14 @@ def merge_nothing() -> None:
 
 
 def modifiers_of(
-    slopes: torch.Tensor | None, sinks: torch.Tensor | None
+    slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    of_functions: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, ...] | None:
-    """What kernels take for scores and sinks."""
+    """What kernels take for scores, mask and sinks."""
     if slopes is sinks is None:
-        return None
-    return tuple(tensor for tensor in (slopes, sinks) if tensor is not None)
+        return of_functions or None
+    return tuple(tensor for tensor in (slopes, *of_functions, sinks) if tensor is not None)
 
 
 def spec_of_call(call: CacheCall, window: Window, softcap: float) -> AttentionSpec:
@@ -191,6 +196,8 @@ def spec_of_call(call: CacheCall, window: Window, softcap: float) -> AttentionSp
         None if call.sinks is None else call.sinks.dtype,
         is_causal=window.right == 0,
     )
+    if call.functions is not None:
+        structure = structure.joined(call.functions)
     return structure.spec(call.q.dtype, call.head_dim, call.head_dim_v, window)
 
 
@@ -232,7 +239,7 @@ def prepare_decode(
     kind = call.is_packed, call.k is not None
     cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, *kind)
     of_kernel = spec, cache, sizes, window, cut, num_ctas, call.is_packed
-    plan = DecodePlan(*of_kernel, is_beside=is_beside)
+    plan = DecodePlan(*of_kernel, call.seqused_q is not None, is_beside)
     if not on_gpu:
         return PreparedDecode(plan)
     if cut.has_parts:

@@ -239,11 +239,11 @@ def flash_attn_with_kvcache(
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
         cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
-        rotary_seqlens, alibi_slopes, sinks, out,
+        rotary_seqlens, None, alibi_slopes, sinks, out,
     )  # fmt: skip
     options = (
         max_seqlen_q, causal, as_pair(window_size), softcap, rotary_interleaved, num_splits,
-        batch_invariant, sm_margin, scheduler_metadata,
+        batch_invariant, sm_margin, scheduler_metadata, None,
     )  # fmt: skip
     if is_traced(q):
         return trace_cached(tensors, options, length, softmax_scale, return_lse)

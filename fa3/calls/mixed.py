@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from fa3.calls import decode
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import PreparedDecode, cache_layout, modifiers_of, spec_of_call
@@ -54,6 +56,7 @@ class PreparedMixed:
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
         softmax_scale: float, seqlen_new: int = 0, known: KnownLengths | None = None,
+        used_q: torch.Tensor | None = None, of_functions: tuple[torch.Tensor, ...] = (),
     ) -> None:  # fmt: skip
         """As `PreparedDecode.attend`, but `seqlens` says all keys: `seqlen_new` is 0.
 
@@ -64,20 +67,20 @@ class PreparedMixed:
         few = leaves_sms_idle(total_q, ends.shape[0] - 1, heads, self.plan.gpu.num_sms)
         if few and self.capacity >= FEWEST_EARLIER_KEYS:
             given = q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
-            self.alone().attend(*given, softmax_scale)
+            self.alone().attend(*given, softmax_scale, 0, None, used_q, of_functions)
             return
-        modifiers = modifiers_of(slopes, sinks)
+        modifiers = modifiers_of(slopes, sinks, of_functions)
         has_short = known is None or known.fewest_q <= self.most_short
         if self.long is None:
             given = q, k, v, out, lse, seqlens, None, None, page_table, slopes, sinks, ends
             execute_prefill(
-                self.plan, self.window, CacheOperands(*given), self.most_short, softmax_scale,
-                modifiers,
+                self.plan, self.window, CacheOperands(*given, 0, used_q), self.most_short,
+                softmax_scale, modifiers,
             )  # fmt: skip
             if has_short:
-                self.short.attend(*given, softmax_scale)
+                self.short.attend(*given, softmax_scale, 0, None, used_q, of_functions)
             return
-        operands = RaggedOperands(q, k, v, out, lse, ends, None, None, seqlens)
+        operands = RaggedOperands(q, k, v, out, lse, ends, None, used_q, seqlens)
         short = None
         if has_short:
             given = operands, self.capacity, modifiers, softmax_scale, page_table
@@ -111,7 +114,8 @@ def prepare_attention(
     on_gpu = call.q.device.type == "cuda"
     tight = window.tighten(call.seqlen_q, call.capacity)
     gpu = gpu_of(call.q.device) if on_gpu else H200
-    plan = RaggedPlan(spec_of_call(call, tight, softcap), False, False, gpu, cache_layout(call))
+    spec, has_used_q = spec_of_call(call, tight, softcap), call.seqused_q is not None
+    plan = RaggedPlan(spec, has_used_q, False, gpu, cache_layout(call))
     if not plan.finds_keys:
         return decode.prepare_decode(call, *options)
     most = min(call.seqlen_q, most_queries_of_few(call.heads_q, gpu.num_sms))

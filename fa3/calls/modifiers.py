@@ -47,6 +47,10 @@ class Structure(NamedTuple):
         of_mask = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
         return (*of_scores, *of_mask, *(("sinks",) if self.sinks else ()))
 
+    def joined(self, functions: "Structure") -> "Structure":
+        """With the score and the mask of the user's that another one has."""
+        return self._replace(scores=(*self.scores, *functions.scores), mask=functions.mask)
+
     def spec(
         self, dtype: torch.dtype, head_dim: int, head_dim_v: int, window: Window
     ) -> AttentionSpec:

@@ -28,7 +28,7 @@ from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.mixed import PreparedMixed
-from fa3.calls.modifiers import check_softcap
+from fa3.calls.modifiers import Structure, check_softcap
 from fa3.calls.operands import (
     DTYPES,
     CheckOfAddresses,
@@ -92,16 +92,18 @@ class PreparedCacheCall:
         softmax_scale: float,
         return_lse: bool,
         known: KnownLengths | None = None,
+        of_functions: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Append, and attend; what `flash_attn_with_kvcache` returns.
 
         Args:
             tensors: the `CacheTensors`, the int32 ones on q's device.
             known: the lengths, if the host knows them; they fit the call.
+            of_functions: the tensors of the user's score and mask.
         """
         (
             q, k_cache, v_cache, _, _, _, _, seqlens, batch_idx, leftpad, pages, _, ends_q, _,
-            slopes, sinks, out,
+            used_q, slopes, sinks, out,
         ) = tensors  # fmt: skip
         rotated = lse = None
         if out is None:
@@ -117,12 +119,12 @@ class PreparedCacheCall:
         if self.decode is not None and (ends_q is None or q.shape[0]):
             self.decode.attend(
                 q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, slopes, sinks,
-                ends_q, softmax_scale, seqlen_new, known,
+                ends_q, softmax_scale, seqlen_new, known, used_q, of_functions,
             )  # fmt: skip
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
         elif self.description.batch:
-            hide_all_keys_of_packed(out, lse, ends_q, None, sinks)
+            hide_all_keys_of_packed(out, lse, ends_q, used_q, sinks)
         return (out, lse) if return_lse else out
 
     def append_tokens(
@@ -140,7 +142,7 @@ class PreparedCacheCall:
         """
         (
             q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
-            turns, _, _, _,
+            turns, _, _, _, _,
         ) = tensors  # fmt: skip
         total, seqlen_new = None, 0
         if ends_new is ends_q is None:
@@ -173,13 +175,15 @@ def prepare_cache_call(
     batch_invariant: bool,
     sm_margin: int,
     metadata: SchedulerMetadata | None,
+    functions: Structure | None = None,
 ) -> PreparedCacheCall:
     """Validate calls of this description, and load their kernels.
 
     Args:
         described: the `CacheTensors`; of packed queries as `of_any_total` has them.
+        functions: the structure of the user's score and mask, for packed queries.
     """
-    call = CacheCall.of(described, max_seqlen_q)
+    call = CacheCall.of(described, max_seqlen_q, functions)
     check_tensors(call)
     window = check_window(window_size, causal)
     if metadata is not None:

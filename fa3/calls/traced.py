@@ -124,12 +124,12 @@ def trace_cached(
     """
     (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
-        cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, alibi_slopes,
+        cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, _, alibi_slopes,
         sinks, out,
     ) = tensors  # fmt: skip
     (
         _, causal, window_size, softcap, rotary_interleaved, num_splits, batch_invariant, sm_margin,
-        scheduler_metadata,
+        scheduler_metadata, _,
     ) = options  # fmt: skip
     for name, given in (("cu_seqlens_q", cu_seqlens_q), ("rotary_seqlens", rotary_seqlens)):
         if given is not None:

@@ -7,7 +7,6 @@ nothing of it is remembered, but for the latest lengths that a call had on the C
 """
 
 import functools
-import re
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,6 @@ from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_TYPES
 from fa3.calls.known_lengths import KnownLengths
-from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.latest import Latest
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import ALIGNMENT, check_apart, check_writable, describe
@@ -34,6 +32,7 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
+from fa3.calls.paged import attend_to_pages
 from fa3.calls.ragged import (
     INTEGERS_OF_LENGTHS,
     Integers,
@@ -169,7 +168,8 @@ def flash_attn_varlen_func(
             (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
             says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
             calls it. The call is `flash_attn_with_kvcache` with cu_seqlens_q, which bounds what it
-            finds there; score, mask, seqused_q and dropout_p are not supported.
+            finds there. All keys that window_size leaves may be read, also those that a mask of
+            your own hides. dropout_p is not supported, nor seqused_q with scheduler_metadata.
         dropout_p, rng_state: see `flash_attn_func`; queries and keys count inside of a sequence.
         scheduler_metadata: what was planned for these lengths, from `get_scheduler_metadata` with
             cu_seqlens_q. Must be made anew when lengths change, also for a CUDA graph: where the
@@ -223,21 +223,18 @@ def flash_attn_varlen_func(
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
     on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
     if page_table is not None:
-        check_paged(cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state, on_host)
+        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_host)
         integer("max_seqlen_k", max_seqlen_k, 0)
-        try:
-            return flash_attn_with_kvcache(
-                q, k, v, qv=qv, cache_seqlens=seqused_k, page_table=page_table,
-                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, q_descale=q_descale,
-                k_descale=k_descale, v_descale=v_descale, softmax_scale=softmax_scale,
-                causal=causal, window_size=window_size, attention_chunk=attention_chunk,
-                softcap=softcap, num_splits=0 if num_splits == 1 else num_splits,
-                pack_gqa=pack_gqa, sm_margin=sm_margin, alibi_slopes=alibi_slopes, sinks=sinks,
-                return_lse=return_lse, out=out, scheduler_metadata=scheduler_metadata,
+        if not (qv is q_descale is k_descale is v_descale is pack_gqa is None) or attention_chunk:
+            reject_unsupported(
+                attention_chunk, pack_gqa, has_packing=True,
+                qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             )  # fmt: skip
-        except (TypeError, ValueError, RuntimeError) as error:
-            error.args = tuple(map(in_own_names, error.args))
-            raise
+        return attend_to_pages(
+            q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_q, seqused_k, page_table, return_lse,
+            score, mask, scheduler_metadata, num_splits, softmax_scale, causal, window_size,
+            softcap, sm_margin, alibi_slopes, sinks,
+        )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
         or attention_chunk
@@ -430,32 +427,21 @@ def known_lengths(
     return metadata.lengths
 
 
-def check_paged(
-    cu_seqlens_k, seqused_q, seqused_k, score, mask, dropout_p, rng_state, on_host
-) -> None:
+def check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_host) -> None:
     """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
+    if cu_seqlens_q is None:
+        raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
     if seqused_k is None:
         raise ValueError("seqused_k must be given with page_table: how many keys sequences have")
     if cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
     refused = {
-        "seqused_q": seqused_q, "score": score, "mask": mask, "dropout_p": dropout_p or None,
-        "rng_state": rng_state, **dict(zip(LENGTHS_ON_HOST, on_host, strict=True)),
+        "dropout_p": dropout_p or None, "rng_state": rng_state,
+        **dict(zip(LENGTHS_ON_HOST, on_host, strict=True)),
     }  # fmt: skip
     for name, given in refused.items():
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
-
-
-OWN_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k"}
-"""What `flash_attn_with_kvcache` calls an argument, and what it is here."""
-
-
-def in_own_names(message: object) -> object:
-    """A complaint of `flash_attn_with_kvcache` about what its caller gave it under other names."""
-    if not isinstance(message, str):
-        return message
-    return re.sub(r"\b(k_cache|v_cache|cache_seqlens)\b", lambda m: OWN_NAMES[m[0]], message)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

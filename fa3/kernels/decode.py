@@ -371,7 +371,6 @@ class Decode(AttentionKernel):
     ) -> Walk:
         """The walk over this CTA's segments."""
         capacity, seqlen_q, window, num_m_blocks, num_crews, width, num_groups = sizes
-        _, mask, _ = bind(self.spec, operands.modifiers)
         packed = None
         if cutlass.const_expr(self.is_packed):
             packed = PackedQueries(operands.packed_q, self.qhead_per_kvhead, ROWS)
@@ -380,7 +379,7 @@ class Decode(AttentionKernel):
             operands.seqlens,
             operands.seqlen_new,
             operands.tables,
-            mask,
+            self.spec.mask,
             seqlen_q,
             capacity,
             window,
@@ -554,7 +553,7 @@ class Decode(AttentionKernel):
             q = regs.q[None, None, None, q_stage]
             attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoTurns())
 
-            blocks = self.key_blocks(mask, tile, sequence)
+            blocks = self.key_blocks(tile, sequence)
             # The producer loads what any query of the sequence touches, this tile or not.
             blocks = blocks.walked(first_block + segment.begin, first_block + segment.end)
             k_state = attention.first(blocks.end - 1, k_state)
@@ -583,11 +582,12 @@ class Decode(AttentionKernel):
         if thread == 0 and walk.cut.records_are_by_cta:
             workspace.clear_record(walk.crew.cta)
 
-    def key_blocks(self, mask, tile: Tile, sequence: Sequence) -> Blocks:
-        """Key blocks that the rows of one tile touch."""
+    def key_blocks(self, tile: Tile, sequence: Sequence) -> Blocks:
+        """Key blocks that the rows of one tile touch, of all heads: those of the spec's mask, whose
+        band alone has ranges. What a mask of the user's has may differ by head."""
         ratio, row = self.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio
-        return mask.key_blocks(first, last - first + 1, self.config.tile_n, sequence)
+        return self.spec.mask.key_blocks(first, last - first + 1, self.config.tile_n, sequence)
 
     @cute.jit
     def fetch_q(self, mQ: cute.Tensor, sQ: cute.Tensor, walk: Walk, cursor, stage):

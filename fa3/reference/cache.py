@@ -6,7 +6,7 @@ order of its keys, as `fa3.kernels.combine` does.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -17,10 +17,12 @@ from fa3.primitives.coords import Position
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.reference.block_loop import CPU, HostTensor, RunningSoftmax, attend, merge, with_sink
+from fa3.reference.functions import lets_through
 from fa3.reference.varlen import RaggedOperands
 from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import records, segments
+from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Score, bind
 
 
@@ -44,6 +46,7 @@ class CacheOperands(NamedTuple):
         sinks: (heads_q,) float32 or q's dtype, or None.
         cu_seqlens_q: (batch + 1,) int32, where the queries of each sequence begin and end.
         seqlen_new: keys that each sequence has beyond those that cache_seqlens says.
+        seqused_q: (batch,) int32, how many of packed queries are used, or None.
     """
 
     q: torch.Tensor
@@ -59,6 +62,7 @@ class CacheOperands(NamedTuple):
     sinks: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     seqlen_new: int = 0
+    seqused_q: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -152,12 +156,12 @@ def execute_decode(
     sizes, leftpad, ends = plan.sizes, operands.cache_leftpad, operands.cu_seqlens_q
     tables, packed = CacheTables(None, as_table(leftpad), None), None
     if ends is not None:
-        rows = RaggedLengths(HostTensor(ends), None, operands.q.shape[0])
+        used = as_table(operands.seqused_q)
+        rows = RaggedLengths(HostTensor(ends), used, operands.q.shape[0])
         packed = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
     sequences = Cached(
-        sizes.batch, as_table(operands.cache_seqlens), operands.seqlen_new, tables,
-        bind(plan.spec, tensors)[1], sizes.seqlen_q, sizes.capacity, plan.window, TILE_N,
-        packed=packed,
+        sizes.batch, as_table(operands.cache_seqlens), operands.seqlen_new, tables, plan.spec.mask,
+        sizes.seqlen_q, sizes.capacity, plan.window, TILE_N, packed=packed,
     )  # fmt: skip
     walk_segments(plan, operands, sequences, softmax_scale, tensors)
 
@@ -183,8 +187,8 @@ def execute_packed_decode(
         for ends, used, rows in ((ends_q, used_q, q), (ends_k, used_k, k))
     )
     sequences = Cached(
-        operands.lengths.batch, None, 0, CacheTables(None, None, None),
-        bind(plan.spec, tensors)[1], plan.sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N,
+        operands.lengths.batch, None, 0, CacheTables(None, None, None), plan.spec.mask,
+        plan.sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N,
         packed=PackedQueries(queries, plan.sizes.qhead_per_kvhead, ROWS), packed_keys=keys,
     )  # fmt: skip
     # All sequences are in one row of a cache, each behind what is padding to it.
@@ -208,8 +212,8 @@ def walk_segments(
 ) -> None:
     """Attend in every segment of a plan, and merge the parts of tiles."""
     out, sizes, packed = operands.out, plan.sizes, sequences.packed
-    scores, _, sinks = bind(plan.spec, tensors)
-    walked = CacheWalk(operands, sizes, softmax_scale, scores, sinks, sequences)
+    scores, mask, sinks = bind(plan.spec, tensors)
+    walked = CacheWalk(operands, sizes, softmax_scale, scores, mask, sinks, sequences)
     known = list(map(sequences.read, range(sequences.num_sequences)))
     begins = [of.begin for of in map(sequences.blocks, known)]
     counts = map(sequences.num_blocks, known)
@@ -244,6 +248,7 @@ class CacheWalk:
     sizes: Sizes
     softmax_scale: float
     scores: tuple[Score, ...]
+    mask: Band | Intersection
     sinks: torch.Tensor | None
     sequences: Cached
 
@@ -278,7 +283,12 @@ class CacheWalk:
             return self.key_block(tile, keys, key)
 
         def seen(n_block: int, at: Position, key: torch.Tensor) -> torch.Tensor:
-            return (key >= first) & (key < end)
+            in_band = (key >= first) & (key < end)
+            if isinstance(self.mask, Intersection):
+                # It is bound, and no template any more.
+                function = cast(Mask, self.mask.function)
+                return in_band & lets_through(function, at, in_band.shape)
+            return in_band
 
         return attend(
             self.operands.q[self.places(tile, query, head)],

@@ -29,6 +29,8 @@ def execute_prefill(
     q, k_cache, v_cache, out, lse, seqlens, _, _, page_table = operands[:9]
     ends = operands.cu_seqlens_q.clamp(0, len(q))
     counts = ends.diff().clamp(min=0)
+    if operands.seqused_q is not None:
+        counts = counts.minimum(operands.seqused_q.clamp(min=0))
     used = torch.where(counts > most_short, counts, 0)
     keys = torch.where(used > 0, seqlens, 0).clamp(0, tokens_of_sequence(k_cache, page_table))
     keys_of, values_of = [], []

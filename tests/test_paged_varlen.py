@@ -1,0 +1,305 @@
+"""`flash_attn_varlen_func` on pages with scores and masks of the user's, and with `seqused_q`."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from pairs import pairs
+from problems import poisoned_allocations
+from score_problems import Documents, Recipe, RelativeBias, Stairs
+from varlen_problems import (
+    VarlenProblem,
+    check_varlen,
+    integers,
+    make_call,
+    random_problem,
+    unused,
+)
+
+import fa3
+from fa3.calls import decode, mixed, varlen_gpu
+from fa3.planning.short_queries import FEWEST_EARLIER_KEYS
+from fa3.problem import NO_BOUND
+
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+FAMILIES = 10
+"""Sets of options that change the generated code; the dtypes take turns."""
+
+DTYPES = "bfloat16", "float16"
+
+FUNCTIONS = (
+    {"score": "relative"}, {"mask": "prefix"}, {"score": "gate", "mask": "span"},
+    {"mask": "documents"}, {},
+)  # fmt: skip
+"""What of a recipe is the user's. A call without has `seqused_q`, as some of the others have."""
+
+
+def on_pages(problem: VarlenProblem, call: dict, page_size: int, capacity: int = 0) -> dict:
+    """The call with its keys in pages, in no order. What no sequence uses is NaN, and -1 where the
+    table has no page."""
+    device, lengths = call["q"].device, [len(rows.k) for rows in problem.rows]
+    pages = -(-max(*lengths, capacity, 1) // page_size)
+    taken = [-(-length // page_size) for length in lengths]
+    free = iter(torch.randperm(sum(taken) + 2, generator=torch.Generator().manual_seed(0)).tolist())
+    table = torch.full((len(lengths), pages), -1, dtype=torch.int32)
+    for row, count in zip(table, taken, strict=True):
+        row[:count] = integers(*(next(free) for _ in range(count)))
+    table = table.to(device)
+    caches = {}
+    for name in "kv":
+        packed = call[name]
+        cache = packed.new_full((sum(taken) + 2, page_size, *packed.shape[1:]), torch.nan)
+        for row, rows in zip(table, problem.rows, strict=True):
+            at = torch.arange(len(rows.k), device=device)
+            cache[row[at // page_size].long(), at % page_size] = packed[rows.k.start : rows.k.stop]
+        caches[name] = cache
+    of_pages = {"page_table": table, "seqused_k": integers(*lengths, device=device)}
+    return call | caches | of_pages | {"cu_seqlens_k": None}
+
+
+def check(
+    problem: VarlenProblem, page_size: int, device, seed: int = 0, capacity: int = 0, **options
+) -> None:
+    """Call into NaN memory, and compare every sequence with attention to its keys alone."""
+    call = make_call(problem, seed, device)
+    paged = on_pages(problem, call, page_size, capacity) | options
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
+    check_varlen(problem, call, out, lse)
+    untouched = unused(problem, len(out), device)
+    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+
+
+def random_call(seed: int, device, longest: int) -> None:
+    """Check a call that is drawn; what changes the generated code follows from its family."""
+    family, draw = seed % FAMILIES, random.Random(seed)
+    problem = random_problem(seed, DTYPES[family % 2], family, longest)
+    functions = FUNCTIONS[family % len(FUNCTIONS)]
+    given = {"score": None, "mask": None} | functions
+    counts = None
+    if family % 3 == 0 or not functions:
+        counts = tuple(
+            draw.choice((-3, 0, n, 2 * n, draw.randint(0, n))) for n in problem.seqlens_q
+        )
+    problem = replace(problem, used_q=counts, recipe=problem.recipe._replace(**given))
+    check(problem, (16, 64, 5, 24)[family % 4], device, seed)
+
+
+@pytest.mark.parametrize("seed", range(FAMILIES))
+def test_random_calls(seed):
+    random_call(seed, "cpu", 150)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3 * FAMILIES))
+def test_random_calls_on_a_gpu(seed, device):
+    random_call(seed, device, 40 if seed % 3 else 700)
+
+
+STEP = VarlenProblem(
+    (140, 1, 0, 70, 5, 1, 40), (200, 300, 40, 70, 0, 1, 100), heads_kv=2, group=4, head_dim=128,
+    head_dim_v=128, causal=True, spare=5,
+)  # fmt: skip
+"""Chunks of prompts beside sequences that decode: both kernels attend."""
+
+USED = (130, 1, 0, 40, 5, 0, 9)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pairs(
+    page_size=[16, 64, 5],
+    functions=FUNCTIONS,
+    used=[None, USED],
+    window=[(NO_BOUND, NO_BOUND), (100, 0)],
+    dtype=DTYPES,
+)
+def test_a_step_of_an_engine(page_size, functions, used, window, dtype, where):
+    recipe = Recipe(**functions)
+    problem = replace(STEP, used_q=used, recipe=recipe, window=window, dtype=dtype)
+    check(problem, page_size, where)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("functions", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_head_sizes_with_everything(head_dim, functions, device):
+    recipe = Recipe(30.0, 2, "float32", **functions)
+    problem = replace(
+        STEP, used_q=USED, recipe=recipe, head_dim=head_dim, head_dim_v=head_dim, window=(200, 3),
+        causal=False,
+    )  # fmt: skip
+    check(problem, 16, device)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 3}, {"sm_margin": 8}, {"capacity": FEWEST_EARLIER_KEYS}], ids=str
+)
+@pytest.mark.parametrize("functions", [FUNCTIONS[2], {}], ids=str)
+def test_calls_of_the_decode_kernel_alone(functions, options, where, monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        varlen_gpu.PreparedVarlen, "launch", lambda *given, **named: launched.append(given)
+    )
+    recipe = Recipe(sinks="float32", **functions)
+    problem = VarlenProblem((70, 3, 0), (300, 130, 40), (70, 2, 0), recipe=recipe, causal=True)
+    check(problem, 16, where, **options)
+    assert not launched
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_which_kernels_attend(where, monkeypatch):
+    """Functions of the user's change nothing about it."""
+    attending = []
+
+    def watch(kind: type, name: str) -> None:
+        function = getattr(kind, name)
+
+        def run(self, *given, **named):
+            attending.append(kind.__name__)
+            return function(self, *given, **named)
+
+        monkeypatch.setattr(kind, name, run)
+
+    watch(decode.PreparedDecode, "attend")
+    watch(decode.PreparedDecode, "start")
+    watch(mixed.PreparedMixed, "attend")
+    watch(varlen_gpu.PreparedVarlen, "launch")
+    found = []
+    for functions in ({}, FUNCTIONS[2]):
+        check(replace(STEP, recipe=Recipe(**functions)), 16, where)
+        found.append(list(attending))
+        attending.clear()
+    assert found[0] == found[1]
+    on_gpu = ["PreparedMixed", "PreparedVarlen", "PreparedDecode"]
+    assert found[0] == (["PreparedMixed", "PreparedDecode"] if where == "cpu" else on_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_long_chunks_have_the_bits_of_packed_keys(page_size, device):
+    """The same forward kernel with the same tiling, whose keys come in boxes."""
+    recipe = Recipe(score="relative", mask="documents")
+    problem = VarlenProblem((500, 129, 260), (500, 3000, 1111), (430, 129, 260), heads_kv=2,
+                            group=8, recipe=recipe, causal=True)  # fmt: skip
+    call = make_call(problem, 0, device)
+    results = [
+        fa3.flash_attn_varlen_func(**one, return_lse=True)
+        for one in (call, on_pages(problem, call, page_size))
+    ]
+    for rows in problem.rows:
+        (out, lse), (of_pages, lse_of_pages) = results
+        at = slice(rows.q.start, rows.q.stop)
+        assert torch.equal(out[at], of_pages[at])
+        assert torch.equal(lse[:, at], lse_of_pages[:, at])
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("queries", [(130, 70), (3, 1)], ids=["long", "short"])
+def test_pages_before_a_window_may_hold_anything(queries, where):
+    """An engine frees them; a mask of the user's does not change that."""
+    problem = VarlenProblem(
+        queries, (400, 300), heads_kv=2, group=4, causal=True, window=(100, 0),
+        recipe=Recipe(score="relative", mask="prefix"),
+    )  # fmt: skip
+    call = make_call(problem, 0, where)
+    paged = on_pages(problem, call, 16)
+    for row, count, length in zip(paged["page_table"], queries, (400, 300), strict=True):
+        freed = (length - count - 100) // 16
+        paged["k"][row[:freed].long()] = torch.nan
+        paged["v"][row[:freed].long()] = torch.nan
+        if where != "cpu":
+            row[:freed] = -1
+    out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
+    check_varlen(problem, call, out, lse)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_other_lengths(device):
+    problem = replace(STEP, used_q=USED, recipe=Recipe(score="relative", mask="documents"))
+    call = make_call(problem, 0, device)
+    paged = on_pages(problem, call, 16)
+    given = {name: paged[name] for name in ("cu_seqlens_q", "seqused_q", "seqused_k")}
+    kept = {name: tensor.clone() for name, tensor in given.items()}
+    given["seqused_q"].zero_()
+    given["seqused_k"].zero_()
+    fa3.flash_attn_varlen_func(**paged)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
+    for name, tensor in kept.items():
+        given[name].copy_(tensor)
+    out.fill_(torch.nan)
+    lse.fill_(torch.nan)
+    graph.replay()
+    check_varlen(problem, call, out, lse)
+    untouched = unused(problem, len(out), device)
+    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+
+
+# ---------------------------------------------------------------------------- what is refused
+
+
+@pytest.fixture
+def paged() -> dict:
+    problem = VarlenProblem((3, 2), (9, 4), heads_kv=2, group=2)
+    return on_pages(problem, make_call(problem), 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "complaint"),
+    [
+        ({"seqused_q": 3}, TypeError, "seqused_q must be a torch.Tensor, got int"),
+        ({"seqused_q": torch.zeros(2)}, TypeError, "seqused_q must be torch.int32"),
+        ({"seqused_q": integers(1)}, ValueError, r"seqused_q must have shape \(2,\)"),
+        ({"score": 3}, TypeError, "score must be a fa3.Score, got int"),
+        ({"mask": Stairs}, TypeError, "mask must be a fa3.Mask, got type"),
+        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be 3 or more"),
+        ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a torch.Tensor, got NoneType"),
+    ],
+)
+def test_complaints(changes, error, complaint, paged):
+    with pytest.raises(error, match=f"^{complaint}"):
+        fa3.flash_attn_varlen_func(**paged | changes)
+
+
+def test_the_most_queries_are_of_those_that_are_used(paged):
+    used = {"seqused_q": integers(2, 9), "max_seqlen_q": 2}
+    fa3.flash_attn_varlen_func(**paged | used)
+
+
+def test_an_output_apart_from_the_tensors_of_functions(paged):
+    memory = torch.zeros_like(paged["q"])
+    score = RelativeBias(memory[:4, 0, :5], reach=2)
+    with pytest.raises(ValueError, match=r"^out must not overlap score\.table"):
+        fa3.flash_attn_varlen_func(**paged | {"score": score, "out": memory})
+
+
+def test_metadata_does_not_know_which_queries_are_used(paged):
+    metadata = fa3.get_scheduler_metadata(
+        2, 3, 16, 4, 2, 64, paged["seqused_k"], cu_seqlens_q=paged["cu_seqlens_q"], page_size=16
+    )
+    out = fa3.flash_attn_varlen_func(**paged, scheduler_metadata=metadata)
+    assert torch.equal(out, fa3.flash_attn_varlen_func(**paged))
+    with pytest.raises(NotImplementedError, match=r"^scheduler_metadata is not supported with"):
+        fa3.flash_attn_varlen_func(
+            **paged | {"seqused_q": integers(1, 1)}, scheduler_metadata=metadata
+        )
+
+
+def test_functions_of_one_call_are_not_those_of_the_next(paged):
+    """Calls that are alike but for them are told apart."""
+    ids = torch.arange(9, dtype=torch.int32).repeat(2, 1)
+    plain = fa3.flash_attn_varlen_func(**paged)
+    masked = [fa3.flash_attn_varlen_func(**paged | {"mask": Documents(ids, ids)}) for _ in range(3)]
+    scored = [
+        fa3.flash_attn_varlen_func(**paged | {"score": RelativeBias(table, reach=2)})
+        for table in (torch.zeros(4, 5), torch.randn(4, 5), torch.randn(4, 5))
+    ]
+    assert torch.equal(masked[0], masked[2]) and not torch.equal(masked[0], plain)
+    torch.testing.assert_close(scored[0], plain)
+    assert not torch.equal(scored[1], scored[2])
+    assert torch.equal(plain, fa3.flash_attn_varlen_func(**paged))
