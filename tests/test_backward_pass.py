@@ -104,14 +104,19 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
 
 
 @pytest.mark.parametrize(
-    ("seqlen", "window", "heads"),
+    ("shape", "window", "heads"),
     [
-        pytest.param(1024, Window(), 16, id="as many tiles as run"),
-        pytest.param(1024, CAUSAL, 32, id="twice, causal"),
-        pytest.param(4096, CAUSAL, 8, id="long"),
-        pytest.param(65536, Window(), 1, id="one head has more"),
+        pytest.param((16, 1024, 16, 1), Window(), 16, id="as many tiles as run"),
+        pytest.param((16, 1024, 16, 1), CAUSAL, 32, id="twice, causal"),
+        pytest.param((16, 4096, 16, 1), CAUSAL, 8, id="long"),
+        pytest.param((16, 65536, 16, 1), Window(), 1, id="one head has more"),
+        pytest.param((2, 4096, 8, 4), CAUSAL, 8, id="shared heads are taken one after another"),
+        pytest.param((1, 4096, 9, 1), CAUSAL, 9, id="one more"),
+        pytest.param((1, 4096, 20, 1), CAUSAL, 10, id="two equal ones"),
+        pytest.param((1, 4096, 3, 1), CAUSAL, 3, id="few"),
     ],
 )
-def test_sections_of_heads(seqlen, window, heads):
-    plan = BackwardPlan.of(make_problem(16, seqlen, seqlen, 16, head_dim=128, window=window))
-    assert plan.heads_per_section == heads
+def test_sections_of_heads(shape, window, heads):
+    batch, seqlen, heads_kv, group = shape
+    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, window)
+    assert BackwardPlan.of(problem).heads_per_section == heads

@@ -53,7 +53,7 @@ class PreparedVarlenBackward:
             plan.statistics_of_tile,
             plan.sums_of_tile,
             plan.turns_of_tile,
-            rows_in_l2(plan.spec, 1),
+            rows_in_l2(plan.spec),
         )
 
     def launch(
@@ -84,7 +84,7 @@ class PreparedVarlenBackward:
                     softmax_scale, dropout,
                 )  # fmt: skip
         num_sequences = lengths.batch
-        heads, (total_k, heads_kv, _) = q.shape[1], k.shape
+        total_k, heads_kv, _ = k.shape
         tiles = self.num_tiles(q, num_sequences)
         capacity = capacity_of_table(total_k, num_sequences, self.tile_n)
         sums_at = tiles * self.statistics
@@ -100,7 +100,7 @@ class PreparedVarlenBackward:
         # In the order of `PassArguments`.
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
-            softmax_scale, has_d_lse, *window, self.rows_in_l2 // (heads // heads_kv),
+            softmax_scale, has_d_lse, *window, self.rows_in_l2,
             min(capacity * heads_kv, gpu_of(q.device).num_sms), sums_at, table_at, turns_at, drawn,
             None, capacity, shift_of_work(max_seqlen_q, self.tile_m), *lengths,
         )  # fmt: skip

@@ -20,13 +20,15 @@ from fa3.problem import NO_BOUND, AttentionSpec, Problem
 from fa3.schedules.dynamic import InTurn
 from fa3.scores.masks import Band
 
-L2_BYTES = 40 << 20
-"""Of Q, dO and dQ that tiles which run beside one another should share in L2."""
+L2_BYTES = 48 << 20
+"""Of Q, dO and dQ that tiles which run beside one another should share in L2. They take the query
+heads of their key/value head one after another, at about the same time."""
 
 TILES_OF_SECTION = 128
 """Tiles of keys of a section, unless a head alone has more. Twice as many where queries see keys up
-to some point only, as with a causal mask: tiles then have less work, some of them hardly any."""
-
+to some point only, as with a causal mask: tiles then have less work, some of them hardly any.
+With fewer the last section's longest tiles would end long after all others: 14% of the time where
+32 heads share 8 (docs/experiments.md)."""
 
 KEYS_OF_QUERY = 384
 """Keys that a query sees in the mean, from which on the backward kernel begins queries itself. With
@@ -149,12 +151,17 @@ class BackwardPlan:
     @property
     def heads_per_section(self) -> int:
         """Key/value heads whose Q, dO and dQ fit into L2 together, and whose tiles of keys are
-        about as many as run beside one another: so a head's tiles add to dQ at the same time."""
+        about as many as run beside one another: so a head's tiles add to dQ at the same time.
+
+        A few more or less, where sections are about equal then: the last one is not to be small.
+        """
         problem = self.problem
-        fitting = rows_in_l2(problem.spec, problem.qhead_per_kvhead) // problem.seqlen_q
+        heads = problem.num_heads_kv * problem.batch
+        fitting = rows_in_l2(problem.spec) // problem.seqlen_q
         tiles = TILES_OF_SECTION * (1 if problem.window.right == NO_BOUND else 2)
         beside = tiles // -(-problem.seqlen_k // self.config.tile_n)
-        return min(max(1, min(fitting, beside)), problem.num_heads_kv * problem.batch)
+        sections = max(1, round(heads / max(1, min(fitting, beside))))
+        return -(-heads // sections)
 
 
 def plain_spec(spec: AttentionSpec) -> AttentionSpec:
@@ -162,7 +169,6 @@ def plain_spec(spec: AttentionSpec) -> AttentionSpec:
     return AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
 
 
-def rows_in_l2(spec: AttentionSpec, qhead_per_kvhead: int) -> int:
-    """Queries, of all heads of a key/value head, whose Q, dO and dQ fit into L2 together."""
-    of_row = spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim)
-    return L2_BYTES // (qhead_per_kvhead * of_row)
+def rows_in_l2(spec: AttentionSpec) -> int:
+    """Queries whose Q, dO and dQ fit into L2 together."""
+    return L2_BYTES // (spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim))
