@@ -7,13 +7,16 @@ import torch
 from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
+from fa3.kernels.backward_launch import FIRST_OF_BEGUN
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import H200
-from fa3.problem import Window
+from fa3.planning.ragged_backward import RaggedBackwardPlan
+from fa3.problem import AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
+from fa3.scores.masks import Band
 
 CAUSAL = Window(right=0)
 
@@ -56,7 +59,8 @@ def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
     assert given.has_d_lse == has_d_lse
     assert given.d_lse is (operands.d_lse if has_d_lse else operands.lse)
     assert all(map(torch.Tensor.is_set_to, (given.dq, given.dk, given.dv), gradients))
-    places = 0, given.sums_at, given.table_at, given.turns_at, given.buffer.numel()
+    places = 0, given.sums_at, given.table_at, given.counters_at, given.turns_at
+    places = *places, given.buffer.numel()
     assert list(places) == sorted(places) and not any(place % 4 for place in places[:-1])
     assert (given.turns_at < places[-1]) == entry.main.is_ordered
     config = entry.main.config
@@ -99,7 +103,10 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     rows = 6 * (300 // tile_m + 2) * tile_m
     assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
     # A header of 8 words, and 8 of each record.
-    assert given.turns_at - given.table_at == 8 * (1 + given.capacity)
+    assert given.counters_at - given.table_at == 8 * (1 + given.capacity)
+    # Two words of a schedule that has its own, the ticket, and one for each section.
+    assert given.turns_at - given.counters_at == 4
+    assert (given.heads_per_section, given.sections_before) == (2, 1)
     assert given.capacity == 500 // tile_n + 2 and given.num_clusters == 2 * given.capacity
 
 
@@ -120,3 +127,23 @@ def test_sections_of_heads(shape, window, heads):
     batch, seqlen, heads_kv, group = shape
     problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, window)
     assert BackwardPlan.of(problem).heads_per_section == heads
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "total_k", "longest_q", "sections"),
+    [
+        pytest.param(16, 65536, 7099, 4, id="a quarter of the queries before"),
+        pytest.param(16, 65536, 16384, 4, id="long"),
+        pytest.param(16, 65536, 32768, 16, id="a head of it fits into L2"),
+        pytest.param(6, 65536, 4096, 3, id="equal ones"),
+        pytest.param(7, 65536, 4096, 1, id="no equal ones"),
+        pytest.param(8, 16384, 4096, 2, id="few tiles"),
+        pytest.param(1, 65536, 65536, 1, id="one head"),
+        pytest.param(4, 100, 100, 1, id="fewer than a section"),
+    ],
+)
+def test_sections_of_packed_heads(heads_kv, total_k, longest_q, sections):
+    plan = RaggedBackwardPlan(AttentionSpec("bfloat16", 128, 128, Band(right=True)), *[False] * 3)
+    assert plan.sections(heads_kv, total_k, longest_q) == sections
+    assert plan.words_of_counters(sections) % 4 == 0
+    assert plan.words_of_counters(sections) >= FIRST_OF_BEGUN + sections

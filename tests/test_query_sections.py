@@ -1,6 +1,7 @@
 """Tiles of queries in sections: each in one, and each begun before keys of its section come."""
 
 import itertools
+from types import FunctionType
 
 import pytest
 from problems import make_problem
@@ -10,6 +11,10 @@ from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import Window
 from fa3.schedules.order import TileOrder
 from fa3.schedules.query_sections import QuerySections
+from fa3.schedules.ragged_keys import RaggedKeyOrder
+
+PLACE = FunctionType(RaggedKeyOrder.place.__wrapped__.__code__, {"larger": max})
+"""With the code as it is written, taken before the DSL puts its own in its place."""
 
 PROBLEMS = list(itertools.product((1, 3, 8), (1, 2, 7), (1, 5), (1, 2, 4, 35), (1, 2, 6)))
 """Tiles of keys of a head, heads, batch, heads of a section, tiles of queries of a head."""
@@ -31,6 +36,25 @@ def test_queries_are_in_the_section_of_their_keys(keys, heads, batch, of_section
     begins = [sections.tiles_before(section) for section in range(count + 1)]
     assert begins[0] == 0 and begins[-1] == total == sections.tiles_before(count + 3)
     assert all(b - a == sections.tiles_in(i) for i, (a, b) in enumerate(itertools.pairwise(begins)))
+
+
+@pytest.mark.parametrize("records", [1, 5, 33])
+@pytest.mark.parametrize(("heads", "of_section"), [(1, 1), (6, 2), (6, 6), (12, 3)])
+def test_packed_tiles_are_walked_section_by_section(records, heads, of_section):
+    """Each record once for every head, and queries numbered head by head are in its section."""
+    order = RaggedKeyOrder(None, PlainDivisor(of_section), PlainDivisor(heads // of_section))
+    of_head, end = 7, records * heads
+    sections = QuerySections(of_head * heads, PlainDivisor(of_head * of_section))
+    found = []
+    for index in range(end):
+        first_head, number = PLACE(order, index, end)
+        head, record = first_head + number % of_section, number // of_section
+        found.append((order.section_of(head), record, head))
+        assert sections.section_of(head * of_head) == order.section_of(head)
+        assert sections.section_of(head * of_head + of_head - 1) == order.section_of(head)
+    assert PLACE(order, 0, 0) == (0, 0)
+    assert found == sorted(found)
+    assert len({(record, head) for _, record, head in found}) == end
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class PreparedBackward:
         turns_at = counters_at + plan.words_of_counters
         numbers = turns_at + plan.words_of_turns
         order = *plan.problem.window, plan.heads_per_section
-        places = sums_at, counters_at, turns_at
+        places = sums_at, counters_at, counters_at, turns_at
         last = plan.sections_before, *NOT_PACKED
         return cls(plan, load_kernel(plan.entry), numbers, plan.num_key_tiles, order, places, last)
 

@@ -78,6 +78,7 @@ from fa3.primitives.query_tiles import (
     QueryGradients,
     QueryTiles,
     RowStatistics,
+    number_of_packed_tiles,
 )
 from fa3.primitives.rows_of_sequence import with_movable_end
 from fa3.primitives.tile_load import tile_loader
@@ -87,7 +88,7 @@ from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.query_sections import QuerySections
-from fa3.schedules.query_work import DenseQueryWork
+from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyOrder
 from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks
@@ -127,7 +128,7 @@ class BackwardTensors(NamedTuple):
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
         dropout: None without.
-        begin: None if the kernel before has begun all queries.
+        begin: the queries that the kernel before has not begun.
     """
 
     q: TmaTensor
@@ -142,7 +143,7 @@ class BackwardTensors(NamedTuple):
     qhead_per_kvhead: int
     modifiers: tuple | None
     dropout: DropoutArguments | None
-    begin: QueriesToBegin | None
+    begin: QueriesToBegin
 
 
 class BackwardBuffers(NamedTuple):
@@ -183,13 +184,15 @@ class BackwardPipelines(NamedTuple):
 class Backward(AttentionKernel):
     """The backward kernel, compiled for one (spec, config, schedule type).
 
-    With `is_ordered` the sums of dQ are added up in a fixed order.
+    With `is_ordered` the sums of dQ are added up in a fixed order; `has_used_q` says whether packed
+    sequences have `seqused_q`.
     """
 
     spec: AttentionSpec
     config: BackwardConfig
     schedule_type: type
     is_ordered: bool = False
+    has_used_q: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward"
 
@@ -218,9 +221,11 @@ class Backward(AttentionKernel):
         if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
             tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
-            order = RaggedKeyOrder.of(call.table, Divisor.of(heads_kv), 1, call.heads_per_section)
+            order = RaggedKeyOrder.of(call.table, heads_kv, call.heads_per_section)
             q, k, v, d_out, dk, dv = map(with_movable_end, tensors)
-            begin = None
+            lengths = call.begin.cu_seqlens_q, call.begin.seqused_q
+            work = PackedQueryWork.of(call.q, *lengths, config.tile_m)
+            begin = call.begin.in_batch()
         else:
             batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]
             sequences = Dense(seqlen_q, seqlen_k, window)
@@ -232,13 +237,10 @@ class Backward(AttentionKernel):
                 cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
                 for t in tensors
             )
-            begin = QueriesToBegin(
-                call.begin,
-                DenseQueryWork.of(call.q, config.tile_m),
-                self.sections(call.q, call.k, call.heads_per_section),
-            )
+            work, begin = DenseQueryWork.of(call.q, config.tile_m), call.begin
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        sections = self.sections(call.q, call.k, call.heads_per_section, call.num_sequences)
         operands = BackwardTensors(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load, k, layouts.k),
@@ -252,7 +254,7 @@ class Backward(AttentionKernel):
             heads_q // heads_kv,
             call.modifiers,
             None if call.dropout is None else DropoutArguments(*call.dropout),
-            begin,
+            QueriesToBegin(begin, work, sections),
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
@@ -264,11 +266,16 @@ class Backward(AttentionKernel):
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
 
-    def sections(self, q: cute.Tensor, k: cute.Tensor, heads_per_section) -> QuerySections:
-        """The tiles of queries of equally long sequences in sections; on the host."""
-        batch, seqlen_q, heads_q, _ = q.shape
-        of_head = cute.ceil_div(seqlen_q, self.config.tile_m)
-        of_section = of_head * heads_per_section * (heads_q // k.shape[2])
+    def sections(
+        self, q: cute.Tensor, k: cute.Tensor, heads_per_section, num_sequences
+    ) -> QuerySections:
+        """The tiles of queries in sections; on the host."""
+        tile_m, heads_q, heads_kv = self.config.tile_m, q.shape[-2], k.shape[-2]
+        if self.is_ragged:
+            batch, of_head = 1, number_of_packed_tiles(q.shape[0], num_sequences, tile_m)
+        else:
+            batch, of_head = q.shape[0], cute.ceil_div(q.shape[1], tile_m)
+        of_section = of_head * heads_per_section * (heads_q // heads_kv)
         return QuerySections(of_head * heads_q * batch, Divisor.of(of_section))
 
     def layouts(self) -> GradientLayouts:
@@ -285,8 +292,7 @@ class Backward(AttentionKernel):
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(operands.begin is not None):
-            operands.begin.begin(self.spec, self.config, smem.ticket, warp_idx)
+        operands.begin.begin(self.spec, self.config, smem.ticket, warp_idx)
         registers = self.config.registers_of_roles
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(registers.producer)
@@ -451,10 +457,10 @@ class Backward(AttentionKernel):
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
-            if cutlass.const_expr(operands.begin is not None):
-                operands.begin.wait(self.spec, config, schedule.order.section_of(cursor.index))
             sequence = sequences.sequence(segment)
             statistics = operands.statistics.at(config.tile_m, segment)
+            section = schedule.order.section_of(head_kv if self.is_ragged else cursor.index)
+            operands.begin.wait(self.spec, config, section)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
                 head = head_kv * operands.qhead_per_kvhead + h
                 blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)

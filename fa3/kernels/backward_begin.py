@@ -1,8 +1,8 @@
 """Before the backward kernel: each row's log-sum-exp and delta, zeros for the sums of dQ
 (`fa3.primitives.query_begin`), and for the backward kernel's counters.
 
-A CTA has a tile of queries. Of packed sequences it begins all of them; of equal lengths those of
-the first sections, and the backward kernel begins the others (`fa3.schedules.query_sections`).
+A CTA has a tile of queries of the first sections; the backward kernel begins the others
+(`fa3.schedules.query_sections`).
 
 Timeline of a CTA
     wait for the kernel before | zeros | rows of O and dO, all loads in flight | sums over lanes
@@ -19,9 +19,6 @@ from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, BeginArguments, CallSizes
 from fa3.primitives import arguments
 from fa3.primitives.query_begin import QueryBegin
-from fa3.primitives.query_tiles import PackedQueryTiles
-from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.primitives.rows_of_sequence import in_batch
 from fa3.primitives.wgmma import WARP
 from fa3.problem import AttentionSpec
 from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork
@@ -60,19 +57,14 @@ class BackwardBegin(AttentionKernel):
         *given, stream = given
         call = BeginArguments(*given)
         if cutlass.const_expr(self.is_ragged):
-            total_q, heads, _ = call.out.shape
-            lengths = RaggedLengths(call.cu_seqlens_q, call.seqused_q, total_q)
-            tiles = PackedQueryTiles.of(total_q, lengths.num_sequences, self.config.tile_m)
-            queries = PackedQueryWork(lengths, tiles, heads)
-            out, d_out, lse, d_lse = map(in_batch, call[:4])
-            call = call._replace(out=out, d_out=d_out, lse=lse, d_lse=d_lse)
-            grid = queries.grid
+            lengths = call.cu_seqlens_q, call.seqused_q
+            queries = PackedQueryWork.of(call.out, *lengths, self.config.tile_m)
+            call = call.in_batch()
         else:
             queries = DenseQueryWork.of(call.out, self.config.tile_m)
-            grid = call.num_tiles, 1, 1
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
         self.kernel(call, queries).launch(
-            grid=grid,
+            grid=(call.num_tiles, 1, 1),
             block=(BEGIN_THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
@@ -86,10 +78,9 @@ class BackwardBegin(AttentionKernel):
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         ctas, _, _ = cute.arch.grid_dim()
-        if cutlass.const_expr(not self.is_ragged):
-            first = block * BEGIN_THREADS + thread
-            for i in cutlass.range(first, call.counters.shape[0], ctas * BEGIN_THREADS, unroll=1):
-                call.counters[i] = 0
+        first = block * BEGIN_THREADS + thread
+        for i in cutlass.range(first, call.counters.shape[0], ctas * BEGIN_THREADS, unroll=1):
+            call.counters[i] = 0
         # The last tiles first: what the backward kernel needs first is then in L2.
         own = queries.at(ctas - 1 - block, self.config.tile_m)
         warp = cute.arch.make_warp_uniform(thread // WARP)

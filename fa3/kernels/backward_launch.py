@@ -9,6 +9,7 @@ from cutlass import Float32, Int32
 from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.query_tiles import PAIR, STATISTICS, QueryPieces
+from fa3.primitives.rows_of_sequence import in_batch
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import ROWS, WARPGROUP, WARPS
@@ -195,15 +196,14 @@ class BackwardArguments(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section: that of `TileOrder`; of packed sequences the `rows_of_section` of
-            `RaggedOrder`, rows of Q of all heads that share one key/value head.
+        heads_per_section: key/value heads of a section, see `TileOrder` and `RaggedKeyOrder`.
         num_clusters: the number of CTAs to launch.
         schedule_state: int32; the schedule's table.
         table: int32, the tiles of packed sequences; None without.
         num_sequences: how many are packed; None without.
         turns: of `TurnWords`; None if sums have no fixed order.
         dropout: see `DropoutArguments`; None without.
-        begin: what it takes to begin queries, see `BeginArguments`; None of packed sequences.
+        begin: what it takes to begin queries, see `BeginArguments`.
     """
 
     q: object
@@ -257,9 +257,9 @@ class BackwardArguments(NamedTuple):
             num_sequences=Int32(0) if schedule.is_ragged else None,
             turns=words_of_tiles() if kernel.is_ordered else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
-            begin=None
-            if schedule.is_ragged
-            else BeginArguments.symbolic(spec, sizes, kernel.is_ordered),
+            begin=BeginArguments.symbolic(
+                spec, sizes, kernel.is_ordered, schedule.is_ragged, kernel.has_used_q
+            ),
         )
 
 
@@ -273,10 +273,9 @@ class BeginArguments(NamedTuple):
         has_d_lse: 1 if there is one, else 0.
         statistics: receives `RowStatistics`.
         sums: of `QueryGradients`, receives zeros.
-        counters: of the backward kernel, int32: its schedule's, then those from `TICKET` on;
-            receives zeros. None if a table has them.
-        num_tiles: how many tiles of queries to begin, the first ones; None of packed sequences,
-            which are begun all.
+        counters: of the backward kernel, int32: its schedule's, unless a table has them, then those
+            from `TICKET` on; receives zeros.
+        num_tiles: how many tiles of queries to begin, the first ones.
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
         turns: of `TurnWords`, receives zeros; None if sums have no fixed order.
@@ -290,8 +289,8 @@ class BeginArguments(NamedTuple):
     has_d_lse: int
     statistics: object
     sums: object
-    counters: object = None
-    num_tiles: int | None = None
+    counters: object
+    num_tiles: int
     cu_seqlens_q: object = None
     seqused_q: object = None
     turns: object = None
@@ -316,13 +315,18 @@ class BeginArguments(NamedTuple):
             has_d_lse=Int32(0),
             statistics=numbers(),
             sums=numbers(),
-            counters=None if is_ragged else words_of_tiles(),
-            num_tiles=None if is_ragged else Int32(0),
+            counters=words_of_tiles(),
+            num_tiles=Int32(0),
             cu_seqlens_q=lengths() if is_ragged else None,
             seqused_q=lengths() if has_used_q else None,
             turns=words_of_tiles() if is_ordered else None,
             kept=Float32(0.0) if spec.has_dropout else None,
         )
+
+    def in_batch(self) -> "BeginArguments":
+        """Those of packed sequences, with tensors in a batch of one."""
+        out, d_out, lse, d_lse = map(in_batch, self[:4])
+        return self._replace(out=out, d_out=d_out, lse=lse, d_lse=d_lse)
 
 
 class EndArguments(NamedTuple):

@@ -36,9 +36,9 @@ class PassArguments(NamedTuple):
     Fields:
         buffer: float32, for what the kernels write for each other: statistics, sums, the table of
             packed sequences or the counters, turns.
-        sums_at, table_at, turns_at: where the latter begin, multiples of 4; as far as they exist.
-        sections_before: how many sections `BackwardBegin` begins; None of packed sequences, of
-            which it begins all.
+        sums_at, table_at, counters_at, turns_at: where the latter begin, multiples of 4; as far as
+            they exist. Without a table `table_at` is that of the counters.
+        sections_before: how many sections `BackwardBegin` begins.
         capacity, shift, and the four after them: of packed sequences; None without.
     """
 
@@ -62,9 +62,10 @@ class PassArguments(NamedTuple):
     num_clusters: int
     sums_at: int
     table_at: int
+    counters_at: int
     turns_at: int
-    dropout: DropoutArguments | None = None
-    sections_before: int | None = None
+    dropout: DropoutArguments | None
+    sections_before: int
     capacity: int | None = None
     shift: int | None = None
     cu_seqlens_q: object = None
@@ -81,8 +82,8 @@ class PassArguments(NamedTuple):
             | BackwardArguments.symbolic(of.main, sizes)._asdict()
             | EndArguments.symbolic(of.end, sizes)._asdict()
             | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
-            | {"buffer": numbers(), "sections_before": Int32(0) if of.table is None else None}
-            | dict.fromkeys(("sums_at", "table_at", "turns_at"), Int64(0))
+            | {"buffer": numbers(), "sections_before": Int32(0)}
+            | dict.fromkeys(("sums_at", "table_at", "counters_at", "turns_at"), Int64(0))
         )
         return cls(**{name: named[name] for name in cls._fields if name in named})
 
@@ -138,16 +139,15 @@ class BackwardPass:
             named["turns"] = integers_from(buffer + call.turns_at, count)
         if cutlass.const_expr(self.spec.has_dropout):
             named["kept"] = DropoutArguments(*call.dropout).kept
-        state = integers_from(buffer + call.table_at, Int32(call.turns_at - call.table_at))
-        named |= {"schedule_state": state, "counters": state, "num_tiles": None, "begin": None}
-        if cutlass.const_expr(self.table is None):
-            sections = self.main.sections(call.q, call.k, call.heads_per_section)
-            named["num_tiles"] = sections.tiles_before(call.sections_before)
-            named["begin"] = BeginArguments(*chosen(BeginArguments, named))
+        counters, state = (
+            integers_from(buffer + begin, Int32(end - begin))
+            for begin, end in ((call.counters_at, call.turns_at), (call.table_at, call.counters_at))
+        )
+        named |= {"counters": counters, "schedule_state": counters}
         if cutlass.const_expr(self.table is not None):
             named |= {
                 "table": state,
-                "counters": None,
+                "schedule_state": state,
                 "num_sequences": call.cu_seqlens_q.shape[0] - 1,
                 "total_q": call.q.shape[0],
                 "total_k": call.k.shape[0],
@@ -155,7 +155,11 @@ class BackwardPass:
                 "qhead_per_kvhead": Int32(1),
                 "num_ctas": Int32(1),
             }
-            self.table(*chosen(TileTableArguments, named), stream)
+            self.table(*chosen(TileTableArguments, named | {"counters": None}), stream)
+        of_call = call.q, call.k, call.heads_per_section, named["num_sequences"]
+        sections = self.main.sections(*of_call)
+        named["num_tiles"] = sections.tiles_before(call.sections_before)
+        named["begin"] = BeginArguments(*chosen(BeginArguments, named))
         self.begin(*chosen(BeginArguments, named), stream)
         self.main(*chosen(BackwardArguments, named), stream)
         self.end(*chosen(EndArguments, named), stream)

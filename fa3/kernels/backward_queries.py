@@ -20,7 +20,7 @@ from fa3.primitives.section_words import raise_word, wait_for
 from fa3.primitives.wgmma import WARP
 from fa3.problem import AttentionSpec
 from fa3.schedules.query_sections import BEGINNERS, QuerySections
-from fa3.schedules.query_work import DenseQueryWork
+from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork
 
 
 class QueriesToBegin(NamedTuple):
@@ -32,7 +32,7 @@ class QueriesToBegin(NamedTuple):
     """
 
     call: BeginArguments
-    work: DenseQueryWork
+    work: DenseQueryWork | PackedQueryWork
     sections: QuerySections
 
     @cute.jit

@@ -16,7 +16,7 @@ from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
-from fa3.problem import NO_BOUND, AttentionSpec, Problem
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.dynamic import InTurn
 from fa3.scores.masks import Band
 
@@ -138,11 +138,8 @@ class BackwardPlan:
     @property
     def sections_before(self) -> int:
         """How many sections the kernel before begins."""
-        problem, (left, right) = self.problem, self.problem.window
-        keys = problem.seqlen_k if right == NO_BOUND else problem.seqlen_k / 2
-        if left != NO_BOUND:
-            keys = min(keys, left + 1 + max(right, 0))
-        return 1 if keys >= KEYS_OF_QUERY else self.num_sections
+        is_inside = begins_inside(self.problem.seqlen_k, self.problem.window)
+        return 1 if is_inside else self.num_sections
 
     @property
     def num_sections(self) -> int:
@@ -162,6 +159,19 @@ class BackwardPlan:
         beside = tiles // -(-problem.seqlen_k // self.config.tile_n)
         sections = max(1, round(heads / max(1, min(fitting, beside))))
         return -(-heads // sections)
+
+
+def begins_inside(seqlen_k: float, window: Window) -> bool:
+    """Whether queries see so many keys that the backward kernel has time to begin some itself.
+
+    Args:
+        seqlen_k: keys of a sequence, in the mean.
+    """
+    left, right = window
+    keys = seqlen_k if right == NO_BOUND else seqlen_k / 2
+    if left != NO_BOUND:
+        keys = min(keys, left + 1 + max(right, 0))
+    return keys >= KEYS_OF_QUERY
 
 
 def plain_spec(spec: AttentionSpec) -> AttentionSpec:

@@ -9,16 +9,23 @@ from dataclasses import dataclass, replace
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import BackwardConfig
+from fa3.kernels.backward_launch import FIRST_OF_BEGUN, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
-from fa3.planning.backward import choose_backward_config, plain_spec
+from fa3.planning.backward import choose_backward_config, plain_spec, rows_in_l2
 from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
+from fa3.primitives.vectors import QUAD
 from fa3.problem import AttentionSpec
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Intersection
+
+SECTIONS = 4
+"""Sections of heads, so that a quarter of the queries is begun before the backward kernel."""
+
+FEWEST_TILES = 512
+"""Tiles of keys of a section: some four for each SM, so that no tile alone is much of its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +57,23 @@ class RaggedBackwardPlan:
         lengths = self.has_used_q, self.has_used_k
         return BackwardPass(
             BackwardBegin(begin, config, True, self.has_used_q, self.is_ordered),
-            Backward(spec, config, RaggedKeyTiles, self.is_ordered),
+            Backward(spec, config, RaggedKeyTiles, self.is_ordered, self.has_used_q),
             BackwardEnd(plain, config, True),
             TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
         )
+
+    def sections(self, heads_kv: int, total_k: int, longest_q: int) -> int:
+        """How many sections of equally many key/value heads there are: so many that a section's Q,
+        dO and dQ of the longest sequence fit into L2, and four if its tiles are enough then."""
+        tiles = total_k // self.config.tile_n * heads_kv
+        fitting = max(1, rows_in_l2(self.spec) // max(1, longest_q))
+        counts = (n for n in range(1, heads_kv + 1) if heads_kv % n == 0)
+        wanted = max(SECTIONS, heads_kv / fitting)
+        return max(n for n in counts if n == 1 or n <= min(wanted, tiles / FEWEST_TILES))
+
+    def words_of_counters(self, sections: int) -> int:
+        """int32 that the backward kernel counts in, a multiple of 4."""
+        return -(-(FIRST_OF_BEGUN + sections) // QUAD) * QUAD
 
     @property
     def statistics_of_tile(self) -> int:

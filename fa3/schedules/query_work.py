@@ -77,6 +77,16 @@ class PackedQueryWork(NamedTuple):
     tiles: PackedQueryTiles
     heads: Int32
 
+    @classmethod
+    def of(
+        cls, rows: cute.Tensor, cu: cute.Tensor, used: cute.Tensor | None, tile_m: int
+    ) -> "PackedQueryWork":
+        """The tiles of a tensor (total_q, heads, ...) with these lengths."""
+        total_q, heads, _ = rows.shape
+        lengths = RaggedLengths(cu, used, total_q)
+        tiles = PackedQueryTiles.of(total_q, lengths.num_sequences, tile_m)
+        return cls(lengths, tiles, heads)
+
     @property
     def grid(self) -> tuple:
         return self.tiles.of_head * self.heads, 1, 1

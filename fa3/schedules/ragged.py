@@ -90,30 +90,18 @@ class ProducerCursor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RaggedOrder:
-    """Numbers the tiles of packed sequences.
+class TableOrder:
+    """Numbers the tiles of a table: each record's for all heads, one record after another.
 
     Fields:
         table: int32; how many of its records are used only the GPU knows.
-        heads: query heads.
-        heads_of_key: query heads that share one key/value head.
-        rows_of_section: rows of K and V of one head that fit in L2.
-        rows_at_once: rows of all heads that do.
+        heads: heads that a record stands for.
     """
 
     table: cute.Tensor
     heads: Divisor
-    heads_of_key: int
-    rows_of_section: int
-    rows_at_once: int
 
     record_type: ClassVar[type] = TileRecord
-
-    @classmethod
-    def of(cls, table, heads: Divisor, heads_of_key, rows_of_section) -> "RaggedOrder":
-        """The order of a table, with what is divided before the launch."""
-        at_once = rows_of_section // (heads.value // heads_of_key)
-        return cls(table, heads, heads_of_key, rows_of_section, at_once)
 
     @property
     def num_tiles(self):
@@ -137,32 +125,16 @@ class RaggedOrder:
             turn += end - num_clusters if turn < num_clusters else -beside
         return turn
 
-    def tile(self, index) -> tuple[Int32, TileRecord]:
+    def tile(self, index) -> tuple[Int32, NamedTuple]:
         """The head and the record of the tile with this number."""
         number = self.heads.quotient(index)
         words = cute.make_rmem_tensor(RECORD, Int32)
         self.load(words, number)
         return self.tile_of(index, number, self.record(words))
 
-    def tile_of(self, index, number, found) -> tuple[Int32, TileRecord]:
+    def tile_of(self, index, number, found) -> tuple[Int32, NamedTuple]:
         """The same, given the record with its number."""
-        head, m_block = self.within(index, number, found)
-        return head, found._replace(m_block=m_block)
-
-    @cute.jit
-    def within(self, index: Int32, number: Int32, found: TileRecord) -> tuple[Int32, Int32]:
-        """The head and row block of a tile, found without a division if there is one section."""
-        head, m_block = index - number * self.heads.value, found.m_block
-        if larger(self.walked(found), 1) > self.rows_at_once:
-            head, m_block = self.in_sections(index, number, found)
-        return head, m_block
-
-    def in_sections(self, index, number, found) -> tuple:
-        """The head and row block of a tile, given the record with its number."""
-        heads = self.heads.value
-        before = found.num_m_blocks - 1 - found.m_block
-        of_sequence = index - number * heads + before * heads
-        return self.place(of_sequence, found.num_m_blocks, self.walked(found))
+        return index - number * self.heads.value, found
 
     def load(self, words: cute.Tensor, number) -> None:
         """Load the words of the record with this number, which nothing waits for until it is
@@ -175,14 +147,55 @@ class RaggedOrder:
         fields = range(len(self.record_type._fields))
         return self.record_type(*(cute.arch.make_warp_uniform(words[i]) for i in fields))
 
-    def walked(self, record):
-        """Rows that the tiles of a sequence and a head walk."""
-        return record.seqlen_k
+    def segment(self, index) -> Segment:
+        """The tile with this number."""
+        return segment_of(index, *self.tile(index))
 
-    def place(self, number, num_m_blocks, walked) -> tuple:
+
+@dataclass(frozen=True)
+class RaggedOrder(TableOrder):
+    """Numbers the tiles of packed sequences. Those of a sequence are in sections of heads.
+
+    Fields:
+        heads: query heads.
+        heads_of_key: query heads that share one key/value head.
+        rows_of_section: rows of K and V of one head that fit in L2.
+        rows_at_once: rows of all heads that do.
+    """
+
+    heads_of_key: int
+    rows_of_section: int
+    rows_at_once: int
+
+    @classmethod
+    def of(cls, table, heads: Divisor, heads_of_key, rows_of_section) -> "RaggedOrder":
+        """The order of a table, with what is divided before the launch."""
+        at_once = rows_of_section // (heads.value // heads_of_key)
+        return cls(table, heads, heads_of_key, rows_of_section, at_once)
+
+    def tile_of(self, index, number, found) -> tuple[Int32, TileRecord]:
+        head, m_block = self.within(index, number, found)
+        return head, found._replace(m_block=m_block)
+
+    @cute.jit
+    def within(self, index: Int32, number: Int32, found: TileRecord) -> tuple[Int32, Int32]:
+        """The head and row block of a tile, found without a division if there is one section."""
+        head, m_block = index - number * self.heads.value, found.m_block
+        if larger(found.seqlen_k, 1) > self.rows_at_once:
+            head, m_block = self.in_sections(index, number, found)
+        return head, m_block
+
+    def in_sections(self, index, number, found) -> tuple:
+        """The head and row block of a tile, given the record with its number."""
+        heads = self.heads.value
+        before = found.num_m_blocks - 1 - found.m_block
+        of_sequence = index - number * heads + before * heads
+        return self.place(of_sequence, found.num_m_blocks, found.seqlen_k)
+
+    def place(self, number, num_m_blocks, seqlen_k) -> tuple:
         """The head and row block of a sequence's tile with this number."""
         heads = self.heads.value
-        fitting = larger(self.rows_of_section // larger(walked, 1), 1)
+        fitting = larger(self.rows_of_section // larger(seqlen_k, 1), 1)
         of_section = smaller(smaller(fitting, heads) * self.heads_of_key, heads)
         # If one section has fewer heads, it is the first: the tiles at the end, which fill the gaps
         # between CTAs, are then as many as they can be.
@@ -194,10 +207,6 @@ class RaggedOrder:
         rest = number - first_head * num_m_blocks
         rank = rest // of_this
         return first_head + rest - rank * of_this, num_m_blocks - 1 - rank
-
-    def segment(self, index) -> Segment:
-        """The tile with this number."""
-        return segment_of(index, *self.tile(index))
 
 
 def segment_of(index, head, record: TileRecord) -> Segment:
@@ -225,7 +234,7 @@ class RaggedTiles(Dynamic):
     resets the counters, as for `Dynamic`.
 
     Fields:
-        order: a `RaggedOrder`.
+        order: a `TableOrder`.
         counters: those of `Dynamic`; the table itself, if this launch alone walks it.
     """
 

@@ -1,22 +1,26 @@
 """The schedule of the keys of packed sequences: a table of key tiles, which CTAs take in order.
 
-`fa3.kernels.tile_table` writes the table on the GPU, the backward kernel walks it: sequence by
-sequence, as `fa3.schedules.ragged` says, in sections of heads whose Q, dO and dQ fit in L2
-together.
+`fa3.kernels.tile_table` writes the table on the GPU, the backward kernel walks it once for each
+section of heads, sequence by sequence: so it can begin the queries of the sections behind
+(`fa3.schedules.query_sections`), and Q, dO and dQ of a sequence's heads fit in L2 together.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
+from fa3.primitives.arithmetic import larger
+from fa3.primitives.divisor import Divisor
 from fa3.schedules.dynamic import SLOTS
 from fa3.schedules.ragged import (
     ProducerCursor,
     RaggedCursor,
-    RaggedOrder,
     RaggedProducer,
     RaggedTiles,
+    TableOrder,
 )
 
 
@@ -42,13 +46,49 @@ class KeyTileRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RaggedKeyOrder(RaggedOrder):
-    """Numbers the key tiles of packed sequences; `heads` are those of keys."""
+class RaggedKeyOrder(TableOrder):
+    """Numbers the key tiles of packed sequences, in sections of heads. Each has all sequences.
+
+    Fields:
+        heads: key/value heads of a section.
+        sections: how many there are.
+    """
+
+    sections: Divisor
 
     record_type: ClassVar[type] = KeyTileRecord
 
-    def walked(self, record: KeyTileRecord):
-        return record.seqlen_q
+    @classmethod
+    def of(cls, table, heads_kv, heads_per_section) -> "RaggedKeyOrder":
+        """The order of a table; sections have equally many heads."""
+        return cls(table, Divisor.of(heads_per_section), Divisor.of(heads_kv // heads_per_section))
+
+    @property
+    def num_tiles(self):
+        return super().num_tiles * self.sections.value
+
+    @property
+    def num_used(self):
+        return super().num_used * self.sections.value
+
+    def section_of(self, head: Int32) -> Int32:
+        """The section of a head."""
+        return self.heads.quotient(head)
+
+    @cute.jit
+    def place(self, index: Int32, end: Int32) -> tuple[Int32, Int32]:
+        """The first head of a tile's section, and the tile's number there.
+
+        Sections are few: a division would take more registers than the producer has.
+
+        Args:
+            end: tiles of all sections.
+        """
+        of_section, first_head = larger(self.sections.quotient(end), 1), 0 * end
+        while index >= of_section:
+            index -= of_section
+            first_head += self.heads.value
+        return first_head, index
 
 
 @dataclass(frozen=True)
@@ -70,6 +110,13 @@ class RaggedKeyTiles(RaggedTiles):
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
         return self.next(cursor._replace(end=self.order.num_used))
+
+    def read(self, cursor: RaggedCursor) -> RaggedCursor:
+        """The cursor with its tile's record; past the end the last one's."""
+        index = cutlass.max(cutlass.min(cursor.index, cursor.end - 1), 0)
+        first_head, number = self.order.place(index, cursor.end)
+        head, record = self.order.tile(number)
+        return cursor._replace(head=first_head + head, record=record)
 
     def for_producer(self) -> "RaggedKeyProducer":
         return RaggedKeyProducer(**vars(self))
