@@ -75,7 +75,7 @@ def pool():
 
 
 @pytest.mark.parametrize("tile_m", [64, 128])
-@pytest.mark.parametrize("head_dim_v", [8, 16, 24, 32, 40, 64, 72, 96, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize("head_dim_v", [8, 16, 24, 40, 64, 96, 136, 256])
 def test_each_row_has_its_statistics_once(head_dim_v, tile_m, monkeypatch, pool):
     spec, config = AttentionSpec("bfloat16", 64, head_dim_v, Band()), BackwardConfig(tile_m, 128)
     lanes, own = Lanes(monkeypatch, pool), SimpleNamespace(tile=Tile(0, 0, 0))
