@@ -5,6 +5,7 @@ The process that hands tests to workers reads this file before it starts them, a
 torch nor fa3: they are imported where they are used.
 """
 
+import gc
 import os
 import shutil
 
@@ -43,6 +44,28 @@ def pytest_collection_modifyitems(items):
         for marker, reason in (("gpu", no_gpu), ("sanitizer", no_sanitizer)):
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    """The garbage collector need not walk again and again, as kernels compile, what has been
+    imported and collected: that is there to the end."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_locations():
+    """Compile kernels with ptxas's remarks but without the places of their sources.
+
+    With remarks the DSL looks for the line of each instruction, which takes a quarter of a kernel's
+    time. Only errors of users' functions tell lines, and their tests have a fixture of this name.
+    Kernels that calls load are compiled without lines too; the machine code is the same. Versions
+    of the DSL that have no such switch stay as they are.
+    """
+    from cutlass.base_dsl import dsl
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dsl, "_set_enable_frame_filtering", lambda enable: None, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

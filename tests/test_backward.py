@@ -8,6 +8,7 @@ import torch
 from gradients import check_gradients, sums_in_float64, without_empty_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import pairs
 from problems import head_dims, make_operands, make_problem, windows
 from score_problems import Recipe, modify
 from torch.utils.checkpoint import checkpoint
@@ -55,9 +56,11 @@ def test_random_combinations(problem, recipe, weights, seed):
     check_gradients(q, k, v, problem.window, weights, seed, **modifiers)
 
 
-@pytest.mark.parametrize("dropout", [None, Dropout(torch.tensor([7]), 0.4)], ids=["", "dropout"])
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe(3.0, 2, "float32"), Recipe(mask="documents")])
-@pytest.mark.parametrize("window", [Window(right=0), Window(2, 1)])
+@pairs(
+    window=[Window(right=0), Window(2, 1)],
+    recipe=[Recipe(), Recipe(3.0, 2, "float32"), Recipe(mask="documents")],
+    dropout=[None, Dropout(torch.tensor([7]), 0.4)],
+)
 def test_gradcheck(window, recipe, dropout):
     """Of out and of the log-sum-exp together, every element. In float64 nothing is rounded to 16
     bits, nor to 32."""

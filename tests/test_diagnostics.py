@@ -28,6 +28,11 @@ pytestmark = pytest.mark.compiles
 SPEC = AttentionSpec("bfloat16", 64, 64, Band())
 
 
+@pytest.fixture(scope="module")
+def no_locations():
+    """Leave lines to the compiler, which tells them in its errors."""
+
+
 @dataclass(frozen=True)
 class UndefinedName(fa3.Score):
     @cute.jit

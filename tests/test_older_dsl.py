@@ -70,7 +70,8 @@ def older_dsl(tmp_path):
     folder = tmp_path / "oldest"
     requirements = [f"{DSL}{part}=={oldest(DSL)}" for part in PARTS_OF_DSL]
     requirements.append(f"{FFI}=={oldest(FFI)}")
-    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile")
+    options += ("--only-binary", ":all:")
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder)]
     done = subprocess.run([*command, *requirements], capture_output=True, text=True)
     if done.returncode and UNREACHABLE.search(done.stderr):

@@ -5,7 +5,7 @@ The lanes are threads here, which run the kernel's code on plain numbers; a shuf
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +21,11 @@ from fa3.primitives.wgmma import WARP
 from fa3.problem import AttentionSpec
 from fa3.schedules import Tile
 from fa3.scores.masks import Band
+
+JITTED = QueryBegin.totals_of_rows.__wrapped__
+TOTALS_OF_ROWS = FunctionType(JITTED.__code__, JITTED.__globals__)
+"""With the code as it is written, taken before any test runs: the DSL puts its own in the place of
+it when it first compiles the function."""
 
 
 class Vectors(np.ndarray):
@@ -75,7 +80,7 @@ def pool():
 
 
 @pytest.mark.parametrize("tile_m", [64, 128])
-@pytest.mark.parametrize("head_dim_v", [8, 16, 24, 32, 40, 64, 72, 96, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize("head_dim_v", [8, 16, 24, 40, 64, 96, 136, 256])
 def test_each_row_has_its_statistics_once(head_dim_v, tile_m, monkeypatch, pool):
     spec, config = AttentionSpec("bfloat16", 64, head_dim_v, Band()), BackwardConfig(tile_m, 128)
     lanes, own = Lanes(monkeypatch, pool), SimpleNamespace(tile=Tile(0, 0, 0))
@@ -95,7 +100,7 @@ def test_each_row_has_its_statistics_once(head_dim_v, tile_m, monkeypatch, pool)
             for i in range(count):
                 row = begin.query(own, warp, i)
                 vectors[:, i, 0] = products[row, column : column + VECTOR]
-            totals = begin.totals_of_rows.__wrapped__(begin)
+            totals = TOTALS_OF_ROWS(begin)
             if lane % of_row >= count:
                 return []
             rows = [begin.query(own, warp, begin.row_of_lane(i)) for i in range(len(totals))]
