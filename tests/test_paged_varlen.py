@@ -266,6 +266,7 @@ def test_complaints(changes, error, complaint, paged):
         fa3.flash_attn_varlen_func(**paged | changes)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
