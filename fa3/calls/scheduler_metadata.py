@@ -324,7 +324,7 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     most = short_queries(calls.heads_q // calls.heads_kv)
     if calls.seqlen_q > most and plan.finds_keys:
         short = most if known.fewest_q <= most else 0
-        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, cuts=False))
+        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, may_cut=False))
     return PackedMetadata(calls, False, known)
 
 
@@ -334,8 +334,8 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
         raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
     if calls.num_splits > 1:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
-    cuts = calls.num_splits == 0
-    known = lengths.of_packed(cuts)
+    may_cut = calls.num_splits == 0
+    known = lengths.of_packed(may_cut)
     if known is None:
         return PackedMetadata(calls, True, None)
     has_used = lengths.seqused_q is not None, lengths.cache_seqlens is not None
@@ -346,7 +346,7 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
     )  # fmt: skip
     most = call.most_short_of_table(known, calls.heads_q)
     if most is not None:
-        upload(known, call.plan.table_kind(window, most, calls.heads_q, calls.heads_kv, cuts))
+        upload(known, call.plan.table_kind(window, most, calls.heads_q, calls.heads_kv, may_cut))
     return PackedMetadata(calls, True, known)
 
 

@@ -88,7 +88,7 @@ class PreparedVarlen:
         page_table: torch.Tensor | None = None,
         dropout: DropoutArguments | None = None,
         known: KnownLengths | None = None,
-        cuts: bool = False,
+        may_cut: bool = False,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
 
@@ -99,7 +99,7 @@ class PreparedVarlen:
             page_table: the pages of a cache that has some.
             dropout: where the plan's spec has it.
             known: the lengths, if the host knows them.
-            cuts: whether tiles may be cut then.
+            may_cut: whether tiles may be cut then.
         """
         q, k, v, out, lse, *integers = operands
         device = q.device
@@ -108,7 +108,7 @@ class PreparedVarlen:
             with torch.cuda.device(device):
                 self.launch(
                     operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout,
-                    known, cuts,
+                    known, may_cut,
                 )  # fmt: skip
             return
         total_q, heads, _ = q.shape
@@ -124,7 +124,7 @@ class PreparedVarlen:
             capture = capture_of(stream)
             counters = counters_of(device, stream, capture)
         if known is not None:
-            tiles = known.on(self, most_short, heads, heads_kv, cuts, device, capture)
+            tiles = known.on(self, most_short, heads, heads_kv, may_cut, device, capture)
             if tiles is not None:
                 if tiles.segments is not None:
                     self.launch_split(given, tiles, stream, capture)
@@ -196,9 +196,11 @@ class PreparedVarlen:
             counters.give_back(marks)
         counters.give_back(of_parts)
 
-    def table_kind(self, short_queries: int, heads_q: int, heads_kv: int, cuts: bool) -> TableKind:
+    def table_kind(
+        self, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
+    ) -> TableKind:
         """What tables of lengths that the host knows are made for."""
-        return self.plan.table_kind(self.window, short_queries, heads_q, heads_kv, cuts)
+        return self.plan.table_kind(self.window, short_queries, heads_q, heads_kv, may_cut)
 
 
 @dataclass(frozen=True, slots=True)
