@@ -40,7 +40,9 @@ IN_METADATA = ("scheduler_metadata",) * 4
 
 USUAL_SOFTCAP = 50.0
 """The softcap that is planned for where calls have one, of which no more is said here. Like other
-usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on."""
+usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on. With
+one up to 5.5 or above 60 a call in bfloat16 whose tiles may be cut walks another table, which the
+first such call has made; in a CUDA graph that is captured before, the kernel makes it."""
 
 MERGE_BYTES = 100_000
 """What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
