@@ -573,7 +573,7 @@ def integers_on_gpu(call: dict) -> dict:
 def seen_by_host(call: dict) -> HostValues:
     """Return what the host sees of a call's integer tensors."""
     tensors = tuple(map(call.get, CacheTensors._fields))
-    return values_on_host(CacheCall.of(describe_tensors(*tensors)), tensors[OF_INTEGERS])
+    return values_on_host(CacheCall.of(describe_tensors(tensors)), tensors[OF_INTEGERS])
 
 
 @pytest.mark.parametrize(("value", "enabled"), [(None, False), ("0", False), ("1", True)])

@@ -280,7 +280,7 @@ def prepared_call(
     latest = latest_cache_call(*options)
     call, begins = latest.find(tensors)
     if call is None:
-        described = describe_tensors(*tensors)
+        described = describe_tensors(tensors)
         call = prepare_cache_call(of_any_total(described) if is_packed else described, *options)
         check_written(call, tensors)
         latest.remember(tensors, CACHE_ALIGNMENTS, OF_TOTAL if is_packed else (), call)
