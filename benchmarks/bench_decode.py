@@ -31,9 +31,10 @@ from benchmarks.caches import (
     page_name,
     providers_of,
 )
+from benchmarks.harness import Errors
 from benchmarks.peers import Provider
 from benchmarks.ratios import Summary, paired_speedup, summarise
-from benchmarks.results import OK, UNSUPPORTED, Row
+from benchmarks.results import Row
 from benchmarks.runs import Run, Timed, Verdict
 from benchmarks.shapes import K
 
@@ -79,20 +80,13 @@ def check_cell(run: Run, job: runs.Job) -> dict[str, Verdict]:
     """Check a cell for every provider that computes attention."""
     (tensors,) = harness.draw_inputs(job.cell, run.data, sets=1)
     reference = CacheReference(job.cell, tensors)
-    verdicts = {}
-    for provider in job.providers:
-        if reason := provider.supports(job.cell):
-            verdicts[provider.name] = Verdict(UNSUPPORTED, reason)
-            continue
 
-        def check(provider: Provider = provider) -> Verdict:
-            if provider.name == READ.name:
-                return Verdict(OK)
-            errors = harness.check_provider(provider, job.cell, tensors, reference)
-            return Verdict(OK, errors=errors)
+    def check(provider: Provider) -> Errors | None:
+        if provider.name == READ.name:
+            return None
+        return harness.check_provider(provider, job.cell, tensors, reference)
 
-        verdicts[provider.name] = runs.attempt(check)
-    return verdicts
+    return runs.check_providers(job, check)
 
 
 def make_rows(timed: Timed) -> list[DecodeRow]:
@@ -211,15 +205,8 @@ def measure(options: argparse.Namespace, cells: Sequence[DecodeCell], console: C
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    console = runs.make_console()
     cells = runs.with_names_like(CELLS, options.cells)
-    if options.list:
-        console.print(runs.cells_listing(cells))
-        return
-    directory = options.report or measure(options, cells, console)
-    path = directory / CSV_NAME
-    print_report(console, runs.rows_to_report(path, DecodeRow, cells, options.data), directory)
-    console.print(path)
+    runs.list_or_report(options, cells, measure, CSV_NAME, DecodeRow, print_report)
 
 
 if __name__ == "__main__":

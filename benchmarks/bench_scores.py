@@ -16,10 +16,10 @@ from rich.console import Console
 
 import fa3
 from benchmarks import harness, peers, results, runs
-from benchmarks.harness import Reference
+from benchmarks.harness import Errors, Reference
 from benchmarks.peers import Call, Provider, Tensors
 from benchmarks.ratios import paired_speedup
-from benchmarks.results import OK, UNSUPPORTED, Measurement
+from benchmarks.results import Measurement
 from benchmarks.runs import Run, Timed, Verdict
 from benchmarks.shapes import Cell, named, window_size
 from docs.examples.documents import Documents
@@ -231,20 +231,13 @@ def check_cell(run: Run, job: runs.Job) -> dict[str, Verdict]:
     (tensors,) = harness.draw_inputs(job.cell, run.data, sets=1)
     device = tensors.q.device
     plain = Modified(PLAIN, BUILT_IN[PLAIN])
-    verdicts = {}
-    for provider in job.providers:
-        if reason := provider.supports(job.cell):
-            verdicts[provider.name] = Verdict(UNSUPPORTED, reason)
-            continue
 
-        def check(provider: Provider = provider) -> Verdict:
-            asked = provider if isinstance(provider, Modified) else plain
-            reference = ModifiedReference(job.cell, tensors, asked.arguments(job.cell, device))
-            errors = harness.check_provider(provider, job.cell, tensors, reference)
-            return Verdict(OK, errors=errors)
+    def check(provider: Provider) -> Errors:
+        asked = provider if isinstance(provider, Modified) else plain
+        reference = ModifiedReference(job.cell, tensors, asked.arguments(job.cell, device))
+        return harness.check_provider(provider, job.cell, tensors, reference)
 
-        verdicts[provider.name] = runs.attempt(check)
-    return verdicts
+    return runs.check_providers(job, check)
 
 
 def make_rows(timed: Timed) -> list[ScoreRow]:

@@ -148,15 +148,8 @@ def measure(options: argparse.Namespace, cells: Sequence[PackedCell], console: C
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    console = runs.make_console()
     cells = runs.chosen_cells(CELLS, QUICK, options)
-    if options.list:
-        console.print(runs.cells_listing(cells))
-        return
-    directory = options.report or measure(options, cells, console)
-    path = directory / CSV_NAME
-    print_report(console, runs.rows_to_report(path, Row, cells, options.data), directory)
-    console.print(path)
+    runs.list_or_report(options, cells, measure, CSV_NAME, Row, print_report)
 
 
 if __name__ == "__main__":

@@ -319,19 +319,24 @@ def check_cell(
     """Compile and check a cell for every provider."""
     (tensors,) = harness.draw_inputs(job.cell, run.data, sets=1)
     reference = make_reference(job.cell, tensors)
-    verdicts = {}
-    for provider in job.providers:
-        reason = provider.supports(job.cell)
-        if reason:
-            verdicts[provider.name] = Verdict(UNSUPPORTED, reason)
-            continue
+    return check_providers(
+        job, lambda provider: harness.check_provider(provider, job.cell, tensors, reference)
+    )
 
-        def check(provider: Provider = provider) -> Verdict:
-            errors = harness.check_provider(provider, job.cell, tensors, reference)
-            return Verdict(OK, errors=errors)
 
-        verdicts[provider.name] = attempt(check)
-    return verdicts
+def check_providers(job: Job, check: Callable[[Provider], Errors | None]) -> dict[str, Verdict]:
+    """Check a cell for every provider that supports it.
+
+    Args:
+        check: the errors of a provider; None if it computes nothing that could be wrong.
+    """
+
+    def verdict(provider: Provider) -> Verdict:
+        if reason := provider.supports(job.cell):
+            return Verdict(UNSUPPORTED, reason)
+        return attempt(lambda: Verdict(OK, errors=check(provider)))
+
+    return {provider.name: verdict(provider) for provider in job.providers}
 
 
 def check_all(run: Run, jobs: Sequence[Job]) -> dict[str, dict[str, Verdict]]:
@@ -544,6 +549,30 @@ def rows_to_report(
     """The rows of a file that tell of some cells."""
     names = {cell.name for cell in cells}
     return [row for row in results.read(path, kind) if row.cell in names and row.data == data]
+
+
+def list_or_report(
+    options: argparse.Namespace,
+    cells: Sequence[Cell],
+    measure: Callable[[argparse.Namespace, Sequence[Cell], Console], Path],
+    csv_name: str,
+    kind: type[results.Kind],
+    print_report: Callable[[Console, Sequence[results.Kind], Path], None],
+) -> None:
+    """List the cells, or report on them, measured now or before, as the options say.
+
+    Args:
+        measure: measures what is not yet in a results directory, and returns that.
+        csv_name: of the rows there, which are of this kind.
+    """
+    console = make_console()
+    if options.list:
+        console.print(cells_listing(cells))
+        return
+    directory = options.report or measure(options, cells, console)
+    path = directory / csv_name
+    print_report(console, rows_to_report(path, kind, cells, options.data), directory)
+    console.print(path)
 
 
 def keep_environment(path: Path, content: dict) -> None:

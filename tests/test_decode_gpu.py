@@ -14,7 +14,7 @@ from pairs import pairs
 from problems import DTYPES, poisoned_allocations
 from reference import check_attention, dense
 
-from fa3.calls.cache_call import CacheCall, describe_tensors
+from fa3.calls.cache_call import CacheCall, CacheTensors, describe_tensors
 from fa3.calls.decode import CacheOperands, prepare_decode
 from fa3.problem import NO_BOUND, Window
 
@@ -102,11 +102,8 @@ def make_case(
 
 def attend_with_cache(operands: CacheOperands, scale: float, window: Window, **options) -> None:
     """Prepare a call and run it."""
-    q, k, v, _, _, seqlens, batch_idx, leftpad, pages, slopes, sinks, ends, _ = operands
-    described = describe_tensors(
-        q, k, v, None, None, None, None, seqlens, batch_idx, leftpad, pages, None, ends, None,
-        slopes, sinks, None,
-    )  # fmt: skip
+    given = {name: getattr(operands, name, None) for name in CacheTensors._fields}
+    described = describe_tensors(CacheTensors(**given)._replace(out=None))
     prepare_decode(CacheCall.of(described), window, **options).attend(*operands[:12], scale)
 
 

@@ -435,7 +435,7 @@ def test_the_latest_lengths_are_kept_and_no_others():
     first = latest.of(names, (ends, ends, None, None), 2, False)
     assert latest.of(names, (ends.clone(), ends, None, None), 2, False) is first
     cut = latest.of(names, (ends, ends, None, None), 2, True)
-    assert cut is not first and cut.cuts and not first.cuts
+    assert cut is not first and cut.may_cut and not first.may_cut
     first = latest.of(names, (ends, ends, None, None), 2, False)
     ends[1] = 4
     assert latest.of(names, (ends, others, None, None), 2, False) is not first
@@ -501,14 +501,14 @@ def launches(monkeypatch):
     return kernels, state
 
 
-def launch(kernels, lengths: KnownLengths | None, problem=MIXED, cuts: bool = False) -> tuple:
+def launch(kernels, lengths: KnownLengths | None, problem=MIXED, may_cut: bool = False) -> tuple:
     """Launch a call; what the forward kernel got for its counters, marks and table."""
     call = make_call(problem)
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
-    forward, count = kernels.split() if cuts else kernels.forward, len(kernels.forward.given)
-    kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths, cuts=cuts)
-    assert not cuts or len(kernels.forward.given) == count
+    forward, count = kernels.split() if may_cut else kernels.forward, len(kernels.forward.given)
+    kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths, may_cut=may_cut)
+    assert not may_cut or len(kernels.forward.given) == count
     given = ForwardArguments(*forward.given[-1])
     taken, marks, table = given.schedule_state, given.marks, given.table
     return taken, marks, table
@@ -541,7 +541,7 @@ def test_tiles_that_are_cut(launches):
     kernels, _ = launches
     problem = VarlenProblem((300, 100), (9000, 9000), heads_kv=2, group=2, causal=True)
     lengths = known(problem)
-    state, marks, table = launch(kernels, lengths, problem, cuts=True)
+    state, marks, table = launch(kernels, lengths, problem, may_cut=True)
     given = ForwardArguments(*kernels.split().given[0])
     tiles = lengths.latest[-1]
     assert state is tiles.segments.numbers and table is tiles.table.numbers
@@ -550,7 +550,7 @@ def test_tiles_that_are_cut(launches):
     assert tiles.memory == memory and len(given.part_buffer) == memory.numbers
     assert len(given.part_counters) >= memory.num_counters
     assert given.part_counters is not marks
-    launch(kernels, lengths, problem, cuts=True)
+    launch(kernels, lengths, problem, may_cut=True)
     again = ForwardArguments(*kernels.split().given[1])
     assert again.part_counters is given.part_counters and again.marks is marks
     # As calls that want gradients have them.

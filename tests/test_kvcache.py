@@ -202,12 +202,19 @@ def test_a_page_table_without_rows(poisoned_memory):
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
-def test_pages_go_by_flash_attention_2_s_name_too():
+def test_arguments_that_go_by_two_names():
     call = make_call(CacheProblem((5, 9), page_size=16))
-    other_name = {("block_table" if name == "page_table" else name): x for name, x in call.items()}
-    assert torch.equal(flash_attn_with_kvcache(**other_name), flash_attn_with_kvcache(**call))
-    with pytest.raises(ValueError, match=r"^block_table must be None with page_table, for which"):
-        flash_attn_with_kvcache(**call, block_table=call["page_table"])
+    call["sinks"] = torch.zeros(call["q"].shape[2])
+    names = {"page_table": "block_table", "sinks": "s_aux"}
+    other_names = {names.get(name, name): x for name, x in call.items()}
+    out = flash_attn_with_kvcache(**other_names)
+    assert torch.equal(out, flash_attn_with_kvcache(**call))
+    assert not torch.equal(out, flash_attn_with_kvcache(**call | {"sinks": None}))
+    for name, other in names.items():
+        with pytest.raises(ValueError, match=f"^{other} must be None with {name}, for which it is"):
+            flash_attn_with_kvcache(**call, **{other: call[name]})
+    with pytest.raises(TypeError, match=r"^sinks must be a torch\.Tensor, got list"):
+        flash_attn_with_kvcache(**call | {"sinks": None}, s_aux=[0.0])
 
 
 def test_an_empty_batch():
@@ -566,7 +573,7 @@ def integers_on_gpu(call: dict) -> dict:
 def seen_by_host(call: dict) -> HostValues:
     """Return what the host sees of a call's integer tensors."""
     tensors = tuple(map(call.get, CacheTensors._fields))
-    return values_on_host(CacheCall.of(describe_tensors(*tensors)), tensors[OF_INTEGERS])
+    return values_on_host(CacheCall.of(describe_tensors(tensors)), tensors[OF_INTEGERS])
 
 
 @pytest.mark.parametrize(("value", "enabled"), [(None, False), ("0", False), ("1", True)])

@@ -266,6 +266,23 @@ def test_complaints(changes, error, complaint, paged):
         fa3.flash_attn_varlen_func(**paged | changes)
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"window_size": (1.0, 0)}, r"window_size must be two integers \(left, right\), got 1\.0"),
+        ({"softcap": "30"}, "softcap must be a float, got '30'"),
+        ({"scheduler_metadata": 3}, "scheduler_metadata must come from get_scheduler_metadata"),
+        ({}, "cu_seqlens_q must be None while a graph is traced"),
+    ],
+    ids=str,
+)
+def test_complaints_are_told_while_a_graph_is_traced(changes, complaint, paged):
+    run = torch.compile(fa3.flash_attn_varlen_func, fullgraph=True, backend="eager")
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=complaint):
+        run(**paged | changes)
+
+
 def test_the_most_queries_are_of_those_that_are_used(paged):
     used = {"seqused_q": integers(2, 9), "max_seqlen_q": 2}
     fa3.flash_attn_varlen_func(**paged | used)

@@ -128,8 +128,8 @@ def test_what_is_never_cut():
     window, heads = Window(right=0), (8, 1)
     plan = plan_of(128, window)
     lengths = known(VarlenProblem((512,), (32768,)))
-    for short, cuts in ((0, False), (32, True)):
-        kind = plan.table_kind(window, short, *heads, cuts)
+    for short, may_cut in ((0, False), (32, True)):
+        kind = plan.table_kind(window, short, *heads, may_cut)
         assert kind.cutting is None and kind.cut(lengths.make(kind)) is None
     for options in ({"has_dropout": True}, {"cache": CacheLayout(64)}):
         other = plan_of(128, window, **options)
@@ -151,10 +151,10 @@ def test_the_end_of_whole_tiles():
 
 def test_who_says_that_tiles_may_be_cut():
     call = make_call(VarlenProblem((300,), (900,), causal=True))
-    assert metadata_of(call).lengths.cuts
-    assert not metadata_of(call, num_splits=1).lengths.cuts
+    assert metadata_of(call).lengths.may_cut
+    assert not metadata_of(call, num_splits=1).lengths.may_cut
     paged = cached_call((300,), (900,))
-    assert not metadata_of_cache(paged).lengths.cuts
+    assert not metadata_of_cache(paged).lengths.may_cut
 
 
 def test_results_do_not_depend_on_it():

@@ -6,15 +6,15 @@ import random
 import pytest
 import torch
 from free_counters import used_counters
-from problems import poisoned_allocations
 from varlen_problems import (
     VarlenProblem,
+    attend,
+    check_beside_what_is_not_finite,
+    check_call,
     check_varlen,
     integers,
     make_call,
-    poison,
     random_problem,
-    unused,
 )
 
 import fa3
@@ -38,24 +38,10 @@ DTYPES = "bfloat16", "float16"
 TILE_M, TILE_N = 128, 96
 
 
-def run(call: dict):
-    """Call into NaN memory."""
-    with poisoned_allocations():
-        return fa3.flash_attn_varlen_func(**call, return_lse=True)
-
-
-def check(problem: VarlenProblem, device, seed: int = 0) -> None:
-    call = make_call(problem, seed, device)
-    out, lse = run(call)
-    check_varlen(problem, call, out, lse)
-    untouched = unused(problem, len(out), device)
-    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
-
-
 @pytest.mark.parametrize("seed", range(3 * FAMILIES))
 def test_random_calls(seed, device):
     longest = 40 if seed % 3 else 700
-    check(random_problem(seed, DTYPES[seed % 2], seed % FAMILIES, longest), device, seed)
+    check_call(random_problem(seed, DTYPES[seed % 2], seed % FAMILIES, longest), device, seed)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -66,19 +52,19 @@ def test_lengths_around_tiles(causal, head_dim, device):
         lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
         causal=causal,
     )  # fmt: skip
-    check(problem, device)
+    check_call(problem, device)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_tensors_of_few_rows(rows, device):
-    check(VarlenProblem((rows,), (1,), causal=True), device)
-    check(VarlenProblem((1,), (rows,)), device)
+    check_call(VarlenProblem((rows,), (1,), causal=True), device)
+    check_call(VarlenProblem((1,), (rows,)), device)
 
 
 def test_many_short_sequences(device):
     draw = random.Random(0)
     lengths = tuple(draw.randint(0, 16) for _ in range(3000))
-    check(VarlenProblem(lengths, lengths, causal=True, heads_kv=2), device)
+    check_call(VarlenProblem(lengths, lengths, causal=True, heads_kv=2), device)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -88,7 +74,7 @@ def test_equal_lengths_have_the_bits_of_a_dense_call(causal, head_dim, device):
     lengths, sizes = (length,) * batch, {"head_dim": head_dim, "head_dim_v": head_dim}
     problem = VarlenProblem(lengths, lengths, heads_kv=1, group=2, causal=causal, **sizes)
     call = make_call(problem, 0, device)
-    out, lse = run(call)
+    out, lse = attend(call)
     window = Window(right=0) if causal else Window()
     spec = AttentionSpec("bfloat16", head_dim, head_dim, Band.of(window))
     dense = Problem(spec, batch, length, length, 1, 2, window)
@@ -115,7 +101,7 @@ def test_rows_whose_reference_fails_are_computed_again(factor, head_dim, device)
     # Queries of some sequences only, so that some tiles fail in part, some wholly, some not.
     call["q"][::3] *= factor
     for _ in range(2):
-        out, lse = run(call)
+        out, lse = attend(call)
         check_varlen(problem, call, out, lse)
     assert not used_counters()
 
@@ -129,13 +115,7 @@ def test_what_is_not_finite_does_not_reach_long_neighbours(causal, head_dim, dev
         lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
         causal=causal,
     )  # fmt: skip
-    call = make_call(problem, 0, device)
-    poisoned = poison(problem, call)
-    for _ in range(2):
-        out, lse = run(call)
-        check_varlen(problem, call, out, lse, skipped=poisoned)
-        assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
-        assert not used_counters()
+    check_beside_what_is_not_finite(problem, device)
 
 
 def test_a_graph_serves_other_lengths(device):

@@ -7,16 +7,17 @@ import pytest
 import torch
 from free_counters import used_counters
 from pairs import pairs
-from problems import poisoned_allocations
 from score_problems import Recipe
 from varlen_problems import (
     VarlenProblem,
+    attend,
+    check_beside_what_is_not_finite,
+    check_call,
     check_varlen,
     integers,
     make_call,
     poison,
     random_short_problem,
-    unused,
 )
 
 import fa3
@@ -52,18 +53,8 @@ def shares_tiles(monkeypatch):
     monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: True)
 
 
-def run(call: dict):
-    """Call into NaN memory."""
-    with poisoned_allocations():
-        return fa3.flash_attn_varlen_func(**call, return_lse=True)
-
-
 def check(problem: VarlenProblem, device, seed: int = 0) -> None:
-    call = make_call(problem, seed, device)
-    out, lse = run(call)
-    check_varlen(problem, call, out, lse, few_keys=SHORT)
-    untouched = unused(problem, len(out), device)
-    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+    check_call(problem, device, seed, few_keys=SHORT)
 
 
 @pytest.mark.parametrize("seed", range(3 * FAMILIES))
@@ -127,25 +118,19 @@ def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head
         lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
         causal=causal,
     )  # fmt: skip
-    call = make_call(problem, 0, device)
-    poisoned = poison(problem, call)
-    for _ in range(2):
-        out, lse = run(call)
-        check_varlen(problem, call, out, lse, skipped=poisoned)
-        assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
-        assert not used_counters()
+    check_beside_what_is_not_finite(problem, device)
 
 
 def test_tiles_without_it_keep_their_bits(device):
     problem = VarlenProblem(EVEN, EVEN, heads_kv=2, causal=True)
     call = make_call(problem, 0, device)
-    clean, clean_lse = run(call)
+    clean, clean_lse = attend(call)
     call["v"][problem.rows[-1].k.start] = torch.nan
-    out, lse = run(call)
+    out, lse = attend(call)
     # Rows of all tiles but the last.
     rows = len(out) // 128 * 128
     assert torch.equal(out[:rows], clean[:rows]) and torch.equal(lse[:, :rows], clean_lse[:, :rows])
-    again, _ = run(call)
+    again, _ = attend(call)
     assert torch.equal(out.nan_to_num(), again.nan_to_num())
 
 

@@ -12,11 +12,13 @@ import fa3
 from fa3.__main__ import main
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import prepare_decode
+from fa3.calls.dense import MOST_FORWARD_TILES
 from fa3.calls.operands import Operand
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
+from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.kernels.joined_table import JoinedTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
@@ -30,7 +32,7 @@ from fa3.scores.masks import Band
 from fa3.tools import compile_pool
 from fa3.tools import warmup as module
 from fa3.tools.compile_pool import CompilePool
-from fa3.tools.models import CALLS, CAUSAL, PRESETS, Model, model_of, sliding
+from fa3.tools.models import CALLS, CAUSAL, MOST_HEADS, PRESETS, Model, model_of, sliding
 
 SMALL = tuple(Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64))
 
@@ -152,6 +154,10 @@ def test_presets_are_models_that_can_be_run():
         ({"preset": "llama3-8b", "softcap": 3.0, "sinks": True}, "it softcap 3.0, sinks True$"),
         ({"heads": (3, 2), "head_dim": 64}, "heads must be .* got 3,2"),
         ({"heads": (2, 0), "head_dim": 64}, "heads must be .* got 2,0"),
+        (
+            {"heads": (10**11, 1), "head_dim": 64},
+            "heads must be at most 1024 .* got 1000",
+        ),
         ({"heads": (2, 2), "head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
         ({"heads": (2, 2), "head_dim": 64, "head_dim_v": 512}, "head_dim_v must be .* got 512"),
         ({"heads": (2, 2), "head_dim": 64, "dtype": "fp8"}, "dtype must be bf16 or fp16"),
@@ -205,6 +211,16 @@ def test_options_of_a_wrong_type_are_explained(options):
     (name,) = options
     with pytest.raises(TypeError, match=f"^{name} must be "):
         fa3.warmup(**{"heads": (2, 2), "head_dim": 64} | options)
+
+
+def test_calls_have_room_for_the_tiles_of_all_sizes():
+    tiles = module.MOST_TOKENS // FEWEST_ROWS + max(module.BATCHES)
+    assert MOST_HEADS * tiles <= MOST_FORWARD_TILES < 2 * MOST_HEADS * tiles
+
+
+def test_a_model_with_too_many_heads_is_refused_by_the_command_line():
+    with pytest.raises(SystemExit, match=r"^fa3: heads must be at most 1024 query heads"):
+        main(["compile", "--heads", f"{10**11},1", "--head-dim", "64"])
 
 
 @pytest.mark.parametrize("arguments", [("--heads", "8"), ("--causal", "--full"), ("--dtype", "x")])

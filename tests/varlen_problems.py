@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from problems import DTYPES
+from free_counters import used_counters
+from problems import DTYPES, poisoned_allocations
 from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
 
@@ -188,6 +189,32 @@ def unused(problem: VarlenProblem, total: int, device="cpu") -> torch.Tensor:
     for rows in problem.rows:
         found[rows.q.start : rows.q.stop] = False
     return found
+
+
+def attend(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call into NaN memory; return out and the log-sum-exp."""
+    with poisoned_allocations():
+        return fa3.flash_attn_varlen_func(**call, return_lse=True)
+
+
+def check_call(problem: VarlenProblem, device, seed: int = 0, few_keys: int = FEW_KEYS) -> None:
+    """Assert that a call is right in all rows that are used, and writes no others."""
+    call = make_call(problem, seed, device)
+    out, lse = attend(call)
+    check_varlen(problem, call, out, lse, few_keys=few_keys)
+    untouched = unused(problem, len(out), device)
+    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+
+
+def check_beside_what_is_not_finite(problem: VarlenProblem, device) -> None:
+    """Assert that what is not finite in some sequences reaches their outputs, and no others."""
+    call = make_call(problem, 0, device)
+    poisoned = poison(problem, call)
+    for _ in range(2):
+        out, lse = attend(call)
+        check_varlen(problem, call, out, lse, skipped=poisoned)
+        assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
+        assert not used_counters()
 
 
 def random_problem(seed: int, dtype: str, family: int, longest: int = 150) -> VarlenProblem:

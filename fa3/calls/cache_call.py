@@ -96,15 +96,16 @@ ANY_TOTAL = 1
 """In a description, the rows of packed queries: calls with more or fewer are remembered as one."""
 
 
-def describe_tensors(
-    q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, ends_new, ends_q,
-    turns, used_q, slopes, sinks, out,
-) -> tuple[Description | None, ...]:  # fmt: skip
+def describe_tensors(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Description | None, ...]:
     """Describe each of the `CacheTensors` that is given.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see `fa3.calls.operands.describe`.
     """
+    (
+        q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, leftpad, pages, ends_new, ends_q,
+        turns, used_q, slopes, sinks, out,
+    ) = tensors  # fmt: skip
     # A loop over the names would take four times as long.
     return (
         describe("q", q),

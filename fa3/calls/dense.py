@@ -10,14 +10,15 @@ from fa3.calls.operands import (
     check_shape,
 )
 from fa3.calls.options import check_window
+from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import Problem
 
 SPARE = 1024
 """Positions beyond the last key that kernels count, in blocks."""
 
-FEWEST_ROWS, MOST_FORWARD_TILES = 128, 1 << 24
-"""Rows of a tile at least; tiles at most: 32 bits count their marks and log-sum-exps."""
+MOST_FORWARD_TILES = 1 << 24
+"""Tiles at most: 32 bits count their marks and log-sum-exps."""
 
 
 def pose(

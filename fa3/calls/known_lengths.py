@@ -29,7 +29,7 @@ class WalksTables(Protocol):
     """Kernels that walk a table: `fa3.calls.varlen_gpu.PreparedVarlen`."""
 
     def table_kind(
-        self, short_queries: int, heads_q: int, heads_kv: int, cuts: bool
+        self, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
     ) -> TableKind: ...
 
 
@@ -67,7 +67,7 @@ class KnownLengths:
         longest_q, longest_k: the most queries, and keys, of a sequence.
         fewest_q: the fewest queries of a sequence that has some.
         tables: those made so far, for the GPUs that they are on.
-        cuts: whether calls that want no gradient may have tiles cut.
+        may_cut: whether calls that want no gradient may have tiles cut.
         latest: what the latest launch took, and what for: its kernels, their `short_queries`, and
             whether tiles might be cut.
         route: what the latest call on packed keys led to, whether it had gradients, and its
@@ -75,14 +75,14 @@ class KnownLengths:
     """
 
     __slots__ = (
-        "batch", "cuts", "end_k", "end_q", "fewest_q", "keys", "latest", "longest_k", "longest_q",
-        "queries", "route", "tables",
+        "batch", "end_k", "end_q", "fewest_q", "keys", "latest", "longest_k", "longest_q",
+        "may_cut", "queries", "route", "tables",
     )  # fmt: skip
 
     def __init__(
-        self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths, cuts: bool
+        self, queries: RaggedLengths, keys: RaggedLengths | CacheLengths, may_cut: bool
     ) -> None:
-        self.queries, self.keys, self.cuts = queries, keys, cuts
+        self.queries, self.keys, self.may_cut = queries, keys, may_cut
         self.batch = queries.num_sequences
         at = np.arange(self.batch)
         (_, of_q), (_, of_k) = queries.read(at), keys.read(at)
@@ -101,11 +101,11 @@ class KnownLengths:
         ends_k: np.ndarray,
         used_q: np.ndarray | None,
         used_k: np.ndarray | None,
-        cuts: bool = False,
+        may_cut: bool = False,
     ) -> "KnownLengths":
         """Of packed queries and keys; the ends begin with 0 and do not fall."""
         queries = RaggedLengths(ends_q, used_q, int(ends_q[-1]))
-        return cls(queries, RaggedLengths(ends_k, used_k, int(ends_k[-1])), cuts)
+        return cls(queries, RaggedLengths(ends_k, used_k, int(ends_k[-1])), may_cut)
 
     @classmethod
     def cached(cls, ends_q: np.ndarray, keys: np.ndarray) -> "KnownLengths":
@@ -134,7 +134,7 @@ class KnownLengths:
         short_queries: int,
         heads_q: int,
         heads_kv: int,
-        cuts: bool,
+        may_cut: bool,
         device: torch.device,
         capture: Capture | None,
     ) -> KnownTiles | None:
@@ -143,17 +143,17 @@ class KnownLengths:
 
         Args:
             kernels: those that walk it; of one device and one number of heads.
-            short_queries, heads_q, heads_kv, cuts: of `RaggedPlan.table_kind`.
+            short_queries, heads_q, heads_kv, may_cut: of `RaggedPlan.table_kind`.
         """
         *of_latest, tiles = self.latest
-        if of_latest != [kernels, short_queries, cuts]:
-            kind = kernels.table_kind(short_queries, heads_q, heads_kv, cuts)
+        if of_latest != [kernels, short_queries, may_cut]:
+            kind = kernels.table_kind(short_queries, heads_q, heads_kv, may_cut)
             tiles = self.tables.get((kind, device))
             if tiles is None:
                 if capture is not None:
                     return None
                 tiles = self.upload(kind, device)
-            self.latest = kernels, short_queries, cuts, tiles
+            self.latest = kernels, short_queries, may_cut, tiles
         return tiles
 
     def check_fit(
@@ -286,20 +286,24 @@ class LatestLengths:
         self.latest: tuple[tuple[bytes | bool | None, ...], KnownLengths | None] = (), None
 
     def of(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int, cuts: bool
+        self,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor | None],
+        batch: int,
+        may_cut: bool,
     ) -> KnownLengths:
         """The lengths in tensors on the CPU: those of the call before if they are the same.
 
         Args:
             names: what a call knows the tensors as.
             tensors: the ends of queries and keys, and how many of them are used.
-            cuts: of `KnownLengths`.
+            may_cut: of `KnownLengths`.
 
         Raises:
             TypeError, ValueError: they are no lengths.
         """
         given = (
-            cuts,
+            may_cut,
             *(
                 None if one is None else contents_of(name, one, batch)
                 for name, one in zip(names, tensors, strict=True)
@@ -315,7 +319,7 @@ class LatestLengths:
                     None if named[name] is None else host_integers(name, named[name], (batch,))
                     for name in used
                 ),
-                cuts,
+                may_cut,
             )
             self.latest = given, lengths
         return lengths

@@ -98,6 +98,7 @@ def flash_attn_with_kvcache(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Append k and v to a cache, in place, and attend from q to what is then in it.
 
@@ -176,7 +177,7 @@ def flash_attn_with_kvcache(
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
             caches that are appended to, must not share memory with another tensor of the call;
             they may lie between each other's elements, as the halves of one buffer do.
-        block_table: FlashAttention-2's name for page_table.
+        block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
         qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
             is not supported.
@@ -222,8 +223,9 @@ def flash_attn_with_kvcache(
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
     return_lse = return_lse or return_softmax_lse
-    if block_table is not None:
+    if not (block_table is s_aux is None):
         page_table = by_either_name("page_table", page_table, "block_table", block_table)
+        sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
     is_packed = cu_seqlens_q is not None
     if max_seqlen_q is not None:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
@@ -278,7 +280,7 @@ def prepared_call(
     latest = latest_cache_call(*options)
     call, begins = latest.find(tensors)
     if call is None:
-        described = describe_tensors(*tensors)
+        described = describe_tensors(tensors)
         call = prepare_cache_call(of_any_total(described) if is_packed else described, *options)
         check_written(call, tensors)
         latest.remember(tensors, CACHE_ALIGNMENTS, OF_TOTAL if is_packed else (), call)

@@ -65,26 +65,26 @@ class PreparedMixed:
         """
         total_q, heads, _ = q.shape
         few = leaves_sms_idle(total_q, ends.shape[0] - 1, heads, self.plan.gpu.num_sms)
+        given = q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
+        options = softmax_scale, 0, None, used_q, of_functions
         if few and self.capacity >= FEWEST_EARLIER_KEYS:
-            given = q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
-            self.alone().attend(*given, softmax_scale, 0, None, used_q, of_functions)
+            self.alone().attend(*given, *options)
             return
         modifiers = modifiers_of(slopes, sinks, of_functions)
         has_short = known is None or known.fewest_q <= self.most_short
         if self.long is None:
-            given = q, k, v, out, lse, seqlens, None, None, page_table, slopes, sinks, ends
             execute_prefill(
                 self.plan, self.window, CacheOperands(*given, 0, used_q), self.most_short,
                 softmax_scale, modifiers,
             )  # fmt: skip
             if has_short:
-                self.short.attend(*given, softmax_scale, 0, None, used_q, of_functions)
+                self.short.attend(*given, *options)
             return
         operands = RaggedOperands(q, k, v, out, lse, ends, None, used_q, seqlens)
         short = None
         if has_short:
-            given = operands, self.capacity, modifiers, softmax_scale, page_table
-            short = Short(self.most_short, lambda table: self.short.start(*given, table))
+            of_short = operands, self.capacity, modifiers, softmax_scale, page_table
+            short = Short(self.most_short, lambda table: self.short.start(*of_short, table))
         self.long.launch(
             operands, self.capacity, self.capacity, modifiers, softmax_scale, short, page_table,
             None, known,

@@ -168,4 +168,5 @@ def reject_unsupported(
         given["pack_gqa"] = pack_gqa
     for name, value in given.items():
         if value is not None:
-            raise NotImplementedError(f"{name} is not supported yet; leave it at its default")
+            why = ", None: only FP8 tensors need it" if name.endswith("_descale") else ""
+            raise NotImplementedError(f"{name} is not supported yet; leave it at its default{why}")

@@ -7,6 +7,7 @@ It is a call on a cache (`fa3.calls.kvcache`) that appends nothing, and has what
 import re
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fa3.calls import assertions
 from fa3.calls.eager import is_traced
@@ -33,6 +34,9 @@ def attend_to_pages(*arguments) -> Result:
     try:
         return run_on_pages(*arguments)
     except (TypeError, ValueError, RuntimeError) as error:
+        if is_dynamo_compiling():
+            # torch.compile cannot trace the next line; what it complains of has no other name.
+            raise
         error.args = tuple(map(in_own_names, error.args))
         raise
 

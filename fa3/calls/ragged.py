@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.assertions import read_back
-from fa3.calls.dense import FEWEST_ROWS, MOST_FORWARD_TILES
+from fa3.calls.dense import MOST_FORWARD_TILES
 from fa3.calls.modifiers import Structure
 from fa3.calls.operands import (
     ALIGNMENT,
@@ -35,6 +35,7 @@ from fa3.calls.operands import (
     hide_all_keys_of_lse,
 )
 from fa3.calls.options import VARLEN_FROM_FLASH_ATTENTION_2, check_window
+from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.varlen import used_rows
 

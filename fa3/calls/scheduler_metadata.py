@@ -40,7 +40,9 @@ IN_METADATA = ("scheduler_metadata",) * 4
 
 USUAL_SOFTCAP = 50.0
 """The softcap that is planned for where calls have one, of which no more is said here. Like other
-usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on."""
+usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on. With
+one up to 5.5 or above 60 a call in bfloat16 whose tiles may be cut walks another table, which the
+first such call has made; in a CUDA graph that is captured before, the kernel makes it."""
 
 MERGE_BYTES = 100_000
 """What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
@@ -324,7 +326,7 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     most = short_queries(calls.heads_q // calls.heads_kv)
     if calls.seqlen_q > most and plan.finds_keys:
         short = most if known.fewest_q <= most else 0
-        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, cuts=False))
+        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, may_cut=False))
     return PackedMetadata(calls, False, known)
 
 
@@ -334,8 +336,8 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
         raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
     if calls.num_splits > 1:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
-    cuts = calls.num_splits == 0
-    known = lengths.of_packed(cuts)
+    may_cut = calls.num_splits == 0
+    known = lengths.of_packed(may_cut)
     if known is None:
         return PackedMetadata(calls, True, None)
     has_used = lengths.seqused_q is not None, lengths.cache_seqlens is not None
@@ -346,7 +348,7 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
     )  # fmt: skip
     most = call.most_short_of_table(known, calls.heads_q)
     if most is not None:
-        upload(known, call.plan.table_kind(window, most, calls.heads_q, calls.heads_kv, cuts))
+        upload(known, call.plan.table_kind(window, most, calls.heads_q, calls.heads_kv, may_cut))
     return PackedMetadata(calls, True, known)
 
 

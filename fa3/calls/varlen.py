@@ -388,12 +388,12 @@ def known_lengths(
     causal: bool,
     window_size: tuple[int, int],
     softcap: float,
-    cuts: bool,
+    may_cut: bool,
 ) -> KnownLengths | None:
     """The lengths that the host knows: from metadata, or from tensors on the CPU.
 
     Args:
-        cuts: whether tiles may be cut where lengths are in tensors; metadata says it itself.
+        may_cut: whether tiles may be cut where lengths are in tensors; metadata says it itself.
 
     Raises:
         TypeError, ValueError: what is given is not what the call needs.
@@ -403,7 +403,7 @@ def known_lengths(
             if (one is None) != (of_call is None):
                 given = "None" if of_call is None else "given"
                 raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
-        return call.latest.of(LENGTHS_ON_HOST, on_host, batch, cuts)
+        return call.latest.of(LENGTHS_ON_HOST, on_host, batch, may_cut)
     ends_q, ends_k, used_q, used_k = on_host
     if not (ends_q is ends_k is used_q is used_k is None):
         raise ValueError(f"{' and '.join(LENGTHS_ON_HOST)} must be None with scheduler_metadata")

@@ -99,8 +99,8 @@ class RaggedCall:
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
         elif not joins:
-            cuts = known is not None and known.cuts and not has_gradients
-            self.attend_one_by_one(operands, route, tensors, scale, dropout, known, cuts)
+            may_cut = known is not None and known.may_cut and not has_gradients
+            self.attend_one_by_one(operands, route, tensors, scale, dropout, known, may_cut)
         elif self.gpu is None:
             execute_joined(self.joined, self.window, operands, scale, tensors)
         else:
@@ -146,13 +146,13 @@ class RaggedCall:
         scale: float,
         dropout: Dropout | None,
         known: KnownLengths | None,
-        cuts: bool,
+        may_cut: bool,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
         kernel.
 
         Args:
-            cuts: whether tiles may be cut.
+            may_cut: whether tiles may be cut.
         """
         _, longest_k, most, has_long = route
         if self.gpu is None:
@@ -163,7 +163,7 @@ class RaggedCall:
                 table = None
                 if known is not None:
                     heads = operands.q.shape[1], operands.k.shape[1]
-                    table = known.make(self.plan.table_kind(self.window, most, *heads, cuts))
+                    table = known.make(self.plan.table_kind(self.window, most, *heads, may_cut))
                 execute_varlen(
                     self.spec, self.window, operands, scale, tensors, dropout, most, table
                 )
@@ -176,7 +176,7 @@ class RaggedCall:
             drawn = None if dropout is None else dropout.arguments
             self.gpu.alone.launch(
                 operands, operands.k.shape[0], longest_k, tensors, scale, short, None, drawn, known,
-                cuts,
+                may_cut,
             )  # fmt: skip
         elif most:
             self.gpu.short(most, False).start(operands, longest_k, tensors, scale)()

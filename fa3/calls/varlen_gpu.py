@@ -88,7 +88,7 @@ class PreparedVarlen:
         page_table: torch.Tensor | None = None,
         dropout: DropoutArguments | None = None,
         known: KnownLengths | None = None,
-        cuts: bool = False,
+        may_cut: bool = False,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
 
@@ -99,7 +99,7 @@ class PreparedVarlen:
             page_table: the pages of a cache that has some.
             dropout: where the plan's spec has it.
             known: the lengths, if the host knows them.
-            cuts: whether tiles may be cut then.
+            may_cut: whether tiles may be cut then.
         """
         q, k, v, out, lse, *integers = operands
         device = q.device
@@ -108,21 +108,26 @@ class PreparedVarlen:
             with torch.cuda.device(device):
                 self.launch(
                     operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout,
-                    known, cuts,
+                    known, may_cut,
                 )  # fmt: skip
             return
         total_q, heads, _ = q.shape
         most_short, heads_kv = 0 if short is None else short.most_queries, k.shape[-2]
         marks = table = None
+        # Those of `ForwardArguments` before `num_clusters`, in their order.
+        given = (
+            q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
+            self.rows_of_section,
+        )  # fmt: skip
         if self.again is not None or known is not None:
             stream = current_stream(index)
             capture = capture_of(stream)
             counters = counters_of(device, stream, capture)
         if known is not None:
-            tiles = known.on(self, most_short, heads, heads_kv, cuts, device, capture)
+            tiles = known.on(self, most_short, heads, heads_kv, may_cut, device, capture)
             if tiles is not None:
                 if tiles.segments is not None:
-                    self.launch_split(operands, tiles, modifiers, scale, stream, capture)
+                    self.launch_split(given, tiles, stream, capture)
                     return
                 table = tiles.table.on(stream, capture)
         is_shared = table is not None
@@ -149,46 +154,37 @@ class PreparedVarlen:
             )  # fmt: skip
         # It must come before the forward kernel, which takes the SMs that it leaves.
         merge = None if short is None else short.start(table)
-        # In the order of `ForwardArguments`.
-        given = (
-            q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
-            self.rows_of_section, min(self.num_ctas, capacity * heads),
-        )  # fmt: skip
+        num_ctas = min(self.num_ctas, capacity * heads)
         of_keys = page_table, 0 if merge is None else 1
-        self.forward(*given, taken, *NO_PARTS, marks, None, table, *of_keys, dropout, None)
+        self.forward(
+            *given, num_ctas, taken, *NO_PARTS, marks, None, table, *of_keys, dropout, None
+        )
         if merge is not None:
             merge()
         # Counters do not go back if anything was raised: then they need not be zero.
         if self.again is not None:
             of_call = None, None, table, page_table, 0, dropout, None
-            self.again(*given, marks, *NO_PARTS, *of_call)
+            self.again(*given, num_ctas, marks, *NO_PARTS, *of_call)
             counters.give_back(marks)
         if is_shared:
             # Last, so that the next call takes the same for the same purpose.
             counters.give_back(taken)
 
     def launch_split(
-        self,
-        operands: RaggedOperands,
-        tiles: KnownTiles,
-        modifiers: tuple[torch.Tensor, ...] | None,
-        scale: float,
-        stream: int,
-        capture: Capture | None,
+        self, given: tuple, tiles: KnownTiles, stream: int, capture: Capture | None
     ) -> None:
-        """Run the kernels for tiles that are cut: keys are packed, and nothing runs beside them."""
-        q, k, v, out, lse, *_ = operands
+        """Run the kernels for tiles that are cut: keys are packed, and nothing runs beside them.
+
+        Args:
+            given: those of `ForwardArguments` before `num_clusters`.
+        """
+        q = given[0]
         counters = counters_of(q.device, stream, capture)
         table, memory = tiles.table.on(stream, capture), tiles.memory
         num_tiles, marks = records_of_table(table.shape[0]) * q.shape[1], None
         of_parts = counters.take(memory.num_counters)
         if self.again is not None:
             marks = counters.take(words_of_marks(num_tiles))
-        # In the order of `ForwardArguments`.
-        given = (
-            q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
-            self.rows_of_section,
-        )  # fmt: skip
         parts = memory.arguments(q, of_parts)
         of_call = None, table, None, 0, None, None
         segments = tiles.segments.on(stream, capture)
@@ -200,9 +196,11 @@ class PreparedVarlen:
             counters.give_back(marks)
         counters.give_back(of_parts)
 
-    def table_kind(self, short_queries: int, heads_q: int, heads_kv: int, cuts: bool) -> TableKind:
+    def table_kind(
+        self, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
+    ) -> TableKind:
         """What tables of lengths that the host knows are made for."""
-        return self.plan.table_kind(self.window, short_queries, heads_q, heads_kv, cuts)
+        return self.plan.table_kind(self.window, short_queries, heads_q, heads_kv, may_cut)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from fa3.problem import ELEMENTS, AttentionSpec
 NO_PARTS = (None, None, 0)
 """What a launch takes for parts of tiles if none is split."""
 
+FEWEST_ROWS = ROWS * min(REGISTERS)
+"""Query rows of a tile, at least."""
+
 OTHER_REGISTERS = 24
 """Registers that a consumer thread needs besides its fragments of S, P and O."""
 

@@ -87,8 +87,8 @@ class RaggedPlan:
         )  # fmt: skip
 
     @property
-    def may_cut(self) -> bool:
-        """Whether tiles may be cut at all: those of packed keys, without functions of the user's
+    def can_cut(self) -> bool:
+        """Whether tiles can be cut at all: those of packed keys, without functions of the user's
         and without dropout."""
         spec = self.spec
         return self.cache is None and not (spec.has_user_functions or spec.has_dropout)
@@ -98,17 +98,17 @@ class RaggedPlan:
         return Forward(self.spec, self.config, RaggedSplit)
 
     def table_kind(
-        self, window: Window, short_queries: int, heads_q: int, heads_kv: int, cuts: bool
+        self, window: Window, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
     ) -> TableKind:
         """What the table of lengths that the host knows is made for.
 
         Args:
             window, short_queries: of `TileTableArguments`.
-            cuts: whether tiles are cut where that pays. Beside sequences that are the decode
+            may_cut: whether tiles are cut where that pays. Beside sequences that are the decode
                 kernel's, none are.
         """
         config, ratio, cutting = self.config, heads_q // heads_kv, None
-        if cuts and self.may_cut and not short_queries:
+        if may_cut and self.can_cut and not short_queries:
             costs = self.gpu.costs.tile(TileKey.of(self.spec, config))
             cutting = Cutting(heads_q, self.spec.head_dim_v, ratio, self.rows_of_section, costs)
         return TableKind(

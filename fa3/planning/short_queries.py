@@ -18,6 +18,7 @@ what it plans on a GPU or on the CPU.
 
 from dataclasses import dataclass
 
+from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import Gpu
 from fa3.planning.joined import PackedSizes
@@ -35,9 +36,6 @@ FEWEST_EARLIER_KEYS = 4096
 take the forward kernel no longer than the launch of another one. Also the keys that a sequence must
 have room for where few tiles are the decode kernel's: to split fewer does not pay."""
 
-ROWS_OF_TILE = 128
-"""Queries of a tile of the forward kernel, at least."""
-
 IDLE_SHARE = 0.5
 """Share of the SMs that have a tile of the forward kernel, up to which the others count as idle.
 The decode kernel takes 1.6 times as long for a query and a key, but cuts the keys."""
@@ -45,12 +43,12 @@ The decode kernel takes 1.6 times as long for a query and a key, but cuts the ke
 
 def leaves_sms_idle(total_q: int, batch: int, heads: int, num_sms: int) -> bool:
     """Whether the forward kernel has few tiles, whatever the lengths of the sequences are."""
-    return (total_q // ROWS_OF_TILE + batch) * heads <= IDLE_SHARE * num_sms
+    return (total_q // FEWEST_ROWS + batch) * heads <= IDLE_SHARE * num_sms
 
 
 def most_queries_of_few(heads: int, num_sms: int) -> int:
     """No sequence of a call whose tiles are few has more queries."""
-    return max(1, int(IDLE_SHARE * num_sms) // heads * ROWS_OF_TILE)
+    return max(1, int(IDLE_SHARE * num_sms) // heads * FEWEST_ROWS)
 
 
 def short_queries(qhead_per_kvhead: int) -> int:

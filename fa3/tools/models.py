@@ -26,6 +26,10 @@ CALLS = {
 
 CAUSAL = Window(right=0)
 
+MOST_HEADS = 1024
+"""Query heads of a model, at most: with more, calls would have no room for the tiles of some sizes
+that the planner is asked about."""
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -56,6 +60,8 @@ class Model:
                 "heads must be query heads and key/value heads that divide them, got "
                 f"{self.heads_q},{self.heads_kv}"
             )
+        if self.heads_q > MOST_HEADS:
+            raise ValueError(f"heads must be at most {MOST_HEADS} query heads, got {self.heads_q}")
         for name in ("head_dim", "head_dim_v"):
             size = getattr(self, name)
             if size % HEAD_DIM_UNIT or not 0 < size <= MAX_HEAD_DIM:
