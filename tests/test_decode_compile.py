@@ -57,7 +57,7 @@ def cases():
         spec = spec_of(mask="causal", scores=SCORES, sinks="float32")
         yield f"crews-{cache}", spec, CACHES[cache], Crews
     yield "crews-window", spec_of(mask="window"), CACHES["page16"], Crews
-    for head_dims in ((256, 256), (40, 40), (192, 128), (64, 256), (72, 200)):
+    for head_dims in ((256, 256), (96, 96), (40, 40), (192, 128), (64, 256), (72, 200)):
         yield f"{head_dims}-contiguous", spec_of(head_dims), CACHES["contiguous"], StreamK
     for head_dims in ((256, 256), (72, 200)):
         yield f"{head_dims}-page1", spec_of(head_dims), CACHES["page1"], StreamK

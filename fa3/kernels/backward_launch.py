@@ -34,7 +34,7 @@ SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
-REGISTERS = {1: Registers(24, 208, 72), 2: Registers(24, 216, 56)}
+REGISTERS_BY_PARTS = {1: Registers(24, 208, 72), 2: Registers(24, 216, 56)}
 """Those of the roles, by the parts of a block's queries."""
 
 WIDEST_PIECE = {1: 64, 2: 48}
@@ -109,7 +109,7 @@ class BackwardConfig:
 
     @property
     def registers_of_roles(self) -> Registers:
-        return REGISTERS[self.parts]
+        return REGISTERS_BY_PARTS[self.parts]
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
@@ -160,7 +160,7 @@ class BackwardConfig:
             raise ValueError(
                 f"tile_n must be {keys} with shares_keys={self.shares_keys}, got {self.tile_n}"
             )
-        parts = (1,) if self.shares_keys else tuple(REGISTERS)
+        parts = (1,) if self.shares_keys else tuple(REGISTERS_BY_PARTS)
         if self.parts not in parts:
             raise ValueError(
                 f"parts must be one of {parts} with shares_keys={self.shares_keys}, got "
