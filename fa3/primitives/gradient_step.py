@@ -81,9 +81,11 @@ class GradientStep:
         if cutlass.const_expr(config.do_stages == config.stages):
             do_state = q_state
         states = q_state, do_state, ds_state
+        # Before the wait: behind it ptxas loads them only when all WGMMAs of S have been issued.
+        statistics = self.statistics(q_state)
         pipelines.q.consumer_wait(q_state)
         if cutlass.const_expr(config.parts == 1):
-            self.products(0, m_block, states, masked)
+            self.products(0, m_block, states, statistics, masked)
             warpgroup.wait_group(1)
             pipelines.d_out.consumer_release(do_state)
             warpgroup.wait_group(0)
@@ -91,7 +93,9 @@ class GradientStep:
             # A loop: in one piece of code what the second part reads would be read before the
             # first, for which there are no registers.
             for part in cutlass.range(config.parts, unroll=1):
-                self.of_part(part).products(part, m_block, states, masked)
+                of_part = self.of_part(part)
+                statistics = of_part.statistics(q_state)
+                of_part.products(part, m_block, states, statistics, masked)
                 warpgroup.wait_group(0)
             pipelines.d_out.consumer_release(do_state)
         pipelines.q.consumer_release(q_state)
@@ -108,14 +112,15 @@ class GradientStep:
         return replace(self, rules=rules, dropout=dropout)
 
     @cute.jit
-    def products(self, part, m_block, states, masked: cutlass.Constexpr):
+    def products(
+        self, part, m_block, states, statistics: ColumnStatistics, masked: cutlass.Constexpr
+    ):
         """One part of a block: S and P, then dP and dV, then dS and dK, which are not waited for.
 
-        The rules have the part's coordinates.
+        The rules and the statistics are the part's.
         """
         config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
         q_state, do_state, ds_state = states
-        statistics = self.statistics(q_state)
         k = regs.k[None, None, None, self.k_stage]
         acc_S = self.issue_scores(k, regs.q[None, None, None, part, q_state.index])
         lses = statistics.all(LSE)
