@@ -33,14 +33,20 @@ GRID = "h200-2026-11-21-planned"
 
 FEW = ("h200-2026-11-23-begun", "h200-2026-11-21-planned-few")
 DECODE = (
+    "h200-2026-11-23-parts",
     "h200-2026-11-23-cut",
     "h200-2026-11-23-begun",
     "h200-2026-11-23",
     "h200-2026-11-22-apart",
     "h200-2026-11-21-decode",
 )
-PACKED = ("h200-2026-11-23-cut", "h200-2026-11-22-apart", "h200-2026-11-22-gradients")
-BACKWARD = ("h200-2026-11-23-cut", "h200-2026-11-23-begun", "h200-2026-11-23")
+PACKED = ("h200-2026-11-23-parts", "h200-2026-11-22-apart", "h200-2026-11-22-gradients")
+BACKWARD = (
+    "h200-2026-11-23-parts",
+    "h200-2026-11-23-cut",
+    "h200-2026-11-23-begun",
+    "h200-2026-11-23",
+)
 """Records, the newest first: later ones give the cells that those before do not have."""
 
 NAMES = {
