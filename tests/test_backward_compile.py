@@ -110,11 +110,10 @@ def loops(spec) -> int:
     return 2 + spec.mask.left
 
 
-def check_resources(report: CubinReport, ptxas_log: str, threads: int, stack_bytes: int = 0):
+def check_resources(report: CubinReport, ptxas_log: str, threads: int):
     assert report.threads == threads
     assert report.registers * report.threads <= 65536
-    assert report.stack_bytes <= stack_bytes
-    assert bool(report.spill_instructions) == bool(report.stack_bytes)
+    assert report.stack_bytes == report.spill_instructions == 0
     check_ptxas_log(ptxas_log)
 
 

@@ -9,14 +9,13 @@ from problems import make_problem
 from fa3.calls import backward, varlen_backward
 from fa3.kernels.backward_launch import FIRST_OF_BEGUN
 from fa3.kernels.backward_pass import PassArguments
-from fa3.planning.backward import BackwardPlan
+from fa3.planning.backward import BackwardPlan, words_of_counters
 from fa3.planning.gpu import H200
-from fa3.planning.ragged_backward import RaggedBackwardPlan
-from fa3.problem import AttentionSpec, Window
+from fa3.planning.ragged_backward import sections_of_heads
+from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
-from fa3.scores.masks import Band
 
 CAUSAL = Window(right=0)
 
@@ -130,20 +129,19 @@ def test_sections_of_heads(shape, window, heads):
 
 
 @pytest.mark.parametrize(
-    ("heads_kv", "total_k", "longest_q", "sections"),
+    ("heads_kv", "tiles", "fitting", "sections"),
     [
-        pytest.param(16, 65536, 7099, 4, id="a quarter of the queries before"),
-        pytest.param(16, 65536, 16384, 4, id="long"),
-        pytest.param(16, 65536, 32768, 16, id="a head of it fits into L2"),
-        pytest.param(6, 65536, 4096, 3, id="equal ones"),
-        pytest.param(7, 65536, 4096, 1, id="no equal ones"),
-        pytest.param(8, 16384, 4096, 2, id="few tiles"),
-        pytest.param(1, 65536, 65536, 1, id="one head"),
-        pytest.param(4, 100, 100, 1, id="fewer than a section"),
+        pytest.param(16, 512, 7, 4, id="a quarter of the queries before"),
+        pytest.param(16, 512, 1, 16, id="a head of it fits into L2"),
+        pytest.param(16, 512, 0, 16, id="not even one"),
+        pytest.param(6, 512, 12, 3, id="equal ones"),
+        pytest.param(7, 512, 12, 1, id="no equal ones"),
+        pytest.param(8, 128, 12, 2, id="few tiles"),
+        pytest.param(1, 512, 1, 1, id="one head"),
+        pytest.param(4, 0, 12, 1, id="fewer than a tile"),
     ],
 )
-def test_sections_of_packed_heads(heads_kv, total_k, longest_q, sections):
-    plan = RaggedBackwardPlan(AttentionSpec("bfloat16", 128, 128, Band(right=True)), *[False] * 3)
-    assert plan.sections(heads_kv, total_k, longest_q) == sections
-    assert plan.words_of_counters(sections) % 4 == 0
-    assert plan.words_of_counters(sections) >= FIRST_OF_BEGUN + sections
+def test_sections_of_packed_heads(heads_kv, tiles, fitting, sections):
+    assert sections_of_heads(heads_kv, tiles, fitting) == sections
+    assert words_of_counters(sections) % 4 == 0
+    assert words_of_counters(sections) >= FIRST_OF_BEGUN + sections

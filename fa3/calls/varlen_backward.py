@@ -13,9 +13,9 @@ import torch
 
 from fa3.calls.backward import for_tma, natural_statistics
 from fa3.calls.devices import gpu_of
-from fa3.planning.backward import begins_inside
+from fa3.planning.backward import begins_inside, rows_in_l2, words_of_counters
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.ragged_backward import RaggedBackwardPlan
+from fa3.planning.ragged_backward import RaggedBackwardPlan, sections_of_heads
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
@@ -30,30 +30,30 @@ class PreparedVarlenBackward:
     """Kernels, in the order in which they run, and what a launch takes of their plan.
 
     Fields:
-        plan: what they are.
         entry: launches them.
         tile_m, tile_n: of the backward kernel's config.
         statistics, sums: float32 that these take for a tile of queries, and `turns` int32.
+        rows_in_l2: queries whose Q, dO and dQ fit into L2 together.
     """
 
-    plan: RaggedBackwardPlan
     entry: Callable
     tile_m: int
     tile_n: int
     statistics: int
     sums: int
     turns: int
+    rows_in_l2: int
 
     @classmethod
     def of(cls, plan: RaggedBackwardPlan) -> "PreparedVarlenBackward":
         return cls(
-            plan,
             load_kernel(plan.entry),
             plan.config.tile_m,
             plan.config.tile_n,
             plan.statistics_of_tile,
             plan.sums_of_tile,
             plan.turns_of_tile,
+            rows_in_l2(plan.spec),
         )
 
     def launch(
@@ -86,13 +86,14 @@ class PreparedVarlenBackward:
         num_sequences = lengths.batch
         total_k, heads_kv, _ = k.shape
         tiles, longest_q = self.num_tiles(q, num_sequences), min(max_seqlen_q, q.shape[0])
-        sections = self.plan.sections(heads_kv, total_k, longest_q)
+        fitting = self.rows_in_l2 // max(1, longest_q)
+        sections = sections_of_heads(heads_kv, total_k // self.tile_n, fitting)
         is_inside = begins_inside(total_k / max(1, num_sequences), window)
         capacity = capacity_of_table(total_k, num_sequences, self.tile_n)
         sums_at = tiles * self.statistics
         table_at = sums_at + tiles * self.sums
         counters_at = table_at + words_of_table(capacity)
-        turns_at = counters_at + self.plan.words_of_counters(sections)
+        turns_at = counters_at + words_of_counters(sections)
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(turns_at + tiles * self.turns)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -132,8 +132,8 @@ class BackwardPlan:
 
     @property
     def words_of_counters(self) -> int:
-        """int32 that the backward kernel counts in, a multiple of 4."""
-        return -(-(FIRST_OF_BEGUN + self.num_sections) // QUAD) * QUAD
+        """int32 that the backward kernel counts in."""
+        return words_of_counters(self.num_sections)
 
     @property
     def sections_before(self) -> int:
@@ -159,6 +159,11 @@ class BackwardPlan:
         beside = tiles // -(-problem.seqlen_k // self.config.tile_n)
         sections = max(1, round(heads / max(1, min(fitting, beside))))
         return -(-heads // sections)
+
+
+def words_of_counters(sections: int) -> int:
+    """int32 that the backward kernel counts in, a multiple of 4."""
+    return -(-(FIRST_OF_BEGUN + sections) // QUAD) * QUAD
 
 
 def begins_inside(seqlen_k: float, window: Window) -> bool:

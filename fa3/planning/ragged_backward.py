@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import FIRST_OF_BEGUN, BackwardConfig
+from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
-from fa3.planning.backward import choose_backward_config, plain_spec, rows_in_l2
+from fa3.planning.backward import choose_backward_config, plain_spec
 from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
-from fa3.primitives.vectors import QUAD
 from fa3.problem import AttentionSpec
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Intersection
@@ -62,19 +61,6 @@ class RaggedBackwardPlan:
             TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
         )
 
-    def sections(self, heads_kv: int, total_k: int, longest_q: int) -> int:
-        """How many sections of equally many key/value heads there are: so many that a section's Q,
-        dO and dQ of the longest sequence fit into L2, and four if its tiles are enough then."""
-        tiles = total_k // self.config.tile_n * heads_kv
-        fitting = max(1, rows_in_l2(self.spec) // max(1, longest_q))
-        counts = (n for n in range(1, heads_kv + 1) if heads_kv % n == 0)
-        wanted = max(SECTIONS, heads_kv / fitting)
-        return max(n for n in counts if n == 1 or n <= min(wanted, tiles / FEWEST_TILES))
-
-    def words_of_counters(self, sections: int) -> int:
-        """int32 that the backward kernel counts in, a multiple of 4."""
-        return -(-(FIRST_OF_BEGUN + sections) // QUAD) * QUAD
-
     @property
     def statistics_of_tile(self) -> int:
         """float32 that the rows' statistics take for a tile of queries."""
@@ -89,3 +75,15 @@ class RaggedBackwardPlan:
     def turns_of_tile(self) -> int:
         """int32 that the order of the sums takes for a tile of queries."""
         return WORDS_OF_TILE if self.is_ordered else 0
+
+
+def sections_of_heads(heads_kv: int, tiles: int, fitting: int) -> int:
+    """How many sections of equally many key/value heads there are.
+
+    Args:
+        tiles: of keys, of a head.
+        fitting: heads whose Q, dO and dQ of the longest sequence fit into L2 together.
+    """
+    wanted = max(SECTIONS, heads_kv // max(1, fitting))
+    most = min(wanted, tiles * heads_kv // FEWEST_TILES)
+    return next((n for n in range(most, 1, -1) if heads_kv % n == 0), 1)
