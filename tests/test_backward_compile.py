@@ -59,6 +59,9 @@ SPECS = (
     spec_of(128, "full"),
     spec_of(64, "window"),
     spec_of(192, "window", head_dim_v=128),
+    spec_of(136, "full", head_dim_v=168),
+    spec_of(160, "window"),
+    spec_of(160, "window", head_dim_v=128),
     spec_of(128, "causal", dtype="float16"),
     modified(64, "window", (AROUND,)),
     modified(64, "full", function=DOCUMENTS),
@@ -244,6 +247,12 @@ def test_the_table_has_no_row_in_vain():
     assert chosen == {tiling.config for tiling in BACKWARD_TILINGS}
 
 
+def test_what_has_no_registers_is_said_so():
+    spec = replace(modified(256, "full", (CAP,), DOCUMENTS), has_dropout=True)
+    with pytest.raises(NotImplementedError, match="no tiling of the backward kernel"):
+        choose_backward_config(spec)
+
+
 def test_memory_of_a_plan():
     spec = spec_of(96, "full", head_dim_v=64)
     plan = BackwardPlan.of(Problem(spec, 2, 100, 300, 3, 4, Window()))
@@ -403,17 +412,19 @@ def write_masks(
             for group in cutlass.range_constexpr(MMA_GROUPS):
                 for thread in cutlass.range(WARPGROUP):
                     tile = Tile(n_block, Int32(0), Int32(0))
-                    coords = kernel.coords(mmas, thread, group, tile)
-                    rows, columns = len(coords.row_steps), len(coords.column_steps)
-                    scores = cute.make_rmem_tensor((rows, columns), Float32)
-                    scores.fill(0.0)
-                    kernel.spec.mask.apply_transposed(scores, coords, m_block, sequence)
-                    for r in cutlass.range_constexpr(rows):
-                        for c in cutlass.range_constexpr(columns):
-                            key = coords.key(r) - n_block * config.tile_n
-                            query = coords.column + coords.column_steps[c]
-                            at = key * config.tile_m + query
-                            hidden[at, m_block, n_block] += Int32(1 + (scores[r, c] != 0.0))
+                    first = kernel.coords(mmas, thread, group, tile)
+                    for part in cutlass.range(config.parts):
+                        coords = first.shifted(part * config.queries)
+                        rows, columns = len(coords.row_steps), len(coords.column_steps)
+                        scores = cute.make_rmem_tensor((rows, columns), Float32)
+                        scores.fill(0.0)
+                        kernel.spec.mask.apply_transposed(scores, coords, m_block, sequence)
+                        for r in cutlass.range_constexpr(rows):
+                            for c in cutlass.range_constexpr(columns):
+                                key = coords.key(r) - n_block * config.tile_n
+                                query = coords.column + coords.column_steps[c]
+                                at = key * config.tile_m + query
+                                hidden[at, m_block, n_block] += Int32(1 + (scores[r, c] != 0.0))
 
 
 WINDOWS = (Window(), Window(right=0), Window(60, 20), Window(left=70), Window(right=150))
@@ -421,11 +432,11 @@ WINDOWS = (Window(), Window(right=0), Window(60, 20), Window(left=70), Window(ri
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_query_blocks_and_masks(head_dim, window):
     """Every visible pair is in a block that is touched; and scores of blocks without a mask, and
     those that a mask leaves, are visible, but for queries that are none."""
-    spec = replace(spec_of(head_dim, "full"), mask=Band.of(window))
+    spec = replace(spec_of(head_dim, "full", head_dim_v=min(head_dim, 128)), mask=Band.of(window))
     kernel = Backward(spec, choose_backward_config(spec), Dynamic)
     tile_m, tile_n = kernel.config.tile_m, kernel.config.tile_n
     run = None

@@ -136,6 +136,8 @@ def test_sections_of_heads(shape, window, heads):
         pytest.param(16, 512, 0, 16, id="not even one"),
         pytest.param(6, 512, 12, 3, id="equal ones"),
         pytest.param(7, 512, 12, 1, id="no equal ones"),
+        pytest.param(7, 512, 2, 7, id="no equal ones, long"),
+        pytest.param(4, 128, 2, 2, id="few tiles, long"),
         pytest.param(8, 128, 12, 2, id="few tiles"),
         pytest.param(1, 512, 1, 1, id="one head"),
         pytest.param(4, 0, 12, 1, id="fewer than a tile"),

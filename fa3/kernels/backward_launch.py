@@ -31,6 +31,9 @@ SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
 """Registers of a thread of an MMA warpgroup that its fragments must leave, by
 `statistics_at_once`."""
 
+MANY_GRADIENTS = 144
+"""Registers of dK and dV beside which what hides or changes scores takes some more."""
+
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
@@ -133,7 +136,7 @@ class BackwardConfig:
         # What a user's mask computes with beside S, or what dropout does with what hides scores.
         beside += scores if spec.mask.templates else 0
         hides = spec.scores or spec.mask.templates or spec.mask.left
-        beside += rounded if spec.has_dropout and hides else 0
+        beside += rounded if hides and (spec.has_dropout or gradients >= MANY_GRADIENTS) else 0
         # With 64 scores or more, what is added to them takes another one.
         beside += scores // ROWS if spec.scores else 0
         if self.parts > 1:

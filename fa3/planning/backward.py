@@ -62,7 +62,8 @@ BACKWARD_TILINGS = (
     BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, statistics_at_once=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, parts=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, parts=2, statistics_at_once=2)),
+    BackwardTiling(192, 128, BackwardConfig(64, 128, k_stages=1, parts=2, statistics_at_once=2)),
+    BackwardTiling(128, 192, BackwardConfig(64, 128, k_stages=1, parts=2, statistics_at_once=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
     BackwardTiling(192, 192, BackwardConfig(64, 64, k_stages=1, shares_keys=True)),
     BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),
@@ -73,8 +74,18 @@ none of them has been compared with others yet."""
 
 
 def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
-    """The config for a spec."""
-    return next(tiling.config for tiling in BACKWARD_TILINGS if tiling.fits(spec))
+    """The config for a spec.
+
+    Raises:
+        NotImplementedError: no row fits.
+    """
+    for tiling in BACKWARD_TILINGS:
+        if tiling.fits(spec):
+            return tiling.config
+    raise NotImplementedError(
+        f"no tiling of the backward kernel has registers for {spec}; without dropout, a softcap or "
+        "a mask of your own there is one"
+    )
 
 
 @dataclass(frozen=True)

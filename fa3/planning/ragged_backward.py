@@ -78,12 +78,14 @@ class RaggedBackwardPlan:
 
 
 def sections_of_heads(heads_kv: int, tiles: int, fitting: int) -> int:
-    """How many sections of equally many key/value heads there are.
+    """How many sections of equally many key/value heads there are: so many that L2 holds what a
+    section's tiles share, and `SECTIONS` if their tiles are not few then.
 
     Args:
         tiles: of keys, of a head.
         fitting: heads whose Q, dO and dQ of the longest sequence fit into L2 together.
     """
-    wanted = max(SECTIONS, heads_kv // max(1, fitting))
-    most = min(wanted, tiles * heads_kv // FEWEST_TILES)
-    return next((n for n in range(most, 1, -1) if heads_kv % n == 0), 1)
+    counts = [n for n in range(1, heads_kv + 1) if heads_kv % n == 0]
+    for_l2 = next(n for n in counts if n * fitting >= heads_kv or n == heads_kv)
+    most = min(SECTIONS, max(1, tiles * heads_kv // FEWEST_TILES))
+    return max(for_l2, *(n for n in counts if n <= most))

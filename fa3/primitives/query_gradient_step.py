@@ -72,8 +72,9 @@ class QueryGradientStep:
     @cute.jit
     def next(self, tile, ds_state):
         """dQ of one block of queries."""
-        self.sums.enter(self.thread, tile)
         self.pipeline.consumer_wait(ds_state)
+        # Not before there is dS: the words of turns may be among what is still to be begun.
+        self.sums.enter(self.thread, tile)
         for piece in cutlass.range(self.pieces.count, unroll=1):
             acc = self.product(piece, ds_state)
             warpgroup.wait_group(0)
