@@ -1,7 +1,7 @@
 """`flash_attn_varlen_func` on pages with scores and masks of the user's, and with `seqused_q`."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -281,6 +281,39 @@ def test_complaints_are_told_while_a_graph_is_traced(changes, complaint, paged):
     run = torch.compile(fa3.flash_attn_varlen_func, fullgraph=True, backend="eager")
     with pytest.raises((RuntimeError, TypeError, ValueError), match=complaint):
         run(**paged | changes)
+
+
+@dataclass(frozen=True)
+class Complaining(fa3.Mask):
+    """A user's mask that fails in words like ours."""
+
+    reach: int = 0
+
+    def visible(self, at):
+        return at.key >= self.reach
+
+    def reference(self, at):
+        raise KeyError("k_cache")
+
+
+def test_what_a_function_complains_of_is_in_its_own_words(paged):
+    with pytest.raises(ValueError, match="KeyError: 'k_cache'"):
+        fa3.flash_attn_varlen_func(**paged | {"mask": Complaining()})
+
+
+def test_one_split_is_one_split():
+    """As in a call on a cache: what a sequence gets does not depend on those beside it."""
+    problems = [VarlenProblem((100, 90)[:n], (9000, 5000)[:n], heads_kv=1, group=2) for n in (1, 2)]
+    both = on_pages(problems[1], make_call(problems[1]), 16)
+    alone = both | {
+        "q": both["q"][:100], "cu_seqlens_q": both["cu_seqlens_q"][:2],
+        "page_table": both["page_table"][:1], "seqused_k": both["seqused_k"][:1],
+    }  # fmt: skip
+    same = [
+        torch.equal(*(fa3.flash_attn_varlen_func(**x, num_splits=n)[:100] for x in (alone, both)))
+        for n in (0, 1)
+    ]
+    assert same == [False, True]
 
 
 def test_the_most_queries_are_of_those_that_are_used(paged):

@@ -21,6 +21,7 @@ from varlen_problems import (
 import fa3
 from docs.examples.prefix_lm import PrefixLM
 from fa3.calls import decode, varlen_call, varlen_gpu
+from fa3.integrations import torch as integration
 from fa3.planning import short_queries
 from fa3.planning.gpu import H200
 from fa3.planning.joined import JoinedPlan, PackedSizes
@@ -213,6 +214,23 @@ def test_metadata_says_whether_keys_are_split(attending):
         )  # fmt: skip
         metadata.lengths = None
         fa3.flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+        assert attending == expected
+        # A call that is not to split does not, whatever its metadata would let it.
+        attending.clear()
+        fa3.flash_attn_varlen_func(**call, scheduler_metadata=metadata, num_splits=1)
+        assert attending == ["beside", "forward"]
+
+
+@pytest.mark.usefixtures("with_fewer_keys")
+def test_torch_says_whether_keys_are_split(attending):
+    call = make_call(replace(FEW, causal=False))
+    given = integration.AtenArguments(
+        *(call[name] for name in "qkv"), cum_seq_q=call["cu_seqlens_q"],
+        cum_seq_k=call["cu_seqlens_k"], max_q=call["max_seqlen_q"], max_k=call["max_seqlen_k"],
+    )  # fmt: skip
+    for num_splits, expected in ((None, [66 // 4 * 128]), (1, ["beside", "forward"])):
+        attending.clear()
+        integration.attend_into(given._replace(num_splits=num_splits), torch.empty_like(call["q"]))
         assert attending == expected
 
 

@@ -34,8 +34,9 @@ def attend_to_pages(*arguments) -> Result:
     try:
         return run_on_pages(*arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        if is_dynamo_compiling():
-            # torch.compile cannot trace the next line; what it complains of has no other name.
+        if is_dynamo_compiling() or error.__cause__ is not None:
+            # torch.compile cannot trace the next line; what it complains of has no other name. What
+            # a user's function has raised is in its own words.
             raise
         error.args = tuple(map(in_own_names, error.args))
         raise
@@ -92,7 +93,7 @@ def run_on_pages(
     )  # fmt: skip
     options = (
         integer("max_seqlen_q", max_seqlen_q, 0), causal, as_pair(window_size), softcap, True,
-        0 if num_splits == 1 else num_splits, False, sm_margin, calls, functions,
+        num_splits, False, sm_margin, calls, functions,
     )  # fmt: skip
     if is_traced(q):
         return trace_cached(tensors, options, None, softmax_scale, return_lse)

@@ -160,9 +160,9 @@ def flash_attn_varlen_func(
             of the call; it may lie between their elements.
         num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
             GPU. With 0 those of long sequences are, too, where few tiles would leave SMs idle, if
-            no gradient is wanted; with 1, FlashAttention-3's default, never. With
-            scheduler_metadata its own num_splits says so. With page_table 1 is like 0, and a larger
-            number says into how many parts.
+            no gradient is wanted; with 1, FlashAttention-3's default, never. scheduler_metadata
+            that was made with 1 keeps them whole, too. With page_table 1 splits no keys at all, and
+            a larger number says into how many parts: as in `flash_attn_with_kvcache`.
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
         page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
             (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
@@ -318,9 +318,9 @@ def flash_attn_varlen_func(
     longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
     sizes = PackedSizes(batch, heads, total_q, total_k, *longest)
     operands = RaggedOperands(q, k, v, out, lse, *integers)
-    if scheduler_metadata is not None:
-        num_splits = scheduler_metadata.calls.num_splits
     splits = num_splits == 0
+    if scheduler_metadata is not None:
+        splits = splits and scheduler_metadata.calls.num_splits == 0
     call.attend(operands, sizes, modifiers.tensors, scale, dropout, known=known, splits=splits)
     return (out, lse) if return_lse else out
 

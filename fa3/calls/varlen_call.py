@@ -81,8 +81,8 @@ class RaggedCall:
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
                 kernel's, so that none has other bits beside other sequences.
             known: the lengths, if the host knows them; they fit the call.
-            splits: whether long sequences may be split where SMs would be idle; of known lengths
-                these say so themselves.
+            splits: whether long sequences may be split where SMs would be idle; known lengths
+                may say that they are not.
         """
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
@@ -99,7 +99,7 @@ class RaggedCall:
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
         elif not joins:
-            may_cut = known is not None and known.may_cut and not has_gradients
+            may_cut = known is not None and known.may_cut and splits and not has_gradients
             self.attend_one_by_one(operands, route, tensors, scale, dropout, known, may_cut)
         elif self.gpu is None:
             execute_joined(self.joined, self.window, operands, scale, tensors)

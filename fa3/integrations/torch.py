@@ -287,6 +287,7 @@ def attend_into(call: AtenArguments, out: torch.Tensor) -> tuple[torch.Tensor, t
         _, lse = flash_attn_func(q, k, v, scale, is_causal, **options)
     else:
         lengths = call.cum_seq_q, call.cum_seq_k, call.max_q, call.max_k, None, call.seqused_k
+        options["num_splits"] = call.num_splits or 0
         _, lse = flash_attn_varlen_func(q, k, v, *lengths, scale, is_causal, **options)
     return lse, state
 
