@@ -13,7 +13,7 @@ from fa3.schedules.order import TileOrder
 from fa3.schedules.query_sections import QuerySections
 from fa3.schedules.ragged_keys import RaggedKeyOrder
 
-PLACE = FunctionType(RaggedKeyOrder.place.__wrapped__.__code__, {"larger": max})
+LOCATE = FunctionType(RaggedKeyOrder.locate.__wrapped__.__code__, {"larger": max})
 """With the code as it is written, taken before the DSL puts its own in its place."""
 
 PROBLEMS = list(itertools.product((1, 3, 8), (1, 2, 7), (1, 5), (1, 2, 4, 35), (1, 2, 6)))
@@ -47,12 +47,12 @@ def test_packed_tiles_are_walked_section_by_section(records, heads, of_section):
     sections = QuerySections(of_head * heads, PlainDivisor(of_head * of_section))
     found = []
     for index in range(end):
-        first_head, number = PLACE(order, index, end)
+        first_head, number = LOCATE(order, index, end)
         head, record = first_head + number % of_section, number // of_section
         found.append((order.section_of(head), record, head))
         assert sections.section_of(head * of_head) == order.section_of(head)
         assert sections.section_of(head * of_head + of_head - 1) == order.section_of(head)
-    assert PLACE(order, 0, 0) == (0, 0)
+    assert LOCATE(order, 0, 0) == (0, 0)
     assert found == sorted(found)
     assert len({(record, head) for _, record, head in found}) == end
 

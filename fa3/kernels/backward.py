@@ -17,9 +17,9 @@ Roles per CTA
     warpgroup 0    producer       one warp loads Q and dO, one K and V; 24 registers a thread
     warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys (`shares_keys`),
                                   each half of the queries of S and dP, and half of the columns of
-                                  dK and dV; 208 registers
+                                  dK and dV; 208 registers, 216 where a block goes in `parts`
     warpgroup 3    sums           dQ = dS K of every block, and adds it to the sums; at the end of a
-                                  tile one warp stores dK and dV; 72 registers
+                                  tile one warp stores dK and dV; 72 registers, 56 beside parts
 
 BackwardPipelines (mbarriers)
     pipeline_k   K of a tile                  k_stages   producer -> all that multiply, released

@@ -17,8 +17,7 @@ from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.backward_launch import BackwardConfig, CallSizes, EndArguments
 from fa3.primitives import arguments
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
-from fa3.primitives.query_tiles import PackedQueryTiles, QueryGradients
-from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.primitives.query_tiles import QueryGradients
 from fa3.primitives.rows_of_sequence import with_movable_end
 from fa3.primitives.slab_store import SlabStore
 from fa3.primitives.tma import TmaTensor
@@ -60,10 +59,7 @@ class BackwardEnd(AttentionKernel):
         *given, stream = given
         call = EndArguments(*given)
         if cutlass.const_expr(self.is_ragged):
-            total_q, heads, _ = call.dq.shape
-            lengths = RaggedLengths(call.cu_seqlens_q, None, total_q)
-            tiles = PackedQueryTiles.of(total_q, lengths.num_sequences, self.config.tile_m)
-            queries = PackedQueryWork(lengths, tiles, heads)
+            queries = PackedQueryWork.of(call.dq, call.cu_seqlens_q, None, self.config.tile_m)
             dq = with_movable_end(call.dq)
         else:
             queries = DenseQueryWork.of(call.dq, self.config.tile_m)

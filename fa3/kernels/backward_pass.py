@@ -155,7 +155,7 @@ class BackwardPass:
                 "qhead_per_kvhead": Int32(1),
                 "num_ctas": Int32(1),
             }
-            self.table(*chosen(TileTableArguments, named | {"counters": None}), stream)
+            self.table(*chosen(TileTableArguments, named), stream)
         of_call = call.q, call.k, call.heads_per_section, named["num_sequences"]
         sections = self.main.sections(*of_call)
         named["num_tiles"] = sections.tiles_before(call.sections_before)

@@ -27,7 +27,7 @@ heads of their key/value head one after another, at about the same time."""
 TILES_OF_SECTION = 128
 """Tiles of keys of a section, unless a head alone has more. Twice as many where queries see keys up
 to some point only, as with a causal mask: tiles then have less work, some of them hardly any.
-With fewer the last section's longest tiles would end long after all others: 14% of the time where
+With fewer the last section's longest tiles would end long after all others: 12% of the time where
 32 heads share 8 (docs/experiments.md)."""
 
 KEYS_OF_QUERY = 384
@@ -69,8 +69,8 @@ BACKWARD_TILINGS = (
     BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),
     BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, k_stages=1, shares_keys=True)),
 )
-"""The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit;
-none of them has been compared with others yet."""
+"""The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit; of
+them only parts have been compared with others (docs/experiments.md)."""
 
 
 def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:

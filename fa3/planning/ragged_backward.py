@@ -4,6 +4,7 @@
 the lengths, the others are those of the backward pass.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 from fa3.kernels.backward import Backward
@@ -16,7 +17,7 @@ from fa3.planning.backward import choose_backward_config, plain_spec
 from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
-from fa3.problem import AttentionSpec
+from fa3.problem import REMEMBERED, AttentionSpec
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Intersection
 
@@ -77,6 +78,12 @@ class RaggedBackwardPlan:
         return WORDS_OF_TILE if self.is_ordered else 0
 
 
+@functools.lru_cache(maxsize=REMEMBERED)
+def divisors(number: int) -> tuple[int, ...]:
+    """From 1 up."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
 def sections_of_heads(heads_kv: int, tiles: int, fitting: int) -> int:
     """How many sections of equally many key/value heads there are: so many that L2 holds what a
     section's tiles share, and `SECTIONS` if their tiles are not few then.
@@ -85,7 +92,7 @@ def sections_of_heads(heads_kv: int, tiles: int, fitting: int) -> int:
         tiles: of keys, of a head.
         fitting: heads whose Q, dO and dQ of the longest sequence fit into L2 together.
     """
-    counts = [n for n in range(1, heads_kv + 1) if heads_kv % n == 0]
+    counts = divisors(heads_kv)
     for_l2 = next(n for n in counts if n * fitting >= heads_kv or n == heads_kv)
     most = min(SECTIONS, max(1, tiles * heads_kv // FEWEST_TILES))
     return max(for_l2, *(n for n in counts if n <= most))

@@ -76,7 +76,7 @@ class RaggedKeyOrder(TableOrder):
         return self.heads.quotient(head)
 
     @cute.jit
-    def place(self, index: Int32, end: Int32) -> tuple[Int32, Int32]:
+    def locate(self, index: Int32, end: Int32) -> tuple[Int32, Int32]:
         """The first head of a tile's section, and the tile's number there.
 
         Sections are few: a division would take more registers than the producer has.
@@ -114,7 +114,7 @@ class RaggedKeyTiles(RaggedTiles):
     def read(self, cursor: RaggedCursor) -> RaggedCursor:
         """The cursor with its tile's record; past the end the last one's."""
         index = cutlass.max(cutlass.min(cursor.index, cursor.end - 1), 0)
-        first_head, number = self.order.place(index, cursor.end)
+        first_head, number = self.order.locate(index, cursor.end)
         head, record = self.order.tile(number)
         return cursor._replace(head=first_head + head, record=record)
 
