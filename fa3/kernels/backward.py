@@ -14,12 +14,14 @@ S and dP are computed transposed, keys by queries: then P^T and dS^T in register
 operands of dV and dK. dS goes through shared memory for dQ, which needs all keys of the tile.
 
 Roles per CTA
-    warpgroup 0    producer       one warp loads Q and dO, one K and V; 24 registers a thread
+    warpgroup 0    producer       one warp loads Q and dO, one K and V, and one adds dQ to the sums;
+                                  if they have a fixed order, the last one makes known what was
+                                  added; 24 registers a thread
     warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys (`shares_keys`),
                                   each half of the queries of S and dP, and half of the columns of
                                   dK and dV; 208 registers, 216 where a block goes in `parts`
-    warpgroup 3    sums           dQ = dS K of every block, and adds it to the sums; at the end of a
-                                  tile one warp stores dK and dV; 72 registers, 56 beside parts
+    warpgroup 3    sums           dQ = dS K of every block; at the end of a tile one warp stores dK
+                                  and dV; 72 registers, 56 beside parts
 
 BackwardPipelines (mbarriers)
     pipeline_k   K of a tile                  k_stages   producer -> all that multiply, released
@@ -28,6 +30,9 @@ BackwardPipelines (mbarriers)
     pipeline_q   Q and the rows' statistics   2 stages   producer -> MMA, released after dK
     pipeline_do  dO                           do_stages  producer -> MMA, released after dV
     pipeline_ds  dS in shared memory          2 stages   MMA -> sums
+    staged       a piece of dQ                in_flight  sums -> who adds
+    added        nothing but that a block's   2 stages   who adds -> who makes it known; only in a
+                 dQ is in memory                         fixed order
 
 Timeline of an MMA warpgroup in a step; the others multiply while it does not
     tensor cores | S = K Q^T |              | dP = V dO^T | dV += P^T dO         | dK += dS^T Q |
@@ -67,10 +72,11 @@ from fa3.primitives.coords import TransposedCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.dsl import SmemAllocator
+from fa3.primitives.gradient_addition import GradientAddition
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
-from fa3.primitives.ordered_gradients import OrderedGradients, TurnWords
+from fa3.primitives.ordered_gradients import TurnsToAdd, TurnWords
 from fa3.primitives.query_gradient_step import QueryGradientOperands, QueryGradientStep
 from fa3.primitives.query_tiles import (
     STATISTICS,
@@ -171,13 +177,15 @@ class BackwardBuffers(NamedTuple):
 
 
 class BackwardPipelines(NamedTuple):
-    """The mbarrier pipelines: from the producer, and of dS from the MMA warpgroups."""
+    """The mbarrier pipelines; the last is None where sums have no fixed order."""
 
     q: pipeline.PipelineTmaAsync
     k: pipeline.PipelineTmaAsync
     v: pipeline.PipelineTmaAsync
     d_out: pipeline.PipelineTmaAsync
     ds: pipeline.PipelineAsync
+    staged: pipeline.PipelineAsync
+    added: pipeline.PipelineAsync | None
 
 
 @dataclass(frozen=True)
@@ -301,6 +309,10 @@ class Backward(AttentionKernel):
                 self.load(*given, schedule.for_producer(), cursor)
             elif warp_idx == 1:
                 self.load_keys(*given, schedule, cursor)
+            elif warp_idx == 2:
+                self.add(*given, schedule, cursor)
+            elif cutlass.const_expr(self.is_ordered):
+                self.make_known(*given, schedule, cursor)
         elif warp_idx >= WARPS * (1 + MMA_GROUPS):
             cute.arch.setmaxregister_decrease(registers.sums)
             self.sum_up(operands, smem, pipelines, sequences, schedule, cursor)
@@ -313,7 +325,7 @@ class Backward(AttentionKernel):
         """Lay out shared memory, initialise the mbarriers and synchronize the CTA."""
         config, layouts = self.config, self.layouts()
         of_rows = cute.make_layout((config.tile_m, STATISTICS, config.stages))
-        staged = config.pieces(self.columns).numbers_in_flight
+        pieces = config.pieces(self.columns)
 
         def buffer(layout, exists: bool = True):
             size = cute.cosize(layout) if exists else 0
@@ -326,6 +338,8 @@ class Backward(AttentionKernel):
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
+            barriers_staged: cute.struct.MemRange[cutlass.Int64, 2 * pieces.in_flight]
+            barriers_added: cute.struct.MemRange[cutlass.Int64, 2 * config.stages * self.is_ordered]
             schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
             ticket: cute.struct.MemRange[Int32, 4]
             statistics: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(of_rows)], 128]
@@ -335,7 +349,7 @@ class Backward(AttentionKernel):
             d_out: buffer(layouts.d_out)
             ds: buffer(layouts.scores)
             p: buffer(layouts.scores, config.shares_keys)
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, staged], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, pieces.numbers_in_flight], 128]
 
         storage = SmemAllocator().allocate(Storage)
 
@@ -352,7 +366,7 @@ class Backward(AttentionKernel):
             tensor(storage.k, layouts.dk),
             tensor(storage.v, layouts.dv),
             storage.statistics.get_tensor(of_rows),
-            storage.sums.get_tensor(cute.make_layout(staged)),
+            storage.sums.get_tensor(cute.make_layout(pieces.numbers_in_flight)),
             storage.ticket.get_tensor(cute.make_layout(1)),
         )
 
@@ -373,21 +387,31 @@ class Backward(AttentionKernel):
                 defer_sync=True,
             )
 
+        def thread_pipeline(barriers, stages, writers, readers):
+            return pipeline.PipelineAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=writers,
+                consumer_group=readers,
+                defer_sync=True,
+            )
+
         row_bytes = cute.size_in_bytes(Float32, cute.slice_(of_rows, (None, None, 0)))
         pipelines = BackwardPipelines(
             tma_pipeline(storage.barriers_q, config.stages, layouts.q, 1, of_mma, row_bytes),
             tma_pipeline(storage.barriers_k, config.k_stages, layouts.k, config.slabs, of_one),
             tma_pipeline(storage.barriers_v, 1, layouts.v, config.slabs, of_one),
             tma_pipeline(storage.barriers_do, config.do_stages, layouts.d_out, 1, of_mma),
-            pipeline.PipelineAsync.create(
-                barrier_storage=storage.barriers_ds.data_ptr(),
-                num_stages=config.stages,
-                producer_group=warps(MMA_GROUPS * config.parts),
-                consumer_group=warps(1),
-                defer_sync=True,
+            thread_pipeline(
+                storage.barriers_ds, config.stages, warps(MMA_GROUPS * config.parts), warps(1)
             ),
+            thread_pipeline(storage.barriers_staged, pieces.in_flight, warps(1), of_one),
+            thread_pipeline(storage.barriers_added, config.stages, of_one, of_one)
+            if self.is_ordered
+            else None,
         )
-        schedule = schedule.connected(storage.schedule.data_ptr(), LISTENING_WARPS)
+        listening = LISTENING_WARPS + self.is_ordered
+        schedule = schedule.connected(storage.schedule.data_ptr(), listening)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         return smem, pipelines, schedule
@@ -503,6 +527,85 @@ class Backward(AttentionKernel):
             v_state = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)(n_block, v_state)
             cursor = schedule.next(cursor)
 
+    @cute.jit
+    def add(
+        self,
+        operands: BackwardTensors,
+        smem: BackwardBuffers,
+        pipelines: BackwardPipelines,
+        sequences,
+        schedule,
+        cursor,
+    ):
+        """Add every piece of dQ to the sums, in turn if they have a fixed order."""
+        config, user = self.config, pipeline.PipelineUserType
+        _, mask, _ = bind(self.spec, operands.modifiers)
+        pieces = config.pieces(cute.size(smem.k, mode=[1]))
+        state = pipeline.make_pipeline_state(user.Consumer, pieces.in_flight)
+        added_state = pipeline.make_pipeline_state(user.Producer, config.stages)
+        cursor = schedule.begin(cursor)
+        while schedule.is_valid(cursor):
+            segment = schedule.segment(cursor)
+            n_block, head_kv, batch = self.keys_of(schedule, segment)
+            sequence = sequences.sequence(segment)
+            sums = operands.sums.at(config.tile_m, segment)
+            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
+                head = head_kv * operands.qhead_per_kvhead + h
+                of_head = mask.at(batch, head)
+                blocks = self.query_blocks(of_head, n_block, sequence)
+                turns = None
+                if cutlass.const_expr(self.is_ordered):
+                    turns = self.turns(operands, sequences, schedule, segment, of_head)
+                addition = GradientAddition(
+                    pieces, sums, smem.sums, pipelines.staged, turns, pipelines.added
+                )
+                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    tile = m_block, head, batch
+                    state, added_state = addition.next(tile, state, added_state)
+            cursor = schedule.next(cursor)
+
+    @cute.jit
+    def make_known(
+        self,
+        operands: BackwardTensors,
+        smem: BackwardBuffers,
+        pipelines: BackwardPipelines,
+        sequences,
+        schedule,
+        cursor,
+    ):
+        """Let others add to a block of queries as soon as this tile of keys has."""
+        config = self.config
+        _, mask, _ = bind(self.spec, operands.modifiers)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, config.stages)
+        cursor = schedule.begin(cursor)
+        while schedule.is_valid(cursor):
+            segment = schedule.segment(cursor)
+            n_block, head_kv, batch = self.keys_of(schedule, segment)
+            sequence = sequences.sequence(segment)
+            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
+                head = head_kv * operands.qhead_per_kvhead + h
+                of_head = mask.at(batch, head)
+                blocks = self.query_blocks(of_head, n_block, sequence)
+                turns = self.turns(operands, sequences, schedule, segment, of_head)
+                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    pipelines.added.consumer_wait(state)
+                    with cute.arch.elect_one():
+                        turns.pass_on((m_block, head, batch))
+                        pipelines.added.consumer_release(state)
+                    state.advance()
+            cursor = schedule.next(cursor)
+
+    def turns(self, operands: BackwardTensors, sequences, schedule, segment, mask) -> TurnsToAdd:
+        """The turns of a segment's tile of keys; `mask` is that of a query head."""
+        n_block, _, _ = self.keys_of(schedule, segment)
+        tiles = operands.sums.tiles.at(self.config.tile_m, segment)
+        last = self.num_key_tiles(schedule, segment) - 1
+        before = self.query_blocks(mask, n_block + 1, sequences.sequence(segment))
+        # The last keys have nobody to wait for.
+        end = before.end * Int32(n_block < last)
+        return TurnsToAdd(operands.turns, tiles, last - n_block + 1, before.begin, end)
+
     # ------------------------------------------------------------------------ MMA warpgroups
 
     @cute.jit
@@ -591,40 +694,39 @@ class Backward(AttentionKernel):
         schedule,
         cursor,
     ):
-        """Compute dQ of every block that a tile's keys give, and add it to the sums; then store
-        the tile's dK and dV, and give K and V back."""
-        config, user = self.config, pipeline.PipelineUserType.Consumer
+        """Compute dQ of every block that a tile's keys give; then store the tile's dK and dV, and
+        give K and V back."""
+        config, user = self.config, pipeline.PipelineUserType
         thread_idx, _, _ = cute.arch.thread_idx()
         thread = thread_idx % WARPGROUP
         is_storing = cute.arch.make_warp_uniform(thread // WARP) == 0
         _, mask, _ = bind(self.spec, operands.modifiers)
         regs = QueryGradientOperands.of(self.dtype, config, smem)
         dk, dv = self.stores(operands, smem)
-        _, _, k_state, v_state = self.pipeline_states(user)
-        ds_state = pipeline.make_pipeline_state(user, config.stages)
+        _, _, k_state, v_state = self.pipeline_states(user.Consumer)
+        ds_state = pipeline.make_pipeline_state(user.Consumer, config.stages)
+        in_flight = config.pieces(cute.size(smem.k, mode=[1])).in_flight
+        staged_state = pipeline.make_pipeline_state(user.Producer, in_flight)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             sequence = sequences.sequence(segment)
-            sums = operands.sums.at(config.tile_m, segment)
             pipelines.k.consumer_wait(k_state)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
                 head = head_kv * operands.qhead_per_kvhead + h
-                of_head = mask.at(batch, head)
-                blocks = self.query_blocks(of_head, n_block, sequence)
-                target = sums
-                if cutlass.const_expr(self.is_ordered):
-                    last = self.num_key_tiles(schedule, segment) - 1
-                    place = of_head, n_block, last, sequence
-                    target = self.in_order(sums, operands.turns, blocks, place)
+                blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
                 step = QueryGradientStep(
-                    config, regs, smem, pipelines.ds, k_state.index, target, thread
+                    config,
+                    regs,
+                    smem,
+                    pipelines.ds,
+                    pipelines.staged,
+                    k_state.index,
+                    thread,
                 )
-                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                    ds_state = step.next((m_block, head, batch), ds_state)
-                if cutlass.const_expr(self.is_ordered):
-                    target.finish(thread, head, batch)
+                for _ in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    ds_state, staged_state = step.next(ds_state, staged_state)
             keys_barrier().arrive()
             cursor = schedule.next(cursor)
             place = n_block, head_kv, sequences.gradients_of_keys(segment)
@@ -638,16 +740,5 @@ class Backward(AttentionKernel):
                 pipelines.k.consumer_release(k_state)
             k_state.advance()
             v_state.advance()
-        # What is on its way is read from shared memory, which must not be given back before.
+        # What is being stored is read from shared memory, which must not be given back before.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def in_order(
-        self, sums: QueryGradients, turns: TurnWords, blocks: Blocks, place: tuple
-    ) -> OrderedGradients:
-        """The sums of dQ for a tile of keys that adds in its turn."""
-        mask, n_block, last, sequence = place
-        before = self.query_blocks(mask, n_block + 1, sequence)
-        # The last keys have nobody to wait for.
-        end = before.end * Int32(n_block < last)
-        rank = last - n_block + 1
-        return OrderedGradients(sums, turns, rank, blocks.begin, blocks.end, before.begin, end)

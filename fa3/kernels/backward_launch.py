@@ -47,8 +47,9 @@ TICKET, FIRST_OF_BEGUN = 2, 3
 """Words of the counters after the schedule's two: how often CTAs have asked for queries to begin,
 and from which on there is how much of each section is begun."""
 
-LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 1
-"""Warps that are told which tile comes next: all but the producer's that fetches them."""
+LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 2
+"""Warps that are told which tile comes next: all but the producer's that fetches them, and those
+that have nothing to do."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import FIRST_OF_BEGUN, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
-from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
@@ -139,7 +138,7 @@ class BackwardPlan:
     @property
     def words_of_turns(self) -> int:
         """int32 that the order of the sums takes."""
-        return self.num_query_tiles * WORDS_OF_TILE if self.is_ordered else 0
+        return self.num_query_tiles if self.is_ordered else 0
 
     @property
     def words_of_counters(self) -> int:

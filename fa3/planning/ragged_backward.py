@@ -14,7 +14,6 @@ from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import choose_backward_config, plain_spec
-from fa3.primitives.ordered_gradients import WORDS_OF_TILE
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.problem import REMEMBERED, AttentionSpec
@@ -75,7 +74,7 @@ class RaggedBackwardPlan:
     @property
     def turns_of_tile(self) -> int:
         """int32 that the order of the sums takes for a tile of queries."""
-        return WORDS_OF_TILE if self.is_ordered else 0
+        return 1 if self.is_ordered else 0
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

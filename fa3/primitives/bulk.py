@@ -27,7 +27,7 @@ def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
 
 
 @cute.jit
-def add_run(source: cute.Tensor, target: cute.Tensor):
+def add_run(source: cute.Tensor, target: cute.Pointer):
     """Add contiguous fp32 numbers in shared memory to those in global memory; a bulk group.
 
     One thread calls it, which also waits for the group; alignment is that of `load_run`.
@@ -35,7 +35,7 @@ def add_run(source: cute.Tensor, target: cute.Tensor):
     cute.arch.inline_ptx(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
         read_only_args=[
-            target.iterator.toint(),
+            target.toint(),
             Int32(source.iterator.toint()),
             Int32(cute.size(source) * FLOAT_BYTES),
         ],

@@ -151,17 +151,19 @@ class GradientStep:
         statistics.differentiate(p, dP, deltas, factors, self.dropout is not None)
         rdS = self.rounded(acc_dP)
         self.write(rdS, self.smem.ds, part, ds_state)
+        if cutlass.const_expr(not config.shares_keys):
+            # Before the fence, which takes as long as shared memory is busy.
+            wgmma.issue(mmas.dk.op, regs.acc_dK, as_operand_a(rdS), qt, accumulate=True)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             pipelines.ds.producer_commit(ds_state)
-        of_dk = as_operand_a(rdS)
         if cutlass.const_expr(config.shares_keys):
             self.barrier.arrive_and_wait()
             of_p = regs.p[None, None, None, ds_state.index]
             of_dk = regs.ds[None, None, None, ds_state.index]
             wgmma.issue(mmas.dv.op, regs.acc_dV, of_p, d_out_t, accumulate=True)
-        wgmma.issue(mmas.dk.op, regs.acc_dK, of_dk, qt, accumulate=True)
+            wgmma.issue(mmas.dk.op, regs.acc_dK, of_dk, qt, accumulate=True)
 
     def state_of_producer(self, state: pipeline.PipelineState) -> pipeline.PipelineState:
         """The state for filling the stage whose turn it is: a producer is a phase ahead."""

@@ -1,8 +1,9 @@
 """What the sums' warpgroup of the backward kernel does: dQ = dS K of every block of queries.
 
 The MMA warpgroups write dS of all keys of the tile to shared memory. This one multiplies it by K,
-one piece of dQ after another, and has each added to the sums in global memory; so nobody else waits
-for memory, or has registers for dQ.
+one piece of dQ after another, and writes each to shared memory, from where a warp of the producer's
+has it added to the sums in global memory. So nobody else has registers for dQ, and nobody who
+multiplies waits for memory.
 """
 
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
 from fa3.primitives.gradient_mmas import columns_of_keys, operand_a, operand_b
-from fa3.primitives.query_tiles import QueryPieces
+from fa3.primitives.query_tiles import QueryPieces, stage_piece
 from fa3.primitives.wgmma import ROWS
 
 
@@ -51,18 +52,17 @@ class QueryGradientStep:
     Fields:
         config: a `fa3.kernels.backward_launch.BackwardConfig`.
         smem: the kernel's buffers.
-        pipeline: delivers dS.
+        ds, staged: the pipelines that deliver dS, and pieces to who adds them.
         k_stage: where the tile's K is.
-        sums: `QueryGradients`, or `OrderedGradients`.
         thread: of the warpgroup.
     """
 
     config: object
     regs: QueryGradientOperands
     smem: object
-    pipeline: object
+    ds: pipeline.PipelineAsync
+    staged: pipeline.PipelineAsync
     k_stage: Int32
-    sums: object
     thread: Int32
 
     @property
@@ -70,22 +70,25 @@ class QueryGradientStep:
         return self.config.pieces(cute.size(self.smem.k, mode=[1]))
 
     @cute.jit
-    def next(self, tile, ds_state):
+    def next(self, ds_state, staged_state):
         """dQ of one block of queries."""
-        self.pipeline.consumer_wait(ds_state)
-        # Not before there is dS: the words of turns may be among what is still to be begun.
-        self.sums.enter(self.thread, tile)
+        self.ds.consumer_wait(ds_state)
         for piece in cutlass.range(self.pieces.count, unroll=1):
             acc = self.product(piece, ds_state)
             warpgroup.wait_group(0)
             if piece == self.pieces.count - 1:
-                # dS has been read: its room is free before the last piece is added.
+                # dS has been read: its room is free before the last piece is written.
                 with cute.arch.elect_one():
-                    self.pipeline.consumer_release(ds_state)
-            self.sums.add(self.pieces, acc, self.thread, piece, tile, self.smem.sums)
-        self.sums.leave(self.pieces, self.thread, tile)
+                    self.ds.consumer_release(ds_state)
+            self.staged.producer_acquire(staged_state)
+            stage_piece(self.pieces, acc, self.thread, staged_state.index, self.smem.sums)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                self.staged.producer_commit(staged_state)
+            staged_state.advance()
         ds_state.advance()
-        return ds_state
+        return ds_state, staged_state
 
     def product(self, piece, ds_state) -> cute.Tensor:
         """Start a piece of dQ into a fresh accumulator."""

@@ -195,34 +195,16 @@ class QueryGradients(NamedTuple):
         of_warp = (piece * WARPS + thread // WARP) * (pieces.quads * WARP * QUAD)
         return quads_of_lane(self.buffer.iterator + (begin + of_warp), thread % WARP, pieces.quads)
 
-    def enter(self, thread, tile) -> None:
-        """Nothing: these sums have no order."""
+    def add(self, pieces: cutlass.Constexpr, piece, tile, place, memory):
+        """Add a piece in shared memory to the sums; one thread calls this.
 
-    def leave(self, pieces: QueryPieces, thread, tile) -> None:
-        """Nothing: nobody waits for them."""
-
-    @cute.jit
-    def add(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile, stage):
-        """Add a warp's accumulators of a piece.
-
-        The additions are still under way when it returns, from `stage`: numbers in shared memory,
-        of which each warp has its part for `in_flight` pieces. Who wants them done waits for the
-        bulk groups of lane 0.
+        The additions are still under way when it returns: who wants them done waits for this
+        thread's bulk groups.
         """
-        quads, of_warp = in_quads(acc), pieces.quads * WARP * QUAD
-        lane, place = thread % WARP, piece % pieces.in_flight * WARPS + thread // WARP
-        first = cute.arch.make_warp_uniform(place) * of_warp
-        run = cute.make_tensor((stage.iterator + first).align(16), cute.make_layout(of_warp))
-        own = quads_of_lane(run.iterator, lane, pieces.quads)
-        target = self.quads_of(pieces, thread - lane, piece, tile)
-        # The piece that was in this place has been read.
-        cute.arch.cp_async_bulk_wait_group(pieces.in_flight - 1, read=True)
-        cute.arch.sync_warp()
-        cute.autovec_copy(quads, own)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        if lane == 0:
-            add_run(run, target[None, 0])
+        numbers = pieces.numbers // pieces.count
+        source = (memory.iterator + place * numbers).align(16)
+        target = self.quads_of(pieces, 0, piece, tile).iterator
+        add_run(cute.make_tensor(source, cute.make_layout(numbers)), target)
 
     @cute.jit
     def load(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):
@@ -243,6 +225,14 @@ class QueryGradients(NamedTuple):
             quad = thread + i * threads
             if quad < quads:
                 cute.autovec_copy(zeros, target[None, quad])
+
+
+@cute.jit
+def stage_piece(pieces: cutlass.Constexpr, acc: cute.Tensor, thread, place, memory: cute.Tensor):
+    """Write a warp's accumulators of a piece to its place, for `QueryGradients.add`."""
+    first = cute.arch.make_warp_uniform(place * WARPS + thread // WARP) * (WARP * QUAD)
+    run = (memory.iterator + first * pieces.quads).align(16)
+    cute.autovec_copy(in_quads(acc), quads_of_lane(run, thread % WARP, pieces.quads))
 
 
 def quads_of_lane(first: cute.Pointer, lane, quads: int) -> cute.Tensor:

@@ -1,0 +1,58 @@
+"""How dQ of a block of queries gets from shared memory into the sums: by one thread, in bulk.
+
+The thread belongs to a warp that does nothing else. A fence waits for what its warp has under way
+in memory, so whoever multiplies should have no additions under way (docs/experiments.md).
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import pipeline
+
+from fa3.primitives.ordered_gradients import TurnsToAdd
+from fa3.primitives.query_tiles import QueryGradients, QueryPieces
+
+
+@dataclass(frozen=True)
+class GradientAddition:
+    """The additions of one tile of keys and one query head; one warp makes them.
+
+    Fields:
+        pieces: of a block.
+        sums: of the tile's sequence.
+        memory: where pieces are, one for each stage of `staged`.
+        staged: delivers pieces.
+        turns: None if sums have no fixed order.
+        added: tells of blocks that have been added; None without turns.
+    """
+
+    pieces: QueryPieces
+    sums: QueryGradients
+    memory: cute.Tensor
+    staged: pipeline.PipelineAsync
+    turns: TurnsToAdd | None
+    added: pipeline.PipelineAsync | None
+
+    @cute.jit
+    def next(self, tile, state, added_state):
+        """Add one block of queries, when it is this tile's turn."""
+        if cutlass.const_expr(self.turns is not None):
+            # Not before there is dQ: words may be among what is still to be begun.
+            self.staged.consumer_wait(state)
+            self.turns.wait(tile)
+            cute.arch.sync_warp()
+        for piece in cutlass.range(self.pieces.count, unroll=1):
+            self.staged.consumer_wait(state)
+            if cute.arch.lane_idx() == 0:
+                self.sums.add(self.pieces, piece, tile, state.index, self.memory)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                self.staged.consumer_release(state)
+            state.advance()
+        if cutlass.const_expr(self.turns is not None):
+            self.added.producer_acquire(added_state)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+                self.added.producer_commit(added_state)
+            added_state.advance()
+        return state, added_state
