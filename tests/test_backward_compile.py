@@ -362,13 +362,11 @@ def write_owners(
 
 @pytest.mark.parametrize("widest", WIDEST_PIECE.values())
 @pytest.mark.parametrize("columns", range(32, 257, 32))
-def test_places_of_pieces_take_turns(columns, widest):
-    """A warp waits until all but its last `in_flight - 1` pieces have been read."""
+def test_pieces_of_dq(columns, widest):
     pieces = QueryPieces.of(64, columns, widest)
-    assert pieces.columns * pieces.width == columns and pieces.width % 16 == 0
-    places = [piece % pieces.in_flight for piece in range(pieces.count)] * 3
-    for i, place in enumerate(places):
-        assert place not in places[i + 1 : i + pieces.in_flight]
+    assert pieces.columns * pieces.width == columns
+    assert pieces.width <= widest and pieces.width % 16 == 0
+    assert 1 <= pieces.in_flight <= pieces.count
 
 
 @pytest.mark.compiles

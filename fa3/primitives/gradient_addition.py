@@ -48,6 +48,8 @@ class GradientAddition:
                 self.sums.add(self.pieces, piece, tile, state.index, self.memory)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 self.staged.consumer_release(state)
+            # Nobody may come two rounds late to the pipeline, whose phases look alike.
+            cute.arch.sync_warp()
             state.advance()
         if cutlass.const_expr(self.turns is not None):
             self.added.producer_acquire(added_state)

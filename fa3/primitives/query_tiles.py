@@ -167,10 +167,7 @@ class QueryPieces(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Pieces that are in shared memory at once, on their way to the sums.
-
-        Places take turns, in the next tile too, so their number divides that of pieces.
-        """
+        """Pieces that are in shared memory at once, on their way to the sums."""
         return next(n for n in (3, 2, 1) if self.count % n == 0)
 
     @property
