@@ -20,7 +20,7 @@ Roles per CTA
     warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys (`shares_keys`),
                                   each half of the queries of S and dP, and half of the columns of
                                   dK and dV; 208 registers, 216 where a block goes in `parts`
-    warpgroup 3    sums           dQ = dS K of every block; at the end of a tile one warp stores dK
+    warpgroup 3    dQ             dQ = dS K of every block; at the end of a tile one warp stores dK
                                   and dV; 72 registers, 56 beside parts
 
 BackwardPipelines (mbarriers)
@@ -29,8 +29,8 @@ BackwardPipelines (mbarriers)
     pipeline_v   V of a tile                  1 stage    the same with dV
     pipeline_q   Q and the rows' statistics   2 stages   producer -> MMA, released after dK
     pipeline_do  dO                           do_stages  producer -> MMA, released after dV
-    pipeline_ds  dS in shared memory          2 stages   MMA -> sums
-    staged       a piece of dQ                in_flight  sums -> who adds
+    pipeline_ds  dS in shared memory          2 stages   MMA -> dQ's warpgroup
+    staged       a piece of dQ                in_flight  dQ's warpgroup -> who adds
     added        nothing but that a block's   2 stages   who adds -> who makes it known; only in a
                  dQ is in memory                         fixed order
 
@@ -42,7 +42,7 @@ Timeline of an MMA warpgroup in a step; the others multiply while it does not
 
 Timeline of a tile's end
     MMA          | dV to V's place | waits for the last dQ | dK to K's place | S of the next tile
-    sums         | last dQ         | stores dV, then dK, and gives V and K back
+    dQ           | last dQ         | stores dV, then dK, and gives V and K back
     producer     | K, Q, dO of the next tile are there     | V of the next tile
 
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), appendix B.1; Dao, FlashAttention-2
@@ -82,6 +82,7 @@ from fa3.primitives.query_tiles import (
     STATISTICS,
     PackedQueryTiles,
     QueryGradients,
+    QueryPieces,
     QueryTiles,
     RowStatistics,
     number_of_packed_tiles,
@@ -115,7 +116,7 @@ def scores_barrier() -> pipeline.NamedBarrier:
 
 
 def dk_barrier() -> pipeline.NamedBarrier:
-    """Where dK is in shared memory. All of the sums' warpgroup waits, so as not to come to the
+    """Where dK is in shared memory. All of dQ's warpgroup waits, so as not to come to the
     next tile's `keys_barrier` before the MMA warpgroups have left this tile's."""
     return pipeline.NamedBarrier(DK_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
 
@@ -159,7 +160,7 @@ class BackwardBuffers(NamedTuple):
         ds, p: blocks of scores; no P if it stays in registers.
         dk, dv: lie where K and V do.
         statistics: (tile_m, STATISTICS, q_stages), float32.
-        sums: what is on its way to the sums of dQ, float32.
+        staged: pieces of dQ on their way to the sums, float32.
         ticket: (1,), int32: which share of the queries to begin is next.
     """
 
@@ -172,7 +173,7 @@ class BackwardBuffers(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     statistics: cute.Tensor
-    sums: cute.Tensor
+    staged: cute.Tensor
     ticket: cute.Tensor
 
 
@@ -286,6 +287,11 @@ class Backward(AttentionKernel):
         of_section = of_head * heads_per_section * (heads_q // heads_kv)
         return QuerySections(of_head * heads_q * batch, Divisor.of(of_section))
 
+    @property
+    def pieces(self) -> QueryPieces:
+        """Those of a block's dQ."""
+        return self.config.pieces(self.columns)
+
     def layouts(self) -> GradientLayouts:
         return GradientLayouts.of(self.dtype, self.config, self.columns, self.columns_v)
 
@@ -314,8 +320,8 @@ class Backward(AttentionKernel):
             elif cutlass.const_expr(self.is_ordered):
                 self.make_known(*given, schedule, cursor)
         elif warp_idx >= WARPS * (1 + MMA_GROUPS):
-            cute.arch.setmaxregister_decrease(registers.sums)
-            self.sum_up(operands, smem, pipelines, sequences, schedule, cursor)
+            cute.arch.setmaxregister_decrease(registers.dq)
+            self.compute_dq(operands, smem, pipelines, sequences, schedule, cursor)
         else:
             cute.arch.setmaxregister_increase(registers.mma)
             self.mma(operands, smem, pipelines, softmax_scale, sequences, schedule, cursor)
@@ -325,7 +331,7 @@ class Backward(AttentionKernel):
         """Lay out shared memory, initialise the mbarriers and synchronize the CTA."""
         config, layouts = self.config, self.layouts()
         of_rows = cute.make_layout((config.tile_m, STATISTICS, config.stages))
-        pieces = config.pieces(self.columns)
+        of_pieces = cute.make_layout(self.pieces.numbers_in_flight)
 
         def buffer(layout, exists: bool = True):
             size = cute.cosize(layout) if exists else 0
@@ -338,7 +344,7 @@ class Backward(AttentionKernel):
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2]
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * config.do_stages]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 2 * config.stages]
-            barriers_staged: cute.struct.MemRange[cutlass.Int64, 2 * pieces.in_flight]
+            barriers_staged: cute.struct.MemRange[cutlass.Int64, 2 * self.pieces.in_flight]
             barriers_added: cute.struct.MemRange[cutlass.Int64, 2 * config.stages * self.is_ordered]
             schedule: cute.struct.MemRange[cutlass.Int64, self.schedule_type.shared_words]
             ticket: cute.struct.MemRange[Int32, 4]
@@ -349,7 +355,7 @@ class Backward(AttentionKernel):
             d_out: buffer(layouts.d_out)
             ds: buffer(layouts.scores)
             p: buffer(layouts.scores, config.shares_keys)
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, pieces.numbers_in_flight], 128]
+            staged: cute.struct.Align[cute.struct.MemRange[Float32, cute.cosize(of_pieces)], 128]
 
         storage = SmemAllocator().allocate(Storage)
 
@@ -366,7 +372,7 @@ class Backward(AttentionKernel):
             tensor(storage.k, layouts.dk),
             tensor(storage.v, layouts.dv),
             storage.statistics.get_tensor(of_rows),
-            storage.sums.get_tensor(cute.make_layout(pieces.numbers_in_flight)),
+            storage.staged.get_tensor(of_pieces),
             storage.ticket.get_tensor(cute.make_layout(1)),
         )
 
@@ -405,7 +411,7 @@ class Backward(AttentionKernel):
             thread_pipeline(
                 storage.barriers_ds, config.stages, warps(MMA_GROUPS * config.parts), warps(1)
             ),
-            thread_pipeline(storage.barriers_staged, pieces.in_flight, warps(1), of_one),
+            thread_pipeline(storage.barriers_staged, self.pieces.in_flight, warps(1), of_one),
             thread_pipeline(storage.barriers_added, config.stages, of_one, of_one)
             if self.is_ordered
             else None,
@@ -540,8 +546,7 @@ class Backward(AttentionKernel):
         """Add every piece of dQ to the sums, in turn if they have a fixed order."""
         config, user = self.config, pipeline.PipelineUserType
         _, mask, _ = bind(self.spec, operands.modifiers)
-        pieces = config.pieces(cute.size(smem.k, mode=[1]))
-        state = pipeline.make_pipeline_state(user.Consumer, pieces.in_flight)
+        state = pipeline.make_pipeline_state(user.Consumer, self.pieces.in_flight)
         added_state = pipeline.make_pipeline_state(user.Producer, config.stages)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
@@ -556,9 +561,7 @@ class Backward(AttentionKernel):
                 turns = None
                 if cutlass.const_expr(self.is_ordered):
                     turns = self.turns(operands, sequences, schedule, segment, of_head)
-                addition = GradientAddition(
-                    pieces, sums, smem.sums, pipelines.staged, turns, pipelines.added
-                )
+                addition = GradientAddition(self.pieces, sums, smem.staged, pipelines, turns)
                 for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     tile = m_block, head, batch
                     state, added_state = addition.next(tile, state, added_state)
@@ -682,10 +685,10 @@ class Backward(AttentionKernel):
         shape = ROWS, config.queries
         return TransposedCoords.of(mmas.scores, thread, shape, (key, column), config.tile_m, tile)
 
-    # ---------------------------------------------------------------------- sums' warpgroup
+    # ----------------------------------------------------------------------- dQ's warpgroup
 
     @cute.jit
-    def sum_up(
+    def compute_dq(
         self,
         operands: BackwardTensors,
         smem: BackwardBuffers,
@@ -705,8 +708,7 @@ class Backward(AttentionKernel):
         dk, dv = self.stores(operands, smem)
         _, _, k_state, v_state = self.pipeline_states(user.Consumer)
         ds_state = pipeline.make_pipeline_state(user.Consumer, config.stages)
-        in_flight = config.pieces(cute.size(smem.k, mode=[1])).in_flight
-        staged_state = pipeline.make_pipeline_state(user.Producer, in_flight)
+        staged_state = pipeline.make_pipeline_state(user.Producer, self.pieces.in_flight)
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -716,15 +718,7 @@ class Backward(AttentionKernel):
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
                 head = head_kv * operands.qhead_per_kvhead + h
                 blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
-                step = QueryGradientStep(
-                    config,
-                    regs,
-                    smem,
-                    pipelines.ds,
-                    pipelines.staged,
-                    k_state.index,
-                    thread,
-                )
+                step = QueryGradientStep(config, regs, smem, pipelines, k_state.index, thread)
                 for _ in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     ds_state, staged_state = step.next(ds_state, staged_state)
             keys_barrier().arrive()

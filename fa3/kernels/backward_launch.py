@@ -24,7 +24,7 @@ class Registers(NamedTuple):
 
     producer: int
     mma: int
-    sums: int
+    dq: int
 
 
 SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
@@ -41,7 +41,7 @@ REGISTERS_BY_PARTS = {1: Registers(24, 208, 72), 2: Registers(24, 216, 56)}
 """Those of the roles, by the parts of a block's queries."""
 
 WIDEST_PIECE = {1: 64, 2: 48}
-"""Columns at most of a piece of dQ, which takes half as many registers of the sums' warpgroup."""
+"""Columns at most of a piece of dQ, which takes half as many registers of dQ's warpgroup."""
 
 TICKET, FIRST_OF_BEGUN = 2, 3
 """Words of the counters after the schedule's two: how often CTAs have asked for queries to begin,

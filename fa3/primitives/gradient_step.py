@@ -136,7 +136,7 @@ class GradientStep:
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
         qt = regs.qt[None, None, None, part, q_state.index]
-        # The sums' warpgroup has read the dS that was here. So has the other MMA warpgroup, with
+        # dQ's warpgroup has read the dS that was here. So has the other MMA warpgroup, with
         # shared keys, and P too: the two have met in the step between.
         pipelines.ds.producer_acquire(ds_state)
         if cutlass.const_expr(config.shares_keys):
@@ -152,7 +152,7 @@ class GradientStep:
         rdS = self.rounded(acc_dP)
         self.write(rdS, self.smem.ds, part, ds_state)
         if cutlass.const_expr(not config.shares_keys):
-            # Before the fence, which takes as long as shared memory is busy.
+            # Before the fence, which waits until dS is in shared memory.
             wgmma.issue(mmas.dk.op, regs.acc_dK, as_operand_a(rdS), qt, accumulate=True)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

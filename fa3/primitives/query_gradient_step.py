@@ -1,4 +1,4 @@
-"""What the sums' warpgroup of the backward kernel does: dQ = dS K of every block of queries.
+"""What dQ's warpgroup of the backward kernel does: dQ = dS K of every block of queries.
 
 The MMA warpgroups write dS of all keys of the tile to shared memory. This one multiplies it by K,
 one piece of dQ after another, and writes each to shared memory, from where a warp of the producer's
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
@@ -51,8 +51,8 @@ class QueryGradientStep:
 
     Fields:
         config: a `fa3.kernels.backward_launch.BackwardConfig`.
-        smem: the kernel's buffers.
-        ds, staged: the pipelines that deliver dS, and pieces to who adds them.
+        smem, pipelines: the kernel's buffers, and what delivers dS in them, and pieces of dQ to who
+            adds them.
         k_stage: where the tile's K is.
         thread: of the warpgroup.
     """
@@ -60,8 +60,7 @@ class QueryGradientStep:
     config: object
     regs: QueryGradientOperands
     smem: object
-    ds: pipeline.PipelineAsync
-    staged: pipeline.PipelineAsync
+    pipelines: object
     k_stage: Int32
     thread: Int32
 
@@ -72,20 +71,21 @@ class QueryGradientStep:
     @cute.jit
     def next(self, ds_state, staged_state):
         """dQ of one block of queries."""
-        self.ds.consumer_wait(ds_state)
+        ds, staged = self.pipelines.ds, self.pipelines.staged
+        ds.consumer_wait(ds_state)
         for piece in cutlass.range(self.pieces.count, unroll=1):
             acc = self.product(piece, ds_state)
             warpgroup.wait_group(0)
             if piece == self.pieces.count - 1:
                 # dS has been read: its room is free before the last piece is written.
                 with cute.arch.elect_one():
-                    self.ds.consumer_release(ds_state)
-            self.staged.producer_acquire(staged_state)
-            stage_piece(self.pieces, acc, self.thread, staged_state.index, self.smem.sums)
+                    ds.consumer_release(ds_state)
+            staged.producer_acquire(staged_state)
+            stage_piece(self.pieces, acc, self.thread, staged_state.index, self.smem.staged)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                self.staged.producer_commit(staged_state)
+                staged.producer_commit(staged_state)
             staged_state.advance()
         ds_state.advance()
         return ds_state, staged_state

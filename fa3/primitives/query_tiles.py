@@ -167,7 +167,10 @@ class QueryPieces(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Pieces that are in shared memory at once, on their way to the sums."""
+        """Pieces that are in shared memory at once, on their way to the sums.
+
+        As many as divide their number; others would do, and have not been measured.
+        """
         return next(n for n in (3, 2, 1) if self.count % n == 0)
 
     @property
