@@ -90,6 +90,7 @@ from fa3.primitives.query_tiles import (
 from fa3.primitives.rows_of_sequence import with_movable_end
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
+from fa3.primitives.turns import NoTurns, Turns
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Tile
@@ -101,7 +102,7 @@ from fa3.schedules.sequences import Dense, Ragged
 from fa3.scores.masks import Blocks
 from fa3.scores.scores import TransposedRules, bind
 
-KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER = 1, 2, 3, 4
+KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER, FIRST_TURN_BARRIER = 1, 2, 3, 4, 5
 """Named barriers."""
 
 
@@ -633,6 +634,10 @@ class Backward(AttentionKernel):
         states = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         q_state, do_state, k_state, v_state = states
         dk, dv = self.stores(operands, smem)
+        turns = NoTurns()
+        if cutlass.const_expr(config.takes_turns):
+            turns = Turns(FIRST_TURN_BARRIER, MMA_GROUPS, group)
+        turns.start()
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
@@ -651,7 +656,7 @@ class Backward(AttentionKernel):
                 if cutlass.const_expr(self.spec.has_dropout):
                     dropout = TransposedDropout(operands.dropout, coords)
                 of_keys = k_state.index, v_state
-                own = thread, group, scores_barrier(), dropout
+                own = thread, group, scores_barrier(), turns, dropout
                 step = GradientStep(config, mmas, regs, smem, pipelines, *of_keys, rules, *own)
                 q_state, do_state = step.all(blocks, q_state, do_state)
             cursor = schedule.next(cursor)
@@ -663,6 +668,7 @@ class Backward(AttentionKernel):
             dk.write(regs.acc_dK, mmas.dk, thread, group, k_state.index)
             k_state.advance()
             v_state.advance()
+        turns.finish()
 
     def stores(
         self, operands: BackwardTensors, smem: BackwardBuffers

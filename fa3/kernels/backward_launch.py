@@ -112,6 +112,15 @@ class BackwardConfig:
         return QueryPieces.of(self.tile_m, columns, WIDEST_PIECE[self.parts])
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the MMA warpgroups compute S and P one after another: where P takes them long.
+
+        Of 64 columns of queries it takes as long as a product of head size 64; turns lost as much
+        as they gained where it takes half of that (docs/experiments.md).
+        """
+        return self.queries > ROWS
+
+    @property
     def registers_of_roles(self) -> Registers:
         return REGISTERS_BY_PARTS[self.parts]
 

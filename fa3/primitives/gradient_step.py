@@ -40,6 +40,7 @@ class GradientStep:
         k_stage, v_state: where the tile's K is, and when its V has come.
         rules: score functions and masks; their coordinates name query head and batch.
         barrier: of all MMA warpgroups.
+        turns: whose turn it is to compute S and P.
         dropout: a `fa3.primitives.dropout.TransposedDropout`, or None.
     """
 
@@ -54,6 +55,7 @@ class GradientStep:
     thread: Int32
     group: Int32
     barrier: object
+    turns: object
     dropout: object | None
 
     @cute.jit
@@ -122,6 +124,7 @@ class GradientStep:
         config, mmas, regs, pipelines = self.config, self.mmas, self.regs, self.pipelines
         q_state, do_state, ds_state = states
         k = regs.k[None, None, None, self.k_stage]
+        self.turns.wait()
         acc_S = self.issue_scores(k, regs.q[None, None, None, part, q_state.index])
         lses = statistics.all(LSE)
         warpgroup.wait_group(0)
@@ -133,6 +136,7 @@ class GradientStep:
         # V comes after K and the first Q; from the second block on it is there.
         pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
+        self.turns.pass_on()
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
         qt = regs.qt[None, None, None, part, q_state.index]

@@ -48,7 +48,13 @@ class Turns:
 
 
 class NoTurns:
-    """For a single consumer warpgroup, which never waits for a turn."""
+    """For warpgroups that never wait for a turn."""
+
+    def start(self):
+        pass
+
+    def finish(self):
+        pass
 
     def wait(self):
         pass
