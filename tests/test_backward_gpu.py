@@ -60,6 +60,13 @@ def test_lengths(lengths, head_dims, window, device):
     check(problem, device)
 
 
+@pytest.mark.parametrize("window", [Window(), CAUSAL])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_more_ctas_than_tiles_of_keys(head_dim, window, device):
+    """They write dQ of what the others add."""
+    check(make_problem(1, 9001, 70, 2, 2, head_dim, window), device)
+
+
 @pairs(
     head_dim=(64, 128, 256),
     window=(Window(), CAUSAL, Window(40, 20)),

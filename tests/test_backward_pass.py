@@ -7,8 +7,9 @@ import torch
 from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
-from fa3.kernels.backward_launch import FIRST_OF_BEGUN
+from fa3.kernels.backward_launch import ADDED
 from fa3.kernels.backward_pass import PassArguments
+from fa3.kernels.backward_queries import place_of_word
 from fa3.planning.backward import BackwardPlan, words_of_counters
 from fa3.planning.gpu import H200
 from fa3.planning.ragged_backward import sections_of_heads
@@ -80,8 +81,8 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     rows = 2 * 6 * -(-70 // tile_m) * tile_m
     assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
     assert given.num_clusters == 2 * 2 * -(-90 // tile_n)
-    # Counters of the schedule, a ticket, and a word of the one section.
-    assert given.turns_at - given.table_at == 4
+    # Counters of the schedule, two more, and two words of the one section.
+    assert given.turns_at - given.table_at == 8
 
 
 @pytest.mark.parametrize("has_used", [(False, False), (True, False), (False, True)])
@@ -103,8 +104,8 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
     # A header of 8 words, and 8 of each record.
     assert given.counters_at - given.table_at == 8 * (1 + given.capacity)
-    # Two words of a schedule that has its own, the ticket, and one for each section.
-    assert given.turns_at - given.counters_at == 4
+    # Two words of a schedule that has its own, two more, and two for each section.
+    assert given.turns_at - given.counters_at == 8
     assert (given.heads_per_section, given.sections_before) == (2, 1)
     assert given.capacity == 500 // tile_n + 2 and given.num_clusters == 2 * given.capacity
 
@@ -146,4 +147,4 @@ def test_sections_of_heads(shape, window, heads):
 def test_sections_of_packed_heads(heads_kv, tiles, fitting, sections):
     assert sections_of_heads(heads_kv, tiles, fitting) == sections
     assert words_of_counters(sections) % 4 == 0
-    assert words_of_counters(sections) >= FIRST_OF_BEGUN + sections
+    assert words_of_counters(sections) > place_of_word(sections - 1, ADDED)

@@ -2,7 +2,6 @@
 
 from problems import make_problem
 
-from fa3.kernels.backward_end import BackwardEnd
 from fa3.planning.backward import BackwardPlan
 from fa3.running.compiler import is_on_disk
 from fa3.tools.compile_worker import compile_in, worker
@@ -31,8 +30,7 @@ def test_nobody_asks_the_driver(tmp_path, monkeypatch):
     """Its GPUs are hidden: each time the driver would look for them in vain."""
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
-    plan = BackwardPlan.of(make_problem(1, 64, 64, 1, 1, 32))
-    kernel = BackwardEnd(plan.entry.end.spec, plan.config)
+    kernel = BackwardPlan.of(make_problem(1, 64, 64, 1, 1, 32)).entry.begin
     with worker() as process:
         assert compile_in(process, Run(WITHOUT_DRIVER))
         assert compile_in(process, kernel)

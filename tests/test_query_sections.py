@@ -1,6 +1,8 @@
-"""Tiles of queries in sections: each in one, and each begun before keys of its section come."""
+"""Tiles of queries in sections: each in one, each begun before keys of its section come, and how
+many tiles of keys there are."""
 
 import itertools
+from collections import Counter
 from types import FunctionType
 
 import pytest
@@ -9,7 +11,7 @@ from problems import make_problem
 from fa3.planning.backward import KEYS_OF_QUERY, BackwardPlan
 from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import Window
-from fa3.schedules.order import TileOrder
+from fa3.schedules.order import KernelOrder, TileOrder
 from fa3.schedules.query_sections import QuerySections
 from fa3.schedules.ragged_keys import RaggedKeyOrder
 
@@ -32,6 +34,11 @@ def test_queries_are_in_the_section_of_their_keys(keys, heads, batch, of_section
         own = range(head * queries, (head + 1) * queries)
         assert {sections.section_of(number) for number in own} == {section}
     count = -(-heads * batch // of_section)
+    in_kernel = KernelOrder(
+        keys, heads, batch, of_section, PlainDivisor(of_section * keys), *[None] * 3
+    )
+    found = Counter(map(order.section_of, range(order.num_tiles)))
+    assert found == {i: in_kernel.tiles_in(i) for i in range(count)}
     assert sum(map(sections.tiles_in, range(count))) == total
     begins = [sections.tiles_before(section) for section in range(count + 1)]
     assert begins[0] == 0 and begins[-1] == total == sections.tiles_before(count + 3)

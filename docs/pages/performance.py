@@ -42,6 +42,7 @@ DECODE = (
 )
 PACKED = ("h200-2026-11-23-parts", "h200-2026-11-22-apart", "h200-2026-11-22-gradients")
 BACKWARD = (
+    "h200-2026-11-23-ended",
     "h200-2026-11-23-parts",
     "h200-2026-11-23-cut",
     "h200-2026-11-23-begun",

@@ -1,8 +1,7 @@
 """The backward pass of `flash_attn_func` on a GPU: memory and launches.
 
-`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Three kernels run,
-all launched by one entry: statistics of the rows and zeros for the sums of dQ, the gradients, and
-dQ of its sums.
+`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Two kernels run,
+both launched by one entry: statistics of the rows and zeros for the sums of dQ, and the gradients.
 """
 
 import functools
@@ -33,7 +32,7 @@ class PreparedBackward:
     Fields:
         entry: launches the kernels.
         numbers: float32 that these write for each other.
-        tiles: tiles of keys.
+        ctas: CTAs of the backward kernel that find work.
         order: integers that the entry takes: the window, and the order of the tiles.
         places: where in the numbers there is what.
         last: the last of `PassArguments`: `sections_before`, and what only packed sequences have.
@@ -42,7 +41,7 @@ class PreparedBackward:
     plan: BackwardPlan
     entry: Callable
     numbers: int
-    tiles: int
+    ctas: int
     order: tuple[int, ...]
     places: tuple[int, ...]
     last: tuple[int | None, ...]
@@ -56,7 +55,7 @@ class PreparedBackward:
         order = *plan.problem.window, plan.heads_per_section
         places = sums_at, counters_at, counters_at, turns_at
         last = plan.sections_before, *NOT_PACKED
-        return cls(plan, load_kernel(plan.entry), numbers, plan.num_key_tiles, order, places, last)
+        return cls(plan, load_kernel(plan.entry), numbers, plan.most_ctas, order, places, last)
 
     def launch(
         self,
@@ -90,7 +89,7 @@ class PreparedBackward:
         # In the order of `PassArguments`.
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
-            softmax_scale, has_d_lse, *self.order, min(self.tiles, gpu_of(device).num_sms),
+            softmax_scale, has_d_lse, *self.order, min(self.ctas, gpu_of(device).num_sms),
             *self.places, drawn, *self.last,
         )  # fmt: skip
         return dq, dk, dv, buffer

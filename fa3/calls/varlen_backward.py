@@ -1,6 +1,6 @@
 """The backward pass of `flash_attn_varlen_func` on a GPU: memory and launches.
 
-`fa3.calls.varlen_call` calls `packed_gradients` with what the forward pass took and gave. Four
+`fa3.calls.varlen_call` calls `packed_gradients` with what the forward pass took and gave. Three
 kernels run, all launched by one entry: one makes the table of key tiles from the lengths, which the
 host never reads; the others are those of `fa3.calls.backward`.
 """
@@ -13,7 +13,12 @@ import torch
 
 from fa3.calls.backward import for_tma, natural_statistics
 from fa3.calls.devices import gpu_of
-from fa3.planning.backward import begins_inside, rows_in_l2, words_of_counters
+from fa3.planning.backward import (
+    begins_inside,
+    ctas_that_end,
+    rows_in_l2,
+    words_of_counters,
+)
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.ragged_backward import RaggedBackwardPlan, sections_of_heads
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
@@ -90,6 +95,7 @@ class PreparedVarlenBackward:
         sections = sections_of_heads(heads_kv, total_k // self.tile_n, fitting)
         is_inside = begins_inside(total_k / max(1, num_sequences), window)
         capacity = capacity_of_table(total_k, num_sequences, self.tile_n)
+        most_ctas = max(capacity * heads_kv, ctas_that_end(tiles))
         sums_at = tiles * self.statistics
         table_at = sums_at + tiles * self.sums
         counters_at = table_at + words_of_table(capacity)
@@ -105,7 +111,7 @@ class PreparedVarlenBackward:
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
             softmax_scale, has_d_lse, *window, heads_kv // sections,
-            min(capacity * heads_kv, gpu_of(q.device).num_sms), sums_at, table_at, counters_at,
+            min(most_ctas, gpu_of(q.device).num_sms), sums_at, table_at, counters_at,
             turns_at, drawn, 1 if is_inside else sections, capacity,
             shift_of_work(max_seqlen_q, self.tile_m), *lengths,
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Backward attention for Hopper: dK, dV, and the sums of dQ.
+"""Backward attention for Hopper: dK, dV and dQ.
 
-`fa3.calls.backward` launches it between `BackwardBegin`, which gives rows their log-sum-exp and
-delta, and `BackwardEnd`, which makes dQ of the sums. Of long sequences `BackwardBegin` does so for
-some heads only, and the first CTAs here for the others (`QueriesToBegin`). Persistent CTAs take one
-tile of keys of one key/value head after another. K and V stay in shared memory, and the query
-blocks that see the keys pass by, of one query head of the group after another; so dK and dV stay in
-registers until they are done.
+`fa3.calls.backward` launches it behind `BackwardBegin`, which gives rows their log-sum-exp and
+delta; of long sequences for some heads only, and the first CTAs here do so for the others
+(`QueriesInside`). Persistent CTAs take one tile of keys of one key/value head after another. K and
+V stay in shared memory, and the query blocks that see the keys pass by, of one query head of the
+group after another; so dK and dV stay in registers until they are done. dQ of a block is added to
+sums in memory; CTAs for which no tile is left make dQ of them.
 
     P^T = exp(K Q^T - lse)           dV += P^T dO
     dS^T = P^T (V dO^T - delta)      dK += dS^T Q       dQ += dS K
@@ -14,12 +14,14 @@ S and dP are computed transposed, keys by queries: then P^T and dS^T in register
 operands of dV and dK. dS goes through shared memory for dQ, which needs all keys of the tile.
 
 Roles per CTA
-    warpgroup 0    producer       one warp loads Q and dO, one K and V, and one adds dQ to the sums;
-                                  if they have a fixed order, the last one makes known what was
-                                  added; 24 registers a thread
+    warpgroup 0    producer       one warp loads Q and dO, one K and V, and one adds dQ to the sums
+                                  and makes known which tiles have added all; if sums have a fixed
+                                  order, the last one makes known what was added to each block; 24
+                                  registers a thread
     warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys (`shares_keys`),
                                   each half of the queries of S and dP, and half of the columns of
-                                  dK and dV; 208 registers, 216 where a block goes in `parts`
+                                  dK and dV; at the end dQ of the sums; 208 registers, 216 where a
+                                  block goes in `parts`
     warpgroup 3    dQ             dQ = dS K of every block; at the end of a tile one warp stores dK
                                   and dV; 72 registers, 56 beside parts
 
@@ -38,12 +40,17 @@ Timeline of an MMA warpgroup in a step; the others multiply while it does not
     tensor cores | S = K Q^T |              | dP = V dO^T | dV += P^T dO         | dK += dS^T Q |
     this group   | waits     | P, in 16 bits| waits       | dS, to shared memory | waits
     So no more than S or dP is live beside dK, dV and P in 16 bits. The three warpgroups run on
-    their own, two blocks apart at most; nothing makes them meet but the tile's end.
+    their own, two blocks apart at most; nothing makes them meet but the tile's end and, with blocks
+    of 128 queries, turns: P takes the MMA warpgroups long, so one computes S and P, then the other.
 
 Timeline of a tile's end
     MMA          | dV to V's place | waits for the last dQ | dK to K's place | S of the next tile
     dQ           | last dQ         | stores dV, then dK, and gives V and K back
     producer     | K, Q, dO of the next tile are there     | V of the next tile
+
+Timeline of a CTA's end
+    MMA          | no tile is left | pieces of dQ, each when its section has all that is added to it
+    dQ, producer | no tile is left | end
 
 Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), appendix B.1; Dao, FlashAttention-2
 (arXiv 2307.08691), section 3.1.2.
@@ -65,7 +72,7 @@ from fa3.kernels.backward_launch import (
     BackwardConfig,
     CallSizes,
 )
-from fa3.kernels.backward_queries import QueriesToBegin
+from fa3.kernels.backward_queries import QueriesInside
 from fa3.primitives import arguments
 from fa3.primitives.bulk import load_run
 from fa3.primitives.coords import TransposedCoords
@@ -87,7 +94,7 @@ from fa3.primitives.query_tiles import (
     RowStatistics,
     number_of_packed_tiles,
 )
-from fa3.primitives.rows_of_sequence import with_movable_end
+from fa3.primitives.rows_of_sequence import in_batch, with_movable_end
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoTurns, Turns
@@ -136,7 +143,7 @@ class BackwardTensors(NamedTuple):
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
         dropout: None without.
-        begin: the queries that the kernel before has not begun.
+        queries: as far as they are begun and ended here.
     """
 
     q: TmaTensor
@@ -151,7 +158,7 @@ class BackwardTensors(NamedTuple):
     qhead_per_kvhead: int
     modifiers: tuple | None
     dropout: DropoutArguments | None
-    begin: QueriesToBegin
+    queries: QueriesInside
 
 
 class BackwardBuffers(NamedTuple):
@@ -235,7 +242,7 @@ class Backward(AttentionKernel):
             q, k, v, d_out, dk, dv = map(with_movable_end, tensors)
             lengths = call.begin.cu_seqlens_q, call.begin.seqused_q
             work = PackedQueryWork.of(call.q, *lengths, config.tile_m)
-            begin = call.begin.in_batch()
+            begin, dq = call.begin.in_batch(), in_batch(call.dq)
         else:
             batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]
             sequences = Dense(seqlen_q, seqlen_k, window)
@@ -247,7 +254,7 @@ class Backward(AttentionKernel):
                 cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
                 for t in tensors
             )
-            work, begin = DenseQueryWork.of(call.q, config.tile_m), call.begin
+            work, begin, dq = DenseQueryWork.of(call.q, config.tile_m), call.begin, call.dq
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         sections = self.sections(call.q, call.k, call.heads_per_section, call.num_sequences)
@@ -264,7 +271,7 @@ class Backward(AttentionKernel):
             heads_q // heads_kv,
             call.modifiers,
             None if call.dropout is None else DropoutArguments(*call.dropout),
-            QueriesToBegin(begin, work, sections),
+            QueriesInside(begin, work, sections, dq, call.softmax_scale),
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
@@ -307,7 +314,7 @@ class Backward(AttentionKernel):
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        operands.begin.begin(self.spec, self.config, smem.ticket, warp_idx)
+        operands.queries.begin(self.spec, self.config, smem.ticket, warp_idx)
         registers = self.config.registers_of_roles
         if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(registers.producer)
@@ -439,6 +446,10 @@ class Backward(AttentionKernel):
             return segment.tile
         return Tile(self.num_key_tiles(schedule, segment) - 1 - m_block, head, batch)
 
+    def section_of(self, schedule, index, head_kv):
+        """The section of a tile of keys, given its number and its head."""
+        return schedule.order.section_of(head_kv if self.is_ragged else index)
+
     def num_key_tiles(self, schedule, segment):
         """Tiles of keys of a segment's sequence and head."""
         if self.is_ragged:
@@ -490,8 +501,8 @@ class Backward(AttentionKernel):
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             sequence = sequences.sequence(segment)
             statistics = operands.statistics.at(config.tile_m, segment)
-            section = schedule.order.section_of(head_kv if self.is_ragged else cursor.index)
-            operands.begin.wait(self.spec, config, section)
+            section = self.section_of(schedule, cursor.index, head_kv)
+            operands.queries.wait_until_begun(self.spec, config, section)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
                 head = head_kv * operands.qhead_per_kvhead + h
                 blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
@@ -544,7 +555,8 @@ class Backward(AttentionKernel):
         schedule,
         cursor,
     ):
-        """Add every piece of dQ to the sums, in turn if they have a fixed order."""
+        """Add every piece of dQ to the sums, in turn if they have a fixed order; and make known
+        when a tile of keys has added all that it adds."""
         config, user = self.config, pipeline.PipelineUserType
         _, mask, _ = bind(self.spec, operands.modifiers)
         state = pipeline.make_pipeline_state(user.Consumer, self.pieces.in_flight)
@@ -566,6 +578,9 @@ class Backward(AttentionKernel):
                 for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     tile = m_block, head, batch
                     state, added_state = addition.next(tile, state, added_state)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+                operands.queries.make_known(self.section_of(schedule, cursor.index, head_kv))
             cursor = schedule.next(cursor)
 
     @cute.jit
@@ -623,7 +638,8 @@ class Backward(AttentionKernel):
         schedule,
         cursor,
     ):
-        """Compute this warpgroup's part of dK and dV of every tile, and of dS on the way."""
+        """Compute this warpgroup's part of dK and dV of every tile, and of dS on the way. Where no
+        tile is left, make dQ of the sums."""
         config = self.config
         thread_idx, _, _ = cute.arch.thread_idx()
         thread = thread_idx % WARPGROUP
@@ -669,6 +685,7 @@ class Backward(AttentionKernel):
             k_state.advance()
             v_state.advance()
         turns.finish()
+        operands.queries.end(self.spec, config, schedule.order)
 
     def stores(
         self, operands: BackwardTensors, smem: BackwardBuffers

@@ -43,9 +43,13 @@ REGISTERS_BY_PARTS = {1: Registers(24, 208, 72), 2: Registers(24, 216, 56)}
 WIDEST_PIECE = {1: 64, 2: 48}
 """Columns at most of a piece of dQ, which takes half as many registers of dQ's warpgroup."""
 
-TICKET, FIRST_OF_BEGUN = 2, 3
+TO_BEGIN, TO_END, FIRST_OF_SECTIONS = 2, 3, 4
 """Words of the counters after the schedule's two: how often CTAs have asked for queries to begin,
-and from which on there is how much of each section is begun."""
+how often warps have for pieces of dQ to write, and from which on each section has two."""
+
+BEGUN, ADDED, WORDS_OF_SECTION = 0, 1, 2
+"""Words of a section: how much of its queries is begun, and how many of its tiles of keys have
+added all that they add to dQ."""
 
 LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 2
 """Warps that are told which tile comes next: all but the producer's that fetches them, and those
@@ -113,10 +117,10 @@ class BackwardConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the MMA warpgroups compute S and P one after another: where P takes them long.
+        """Whether the MMA warpgroups compute S and P in turns: where P takes them long.
 
-        Of 64 columns of queries it takes as long as a product of head size 64; turns lost as much
-        as they gained where it takes half of that (docs/experiments.md).
+        At head size 64 it takes as long as a product. Where it takes half of that turns gained
+        nothing (docs/experiments.md).
         """
         return self.queries > ROWS
 
@@ -203,7 +207,7 @@ class BackwardArguments(NamedTuple):
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
         d_out: (batch, seqlen_q, heads_q, head_dim_v).
-        dk, dv: like k and v, receive the gradients.
+        dq, dk, dv: like q, k and v, receive the gradients.
         statistics: of `RowStatistics`.
         sums: of `QueryGradients`, receives the sums of dQ.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
@@ -223,6 +227,7 @@ class BackwardArguments(NamedTuple):
     k: object
     v: object
     d_out: object
+    dq: object
     dk: object
     dv: object
     statistics: object
@@ -251,6 +256,7 @@ class BackwardArguments(NamedTuple):
             k=keys,
             v=values,
             d_out=sizes.of_queries(spec, spec.head_dim_v),
+            dq=sizes.of_queries(spec, spec.head_dim),
             dk=sizes.of_keys(spec, spec.head_dim),
             dv=sizes.of_keys(spec, spec.head_dim_v),
             statistics=numbers(),
@@ -287,7 +293,7 @@ class BeginArguments(NamedTuple):
         statistics: receives `RowStatistics`.
         sums: of `QueryGradients`, receives zeros.
         counters: of the backward kernel, int32: its schedule's, unless a table has them, then those
-            from `TICKET` on; receives zeros.
+            from `TO_BEGIN` on; receives zeros.
         num_tiles: how many tiles of queries to begin, the first ones.
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
@@ -340,29 +346,6 @@ class BeginArguments(NamedTuple):
         """Those of packed sequences, with tensors in a batch of one."""
         out, d_out, lse, d_lse = map(in_batch, self[:4])
         return self._replace(out=out, d_out=d_out, lse=lse, d_lse=d_lse)
-
-
-class EndArguments(NamedTuple):
-    """The arguments of a launch of `BackwardEnd`, in this order; the stream comes last.
-
-    Fields:
-        sums: of `QueryGradients`.
-        dq: (batch, seqlen_q, heads_q, head_dim), receives the gradient.
-        softmax_scale: factor of the sums.
-        cu_seqlens_q: of packed sequences, whose dq is (total_q, heads_q, head_dim); None without.
-    """
-
-    sums: object
-    dq: object
-    softmax_scale: float
-    cu_seqlens_q: object = None
-
-    @classmethod
-    def symbolic(cls, kernel, sizes: "CallSizes") -> "EndArguments":
-        """Types of a kernel's arguments without sizes."""
-        spec = kernel.spec
-        dq, ends = sizes.of_queries(spec, spec.head_dim), lengths() if kernel.is_ragged else None
-        return cls(numbers(), dq, Float32(0.0), ends)
 
 
 class CallSizes(NamedTuple):

@@ -14,12 +14,10 @@ from cutlass import Int32, Int64
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
-from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import (
     BackwardArguments,
     BeginArguments,
     CallSizes,
-    EndArguments,
     numbers,
 )
 from fa3.kernels.tile_table import TileTable, TileTableArguments
@@ -80,7 +78,6 @@ class PassArguments(NamedTuple):
         named = (
             BeginArguments.symbolic(of.spec, sizes, of.main.is_ordered, *of.kind)._asdict()
             | BackwardArguments.symbolic(of.main, sizes)._asdict()
-            | EndArguments.symbolic(of.end, sizes)._asdict()
             | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
             | {"buffer": numbers(), "sections_before": Int32(0)}
             | dict.fromkeys(("sums_at", "table_at", "counters_at", "turns_at"), Int64(0))
@@ -98,7 +95,6 @@ class BackwardPass:
 
     begin: BackwardBegin
     main: Backward
-    end: BackwardEnd
     table: TileTable | None = None
 
     entry_name: ClassVar[str] = "fa3_backward_pass"
@@ -162,7 +158,6 @@ class BackwardPass:
         named["begin"] = BeginArguments(*chosen(BeginArguments, named))
         self.begin(*chosen(BeginArguments, named), stream)
         self.main(*chosen(BackwardArguments, named), stream)
-        self.end(*chosen(EndArguments, named), stream)
 
 
 def numbers_from(first: cute.Pointer, count) -> cute.Tensor:

@@ -1,39 +1,64 @@
-"""Queries that the backward kernel begins itself: statistics of their rows, zeros of their sums.
+"""Queries that the backward kernel begins and ends itself: statistics of their rows and zeros of
+their sums before tiles of keys, dQ of the sums behind them.
 
-Which these are says `fa3.schedules.query_sections`. The CTAs that run first begin them, share by
-share, before their warps have roles; the producers of all CTAs wait until those of a tile's section
-are begun.
+Which queries it begins says `fa3.schedules.query_sections`. The CTAs that run first begin them,
+share by share, before their warps have roles; the producers of all CTAs wait until those of a
+tile's section are begun. It ends all of them: the MMA warpgroups of a CTA that finds no more tiles
+of keys, while others still work on theirs, take pieces of dQ, section by section, and wait until a
+piece's section is complete. What is left when the last tile of keys is done, the last section at
+least, is for all CTAs together.
 
 Timeline of a warp that begins queries
     loads of a unit | stores of the unit before | after each section: fences, raises its word
+
+Timeline of a warp that ends queries
+    loads a piece's second half | asks for the next piece | writes the first half | waits for the
+    next one's section | loads its first half | writes this one's second half
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
-from fa3.kernels.backward_launch import FIRST_OF_BEGUN, TICKET, BackwardConfig, BeginArguments
+from fa3.kernels.backward_launch import (
+    ADDED,
+    BEGUN,
+    FIRST_OF_SECTIONS,
+    TO_BEGIN,
+    TO_END,
+    WORDS_OF_SECTION,
+    BackwardConfig,
+    BeginArguments,
+)
 from fa3.primitives.query_begin import QueryBegin, warps_of_tile
+from fa3.primitives.query_end import QueryEnd
+from fa3.primitives.query_tiles import QueryPieces
 from fa3.primitives.section_words import raise_word, wait_for
+from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import WARP
 from fa3.problem import AttentionSpec
 from fa3.schedules.query_sections import BEGINNERS, QuerySections
-from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork
+from fa3.schedules.query_work import DenseQueryWork, PackedQueryWork, QueryTile
 
 
-class QueriesToBegin(NamedTuple):
-    """All tiles of queries but the first `call.num_tiles`, which the kernel before begins.
+class QueriesInside(NamedTuple):
+    """The tiles of queries of a call, as far as the backward kernel begins and ends them.
 
     Fields:
+        call: the kernel before begins its first `num_tiles` tiles.
         work: the tiles by their numbers.
         sections: the sections that they lie in.
+        dq: (batch, rows, heads, head_dim), receives the gradient; packed ones in a batch of one.
+        scale: factor of the sums.
     """
 
     call: BeginArguments
     work: DenseQueryWork | PackedQueryWork
     sections: QuerySections
+    dq: cute.Tensor
+    scale: Float32
 
     @cute.jit
     def begin(
@@ -43,7 +68,8 @@ class QueriesToBegin(NamedTuple):
         ticket: cute.Tensor,
         warp_idx: Int32,
     ):
-        """Begin them, if this CTA is one of the first that run; all its warps share the work.
+        """Begin those that the kernel before has not, if this CTA is one of the first that run;
+        all its warps share the work.
 
         Who is done asks for another share: it may be that of a CTA that cannot run yet.
 
@@ -64,7 +90,7 @@ class QueriesToBegin(NamedTuple):
         cute.arch.sync_threads()  # all have read the one before
         if warp_idx == 0:
             with cute.arch.elect_one():
-                words = self.call.counters.iterator + TICKET
+                words = self.call.counters.iterator + TO_BEGIN
                 ticket[0] = cute.arch.atomic_add(words, Int32(1), sem="relaxed", scope="gpu")
         cute.arch.sync_threads()
         return ticket[0]
@@ -81,7 +107,7 @@ class QueriesToBegin(NamedTuple):
 
         The next unit's loads are in flight while this one's stores are waited for.
         """
-        call, work, sections = self
+        call, work, sections = self.call, self.work, self.sections
         tile_m, units = config.tile_m, warps_of_tile(spec, config.tile_m)
         rows = QueryBegin.of(spec, config, call, units)
         end = sections.num_tiles * units
@@ -100,11 +126,11 @@ class QueriesToBegin(NamedTuple):
                 cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
                 if cute.arch.lane_idx() == 0:
-                    raise_word(call.counters, FIRST_OF_BEGUN + section, count)
+                    raise_word(call.counters, place_of_word(section, BEGUN), count)
                 section, count = sections.section_of(tile), Int32(0)
 
     @cute.jit
-    def wait(
+    def wait_until_begun(
         self,
         spec: cutlass.Constexpr[AttentionSpec],
         config: cutlass.Constexpr[BackwardConfig],
@@ -113,5 +139,90 @@ class QueriesToBegin(NamedTuple):
         """Wait until all queries of a section are begun; one warp calls this."""
         if self.sections.tiles_before(section) >= self.call.num_tiles:
             count = self.sections.tiles_in(section) * warps_of_tile(spec, config.tile_m)
-            wait_for(self.call.counters, FIRST_OF_BEGUN + section, count)
+            wait_for(self.call.counters, place_of_word(section, BEGUN), count)
             cute.arch.fence_proxy("async.global")
+
+    def make_known(self, section):
+        """Make known that a tile of keys has added all that it adds; one thread, which has waited
+        for its additions, calls this."""
+        raise_word(self.call.counters, place_of_word(section, ADDED), 1)
+
+    @cute.jit
+    def end(
+        self,
+        spec: cutlass.Constexpr[AttentionSpec],
+        config: cutlass.Constexpr[BackwardConfig],
+        order,
+    ):
+        """Write dQ piece by piece until none is left; one warp calls this.
+
+        Half of a piece is always on its way from memory.
+
+        Args:
+            order: that of the tiles of keys.
+        """
+        pieces = config.pieces(padded(spec.head_dim))
+        end = QueryEnd.of(pieces, config.tile_m, self.call.sums, self.dq, self.scale)
+        count = self.sections.num_tiles * pieces.count
+        number, known = self.first_lanes(self.take()), Int32(-1)
+        own, piece = self.piece(config, pieces, cutlass.min(number, count - 1))
+        if number < count:
+            known = self.wait_until_added(spec, config, number // pieces.count, known, order)
+            end.load(own, piece, 0)
+        while number < count:
+            end.load(own, piece, 1)
+            taken = self.take()
+            end.write(own, piece, 0)
+            number = self.first_lanes(taken)
+            following, piece_of_it = self.piece(config, pieces, cutlass.min(number, count - 1))
+            if number < count:
+                known = self.wait_until_added(spec, config, number // pieces.count, known, order)
+                end.load(following, piece_of_it, 0)
+            end.write(own, piece, 1)
+            own, piece = following, piece_of_it
+
+    def piece(self, config: BackwardConfig, pieces: QueryPieces, number) -> tuple[QueryTile, Int32]:
+        """The tile of a piece, and which of its pieces it is."""
+        tile = number // pieces.count
+        return self.work.at(tile, config.tile_m), number - tile * pieces.count
+
+    @cute.jit
+    def wait_until_added(
+        self,
+        spec: cutlass.Constexpr[AttentionSpec],
+        config: cutlass.Constexpr[BackwardConfig],
+        tile: Int32,
+        known: Int32,
+        order,
+    ) -> Int32:
+        """Wait until a tile's section has all that is added to it, unless it is known to have.
+
+        Where packed sequences use no keys, no tile of keys has waited for the zeros: so they are
+        waited for, too.
+
+        Returns:
+            the section.
+        """
+        section = self.sections.section_of(tile)
+        if section != known:
+            self.wait_until_begun(spec, config, section)
+            tiles = order.tiles_in(section)
+            wait_for(self.call.counters, place_of_word(section, ADDED), tiles)
+        return section
+
+    @cute.jit
+    def take(self) -> Int32:
+        """Ask for the next piece; lane 0 gets its number, other lanes anything."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            words = self.call.counters.iterator + TO_END
+            number = cute.arch.atomic_add(words, Int32(1), sem="relaxed", scope="gpu")
+        return number
+
+    def first_lanes(self, number: Int32) -> Int32:
+        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, 0))
+
+
+def place_of_word(section, which: int):
+    """The place of a section's word among the counters."""
+    return FIRST_OF_SECTIONS + WORDS_OF_SECTION * section + which

@@ -9,12 +9,17 @@ from typing import NamedTuple
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
-from fa3.kernels.backward_end import BackwardEnd
-from fa3.kernels.backward_launch import FIRST_OF_BEGUN, BackwardConfig
+from fa3.kernels.backward_launch import (
+    FIRST_OF_SECTIONS,
+    MMA_GROUPS,
+    WORDS_OF_SECTION,
+    BackwardConfig,
+)
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
+from fa3.primitives.wgmma import WARPS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.dynamic import InTurn
 from fa3.scores.masks import Band
@@ -107,12 +112,9 @@ class BackwardPlan:
     def entry(self) -> BackwardPass:
         """What launches the kernels."""
         spec, config = self.problem.spec, self.config
-        plain = plain_spec(spec)
-        begin = replace(plain, has_dropout=spec.has_dropout)
         return BackwardPass(
-            BackwardBegin(begin, config, is_ordered=self.is_ordered),
+            BackwardBegin(begin_spec(spec), config, is_ordered=self.is_ordered),
             Backward(spec, config, InTurn, self.is_ordered),
-            BackwardEnd(plain, config),
         )
 
     @property
@@ -124,6 +126,11 @@ class BackwardPlan:
     def num_key_tiles(self) -> int:
         problem = self.problem
         return -(-problem.seqlen_k // self.config.tile_n) * problem.num_heads_kv * problem.batch
+
+    @property
+    def most_ctas(self) -> int:
+        """CTAs of the backward kernel that find work."""
+        return max(self.num_key_tiles, ctas_that_end(self.num_query_tiles))
 
     @property
     def numbers_of_statistics(self) -> int:
@@ -173,7 +180,12 @@ class BackwardPlan:
 
 def words_of_counters(sections: int) -> int:
     """int32 that the backward kernel counts in, a multiple of 4."""
-    return -(-(FIRST_OF_BEGUN + sections) // QUAD) * QUAD
+    return -(-(FIRST_OF_SECTIONS + WORDS_OF_SECTION * sections) // QUAD) * QUAD
+
+
+def ctas_that_end(tiles: int) -> int:
+    """CTAs whose warps write dQ of so many tiles of queries, one at least for each warp."""
+    return -(-tiles // (WARPS * MMA_GROUPS))
 
 
 def begins_inside(seqlen_k: float, window: Window) -> bool:
@@ -189,9 +201,10 @@ def begins_inside(seqlen_k: float, window: Window) -> bool:
     return keys >= KEYS_OF_QUERY
 
 
-def plain_spec(spec: AttentionSpec) -> AttentionSpec:
-    """A spec for the other kernels: what masks and scores change is in the backward kernel only."""
-    return AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
+def begin_spec(spec: AttentionSpec) -> AttentionSpec:
+    """A spec for the kernel before: what masks and scores change is in the backward kernel only."""
+    plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
+    return replace(plain, has_dropout=spec.has_dropout)
 
 
 def rows_in_l2(spec: AttentionSpec) -> int:

@@ -5,15 +5,14 @@ the lengths, the others are those of the backward pass.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
-from fa3.kernels.backward_end import BackwardEnd
 from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
-from fa3.planning.backward import choose_backward_config, plain_spec
+from fa3.planning.backward import begin_spec, choose_backward_config
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.problem import REMEMBERED, AttentionSpec
@@ -50,14 +49,11 @@ class RaggedBackwardPlan:
     def entry(self) -> BackwardPass:
         """What launches the kernels."""
         spec, config, mask = self.spec, self.config, self.spec.mask
-        plain = plain_spec(spec)
-        begin = replace(plain, has_dropout=spec.has_dropout)
         band = mask.band if isinstance(mask, Intersection) else mask
         lengths = self.has_used_q, self.has_used_k
         return BackwardPass(
-            BackwardBegin(begin, config, True, self.has_used_q, self.is_ordered),
+            BackwardBegin(begin_spec(spec), config, True, self.has_used_q, self.is_ordered),
             Backward(spec, config, RaggedKeyTiles, self.is_ordered, self.has_used_q),
-            BackwardEnd(plain, config, True),
             TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
         )
 

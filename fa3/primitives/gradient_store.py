@@ -1,6 +1,6 @@
 """Backward's epilogue: dK and dV from registers through shared memory to global memory.
 
-The MMA warpgroups write them where K and V were, and go on to their next tile. A warp of the sums'
+The MMA warpgroups write them where K and V were, and go on to their next tile. A warp of dQ's
 warpgroup, which has nothing to do before there are scores of that tile, issues the copies and waits
 until TMA has read the buffer.
 """

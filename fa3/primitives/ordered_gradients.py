@@ -9,7 +9,7 @@ With a causal mask the order fits how CTAs walk. Tiles of keys that start togeth
 queries one after another, the last keys first, since they begin at later queries.
 
 What is waited for is a word for each tile of queries: how many tiles of keys, from the last one on,
-have added. `fa3.kernels.backward_begin` sets them to zero. A warp of its own writes them: releases
+have added. `fa3.primitives.query_begin` sets them to zero. A warp of its own writes them: releases
 by the warps that compute dQ took a sixth of the kernel's time (docs/experiments.md).
 
     who adds        waits for the word | adds block i | it is done     | waits for the next word

@@ -1,13 +1,12 @@
 """What the backward pass keeps of each tile of queries in global memory, all of it fp32.
 
-`RowStatistics`: each row's log-sum-exp and delta; `fa3.kernels.backward_begin` writes them, the
+`RowStatistics`: each row's log-sum-exp and delta; `fa3.primitives.query_begin` writes them, the
 backward kernel loads those of a tile in one run.
 
 `QueryGradients`: the sums of dQ. Many CTAs add to the same rows, one for each tile of keys. In the
 backward kernel each warp puts its accumulators into shared memory, from where they are added in
-bulk (`add`); `fa3.kernels.backward_end` reads them with the same threads (`load`). Nobody else
-looks at this memory, so its layout is free: what a warp has of a tile lies in a row, of 4 elements
-of each thread after another.
+bulk (`add`); `fa3.primitives.query_end` makes dQ of them. Nobody else looks at this memory, so its
+layout is free: what a warp has of a tile lies in a row, of 4 elements of each thread after another.
 """
 
 from typing import NamedTuple
@@ -205,13 +204,6 @@ class QueryGradients(NamedTuple):
         source = (memory.iterator + place * numbers).align(16)
         target = self.quads_of(pieces, 0, piece, tile).iterator
         add_run(cute.make_tensor(source, cute.make_layout(numbers)), target)
-
-    @cute.jit
-    def load(self, pieces: cutlass.Constexpr, acc: cute.Tensor, thread, piece, tile):
-        """Read a thread's accumulator of a piece."""
-        source, quads = self.quads_of(pieces, thread, piece, tile), in_quads(acc)
-        for i in cutlass.range_constexpr(pieces.quads):
-            cute.autovec_copy(source[None, i], quads[None, i])
 
     @cute.jit
     def clear(self, pieces: cutlass.Constexpr, thread, threads: cutlass.Constexpr, tile):

@@ -5,15 +5,15 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 
-def raise_word(words: cute.Tensor, section, count) -> None:
-    """Add to a section's word; what this thread has done or seen before is then known, too."""
-    cute.arch.atomic_add(words.iterator + section, Int32(count), sem="release", scope="gpu")
+def raise_word(words: cute.Tensor, place, count) -> None:
+    """Add to the word at a place; what this thread has done or seen before is then known, too."""
+    cute.arch.atomic_add(words.iterator + place, Int32(count), sem="release", scope="gpu")
 
 
 @cute.jit
-def wait_for(words: cute.Tensor, section: Int32, count: Int32):
-    """Wait until a section's word is so large; a warp calls this."""
+def wait_for(words: cute.Tensor, place: Int32, count: Int32):
+    """Wait until the word at a place is so large; a warp calls this."""
     found = Int32(-1)
     while found < count:
-        found = cute.arch.load(words.iterator + section, Int32, sem="acquire", scope="gpu")
+        found = cute.arch.load(words.iterator + place, Int32, sem="acquire", scope="gpu")
     cute.arch.sync_warp()

@@ -26,12 +26,8 @@ class SlabStore:
     first_barrier: int
 
     @cute.jit
-    def store(self, acc: cute.Tensor, slab: Int32, head: Int32, rows, column=0):
-        """Write an accumulator to rows [64 slab, 64 slab + 64) of the sequence that has `rows`.
-
-        Args:
-            column: which tile of columns, if a row is wider than the accumulator.
-        """
+    def store(self, acc: cute.Tensor, slab: Int32, head: Int32, rows):
+        """Write an accumulator to rows [64 slab, 64 slab + 64) of the sequence that has `rows`."""
         is_storing_warp = cute.arch.make_warp_uniform(self.thread // 32) == 0
         if is_storing_warp:
             self.wait()
@@ -43,7 +39,7 @@ class SlabStore:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
         if is_storing_warp:
-            from_smem, to_gmem = self.tma.tiles_of_head(self.smem, head, rows, column=column)
+            from_smem, to_gmem = self.tma.tiles_of_head(self.smem, head, rows)
             cute.copy(self.tma.atom, from_smem[None, self.group], to_gmem[None, slab])
             cute.arch.cp_async_bulk_commit_group()
 

@@ -1,4 +1,4 @@
-"""Ping-pong: a ring of named barriers that makes consumer warpgroups issue WGMMAs in turn."""
+"""Ping-pong: a ring of named barriers that makes warpgroups issue WGMMAs in turn."""
 
 from dataclasses import dataclass
 

@@ -112,6 +112,11 @@ class KernelOrder(TileOrder):
     def section_of(self, index):
         return self.tiles_of_section.quotient(index)
 
+    def tiles_in(self, section):
+        """How many tiles a section has."""
+        of_section = self.tiles_of_section.value
+        return smaller(self.num_tiles - section * of_section, of_section)
+
     @cute.jit
     def rank_of(self, within, heads):
         rank = self.heads_of_section.quotient(within)

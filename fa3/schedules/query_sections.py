@@ -1,4 +1,5 @@
-"""Which tiles of queries are begun before the backward kernel, and which inside of it.
+"""Which tiles of queries are begun before the backward kernel, and which inside of it; and of which
+it can make dQ: those of sections whose tiles of keys have all added to them.
 
 Before keys add to a tile of queries, its rows' statistics and the zeros of its sums must be there.
 That only moves memory. A kernel before does it for the first section of heads (`TileOrder`); a few

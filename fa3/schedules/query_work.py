@@ -1,6 +1,6 @@
-"""Tiles of queries, a CTA for each: the work of the kernels before and after the backward kernel.
+"""Tiles of queries: what is done before tiles of keys add to their dQ, and behind them.
 
-What a CTA must know of its tile is the same for sequences of equal lengths and for packed ones;
+What one must know of a tile is the same for sequences of equal lengths and for packed ones;
 only how it finds out is not: `DenseQueryWork` computes it, `PackedQueryWork` searches for the
 sequence.
 """
@@ -13,7 +13,6 @@ from cutlass import Int32
 
 from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, first_packed_tile
 from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
 from fa3.primitives.wgmma import WARP
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.segment import Tile
@@ -28,7 +27,6 @@ class QueryTile(NamedTuple):
         batch, begin: where the sequence's first row lies in tensors (batch, rows, ...).
         seqlen_q: queries of the sequence.
         owned: its rows, also those that are not used.
-        rows: where these lie, for TMA.
     """
 
     tile: Tile
@@ -37,7 +35,6 @@ class QueryTile(NamedTuple):
     begin: Int32
     seqlen_q: Int32
     owned: Int32
-    rows: DenseRows | RaggedRows
 
 
 class DenseQueryWork(NamedTuple):
@@ -60,8 +57,7 @@ class DenseQueryWork(NamedTuple):
         """The tile of a CTA."""
         tile = self.order.tile(block)
         tiles = QueryTiles(self.order.num_m_blocks, self.order.num_heads)
-        length, rows = self.seqlen_q, DenseRows(tile.batch)
-        return QueryTile(tile, tiles, tile.batch, Int32(0), length, length, rows)
+        return QueryTile(tile, tiles, tile.batch, Int32(0), self.seqlen_q, self.seqlen_q)
 
 
 class PackedQueryWork(NamedTuple):
@@ -100,8 +96,7 @@ class PackedQueryWork(NamedTuple):
         owned = self.lengths.owned(batch)
         tiles = self.tiles.of_sequence(tile_m, begin, batch)
         tile = Tile(number - tiles.first, head, batch)
-        rows = RaggedRows(begin, owned)
-        return QueryTile(tile, tiles, Int32(0), begin, seqlen_q, owned, rows)
+        return QueryTile(tile, tiles, Int32(0), begin, seqlen_q, owned)
 
 
 @cute.jit

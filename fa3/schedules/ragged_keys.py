@@ -1,7 +1,8 @@
 """The schedule of the keys of packed sequences: a table of key tiles, which CTAs take in order.
 
 `fa3.kernels.tile_table` writes the table on the GPU, the backward kernel walks it once for each
-section of heads, sequence by sequence: so it can begin the queries of the sections behind
+section of heads, sequence by sequence: so it can begin the queries of the sections behind, and end
+those of the sections before
 (`fa3.schedules.query_sections`), and Q, dO and dQ of a sequence's heads fit in L2 together.
 """
 
@@ -74,6 +75,10 @@ class RaggedKeyOrder(TableOrder):
     def section_of(self, head: Int32) -> Int32:
         """The section of a head."""
         return self.heads.quotient(head)
+
+    def tiles_in(self, section) -> Int32:
+        """How many tiles a section has: all have equally many."""
+        return self.sections.quotient(self.num_used)
 
     @cute.jit
     def locate(self, index: Int32, end: Int32) -> tuple[Int32, Int32]:
