@@ -21,7 +21,7 @@ from fa3.primitives.query_tiles import PAIR, QueryGradients, QueryPieces
 from fa3.primitives.vectors import QUAD, VECTOR, vector_of
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
 
-PARTS_AT_ONCE = 2
+LOADED_AT_ONCE = 2
 """Of the four times 16 rows of a piece, how many a warp loads at once."""
 
 
@@ -48,16 +48,16 @@ class QueryEnd:
 
     @classmethod
     def of(cls, pieces: QueryPieces, tile_m: int, sums, dq, scale) -> "QueryEnd":
-        halves = WARPS // PARTS_AT_ONCE
-        values = cute.make_rmem_tensor((QUAD, pieces.quads, PARTS_AT_ONCE, halves), Float32)
+        halves = WARPS // LOADED_AT_ONCE
+        values = cute.make_rmem_tensor((QUAD, pieces.quads, LOADED_AT_ONCE, halves), Float32)
         return cls(pieces, tile_m, sums, dq, scale, values)
 
     @cute.jit
     def load(self, own, piece, half: cutlass.Constexpr):
         """Load half of a piece, all of it in flight at once."""
         sums, lane = QueryGradients(self.sums, own.tiles), cute.arch.lane_idx()
-        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
-            thread = (half * PARTS_AT_ONCE + i) * WARP + lane
+        for i in cutlass.range_constexpr(LOADED_AT_ONCE):
+            thread = (half * LOADED_AT_ONCE + i) * WARP + lane
             source = sums.quads_of(self.pieces, thread, piece, own.tile)
             for j in cutlass.range_constexpr(self.pieces.quads):
                 cute.autovec_copy(source[None, j], self.values[None, j, i, half])
@@ -65,8 +65,8 @@ class QueryEnd:
     @cute.jit
     def write(self, own, piece, half: cutlass.Constexpr):
         """Write the half of a piece that was loaded, as far as it has rows."""
-        for i in cutlass.range_constexpr(PARTS_AT_ONCE):
-            part, values = half * PARTS_AT_ONCE + i, self.values[None, None, i, half]
+        for i in cutlass.range_constexpr(LOADED_AT_ONCE):
+            part, values = half * LOADED_AT_ONCE + i, self.values[None, None, i, half]
             self.write_part(own, piece, part, values)
 
     @cute.jit
