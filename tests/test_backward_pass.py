@@ -7,9 +7,8 @@ import torch
 from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
-from fa3.kernels.backward_launch import ADDED
+from fa3.kernels.backward_launch import ADDED, place_of_word
 from fa3.kernels.backward_pass import PassArguments
-from fa3.kernels.backward_queries import place_of_word
 from fa3.planning.backward import BackwardPlan, words_of_counters
 from fa3.planning.gpu import H200
 from fa3.planning.ragged_backward import sections_of_heads

@@ -56,6 +56,11 @@ LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 2
 that have nothing to do."""
 
 
+def place_of_word(section, which: int):
+    """The place of a section's word among the counters."""
+    return FIRST_OF_SECTIONS + WORDS_OF_SECTION * section + which
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """Tiling of the backward kernel.

@@ -25,12 +25,11 @@ from cutlass import Float32, Int32
 from fa3.kernels.backward_launch import (
     ADDED,
     BEGUN,
-    FIRST_OF_SECTIONS,
     TO_BEGIN,
     TO_END,
-    WORDS_OF_SECTION,
     BackwardConfig,
     BeginArguments,
+    place_of_word,
 )
 from fa3.primitives.query_begin import QueryBegin, warps_of_tile
 from fa3.primitives.query_end import QueryEnd
@@ -220,9 +219,5 @@ class QueriesInside(NamedTuple):
         return number
 
     def first_lanes(self, number: Int32) -> Int32:
+        """What lane 0 has of a number, for all lanes."""
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, 0))
-
-
-def place_of_word(section, which: int):
-    """The place of a section's word among the counters."""
-    return FIRST_OF_SECTIONS + WORDS_OF_SECTION * section + which

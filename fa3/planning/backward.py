@@ -9,12 +9,7 @@ from typing import NamedTuple
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
-from fa3.kernels.backward_launch import (
-    FIRST_OF_SECTIONS,
-    MMA_GROUPS,
-    WORDS_OF_SECTION,
-    BackwardConfig,
-)
+from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_word
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
@@ -180,7 +175,7 @@ class BackwardPlan:
 
 def words_of_counters(sections: int) -> int:
     """int32 that the backward kernel counts in, a multiple of 4."""
-    return -(-(FIRST_OF_SECTIONS + WORDS_OF_SECTION * sections) // QUAD) * QUAD
+    return -(-place_of_word(sections, 0) // QUAD) * QUAD
 
 
 def ctas_that_end(tiles: int) -> int:

@@ -53,9 +53,9 @@ class DenseQueryWork(NamedTuple):
     def grid(self) -> tuple:
         return self.order.num_tiles, 1, 1
 
-    def at(self, block, tile_m: int) -> QueryTile:
-        """The tile of a CTA."""
-        tile = self.order.tile(block)
+    def at(self, number, tile_m: int) -> QueryTile:
+        """The tile with a number."""
+        tile = self.order.tile(number)
         tiles = QueryTiles(self.order.num_m_blocks, self.order.num_heads)
         return QueryTile(tile, tiles, tile.batch, Int32(0), self.seqlen_q, self.seqlen_q)
 
@@ -87,15 +87,15 @@ class PackedQueryWork(NamedTuple):
     def grid(self) -> tuple:
         return self.tiles.of_head * self.heads, 1, 1
 
-    def at(self, block, tile_m: int) -> QueryTile:
-        """The tile of a CTA."""
-        head = block // self.tiles.of_head
-        number = block - head * self.tiles.of_head
-        batch = find_sequence(self.lengths, number, tile_m)
+    def at(self, number, tile_m: int) -> QueryTile:
+        """The tile with a number."""
+        head = number // self.tiles.of_head
+        of_head = number - head * self.tiles.of_head
+        batch = find_sequence(self.lengths, of_head, tile_m)
         begin, seqlen_q = self.lengths.read(batch)
         owned = self.lengths.owned(batch)
         tiles = self.tiles.of_sequence(tile_m, begin, batch)
-        tile = Tile(number - tiles.first, head, batch)
+        tile = Tile(of_head - tiles.first, head, batch)
         return QueryTile(tile, tiles, Int32(0), begin, seqlen_q, owned)
 
 
