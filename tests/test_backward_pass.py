@@ -112,9 +112,11 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
 @pytest.mark.parametrize(
     ("shape", "window", "heads"),
     [
-        pytest.param((16, 1024, 16, 1), Window(), 16, id="as many tiles as run"),
-        pytest.param((16, 1024, 16, 1), CAUSAL, 32, id="twice, causal"),
-        pytest.param((16, 4096, 16, 1), CAUSAL, 8, id="long"),
+        pytest.param((16, 1024, 16, 1), Window(), 8, id="half as many tiles as run"),
+        pytest.param((16, 1024, 16, 1), CAUSAL, 8, id="short, causal"),
+        pytest.param((16, 4096, 16, 1), CAUSAL, 4, id="long, causal"),
+        pytest.param((1, 4096, 16, 1), CAUSAL, 8, id="the last section is no small part"),
+        pytest.param((16, 16384, 16, 1), CAUSAL, 2, id="tiles of few heads are enough"),
         pytest.param((16, 65536, 16, 1), Window(), 1, id="one head has more"),
         pytest.param((2, 4096, 8, 4), CAUSAL, 8, id="shared heads are taken one after another"),
         pytest.param((1, 4096, 9, 1), CAUSAL, 9, id="one more"),
@@ -126,6 +128,13 @@ def test_sections_of_heads(shape, window, heads):
     batch, seqlen, heads_kv, group = shape
     problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, window)
     assert BackwardPlan.of(problem).heads_per_section == heads
+
+
+@pytest.mark.parametrize(("window", "heads"), [(Window(), 4), (CAUSAL, 8)])
+def test_sections_are_larger_where_tiles_wait_for_one_another(window, heads):
+    problem = make_problem(4, 4096, 4096, 16, 1, 128, window)
+    assert BackwardPlan.of(problem).heads_per_section == heads // 2
+    assert BackwardPlan.of(problem, is_ordered=True).heads_per_section == heads
 
 
 @pytest.mark.parametrize(

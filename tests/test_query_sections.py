@@ -8,7 +8,7 @@ from types import FunctionType
 import pytest
 from problems import make_problem
 
-from fa3.planning.backward import KEYS_OF_QUERY, BackwardPlan
+from fa3.planning.backward import KEYS_OF_QUERY, TILES_BEFORE, BackwardPlan
 from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import Window
 from fa3.schedules.order import KernelOrder, TileOrder
@@ -79,4 +79,13 @@ def test_packed_tiles_are_walked_section_by_section(records, heads, of_section):
 def test_short_sections_are_begun_before(seqlen, window, inside):
     plan = BackwardPlan.of(make_problem(4, seqlen, seqlen, 64, head_dim=128, window=window))
     assert plan.num_sections > 1
-    assert plan.sections_before == (1 if inside else plan.num_sections)
+    if not inside:
+        assert plan.sections_before == plan.num_sections
+        return
+    of_section = plan.heads_per_section * plan.key_tiles_of_head
+    assert 0 <= plan.sections_before * of_section - TILES_BEFORE < of_section
+
+
+def test_a_call_of_one_section_is_begun_before():
+    plan = BackwardPlan.of(make_problem(1, 2048, 2048, 2, head_dim=128, window=Window()))
+    assert plan.num_sections == plan.sections_before == 1

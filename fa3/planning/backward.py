@@ -23,11 +23,27 @@ L2_BYTES = 48 << 20
 """Of Q, dO and dQ that tiles which run beside one another should share in L2. They take the query
 heads of their key/value head one after another, at about the same time."""
 
-TILES_OF_SECTION = 128
-"""Tiles of keys of a section, unless a head alone has more. Twice as many where queries see keys up
-to some point only, as with a causal mask: tiles then have less work, some of them hardly any.
-With fewer the last section's longest tiles would end long after all others: 12% of the time where
-32 heads share 8 (docs/experiments.md)."""
+TILES_OF_SECTION = 64
+"""Tiles of keys of a section, unless a head alone has more: half as many as run beside one another.
+With more of them sums of dQ wait longer for what is added to them, and leave L2 before: 1 to 5% of
+the time of sequences of up to 2k (docs/experiments.md). If sums have a fixed order, twice as many:
+of fewer heads all tiles run at once, and wait for one another; that cost up to 7%."""
+
+HEADS_OF_SECTION, MORE_HEADS_OF_SECTION = 4, 8
+"""Heads of a section, at least, where queries see keys up to some point only, as with a causal
+mask: its longest tiles come first, one of each head, and those of the last section would end long
+after all others. The latter if there are not many tiles, where it took 6 to 12%, or if sums have a
+fixed order (docs/experiments.md)."""
+
+MANY_TILES = 1536
+"""Tiles of keys of all sections, from which on the last section is a small part."""
+
+MOST_TILES_OF_SECTION = 256
+"""Tiles of keys that these heads have at most; of longer sequences there are fewer heads."""
+
+TILES_BEFORE = 128
+"""Tiles of keys of the sections that the kernel before begins: what other CTAs work on while some
+of the backward kernel's begin the next ones."""
 
 KEYS_OF_QUERY = 384
 """Keys that a query sees in the mean, from which on the backward kernel begins queries itself. With
@@ -118,9 +134,13 @@ class BackwardPlan:
         return -(-problem.seqlen_q // self.config.tile_m) * problem.num_heads_q * problem.batch
 
     @property
+    def key_tiles_of_head(self) -> int:
+        """Tiles of keys of a head."""
+        return -(-self.problem.seqlen_k // self.config.tile_n)
+
+    @property
     def num_key_tiles(self) -> int:
-        problem = self.problem
-        return -(-problem.seqlen_k // self.config.tile_n) * problem.num_heads_kv * problem.batch
+        return self.key_tiles_of_head * self.problem.num_heads_kv * self.problem.batch
 
     @property
     def most_ctas(self) -> int:
@@ -150,8 +170,10 @@ class BackwardPlan:
     @property
     def sections_before(self) -> int:
         """How many sections the kernel before begins."""
-        is_inside = begins_inside(self.problem.seqlen_k, self.problem.window)
-        return 1 if is_inside else self.num_sections
+        if not begins_inside(self.problem.seqlen_k, self.problem.window):
+            return self.num_sections
+        of_section = self.heads_per_section * self.key_tiles_of_head
+        return min(self.num_sections, -(-TILES_BEFORE // of_section))
 
     @property
     def num_sections(self) -> int:
@@ -159,16 +181,21 @@ class BackwardPlan:
 
     @property
     def heads_per_section(self) -> int:
-        """Key/value heads whose Q, dO and dQ fit into L2 together, and whose tiles of keys are
-        about as many as run beside one another: so a head's tiles add to dQ at the same time.
+        """Key/value heads whose Q, dO and dQ fit into L2 together, and whose tiles of keys run
+        beside one another: so a head's tiles add to dQ at the same time.
 
         A few more or less, where sections are about equal then: the last one is not to be small.
         """
         problem = self.problem
         heads = problem.num_heads_kv * problem.batch
         fitting = rows_in_l2(problem.spec) // problem.seqlen_q
-        tiles = TILES_OF_SECTION * (1 if problem.window.right == NO_BOUND else 2)
-        beside = tiles // -(-problem.seqlen_k // self.config.tile_n)
+        of_head = self.key_tiles_of_head
+        if problem.window.right == NO_BOUND:
+            beside = TILES_OF_SECTION * (2 if self.is_ordered else 1) // of_head
+        else:
+            is_small = self.num_key_tiles >= MANY_TILES and not self.is_ordered
+            least = HEADS_OF_SECTION if is_small else MORE_HEADS_OF_SECTION
+            beside = max(TILES_OF_SECTION // of_head, min(least, MOST_TILES_OF_SECTION // of_head))
         sections = max(1, round(heads / max(1, min(fitting, beside))))
         return -(-heads // sections)
 
