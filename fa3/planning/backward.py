@@ -35,7 +35,7 @@ mask: its longest tiles come first, one of each head, and those of the last sect
 after all others. The latter if there are not many tiles, where it took 6 to 12%, or if sums have a
 fixed order (docs/experiments.md)."""
 
-MANY_TILES = 1536
+ENOUGH_TILES = 1536
 """Tiles of keys of all sections, from which on the last section is a small part."""
 
 MOST_TILES_OF_SECTION = 256
@@ -193,7 +193,7 @@ class BackwardPlan:
         if problem.window.right == NO_BOUND:
             beside = TILES_OF_SECTION * (2 if self.is_ordered else 1) // of_head
         else:
-            is_small = self.num_key_tiles >= MANY_TILES and not self.is_ordered
+            is_small = self.num_key_tiles >= ENOUGH_TILES and not self.is_ordered
             least = HEADS_OF_SECTION if is_small else MORE_HEADS_OF_SECTION
             beside = max(TILES_OF_SECTION // of_head, min(least, MOST_TILES_OF_SECTION // of_head))
         sections = max(1, round(heads / max(1, min(fitting, beside))))
