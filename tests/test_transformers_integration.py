@@ -276,8 +276,9 @@ def describe_packed(window: int | None = None, **options) -> torch.Tensor:
     mask_function = masking_utils.causal_mask_function
     if window is not None:
         mask_function = masking_utils.sliding_window_causal_mask_function(window)
-    mask_function = masking_utils.packed_sequence_compatibility_function(
-        mask_function, position, masking_utils.find_packed_sequence_indices(position)
+    numbers = masking_utils.find_packed_sequence_indices(position)
+    mask_function = masking_utils.and_masks(
+        mask_function, masking_utils.packed_sequence_mask_function(numbers)
     )
     options = {
         "mask_function": mask_function, "local_size": window, "allow_is_causal_skip": False,
