@@ -276,9 +276,9 @@ def describe_packed(window: int | None = None, **options) -> torch.Tensor:
     mask_function = masking_utils.causal_mask_function
     if window is not None:
         mask_function = masking_utils.sliding_window_causal_mask_function(window)
-    numbers = masking_utils.find_packed_sequence_indices(position)
+    sequences = masking_utils.find_packed_sequence_indices(position)
     mask_function = masking_utils.and_masks(
-        mask_function, masking_utils.packed_sequence_mask_function(numbers)
+        mask_function, masking_utils.packed_sequence_mask_function(sequences)
     )
     options = {
         "mask_function": mask_function, "local_size": window, "allow_is_causal_skip": False,
