@@ -58,10 +58,12 @@ def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
     assert given.has_d_lse == has_d_lse
     assert given.d_lse is (operands.d_lse if has_d_lse else operands.lse)
     assert all(map(torch.Tensor.is_set_to, (given.dq, given.dk, given.dv), gradients))
-    places = 0, given.sums_at, given.table_at, given.counters_at, given.turns_at
+    places = 0, given.sums_at, given.table_at, given.counters_at, given.words_at
     places = *places, given.buffer.numel()
     assert list(places) == sorted(places) and not any(place % 4 for place in places[:-1])
-    assert (given.turns_at < places[-1]) == entry.main.is_ordered
+    # One for each tile of queries, which has two numbers of each of its rows.
+    tiles = given.sums_at // (2 * entry.main.config.tile_m)
+    assert places[-1] - given.words_at == (tiles if entry.main.has_words else 0)
     config = entry.main.config
     return given, config.tile_m, config.tile_n
 
@@ -81,7 +83,8 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
     assert given.num_clusters == 2 * 2 * -(-90 // tile_n)
     # Counters of the schedule, two more, and two words of the one section.
-    assert given.turns_at - given.table_at == 8
+    assert given.words_at - given.table_at == 8
+    assert given.has_zeros == is_ordered
 
 
 @pytest.mark.parametrize("has_used", [(False, False), (True, False), (False, True)])
@@ -104,7 +107,8 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     # A header of 8 words, and 8 of each record.
     assert given.counters_at - given.table_at == 8 * (1 + given.capacity)
     # Two words of a schedule that has its own, two more, and two for each section.
-    assert given.turns_at - given.counters_at == 8
+    assert given.words_at - given.counters_at == 8
+    assert given.has_zeros
     assert (given.heads_per_section, given.sections_before) == (2, 1)
     assert given.capacity == 500 // tile_n + 2 and given.num_clusters == 2 * given.capacity
 

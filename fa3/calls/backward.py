@@ -1,7 +1,8 @@
 """The backward pass of `flash_attn_func` on a GPU: memory and launches.
 
 `fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Two kernels run,
-both launched by one entry: statistics of the rows and zeros for the sums of dQ, and the gradients.
+both launched by one entry: statistics of the rows and what the sums of dQ begin with, and the
+gradients.
 """
 
 import functools
@@ -32,6 +33,7 @@ class PreparedBackward:
     Fields:
         entry: launches the kernels.
         numbers: float32 that these write for each other.
+        has_zeros: whether sums begin with zeros.
         ctas: CTAs of the backward kernel that find work.
         order: integers that the entry takes: the window, and the order of the tiles.
         places: where in the numbers there is what.
@@ -41,6 +43,7 @@ class PreparedBackward:
     plan: BackwardPlan
     entry: Callable
     numbers: int
+    has_zeros: bool
     ctas: int
     order: tuple[int, ...]
     places: tuple[int, ...]
@@ -50,12 +53,14 @@ class PreparedBackward:
     def of(cls, plan: BackwardPlan) -> "PreparedBackward":
         sums_at = plan.numbers_of_statistics
         counters_at = sums_at + plan.numbers_of_sums
-        turns_at = counters_at + plan.words_of_counters
-        numbers = turns_at + plan.words_of_turns
+        words_at = counters_at + plan.words_of_counters
+        numbers = words_at + plan.num_query_tiles
         order = *plan.problem.window, plan.heads_per_section
-        places = sums_at, counters_at, counters_at, turns_at
+        places = sums_at, counters_at, counters_at, words_at
         last = plan.sections_before, *NOT_PACKED
-        return cls(plan, load_kernel(plan.entry), numbers, plan.most_ctas, order, places, last)
+        ctas = plan.most_ctas
+        entry = load_kernel(plan.entry)
+        return cls(plan, entry, numbers, plan.has_zeros, ctas, order, places, last)
 
     def launch(
         self,
@@ -89,8 +94,8 @@ class PreparedBackward:
         # In the order of `PassArguments`.
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
-            softmax_scale, has_d_lse, *self.order, min(self.ctas, gpu_of(device).num_sms),
-            *self.places, drawn, *self.last,
+            softmax_scale, has_d_lse, self.has_zeros, *self.order,
+            min(self.ctas, gpu_of(device).num_sms), *self.places, drawn, *self.last,
         )  # fmt: skip
         return dq, dk, dv, buffer
 

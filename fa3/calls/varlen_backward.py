@@ -29,6 +29,9 @@ from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
 
+HAS_ZEROS = True
+"""All sums of packed sequences begin with zeros."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedVarlenBackward:
@@ -37,7 +40,7 @@ class PreparedVarlenBackward:
     Fields:
         entry: launches them.
         tile_m, tile_n: of the backward kernel's config.
-        statistics, sums: float32 that these take for a tile of queries, and `turns` int32.
+        statistics, sums: float32 that these take for a tile of queries, and `words` int32.
         rows_in_l2: queries whose Q, dO and dQ fit into L2 together.
     """
 
@@ -46,7 +49,7 @@ class PreparedVarlenBackward:
     tile_n: int
     statistics: int
     sums: int
-    turns: int
+    words: int
     rows_in_l2: int
 
     @classmethod
@@ -57,7 +60,7 @@ class PreparedVarlenBackward:
             plan.config.tile_n,
             plan.statistics_of_tile,
             plan.sums_of_tile,
-            plan.turns_of_tile,
+            plan.words_of_tile,
             rows_in_l2(plan.spec),
         )
 
@@ -99,9 +102,9 @@ class PreparedVarlenBackward:
         sums_at = tiles * self.statistics
         table_at = sums_at + tiles * self.sums
         counters_at = table_at + words_of_table(capacity)
-        turns_at = counters_at + words_of_counters(sections)
+        words_at = counters_at + words_of_counters(sections)
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
-        buffer = lse.new_empty(turns_at + tiles * self.turns)
+        buffer = lse.new_empty(words_at + tiles * self.words)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -110,9 +113,9 @@ class PreparedVarlenBackward:
         # In the order of `PassArguments`.
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
-            softmax_scale, has_d_lse, *window, heads_kv // sections,
+            softmax_scale, has_d_lse, HAS_ZEROS, *window, heads_kv // sections,
             min(most_ctas, gpu_of(q.device).num_sms), sums_at, table_at, counters_at,
-            turns_at, drawn, 1 if is_inside else sections, capacity,
+            words_at, drawn, 1 if is_inside else sections, capacity,
             shift_of_work(max_seqlen_q, self.tile_m), *lengths,
         )  # fmt: skip
         return dq, dk, dv, buffer

@@ -16,14 +16,14 @@ operands of dV and dK. dS goes through shared memory for dQ, which needs all key
 Roles per CTA
     warpgroup 0    producer       one warp loads Q and dO, one K and V, and one adds dQ to the sums
                                   and makes known which tiles have added all; if sums have a fixed
-                                  order, the last one makes known what was added to each block; 24
-                                  registers a thread
+                                  order, the last one makes known what was added to each block; 32
+                                  registers a thread, 24 beside parts
     warpgroup 1, 2 MMA warpgroups 64 keys each, dK and dV; or both the same 64 keys (`shares_keys`),
                                   each half of the queries of S and dP, and half of the columns of
                                   dK and dV; at the end dQ of the sums; 208 registers, 216 where a
                                   block goes in `parts`
     warpgroup 3    dQ             dQ = dS K of every block; at the end of a tile one warp stores dK
-                                  and dV; 72 registers, 56 beside parts
+                                  and dV; 64 registers, 56 beside parts
 
 BackwardPipelines (mbarriers)
     pipeline_k   K of a tile                  k_stages   producer -> all that multiply, released
@@ -79,11 +79,12 @@ from fa3.primitives.coords import TransposedCoords
 from fa3.primitives.divisor import Divisor
 from fa3.primitives.dropout import DropoutArguments, TransposedDropout
 from fa3.primitives.dsl import SmemAllocator
+from fa3.primitives.first_additions import FirstAdditions
 from fa3.primitives.gradient_addition import GradientAddition
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
-from fa3.primitives.ordered_gradients import TurnsToAdd, TurnWords
+from fa3.primitives.ordered_gradients import TurnsToAdd
 from fa3.primitives.query_gradient_step import QueryGradientOperands, QueryGradientStep
 from fa3.primitives.query_tiles import (
     STATISTICS,
@@ -92,6 +93,7 @@ from fa3.primitives.query_tiles import (
     QueryPieces,
     QueryTiles,
     RowStatistics,
+    SumWords,
     number_of_packed_tiles,
 )
 from fa3.primitives.rows_of_sequence import in_batch, with_movable_end
@@ -139,7 +141,7 @@ class BackwardTensors(NamedTuple):
 
     Fields:
         q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `with_movable_end`.
-        turns: for sums in a fixed order; None without.
+        words: what is known of the sums; None without.
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
         dropout: None without.
@@ -154,7 +156,7 @@ class BackwardTensors(NamedTuple):
     dv: TmaTensor
     statistics: RowStatistics
     sums: QueryGradients
-    turns: TurnWords | None
+    words: SumWords | None
     qhead_per_kvhead: int
     modifiers: tuple | None
     dropout: DropoutArguments | None
@@ -221,6 +223,11 @@ class Backward(AttentionKernel):
         """Whether sequences are packed."""
         return self.schedule_type.is_ragged
 
+    @property
+    def has_words(self) -> bool:
+        """Whether there is a word for each tile of queries: for turns, or to say who was first."""
+        return self.is_ordered or not self.is_ragged
+
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
         sizes = CallSizes.symbolic(self.is_ragged)
@@ -267,7 +274,7 @@ class Backward(AttentionKernel):
             TmaTensor.of(store, dv, layouts.dv),
             RowStatistics(call.statistics, tiles),
             QueryGradients(call.sums, tiles),
-            TurnWords(call.turns) if self.is_ordered else None,
+            SumWords(call.begin.words) if self.has_words else None,
             heads_q // heads_kv,
             call.modifiers,
             None if call.dropout is None else DropoutArguments(*call.dropout),
@@ -567,6 +574,10 @@ class Backward(AttentionKernel):
             n_block, head_kv, batch = self.keys_of(schedule, segment)
             sequence = sequences.sequence(segment)
             sums = operands.sums.at(config.tile_m, segment)
+            claims = None
+            if cutlass.const_expr(self.has_words and not self.is_ordered):
+                has_zeros = operands.queries.call.has_zeros
+                claims = FirstAdditions(operands.words, sums.tiles, has_zeros)
             for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
                 head = head_kv * operands.qhead_per_kvhead + h
                 of_head = mask.at(batch, head)
@@ -574,10 +585,9 @@ class Backward(AttentionKernel):
                 turns = None
                 if cutlass.const_expr(self.is_ordered):
                     turns = self.turns(operands, sequences, schedule, segment, of_head)
-                addition = GradientAddition(self.pieces, sums, smem.staged, pipelines, turns)
-                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                    tile = m_block, head, batch
-                    state, added_state = addition.next(tile, state, added_state)
+                of_sums = self.pieces, sums, smem.staged, pipelines
+                addition = GradientAddition(*of_sums, claims, turns)
+                state, added_state = addition.all(blocks, head, batch, state, added_state)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
                 operands.queries.make_known(self.section_of(schedule, cursor.index, head_kv))
@@ -623,7 +633,7 @@ class Backward(AttentionKernel):
         before = self.query_blocks(mask, n_block + 1, sequences.sequence(segment))
         # The last keys have nobody to wait for.
         end = before.end * Int32(n_block < last)
-        return TurnsToAdd(operands.turns, tiles, last - n_block + 1, before.begin, end)
+        return TurnsToAdd(operands.words, tiles, last - n_block + 1, before.begin, end)
 
     # ------------------------------------------------------------------------ MMA warpgroups
 

@@ -1,11 +1,11 @@
-"""Before the backward kernel: each row's log-sum-exp and delta, zeros for the sums of dQ
-(`fa3.primitives.query_begin`), and for the backward kernel's counters.
+"""Before the backward kernel: each row's log-sum-exp and delta, what sums of dQ begin with
+(`fa3.primitives.query_begin`), and zeros for the backward kernel's counters.
 
 A CTA has a tile of queries of the first sections; the backward kernel begins the others
 (`fa3.schedules.query_sections`).
 
 Timeline of a CTA
-    wait for the kernel before | zeros | rows of O and dO, all loads in flight | sums over lanes
+    wait for the kernel before | rows of O and dO, all loads in flight | zeros | sums over lanes
     The backward kernel is launched early and waits in hardware for the end of this one.
 """
 

@@ -37,7 +37,7 @@ MANY_GRADIENTS = 144
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
-REGISTERS_BY_PARTS = {1: Registers(24, 208, 72), 2: Registers(24, 216, 56)}
+REGISTERS_BY_PARTS = {1: Registers(32, 208, 64), 2: Registers(24, 216, 56)}
 """Those of the roles, by the parts of a block's queries."""
 
 WIDEST_PIECE = {1: 64, 2: 48}
@@ -223,7 +223,6 @@ class BackwardArguments(NamedTuple):
         schedule_state: int32; the schedule's table.
         table: int32, the tiles of packed sequences; None without.
         num_sequences: how many are packed; None without.
-        turns: of `TurnWords`; None if sums have no fixed order.
         dropout: see `DropoutArguments`; None without.
         begin: what it takes to begin queries, see `BeginArguments`.
     """
@@ -246,7 +245,6 @@ class BackwardArguments(NamedTuple):
     schedule_state: object = None
     table: object = None
     num_sequences: int | None = None
-    turns: object = None
     dropout: DropoutArguments | None = None
     begin: "BeginArguments | None" = None
 
@@ -279,7 +277,6 @@ class BackwardArguments(NamedTuple):
             if schedule.is_ragged
             else None,
             num_sequences=Int32(0) if schedule.is_ragged else None,
-            turns=words_of_tiles() if kernel.is_ordered else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             begin=BeginArguments.symbolic(
                 spec, sizes, kernel.is_ordered, schedule.is_ragged, kernel.has_used_q
@@ -296,13 +293,14 @@ class BeginArguments(NamedTuple):
         d_lse: like lse; anything if there is no gradient of the log-sum-exp, lse say.
         has_d_lse: 1 if there is one, else 0.
         statistics: receives `RowStatistics`.
-        sums: of `QueryGradients`, receives zeros.
+        sums: of `QueryGradients`, receives zeros if they begin with them.
         counters: of the backward kernel, int32: its schedule's, unless a table has them, then those
             from `TO_BEGIN` on; receives zeros.
         num_tiles: how many tiles of queries to begin, the first ones.
+        has_zeros: 1 if sums begin with zeros, else 0; 1 if there are no words, or a fixed order.
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
-        turns: of `TurnWords`, receives zeros; None if sums have no fixed order.
+        words: of `SumWords`, receives zeros; None if packed and in no fixed order.
         kept: the share of P that dropout keeps; None without.
     """
 
@@ -315,9 +313,10 @@ class BeginArguments(NamedTuple):
     sums: object
     counters: object
     num_tiles: int
+    has_zeros: int
     cu_seqlens_q: object = None
     seqused_q: object = None
-    turns: object = None
+    words: object = None
     kept: float | None = None
 
     @classmethod
@@ -341,9 +340,10 @@ class BeginArguments(NamedTuple):
             sums=numbers(),
             counters=words_of_tiles(),
             num_tiles=Int32(0),
+            has_zeros=Int32(0),
             cu_seqlens_q=lengths() if is_ragged else None,
             seqused_q=lengths() if has_used_q else None,
-            turns=words_of_tiles() if is_ordered else None,
+            words=words_of_tiles() if is_ordered or not is_ragged else None,
             kept=Float32(0.0) if spec.has_dropout else None,
         )
 

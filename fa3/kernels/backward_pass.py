@@ -33,8 +33,8 @@ class PassArguments(NamedTuple):
 
     Fields:
         buffer: float32, for what the kernels write for each other: statistics, sums, the table of
-            packed sequences or the counters, turns.
-        sums_at, table_at, counters_at, turns_at: where the latter begin, multiples of 4; as far as
+            packed sequences or the counters, words of the sums.
+        sums_at, table_at, counters_at, words_at: where the latter begin, multiples of 4; as far as
             they exist. Without a table `table_at` is that of the counters.
         sections_before: how many sections `BackwardBegin` begins.
         capacity, shift, and the four after them: of packed sequences; None without.
@@ -54,6 +54,7 @@ class PassArguments(NamedTuple):
     modifiers: tuple | None
     softmax_scale: float
     has_d_lse: int
+    has_zeros: int
     window_left: int
     window_right: int
     heads_per_section: int
@@ -61,7 +62,7 @@ class PassArguments(NamedTuple):
     sums_at: int
     table_at: int
     counters_at: int
-    turns_at: int
+    words_at: int
     dropout: DropoutArguments | None
     sections_before: int
     capacity: int | None = None
@@ -80,7 +81,7 @@ class PassArguments(NamedTuple):
             | BackwardArguments.symbolic(of.main, sizes)._asdict()
             | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
             | {"buffer": numbers(), "sections_before": Int32(0)}
-            | dict.fromkeys(("sums_at", "table_at", "counters_at", "turns_at"), Int64(0))
+            | dict.fromkeys(("sums_at", "table_at", "counters_at", "words_at"), Int64(0))
         )
         return cls(**{name: named[name] for name in cls._fields if name in named})
 
@@ -125,19 +126,19 @@ class BackwardPass:
         named = call._asdict() | {
             "statistics": numbers_from(buffer, call.sums_at),
             "sums": numbers_from(buffer + call.sums_at, call.table_at - call.sums_at),
-            "turns": None,
+            "words": None,
             "kept": None,
             "table": None,
             "num_sequences": None,
         }
-        if cutlass.const_expr(self.main.is_ordered):
-            count = call.buffer.shape[0] - call.turns_at
-            named["turns"] = integers_from(buffer + call.turns_at, count)
+        if cutlass.const_expr(self.main.has_words):
+            count = call.buffer.shape[0] - call.words_at
+            named["words"] = integers_from(buffer + call.words_at, count)
         if cutlass.const_expr(self.spec.has_dropout):
             named["kept"] = DropoutArguments(*call.dropout).kept
         counters, state = (
             integers_from(buffer + begin, Int32(end - begin))
-            for begin, end in ((call.counters_at, call.turns_at), (call.table_at, call.counters_at))
+            for begin, end in ((call.counters_at, call.words_at), (call.table_at, call.counters_at))
         )
         named |= {"counters": counters, "schedule_state": counters}
         if cutlass.const_expr(self.table is not None):

@@ -1,5 +1,5 @@
-"""Queries that the backward kernel begins and ends itself: statistics of their rows and zeros of
-their sums before tiles of keys, dQ of the sums behind them.
+"""Queries that the backward kernel begins and ends itself: statistics of their rows and what their
+sums begin with before tiles of keys, dQ of the sums behind them.
 
 Which queries it begins says `fa3.schedules.query_sections`. The CTAs that run first begin them,
 share by share, before their warps have roles; the producers of all CTAs wait until those of a
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 
 from fa3.kernels.backward_launch import (
     ADDED,
@@ -31,9 +31,10 @@ from fa3.kernels.backward_launch import (
     BeginArguments,
     place_of_word,
 )
+from fa3.primitives.first_additions import FirstAdditions
 from fa3.primitives.query_begin import QueryBegin, warps_of_tile
 from fa3.primitives.query_end import QueryEnd
-from fa3.primitives.query_tiles import QueryPieces
+from fa3.primitives.query_tiles import QueryPieces, SumWords
 from fa3.primitives.section_words import raise_word, wait_for
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.wgmma import WARP
@@ -165,20 +166,31 @@ class QueriesInside(NamedTuple):
         count = self.sections.num_tiles * pieces.count
         number, known = self.first_lanes(self.take()), Int32(-1)
         own, piece = self.piece(config, pieces, cutlass.min(number, count - 1))
+        has_sums = Boolean(True)
         if number < count:
             known = self.wait_until_added(spec, config, number // pieces.count, known, order)
+            has_sums = self.has_sums(own)
             end.load(own, piece, 0)
         while number < count:
             end.load(own, piece, 1)
             taken = self.take()
-            end.write(own, piece, 0)
+            end.write(own, piece, has_sums, 0)
             number = self.first_lanes(taken)
+            following_has_sums = has_sums
             following, piece_of_it = self.piece(config, pieces, cutlass.min(number, count - 1))
             if number < count:
                 known = self.wait_until_added(spec, config, number // pieces.count, known, order)
+                following_has_sums = self.has_sums(following)
                 end.load(following, piece_of_it, 0)
-            end.write(own, piece, 1)
-            own, piece = following, piece_of_it
+            end.write(own, piece, has_sums, 1)
+            own, piece, has_sums = following, piece_of_it, following_has_sums
+
+    def has_sums(self, own: QueryTile) -> Boolean:
+        """Whether a tile has sums, when its section has all that is added to it."""
+        if self.call.words is None:
+            return Boolean(True)
+        words = SumWords(self.call.words)
+        return FirstAdditions(words, own.tiles, self.call.has_zeros).has_sums(own.tile)
 
     def piece(self, config: BackwardConfig, pieces: QueryPieces, number) -> tuple[QueryTile, Int32]:
         """The tile of a piece, and which of its pieces it is."""
@@ -196,7 +208,7 @@ class QueriesInside(NamedTuple):
     ) -> Int32:
         """Wait until a tile's section has all that is added to it, unless it is known to have.
 
-        Where packed sequences use no keys, no tile of keys has waited for the zeros: so they are
+        Where packed sequences use no keys, no tile of keys has waited for what is begun: so it is
         waited for, too.
 
         Returns:

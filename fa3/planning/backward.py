@@ -49,6 +49,11 @@ KEYS_OF_QUERY = 384
 """Keys that a query sees in the mean, from which on the backward kernel begins queries itself. With
 256 it lost 7 to 10%, with 512 it gained 4 to 6% (docs/experiments.md)."""
 
+KEYS_WITHOUT_ZEROS, MORE_KEYS_WITHOUT_ZEROS = 512, 1024
+"""Keys of a sequence, at most, whose sums of dQ do not begin with zeros; the latter where queries
+see keys up to some point only, so that tiles of keys begin at different queries. Without zeros they
+gained 3 to 27%, and longer ones lost up to 19% (docs/experiments.md)."""
+
 
 class BackwardTiling(NamedTuple):
     """A config for head sizes up to these."""
@@ -158,11 +163,6 @@ class BackwardPlan:
         return self.num_query_tiles * self.config.pieces(padded(self.problem.spec.head_dim)).numbers
 
     @property
-    def words_of_turns(self) -> int:
-        """int32 that the order of the sums takes."""
-        return self.num_query_tiles if self.is_ordered else 0
-
-    @property
     def words_of_counters(self) -> int:
         """int32 that the backward kernel counts in."""
         return words_of_counters(self.num_sections)
@@ -174,6 +174,12 @@ class BackwardPlan:
             return self.num_sections
         of_section = self.heads_per_section * self.key_tiles_of_head
         return min(self.num_sections, -(-TILES_BEFORE // of_section))
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether sums begin with zeros."""
+        problem = self.problem
+        return self.is_ordered or problem.seqlen_k > keys_without_zeros(problem.window)
 
     @property
     def num_sections(self) -> int:
@@ -221,6 +227,11 @@ def begins_inside(seqlen_k: float, window: Window) -> bool:
     if left != NO_BOUND:
         keys = min(keys, left + 1 + max(right, 0))
     return keys >= KEYS_OF_QUERY
+
+
+def keys_without_zeros(window: Window) -> int:
+    """Keys of a sequence, at most, whose sums of dQ do not begin with zeros."""
+    return KEYS_WITHOUT_ZEROS if window.right == NO_BOUND else MORE_KEYS_WITHOUT_ZEROS
 
 
 def begin_spec(spec: AttentionSpec) -> AttentionSpec:

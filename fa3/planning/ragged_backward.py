@@ -68,7 +68,7 @@ class RaggedBackwardPlan:
         return self.config.pieces(padded(self.spec.head_dim)).numbers
 
     @property
-    def turns_of_tile(self) -> int:
+    def words_of_tile(self) -> int:
         """int32 that the order of the sums takes for a tile of queries."""
         return 1 if self.is_ordered else 0
 

@@ -27,6 +27,20 @@ def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
 
 
 @cute.jit
+def store_run(source: cute.Tensor, target: cute.Pointer):
+    """Copy contiguous fp32 numbers in shared memory to global memory; otherwise as `add_run`."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[
+            target.toint(),
+            Int32(source.iterator.toint()),
+            Int32(cute.size(source) * FLOAT_BYTES),
+        ],
+    )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
 def add_run(source: cute.Tensor, target: cute.Pointer):
     """Add contiguous fp32 numbers in shared memory to those in global memory; a bulk group.
 

@@ -17,28 +17,11 @@ by the warps that compute dQ took a sixth of the kernel's time (docs/experiments
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
-from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles
-
-
-class TurnWords(NamedTuple):
-    """The words of all tiles of queries; `buffer` is (tiles,), int32."""
-
-    buffer: cute.Tensor
-
-    def of_tile(self, tiles: QueryTiles | PackedQueryTiles, tile) -> cute.Pointer:
-        """The word of a tile."""
-        return self.buffer.iterator + tiles.number(tile)
-
-    @cute.jit
-    def clear(self, tiles, tile, thread):
-        """Set a tile's word to zero."""
-        if thread == 0:
-            cute.arch.store(self.of_tile(tiles, tile), Int32(0))
+from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles, SumWords
 
 
 @dataclass(frozen=True)
@@ -52,20 +35,42 @@ class TurnsToAdd:
         begin, end: the blocks of queries that the tile of keys after this one adds to.
     """
 
-    words: TurnWords
+    words: SumWords
     tiles: QueryTiles | PackedQueryTiles
     rank: Int32
     begin: Int32
     end: Int32
 
     @cute.jit
-    def wait(self, tile):
-        """Wait until all have added to a tile of queries that come before this one."""
-        m_block, _, _ = tile
-        if m_block >= self.begin and m_block < self.end:
-            word, rank = self.words.of_tile(self.tiles, tile), Int32(0)
+    def wait(self, tile, rank: Int32):
+        """Wait until all have added to a tile of queries that come before this one.
+
+        Args:
+            rank: what has been seen of the tile's word.
+        """
+        if self.is_shared(tile):
+            word = self.words.of_tile(self.tiles, tile)
             while rank < self.rank - 1:
                 rank = cute.arch.load(word, Int32, sem="acquire", scope="gpu")
+
+    @cute.jit
+    def look(self, tile) -> Int32:
+        """What a tile's word says now; whoever needs it waits for it, not this thread.
+
+        No acquire, which would wait: an addition is not issued before a branch that depends on the
+        word, and it is made in L2, where those that the word tells of have been made.
+        """
+        rank = Int32(0)
+        if self.is_shared(tile):
+            word = self.words.of_tile(self.tiles, tile)
+            rank = cute.arch.load(word, Int32, sem="relaxed", scope="gpu")
+        return rank
+
+    @cute.jit
+    def is_shared(self, tile) -> Boolean:
+        """Whether another tile of keys adds to a tile of queries before this one."""
+        m_block, _, _ = tile
+        return m_block >= self.begin and m_block < self.end
 
     def pass_on(self, tile):
         """Make known that this tile of keys has added; one thread calls this.

@@ -1,5 +1,5 @@
 """What the backward kernel needs of a tile of queries before any key comes to it: each row's
-log-sum-exp and delta, and zeros for the sums of dQ.
+log-sum-exp and delta, and what the sums of dQ begin with: zeros, or a word that there are none.
 
 delta = rowsum(dO O) - dLSE is what dP is taken relative to: dS = P (dP - delta). Warps share a
 tile. All loads of a warp's rows are in flight at once; a row of O and dO is read by a few
@@ -14,8 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.primitives.ordered_gradients import TurnWords
-from fa3.primitives.query_tiles import QueryGradients, RowStatistics, place_of_row
+from fa3.primitives.query_tiles import QueryGradients, RowStatistics, SumWords, place_of_row
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.softmax import LOG2_E
 from fa3.primitives.vectors import VECTOR, vector_of
@@ -104,16 +103,16 @@ class QueryBegin:
 
     @cute.jit
     def write(self, own, warp):
-        """Write zeros and statistics of the rows that were loaded."""
+        """Write statistics of the rows that were loaded, and what their sums begin with."""
         call, config = self.call, self.config
         thread, first = warp * WARP + cute.arch.lane_idx(), own.tile.m_block * config.tile_m
-        if first >= 0 and first < own.owned:
+        if call.has_zeros != 0 and first >= 0 and first < own.owned:
             sums = QueryGradients(call.sums, own.tiles)
             sums.clear(
                 config.pieces(padded(self.spec.head_dim)), thread, self.warps * WARP, own.tile
             )
-        if cutlass.const_expr(call.turns is not None):
-            TurnWords(call.turns).clear(own.tiles, own.tile, thread)
+        if cutlass.const_expr(call.words is not None):
+            SumWords(call.words).clear(own.tiles, own.tile, thread)
         statistics = RowStatistics(call.statistics, own.tiles).of_tile(config.tile_m, own.tile)
         totals = self.totals_of_rows()
         if cute.arch.lane_idx() % self.lanes < self.count:

@@ -63,14 +63,14 @@ class QueryEnd:
                 cute.autovec_copy(source[None, j], self.values[None, j, i, half])
 
     @cute.jit
-    def write(self, own, piece, half: cutlass.Constexpr):
-        """Write the half of a piece that was loaded, as far as it has rows."""
+    def write(self, own, piece, has_sums, half: cutlass.Constexpr):
+        """Write the half of a piece that was loaded, as far as it has rows; zeros without sums."""
         for i in cutlass.range_constexpr(LOADED_AT_ONCE):
             part, values = half * LOADED_AT_ONCE + i, self.values[None, None, i, half]
-            self.write_part(own, piece, part, values)
+            self.write_part(own, piece, part, values, has_sums)
 
     @cute.jit
-    def write_part(self, own, piece, part: cutlass.Constexpr, values: cute.Tensor):
+    def write_part(self, own, piece, part: cutlass.Constexpr, values: cute.Tensor, has_sums):
         """Write 16 rows of a piece."""
         lane = cute.arch.lane_idx()
         is_lower, is_right = lane % 2 == 1, lane // 2 % 2 == 1
@@ -78,6 +78,8 @@ class QueryEnd:
         row = down * ROWS + part * ROWS_OF_WARP + lane // QUAD + (8 if is_lower else 0)
         query = own.tile.m_block * self.tile_m + row
         words = self.words(values)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = words[i] if has_sums else Uint32(0)
         for i in cutlass.range_constexpr(0, self.pieces.quads, PAIR):
             pairs = [four_columns(words, j, is_lower) for j in (i, i + 1)]
             vector = eight_columns(*pairs, is_right)

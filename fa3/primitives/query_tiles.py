@@ -7,6 +7,9 @@ backward kernel loads those of a tile in one run.
 backward kernel each warp puts its accumulators into shared memory, from where they are added in
 bulk (`add`); `fa3.primitives.query_end` makes dQ of them. Nobody else looks at this memory, so its
 layout is free: what a warp has of a tile lies in a row, of 4 elements of each thread after another.
+
+`SumWords`: how far the sums of each tile are, of which `fa3.primitives.first_additions` or
+`fa3.primitives.ordered_gradients` makes sure.
 """
 
 from typing import NamedTuple
@@ -15,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from fa3.primitives.bulk import add_run
+from fa3.primitives.bulk import add_run, store_run
 from fa3.primitives.vectors import QUAD
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
@@ -120,6 +123,22 @@ def place_of_row(row, at_once: int):
     return row // 16 * 16 + first // PAIR * QUAD + second * PAIR + first % PAIR
 
 
+class SumWords(NamedTuple):
+    """The words of all tiles; `buffer` is (tiles,), int32."""
+
+    buffer: cute.Tensor
+
+    def of_tile(self, tiles: QueryTiles | PackedQueryTiles, tile) -> cute.Pointer:
+        """The word of a tile."""
+        return self.buffer.iterator + tiles.number(tile)
+
+    @cute.jit
+    def clear(self, tiles, tile, thread):
+        """Set a tile's word to zero."""
+        if thread == 0:
+            cute.arch.store(self.of_tile(tiles, tile), Int32(0))
+
+
 class QueryPieces(NamedTuple):
     """A tile of dQ in pieces of 64 rows, which a warpgroup computes one after another.
 
@@ -194,16 +213,21 @@ class QueryGradients(NamedTuple):
         of_warp = (piece * WARPS + thread // WARP) * (pieces.quads * WARP * QUAD)
         return quads_of_lane(self.buffer.iterator + (begin + of_warp), thread % WARP, pieces.quads)
 
-    def add(self, pieces: cutlass.Constexpr, piece, tile, place, memory):
-        """Add a piece in shared memory to the sums; one thread calls this.
+    @cute.jit
+    def add(self, pieces: cutlass.Constexpr, piece, tile, place, memory, is_first):
+        """Add a piece in shared memory to the sums, or store it; one thread calls this.
 
-        The additions are still under way when it returns: who wants them done waits for this
-        thread's bulk groups.
+        The piece is still under way when it returns: who wants it done waits for this thread's
+        bulk groups.
         """
         numbers = pieces.numbers // pieces.count
         source = (memory.iterator + place * numbers).align(16)
         target = self.quads_of(pieces, 0, piece, tile).iterator
-        add_run(cute.make_tensor(source, cute.make_layout(numbers)), target)
+        run = cute.make_tensor(source, cute.make_layout(numbers))
+        if is_first:
+            store_run(run, target)
+        else:
+            add_run(run, target)
 
     @cute.jit
     def clear(self, pieces: cutlass.Constexpr, thread, threads: cutlass.Constexpr, tile):

@@ -1,11 +1,12 @@
 """Which tiles of queries are begun before the backward kernel, and which inside of it; and of which
 it can make dQ: those of sections whose tiles of keys have all added to them.
 
-Before keys add to a tile of queries, its rows' statistics and the zeros of its sums must be there.
-That only moves memory. A kernel before does it for the first sections of heads (`TileOrder`); a few
-CTAs of the backward kernel do it for the others, while the rest work on tiles of keys already, and
-join them when they are done. Tiles of keys come section by section, and those of a section wait
-until all its queries are begun. So what is exposed is a few sections, not all heads.
+Before keys add to a tile of queries, its rows' statistics and what its sums begin with must be
+there, zeros or a word. That only moves memory. A kernel before does it for the first sections of
+heads (`TileOrder`); a few CTAs of the backward kernel do it for the others, while the rest work on
+tiles of keys already, and join them when they are done. Tiles of keys come section by section, and
+those of a section wait until all its queries are begun. So what is exposed is a few sections, not
+all heads.
 
 Where queries see few keys, a section is done sooner than a few CTAs begin the next one; then the
 kernel before begins all (`fa3.planning.backward`).
