@@ -41,15 +41,8 @@ DECODE = (
     "h200-2026-11-21-decode",
 )
 PACKED = ("h200-2026-11-23-parts", "h200-2026-11-22-apart", "h200-2026-11-22-gradients")
-BACKWARD = (
-    "h200-2026-11-24-sections",
-    "h200-2026-11-24",
-    "h200-2026-11-23-ended",
-    "h200-2026-11-23-parts",
-    "h200-2026-11-23-cut",
-    "h200-2026-11-23-begun",
-    "h200-2026-11-23",
-)
+BACKWARD = ("h100-2026-11-25",)
+BACKWARD_BEFORE = ("h200-2026-11-24-sections", "h200-2026-11-24", "h200-2026-11-23-ended")
 """Records, the newest first: later ones give the cells that those before do not have."""
 
 NAMES = {
@@ -206,6 +199,16 @@ def backward_lines(rows: Sequence[bench_backward.GradientRow]) -> Iterator[list[
             yield [label, *times, best_peer_text(chosen[0]), *memory]
 
 
+def backward_tables(records: Sequence[str]) -> Iterator[str]:
+    """Of each record where gradients were measured, and its cells that none before it has."""
+    names = [NAMES[name] for name in (gradients.OURS, *gradients.PEERS)]
+    memory = [f"MiB, {name}" for name in names]
+    header = ["head size, mask, batch x length, heads", *names, "over the best peer", *memory]
+    rows_of = newest(records, bench_backward.CSV_NAME, bench_backward.GradientRow)
+    for origin_text, rows in rows_of:
+        yield origin_text + "\n" + table(header, backward_lines(rows))
+
+
 BUDGET = """### Where the time of decoding goes
 
 By leaving one thing out at a time ([log](experiments.md#2026-11-22-decoding-in-one-launch)); no
@@ -232,7 +235,6 @@ def page() -> str:
         if (row.data, row.group, row.regime) == ("normal", "grid", "steady")
     ]
     providers = [name for name in providers_of(grid) if is_peer(name) or name == "fa3"]
-    of_gradients = [NAMES[name] for name in (gradients.OURS, *gradients.PEERS)]
     head = ("head size", "mask")
     over = "over the best peer"
     return "\n".join(
@@ -274,22 +276,9 @@ def page() -> str:
             "forward pass. Memory is what torch's allocator had out at most beside what was out "
             "before the call, results included. What a fixed order and dropout cost is in "
             "[benchmarks.md](benchmarks.md#gradients).\n",
-            *(
-                origin_text
-                + "\n"
-                + table(
-                    (
-                        "head size, mask, batch x length, heads",
-                        *of_gradients,
-                        over,
-                        *(f"MiB, {name}" for name in of_gradients),
-                    ),
-                    backward_lines(rows),
-                )
-                for origin_text, rows in newest(
-                    BACKWARD, bench_backward.CSV_NAME, bench_backward.GradientRow
-                )
-            ),
+            *backward_tables(BACKWARD),
+            "Measured before, on an H200:\n",
+            *backward_tables(BACKWARD_BEFORE),
         )
     )
 
