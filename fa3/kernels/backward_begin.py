@@ -33,21 +33,21 @@ class BackwardBegin(AttentionKernel):
     Fields:
         is_ragged: whether sequences are packed.
         has_used_q: whether these have `seqused_q`.
-        is_ordered: whether the sums of dQ are added up in a fixed order.
+        has_words: whether there is a word for each tile of queries, see `Backward`.
     """
 
     spec: AttentionSpec
     config: BackwardConfig
     is_ragged: bool = False
     has_used_q: bool = False
-    is_ordered: bool = False
+    has_words: bool = True
 
     entry_name: ClassVar[str] = "fa3_backward_begin"
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
         sizes = CallSizes.symbolic(self.is_ragged)
-        kinds = self.is_ordered, self.is_ragged, self.has_used_q
+        kinds = self.has_words, self.is_ragged, self.has_used_q
         call = BeginArguments.symbolic(self.spec, sizes, *kinds)
         return [*call, arguments.symbolic_stream()]
 

@@ -279,7 +279,7 @@ class BackwardArguments(NamedTuple):
             num_sequences=Int32(0) if schedule.is_ragged else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             begin=BeginArguments.symbolic(
-                spec, sizes, kernel.is_ordered, schedule.is_ragged, kernel.has_used_q
+                spec, sizes, kernel.has_words, schedule.is_ragged, kernel.has_used_q
             ),
         )
 
@@ -300,7 +300,7 @@ class BeginArguments(NamedTuple):
         has_zeros: 1 if sums begin with zeros, else 0; 1 if there are no words, or a fixed order.
         cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
-        words: of `SumWords`, receives zeros; None if packed and in no fixed order.
+        words: of `SumWords`, receives zeros; None without `has_words`, see `Backward`.
         kept: the share of P that dropout keeps; None without.
     """
 
@@ -324,7 +324,7 @@ class BeginArguments(NamedTuple):
         cls,
         spec: AttentionSpec,
         sizes: "CallSizes",
-        is_ordered: bool,
+        has_words: bool,
         is_ragged: bool = False,
         has_used_q: bool = False,
     ) -> "BeginArguments":
@@ -343,7 +343,7 @@ class BeginArguments(NamedTuple):
             has_zeros=Int32(0),
             cu_seqlens_q=lengths() if is_ragged else None,
             seqused_q=lengths() if has_used_q else None,
-            words=words_of_tiles() if is_ordered or not is_ragged else None,
+            words=words_of_tiles() if has_words else None,
             kept=Float32(0.0) if spec.has_dropout else None,
         )
 

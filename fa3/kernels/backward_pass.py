@@ -77,7 +77,7 @@ class PassArguments(NamedTuple):
         """Types of a pass's arguments without sizes; equal sizes share a symbol."""
         sizes = CallSizes.symbolic(of.table is not None)
         named = (
-            BeginArguments.symbolic(of.spec, sizes, of.main.is_ordered, *of.kind)._asdict()
+            BeginArguments.symbolic(of.spec, sizes, of.main.has_words, *of.kind)._asdict()
             | BackwardArguments.symbolic(of.main, sizes)._asdict()
             | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
             | {"buffer": numbers(), "sections_before": Int32(0)}

@@ -51,8 +51,9 @@ KEYS_OF_QUERY = 384
 
 KEYS_WITHOUT_ZEROS, MORE_KEYS_WITHOUT_ZEROS = 512, 1024
 """Keys of a sequence, at most, whose sums of dQ do not begin with zeros; the latter where queries
-see keys up to some point only, so that tiles of keys begin at different queries. Without zeros they
-gained 3 to 27%, and longer ones lost up to 19% (docs/experiments.md)."""
+see keys up to some point only, so that tiles of keys begin at different queries. Without zeros 512
+keys gained 5 to 22% and 1024 up to 9%, at head size 256 nothing; longer ones lost up to 19%
+(docs/experiments.md)."""
 
 
 class BackwardTiling(NamedTuple):
@@ -129,7 +130,7 @@ class BackwardPlan:
         """What launches the kernels."""
         spec, config = self.problem.spec, self.config
         return BackwardPass(
-            BackwardBegin(begin_spec(spec), config, is_ordered=self.is_ordered),
+            BackwardBegin(begin_spec(spec), config),
             Backward(spec, config, InTurn, self.is_ordered),
         )
 

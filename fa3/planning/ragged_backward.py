@@ -51,9 +51,10 @@ class RaggedBackwardPlan:
         spec, config, mask = self.spec, self.config, self.spec.mask
         band = mask.band if isinstance(mask, Intersection) else mask
         lengths = self.has_used_q, self.has_used_k
+        main = Backward(spec, config, RaggedKeyTiles, self.is_ordered, self.has_used_q)
         return BackwardPass(
-            BackwardBegin(begin_spec(spec), config, True, self.has_used_q, self.is_ordered),
-            Backward(spec, config, RaggedKeyTiles, self.is_ordered, self.has_used_q),
+            BackwardBegin(begin_spec(spec), config, True, self.has_used_q, main.has_words),
+            main,
             TileTable(config.tile_m, config.tile_n, band, *lengths, is_of_keys=True),
         )
 
@@ -69,8 +70,8 @@ class RaggedBackwardPlan:
 
     @property
     def words_of_tile(self) -> int:
-        """int32 that the order of the sums takes for a tile of queries."""
-        return 1 if self.is_ordered else 0
+        """int32 that the words of the sums take for a tile of queries."""
+        return int(self.entry.main.has_words)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

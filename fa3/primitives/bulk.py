@@ -29,15 +29,7 @@ def load_run(source: cute.Tensor, target: cute.Tensor, barrier):
 @cute.jit
 def store_run(source: cute.Tensor, target: cute.Pointer):
     """Copy contiguous fp32 numbers in shared memory to global memory; otherwise as `add_run`."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[
-            target.toint(),
-            Int32(source.iterator.toint()),
-            Int32(cute.size(source) * FLOAT_BYTES),
-        ],
-    )
-    cute.arch.cp_async_bulk_commit_group()
+    send_run("cp.async.bulk.global.shared::cta.bulk_group", source, target)
 
 
 @cute.jit
@@ -46,8 +38,13 @@ def add_run(source: cute.Tensor, target: cute.Pointer):
 
     One thread calls it, which also waits for the group; alignment is that of `load_run`.
     """
+    send_run("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", source, target)
+
+
+def send_run(instruction: str, source: cute.Tensor, target: cute.Pointer):
+    """Issue a bulk instruction from shared to global memory, and commit its group."""
     cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+        f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
         read_only_args=[
             target.toint(),
             Int32(source.iterator.toint()),

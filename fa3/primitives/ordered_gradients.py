@@ -12,8 +12,8 @@ What is waited for is a word for each tile of queries: how many tiles of keys, f
 have added. `fa3.primitives.query_begin` sets them to zero. A warp of its own writes them: releases
 by the warps that compute dQ took a sixth of the kernel's time (docs/experiments.md).
 
-    who adds        waits for the word | adds block i | it is done     | waits for the next word
-    who makes known                                   | writes its word
+    who adds        waits for a word | adds block i | looks at the next | it is done
+    who makes known                                                                | writes its word
 """
 
 from dataclasses import dataclass
