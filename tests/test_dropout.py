@@ -226,7 +226,8 @@ def write_words(
         coords = ScoreCoords.of(
             mmas.qk, thread, (ROWS, tile_n), m_block * ROWS, Tile(m_block, head, batch)
         )
-        given = RandomWords.of(DropoutArguments(rng_state, Int32(0), 0.0), batch, head)
+        arguments = DropoutArguments(rng_state, Int32(0), 0.0)
+        given = RandomWords.of(arguments, arguments.seed(), batch, head)
         for n_block in cutlass.range(words.shape[2]):
             write_pairs(words, places, TileDropout(given, coords, None), thread, n_block)
 
@@ -290,7 +291,8 @@ def write_transposed_words(
     for group in cutlass.range_constexpr(MMA_GROUPS):
         for thread in cutlass.range(WARPGROUP):
             coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
-            dropout = TransposedDropout(DropoutArguments(rng_state, Int32(0), 0.0), coords)
+            given = DropoutArguments(rng_state, Int32(0), 0.0)
+            dropout = TransposedDropout(given, given.seed(), coords)
             for m_block in cutlass.range(words.shape[2]):
                 write_transposed_pairs(words, places, dropout, group * WARPGROUP + thread, m_block)
 

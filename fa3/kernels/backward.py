@@ -660,6 +660,10 @@ class Backward(AttentionKernel):
         states = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         q_state, do_state, k_state, v_state = states
         dk, dv = self.stores(operands, smem)
+        seed = None
+        if cutlass.const_expr(self.spec.has_dropout):
+            # Once: in every step its latency would be waited for.
+            seed = operands.dropout.seed()
         turns = NoTurns()
         if cutlass.const_expr(config.takes_turns):
             turns = Turns(FIRST_TURN_BARRIER, MMA_GROUPS, group)
@@ -680,7 +684,7 @@ class Backward(AttentionKernel):
                 blocks = self.query_blocks(of_head, n_block, sequence)
                 dropout = None
                 if cutlass.const_expr(self.spec.has_dropout):
-                    dropout = TransposedDropout(operands.dropout, coords)
+                    dropout = TransposedDropout(operands.dropout, seed, coords)
                 of_keys = k_state.index, v_state
                 own = thread, group, scores_barrier(), turns, dropout
                 step = GradientStep(config, mmas, regs, smem, pipelines, *of_keys, rules, *own)

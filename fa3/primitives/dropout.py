@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 
 from fa3.primitives import arguments
 from fa3.primitives.coords import ScoreCoords, TransposedCoords
-from fa3.primitives.fragments import PACKED_TYPES
+from fa3.primitives.fragments import PACKED_TYPES, words_of
 from fa3.primitives.philox import WORD_BITS, key_steps, philox
 
 SQUARE = 16
@@ -87,6 +87,11 @@ class DropoutArguments(NamedTuple):
         """Types of the arguments."""
         return cls(arguments.strided_tensor("int64", 1), Int32(0), Float32(0.0))
 
+    def seed(self) -> tuple[Uint32, Uint32]:
+        """Read the lower and the upper word of the seed."""
+        seed = self.rng_state[0]
+        return Uint32(seed), Uint32(seed >> WORD_BITS)
+
 
 @dataclass(frozen=True)
 class RandomWords:
@@ -105,11 +110,10 @@ class RandomWords:
     head: Uint32
 
     @classmethod
-    def of(cls, given: DropoutArguments, batch, head) -> "RandomWords":
-        seed, threshold = given.rng_state[0], Uint32(given.threshold)
-        words = Uint32(seed), Uint32(seed >> WORD_BITS)
+    def of(cls, given: DropoutArguments, seed: tuple, batch, head) -> "RandomWords":
+        threshold = Uint32(given.threshold)
         return cls(
-            tuple(tuple(map(Uint32.__add__, words, map(Uint32, steps))) for steps in key_steps()),
+            tuple(tuple(map(Uint32.__add__, seed, map(Uint32, steps))) for steps in key_steps()),
             threshold | threshold << NUMBER_BITS,
             threshold >> NUMBER_BITS,
             Uint32(batch),
@@ -170,7 +174,7 @@ class TileDropout:
 
     @classmethod
     def of(cls, given: DropoutArguments, coords: ScoreCoords) -> "TileDropout":
-        words = RandomWords.of(given, coords.batch, coords.head)
+        words = RandomWords.of(given, given.seed(), coords.batch, coords.head)
         return cls(words, coords, cute.arch.rcp_approx(given.kept))
 
     def of_pairs(self, n_block) -> Iterator[Uint32]:
@@ -206,22 +210,16 @@ class TransposedDropout:
 
     Fields:
         given: of the launch.
+        seed: its two words.
         coords: name batch and head.
     """
 
     given: DropoutArguments
+    seed: tuple[Uint32, Uint32]
     coords: TransposedCoords
 
-    @cute.jit
-    def mark(self, acc_P: cute.Tensor, m_block):
-        """Turn the sign of what is dropped of P^T of a block of queries, fp32 in an accumulator."""
-        # Always true. The branch keeps ptxas from drawing beside what comes before and after, for
-        # which there are not enough registers.
-        if self.given.threshold >= 0:
-            self.mark_drawn(acc_P, m_block)
-
     def words(self) -> RandomWords:
-        return RandomWords.of(self.given, self.coords.batch, self.coords.head)
+        return RandomWords.of(self.given, self.seed, self.coords.batch, self.coords.head)
 
     def of_pairs(self, words: RandomWords, m_block, count: int) -> Iterator[tuple[int, Uint32]]:
         """Yield the words of a block of queries, each with the pair of an accumulator (keys,
@@ -239,17 +237,22 @@ class TransposedDropout:
                 of_queries, of_keys = j % 2, j // 2
                 yield WORDS * i + 2 * of_queries + of_keys, word
 
-    def mark_drawn(self, acc_P: cute.Tensor, m_block) -> None:
-        """`mark`, without a branch."""
-        p, words = cute.flatten(acc_P), self.words()
-        for pair, word in self.of_pairs(words, m_block, cute.size(p) // 2):
-            p[2 * pair], p[2 * pair + 1] = cute.arch.inline_ptx(
-                "{.reg .pred low, high; .reg .b32 word; .reg .f32 first, negative; "
+    def split(self, rP: cute.Tensor, kept: cute.Tensor, m_block) -> None:
+        """Write what is kept of P^T of a block of queries, and 0 for the rest, whose sign is turned
+        in P^T.
+
+        Args:
+            rP, kept: accumulators in 16 bits.
+        """
+        p, kept, words = words_of(rP), words_of(kept), self.words()
+        for pair, word in self.of_pairs(words, m_block, cute.size(p)):
+            # The second is p | ~mask & 0x80008000.
+            kept[pair], p[pair] = cute.arch.inline_ptx(
+                "{.reg .b32 word, mask; "
                 "movmatrix.sync.aligned.m8n8.trans.b16 word, {$r0}; "
-                "setp.lt.bf16x2 low|high, word, {$r1}; "
-                "neg.f32 negative, {$r2}; selp.f32 first, negative, {$r2}, low; "
-                "neg.f32 negative, {$r3}; selp.f32 {$w1}, negative, {$r3}, high; "
-                "mov.f32 {$w0}, first;}",
-                write_only_types=[Float32, Float32],
-                read_only_args=[word, words.threshold, p[2 * pair], p[2 * pair + 1]],
+                "set.geu.u32.bf16x2 mask, word, {$r1}; "
+                "and.b32 {$w0}, {$r2}, mask; "
+                "lop3.b32 {$w1}, {$r2}, mask, 0x80008000, 0xf2;}",
+                write_only_types=[Uint32, Uint32],
+                read_only_args=[word, words.threshold, p[pair]],
             )

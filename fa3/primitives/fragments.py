@@ -71,18 +71,6 @@ def convert_words(source: cute.Tensor, target: cute.Tensor) -> None:
         )
 
 
-def keep_positive(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Copy registers of a 16-bit type, and write 0 for negative numbers."""
-    packed = PACKED_TYPES[target.element_type.__name__]
-    source, target = words_of(source), words_of(target)
-    for i in range(cute.size(source)):
-        target[i] = cute.arch.inline_ptx(
-            f"{{.reg .b32 zero; mov.b32 zero, 0; max.{packed} {{$w0}}, {{$r0}}, zero;}}",
-            write_only_types=[Uint32],
-            read_only_args=[source[i]],
-        )
-
-
 def widen_words(source: cute.Tensor, target: cute.Tensor) -> None:
     """Convert registers of a 16-bit type to fp32, two at once; both have the same layout."""
     code = WIDENING[source.element_type.__name__]

@@ -20,7 +20,6 @@ from fa3.primitives.fragments import (
     as_operand_a,
     as_rows_and_columns,
     convert_words,
-    keep_positive,
     widen_words,
     write_fragment,
 )
@@ -131,13 +130,15 @@ class GradientStep:
         p = as_rows_and_columns(acc_S)
         factors = self.rules.apply(p, m_block, masked)
         statistics.exponentiate(p, lses, self.rules.unit * LOG2_E)
-        rP, of_dv = self.rounded_p(acc_S, m_block)
+        rP = self.rounded(acc_S)
         deltas = statistics.all(DELTA)
         # V comes after K and the first Q; from the second block on it is there.
         pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
         self.turns.pass_on()
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
+        # While the tensor cores compute dP.
+        of_dv = self.kept_of(rP, m_block)
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
         qt = regs.qt[None, None, None, part, q_state.index]
         # dQ's warpgroup has read the dS that was here. So has the other MMA warpgroup, with
@@ -148,8 +149,7 @@ class GradientStep:
             warpgroup.wait_group(0)
         else:
             wgmma.issue(mmas.dv.op, regs.acc_dV, as_operand_a(of_dv), d_out_t, accumulate=True)
-            # With dropout dV has an operand of its own, which takes registers.
-            warpgroup.wait_group(1 if self.dropout is None else 0)
+            warpgroup.wait_group(1)
         widen_words(rP, acc_S)
         p, dP = as_rows_and_columns(acc_S), as_rows_and_columns(acc_dP)
         statistics.differentiate(p, dP, deltas, factors, self.dropout is not None)
@@ -187,16 +187,13 @@ class GradientStep:
         wgmma.issue(self.mmas.scores.op, acc, a, b, accumulate=False)
         return acc
 
-    def rounded_p(self, acc_P: cute.Tensor, m_block) -> tuple[cute.Tensor, cute.Tensor]:
-        """P in 16 bits, and what of it dV takes: with dropout P is negative where it is dropped."""
+    def kept_of(self, rP: cute.Tensor, m_block) -> cute.Tensor:
+        """What of P dV takes; with dropout P becomes negative where it is dropped."""
         if self.dropout is None:
-            rP = self.rounded(acc_P)
-            return rP, rP
-        self.dropout.mark(acc_P, m_block)
-        rP = self.rounded(acc_P)
+            return rP
         kept = cute.make_rmem_tensor_like(rP)
-        keep_positive(rP, kept)
-        return rP, kept
+        self.dropout.split(rP, kept, m_block)
+        return kept
 
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
         """An accumulator in 16 bits."""
