@@ -36,7 +36,7 @@ from fa3.schedules import Dynamic, SplitTiles, TileList
 from fa3.schedules.marked import Marked
 from fa3.tools.cubin import CubinReport, inspect
 
-MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 9.5
+MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 8.1
 """Instructions that dropout may add for each score, in the loop without a mask and in all steps."""
 
 PRODUCTS = 10
@@ -160,18 +160,17 @@ def check_backward(kernel: Backward) -> CubinReport:
     check_backward_resources(report, compiled.ptxas_log, config.threads)
     check_backward_wgmma(report, spec, config)
     pairs = loops(spec) * ROWS * config.queries // WARPGROUP // 2
-    assert report.count("MOVM.16.MT88") == report.count("HSETP2.BF16") == pairs
-    assert report.count("HMNMX2") == pairs
+    assert report.count("MOVM.16.MT88") == report.count("HSET2.BF16") == pairs
     return report
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_a_score_costs_in_the_backward_kernel(head_dim):
-    spec = spec_of(head_dim, "full")
-    plain = compile_kernel(Backward(spec, choose_backward_config(spec), Dynamic))
-    spec = dropped(spec)
+    plain = spec_of(head_dim, "full")
+    spec = dropped(plain)
     config = choose_backward_config(spec)
+    plain = compile_kernel(Backward(plain, config, Dynamic))
     reports = inspect(plain.cubin), check_backward(Backward(spec, config, Dynamic))
     plain, with_dropout = (len(report.instructions) for report in reports)
     scores = loops(spec) * ROWS * config.queries // WARPGROUP
