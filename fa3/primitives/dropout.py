@@ -120,15 +120,18 @@ class RandomWords:
             Uint32(head),
         )
 
-    def draw(self, places: Iterable[tuple]) -> Iterator[tuple[Uint32, ...]]:
+    def draw(
+        self, places: Iterable[tuple], in_flight: int = SQUARES_IN_FLIGHT
+    ) -> Iterator[tuple[Uint32, ...]]:
         """Yield a lane's words in squares.
 
         Args:
             places: for each square 32 (key // 16) + lane, and query // 16.
+            in_flight: counters that are encrypted at once.
         """
         last = []
         for of_keys, of_queries in places:
-            if len(last) == SQUARES_IN_FLIGHT:
+            if len(last) == in_flight:
                 # Wait for an earlier square: the compiler would have them all in flight.
                 of_keys = of_keys ^ (last.pop(0)[-1] & self.zero)
             counter = self.head, of_keys, self.batch, of_queries
@@ -221,38 +224,55 @@ class TransposedDropout:
     def words(self) -> RandomWords:
         return RandomWords.of(self.given, self.seed, self.coords.batch, self.coords.head)
 
-    def of_pairs(self, words: RandomWords, m_block, count: int) -> Iterator[tuple[int, Uint32]]:
+    def of_pairs(
+        self, words: RandomWords, m_block, count: int, in_flight: int
+    ) -> Iterator[tuple[int, Uint32]]:
         """Yield the words of a block of queries, each with the pair of an accumulator (keys,
         queries) whose numbers it has when `movmatrix` has transposed it.
 
         Args:
             count: pairs of the accumulator.
+            in_flight: counters that a thread encrypts at once.
         """
         keys = Uint32(self.coords.row) // SQUARE * COUNTERS + lane_of(self.coords)
         first_query = self.coords.first_query(m_block)
         first_square = Uint32(cute.arch.make_warp_uniform(first_query // SQUARE))
         places = ((keys, first_square + i) for i in range(count // WORDS))
-        for i, of_square in enumerate(words.draw(places)):
+        for i, of_square in enumerate(words.draw(places, in_flight)):
             for j, word in enumerate(of_square):
                 of_queries, of_keys = j % 2, j // 2
                 yield WORDS * i + 2 * of_queries + of_keys, word
 
-    def split(self, rP: cute.Tensor, kept: cute.Tensor, m_block) -> None:
-        """Write what is kept of P^T of a block of queries, and 0 for the rest, whose sign is turned
-        in P^T.
+    def masks(self, m_block, count: int, parts: int) -> list[Uint32]:
+        """Draw what is kept of a block of queries: masks for the words of P^T in 16 bits.
 
         Args:
-            rP, kept: accumulators in 16 bits.
+            count: words of P^T.
+            parts: of the block. With more, there are fewer registers for the cipher.
         """
-        p, kept, words = words_of(rP), words_of(kept), self.words()
-        for pair, word in self.of_pairs(words, m_block, cute.size(p)):
-            # The second is p | ~mask & 0x80008000.
-            kept[pair], p[pair] = cute.arch.inline_ptx(
-                "{.reg .b32 word, mask; "
-                "movmatrix.sync.aligned.m8n8.trans.b16 word, {$r0}; "
-                "set.geu.u32.bf16x2 mask, word, {$r1}; "
-                "and.b32 {$w0}, {$r2}, mask; "
-                "lop3.b32 {$w1}, {$r2}, mask, 0x80008000, 0xf2;}",
-                write_only_types=[Uint32, Uint32],
-                read_only_args=[word, words.threshold, p[pair]],
+        masks, words = [None] * count, self.words()
+        for pair, word in self.of_pairs(words, m_block, count, SQUARES_IN_FLIGHT // parts):
+            masks[pair] = cute.arch.inline_ptx(
+                "{.reg .b32 word; movmatrix.sync.aligned.m8n8.trans.b16 word, {$r0}; "
+                "set.geu.u32.bf16x2 {$w0}, word, {$r1};}",
+                write_only_types=[Uint32],
+                read_only_args=[word, words.threshold],
             )
+        return masks
+
+
+def split_probabilities(rP: cute.Tensor, kept: cute.Tensor, masks: list[Uint32]) -> None:
+    """Write what is kept of P, and 0 for the rest, whose sign is turned in P.
+
+    Args:
+        rP, kept: accumulators in 16 bits.
+        masks: for their words.
+    """
+    p, kept = words_of(rP), words_of(kept)
+    for i, mask in enumerate(masks):
+        # The second is p | ~mask & 0x80008000.
+        kept[i], p[i] = cute.arch.inline_ptx(
+            "and.b32 {$w0}, {$r0}, {$r1}; lop3.b32 {$w1}, {$r0}, {$r1}, 0x80008000, 0xf2;",
+            write_only_types=[Uint32, Uint32],
+            read_only_args=[p[i], mask],
+        )

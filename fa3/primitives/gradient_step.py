@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, Uint32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from fa3.primitives import wgmma
+from fa3.primitives.dropout import TransposedDropout, split_probabilities
 from fa3.primitives.fragments import (
     as_operand_a,
     as_rows_and_columns,
@@ -40,7 +41,7 @@ class GradientStep:
         rules: score functions and masks; their coordinates name query head and batch.
         barrier: of all MMA warpgroups.
         turns: whose turn it is to compute S and P.
-        dropout: a `fa3.primitives.dropout.TransposedDropout`, or None.
+        dropout: what is dropped, or None.
     """
 
     config: object
@@ -55,7 +56,7 @@ class GradientStep:
     group: Int32
     barrier: object
     turns: object
-    dropout: object | None
+    dropout: TransposedDropout | None
 
     @cute.jit
     def all(self, blocks, q_state, do_state):
@@ -126,6 +127,8 @@ class GradientStep:
         self.turns.wait()
         acc_S = self.issue_scores(k, regs.q[None, None, None, part, q_state.index])
         lses = statistics.all(LSE)
+        # While the tensor cores compute S.
+        masks = self.masks_of(acc_S, m_block)
         warpgroup.wait_group(0)
         p = as_rows_and_columns(acc_S)
         factors = self.rules.apply(p, m_block, masked)
@@ -137,8 +140,7 @@ class GradientStep:
         pipelines.d_out.consumer_wait(do_state)
         self.turns.pass_on()
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
-        # While the tensor cores compute dP.
-        of_dv = self.kept_of(rP, m_block)
+        of_dv = self.kept_of(rP, masks)
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
         qt = regs.qt[None, None, None, part, q_state.index]
         # dQ's warpgroup has read the dS that was here. So has the other MMA warpgroup, with
@@ -187,12 +189,18 @@ class GradientStep:
         wgmma.issue(self.mmas.scores.op, acc, a, b, accumulate=False)
         return acc
 
-    def kept_of(self, rP: cute.Tensor, m_block) -> cute.Tensor:
-        """What of P dV takes; with dropout P becomes negative where it is dropped."""
+    def masks_of(self, acc_S: cute.Tensor, m_block) -> list[Uint32] | None:
+        """What dropout keeps of a block, for words of P in 16 bits; None without dropout."""
         if self.dropout is None:
+            return None
+        return self.dropout.masks(m_block, cute.size(acc_S) // 2, self.config.parts)
+
+    def kept_of(self, rP: cute.Tensor, masks: list[Uint32] | None) -> cute.Tensor:
+        """What of P dV takes; with dropout P becomes negative where it is dropped."""
+        if masks is None:
             return rP
         kept = cute.make_rmem_tensor_like(rP)
-        self.dropout.split(rP, kept, m_block)
+        split_probabilities(rP, kept, masks)
         return kept
 
     def rounded(self, acc: cute.Tensor) -> cute.Tensor:
