@@ -299,7 +299,7 @@ def write_transposed_words(
 
 def write_transposed_pairs(words, places, dropout: TransposedDropout, thread, m_block):
     coords = dropout.coords
-    for pair, word in dropout.of_pairs(dropout.words(), m_block, words.shape[0]):
+    for pair, word in dropout.of_pairs(dropout.words(), m_block, words.shape[0], 1):
         words[pair, thread, m_block] = Int32(word)
         places[0, pair, thread, m_block] = (
             coords.first_query(m_block) + coords.column_steps[pair // 2 * 2]

@@ -51,7 +51,8 @@ MOST_DROPPED = 2 * NEGATIVE + 1
 """Patterns that a threshold can drop: infinity is not less than any, nor is NaN."""
 
 SQUARES_IN_FLIGHT = 2
-"""Counters that a thread encrypts at once. More would take registers that are not there."""
+"""Counters that a thread of the forward kernel encrypts at once. More would take registers that are
+not there."""
 
 
 def threshold_of(dropout_p: float) -> tuple[int, float]:
@@ -120,9 +121,7 @@ class RandomWords:
             Uint32(head),
         )
 
-    def draw(
-        self, places: Iterable[tuple], in_flight: int = SQUARES_IN_FLIGHT
-    ) -> Iterator[tuple[Uint32, ...]]:
+    def draw(self, places: Iterable[tuple], in_flight: int) -> Iterator[tuple[Uint32, ...]]:
         """Yield a lane's words in squares.
 
         Args:
@@ -187,7 +186,7 @@ class TileDropout:
         queries = Uint32(cute.arch.make_warp_uniform(self.coords.row // SQUARE))
         lane = lane_of(self.coords)
         places = (((first_square + i) * COUNTERS + lane, queries) for i in range(squares))
-        for of_square in self.words.draw(places):
+        for of_square in self.words.draw(places, SQUARES_IN_FLIGHT):
             yield from of_square
 
     def draw(self, acc_P: cute.Tensor, dtype, n_block) -> Drawn:
@@ -248,10 +247,11 @@ class TransposedDropout:
 
         Args:
             count: words of P^T.
-            parts: of the block. With more, there are fewer registers for the cipher.
+            parts: of the block. All counters are encrypted at once, but by turns where there are two
+                parts and fewer registers.
         """
         masks, words = [None] * count, self.words()
-        for pair, word in self.of_pairs(words, m_block, count, SQUARES_IN_FLIGHT // parts):
+        for pair, word in self.of_pairs(words, m_block, count, count // WORDS // parts):
             masks[pair] = cute.arch.inline_ptx(
                 "{.reg .b32 word; movmatrix.sync.aligned.m8n8.trans.b16 word, {$r0}; "
                 "set.geu.u32.bf16x2 {$w0}, word, {$r1};}",
