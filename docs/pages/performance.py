@@ -8,7 +8,7 @@ the cost model, stand in docs/benchmarks.md.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import bench_backward, bench_decode, bench_varlen, gradients
@@ -41,7 +41,7 @@ DECODE = (
     "h200-2026-11-21-decode",
 )
 PACKED = ("h200-2026-11-23-parts", "h200-2026-11-22-apart", "h200-2026-11-22-gradients")
-BACKWARD = ("h100-2026-11-25",)
+BACKWARD = ("h100-2026-11-25-regimes", "h100-2026-11-25")
 BACKWARD_BEFORE = ("h200-2026-11-24-sections", "h200-2026-11-24", "h200-2026-11-23-ended")
 """Records, the newest first: later ones give the cells that those before do not have."""
 
@@ -106,16 +106,16 @@ def version_text(version: str) -> str:
 
 
 def newest(
-    records: Sequence[str], name: str, kind: type[Row] = Row
+    records: Sequence[str], name: str, kind: type[Row] = Row, regime: str = "burst"
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Of each record where it was measured, and its rows, in bursts, of the cells that no record
-    before it has."""
+    """Of each record where it was measured, and its rows of the cells that no record before it
+    has."""
     seen: set[str] = set()
     for record in records:
         rows = [
             row
             for row in read(RECORDS / record / name, kind)
-            if (row.data, row.regime) == ("normal", "burst") and row.cell not in seen
+            if (row.data, row.regime) == ("normal", regime) and row.cell not in seen
         ]
         seen |= {row.cell for row in rows}
         yield origin(record, name, rows), rows
@@ -188,25 +188,32 @@ def mask_text(row: Row) -> str:
     return "causal" if row.causal else "none"
 
 
-def backward_lines(rows: Sequence[bench_backward.GradientRow]) -> Iterator[list[str]]:
-    """Every cell of backward passes alone: time and rate of each, and memory of each."""
+def backward_lines(
+    rows: Sequence[bench_backward.GradientRow], beside_text: Callable
+) -> Iterator[list[str]]:
+    """Every cell of backward passes alone: time and rate of each, and what stands beside them."""
     for cell in gradients.CELLS:
         found = {row.provider: row for row in rows if row.cell == cell.name}
         if cell.passes == "backward" and found:
             chosen = [found.get(name) for name in (gradients.OURS, *gradients.PEERS)]
-            times, memory = map(time_text, chosen), map(bench_backward.mib_text, chosen)
+            times, beside = map(time_text, chosen), map(beside_text, chosen)
             label = gradients.label_of(cell).removeprefix("backward-")
-            yield [label, *times, best_peer_text(chosen[0]), *memory]
+            yield [label, *times, best_peer_text(chosen[0]), *beside]
 
 
-def backward_tables(records: Sequence[str]) -> Iterator[str]:
+BESIDE = {"burst": ("MiB", bench_backward.mib_text), "steady": ("mJ", bench_backward.joules_text)}
+"""A regime -> what stands beside times: joules are measured under steady load only."""
+
+
+def backward_tables(records: Sequence[str], regime: str) -> Iterator[str]:
     """Of each record where gradients were measured, and its cells that none before it has."""
     names = [NAMES[name] for name in (gradients.OURS, *gradients.PEERS)]
-    memory = [f"MiB, {name}" for name in names]
-    header = ["head size, mask, batch x length, heads", *names, "over the best peer", *memory]
-    rows_of = newest(records, bench_backward.CSV_NAME, bench_backward.GradientRow)
+    unit, beside_text = BESIDE[regime]
+    beside = [f"{unit}, {name}" for name in names]
+    header = ["head size, mask, batch x length, heads", *names, "over the best peer", *beside]
+    rows_of = newest(records, bench_backward.CSV_NAME, bench_backward.GradientRow, regime)
     for origin_text, rows in rows_of:
-        yield origin_text + "\n" + table(header, backward_lines(rows))
+        yield origin_text + "\n" + table(header, backward_lines(rows, beside_text))
 
 
 BUDGET = """### Where the time of decoding goes
@@ -276,9 +283,12 @@ def page() -> str:
             "forward pass. Memory is what torch's allocator had out at most beside what was out "
             "before the call, results included. What a fixed order and dropout cost is in "
             "[benchmarks.md](benchmarks.md#gradients).\n",
-            *backward_tables(BACKWARD),
+            *backward_tables(BACKWARD, "burst"),
             "Measured before, on an H200:\n",
-            *backward_tables(BACKWARD_BEFORE),
+            *backward_tables(BACKWARD_BEFORE, "burst"),
+            "## Gradients, steady load\n",
+            "The same, and energy of a call; rows that are not here were not measured.\n",
+            *backward_tables(BACKWARD[:1], "steady"),
         )
     )
 
