@@ -247,8 +247,8 @@ class TransposedDropout:
 
         Args:
             count: words of P^T.
-            parts: of the block. All counters are encrypted at once, but by turns where there are two
-                parts and fewer registers.
+            parts: of the block. All counters are encrypted at once, but in turn where there are two
+                parts, and fewer registers.
         """
         masks, words = [None] * count, self.words()
         for pair, word in self.of_pairs(words, m_block, count, count // WORDS // parts):
