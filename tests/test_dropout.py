@@ -30,6 +30,7 @@ from fa3.planning.planner import plan_forward
 from fa3.primitives.attention import Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import (
+    WORDS,
     DropoutArguments,
     RandomWords,
     TileDropout,
@@ -282,24 +283,28 @@ def write_transposed_words(
     """As `write_words`, by all MMA warpgroups; before `movmatrix` has transposed the words.
 
     Args:
-        words: (pairs, threads, blocks).
-        places: (2, pairs, threads, blocks): the first query and the key of what comes of a word.
+        words: (pairs, parts x threads, blocks).
+        places: (2, pairs, parts x threads, blocks): the first query and the key of what comes of a
+            word.
     """
     n_block, head, batch = tile
     config = kernel.config
     mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
-    for group in cutlass.range_constexpr(MMA_GROUPS):
+    for i in cutlass.range_constexpr(config.parts * MMA_GROUPS):
+        part, group = i // MMA_GROUPS, i % MMA_GROUPS
         for thread in cutlass.range(WARPGROUP):
             coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
             given = DropoutArguments(rng_state, Int32(0), 0.0)
-            dropout = TransposedDropout(given, given.seed(), coords)
+            of_part = coords.shifted(part * config.queries)
+            dropout = TransposedDropout(given, given.seed(), of_part)
             for m_block in cutlass.range(words.shape[2]):
-                write_transposed_pairs(words, places, dropout, group * WARPGROUP + thread, m_block)
+                write_transposed_pairs(words, places, dropout, i * WARPGROUP + thread, m_block)
 
 
 def write_transposed_pairs(words, places, dropout: TransposedDropout, thread, m_block):
     coords = dropout.coords
-    for pair, word in dropout.of_pairs(dropout.words(), m_block, words.shape[0], 1):
+    count = words.shape[0]
+    for pair, word in dropout.of_pairs(dropout.words(), m_block, count, count // WORDS):
         words[pair, thread, m_block] = Int32(word)
         places[0, pair, thread, m_block] = (
             coords.first_query(m_block) + coords.column_steps[pair // 2 * 2]
@@ -316,13 +321,14 @@ def movmatrix(words: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_what_threads_of_the_backward_kernel_draw(head_dim, on_the_host):
-    spec = replace(spec_of(head_dim, "full"), has_dropout=True)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_what_threads_of_the_backward_kernel_draw(head_dim, head_dim_v, on_the_host):
+    spec = replace(spec_of(head_dim, "full", head_dim_v=head_dim_v), has_dropout=True)
     kernel = Backward(spec, choose_backward_config(spec), Dynamic)
     config, tile, num_blocks = kernel.config, (5, 3, 7), 3
     pairs = ROWS * config.queries // WARPGROUP // 2
-    words = torch.zeros(pairs, MMA_GROUPS * WARPGROUP, num_blocks, dtype=torch.int32)
+    threads = config.parts * MMA_GROUPS * WARPGROUP
+    words = torch.zeros(pairs, threads, num_blocks, dtype=torch.int32)
     places = torch.zeros(2, *words.shape, dtype=torch.int32)
     tensors = [from_dlpack(x) for x in (words, places, STATE)]
     sizes = tuple(map(Int32, tile))

@@ -248,7 +248,7 @@ class TransposedDropout:
         Args:
             count: words of P^T.
             parts: of the block. All counters are encrypted at once, but in turn where there are two
-                parts, and fewer registers.
+                parts, which leave fewer registers free.
         """
         masks, words = [None] * count, self.words()
         for pair, word in self.of_pairs(words, m_block, count, count // WORDS // parts):
@@ -270,9 +270,11 @@ def split_probabilities(rP: cute.Tensor, kept: cute.Tensor, masks: list[Uint32])
     """
     p, kept = words_of(rP), words_of(kept)
     for i, mask in enumerate(masks):
-        # The second is p | ~mask & 0x80008000.
+        # The second is p | ~mask & 0x80008000. Both are read before either is written, since the
+        # compiler may give what is written a register that is read.
         kept[i], p[i] = cute.arch.inline_ptx(
-            "and.b32 {$w0}, {$r0}, {$r1}; lop3.b32 {$w1}, {$r0}, {$r1}, 0x80008000, 0xf2;",
+            "{.reg .b32 kept; and.b32 kept, {$r0}, {$r1}; "
+            "lop3.b32 {$w1}, {$r0}, {$r1}, 0x80008000, 0xf2; mov.b32 {$w0}, kept;}",
             write_only_types=[Uint32, Uint32],
             read_only_args=[p[i], mask],
         )
