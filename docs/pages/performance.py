@@ -42,6 +42,7 @@ DECODE = (
 )
 PACKED = ("h200-2026-11-23-parts", "h200-2026-11-22-apart", "h200-2026-11-22-gradients")
 BACKWARD = ("h100-2026-11-25-regimes", "h100-2026-11-25")
+BACKWARD_STEADY = ("h100-2026-11-25-regimes",)
 BACKWARD_BEFORE = ("h200-2026-11-24-sections", "h200-2026-11-24", "h200-2026-11-23-ended")
 """Records, the newest first: later ones give the cells that those before do not have."""
 
@@ -108,8 +109,8 @@ def version_text(version: str) -> str:
 def newest(
     records: Sequence[str], name: str, kind: type[Row] = Row, regime: str = "burst"
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Of each record where it was measured, and its rows of the cells that no record before it
-    has."""
+    """Of each record where it was measured, and its rows, in a regime, of the cells that no record
+    before it has."""
     seen: set[str] = set()
     for record in records:
         rows = [
@@ -287,8 +288,9 @@ def page() -> str:
             "Measured before, on an H200:\n",
             *backward_tables(BACKWARD_BEFORE, "burst"),
             "## Gradients, steady load\n",
-            "The same, and energy of a call; rows that are not here were not measured.\n",
-            *backward_tables(BACKWARD[:1], "steady"),
+            "The same, and energy of a call. Cells that are not here were not measured with these "
+            "kernels.\n",
+            *backward_tables(BACKWARD_STEADY, "steady"),
         )
     )
 

@@ -150,7 +150,8 @@ class BackwardConfig:
         scores = ROWS * self.queries // WARPGROUP
         rounded = scores * element // FLOAT_BYTES
         factors = sum(score.kind.bends for score in spec.scores) * rounded
-        # Beside dP: P and dS in 16 bits; with dropout P is there twice, and a half of that counts.
+        # Beside dP: P and dS in 16 bits. With dropout also what dV takes of P, of which half is
+        # counted: by what spills, not all of it is live at once.
         beside = 2 * rounded + (rounded // 2 if spec.has_dropout else 0)
         # What a user's mask computes with beside S, or what dropout does with what hides scores.
         beside += scores if spec.mask.templates else 0
