@@ -1,5 +1,6 @@
 """Dropout: its random numbers, which of them a kernel's thread draws, and attention with it."""
 
+import itertools
 from dataclasses import replace
 
 import cutlass
@@ -7,7 +8,7 @@ import cutlass.cute as cute
 import numpy as np
 import pytest
 import torch
-from cutlass import Int32
+from cutlass import Int32, Uint32
 from cutlass.cute.runtime import from_dlpack
 from gradients import check_gradients
 from problems import make_operands, make_problem, poisoned_allocations
@@ -30,6 +31,7 @@ from fa3.planning.planner import plan_forward
 from fa3.primitives.attention import Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import (
+    FACTOR,
     WORDS,
     DropoutArguments,
     RandomWords,
@@ -113,9 +115,11 @@ def test_known_answers(rounds, counter, key, answer):
 def numbers(seed: int, batch: int, head: int, query: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Return the 16-bit numbers of scores, by numpy alone."""
     lane = query % 8 * 4 + key % 8 // 2
-    counter = np.broadcast_arrays(head, key // 16 * 32 + lane, batch, query // 16)
+    counter = np.broadcast_arrays(head, key // 16 * 16 + lane // 2, batch, query // 16)
     words = np.stack(philox_of_numpy(list(counter), [seed % 2**32, seed >> 32], PHILOX_ROUNDS))
-    word = np.take_along_axis(words, (query % 16 // 8 + key % 16 // 8 * 2)[None], axis=0)[0]
+    index = (lane + key // 16 + query // 16) % 2 * 2 + key % 16 // 8
+    word = np.take_along_axis(words, index[None], axis=0)[0]
+    word = np.where(query % 16 < 8, word, word * np.uint64(0x915F77F5))
     return (word >> (key % 2 * 16).astype(np.uint64)).astype(np.uint32) & 0xFFFF
 
 
@@ -180,6 +184,21 @@ def test_the_share_that_is_kept(dropout_p):
         assert abs((centred * moved).mean()) < 5 / mask.numel() ** 0.5
 
 
+@pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.25, 0.5, 0.9])
+def test_the_numbers_of_a_word_are_as_good_as_independent(dropout_p):
+    word = np.random.default_rng(0).integers(2**32, size=2**24, dtype=np.uint32)
+    product = word * np.uint32(FACTOR)
+    four = [is_kept(x & 0xFFFF, dropout_p) for x in (word, word >> 16, product, product >> 16)]
+    _, share = threshold_of(dropout_p)
+    means = [kept.mean() for kept in four]
+    for mean in means:
+        assert abs(mean - share) < 5 * (share * (1 - share) / len(word)) ** 0.5
+    for i, j in itertools.combinations(range(4), 2):
+        together = (four[i] & four[j]).mean() - means[i] * means[j]
+        assert abs(together) < (0.001 + 4 / len(word) ** 0.5) * share * (1 - share)
+    assert abs(np.all(four, axis=0).mean() - share**4) < 1e-4 + 5 * len(word) ** -0.5
+
+
 def test_a_mask_is_part_of_larger_ones():
     whole = fa3.dropout_mask(STATE, 0.3, 3, 5, 100, 200)
     part = fa3.dropout_mask(STATE, 0.3, 2, 2, 37, 113)
@@ -207,12 +226,46 @@ def test_positions_near_the_ends_of_32_bits():
 # ----------------------------------------------------------------- what threads of kernels draw
 
 
+class Exchange:
+    """Shuffles between lanes on the host, where threads run one after another.
+
+    So they run twice: at first each writes what it gives, then each reads what it gets.
+    """
+
+    def begin(self, is_over: bool, given: cute.Tensor, thread, block):
+        """The next shuffles are those of this thread. `given`: (shuffles, threads, blocks)."""
+        self.is_over, self.given, self.thread, self.block = is_over, given, thread, block
+        self.count = 0
+
+    def lane(self) -> Int32:
+        return self.thread % WARP
+
+    def shuffle(self, word: Uint32, offset: int) -> Uint32:
+        i, self.count = self.count, self.count + 1
+        if not self.is_over:
+            self.given[i, self.thread, self.block] = Int32(word)
+            return word
+        return Uint32(self.given[i, self.thread ^ offset, self.block])
+
+
+@pytest.fixture
+def exchange(monkeypatch) -> Exchange:
+    """Run what kernels compute for a whole warp by each thread alone."""
+    exchange = Exchange()
+    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
+    monkeypatch.setattr(cute.arch, "lane_idx", exchange.lane)
+    monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", exchange.shuffle)
+    return exchange
+
+
 @cute.jit
 def write_words(
     words: cute.Tensor,
     places: cute.Tensor,
+    given: cute.Tensor,
     rng_state: cute.Tensor,
     tile_n: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
     tile: tuple[Int32, ...],
 ):
     """Write what each thread of a warpgroup draws of a block of keys, and of which pair it is.
@@ -220,31 +273,38 @@ def write_words(
     Args:
         words: (pairs, threads, blocks), int32.
         places: (2, pairs, threads, blocks): the query and the first key.
+        given: what threads give one another, see `Exchange`.
     """
     m_block, head, batch = tile
     mmas = Mmas.of(cutlass.BFloat16, tile_n, 64)
-    for thread in cutlass.range(WARPGROUP):
-        coords = ScoreCoords.of(
-            mmas.qk, thread, (ROWS, tile_n), m_block * ROWS, Tile(m_block, head, batch)
-        )
-        arguments = DropoutArguments(rng_state, Int32(0), 0.0)
-        given = RandomWords.of(arguments, arguments.seed(), batch, head)
-        for n_block in cutlass.range(words.shape[2]):
-            write_pairs(words, places, TileDropout(given, coords, None), thread, n_block)
+    for is_over in cutlass.range_constexpr(2):
+        for thread in cutlass.range(WARPGROUP):
+            coords = ScoreCoords.of(
+                mmas.qk, thread, (ROWS, tile_n), m_block * ROWS, Tile(m_block, head, batch)
+            )
+            arguments = DropoutArguments(rng_state, Int32(0), 0.0)
+            drawn = RandomWords.of(arguments, arguments.seed(), batch, head)
+            for n_block in cutlass.range(words.shape[2]):
+                of_thread = exchange, (is_over, given, thread, n_block)
+                write_pairs(words, places, TileDropout(drawn, coords, None), *of_thread)
 
 
-def write_pairs(words, places, dropout: TileDropout, thread, n_block):
-    coords = dropout.coords
+def write_pairs(words, places, dropout: TileDropout, exchange: Exchange, of_thread: tuple):
+    exchange.begin(*of_thread)
+    coords, (thread, n_block) = dropout.coords, of_thread[2:]
     for i, word in enumerate(dropout.of_pairs(n_block)):
         words[i, thread, n_block] = Int32(word)
         places[0, i, thread, n_block] = coords.query(i % 2)
         places[1, i, thread, n_block] = coords.first_key(n_block) + coords.column_steps[i // 2 * 2]
 
 
-@pytest.fixture
-def on_the_host(monkeypatch):
-    """Run what kernels compute for a whole warp by each thread alone."""
-    monkeypatch.setattr(cute.arch, "make_warp_uniform", lambda value: value)
+def to_write(pairs: int, threads: int, blocks: int) -> list[torch.Tensor]:
+    """Return words, places and what is given; two words are, of a counter for two squares."""
+    given = -(-pairs // (2 * WORDS)) * 2
+    return [
+        torch.zeros(*sizes, threads, blocks, dtype=torch.int32)
+        for sizes in ((pairs,), (2, pairs), (given,))
+    ]
 
 
 def check_words(words: torch.Tensor, places: torch.Tensor, is_transposed: bool, tile: tuple):
@@ -259,12 +319,12 @@ def check_words(words: torch.Tensor, places: torch.Tensor, is_transposed: bool, 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("tile_n", [48, 80, 112, 128])
-def test_what_threads_of_the_forward_kernel_draw(tile_n, on_the_host):
-    tile, num_blocks, pairs = (5, 3, 7), 3, ROWS * tile_n // WARPGROUP // 2
-    words = torch.zeros(pairs, WARPGROUP, num_blocks, dtype=torch.int32)
-    places = torch.zeros(2, *words.shape, dtype=torch.int32)
-    tensors = [from_dlpack(x) for x in (words, places, STATE)]
-    run = cute.compile(write_words, *tensors, tile_n, tuple(map(Int32, tile)), options=OPTIONS)
+def test_what_threads_of_the_forward_kernel_draw(tile_n, exchange):
+    tile, num_blocks = (5, 3, 7), 3
+    words, places, given = to_write(ROWS * tile_n // WARPGROUP // 2, WARPGROUP, num_blocks)
+    tensors = [from_dlpack(x) for x in (words, places, given, STATE)]
+    sizes = tuple(map(Int32, tile))
+    run = cute.compile(write_words, *tensors, tile_n, exchange, sizes, options=OPTIONS)
     run(*tensors, tuple(map(Int32, tile)))
     # Each pair of the tile has one thread.
     assert len(places.flatten(1).T.unique(dim=0)) == words.numel()
@@ -276,8 +336,10 @@ def test_what_threads_of_the_forward_kernel_draw(tile_n, on_the_host):
 def write_transposed_words(
     words: cute.Tensor,
     places: cute.Tensor,
+    given: cute.Tensor,
     rng_state: cute.Tensor,
     kernel: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
     tile: tuple[Int32, ...],
 ):
     """As `write_words`, by all MMA warpgroups; before `movmatrix` has transposed the words.
@@ -290,19 +352,24 @@ def write_transposed_words(
     n_block, head, batch = tile
     config = kernel.config
     mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
-    for i in cutlass.range_constexpr(config.parts * MMA_GROUPS):
-        part, group = i // MMA_GROUPS, i % MMA_GROUPS
-        for thread in cutlass.range(WARPGROUP):
-            coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
-            given = DropoutArguments(rng_state, Int32(0), 0.0)
-            of_part = coords.shifted(part * config.queries)
-            dropout = TransposedDropout(given, given.seed(), of_part)
-            for m_block in cutlass.range(words.shape[2]):
-                write_transposed_pairs(words, places, dropout, i * WARPGROUP + thread, m_block)
+    for is_over in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(config.parts * MMA_GROUPS):
+            part, group = i // MMA_GROUPS, i % MMA_GROUPS
+            for thread in cutlass.range(WARPGROUP):
+                coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
+                arguments = DropoutArguments(rng_state, Int32(0), 0.0)
+                of_part = coords.shifted(part * config.queries)
+                dropout = TransposedDropout(arguments, arguments.seed(), of_part)
+                for m_block in cutlass.range(words.shape[2]):
+                    of_thread = exchange, (is_over, given, i * WARPGROUP + thread, m_block)
+                    write_transposed_pairs(words, places, dropout, *of_thread)
 
 
-def write_transposed_pairs(words, places, dropout: TransposedDropout, thread, m_block):
-    coords = dropout.coords
+def write_transposed_pairs(
+    words, places, dropout: TransposedDropout, exchange: Exchange, of_thread: tuple
+):
+    exchange.begin(*of_thread)
+    coords, (thread, m_block) = dropout.coords, of_thread[2:]
     count = words.shape[0]
     for pair, word in dropout.of_pairs(dropout.words(), m_block, count, count // WORDS):
         words[pair, thread, m_block] = Int32(word)
@@ -322,17 +389,16 @@ def movmatrix(words: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_what_threads_of_the_backward_kernel_draw(head_dim, head_dim_v, on_the_host):
+def test_what_threads_of_the_backward_kernel_draw(head_dim, head_dim_v, exchange):
     spec = replace(spec_of(head_dim, "full", head_dim_v=head_dim_v), has_dropout=True)
     kernel = Backward(spec, choose_backward_config(spec), Dynamic)
     config, tile, num_blocks = kernel.config, (5, 3, 7), 3
     pairs = ROWS * config.queries // WARPGROUP // 2
     threads = config.parts * MMA_GROUPS * WARPGROUP
-    words = torch.zeros(pairs, threads, num_blocks, dtype=torch.int32)
-    places = torch.zeros(2, *words.shape, dtype=torch.int32)
-    tensors = [from_dlpack(x) for x in (words, places, STATE)]
+    words, places, given = to_write(pairs, threads, num_blocks)
+    tensors = [from_dlpack(x) for x in (words, places, given, STATE)]
     sizes = tuple(map(Int32, tile))
-    run = cute.compile(write_transposed_words, *tensors, kernel, sizes, options=OPTIONS)
+    run = cute.compile(write_transposed_words, *tensors, kernel, exchange, sizes, options=OPTIONS)
     run(*tensors, sizes)
     assert words.shape[1] % WARP == 0 and len(places.flatten(1).T.unique(dim=0)) == words.numel()
     check_words(movmatrix(words), places, True, tile)

@@ -43,8 +43,9 @@ class Tiling(NamedTuple):
             and spec.head_dim <= self.head_dim
             and spec.head_dim_v <= self.head_dim_v
             and spec.has_user_functions == self.functions
-            # With 160 registers a thread there is room for one score beside the fragments.
-            and (len(spec.scores) < 2 or self.config.consumers < 3)
+            # With 160 registers a thread there is room for one score beside the fragments, or for
+            # random numbers.
+            and (len(spec.scores) + spec.has_dropout < 2 or self.config.consumers < 3)
             and (self.functions or has_mask(spec) == self.masked)
             and self.config.registers(spec) <= self.config.fragment_registers
             and (self.config.own_o or padded(spec.head_dim) == padded(spec.head_dim_v))

@@ -1,13 +1,17 @@
 """Dropout: which probabilities are dropped, drawn where they are needed and kept nowhere.
 
 A score's random number follows from the seed, batch, head, query and key alone. So no tiling and
-no order of the work changes it, and the backward pass draws it again. A warp draws those of a
-square of 16 queries and 16 keys: each lane encrypts one counter (`fa3.primitives.philox`) and has
-8 numbers of 16 bits.
+no order of the work changes it, and the backward pass draws it again. A warp draws those of
+squares of 16 queries and 16 keys, of two neighbours at once. A lane has 8 numbers of a square. It
+encrypts one counter (`fa3.primitives.philox`), of one of the two squares, and gives half of the
+four words to the lane beside it, which encrypts the other square's. A word makes four numbers of 16
+bits: its halves, and those of the word times `FACTOR`.
 
-    counter   head, 32 (key // 16) + lane, batch, query // 16
+    counter   head, 16 (key // 16) + lane // 2, batch, query // 16
     lane      4 (query % 8) + key % 8 // 2
-    word      query % 16 // 8 + 2 (key % 16 // 8); its lower half for even keys
+    words     0 and 1 if lane + key // 16 + query // 16 is even, 2 and 3 if it is odd
+    word      key % 16 // 8 of these two
+    number    the word's lower half for even keys; of the product if query % 16 // 8 is 1
 
 That is what a lane holds of an accumulator (queries, keys), so the forward kernel draws each number
 once. The backward kernel holds (keys, queries): its lanes draw the same words, and `movmatrix`
@@ -17,10 +21,11 @@ A number is read as a bfloat16. It drops its score if it is less than a threshol
 right share of all bit patterns lies. So one instruction compares two numbers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
@@ -32,11 +37,16 @@ from fa3.primitives.philox import WORD_BITS, key_steps, philox
 SQUARE = 16
 """Queries, and keys, of a square."""
 
-COUNTERS = 32
+COUNTERS = 16
 """Counters of a square."""
 
 WORDS = 4
-"""Words of a counter, with two numbers each."""
+"""Words with two numbers each that a lane has of a square."""
+
+FACTOR = 0x915F77F5
+"""What makes two numbers more of a word. It is odd, so each of them is any pattern equally often;
+and a word's four numbers are as good as independent: of the comparisons with a threshold no two are
+correlated by more than 0.0011 for a dropout of 0.05 to 0.95, and by 0.006 for any."""
 
 NUMBER_BITS = 16
 PATTERNS = 1 << NUMBER_BITS
@@ -50,7 +60,7 @@ NEGATIVE_INFINITY = 0xFF80
 MOST_DROPPED = 2 * NEGATIVE + 1
 """Patterns that a threshold can drop: infinity is not less than any, nor is NaN."""
 
-SQUARES_IN_FLIGHT = 2
+COUNTERS_IN_FLIGHT = 1
 """Counters that a thread of the forward kernel encrypts at once. More would take registers that are
 not there."""
 
@@ -121,21 +131,31 @@ class RandomWords:
             Uint32(head),
         )
 
-    def draw(self, places: Iterable[tuple], in_flight: int) -> Iterator[tuple[Uint32, ...]]:
-        """Yield a lane's words in squares.
+    def draw(
+        self, places: Sequence[tuple], slot: Uint32, count: int, in_flight: int
+    ) -> Iterator[tuple[Uint32, ...]]:
+        """Yield a lane's words in a row or a column of squares.
 
         Args:
-            places: for each square 32 (key // 16) + lane, and query // 16.
+            places: for each counter that the lane encrypts 16 (key // 16) + lane // 2, and
+                query // 16.
+            slot: of the lane, see `slot_of`.
+            count: of squares.
             in_flight: counters that are encrypted at once.
         """
         last = []
-        for of_keys, of_queries in places:
+        for i, (of_keys, of_queries) in enumerate(places):
             if len(last) == in_flight:
-                # Wait for an earlier square: the compiler would have them all in flight.
-                of_keys = of_keys ^ (last.pop(0)[-1] & self.zero)
+                # Wait for an earlier one: the compiler would have them all in flight.
+                of_keys = of_keys ^ (last.pop(0) & self.zero)
             counter = self.head, of_keys, self.batch, of_queries
-            last.append(philox(counter, self.round_keys, product_of_words))
-            yield last[-1]
+            *kept, third, fourth = philox(counter, self.round_keys, product_of_words)
+            given = [cute.arch.shuffle_sync_bfly(word, 1) for word in (third, fourth)]
+            last.append(kept[-1])
+            for one, other in ((kept, given), (given, kept))[: count - 2 * i]:
+                both = zip(one, other, strict=True)
+                words = [cutlass.select_(slot < COUNTERS, *word) for word in both]
+                yield tuple(number for word in words for number in (word, word * FACTOR))
 
 
 def product_of_words(word: Uint32, factor: int) -> tuple[Uint32, Uint32]:
@@ -144,9 +164,14 @@ def product_of_words(word: Uint32, factor: int) -> tuple[Uint32, Uint32]:
     return Uint32(product >> WORD_BITS), Uint32(product)
 
 
-def lane_of(coords: ScoreCoords | TransposedCoords) -> Uint32:
-    """The lane, by the row and the column of its first score."""
-    return Uint32(coords.row) % 8 * 4 + Uint32(coords.column) // 2 % 4
+def slot_of(keys, queries) -> Uint32:
+    """Which counter a lane encrypts of each two squares: lane // 2, and 16 more in the second.
+
+    Args:
+        keys, queries: key // 16 and query // 16 in the first square.
+    """
+    lane = Uint32(cute.arch.lane_idx())
+    return (lane + Uint32(keys) + Uint32(queries)) % 2 * COUNTERS + lane // 2
 
 
 class Drawn(NamedTuple):
@@ -182,11 +207,11 @@ class TileDropout:
     def of_pairs(self, n_block) -> Iterator[Uint32]:
         """Yield the words of a block of keys, in the order of the pairs of an accumulator."""
         squares = self.coords.tile_n // SQUARE
-        first_square = Uint32(n_block * squares)
-        queries = Uint32(cute.arch.make_warp_uniform(self.coords.row // SQUARE))
-        lane = lane_of(self.coords)
-        places = (((first_square + i) * COUNTERS + lane, queries) for i in range(squares))
-        for of_square in self.words.draw(places, SQUARES_IN_FLIGHT):
+        keys, queries = n_block * squares, self.coords.row // SQUARE
+        slot = slot_of(keys, queries)
+        queries = Uint32(cute.arch.make_warp_uniform(queries))
+        places = [(Uint32(keys + i) * COUNTERS + slot, queries) for i in range(0, squares, 2)]
+        for of_square in self.words.draw(places, slot, squares, COUNTERS_IN_FLIGHT):
             yield from of_square
 
     def draw(self, acc_P: cute.Tensor, dtype, n_block) -> Drawn:
@@ -233,11 +258,14 @@ class TransposedDropout:
             count: pairs of the accumulator.
             in_flight: counters that a thread encrypts at once.
         """
-        keys = Uint32(self.coords.row) // SQUARE * COUNTERS + lane_of(self.coords)
-        first_query = self.coords.first_query(m_block)
-        first_square = Uint32(cute.arch.make_warp_uniform(first_query // SQUARE))
-        places = ((keys, first_square + i) for i in range(count // WORDS))
-        for i, of_square in enumerate(words.draw(places, in_flight)):
+        squares = count // WORDS
+        keys, queries = self.coords.row // SQUARE, self.coords.first_query(m_block) // SQUARE
+        slot = slot_of(keys, queries)
+        keys, queries = (Uint32(cute.arch.make_warp_uniform(x)) for x in (keys, queries))
+        of_keys = keys * COUNTERS + slot % COUNTERS
+        places = [(of_keys, queries + slot // COUNTERS + i) for i in range(0, squares, 2)]
+        drawn = words.draw(places, slot, squares, in_flight)
+        for i, of_square in enumerate(drawn):
             for j, word in enumerate(of_square):
                 of_queries, of_keys = j % 2, j // 2
                 yield WORDS * i + 2 * of_queries + of_keys, word
@@ -251,7 +279,8 @@ class TransposedDropout:
                 parts, which leave fewer registers free.
         """
         masks, words = [None] * count, self.words()
-        for pair, word in self.of_pairs(words, m_block, count, count // WORDS // parts):
+        in_flight = max(1, count // WORDS // 2 // parts)
+        for pair, word in self.of_pairs(words, m_block, count, in_flight):
             masks[pair] = cute.arch.inline_ptx(
                 "{.reg .b32 word; movmatrix.sync.aligned.m8n8.trans.b16 word, {$r0}; "
                 "set.geu.u32.bf16x2 {$w0}, word, {$r1};}",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.primitives.coords import Position
-from fa3.primitives.dropout import COUNTERS, SQUARE, DropoutArguments, threshold_of
+from fa3.primitives.dropout import COUNTERS, FACTOR, SQUARE, DropoutArguments, threshold_of
 from fa3.primitives.philox import WORD_BITS, key_steps, philox
 
 WORD_MASK = (1 << WORD_BITS) - 1
@@ -55,14 +55,15 @@ def word_of(seed: torch.Tensor, at: Position) -> torch.Tensor:
     halves = seed & WORD_MASK, seed >> WORD_BITS & WORD_MASK
     keys = [tuple(halves[i] + steps[i] & WORD_MASK for i in range(2)) for steps in key_steps()]
     lane = at.query % 8 * 4 + at.key % 8 // 2
-    counter = at.head, at.key // SQUARE * COUNTERS + lane, at.batch, at.query // SQUARE
-    words = philox(counter, keys, multiply)
+    of_keys, of_queries = at.key // SQUARE, at.query // SQUARE
+    words = philox((at.head, of_keys * COUNTERS + lane // 2, at.batch, of_queries), keys, multiply)
     is_left, is_upper = at.key % SQUARE < 8, at.query % SQUARE < 8
-    return torch.where(
-        is_upper,
-        torch.where(is_left, words[0], words[2]),
-        torch.where(is_left, words[1], words[3]),
+    word = torch.where(
+        (lane + of_keys + of_queries) % 2 == 0,
+        torch.where(is_left, words[0], words[1]),
+        torch.where(is_left, words[2], words[3]),
     )
+    return torch.where(is_upper, word, word * FACTOR & WORD_MASK)
 
 
 def multiply(word, factor: int) -> tuple:
