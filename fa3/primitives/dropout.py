@@ -140,7 +140,7 @@ class RandomWords:
             places: for each counter that the lane encrypts 16 (key // 16) + lane // 2, and
                 query // 16.
             slot: of the lane, see `slot_of`.
-            count: of squares.
+            count: of squares, two for each place; one may be left over.
             in_flight: counters that are encrypted at once.
         """
         last = []
@@ -150,9 +150,10 @@ class RandomWords:
                 of_keys = of_keys ^ (last.pop(0) & self.zero)
             counter = self.head, of_keys, self.batch, of_queries
             *kept, third, fourth = philox(counter, self.round_keys, product_of_words)
-            given = [cute.arch.shuffle_sync_bfly(word, 1) for word in (third, fourth)]
+            received = [cute.arch.shuffle_sync_bfly(word, 1) for word in (third, fourth)]
             last.append(kept[-1])
-            for one, other in ((kept, given), (given, kept))[: count - 2 * i]:
+            # A last square that is left over has no neighbour in the block.
+            for one, other in ((kept, received), (received, kept))[: count - 2 * i]:
                 both = zip(one, other, strict=True)
                 words = [cutlass.select_(slot < COUNTERS, *word) for word in both]
                 yield tuple(number for word in words for number in (word, word * FACTOR))
