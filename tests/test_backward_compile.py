@@ -48,10 +48,10 @@ OPTIONS = "--gpu-arch sm_90a"
 
 SIZES = (
     *((32, 32), (64, 64), (72, 72), (128, 128), (192, 64), (192, 128), (144, 160)),
-    *((192, 192), (256, 256)),
+    *((192, 192), (256, 256), (8, 256), (256, 16)),
 )
 """Sizes (of q and k, of v) that are compiled; they take every row of the table, and every width of
-a swizzled unit."""
+a swizzled unit. Of 16 columns or fewer, a warpgroup that has the second half has only padding."""
 
 SPECS = (
     *(spec_of(head_dim, "causal", head_dim_v=head_dim_v) for head_dim, head_dim_v in SIZES),

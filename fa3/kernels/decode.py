@@ -626,7 +626,7 @@ class Decode(AttentionKernel):
             if part.num_parts == 1:
                 self.store_rows(operands, attention, sinks, queries)
             else:
-                lse = attention.softmax.finish(acc_O)
+                lse = attention.finish()
                 store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
             if cutlass.const_expr(self.cut_type is not Crews):
                 self.record(workspace, segment, queries)
@@ -648,7 +648,7 @@ class Decode(AttentionKernel):
     def store_rows(self, operands: DecodeOperands, attention: Attention, sinks, queries: tuple):
         """Finish the rows of a whole tile; write O and the log-sum-exps."""
         acc_O, rules = attention.regs.acc_O, attention.rules
-        lse = attention.softmax.finish(as_rows_and_columns(acc_O), rules.sinks_of_rows(sinks))
+        lse = attention.finish(rules.sinks_of_rows(sinks))
         converted = cute.make_rmem_tensor_like(acc_O, self.dtype)
         convert(acc_O, converted)
         out, row_lse = operands.o, operands.lse

@@ -226,7 +226,30 @@ class Attention:
     def finish(self, sinks: tuple | None = None) -> cute.Tensor:
         """Divide O by the row sums; return the rows' log-sum-exps."""
         factor = None if self.dropout is None else self.dropout.factor
-        return self.softmax.finish(as_rows_and_columns(self.regs.acc_O), sinks, factor)
+        divisor = None if self.has_exact_terms else self.divisor
+        return self.softmax.finish(as_rows_and_columns(self.regs.acc_O), sinks, factor, divisor)
+
+    @property
+    def has_exact_terms(self) -> bool:
+        """Whether P of a row's only visible key is a power of two, and so the same in 16 bits.
+
+        It is if the row's reference was taken from that key's score.
+        """
+        rules, reference = self.rules, self.softmax.reference
+        if reference is Reference.FOLLOWING:
+            return True
+        return reference is Reference.FIXED and not (rules.scores or rules.mask.templates)
+
+    @cute.jit
+    def divisor(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
+        """The row sum; in 16 bits, as P V took it, if row r's mask leaves it one key.
+
+        So the output of such a row is V, with the same bits.
+        """
+        rules = self.rules
+        begin, end = rules.mask.range_at(r, rules.coords, rules.sequence)
+        rounded = row_sum.to(self.regs.p.element_type).to(Float32)
+        return rounded if end - begin == 1 else row_sum
 
     def sees(self, n_block) -> Callable | None:
         """A function of row r: whether it sees the block's first key. For guessing references.

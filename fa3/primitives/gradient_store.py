@@ -32,6 +32,17 @@ class GradientStore:
     shares_keys: bool
     written: pipeline.NamedBarrier
 
+    @property
+    def groups_that_store(self) -> int:
+        """MMA warpgroups with columns of the head: of 16 or fewer the second one has only padding.
+
+        Shared memory has at least 32 columns, of which each of two warpgroups has half.
+        """
+        if not self.shares_keys:
+            return self.groups
+        width, columns = cute.size(self.smem, mode=[1]), cute.size(self.tma.coords, mode=[1])
+        return min(self.groups, -(-columns // width))
+
     @cute.jit
     def write(self, acc: cute.Tensor, tiled_mma: cute.TiledMma, thread, group, stage=0):
         """Write a warpgroup's accumulator, whose part of the buffer nobody reads any more."""
@@ -50,7 +61,7 @@ class GradientStore:
         """
         slabs = 1 if self.shares_keys else self.groups
         if cute.arch.lane_idx() == 0:
-            for group in cutlass.range_constexpr(self.groups):
+            for group in cutlass.range_constexpr(self.groups_that_store):
                 slab, column = (0, group) if self.shares_keys else (group, 0)
                 source, target = self.tma.tiles_of_head(self.smem, head, rows, column=column)
                 place, row = stage * self.groups + group, n_block * slabs + slab

@@ -247,6 +247,7 @@ class OnlineSoftmax:
         acc: cute.Tensor,
         sinks: tuple | None = None,
         factor: Float32 | None = None,
+        divisor: cutlass.Constexpr = None,
     ) -> cute.Tensor:
         """Divide acc by the row sums; return the rows' log-sum-exps (natural logarithm).
 
@@ -255,6 +256,7 @@ class OnlineSoftmax:
         Args:
             sinks: for each row a logit, in base 2, that only joins the row sum; or None.
             factor: what else to multiply acc by; None for 1.
+            divisor: (r, row sum) -> what to divide row r by, without sinks; None for the row sum.
         """
         lse = cute.make_rmem_tensor(self.row_sum.layout, Float32)
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
@@ -263,7 +265,8 @@ class OnlineSoftmax:
             scaled = finite(self.row_max[r]) * self.scale_log2
             if cutlass.const_expr(sinks is None):
                 hidden = row_sum == 0.0
-                inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(row_sum)
+                divided_by = row_sum if divisor is None else divisor(r, row_sum)
+                inverse = Float32(0.0) if hidden else cute.arch.rcp_approx(divided_by)
                 log2_sum = scaled + cute.math.log2(row_sum, fastmath=True)
             else:
                 # A row that saw no key may have reference 0, which must not count here.

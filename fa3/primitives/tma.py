@@ -29,10 +29,20 @@ class TmaTensor(NamedTuple):
 
         Args:
             rows: where the rows of the head's sequence lie (`fa3.primitives.rows_of_sequence`).
-            column: which tile of columns.
+            column: which tile of columns; a Python int.
+
+        Raises:
+            ValueError: the head has no such tile of columns. CuTe would wrap to the first one.
         """
         tile = tuple(cute.size(smem, mode=[i]) for i in range(2))
-        gmem = cute.local_tile(rows.of_head(self.coords, head), tile, (None, column))
+        of_head = rows.of_head(self.coords, head)
+        columns = cute.size(of_head, mode=[1])
+        if column * tile[1] >= columns:
+            raise ValueError(
+                f"column must be below {-(-columns // tile[1])}, the head's tiles of {tile[1]} "
+                f"columns, got {column}"
+            )
+        gmem = cute.local_tile(of_head, tile, (None, column))
         return cpasync.tma_partition(
             self.atom,
             rank,

@@ -263,6 +263,10 @@ class Intersection:
         """Half-open range of keys outside of which query `row` sees no key."""
         return self.band.key_range(row, sequence)
 
+    def range_at(self, r: int, coords: ScoreCoords, sequence: Sequence):
+        """Half-open range of keys outside of which row r of a thread sees no key."""
+        return self.band.range_at(r, coords, sequence)
+
     def key_blocks(self, row_begin, num_rows, tile_n, sequence: Sequence) -> Blocks:
         """Blocks of `tile_n` keys that rows [row_begin, row_begin + num_rows) touch."""
         blocks = self.band.key_blocks(row_begin, num_rows, tile_n, sequence)
