@@ -14,8 +14,9 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
-from fa3.planning.backward import BackwardPlan
+from fa3.planning.backward import BackwardPlan, numbers_of_key_parts, words_of_key_parts
 from fa3.primitives.query_tiles import STATISTICS
+from fa3.primitives.vectors import QUAD
 from fa3.problem import REMEMBERED, Problem
 from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sinks
 from fa3.reference.dropout import Dropout
@@ -23,7 +24,10 @@ from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
 
 NOT_PACKED = (None,) * 6
-"""What a call without packed sequences gives for the last of `PassArguments`."""
+"""What a call without packed sequences gives for the last of `PassArguments` but four."""
+
+NOT_SPLIT = (None,) * 4
+"""What a call gives for the last four of `PassArguments` where each CTA has key tiles alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class PreparedBackward:
         ctas: CTAs of the backward kernel that find work.
         order: integers that the entry takes: the window, and the order of the tiles.
         places: where in the numbers there is what.
-        last: the last of `PassArguments`: `sections_before`, and what only packed sequences have.
+        last: the last of `PassArguments`: `sections_before`, what only packed sequences have, and
+            the split of key tiles.
     """
 
     plan: BackwardPlan
@@ -53,11 +58,21 @@ class PreparedBackward:
     def of(cls, plan: BackwardPlan) -> "PreparedBackward":
         sums_at = plan.numbers_of_statistics
         counters_at = sums_at + plan.numbers_of_sums
+        shares = plan.shares
         words_at = counters_at + plan.words_of_counters
-        numbers = words_at + plan.num_query_tiles
+        if shares.parts == 1:
+            split, numbers = NOT_SPLIT, words_at + plan.num_query_tiles
+        else:
+            part_counters_at = words_at
+            words_at += words_of_key_parts(plan.num_parts)
+            parts_at = words_at + -(-plan.num_query_tiles // QUAD) * QUAD
+            split = *shares, part_counters_at, parts_at
+            numbers = parts_at + numbers_of_key_parts(
+                plan.num_parts, plan.problem.spec, plan.config
+            )
         order = *plan.problem.window, plan.heads_per_section
         places = sums_at, counters_at, counters_at, words_at
-        last = plan.sections_before, *NOT_PACKED
+        last = plan.sections_before, *NOT_PACKED, *split
         ctas = plan.most_ctas
         entry = load_kernel(plan.entry)
         return cls(plan, entry, numbers, plan.has_zeros, ctas, order, places, last)
@@ -101,11 +116,12 @@ class PreparedBackward:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_backward(problem: Problem, is_ordered: bool) -> PreparedBackward | None:
-    """Plan the backward pass of a problem and load its kernels; None without queries or keys."""
+def prepare_backward(problem: Problem, is_ordered: bool, num_sms: int) -> PreparedBackward | None:
+    """Plan the backward pass of a problem on a GPU with so many SMs and load its kernels; None
+    without queries or keys."""
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return None
-    return PreparedBackward.of(BackwardPlan.of(problem, is_ordered))
+    return PreparedBackward.of(BackwardPlan.of(problem, is_ordered, num_sms))
 
 
 def gradients(
@@ -135,7 +151,7 @@ def gradients(
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    call = prepare_backward(problem, deterministic)
+    call = prepare_backward(problem, deterministic, gpu_of(q.device).num_sms)
     if call is None:
         return without_keys(operands, tensors, wants_sinks)
     dq, dk, dv, buffer = call.launch(

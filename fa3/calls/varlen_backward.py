@@ -11,17 +11,25 @@ from dataclasses import dataclass
 
 import torch
 
-from fa3.calls.backward import for_tma, natural_statistics
+from fa3.calls.backward import NOT_SPLIT, for_tma, natural_statistics
 from fa3.calls.devices import gpu_of
 from fa3.planning.backward import (
     begins_inside,
     ctas_that_end,
+    numbers_of_key_parts,
     rows_in_l2,
     words_of_counters,
+    words_of_key_parts,
 )
+from fa3.planning.key_split import KeyShares
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
-from fa3.planning.ragged_backward import RaggedBackwardPlan, sections_of_heads
+from fa3.planning.ragged_backward import (
+    RaggedBackwardPlan,
+    sections_of_heads,
+    shares_of_packed,
+)
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
+from fa3.primitives.vectors import QUAD
 from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
 from fa3.reference.dropout import Dropout
@@ -42,6 +50,7 @@ class PreparedVarlenBackward:
         tile_m, tile_n: of the backward kernel's config.
         statistics, sums: float32 that these take for a tile of queries, and `words` int32.
         rows_in_l2: queries whose Q, dO and dQ fit into L2 together.
+        numbers_of_part: float32 that the sums of dK and dV of a part of a key tile take.
     """
 
     entry: Callable
@@ -51,6 +60,7 @@ class PreparedVarlenBackward:
     sums: int
     words: int
     rows_in_l2: int
+    numbers_of_part: int
 
     @classmethod
     def of(cls, plan: RaggedBackwardPlan) -> "PreparedVarlenBackward":
@@ -62,6 +72,7 @@ class PreparedVarlenBackward:
             plan.sums_of_tile,
             plan.words_of_tile,
             rows_in_l2(plan.spec),
+            numbers_of_key_parts(1, plan.spec, plan.config),
         )
 
     def launch(
@@ -79,8 +90,12 @@ class PreparedVarlenBackward:
         tensors: tuple | None,
         softmax_scale: float,
         dropout: Dropout | None,
+        shares: KeyShares,
     ) -> tuple[torch.Tensor, ...]:
         """Run the kernels on the current stream of the tensors' GPU.
+
+        Args:
+            shares: how CTAs share key tiles, as the kernels were loaded for.
 
         Returns:
             dq, dk, dv and what the kernels wrote for each other.
@@ -89,7 +104,7 @@ class PreparedVarlenBackward:
             with torch.cuda.device(q.device):
                 return self.launch(
                     q, k, v, out, lse, d_out, d_lse, lengths, max_seqlen_q, window, tensors,
-                    softmax_scale, dropout,
+                    softmax_scale, dropout, shares,
                 )  # fmt: skip
         num_sequences = lengths.batch
         total_k, heads_kv, _ = k.shape
@@ -98,13 +113,22 @@ class PreparedVarlenBackward:
         sections = sections_of_heads(heads_kv, total_k // self.tile_n, fitting)
         is_inside = begins_inside(total_k / max(1, num_sequences), window)
         capacity = capacity_of_table(total_k, num_sequences, self.tile_n)
-        most_ctas = max(capacity * heads_kv, ctas_that_end(tiles))
+        most_ctas = max(capacity * heads_kv * shares.parts, ctas_that_end(tiles))
         sums_at = tiles * self.statistics
         table_at = sums_at + tiles * self.sums
         counters_at = table_at + words_of_table(capacity)
         words_at = counters_at + words_of_counters(sections)
+        split, numbers = NOT_SPLIT, words_at + tiles * self.words
+        if shares.parts > 1:
+            num_parts = number_of_packed_tiles(total_k, num_sequences, self.tile_n)
+            num_parts *= heads_kv * shares.parts
+            part_counters_at = words_at
+            words_at += words_of_key_parts(num_parts)
+            parts_at = words_at + -(-tiles * self.words // QUAD) * QUAD
+            split = *shares, part_counters_at, parts_at
+            numbers = parts_at + num_parts * self.numbers_of_part
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
-        buffer = lse.new_empty(words_at + tiles * self.words)
+        buffer = lse.new_empty(numbers)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -116,7 +140,7 @@ class PreparedVarlenBackward:
             softmax_scale, has_d_lse, HAS_ZEROS, *window, heads_kv // sections,
             min(most_ctas, gpu_of(q.device).num_sms), sums_at, table_at, counters_at,
             words_at, drawn, 1 if is_inside else sections, capacity,
-            shift_of_work(max_seqlen_q, self.tile_m), *lengths,
+            shift_of_work(max_seqlen_q, self.tile_m), *lengths, *split,
         )  # fmt: skip
         return dq, dk, dv, buffer
 
@@ -134,10 +158,10 @@ class PreparedVarlenBackward:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_varlen_backward(
-    spec: AttentionSpec, has_used_q: bool, has_used_k: bool, is_ordered: bool
+    spec: AttentionSpec, has_used_q: bool, has_used_k: bool, is_ordered: bool, splits: bool
 ) -> PreparedVarlenBackward:
     """Load the kernels for the gradients of packed sequences."""
-    plan = RaggedBackwardPlan(spec, has_used_q, has_used_k, is_ordered)
+    plan = RaggedBackwardPlan(spec, has_used_q, has_used_k, is_ordered, splits)
     return PreparedVarlenBackward.of(plan)
 
 
@@ -168,12 +192,14 @@ def packed_gradients(
     q, k, v, out, lse, d_out, d_lse = operands
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    call = prepare_varlen_backward(
-        spec, lengths.seqused_q is not None, lengths.seqused_k is not None, deterministic
-    )
+    sizes = q.shape[0], k.shape[0], max_seqlen_q, q.shape[1], k.shape[1]
+    num_sms = gpu_of(q.device).num_sms
+    shares = shares_of_packed(spec, window, *sizes, deterministic, num_sms)
+    has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
+    call = prepare_varlen_backward(spec, *has_used, deterministic, shares.parts > 1)
     *found, buffer = call.launch(
         q, k, v, out, lse, d_out, d_lse, lengths, max_seqlen_q, window, tensors or None,
-        softmax_scale, dropout,
+        softmax_scale, dropout, shares,
     )  # fmt: skip
     d_sinks = None
     if wanted.sinks:

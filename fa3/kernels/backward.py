@@ -82,6 +82,13 @@ from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.first_additions import FirstAdditions
 from fa3.primitives.gradient_addition import GradientAddition
 from fa3.primitives.gradient_mmas import GradientLayouts, GradientMmas, GradientOperands
+from fa3.primitives.gradient_parts import (
+    GradientParts,
+    KeyRows,
+    KeySplit,
+    KeyWork,
+    SharedKeyTiles,
+)
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.ordered_gradients import TurnsToAdd
@@ -146,6 +153,7 @@ class BackwardTensors(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks.
         dropout: None without.
         queries: as far as they are begun and ended here.
+        shared: the key tiles that CTAs share; None if each has its own.
     """
 
     q: TmaTensor
@@ -161,6 +169,7 @@ class BackwardTensors(NamedTuple):
     modifiers: tuple | None
     dropout: DropoutArguments | None
     queries: QueriesInside
+    shared: SharedKeyTiles | None
 
 
 class BackwardBuffers(NamedTuple):
@@ -204,7 +213,8 @@ class Backward(AttentionKernel):
     """The backward kernel, compiled for one (spec, config, schedule type).
 
     With `is_ordered` the sums of dQ are added up in a fixed order; `has_used_q` says whether packed
-    sequences have `seqused_q`.
+    sequences have `seqused_q`; with `splits` CTAs share key tiles, see
+    `fa3.primitives.gradient_parts`.
     """
 
     spec: AttentionSpec
@@ -212,6 +222,7 @@ class Backward(AttentionKernel):
     schedule_type: type
     is_ordered: bool = False
     has_used_q: bool = False
+    splits: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward"
 
@@ -242,10 +253,14 @@ class Backward(AttentionKernel):
         window = Window(call.window_left, call.window_right)
         heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
         tensors = call.q, call.k, call.v, call.d_out, call.dk, call.dv
+        shared, parts = self.shared_key_tiles(call), 1
+        if cutlass.const_expr(self.splits):
+            parts = shared.split.parts.value
+        heads_of_order = heads_kv * parts, call.heads_per_section * parts
         if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
             tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
-            order = RaggedKeyOrder.of(call.table, heads_kv, call.heads_per_section)
+            order = RaggedKeyOrder.of(call.table, *heads_of_order)
             q, k, v, d_out, dk, dv = map(with_movable_end, tensors)
             lengths = call.begin.cu_seqlens_q, call.begin.seqused_q
             work = PackedQueryWork.of(call.q, *lengths, config.tile_m)
@@ -254,9 +269,8 @@ class Backward(AttentionKernel):
             batch, seqlen_q, seqlen_k = call.q.shape[0], call.q.shape[1], call.k.shape[1]
             sequences = Dense(seqlen_q, seqlen_k, window)
             tiles = QueryTiles(cute.ceil_div(seqlen_q, config.tile_m), heads_q)
-            order = KernelOrder.of(
-                cute.ceil_div(seqlen_k, config.tile_n), heads_kv, batch, call.heads_per_section
-            )
+            heads, of_section = heads_of_order
+            order = KernelOrder.of(cute.ceil_div(seqlen_k, config.tile_n), heads, batch, of_section)
             q, k, v, d_out, dk, dv = (
                 cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
                 for t in tensors
@@ -279,6 +293,7 @@ class Backward(AttentionKernel):
             call.modifiers,
             None if call.dropout is None else DropoutArguments(*call.dropout),
             QueriesInside(begin, work, sections, dq, call.softmax_scale),
+            shared,
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
@@ -289,6 +304,20 @@ class Backward(AttentionKernel):
             use_pdl=True,
             min_blocks_per_mp=1,  # without it ptxas may drop setmaxnreg (NVIDIA/cutlass#3406)
         )
+
+    def shared_key_tiles(self, call: BackwardArguments) -> SharedKeyTiles | None:
+        """The key tiles that CTAs share; on the host."""
+        if not self.splits:
+            return None
+        heads_q, heads_kv, tile_n = call.q.shape[-2], call.k.shape[-2], self.config.tile_n
+        split = KeySplit.of(call.split.head_parts, call.split.block_parts, heads_q // heads_kv)
+        if self.is_ragged:
+            tiles = PackedQueryTiles.of(call.k.shape[0], call.num_sequences, tile_n)
+            dk, dv = in_batch(call.dk), in_batch(call.dv)
+        else:
+            tiles = QueryTiles(cute.ceil_div(call.k.shape[1], tile_n), heads_kv)
+            dk, dv = call.dk, call.dv
+        return SharedKeyTiles(split, tiles, call.split.parts, call.split.part_counters, dk, dv)
 
     def sections(
         self, q: cute.Tensor, k: cute.Tensor, heads_per_section, num_sequences
@@ -453,9 +482,32 @@ class Backward(AttentionKernel):
             return segment.tile
         return Tile(self.num_key_tiles(schedule, segment) - 1 - m_block, head, batch)
 
-    def section_of(self, schedule, index, head_kv):
-        """The section of a tile of keys, given its number and its head."""
-        return schedule.order.section_of(head_kv if self.is_ragged else index)
+    def work_of(self, operands: BackwardTensors, schedule, segment) -> KeyWork:
+        """What a segment is of a tile of keys: all of it, or a part."""
+        n_block, head, batch = self.keys_of(schedule, segment)
+        ratio = operands.qhead_per_kvhead
+        if self.splits:
+            return operands.shared.split.work(n_block, head, batch, ratio)
+        return KeyWork(n_block, head, batch, head * ratio, ratio, 0)
+
+    def blocks_of(self, operands: BackwardTensors, mask, work: KeyWork, sequence) -> Blocks:
+        """The blocks of queries that a segment walks, of one query head."""
+        blocks = self.query_blocks(mask, work.n_block, sequence)
+        if self.splits:
+            return operands.shared.split.blocks(blocks, work.part)
+        return blocks
+
+    def key_rows(self, sequences, segment) -> KeyRows:
+        """Where the rows of a segment's sequence lie in dK and dV, in a batch."""
+        if self.is_ragged:
+            return KeyRows(Int32(0), segment.record.begin_k, segment.record.owned_k)
+        return KeyRows(segment.tile.batch, Int32(0), sequences.seqlen_k)
+
+    def section_of(self, schedule, cursor):
+        """The section of a tile of keys."""
+        if self.is_ragged:
+            return schedule.order.section_of(schedule.segment(cursor).tile.head)
+        return schedule.order.section_of(cursor.index)
 
     def num_key_tiles(self, schedule, segment):
         """Tiles of keys of a segment's sequence and head."""
@@ -505,14 +557,14 @@ class Backward(AttentionKernel):
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
-            n_block, head_kv, batch = self.keys_of(schedule, segment)
-            sequence = sequences.sequence(segment)
+            work = self.work_of(operands, schedule, segment)
+            batch, sequence = work.batch, sequences.sequence(segment)
             statistics = operands.statistics.at(config.tile_m, segment)
-            section = self.section_of(schedule, cursor.index, head_kv)
+            section = self.section_of(schedule, cursor)
             operands.queries.wait_until_begun(self.spec, config, section)
-            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
-                head = head_kv * operands.qhead_per_kvhead + h
-                blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
+            for h in cutlass.range(work.num_heads, unroll=1):
+                head = work.first_head + h
+                blocks = self.blocks_of(operands, mask.at(batch, head), work, sequence)
 
                 def load_statistics(m_block, state, head=head, batch=batch, statistics=statistics):
                     source = statistics.of_tile(config.tile_m, (m_block, head, batch))
@@ -546,8 +598,9 @@ class Backward(AttentionKernel):
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
-            n_block, head_kv, _ = self.keys_of(schedule, segment)
-            of_keys = head_kv, sequences.keys(segment), self.config.slabs
+            work = self.work_of(operands, schedule, segment)
+            n_block, of_keys = work.n_block, (work.head_kv, sequences.keys(segment))
+            of_keys = *of_keys, self.config.slabs
             k_state = tile_loader(operands.k, smem.k, pipelines.k, *of_keys)(n_block, k_state)
             v_state = tile_loader(operands.v, smem.v, pipelines.v, *of_keys)(n_block, v_state)
             cursor = schedule.next(cursor)
@@ -571,17 +624,17 @@ class Backward(AttentionKernel):
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
-            n_block, head_kv, batch = self.keys_of(schedule, segment)
-            sequence = sequences.sequence(segment)
+            work = self.work_of(operands, schedule, segment)
+            batch, sequence = work.batch, sequences.sequence(segment)
             sums = operands.sums.at(config.tile_m, segment)
             claims = None
             if cutlass.const_expr(self.has_words and not self.is_ordered):
                 has_zeros = operands.queries.call.has_zeros
                 claims = FirstAdditions(operands.words, sums.tiles, has_zeros)
-            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
-                head = head_kv * operands.qhead_per_kvhead + h
+            for h in cutlass.range(work.num_heads, unroll=1):
+                head = work.first_head + h
                 of_head = mask.at(batch, head)
-                blocks = self.query_blocks(of_head, n_block, sequence)
+                blocks = self.blocks_of(operands, of_head, work, sequence)
                 turns = None
                 if cutlass.const_expr(self.is_ordered):
                     turns = self.turns(operands, sequences, schedule, segment, of_head)
@@ -590,7 +643,7 @@ class Backward(AttentionKernel):
                 state, added_state = addition.all(blocks, head, batch, state, added_state)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
-                operands.queries.make_known(self.section_of(schedule, cursor.index, head_kv))
+                operands.queries.make_known(self.section_of(schedule, cursor))
             cursor = schedule.next(cursor)
 
     @cute.jit
@@ -610,12 +663,12 @@ class Backward(AttentionKernel):
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
-            n_block, head_kv, batch = self.keys_of(schedule, segment)
-            sequence = sequences.sequence(segment)
-            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
-                head = head_kv * operands.qhead_per_kvhead + h
+            work = self.work_of(operands, schedule, segment)
+            batch, sequence = work.batch, sequences.sequence(segment)
+            for h in cutlass.range(work.num_heads, unroll=1):
+                head = work.first_head + h
                 of_head = mask.at(batch, head)
-                blocks = self.query_blocks(of_head, n_block, sequence)
+                blocks = self.blocks_of(operands, of_head, work, sequence)
                 turns = self.turns(operands, sequences, schedule, segment, of_head)
                 for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     pipelines.added.consumer_wait(state)
@@ -660,6 +713,9 @@ class Backward(AttentionKernel):
         states = self.pipeline_states(pipeline.PipelineUserType.Consumer)
         q_state, do_state, k_state, v_state = states
         dk, dv = self.stores(operands, smem)
+        if cutlass.const_expr(self.splits):
+            warp = cute.arch.make_warp_uniform(thread_idx // WARP) - WARPS
+            parts = GradientParts(operands.shared, warp, WARPS * MMA_GROUPS, config.shares_keys)
         seed = None
         if cutlass.const_expr(self.spec.has_dropout):
             # Once: in every step its latency would be waited for.
@@ -671,17 +727,17 @@ class Backward(AttentionKernel):
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
-            n_block, head_kv, batch = self.keys_of(schedule, segment)
+            work = self.work_of(operands, schedule, segment)
             sequence = sequences.sequence(segment)
             regs.acc_dK.fill(0.0)
             regs.acc_dV.fill(0.0)
             pipelines.k.consumer_wait(k_state)
-            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
-                tile = Tile(n_block, head_kv * operands.qhead_per_kvhead + h, batch)
+            for h in cutlass.range(work.num_heads, unroll=1):
+                tile = Tile(work.n_block, work.first_head + h, work.batch)
                 coords = self.coords(mmas, thread, group, tile)
-                of_head = mask.at(batch, tile.head)
+                of_head = mask.at(work.batch, tile.head)
                 rules = TransposedRules.of(scores, of_head, coords, sequence, softmax_scale)
-                blocks = self.query_blocks(of_head, n_block, sequence)
+                blocks = self.blocks_of(operands, of_head, work, sequence)
                 dropout = None
                 if cutlass.const_expr(self.spec.has_dropout):
                     dropout = TransposedDropout(operands.dropout, seed, coords)
@@ -692,10 +748,20 @@ class Backward(AttentionKernel):
             cursor = schedule.next(cursor)
             # Where no query sees the keys, V may still be on its way.
             pipelines.v.consumer_wait(v_state)
-            dv.write(regs.acc_dV, mmas.dv, thread, group)
+            if cutlass.const_expr(not self.splits):
+                dv.write(regs.acc_dV, mmas.dv, thread, group)
+            else:
+                dv.written.arrive()
             regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
             keys_barrier().arrive_and_wait()
-            dk.write(regs.acc_dK, mmas.dk, thread, group, k_state.index)
+            if cutlass.const_expr(not self.splits):
+                dk.write(regs.acc_dK, mmas.dk, thread, group, k_state.index)
+            else:
+                # K and V may be loaded anew while parts are added up.
+                dk.written.arrive()
+                tiles = operands.shared.tiles.at_keys(config.tile_n, segment)
+                rows = self.key_rows(sequences, segment)
+                parts.finish((regs.acc_dK, regs.acc_dV), work, tiles, rows)
             k_state.advance()
             v_state.advance()
         turns.finish()
@@ -749,25 +815,27 @@ class Backward(AttentionKernel):
         cursor = schedule.begin(cursor)
         while schedule.is_valid(cursor):
             segment = schedule.segment(cursor)
-            n_block, head_kv, batch = self.keys_of(schedule, segment)
+            work = self.work_of(operands, schedule, segment)
             sequence = sequences.sequence(segment)
             pipelines.k.consumer_wait(k_state)
-            for h in cutlass.range(operands.qhead_per_kvhead, unroll=1):
-                head = head_kv * operands.qhead_per_kvhead + h
-                blocks = self.query_blocks(mask.at(batch, head), n_block, sequence)
+            for h in cutlass.range(work.num_heads, unroll=1):
+                of_head = mask.at(work.batch, work.first_head + h)
+                blocks = self.blocks_of(operands, of_head, work, sequence)
                 step = QueryGradientStep(config, regs, smem, pipelines, k_state.index, thread)
                 for _ in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     ds_state, staged_state = step.next(ds_state, staged_state)
             keys_barrier().arrive()
             cursor = schedule.next(cursor)
-            place = n_block, head_kv, sequences.gradients_of_keys(segment)
+            place = work.n_block, work.head_kv, sequences.gradients_of_keys(segment)
             if is_storing:
                 dv.written.arrive_and_wait()
-                dv.store(*place)
+                if cutlass.const_expr(not self.splits):
+                    dv.store(*place)
                 pipelines.v.consumer_release(v_state)
             dk.written.arrive_and_wait()
             if is_storing:
-                dk.store(*place, k_state.index)
+                if cutlass.const_expr(not self.splits):
+                    dk.store(*place, k_state.index)
                 pipelines.k.consumer_release(k_state)
             k_state.advance()
             v_state.advance()

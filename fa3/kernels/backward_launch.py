@@ -226,6 +226,7 @@ class BackwardArguments(NamedTuple):
         num_sequences: how many are packed; None without.
         dropout: see `DropoutArguments`; None without.
         begin: what it takes to begin queries, see `BeginArguments`.
+        split: how CTAs share key tiles; None if each has its own.
     """
 
     q: object
@@ -248,6 +249,7 @@ class BackwardArguments(NamedTuple):
     num_sequences: int | None = None
     dropout: DropoutArguments | None = None
     begin: "BeginArguments | None" = None
+    split: "SplitArguments | None" = None
 
     @classmethod
     def symbolic(cls, kernel, sizes: "CallSizes") -> "BackwardArguments":
@@ -282,7 +284,28 @@ class BackwardArguments(NamedTuple):
             begin=BeginArguments.symbolic(
                 spec, sizes, kernel.has_words, schedule.is_ragged, kernel.has_used_q
             ),
+            split=SplitArguments.symbolic() if kernel.splits else None,
         )
+
+
+class SplitArguments(NamedTuple):
+    """How CTAs share key tiles, see `KeySplit` and `GradientParts`.
+
+    Fields:
+        head_parts: CTAs among which a key tile's query heads are divided equally.
+        block_parts: CTAs among which the query blocks of these heads are divided.
+        parts: float32, the sums of dK and dV.
+        part_counters: int32, 0 before the kernel.
+    """
+
+    head_parts: int
+    block_parts: int
+    parts: object
+    part_counters: object
+
+    @classmethod
+    def symbolic(cls) -> "SplitArguments":
+        return cls(Int32(0), Int32(0), numbers(), words_of_tiles())
 
 
 class BeginArguments(NamedTuple):

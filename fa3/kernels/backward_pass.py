@@ -18,6 +18,7 @@ from fa3.kernels.backward_launch import (
     BackwardArguments,
     BeginArguments,
     CallSizes,
+    SplitArguments,
     numbers,
 )
 from fa3.kernels.tile_table import TileTable, TileTableArguments
@@ -38,6 +39,8 @@ class PassArguments(NamedTuple):
             they exist. Without a table `table_at` is that of the counters.
         sections_before: how many sections `BackwardBegin` begins.
         capacity, shift, and the four after them: of packed sequences; None without.
+        head_parts, block_parts, part_counters_at, parts_at: of a split, see `SplitArguments`, and
+            where its counters, behind the others, and its sums begin; None without.
     """
 
     q: object
@@ -71,6 +74,10 @@ class PassArguments(NamedTuple):
     cu_seqlens_k: object = None
     seqused_q: object = None
     seqused_k: object = None
+    head_parts: int | None = None
+    block_parts: int | None = None
+    part_counters_at: int | None = None
+    parts_at: int | None = None
 
     @classmethod
     def symbolic(cls, of: "BackwardPass") -> "PassArguments":
@@ -83,6 +90,9 @@ class PassArguments(NamedTuple):
             | {"buffer": numbers(), "sections_before": Int32(0)}
             | dict.fromkeys(("sums_at", "table_at", "counters_at", "words_at"), Int64(0))
         )
+        if of.main.splits:
+            named |= dict.fromkeys(("head_parts", "block_parts"), Int32(0))
+            named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
         return cls(**{name: named[name] for name in cls._fields if name in named})
 
 
@@ -130,6 +140,7 @@ class BackwardPass:
             "kept": None,
             "table": None,
             "num_sequences": None,
+            "split": None,
         }
         if cutlass.const_expr(self.main.has_words):
             count = call.buffer.shape[0] - call.words_at
@@ -153,6 +164,14 @@ class BackwardPass:
                 "num_ctas": Int32(1),
             }
             self.table(*chosen(TileTableArguments, named), stream)
+        if cutlass.const_expr(self.main.splits):
+            count = Int32(call.words_at - call.part_counters_at)
+            named["split"] = SplitArguments(
+                call.head_parts,
+                call.block_parts,
+                numbers_from(buffer + call.parts_at, call.buffer.shape[0] - call.parts_at),
+                integers_from(buffer + call.part_counters_at, count),
+            )
         of_call = call.q, call.k, call.heads_per_section, named["num_sequences"]
         sections = self.main.sections(*of_call)
         named["num_tiles"] = sections.tiles_before(call.sections_before)

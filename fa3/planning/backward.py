@@ -11,13 +11,15 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_word
 from fa3.kernels.backward_pass import BackwardPass
+from fa3.planning.gpu import H200
+from fa3.planning.key_split import KeyShares, choose_shares, may_split
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.schedules.dynamic import InTurn
-from fa3.scores.masks import Band
+from fa3.scores.masks import Band, Intersection, Sequence
 
 L2_BYTES = 48 << 20
 """Of Q, dO and dQ that tiles which run beside one another should share in L2. They take the query
@@ -115,15 +117,25 @@ class BackwardPlan:
 
     Fields:
         is_ordered: whether the sums of dQ are added up in a fixed order.
+        shares: how CTAs share key tiles.
     """
 
     problem: Problem
     config: BackwardConfig
     is_ordered: bool = False
+    shares: KeyShares = KeyShares()  # noqa: RUF009
 
     @classmethod
-    def of(cls, problem: Problem, is_ordered: bool = False) -> "BackwardPlan":
-        return cls(problem, choose_backward_config(problem.spec), is_ordered)
+    def of(
+        cls, problem: Problem, is_ordered: bool = False, num_sms: int = H200.num_sms
+    ) -> "BackwardPlan":
+        config, heads = choose_backward_config(problem.spec), problem.num_heads_kv * problem.batch
+        sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
+        shares = KeyShares()
+        if may_split(-(-problem.seqlen_k // config.tile_n) * heads, num_sms):
+            blocks = blocks_of_key_tiles(problem.spec, config, sequence, is_ordered)
+            shares = choose_shares(blocks, heads, problem.qhead_per_kvhead, num_sms)
+        return cls(problem, config, is_ordered, shares)
 
     @property
     def entry(self) -> BackwardPass:
@@ -131,7 +143,7 @@ class BackwardPlan:
         spec, config = self.problem.spec, self.config
         return BackwardPass(
             BackwardBegin(begin_spec(spec), config),
-            Backward(spec, config, InTurn, self.is_ordered),
+            Backward(spec, config, InTurn, self.is_ordered, splits=self.shares.parts > 1),
         )
 
     @property
@@ -151,7 +163,12 @@ class BackwardPlan:
     @property
     def most_ctas(self) -> int:
         """CTAs of the backward kernel that find work."""
-        return max(self.num_key_tiles, ctas_that_end(self.num_query_tiles))
+        return max(self.num_parts, ctas_that_end(self.num_query_tiles))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of all key tiles."""
+        return self.num_key_tiles * self.shares.parts
 
     @property
     def numbers_of_statistics(self) -> int:
@@ -165,7 +182,7 @@ class BackwardPlan:
 
     @property
     def words_of_counters(self) -> int:
-        """int32 that the backward kernel counts in."""
+        """int32 that the backward kernel counts in; behind them are `words_of_key_parts`."""
         return words_of_counters(self.num_sections)
 
     @property
@@ -205,6 +222,28 @@ class BackwardPlan:
             beside = max(TILES_OF_SECTION // of_head, min(least, MOST_TILES_OF_SECTION // of_head))
         sections = max(1, round(heads / max(1, min(fitting, beside))))
         return -(-heads // sections)
+
+
+def words_of_key_parts(num_parts: int) -> int:
+    """int32 that count parts of shared key tiles, by warp."""
+    return num_parts * WARPS * MMA_GROUPS
+
+
+def numbers_of_key_parts(num_parts: int, spec: AttentionSpec, config: BackwardConfig) -> int:
+    """float32 that the sums of dK and dV of so many parts take."""
+    return num_parts * config.tile_n * (padded(spec.head_dim) + padded(spec.head_dim_v))
+
+
+def blocks_of_key_tiles(
+    spec: AttentionSpec, config: BackwardConfig, sequence: Sequence, is_ordered: bool
+) -> tuple[int, ...]:
+    """Query blocks of a head that see each key tile, in the order in which CTAs take the tiles."""
+    mask, tile_m, tile_n = spec.mask, config.tile_m, config.tile_n
+    band = mask.band if isinstance(mask, Intersection) else mask
+    begins = range(0, sequence.seqlen_k, tile_n)
+    of_tiles = (band.query_blocks(begin, tile_n, tile_m, sequence) for begin in begins)
+    counts = tuple(max(0, blocks.end - blocks.begin) for blocks in of_tiles)
+    return counts[::-1] if is_ordered else counts
 
 
 def words_of_counters(sections: int) -> int:

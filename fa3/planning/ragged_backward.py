@@ -12,12 +12,13 @@ from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
-from fa3.planning.backward import begin_spec, choose_backward_config
+from fa3.planning.backward import begin_spec, blocks_of_key_tiles, choose_backward_config
+from fa3.planning.key_split import KeyShares, choose_shares, may_split
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.primitives.shared_memory import padded
-from fa3.problem import REMEMBERED, AttentionSpec
+from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.schedules.ragged_keys import RaggedKeyTiles
-from fa3.scores.masks import Intersection
+from fa3.scores.masks import Intersection, Sequence
 
 SECTIONS = 4
 """Sections of heads, so that a quarter of the queries is begun before the backward kernel."""
@@ -34,12 +35,14 @@ class RaggedBackwardPlan:
         spec: what the backward kernel is compiled for, besides its tiling.
         has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
         is_ordered: whether the sums of dQ are added up in a fixed order.
+        splits: whether CTAs share key tiles.
     """
 
     spec: AttentionSpec
     has_used_q: bool
     has_used_k: bool
     is_ordered: bool
+    splits: bool = False
 
     @property
     def config(self) -> BackwardConfig:
@@ -51,7 +54,7 @@ class RaggedBackwardPlan:
         spec, config, mask = self.spec, self.config, self.spec.mask
         band = mask.band if isinstance(mask, Intersection) else mask
         lengths = self.has_used_q, self.has_used_k
-        main = Backward(spec, config, RaggedKeyTiles, self.is_ordered, self.has_used_q)
+        main = Backward(spec, config, RaggedKeyTiles, self.is_ordered, self.has_used_q, self.splits)
         return BackwardPass(
             BackwardBegin(begin_spec(spec), config, True, self.has_used_q, main.has_words),
             main,
@@ -72,6 +75,41 @@ class RaggedBackwardPlan:
     def words_of_tile(self) -> int:
         """int32 that the words of the sums take for a tile of queries."""
         return int(self.entry.main.has_words)
+
+
+def shares_of_packed(
+    spec: AttentionSpec,
+    window: Window,
+    total_q: int,
+    total_k: int,
+    longest_q: int,
+    heads_q: int,
+    heads_kv: int,
+    is_ordered: bool,
+    num_sms: int,
+) -> KeyShares:
+    """How CTAs share the key tiles of packed sequences, whose lengths the host does not know.
+
+    It is chosen for as many sequences of the longest length as the rows hold: long sequences have
+    most of the work. Lengths are rounded, so that steps of a training lead to few choices.
+    """
+    config = config_for(spec)
+    if not may_split(total_k // config.tile_n * heads_kv, num_sms):
+        return KeyShares()
+    longest_q = max(1, min(longest_q, total_q))
+    sequences = max(1, total_q // longest_q)
+    lengths = rounded_length(longest_q), rounded_length(max(1, total_k // sequences))
+    blocks = blocks_of_key_tiles(spec, config, Sequence(*lengths, window), is_ordered)
+    return choose_shares(blocks, heads_kv * sequences, heads_q // heads_kv, num_sms)
+
+
+config_for = functools.lru_cache(maxsize=REMEMBERED)(choose_backward_config)
+
+
+def rounded_length(length: int) -> int:
+    """A length to three binary digits, upwards."""
+    unit = 1 << max(0, length.bit_length() - 3)
+    return -(-length // unit) * unit
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

@@ -46,6 +46,10 @@ class QueryTiles(NamedTuple):
         """The numbers for a segment's sequence."""
         return self
 
+    def at_keys(self, tile_n: int, segment) -> "QueryTiles":
+        """The numbers of key tiles for a segment's sequence."""
+        return self
+
 
 class PackedQueryTiles(NamedTuple):
     """Numbers the tiles of queries (m_block, head, batch) of packed sequences.
@@ -72,6 +76,10 @@ class PackedQueryTiles(NamedTuple):
     def at(self, tile_m: int, segment) -> "PackedQueryTiles":
         """The numbers for a segment's sequence."""
         return self.of_sequence(tile_m, segment.record.begin_q, segment.record.batch)
+
+    def at_keys(self, tile_n: int, segment) -> "PackedQueryTiles":
+        """The numbers of key tiles for a segment's sequence."""
+        return self.of_sequence(tile_n, segment.record.begin_k, segment.record.batch)
 
     def of_sequence(self, tile_m: int, begin_q, batch) -> "PackedQueryTiles":
         """The numbers for a sequence."""

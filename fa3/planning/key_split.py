@@ -1,0 +1,85 @@
+"""How many CTAs of the backward kernel share a key tile, so that all SMs have work.
+
+A CTA has a key tile and all query heads that share its keys. With few key/value heads these are too
+few CTAs, and with a causal mask they differ in length. Then CTAs share a key tile: each has some of
+the query heads, or some of the query blocks of one head (`fa3.primitives.gradient_parts`).
+"""
+
+import functools
+import heapq
+from typing import NamedTuple
+
+from fa3.problem import REMEMBERED
+
+STEPS_OF_TILE = 3.0
+"""Time that a key tile takes besides its query blocks, in blocks: the first loads and the end."""
+
+STEPS_OF_PART = 3.0
+"""Time that a part takes besides, in blocks: it writes dK and dV in fp32, or reads them."""
+
+MOST_UNITS = 8
+"""Parts of key tiles for each SM, at most. With more of them there is nothing to balance."""
+
+BLOCK_PARTS = (1, 2, 3, 4, 6, 8)
+"""Parts of the query blocks of one head."""
+
+MOST_OF_TIME = 0.98
+"""A split must take less than this part of the time without, by the model."""
+
+
+class KeyShares(NamedTuple):
+    """How a key tile is shared: by `head_parts` times `block_parts` CTAs."""
+
+    head_parts: int = 1
+    block_parts: int = 1
+
+    @property
+    def parts(self) -> int:
+        return self.head_parts * self.block_parts
+
+
+def may_split(num_tiles: int, num_sms: int) -> bool:
+    """Whether there are so few key tiles, of all heads, that a split may gain anything."""
+    return 2 * num_tiles <= MOST_UNITS * num_sms
+
+
+def ways_to_share(group: int) -> list[KeyShares]:
+    """All ways to share a key tile of `group` query heads: equally many heads for each CTA."""
+    by_heads = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
+    return by_heads + [KeyShares(group, n) for n in BLOCK_PARTS[1:]]
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def choose_shares(blocks: tuple[int, ...], heads: int, group: int, num_sms: int) -> KeyShares:
+    """Choose how CTAs share key tiles, by the time until the last CTA ends.
+
+    Args:
+        blocks: query blocks of one head that see each key tile, in the order of the tiles.
+        heads: key/value heads, of all sequences.
+        group: query heads that share a key/value head.
+    """
+    whole = KeyShares()
+    best, least = whole, time_of(blocks, heads, group, num_sms, whole) * MOST_OF_TIME
+    for shares in ways_to_share(group)[1:]:
+        if len(blocks) * heads * shares.parts > MOST_UNITS * num_sms:
+            continue
+        time = time_of(blocks, heads, group, num_sms, shares)
+        if time < least:
+            best, least = shares, time
+    return best
+
+
+def time_of(
+    blocks: tuple[int, ...], heads: int, group: int, num_sms: int, shares: KeyShares
+) -> float:
+    """The time until the last CTA ends, in query blocks; a free CTA takes the next part."""
+    besides = STEPS_OF_TILE + (STEPS_OF_PART if shares.parts > 1 else 0.0)
+    share = group / shares.parts
+    if len(blocks) * heads * shares.parts > MOST_UNITS * num_sms:
+        return (sum(blocks) * share + besides * len(blocks)) * heads * shares.parts / num_sms
+    free = [0.0] * num_sms
+    for count in blocks:
+        time = besides + count * share
+        for _ in range(heads * shares.parts):
+            heapq.heapreplace(free, free[0] + time)
+    return max(free)

@@ -1,0 +1,230 @@
+"""Key tiles that several CTAs share in the backward kernel: who does what, and the sum of their dK
+and dV.
+
+With few key/value heads there are fewer key tiles than SMs. Then several CTAs take the same key
+tile, each with some of its query heads, and of a head with some of its query blocks (`KeySplit`).
+Each has a part of dK and dV, and `GradientParts` adds the parts up in a binary tree:
+
+    parts         0   1   2   3   4          A warp that finishes a node of the tree looks at the
+    first level   0 + 1   2 + 3   4          node's sibling. If the sibling's sum is in memory, the
+    second level  0 ....+ 2       4          warp adds it and goes up. Otherwise the warp writes its
+    third level   0 ............+ 4          own sum to memory and is done.
+
+So no warp waits for another. The last warp at the root writes dK and dV. A sum of two numbers does
+not depend on their order, so the bits do not depend on who is last.
+
+Each warp adds up its own accumulator rows: the same warps of all CTAs have counters of their own.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from fa3.primitives.divisor import Divisor
+from fa3.primitives.fragments import as_rows_and_columns
+from fa3.primitives.query_tiles import (
+    PAIR,
+    PackedQueryTiles,
+    QueryTiles,
+    in_quads,
+    quads_of_lane,
+)
+from fa3.primitives.vectors import QUAD, vector_of
+from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
+
+
+class KeyWork(NamedTuple):
+    """What a CTA does of a key tile.
+
+    Fields:
+        n_block, head_kv, batch: the key tile.
+        first_head, num_heads: its query heads.
+        part: which part of the key tile; 0 without a split.
+    """
+
+    n_block: Int32
+    head_kv: Int32
+    batch: Int32
+    first_head: Int32
+    num_heads: Int32
+    part: Int32
+
+
+class KeySplit(NamedTuple):
+    """How CTAs share a key tile.
+
+    Fields:
+        parts: CTAs of a key tile.
+        block_parts: CTAs that share the query blocks of the same heads.
+        num_heads: query heads of a CTA.
+    """
+
+    parts: Divisor
+    block_parts: Divisor
+    num_heads: Int32
+
+    @classmethod
+    def of(cls, head_parts, block_parts, qhead_per_kvhead) -> "KeySplit":
+        """The split into `head_parts`, a divisor of the query heads, times `block_parts`."""
+        parts = Divisor.of(head_parts * block_parts)
+        return cls(parts, Divisor.of(block_parts), qhead_per_kvhead // head_parts)
+
+    def work(self, n_block, head, batch, qhead_per_kvhead) -> KeyWork:
+        """The work with number `head` among all parts of all key/value heads."""
+        head_kv = self.parts.quotient(head)
+        part = head - head_kv * self.parts.value
+        first_head = head_kv * qhead_per_kvhead + self.block_parts.quotient(part) * self.num_heads
+        return KeyWork(n_block, head_kv, batch, first_head, self.num_heads, part)
+
+    def blocks(self, blocks, part):
+        """A part's query blocks, `fa3.scores.masks.Blocks`; there may be none."""
+        share = part - self.block_parts.quotient(part) * self.block_parts.value
+        begin, count = blocks.begin, blocks.end - blocks.begin
+        first = begin + self.block_parts.quotient(count * share)
+        end = begin + self.block_parts.quotient(count * (share + 1))
+        return blocks.walked(first, end)
+
+
+class SharedKeyTiles(NamedTuple):
+    """The global tensors of key tiles that CTAs share.
+
+    Fields:
+        tiles: numbers the key tiles (n_block, head_kv, batch).
+        buffer: float32; a slot for each part, with a run for each warp, with quads of each thread.
+        counters: int32, 0 before the kernel; one for each part and warp. The counter of a node of
+            the tree is the counter of its right child's first part.
+        dk, dv: (batch, rows, heads_kv, head_dim), receive the gradients.
+    """
+
+    split: KeySplit
+    tiles: QueryTiles | PackedQueryTiles
+    buffer: cute.Tensor
+    counters: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class KeyRows(NamedTuple):
+    """Where the keys of a sequence lie in dK and dV.
+
+    Fields:
+        batch, begin, length: its batch entry, its first row there and the number of its rows.
+    """
+
+    batch: Int32
+    begin: Int32
+    length: Int32
+
+
+@dataclass(frozen=True)
+class GradientParts:
+    """Sums of dK and dV of shared key tiles, for one warp.
+
+    Fields:
+        tensors: the buffers and the gradients.
+        warp: this warp among the MMA warps of a CTA, and `warps` their number.
+        shares_keys: whether both MMA warpgroups have the same keys, and half of the columns each.
+    """
+
+    tensors: SharedKeyTiles
+    warp: Int32
+    warps: int
+    shares_keys: bool
+
+    @cute.jit
+    def finish(self, accs: tuple, work: KeyWork, tiles, rows: KeyRows):
+        """Add this warp's rows of dK and dV to the other parts; the last warp writes them.
+
+        Args:
+            accs: the accumulators of dK and dV.
+            tiles: numbers the key tiles of the sequence.
+            rows: where the sequence's keys lie.
+        """
+        parts, part = self.tensors.split.parts.value, work.part
+        first_slot = Int32(tiles.number((work.n_block, work.head_kv, work.batch))) * parts
+        # A node is a range of parts: [first, first + span), or less where the parts end.
+        first, span, is_last = part, Int32(1), Boolean(True)
+        while is_last and span < parts:
+            is_right = (first & span) != 0
+            left = first - span if is_right else first
+            right = left + span
+            if right < parts:
+                sibling = left if is_right else right
+                slots = (first_slot + number for number in (first, sibling, right))
+                is_last = self.join(accs, *slots)
+            first = left
+            span = span * 2
+        if is_last:
+            self.write(accs[0], self.tensors.dk, work, rows)
+            self.write(accs[1], self.tensors.dv, work, rows)
+
+    @cute.jit
+    def join(self, accs: tuple, own, sibling, node) -> Boolean:
+        """Add the sibling's sum to this warp's, or leave this warp's for the sibling.
+
+        Args:
+            own, sibling: the slots of their sums.
+            node: the part whose counter tells whether one of the sums is in memory.
+
+        Returns:
+            whether the sibling's sum has been added.
+        """
+        counter = self.tensors.counters.iterator + (node * self.warps + self.warp)
+        count = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        count = cute.arch.shuffle_sync(count, 0)
+        if count == 0:
+            self.move(accs, own, is_store=True)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                count = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+            count = cute.arch.shuffle_sync(count, 0)
+        if count != 0:
+            self.move(accs, sibling, is_store=False)
+        return count != 0
+
+    @cute.jit
+    def move(self, accs: tuple, slot, is_store: cutlass.Constexpr):
+        """Store the accumulators to a slot, or add what is in the slot."""
+        quads = [quad for acc in accs for quad in quads_of(acc)]
+        run = (Int64(slot) * self.warps + self.warp) * (len(quads) * WARP * QUAD)
+        first = self.tensors.buffer.iterator + run
+        memory = quads_of_lane(first, cute.arch.lane_idx(), len(quads))
+        other = cute.make_rmem_tensor(QUAD, Float32)
+        for i in cutlass.range_constexpr(len(quads)):
+            if cutlass.const_expr(is_store):
+                cute.autovec_copy(quads[i], memory[None, i])
+            else:
+                cute.autovec_copy(memory[None, i], other)
+                quads[i].store(quads[i].load() + other.load())
+
+    @cute.jit
+    def write(self, acc: cute.Tensor, target: cute.Tensor, work: KeyWork, rows: KeyRows):
+        """Write this warp's rows of an accumulator to a gradient, as far as there are keys."""
+        group, lane, fragment = self.warp // WARPS, cute.arch.lane_idx(), as_rows_and_columns(acc)
+        slab, share = work.n_block * (self.warps // WARPS) + group, 0
+        if cutlass.const_expr(self.shares_keys):
+            slab, share = work.n_block, group
+        pairs = cute.size(fragment, mode=[1]) // PAIR
+        first = share * pairs * 4 + lane % 4
+        for r in cutlass.range_constexpr(2):
+            row = slab * ROWS + self.warp % WARPS * ROWS_OF_WARP + lane // 4 + 8 * r
+            if row < rows.length:
+                of_row = target[rows.batch, rows.begin + row, work.head_kv, None]
+                for i in cutlass.range_constexpr(pairs):
+                    pair = cute.make_rmem_tensor(PAIR, target.element_type)
+                    for j in cutlass.range_constexpr(PAIR):
+                        pair[j] = fragment[r, PAIR * i + j].to(target.element_type)
+                    # A head size that is not padded has room for all pairs.
+                    if (first + 4 * i) * PAIR < of_row.shape[0]:
+                        cute.autovec_copy(pair, vector_of(of_row, first + 4 * i, PAIR))
+
+
+def quads_of(acc: cute.Tensor) -> list[cute.Tensor]:
+    """The quads of an accumulator."""
+    quads = in_quads(acc)
+    return [quads[None, i] for i in range(cute.size(quads, mode=[1]))]
