@@ -28,6 +28,25 @@ GRADIENTS = ("dq", "dk", "dv")
 FEW = named("few", 8, (K, K), (12, 12), (64, 64))
 """Few tiles: the host shows where a graph does not hide it."""
 
+FEW_HEADS = [
+    named("heads" if d == 128 else f"heads-d{d}", batch, (seqlen, seqlen), heads, (d, d))
+    for heads, batch, seqlen, d in (
+        ((6, 1), 1, K, 128),
+        ((8, 1), 1, 4 * K, 128),
+        ((8, 1), 1, 8 * K, 128),
+        ((8, 1), 1, 32 * K, 128),
+        ((16, 1), 1, 2 * K, 64),
+        ((16, 2), 1, 8 * K, 128),
+        ((16, 2), 2, 3 * K, 128),
+        ((8, 2), 1, 4 * K, 256),
+        ((28, 4), 1, 6000, 128),
+        ((40, 8), 1, 3000, 128),
+        ((64, 8), 1, 2 * K, 128),
+        ((32, 8), 1, 4 * K, 128),
+    )
+]
+"""Few key/value heads, as under tensor parallelism: fewer key tiles than SMs, or hardly more."""
+
 PACKED = packed.lognormal(64 * K)
 
 SHAPES: list[Cell] = [
@@ -38,12 +57,14 @@ SHAPES: list[Cell] = [
     ),
     named("gqa", 2, (4 * K, 4 * K), (32, 8)),
     FEW,
+    *FEW_HEADS,
     PACKED,
 ]
 
 ORDERED = {
     *(f"d128-{mask}-{s}" for mask in MASKS for s in (K, 4 * K, 16 * K)),
     "d64-causal-4096",
+    *(cell.name for cell in FEW_HEADS),
     PACKED.name,
 }
 """Shapes on which deterministic gradients are measured beside the others."""

@@ -23,7 +23,7 @@ WINDOWS = (Window(), CAUSAL, Window(300, 0), Window(40, 20), Window(left=70))
 
 FORCED = (
     *((1, 1, KeyShares(1, n)) for n in (2, 3, 8)),
-    *((2, 1, KeyShares(2, n)) for n in (1, 2, 6)),
+    *((2, 2, KeyShares(2, n)) for n in (1, 2, 6)),
     *((1, 7, KeyShares(7, n)) for n in (1, 3)),
     *((2, 6, KeyShares(n, 1)) for n in (2, 3)),
     *((1, 8, KeyShares(n, 1)) for n in (2, 4, 8)),

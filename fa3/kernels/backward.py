@@ -745,7 +745,8 @@ class Backward(AttentionKernel):
                 own = thread, group, scores_barrier(), turns, dropout
                 step = GradientStep(config, mmas, regs, smem, pipelines, *of_keys, rules, *own)
                 q_state, do_state = step.all(blocks, q_state, do_state)
-            cursor = schedule.next(cursor)
+            if cutlass.const_expr(not self.splits):
+                cursor = schedule.next(cursor)
             # Where no query sees the keys, V may still be on its way.
             pipelines.v.consumer_wait(v_state)
             if cutlass.const_expr(not self.splits):
@@ -762,6 +763,8 @@ class Backward(AttentionKernel):
                 tiles = operands.shared.tiles.at_keys(config.tile_n, segment)
                 rows = self.key_rows(sequences, segment)
                 parts.finish((regs.acc_dK, regs.acc_dV), work, tiles, rows)
+                # Not before: what is known of the next tile takes registers, too.
+                cursor = schedule.next(cursor)
             k_state.advance()
             v_state.advance()
         turns.finish()

@@ -190,7 +190,7 @@ class BackwardPlan:
         """How many sections the kernel before begins."""
         if not begins_inside(self.problem.seqlen_k, self.problem.window):
             return self.num_sections
-        of_section = self.heads_per_section * self.key_tiles_of_head
+        of_section = self.heads_per_section * self.key_tiles_of_head * self.shares.parts
         return min(self.num_sections, -(-TILES_BEFORE // of_section))
 
     @property
@@ -209,18 +209,20 @@ class BackwardPlan:
         beside one another: so a head's tiles add to dQ at the same time.
 
         A few more or less, where sections are about equal then: the last one is not to be small.
+        Where CTAs share key tiles, parts of them count as heads: each has other query heads.
         """
-        problem = self.problem
+        problem, shares = self.problem, self.shares
         heads = problem.num_heads_kv * problem.batch
-        fitting = rows_in_l2(problem.spec) // problem.seqlen_q
+        fitting = rows_in_l2(problem.spec) // problem.seqlen_q * shares.block_parts
         of_head = self.key_tiles_of_head
         if problem.window.right == NO_BOUND:
             beside = TILES_OF_SECTION * (2 if self.is_ordered else 1) // of_head
         else:
-            is_small = self.num_key_tiles >= ENOUGH_TILES and not self.is_ordered
+            is_small = self.num_parts >= ENOUGH_TILES and not self.is_ordered
             least = HEADS_OF_SECTION if is_small else MORE_HEADS_OF_SECTION
             beside = max(TILES_OF_SECTION // of_head, min(least, MOST_TILES_OF_SECTION // of_head))
-        sections = max(1, round(heads / max(1, min(fitting, beside))))
+        in_section = max(1, min(fitting, beside) // shares.parts)
+        sections = max(1, round(heads / in_section))
         return -(-heads // sections)
 
 

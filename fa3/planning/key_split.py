@@ -17,7 +17,7 @@ STEPS_OF_TILE = 3.0
 STEPS_OF_PART = 3.0
 """Time that a part takes besides, in blocks: it writes dK and dV in fp32, or reads them."""
 
-MOST_UNITS = 8
+MOST_UNITS = 16
 """Parts of key tiles for each SM, at most. With more of them there is nothing to balance."""
 
 BLOCK_PARTS = (1, 2, 3, 4, 6, 8)

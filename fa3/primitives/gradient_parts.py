@@ -160,6 +160,8 @@ class GradientParts:
         if is_last:
             self.write(accs[0], self.tensors.dk, work, rows)
             self.write(accs[1], self.tensors.dv, work, rows)
+        # What follows multiplies, for which lanes must be together.
+        cute.arch.sync_warp()
 
     @cute.jit
     def join(self, accs: tuple, own, sibling, node) -> Boolean:

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from fa3.primitives.vectors import QUAD
 from fa3.schedules.order import Planned, TileOrder
 from fa3.schedules.segment import Segment
 from fa3.schedules.single import SingleTile
@@ -130,12 +131,18 @@ class Dynamic(Planned):
         """Put what is told of a tile into the mailbox, at most `told` numbers; one warp of the
         producer calls this."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
-        numbers = cute.make_rmem_tensor(self.told, Int32)
-        for i in cutlass.range_constexpr(len(words)):
-            numbers[i] = words[i]
+        vectors = [words[i : i + QUAD] for i in range(0, len(words), QUAD)]
         cute.arch.mbarrier_wait(self.mailbox.empty + slot, (round_of_slot + 1) % 2)
         if cute.arch.lane_idx() == 0:
-            cute.autovec_copy(numbers, self.mailbox.numbers[None, slot])
+            for i in cutlass.range_constexpr(len(vectors)):
+                # No more words than there are: ptxas does not count registers without a value, and
+                # a warp that stored some beyond its own was stopped for an illegal instruction.
+                numbers = cute.make_rmem_tensor(len(vectors[i]), Int32)
+                for j in cutlass.range_constexpr(len(vectors[i])):
+                    numbers[j] = vectors[i][j]
+                place = self.mailbox.numbers[None, slot].iterator + QUAD * i
+                target = cute.make_tensor(place.align(min(16, 4 * self.told)), numbers.layout)
+                cute.autovec_copy(numbers, target)
             cute.arch.mbarrier_arrive(self.mailbox.full + slot)
 
     @property
