@@ -27,12 +27,15 @@ bench: $(READY)
 pages: $(READY)
 	$(BIN)/python -m docs.pages.support
 	$(BIN)/python -m docs.pages.performance
+	$(BIN)/python -m docs.pages.gallery
+	$(BIN)/python -m docs.pages.start
 
 docs: $(READY)
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r $(PAGES) build/pages
-	$(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python -m docs.pages.site build/pages
+	$(BIN)/zensical build --clean --strict
 
 package: $(READY)
 	.ci/package '$(TORCH)'

@@ -58,7 +58,7 @@ ELEMENTS = {"bfloat16": Element(2, True), "float16": Element(2, False)}
 class AttentionSpec:
     """Everything that changes generated code except tiling. The spec is the compile key.
 
-    Fields:
+    Attributes:
         dtype: element type of q, k and v, one of `ELEMENTS`, which out has too.
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
@@ -111,7 +111,7 @@ class AttentionSpec:
 class Problem:
     """A spec and the sizes of one call.
 
-    Fields:
+    Attributes:
         qhead_per_kvhead: query heads that share one key/value head (1 is MHA).
         window: the run-time half of `spec.mask`.
     """

@@ -52,7 +52,7 @@ MERGE_BYTES = 100_000
 class SchedulerMetadata:
     """What calls of one shape have in common, and how they are run.
 
-    Fields:
+    Attributes:
         dtype: of q and the cache.
         page_size: tokens of a page; None without pages.
         window: the keys that a query sees, with causal folded in.

@@ -31,7 +31,7 @@ from fa3.scores import masks
 class Plan:
     """How one problem runs: the kernel's config, and the schedule its clusters walk.
 
-    Fields:
+    Attributes:
         is_arranged: whether the caller gave the order of the tiles.
         considered: the candidates that the planner compared, with their predicted times.
     """

@@ -1,0 +1,92 @@
+"""The gallery of masks and scores: its code runs, and its pictures show what the calls compute."""
+
+import pytest
+import torch
+from problems import make_operands, make_problem
+from reference import visible
+from score_problems import NOTHING, modify
+
+from docs.pages.gallery import positions, run_page
+from fa3.kernels.forward import Forward
+from fa3.planning.planner import plan_forward
+from fa3.problem import Window
+from fa3.running.compiler import compile_kernel
+from fa3.schedules import StaticPersistent
+from fa3.tools.cubin import inspect
+
+SEQLEN = 24
+CAUSAL = visible(SEQLEN, SEQLEN, Window(right=0))
+
+
+@pytest.fixture(scope="module")
+def after():
+    return run_page()
+
+
+def expected_masks(after: dict) -> dict[str, torch.Tensor]:
+    """What each section's mask lets through, by plain comparisons and by the page's masks."""
+    at = positions(SEQLEN)
+    return {
+        "Causal": CAUSAL,
+        "Sliding window": visible(SEQLEN, SEQLEN, Window(5, 0)),
+        "Prefix LM": after["Prefix LM"]["prefix"].reference(at).cpu(),
+        "Documents": CAUSAL & after["Documents"]["documents"].reference(at).cpu(),
+    }
+
+
+def check_weights(after: dict) -> None:
+    """Equal weights on visible keys, and none on the others."""
+    for title, seen in expected_masks(after).items():
+        out = after[title]["out"][0].float().cpu()
+        expected = (seen / seen.sum(dim=1, keepdim=True)).float()
+        for head in range(8):
+            torch.testing.assert_close(out[:, head], expected, rtol=2**-8, atol=0, msg=title)
+
+
+def test_weights_are_those_of_the_masks(after):
+    check_weights(after)
+
+
+def test_masks_are_what_the_text_says(after):
+    prefix = after["Prefix LM"]["prefix"].reference(positions(SEQLEN))
+    assert prefix[:, :8].all() and torch.equal(prefix[:, 8:], CAUSAL[:, 8:])
+    documents = after["Documents"]["documents"].reference(positions(SEQLEN))
+    sizes = torch.block_diag(*(torch.ones(n, n) for n in (6, 11, 7)))
+    assert torch.equal(documents, sizes.bool())
+
+
+def test_alibi_adds_the_bias_that_is_drawn(after):
+    """The ratio of a weight to the weight of the row's own key is exp(-slope * distance)."""
+    out = after["ALiBi"]["out"][0].float()
+    distance = torch.arange(SEQLEN)[:, None] - torch.arange(SEQLEN)
+    for head, slope in enumerate(after["ALiBi"]["slopes"].tolist()):
+        ratio = out[:, head] / out[:, head].diagonal()[:, None]
+        expected = torch.exp(-slope * distance).tril()
+        torch.testing.assert_close(ratio, expected, rtol=2**-6, atol=0)
+
+
+def test_sinks_take_their_share(after):
+    names = after["Sinks"]
+    of_sink = (names["sinks"][:, None] - names["lse"][0]).exp()
+    weights = names["out"][0].float().sum(dim=-1).T
+    torch.testing.assert_close(weights + of_sink, torch.ones(8, SEQLEN), rtol=2**-7, atol=0)
+    expected = 1 / torch.arange(2.0, SEQLEN + 2).expand(8, SEQLEN)
+    torch.testing.assert_close(of_sink, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("section, name", [("Prefix LM", "prefix"), ("Documents", "documents")])
+def test_masks_compile_without_spills(after, section, name):
+    problem = make_problem(1, SEQLEN, SEQLEN)
+    q, _, _ = make_operands(problem)
+    modified, _ = modify(problem, q, NOTHING | {"mask": after[section][name]})
+    kernel = Forward(modified.spec, plan_forward(modified).config, StaticPersistent)
+    report = inspect(compile_kernel(kernel).cubin)
+    assert report.stack_bytes == 0 and report.spill_instructions == 0
+
+
+@pytest.mark.gpu
+def test_the_page_runs_on_the_gpu(device):
+    with torch.device(device):
+        after = run_page()
+        check_weights(after)
