@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fa3
-from docs.pages import performance, support
+from docs.pages import headline, performance, support
 from fa3.__main__ import main
 
 ROOT = Path(__file__).parents[1]
@@ -16,6 +16,19 @@ ROOT = Path(__file__).parents[1]
 def test_pages_are_up_to_date(module):
     name = module.__name__
     assert module.PAGE.read_text() == module.page(), f"run `python -m {name}`, and read the diff"
+
+
+def test_readme_shows_the_newest_speed():
+    text = (ROOT / "README.md").read_text()
+    hint = "run `python -m docs.pages.headline`, and copy what it prints into README.md"
+    assert headline.speed_chart() in text and headline.speed_table() in text, hint
+
+
+def test_readme_is_short_and_renders_on_a_package_index():
+    """A package index has neither the files of this repository nor its pictures."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 170
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == []
 
 
 def test_every_page_is_in_the_site_s_menu():
