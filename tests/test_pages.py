@@ -48,6 +48,22 @@ def test_links_lead_to_files():
     assert pages and wrong == []
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that a page's headings get."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def test_links_lead_to_headings():
+    wrong = []
+    for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "CONTRIBUTING.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+            there = page.parent / target if target else page
+            if there.suffix == ".md" and anchor not in anchors_of(there):
+                wrong.append((page.name, target, anchor))
+    assert wrong == []
+
+
 def test_the_plan_in_the_documentation_is_printed(capsys):
     shown = re.search(
         r"^\$ python -m fa3 plan (.*) --png .*\n([\s\S]*?)^Picture",
