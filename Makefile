@@ -27,6 +27,7 @@ bench: $(READY)
 pages: $(READY)
 	$(BIN)/python -m docs.pages.support
 	$(BIN)/python -m docs.pages.performance
+	$(BIN)/python -m docs.pages.headline
 
 docs: $(READY)
 	$(BIN)/pip install --quiet --editable '.[docs]'

@@ -1,17 +1,21 @@
-"""The table and the chart of speed in README, from the committed records of benchmarks.
+"""Writes the chart and the table of speed in README, from the committed records of benchmarks.
 
-    python -m docs.pages.headline
-
-Prints both. A test compares README with them.
+python -m docs.pages.headline
 """
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks import bench_backward, bench_decode, bench_varlen
 from benchmarks.results import CSV_NAME, OK, Row, read
-from docs.pages.performance import BACKWARD, DECODE, GRID, NAMES, PACKED, RECORDS
+from docs.pages.performance import BACKWARD, DECODE, GRID, NAMES, PACKED, RECORDS, ROOT
 from docs.pages.support import table
+
+
+PAGE = ROOT / "README.md"
+CHART = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^\| workload.*?\n(?!\|)", re.MULTILINE | re.DOTALL)
 
 
 class Kind(NamedTuple):
@@ -108,6 +112,14 @@ def speed_chart() -> str:
     return "```text\n" + "\n".join(text) + "\n```\n"
 
 
+def page() -> str:
+    """Return README as it should be."""
+    text, charts = CHART.subn(lambda _: speed_chart(), PAGE.read_text())
+    text, tables = TABLE.subn(lambda _: speed_table(), text)
+    if (charts, tables) != (1, 1):
+        raise LookupError(f"README must have one chart and one table, got {charts} and {tables}")
+    return text
+
+
 if __name__ == "__main__":
-    print(speed_chart())
-    print(speed_table())
+    PAGE.write_text(page())
