@@ -12,7 +12,6 @@ from benchmarks.results import CSV_NAME, OK, Row, read
 from docs.pages.performance import BACKWARD, DECODE, GRID, NAMES, PACKED, RECORDS, ROOT
 from docs.pages.support import table
 
-
 PAGE = ROOT / "README.md"
 CHART = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)
 TABLE = re.compile(r"^\| workload.*?\n(?!\|)", re.MULTILINE | re.DOTALL)
