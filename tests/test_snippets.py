@@ -1,7 +1,7 @@
 """The Python in README and in the guides runs: a page's blocks, in their order, are one program.
 
-A comment before a block says where it does not run: `<!-- needs a GPU -->`, or
-`<!-- not run here: why -->`. On a machine without a GPU, "cuda" becomes "cpu".
+A comment before a block may limit where it runs: `<!-- needs a GPU -->`, `<!-- compiles a kernel -->`
+or `<!-- not run here: why -->`. On a machine without a GPU, "cuda" becomes "cpu".
 """
 
 import ast
@@ -14,7 +14,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ON_GPU, NOT_HERE = "needs a GPU", "not run here: "
+ON_GPU, COMPILES, NOT_HERE = "needs a GPU", "compiles a kernel", "not run here: "
 
 PAGES = [
     "README.md",
@@ -28,16 +28,17 @@ PAGES = [
     "docs/scores-and-masks.md",
     "docs/transformers.md",
 ]
-COMPILING = ["docs/pytorch.md"]
-"""Pages whose program has torch compile."""
+COMPILING = ["docs/pytorch.md", "docs/planning.md"]
+"""Pages whose program compiles kernels, or has torch compile."""
 
 
-def program_of(page: str, device: str) -> str:
-    """Return a page's program for a device."""
+def program_of(page: str, device: str, compiles: bool) -> str:
+    """Return a page's program for a device, with or without what compiles kernels."""
     blocks = []
     for note, code in BLOCK.findall((ROOT / page).read_text()):
         ast.parse(code)
-        if note.startswith(NOT_HERE) or (note == ON_GPU and device == "cpu"):
+        left_out = (note == ON_GPU and device == "cpu") or (note == COMPILES and not compiles)
+        if left_out or note.startswith(NOT_HERE):
             continue
         blocks.append(code)
     return "\n\n".join(blocks).replace('"cuda"', f'"{device}"')
@@ -60,12 +61,12 @@ def small_model(name: str, attn_implementation: str, dtype: str) -> torch.nn.Mod
     return model
 
 
-def run(page: str, device: str, folder: Path, monkeypatch) -> None:
+def run(page: str, device: str, compiles: bool, folder: Path, monkeypatch) -> None:
     """Run a page's program from a file, as scores and masks need their source."""
     if page == "docs/transformers.md":
         transformers = pytest.importorskip("transformers", reason="needs Transformers")
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", small_model)
-    program = program_of(page, device)
+    program = program_of(page, device, compiles)
     assert program, f"{page} has no Python that runs"
     path = folder / "page.py"
     path.write_text(program)
@@ -75,19 +76,19 @@ def run(page: str, device: str, folder: Path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_runs(page, tmp_path, monkeypatch):
-    run(page, "cpu", tmp_path, monkeypatch)
+    run(page, "cpu", False, tmp_path, monkeypatch)
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("page", COMPILING)
-def test_runs_in_graphs(page, tmp_path, monkeypatch):
-    run(page, "cpu", tmp_path, monkeypatch)
+def test_runs_and_compiles(page, tmp_path, monkeypatch):
+    run(page, "cpu", True, tmp_path, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", PAGES + COMPILING)
+@pytest.mark.parametrize("page", sorted({*PAGES, *COMPILING}))
 def test_runs_on_the_gpu(page, tmp_path, monkeypatch, device):
-    run(page, "cuda", tmp_path, monkeypatch)
+    run(page, "cuda", True, tmp_path, monkeypatch)
 
 
 def test_notes_are_known():
@@ -95,8 +96,8 @@ def test_notes_are_known():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     found = [(page.name, note) for page in pages for note, _ in BLOCK.findall(page.read_text())]
     assert found
-    wrong = [one for one in found if one[1] and one[1] != ON_GPU]
-    assert [one for one in wrong if not one[1].startswith(NOT_HERE)] == []
+    unknown = [one for one in found if one[1] not in ("", ON_GPU, COMPILES)]
+    assert [one for one in unknown if not one[1].startswith(NOT_HERE)] == []
 
 
 def test_every_guide_with_python_is_run():
