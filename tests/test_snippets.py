@@ -1,7 +1,7 @@
 """The Python in README and in the guides runs: a page's blocks, in their order, are one program.
 
-A comment before a block may limit where it runs: `<!-- needs a GPU -->`, `<!-- compiles a kernel -->`
-or `<!-- not run here: why -->`. On a machine without a GPU, "cuda" becomes "cpu".
+A comment before a block may limit where it runs: `<!-- needs a GPU -->`, `<!-- compiles a kernel
+-->` or `<!-- not run here: why -->`. On a machine without a GPU, "cuda" becomes "cpu".
 """
 
 import ast
