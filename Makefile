@@ -27,6 +27,7 @@ bench: $(READY)
 pages: $(READY)
 	$(BIN)/python -m docs.pages.support
 	$(BIN)/python -m docs.pages.performance
+	$(BIN)/python -m docs.pages.headline
 	$(BIN)/python -m docs.pages.gallery
 	$(BIN)/python -m docs.pages.start
 

@@ -1,33 +1,61 @@
-"""The programs of the documentation: prefill, decoding, training, an order of one's own."""
+"""The programs of the documentation: prefill, decoding, training, a tile order of one's own."""
 
 import math
+import re
 
 import pytest
 import torch
 
-from docs.examples import decode_loop, own_schedule, prefill, training_loop
+from docs.examples import (
+    decode_loop,
+    documents,
+    own_schedule,
+    prefill,
+    prefix_lm,
+    relative_bias,
+    training_loop,
+)
 
 
-def test_prefill():
+def check_last_line(capsys) -> None:
+    """Assert that a program says at its end what it checked, how fast it ran, and where."""
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(
+        r"Checked: .+\. .+ (us|ms|TFLOP/s)( per step)? on the CPU; nothing ran on a GPU\.", last
+    ), last
+
+
+def test_prefill(capsys):
     out = prefill.example(seqlen=150)
     assert out.shape == (1, 150, 32, 128) and out.isfinite().all()
+    check_last_line(capsys)
 
 
-def test_decoding_gives_what_one_call_gives():
+def test_decoding_gives_what_one_call_gives(capsys):
     torch.manual_seed(0)
     # The program compares by itself; 20 tokens take two pages.
     assert decode_loop.example(tokens=20, batch=2).shape == (2, 20, 8, 64)
+    check_last_line(capsys)
 
 
-def test_training_learns():
+@pytest.mark.parametrize("program", [prefix_lm, documents, relative_bias])
+def test_masks_and_scores(program, capsys):
+    # The programs compare with torch by themselves.
+    assert program.example().shape[1:] == (1000, 4, 64)
+    check_last_line(capsys)
+
+
+def test_training_learns(capsys):
     losses = training_loop.example(steps=30)
+    check_last_line(capsys)
     guessing = math.log(training_loop.VOCABULARY)
     assert losses[0] > 0.9 * guessing and losses[-1] < 0.5 * guessing
 
 
-def test_an_order_of_ones_own():
+def test_an_order_of_ones_own(capsys):
     # The program compares the bits with those of another order by itself.
     assert own_schedule.example(seqlen=300).isfinite().all()
+    check_last_line(capsys)
     planned, own = (own_schedule.predicted_us(one, 2048) for one in (None, own_schedule.by_head))
     assert 0 < planned < own
 

@@ -164,7 +164,7 @@ SERVERS = {
 """Ways to serve: kinds of calls, and how many of them are made."""
 
 EXPECTED = {"vLLM": 6, "pages": 6, "no pages": 6, "packed prompts": 8}
-"""The kernels that each of them meets; docs/conventions.md names them."""
+"""The kernels that each of them meets; docs/environment.md names them."""
 
 
 @pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)

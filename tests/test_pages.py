@@ -6,16 +6,23 @@ from pathlib import Path
 import pytest
 
 import fa3
-from docs.pages import performance, support
+from docs.pages import headline, performance, support
 from fa3.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("module", [support, performance], ids=["support", "performance"])
+@pytest.mark.parametrize("module", [support, performance, headline])
 def test_pages_are_up_to_date(module):
     name = module.__name__
     assert module.PAGE.read_text() == module.page(), f"run `python -m {name}`, and read the diff"
+
+
+def test_readme_is_short_and_renders_on_a_package_index():
+    """A package index has neither the files of this repository nor its pictures."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 170
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == []
 
 
 def test_every_page_is_in_the_site_s_menu():
@@ -33,6 +40,22 @@ def test_links_lead_to_files():
         local = [target for target in targets if "://" not in target]
         wrong += [(page.name, target) for target in local if not (page.parent / target).is_file()]
     assert pages and wrong == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that a page's headings get."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def test_links_lead_to_headings():
+    wrong = []
+    for page in [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "CONTRIBUTING.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+            there = page.parent / target if target else page
+            if there.suffix == ".md" and anchor not in anchors_of(there):
+                wrong.append((page.name, target, anchor))
+    assert wrong == []
 
 
 def test_the_plan_in_the_documentation_is_printed(capsys):

@@ -16,7 +16,7 @@ from fa3.schedules import StaticPersistent
 from fa3.tools.cubin import inspect
 
 transformers = pytest.importorskip(
-    "transformers", minversion="5.23", reason="needs Transformers: pip install fa3[transformers]"
+    "transformers", minversion="5.23", reason="needs Transformers 5.23 or newer"
 )
 
 from transformers import StaticCache, masking_utils  # noqa: E402

@@ -1,10 +1,12 @@
-"""Prefix language model: the first keys of a sequence are for all queries, the others causal."""
+"""Prefix language model: all queries see the first keys of a sequence; the others are causal."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.benchmark import Timer
 
 import fa3
 
@@ -38,11 +40,24 @@ class PrefixLM(fa3.Mask):
 
 
 def example(device: str = "cpu") -> torch.Tensor:
-    """Attend to sequences of 1000 tokens whose first 300 and 50 are given."""
+    """Attend to sequences of 1000 tokens whose prefixes have 300 and 50, and compare with torch."""
     q, k, v = torch.randn(3, 2, 1000, 4, 64, dtype=torch.bfloat16, device=device)
     length = torch.tensor([300, 50], dtype=torch.int32, device=device)
-    return fa3.flash_attn_func(q, k, v, mask=PrefixLM(length))
+
+    def attend() -> torch.Tensor:
+        return fa3.flash_attn_func(q, k, v, mask=PrefixLM(length))
+
+    out = attend()
+    key = torch.arange(1000, device=device)
+    seen = (key < length[:, None, None, None]) | (key <= key[:, None])
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    expected = scaled_dot_product_attention(*heads_first, attn_mask=seen)
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
+    seconds = Timer("attend()", globals={"attend": attend}).timeit(3).median
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU; nothing ran on a GPU"
+    print(f"Checked: torch agrees, with the mask as a matrix. {1e6 * seconds:,.0f} us on {where}.")
+    return out
 
 
 if __name__ == "__main__":
-    print(example("cuda" if torch.cuda.is_available() else "cpu"))
+    example("cuda" if torch.cuda.is_available() else "cpu")

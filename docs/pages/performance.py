@@ -2,9 +2,9 @@
 
     python -m docs.pages.performance
 
-The grid beside its peers, few tiles, decoding, packed sequences and gradients: of each cell the
-figures of the newest record that has it. What the figures mean, and those of schedules, scores and
-the cost model, stand in docs/benchmarks.md.
+The forward grid, few tiles, decoding, packed sequences and gradients, compared with the peers. Each
+cell has the figures of the newest record that has it. docs/benchmarks.md explains the figures, and
+has the figures of schedules, scores and the cost model.
 """
 
 import json
@@ -44,7 +44,7 @@ PACKED = ("h200-2026-11-23-parts", "h200-2026-11-22-apart", "h200-2026-11-22-gra
 BACKWARD = ("h100-2026-11-25-regimes", "h100-2026-11-25")
 BACKWARD_STEADY = ("h100-2026-11-25-regimes",)
 BACKWARD_BEFORE = ("h200-2026-11-24-sections", "h200-2026-11-24", "h200-2026-11-23-ended")
-"""Records, the newest first: later ones give the cells that those before do not have."""
+"""Records, the newest first. Older records give the cells that newer records do not have."""
 
 NAMES = {
     "fa3": "fa3",
@@ -55,13 +55,14 @@ NAMES = {
 
 TITLE = """# Performance
 
-Written by `python -m docs.pages.performance` from the records in `benchmarks/results`; a test says
-when it is stale. A ratio is the speed over the other's, taken inside each round; the median over
-the rounds. How it was measured is in [benchmarks/README.md](../benchmarks/README.md), all other
-figures in [benchmarks.md](benchmarks.md).
+All measurements of fa3 and its peers. `python -m docs.pages.performance` writes this page from the
+records in `benchmarks/results`, and a test fails if it is out of date.
 
-Where a section has several records, each cell is from the newest one that has it, and older ones
-were measured with the kernels of their day.
+- *Over the best peer* is the speed of fa3 over the speed of the fastest peer: above 1, fa3 is
+  faster. The ratio is taken in each round; the table shows the median over the rounds.
+- Each cell is from the newest record that has it. Older records were measured with older kernels.
+- *Burst* and *steady load* are explained in [benchmarks.md](benchmarks.md), which also has the
+  remaining figures. How everything is measured: [benchmarks/README.md](../benchmarks/README.md).
 """
 
 PACKAGES = {"fa3-cpp": "fa3-fwd", "fa4-cute": "flash-attn-4", "cudnn": "cuDNN"}
@@ -70,7 +71,7 @@ PACKAGES = {"fa3-cpp": "fa3-fwd", "fa4-cute": "flash-attn-4", "cudnn": "cuDNN"}
 def origin(record: str, name: str, rows: Sequence[Row]) -> str:
     """Where and with what a record was measured.
 
-    The peers' versions are those of its rows. What else is known of a record without
+    The peers' versions are those of its rows. What is known of a record without
     environment.json is its name; the page says so.
     """
     path = RECORDS / record / "environment.json"
@@ -92,8 +93,8 @@ def origin(record: str, name: str, rows: Sequence[Row]) -> str:
         torch = versions.get(READ.name)  # the stream of reads is torch's
         known, unknown = (f", torch {torch}", "") if torch else ("", ", torch")
         machine, date = (
-            f"H200 by the record's name{known}; driver{unknown} and CuTe DSL are not recorded "
-            f"beside these figures, which have no environment.json (see {tests})",
+            f"H200 by the record's name{known}. This record has no environment.json, so driver"
+            f"{unknown} and CuTe DSL are unknown (see {tests})",
             "-".join(record.split("-")[1:4]),
         )
     return f"{machine}; {peers}; {date} ([record](../benchmarks/results/{record}/{name})).\n"
@@ -109,8 +110,7 @@ def version_text(version: str) -> str:
 def newest(
     records: Sequence[str], name: str, kind: type[Row] = Row, regime: str = "burst"
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Of each record where it was measured, and its rows, in a regime, of the cells that no record
-    before it has."""
+    """Yield each record's origin, and its rows in a regime of cells that no newer record has."""
     seen: set[str] = set()
     for record in records:
         rows = [
@@ -192,7 +192,7 @@ def mask_text(row: Row) -> str:
 def backward_lines(
     rows: Sequence[bench_backward.GradientRow], beside_text: Callable
 ) -> Iterator[list[str]]:
-    """Every cell of backward passes alone: time and rate of each, and what stands beside them."""
+    """Every cell of backward passes alone: time and rate of each provider, and memory or energy."""
     for cell in gradients.CELLS:
         found = {row.provider: row for row in rows if row.cell == cell.name}
         if cell.passes == "backward" and found:
@@ -203,7 +203,7 @@ def backward_lines(
 
 
 BESIDE = {"burst": ("MiB", bench_backward.mib_text), "steady": ("mJ", bench_backward.joules_text)}
-"""A regime -> what stands beside times: joules are measured under steady load only."""
+"""A regime -> the further columns: joules are measured under steady load only."""
 
 
 def backward_tables(records: Sequence[str], regime: str) -> Iterator[str]:
@@ -219,19 +219,19 @@ def backward_tables(records: Sequence[str], regime: str) -> Iterator[str]:
 
 BUDGET = """### Where the time of decoding goes
 
-By leaving one thing out at a time ([log](experiments.md#2026-11-22-decoding-in-one-launch)); no
-warps were traced, of this kernel or of others.
+Found by leaving out one thing at a time ([log](experiments.md#2026-11-22-decoding-in-one-launch)).
+No warps were traced.
 
 | part | 32/8, 1 x 8k | 32/8, 64 x 8k |
 |---|---|---|
 | keys and values at the speed of torch's reads (4,473 GB/s) | 7.5 us | 480 us |
 | the call | 12.5 us | 475 us |
-| what is fixed: launch, the first loads' way, the merge of parts | 5 to 5.7 us | hidden |
-| a launch that merged parts, and is gone | 1.3 us | 2.4 us |
-| SMs that had ended one call and not begun the next, before there was room for both | none | 7 us |
-| more loads in flight, larger or smaller copies, two CTAs a call | nothing | nothing |
+| fixed costs: launch, latency of the first loads, merge of parts | 5 to 5.7 us | hidden |
+| a separate launch that merged parts, now removed | 1.3 us | 2.4 us |
+| SMs idle between two calls, before an SM had room for both | none | 7 us |
+| more loads in flight, larger or smaller copies, two CTAs per call | no gain | no gain |
 
-What is fixed also shows in 32/8, 1 x 1k, which reads for 0.9 us and takes 6.6.
+The fixed costs also show in 32/8, 1 x 1k: it reads for 0.9 us and takes 6.6 us.
 """
 
 
@@ -255,8 +255,8 @@ def page() -> str:
             "Geometric means over the lengths, and cells won, tied (within 1.5%) and lost:\n",
             table((*head, "over FlashAttention-3 C++", over, "result"), standing_lines(grid)),
             "## Few or unequal tiles, bursts\n",
-            "Short calls are replayed from CUDA graphs; *eager* is said of a peer that was called "
-            "directly where fa3 was not, so that the host's time may show.\n",
+            "Short calls are replayed from CUDA graphs. *Eager* marks a peer that was called "
+            "directly where fa3 was replayed; its time may include the host.\n",
             *(
                 origin_text
                 + "\n"
@@ -281,15 +281,15 @@ def page() -> str:
             ),
             "## Gradients, bursts\n",
             "The backward pass alone: microseconds, and TFLOP/s at 2.5 times the operations of the "
-            "forward pass. Memory is what torch's allocator had out at most beside what was out "
-            "before the call, results included. What a fixed order and dropout cost is in "
-            "[benchmarks.md](benchmarks.md#gradients).\n",
+            "forward pass. Memory is the most that torch's allocator held during the call, minus "
+            "what it held before; results are included. The costs of `deterministic=True` and "
+            "dropout are in [benchmarks.md](benchmarks.md#gradients).\n",
             *backward_tables(BACKWARD, "burst"),
-            "Measured before, on an H200:\n",
+            "Older measurements, on an H200:\n",
             *backward_tables(BACKWARD_BEFORE, "burst"),
             "## Gradients, steady load\n",
-            "The same, and energy of a call. Cells that are not here were not measured with these "
-            "kernels.\n",
+            "The same, with the energy of a call. Cells that are missing here were not measured "
+            "with these kernels.\n",
             *backward_tables(BACKWARD_STEADY, "steady"),
         )
     )

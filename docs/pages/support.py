@@ -2,8 +2,8 @@
 
     python -m docs.pages.support
 
-Each option is given to each function in a small call on the CPU. What is refused on a GPU alone
-stands in docs/conventions.md. Tilings come from the planner, versions from pyproject.toml.
+Each option is given to each function in a small call on the CPU. docs/conventions.md says what only
+a GPU refuses. Tilings come from the planner, versions from pyproject.toml.
 """
 
 import inspect
@@ -27,10 +27,10 @@ PAGE = ROOT / "docs" / "support.md"
 
 TITLE = """# Support matrix
 
-Written by `python -m docs.pages.support` from the code; a test says when it is stale. Each option
-was given to each function in a small call on the CPU: *yes*, *-* where there is no such argument,
-or the error that it raises. What GPUs refuse beyond that is in
-[conventions.md](conventions.md#what-is-refused).
+What each function takes. `python -m docs.pages.support` writes this page from the code, and a test
+fails if it is out of date. Each option was given to each function in a small call on the CPU. *yes*
+means that the call worked, *-* that there is no such argument. Otherwise the cell names the error.
+What GPUs refuse beyond that is in [conventions.md](conventions.md#what-is-refused).
 """
 
 BATCH, SEQLEN, HEADS_Q, HEADS_KV, HEAD_DIM, PAGE_SIZE = 2, 8, 4, 2, 16, 4
@@ -40,7 +40,7 @@ Inputs = dict[str, object]
 
 
 def dense(dtype: torch.dtype, head_dims: tuple[int, int], heads_kv: int) -> Inputs:
-    """What `flash_attn_func` needs."""
+    """Return what `flash_attn_func` needs."""
     q = torch.zeros(BATCH, SEQLEN, HEADS_Q, head_dims[0], dtype=dtype)
     k, v = (torch.zeros(BATCH, SEQLEN, heads_kv, size, dtype=dtype) for size in head_dims)
     return {"q": q, "k": k, "v": v}
@@ -123,7 +123,7 @@ MASK: Inputs = {"mask": Documents(IDS, IDS)}
 
 
 def options() -> Iterator[Option]:
-    """What is asked of the functions."""
+    """Yield the options that are tried."""
     yield Option("causal", {"causal": True})
     yield Option("sliding window", {"window_size": (3, 0)})
     yield Option("softcap", {"softcap": 30.0})
@@ -131,11 +131,11 @@ def options() -> Iterator[Option]:
     yield Option("sinks", {"sinks": torch.zeros(HEADS_Q)})
     yield Option("score of your own", SCORE)
     yield Option("mask of your own", MASK)
-    yield Option("log-sum-exp", {"return_lse": True})
+    yield Option("log-sum-exp (`return_lse`)", {"return_lse": True})
     outs = {name: {"out": zeros(*shape)} for name, shape in SHAPES.items()}
-    yield Option("output given", of=outs)
-    yield Option("tile order of your own", {"schedule": lambda tiles: tiles})
-    yield Option("lengths used", {"seqused_q": LENGTHS, "seqused_k": LENGTHS})
+    yield Option("`out`", of=outs)
+    yield Option("tile order of your own (`schedule`)", {"schedule": lambda tiles: tiles})
+    yield Option("`seqused_q`, `seqused_k`", {"seqused_q": LENGTHS, "seqused_k": LENGTHS})
     on_pages: Inputs = {
         "k": IN_PAGES, "v": IN_PAGES, "cu_seqlens_k": None, "seqused_k": LENGTHS, **TABLE
     }  # fmt: skip
@@ -144,21 +144,23 @@ def options() -> Iterator[Option]:
     for name, option in (
         ("a score of your own", SCORE),
         ("a mask of your own", MASK),
-        ("queries used", {"seqused_q": LENGTHS}),
+        ("`seqused_q`", {"seqused_q": LENGTHS}),
         ("dropout", {"dropout_p": 0.1}),
     ):
-        yield Option(f"pages, {name}", of={PACKED: on_pages | option})
+        yield Option(f"pages with {name}", of={PACKED: on_pages | option})
     yield Option("append", of={CACHED: NEW})
     for name, interleaved in (("pairs", True), ("halves", False)):
         rotary = {**NEW, **ROTARY, "rotary_interleaved": interleaved}
-        yield Option(f"append, rotary embedding of {name}", of={CACHED: rotary})
-    yield Option("left padding", {"cache_leftpad": integers(1, 0)})
-    yield Option("chosen rows of the cache", {"cache_batch_idx": integers(1, 0)})
+        yield Option(f"append, rotary embedding by {name}", of={CACHED: rotary})
+    yield Option("left padding (`cache_leftpad`)", {"cache_leftpad": integers(1, 0)})
+    yield Option(
+        "chosen rows of the cache (`cache_batch_idx`)", {"cache_batch_idx": integers(1, 0)}
+    )
     packed = {
         "q": zeros(3, HEADS_Q, HEAD_DIM), "cu_seqlens_q": integers(0, 1, 3), "max_seqlen_q": 2
     }  # fmt: skip
-    yield Option("packed queries on a cache", of={CACHED: packed})
-    yield Option("the same bits in any batch", {"batch_invariant": True})
+    yield Option("packed queries on a cache (`cu_seqlens_q`)", of={CACHED: packed})
+    yield Option("`batch_invariant`", {"batch_invariant": True})
     yield Option("`num_splits` above 1", {"num_splits": 2})
     yield Option("`pack_gqa=True`", {"pack_gqa": True})
     yield Option("`pack_gqa=False`", {"pack_gqa": False})
@@ -179,7 +181,7 @@ HEADS = {"MHA": HEADS_Q, "GQA": HEADS_KV, "MQA": 1}
 
 
 def answer(function: str, arguments: Inputs | None) -> str:
-    """What a function says to arguments: yes, or the error that it raises."""
+    """Return what a function does with arguments: yes, or the error that it raises."""
     if arguments is None:
         return "-"
     try:
@@ -196,7 +198,7 @@ def table(head: Sequence[str], lines: Iterator[Sequence[str]]) -> str:
 
 
 def answers(name: str, of: Callable[[str], Inputs | None]) -> list[str]:
-    """A line of a table: what every function says."""
+    """Return a line of a table: the answer of every function."""
     return [name, *(answer(function, of(function)) for function in FUNCTIONS)]
 
 
@@ -252,9 +254,18 @@ def version_lines() -> Iterator[list[str]]:
 
 def page() -> str:
     """The page as it should be."""
-    of_gpu = "The first choice for 16k tokens on an H200; the planner compares it with others."
-    sizes = f"Multiples of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}; some of them:"
-    tilings = ("head sizes", "mask", "tile", "stages of Q, of K and V", "cluster", "shared memory")
+    of_gpu = (
+        "The planner's first candidate for 16k tokens on an H200. It compares this one with others."
+    )
+    sizes = f"Head sizes are multiples of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}. Some of them:"
+    tilings = (
+        "head sizes",
+        "mask",
+        "tile",
+        "stages of Q; of K and V",
+        "CTAs of a cluster",
+        "bytes of shared memory",
+    )
     return "\n".join(
         (
             TITLE,
