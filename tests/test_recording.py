@@ -210,7 +210,7 @@ def test_a_recording_in_a_sentence():
 
 def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
     gpu = replace(H200, num_sms=100)
-    monkeypatch.setattr("fa3.tools.plan_command.hopper_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("fa3.tools.plan_command.device_here", lambda: torch.device("cuda", 0))
     monkeypatch.setattr("fa3.tools.plan_command.gpu_of", lambda device: gpu)
     monkeypatch.setattr(
         "fa3.tools.plan_command.record_timeline",
