@@ -156,7 +156,7 @@ class Problem:
         """
         # By its name: it needs torch, which no other part of this module does.
         dense = importlib.import_module("fa3.calls.dense")
-        return dense.problem_of(
+        return dense.problem_posed_by(
             q, k, v, causal, window_size, dtype, softcap, alibi_slopes, sinks, score, mask,
             dropout_p,
         )  # fmt: skip

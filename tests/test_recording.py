@@ -224,6 +224,9 @@ def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
     assert "on 100 SMs" in "".join(printed)
     assert png.read_bytes().startswith(PNG_SIGNATURE)
     assert len({event["pid"] for event in events_of(json.loads(trace.read_text()), "X")}) == 2
+    main(["plan", *shape, "--record", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["recorded"]["us"] > 0 and facts["gpu"]["sms"] == 100
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

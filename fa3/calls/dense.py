@@ -51,7 +51,7 @@ def pose(
     return Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, group, window)
 
 
-def problem_of(
+def problem_posed_by(
     q: torch.Tensor | Sequence[int],
     k: torch.Tensor | Sequence[int],
     v: torch.Tensor | Sequence[int],
@@ -66,7 +66,7 @@ def problem_of(
     dropout_p: float,
 ) -> Problem:
     """The problem of a call; `Problem.of` says what the arguments are."""
-    of_q, of_k, of_v = (operand_of(*one, dtype) for one in (("q", q), ("k", k), ("v", v)))
+    of_q, of_k, of_v = (posed_operand(*one, dtype) for one in (("q", q), ("k", k), ("v", v)))
     window = check_window(as_pair(window_size), flag("causal", causal))
     softcap, dropout_p = real("softcap", softcap), real("dropout_p", dropout_p)
     check_probability(dropout_p)
@@ -79,7 +79,7 @@ def problem_of(
     return pose(of_q, of_k, of_v, False, window, structure)
 
 
-def operand_of(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
+def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
     """A tensor as it is described, or one on the CPU with this shape and aligned rows."""
     if isinstance(given, torch.Tensor):
         if dtype is not None:

@@ -6,7 +6,7 @@ Sizes must be of type int: 300.0 equals 300, so caches would take the one for th
 from typing import Any
 
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.gpu import GPUS, Gpu
+from fa3.planning.gpu import Gpu
 from fa3.problem import (
     ELEMENTS,
     HEAD_DIM_UNIT,
@@ -26,10 +26,9 @@ def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> Non
         TypeError: an argument or one of its fields has the wrong type.
         ValueError: a field has a value that nothing can run.
     """
-    if not isinstance(problem, Problem):
-        raise TypeError(f"problem must be a Problem, got {problem!r:.200}")
-    if not isinstance(gpu, Gpu):
-        raise TypeError(f"gpu must be a Gpu or one of {list(GPUS)}, got {gpu!r:.200}")
+    for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r:.200}")
     if not isinstance(config, ForwardConfig | None):
         raise TypeError(f"config must be a ForwardConfig or None, got {config!r}")
     check_type("gpu.name", gpu.name, str)

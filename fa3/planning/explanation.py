@@ -1,7 +1,7 @@
 """A plan in words and in numbers: what it does, its predicted time and bottleneck, and the
 candidates (`Candidate`) that the planner compared.
 
-`Plan.explain` gives an `Explanation`, other plans a `Description`.
+`Plan.explain` gives an `Explanation`, other plans a `PlanDescription`.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Costs, least_gain
 from fa3.planning.gpu import Gpu
-from fa3.planning.kernel_names import describe_config, head_dims, modifiers_of
+from fa3.planning.kernel_names import describe_config, head_dims, names_of_modifiers
 from fa3.planning.prediction import Prediction
 from fa3.planning.tile_costs import TileKey
 from fa3.planning.timeline import Timeline
@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Description:
+class PlanDescription:
     """A plan in words and in numbers. `print` it.
 
     Fields:
@@ -274,7 +274,7 @@ def facts_of(
             "head_dim_v": spec.head_dim_v,
             "dtype": spec.dtype,
             "window": list(problem.window),
-            "modifiers": modifiers_of(spec),
+            "modifiers": names_of_modifiers(spec),
         },
         "flop": flops,
         "bytes": problem.bytes,
@@ -356,7 +356,7 @@ def describe_problem(problem: Problem) -> str:
     if problem.qhead_per_kvhead > 1:
         heads = f"{problem.num_heads_q} query heads on {problem.num_heads_kv} key/value heads"
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q:,} queries"
-    modifiers = "".join(f", {name}" for name in modifiers_of(spec))
+    modifiers = "".join(f", {name}" for name in names_of_modifiers(spec))
     return (
         f"{problem.batch:,} x {queries} on {counted(problem.seqlen_k, 'key')}, {heads}, "
         f"{head_dims(spec.head_dim, spec.head_dim_v)}, {spec.dtype}, "

@@ -42,10 +42,12 @@ def as_gpu(gpu: Gpu | str) -> Gpu:
     """The GPU of this name; a `Gpu` is returned as it is.
 
     Raises:
+        TypeError: it is neither a `Gpu` nor a name.
         ValueError: no GPU in `GPUS` has the name.
     """
-    if not isinstance(gpu, str):
+    if isinstance(gpu, Gpu):
         return gpu
-    if gpu not in GPUS:
-        raise ValueError(f"gpu must be a Gpu or one of {list(GPUS)}, got {gpu!r}")
-    return GPUS[gpu]
+    if gpu in tuple(GPUS):
+        return GPUS[gpu]
+    kind = ValueError if isinstance(gpu, str) else TypeError
+    raise kind(f"gpu must be a Gpu or one of {list(GPUS)}, got {gpu!r:.200}")

@@ -19,7 +19,7 @@ from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.explanation import (
     Candidate,
-    Description,
+    PlanDescription,
     choice_of,
     counted,
     duration,
@@ -155,7 +155,7 @@ class GroupedPlan:
             f"{us / of_plan - 1:+.1%}{remark}. Calls run so {when}."
         )
 
-    def explain(self, appends: bool = False) -> Description:
+    def explain(self, appends: bool = False) -> PlanDescription:
         """What the plan does, its predicted time and bottleneck, and the forward kernel's plans.
 
         Args:
@@ -192,7 +192,7 @@ class GroupedPlan:
             "prediction": facts_of_prediction(prediction),
             "candidates": facts_of_candidates(others),
         }
-        return Description(sentences, facts)
+        return PlanDescription(sentences, facts)
 
     @property
     def cut(self) -> str:

@@ -66,9 +66,9 @@ def describe_kernel(kernel: Any) -> str:
             words += [rotary, "pages" if kernel.paged else "no pages"]
         case TileTable():
             words = ["table of tiles", f"tile {kernel.tile_m}x{kernel.tile_n}"]
-            words += [describe_mask(kernel.band)] + ["keys in a cache"] * kernel.has_cache
+            words += [name_of_mask(kernel.band)] + ["keys in a cache"] * kernel.has_cache
         case JoinedTable():
-            words = ["table of shared tiles", describe_mask(kernel.band)]
+            words = ["table of shared tiles", name_of_mask(kernel.band)]
         case BackwardPass():
             return describe_kernel(kernel.main)
         case BackwardBegin():
@@ -87,12 +87,12 @@ def words_of_spec(spec: AttentionSpec) -> list[str]:
     return [
         spec.dtype,
         head_dims(spec.head_dim, spec.head_dim_v),
-        describe_mask(spec.mask),
-        *modifiers_of(spec),
+        name_of_mask(spec.mask),
+        *names_of_modifiers(spec),
     ]
 
 
-def modifiers_of(spec: AttentionSpec) -> list[str]:
+def names_of_modifiers(spec: AttentionSpec) -> list[str]:
     """The names of scores and masks of a spec, and whether it has sinks and dropout."""
     masks = () if isinstance(spec.mask, Intervals) else spec.mask.templates
     names = [template.kind.__name__ for template in (*spec.scores, *masks)]
@@ -113,7 +113,7 @@ def head_dims(head_dim: int, head_dim_v: int) -> str:
     return f"head_dim {head_dim}" + (f" and {head_dim_v}" if head_dim_v != head_dim else "")
 
 
-def describe_mask(mask: Any) -> str:
+def name_of_mask(mask: Any) -> str:
     """The bounds that a kernel has code for; it takes their values when it is launched."""
     if isinstance(mask, Intervals):
         return "intervals of keys"

@@ -176,7 +176,7 @@ def add_compile(commands) -> None:
     mask.add_argument(
         "--window",
         nargs=2,
-        type=bound,
+        type=window_bound,
         metavar=("L", "R"),
         help="keys that a query sees to the left and to the right of its position, -1 for all",
     )
@@ -254,7 +254,7 @@ def add_mask(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--window",
         nargs=2,
-        type=bound,
+        type=window_bound,
         metavar=("L", "R"),
         default=(NO_BOUND, NO_BOUND),
         help="keys that a query sees to the left and to the right of its position, -1 for all; "
@@ -308,7 +308,7 @@ def preset(text: str) -> str:
     return text
 
 
-def bound(text: str) -> int:
+def window_bound(text: str) -> int:
     """A bound of a window."""
     if not re.fullmatch(r"-1|\d+", text):
         raise argparse.ArgumentTypeError(f"needs integers from -1 on, got {text!r}")

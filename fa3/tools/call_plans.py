@@ -10,7 +10,7 @@ from fa3.calls.modifiers import Structure
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.backward import BackwardPlan
-from fa3.planning.explanation import Description, counted, facts_of, quantity, sentences_of
+from fa3.planning.explanation import PlanDescription, counted, facts_of, quantity, sentences_of
 from fa3.planning.gpu import Gpu
 from fa3.planning.joined import PackedSizes
 from fa3.planning.kernel_names import describe_kernel
@@ -24,7 +24,7 @@ BACKWARD_PRODUCTS = 2.5
 NOT_PREDICTED = "Not predicted: fa3 has no cost model of such calls."
 
 
-def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> Description:
+def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescription:
     """How `flash_attn_varlen_func` attends to sequences that are all equally long.
 
     Args:
@@ -53,7 +53,7 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> Description:
         "Time": NOT_PREDICTED,
     }
     facts = facts_of("packed", problem, problem.flops, gpu, names)
-    return Description(sentences, {**facts, "route": route})
+    return PlanDescription(sentences, {**facts, "route": route})
 
 
 def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
@@ -77,7 +77,7 @@ def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
     )
 
 
-def explain_backward(problem: Problem, gpu: Gpu) -> Description:
+def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     """How the gradients of a dense call are computed."""
     plan = BackwardPlan.of(problem)
     flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.entry
@@ -104,4 +104,4 @@ def explain_backward(problem: Problem, gpu: Gpu) -> Description:
         "query_tiles": plan.num_query_tiles,
         "workspace_bytes": workspace,
     }
-    return Description(sentences, facts)
+    return PlanDescription(sentences, facts)

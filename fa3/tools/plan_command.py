@@ -2,9 +2,10 @@
 
 import argparse
 import json
+from typing import Any
 
 from fa3.calls.devices import gpu_of
-from fa3.planning.explanation import Description, Explanation, duration
+from fa3.planning.explanation import Explanation, PlanDescription, duration
 from fa3.planning.gpu import Gpu, as_gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
@@ -25,25 +26,39 @@ def show_plan(options: argparse.Namespace) -> None:
     check_options(options)
     problem, gpu = problem_of(options), gpu_to_plan_for(options)
     plan, explanation = explained(options, problem, gpu)
-    drawn: dict[str, str] = {}
+    facts, lines = dict(explanation.facts), [str(explanation)]
     if isinstance(plan, Plan):
-        drawn = draw(options, plan)
+        add_timeline(options, plan, facts, lines)
     elif options.record or options.png or options.trace:
         raise ValueError(
             "--record, --png and --trace show the forward kernel, but this call runs in another "
             "one; with --schedule list a dense call runs in the forward kernel"
         )
-    if options.json:
-        print(json.dumps(explanation.facts | drawn, indent=2))
-        return
-    print(explanation)
-    for name, text in drawn.items():
-        print(f"{name.capitalize():8} {text}")
+    print(json.dumps(facts, indent=2) if options.json else "\n".join(lines))
+
+
+def add_timeline(
+    options: argparse.Namespace, plan: Plan, facts: dict[str, Any], lines: list[str]
+) -> None:
+    """Record a plan and draw what each SM does, as the options say, and add what came of it."""
+    recorded = None
+    if options.record:
+        recorded = record_timeline(plan)
+        facts["recorded"] = {"us": round(recorded.us, 3), "balance": round(recorded.balance, 4)}
+        lines.append(f"Recorded {describe_recording(recorded, plan)}")
+    if options.png:
+        draw_tile_order(plan, plan.simulate(), options.png, recorded)
+        facts["picture"] = str(options.png)
+        lines.append(f"Picture  {options.png}")
+    if options.trace:
+        options.trace.write_text(json.dumps(plan.explain().trace(recorded)))
+        facts["trace"] = str(options.trace)
+        lines.append(f"Trace    {options.trace}")
 
 
 def explained(
     options: argparse.Namespace, problem: Problem, gpu: Gpu
-) -> tuple[Plan | GroupedPlan | None, Explanation | Description]:
+) -> tuple[Plan | GroupedPlan | None, Explanation | PlanDescription]:
     """How the call runs that the options name: the plan of a call without gradients, and what
     there is to say."""
     if options.call == "backward":
@@ -77,22 +92,6 @@ def gpu_to_plan_for(options: argparse.Namespace) -> Gpu:
     if options.gpu:
         return as_gpu(options.gpu)
     return gpu_of(device_here()) if options.record else known_gpus()[0]
-
-
-def draw(options: argparse.Namespace, plan: Plan) -> dict[str, str]:
-    """Record a plan and draw its timeline, as the options say; what came of it, by its name."""
-    done: dict[str, str] = {}
-    recorded = None
-    if options.record:
-        recorded = record_timeline(plan)
-        done["recorded"] = describe_recording(recorded, plan)
-    if options.png:
-        draw_tile_order(plan, plan.simulate(), options.png, recorded)
-        done["picture"] = str(options.png)
-    if options.trace:
-        options.trace.write_text(json.dumps(plan.explain().trace(recorded)))
-        done["trace"] = str(options.trace)
-    return done
 
 
 def describe_recording(recorded: Timeline, plan: Plan) -> str:
