@@ -132,9 +132,9 @@ class Problem:
         q: Any,
         k: Any,
         v: Any,
+        *,
         causal: bool = False,
         window_size: Sequence[int] = (NO_BOUND, NO_BOUND),
-        *,
         dtype: str | None = None,
         softcap: float = 0.0,
         alibi_slopes: Any = None,
@@ -143,7 +143,7 @@ class Problem:
         mask: Any = None,
         dropout_p: float = 0.0,
     ) -> "Problem":
-        """The problem of a call `flash_attn_func(q, k, v, causal, ...)`.
+        """The problem of a call `flash_attn_func(q, k, v, ...)`.
 
         Args:
             q, k, v: tensors, or their shapes (batch, seqlen, heads, head_dim).
