@@ -154,7 +154,8 @@ class Problem:
         Raises:
             TypeError, ValueError, NotImplementedError: the call would raise the same error.
         """
-        # By its name: it needs torch, which no other part of this module does.
+        # By its name, since it is on a floor above: the checks of a call need torch, and the rest
+        # of this module does not.
         dense = importlib.import_module("fa3.calls.dense")
         return dense.problem_posed_by(
             q, k, v, causal, window_size, dtype, softcap, alibi_slopes, sinks, score, mask,

@@ -322,6 +322,10 @@ def fails(capsys, *arguments: str) -> str:
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),
         (("--gpu", "A100"), "argument --gpu: invalid choice: 'A100'"),
         (("--page-size", "16"), "--page-size goes with --call cache, got --call dense"),
+        (
+            ("--call", "cache", "--page-size", "-1"),
+            "--page-size must be 0 (no pages) or more, got -1",
+        ),
         (("--call", "cache", "--schedule", "list"), "--schedule goes with --call dense, got"),
         (("--record", "--gpu", "H100"), "--record runs on the GPU of this machine"),
         (("--shape", "1,1,8192,8,2,64", "--png", "x.png"), "--record, --png and --trace show the"),

@@ -83,6 +83,8 @@ def check_options(options: argparse.Namespace) -> None:
         if getattr(options, name) and options.call != kind:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} goes with --call {kind}, got --call {options.call}")
+    if options.page_size < 0:
+        raise ValueError(f"--page-size must be 0 (no pages) or more, got {options.page_size}")
     if options.record and options.gpu:
         raise ValueError("--record runs on the GPU of this machine, so it does not take --gpu")
 
