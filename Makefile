@@ -8,7 +8,7 @@ PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE pyproject.toml docs benc
 .PHONY: demo test quick lint bench pages docs package
 
 demo: $(READY)
-	$(BIN)/python -m fa3 demo
+	$(BIN)/fa3 demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
@@ -42,7 +42,10 @@ package: $(READY)
 	.ci/package '$(TORCH)'
 
 $(READY): pyproject.toml
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('fa3 needs Python 3.10 or newer, but \
+	$(PYTHON) is %d.%d. Name another one: make demo PYTHON=python3.12' % sys.version_info[:2])"
+	@echo "Installing torch and fa3 into .venv, which takes minutes the first time"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install $(TORCH)
+	$(BIN)/pip install --editable '.[dev]'
 	touch $@

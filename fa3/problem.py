@@ -1,5 +1,7 @@
 """What is asked: the compile key (`AttentionSpec`) and a spec with run-time sizes (`Problem`)."""
 
+import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,6 +125,42 @@ class Problem:
     num_heads_kv: int
     qhead_per_kvhead: int = 1
     window: Window = Window()
+
+    @classmethod
+    def of(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = False,
+        window_size: Sequence[int] = (NO_BOUND, NO_BOUND),
+        dtype: str | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        score: Any = None,
+        mask: Any = None,
+        dropout_p: float = 0.0,
+    ) -> "Problem":
+        """The problem of a call `flash_attn_func(q, k, v, ...)`.
+
+        Args:
+            q, k, v: tensors, or their shapes (batch, seqlen, heads, head_dim).
+            dtype: "bfloat16" or "float16" where q, k and v are shapes; bfloat16 by default.
+            causal, window_size, softcap, alibi_slopes, sinks, score, mask, dropout_p: as
+                `flash_attn_func` takes them. Where q is a shape, their tensors are on the CPU.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: the call would raise the same error.
+        """
+        # By its name, since it is on a floor above: the checks of a call need torch, and the rest
+        # of this module does not.
+        dense = importlib.import_module("fa3.calls.dense")
+        return dense.problem_posed_by(
+            q, k, v, causal, window_size, dtype, softcap, alibi_slopes, sinks, score, mask,
+            dropout_p,
+        )  # fmt: skip
 
     @property
     def num_heads_q(self) -> int:

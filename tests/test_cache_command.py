@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fa3.__main__ import byte_count, main
+from fa3.__main__ import main
 from fa3.running import cache_upkeep, code_cache
+from fa3.tools.arguments import byte_count
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -68,7 +69,7 @@ def test_a_folder_that_is_not_there_is_empty(tmp_path, monkeypatch, capsys):
 
 def test_no_folder_is_explained(monkeypatch):
     monkeypatch.setenv("FA3_CACHE_DIR", "~nouser/x")
-    with pytest.raises(SystemExit, match="fa3: Could not determine home directory"):
+    with pytest.raises(SystemExit, match="fa3 cache: Could not determine home directory"):
         main(["cache"])
 
 

@@ -2,24 +2,44 @@
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import fa3
-from fa3.__main__ import DEFAULT_SHAPE, main, parser
-from fa3.planning.gpu import H200
+from fa3.__main__ import main
+from fa3.calls.cache_call import CacheCall
+from fa3.calls.decode import prepare_decode
+from fa3.calls.forward import prepare_forward
+from fa3.calls.modifiers import UNMODIFIED
+from fa3.calls.operands import Operand
+from fa3.calls.ragged import Tokens
+from fa3.calls.varlen import prepare_varlen
+from fa3.planning.gpu import GPUS, H200
+from fa3.planning.joined import PackedSizes
+from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
+from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.scores.masks import Sequence
+from fa3.tools.arguments import DEFAULT_SHAPE, GPU_NAMES, make_parser
 from fa3.tools.plan_command import problem_of
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def problem(*arguments: str):
-    return problem_of(parser().parse_args(["plan", *arguments]))
+    return problem_of(make_parser("").parse_args(["plan", *arguments]))
+
+
+def facts(capsys, *arguments: str) -> dict:
+    """What `fa3 plan --json` prints."""
+    main(["plan", "--json", *arguments])
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("schedule_type", [TileList, StaticPersistent, SingleTile])
@@ -160,19 +180,193 @@ def test_info_counts_only_kernels_that_are_there(monkeypatch, capsys, tmp_path):
     assert f"{tmp_path}, 1 kernels, 2.0 MB" in capsys.readouterr().out
 
 
+# ------------------------------------------------------------------------- what is planned
+
+
+@pytest.mark.parametrize("name", GPU_NAMES)
+def test_a_plan_names_the_gpu_that_it_is_for(name, capsys):
+    main(["plan", "--gpu", name])
+    assert f"GPU      {GPUS[name].name}, 132 SMs." in capsys.readouterr().out
+    assert facts(capsys, "--gpu", name)["gpu"] == {"name": GPUS[name].name, "sms": 132}
+
+
+def test_every_gpu_that_has_a_name_can_be_asked_for():
+    assert tuple(GPUS) == GPU_NAMES
+
+
+@pytest.mark.parametrize("shape", ["1,1,32768,32,8,128", "2,7,9000,4,4,64", "1,4096,4096,8,2,128"])
+def test_the_plan_is_that_of_the_call(shape, capsys):
+    """Few queries run in the decode kernel, and so does their plan."""
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, shape.split(","))
+    q, k = (
+        torch.empty(batch, seqlen, heads, head_dim, dtype=torch.bfloat16)
+        for seqlen, heads in ((seqlen_q, heads_q), (seqlen_k, heads_kv))
+    )
+    described = ((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, k))
+    structure = UNMODIFIED.structure
+    call = prepare_forward(*described, True, (-1, -1), structure, 0, None, None, None)
+    plan = call.plan or call.grouped.plan
+    launches = plan.launches if call.grouped else plan.launches()
+    expected = [describe_kernel(launch.kernel) for launch in launches]
+    found = facts(capsys, "--gpu", "H200", "--shape", shape, "--causal")
+    assert found["kernels"] == expected
+    assert expected[0].startswith("decode" if seqlen_q < 100 else "forward")
+    main(["plan", "--shape", shape, "--causal"])
+    assert expected[0] in capsys.readouterr().out
+
+
+def test_a_schedule_is_the_forward_kernels(capsys):
+    shape = "--shape", "1,1,32768,32,8,128"
+    assert facts(capsys, *shape, "--schedule", "list")["schedule"] == "list"
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
+    def operand(*shape: int) -> Operand:
+        return Operand(shape, (), torch.bfloat16, torch.device("cpu"))
+
+    pages = operand(3, 4096 // page_size) if page_size else None
+    cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
+    new = operand(3, 1, 2, 128) if appends else None
+    call = CacheCall(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
+    plan = prepare_decode(call, Window(right=0)).plan
+    arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
+    arguments += ["--append"] * appends
+    found = facts(capsys, "--call", "cache", "--gpu", "H200", *arguments)
+    expected = ["append to cache"] * appends
+    assert found["kernels"] == expected + [describe_kernel(one.kernel) for one in plan.launches]
+    assert found["prediction"]["us"] > 0 and found["call"] == "cache"
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ("6,512,512,8,2,64", ["table of tiles", "forward", "forward"]),
+        ("6400,30,30,8,2,64", ["table of shared tiles", "forward", "forward"]),
+        ("64,1,8000,8,2,64", ["decode"]),
+    ],
+)
+def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, shape.split(","))
+    tokens = [
+        tuple(Tokens((heads, head_dim), torch.bfloat16, torch.device("cpu")))
+        for heads in (heads_q, heads_kv, heads_kv)
+    ]
+    call = prepare_varlen(*tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0)
+    rows = batch * seqlen_q, batch * seqlen_k
+    joins, _, most, has_long = call.route(
+        PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k), False, None, True
+    )
+    assert (joins, bool(most), has_long) == {
+        "table of tiles": (False, False, True),
+        "table of shared tiles": (True, False, False),
+        "decode": (False, True, False),
+    }[names[0]]
+    found = facts(capsys, "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal")
+    assert [kernel.split(",")[0] for kernel in found["kernels"]] == names
+    known = [call.joined, call.plan, call.short and call.short.plan(most or 1, False, call.window)]
+    kernels = [*known[0].kernels(), *known[1].kernels(), known[2].kernel()]
+    kernels += [known[0].joined_table(), known[1].tile_table()]
+    assert set(found["kernels"]) <= set(map(describe_kernel, kernels))
+
+
+def test_a_backward_plan_says_what_it_takes(capsys):
+    shape = "--shape", "2,1000,900,8,2,192", "--head-dim-v", "128"
+    found = facts(capsys, "--call", "backward", *shape)
+    assert [kernel.split(",")[0] for kernel in found["kernels"]] == [
+        "backward preprocess",
+        "backward",
+    ]
+    assert found["key_tiles"] == 2 * 2 * -(-900 // found["tile"][1])
+    assert found["flop"] == 2.5 * problem(*shape).flops
+    # The sums of dQ alone are fp32 of all queries.
+    assert found["workspace_bytes"] > 4 * 2 * 1000 * 8 * 192
+
+
+def test_v_may_have_its_own_head_size(capsys):
+    found = facts(capsys, "--shape", "1,100,100,2,2,192", "--head-dim-v", "128")
+    assert (found["problem"]["head_dim"], found["problem"]["head_dim_v"]) == (192, 128)
+
+
+def test_large_problems_have_readable_units(capsys):
+    main(["plan", "--shape", "1,1000000,1000000,32,8,128"])
+    printed = capsys.readouterr().out
+    assert "16.4 PFLOP on at least 20.5 GB" in printed and " s predicted" in printed
+
+
+# ------------------------------------------------------------------------------ wrong arguments
+
+
+def fails(capsys, *arguments: str) -> str:
+    """What a command prints that ends for wrong arguments: one line."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and not printed.out
+    (line,) = printed.err.splitlines()
+    return line
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shape", "1,2,3"), "six positive integers"),
-        (("--shape", "1,64,64,3,2,64"), "do not divide"),
-        (("--shape", "1,64,64,2,2,100"), "head_dim must be a multiple of 8 up to 256, got 100"),
-        (("--shape", "1,64,64,2,2,264"), "head_dim must be a multiple of 8 up to 256, got 264"),
-        (("--window", "-2", "0"), "--window"),
-        (("--schedule", "fifo"), "schedule must be one of .*'dynamic'.*, got 'fifo'"),
+        (("--shape", "1,2,3"), "argument --shape: needs six positive integers"),
+        (("--shape", "1,64,64,3,2,64"), "q must have a multiple of k's heads"),
+        (("--shape", "1,64,64,2,2,100"), "q has head_dim 100, supported are multiples of 8 up to"),
+        (("--shape", "1,64,64,2,2,264"), "q has head_dim 264, supported are multiples of 8 up to"),
+        (("--head-dim-v", "7"), "v has head_dim 7, supported are multiples of 8 up to 256"),
+        (("--window", "-2", "0"), "argument --window: needs integers from -1 on, got '-2'"),
+        (("--schedule", "fifo"), "schedule must be one of ['dynamic', "),
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),
+        (("--gpu", "A100"), "argument --gpu: invalid choice: 'A100'"),
+        (("--page-size", "16"), "--page-size goes with --call cache, got --call dense"),
+        (
+            ("--call", "cache", "--page-size", "-1"),
+            "--page-size must be 0 (no pages) or more, got -1",
+        ),
+        (("--call", "cache", "--schedule", "list"), "--schedule goes with --call dense, got"),
+        (("--record", "--gpu", "H100"), "--record runs on the GPU of this machine"),
+        (("--shape", "1,1,8192,8,2,64", "--png", "x.png"), "--record, --png and --trace show the"),
+        (("--call", "packed", "--trace", "x.json"), "--record, --png and --trace show the"),
     ],
 )
-def test_wrong_arguments_are_explained(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        main(["plan", *arguments])
+def test_wrong_arguments_are_explained(arguments, message, capsys):
+    line = fails(capsys, "plan", *arguments)
+    assert line.startswith(f"fa3 plan: {message}") and line.endswith("(see fa3 plan --help)")
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("plann",), ("plan", "--shap"), ("cache", "bound", "5x"), ("tune", "--x")]
+)
+def test_all_wrong_arguments_end_alike(arguments, capsys):
+    assert fails(capsys, *arguments).startswith("fa3")
+
+
+# ------------------------------------------------------------------------------------- the program
+
+
+@pytest.mark.parametrize("command", ["info", "plan", "compile", "tune", "cache", "demo"])
+def test_every_help_has_examples_that_can_be_parsed(command, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    usage, *_ = printed = capsys.readouterr().out.splitlines()
+    assert usage.startswith(f"usage: fa3 {command}")
+    examples = [line.split("#")[0].split() for line in printed if line.startswith("  fa3 ")]
+    assert examples
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "Llama-3.1-8B/config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    for name, *arguments in examples:
+        assert name == "fa3" and make_parser("").parse_args(arguments).command == command
+
+
+def test_the_program_has_one_name_and_a_version():
+    root = Path(fa3.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "fa3", "--version"],
+        cwd=root, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"fa3 {fa3.__version__}\n"

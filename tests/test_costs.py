@@ -91,7 +91,7 @@ def test_an_h100_is_derived_and_says_so():
     assert derived.tiles == measured.tiles
     problem = grid_problem(4, 4096, 16, 128)
     assert plan_forward(problem, H100).predict().us > plan_forward(problem, H200).predict().us
-    assert "Not measured on a NVIDIA H100" in str(plan_forward(problem, H100).explain())
+    assert "Not measured on an NVIDIA H100" in str(plan_forward(problem, H100).explain())
     assert not shipped_costs("some other GPU").measured
 
 

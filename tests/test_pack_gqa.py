@@ -8,9 +8,9 @@ from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention
 
 import fa3
-from fa3.__main__ import main
 from fa3.calls import forward
 from fa3.planning.decode import MOST_ROWS
+from fa3.planning.explanation import duration
 from fa3.planning.gpu import H100, H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
@@ -195,9 +195,18 @@ def test_plans_tell_what_packing_would_take(problem, share):
     assert us in line and line.endswith(f"Calls run so {share}.")
 
 
-def test_the_command_line_tells_of_packing(capsys):
-    main(["plan", "--shape", "1,1,8192,32,8,128"])
-    assert "Calls run so unless pack_gqa is False." in capsys.readouterr().out
+def test_a_packed_plan_explains_itself_and_what_it_was_compared_with():
+    plan = plan_dense(FEW)
+    explanation, forward = plan.explain(), plan_forward(FEW)
+    (kernel,) = explanation.facts["kernels"]
+    assert kernel.startswith("decode, tile 64x64") and kernel in str(explanation)
+    assert {one["name"] for one in explanation.facts["candidates"]} == {
+        one.name for one in forward.considered
+    }
+    assert f"{duration(plan.predict().us)} predicted" in str(explanation)
+    assert all(one.name in str(explanation) for one in forward.considered)
+    forced = plan_dense(MANY, pack_gqa=True).explain()
+    assert forced.facts["candidates"] == [] and "not measured" in str(forced)
 
 
 # ------------------------------------------------------------------------------------- refused

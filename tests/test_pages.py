@@ -60,7 +60,7 @@ def test_links_lead_to_headings():
 
 def test_the_plan_in_the_documentation_is_printed(capsys):
     shown = re.search(
-        r"^\$ python -m fa3 plan (.*) --png .*\n([\s\S]*?)^Picture",
+        r"^\$ fa3 plan (.*) --png .*\n([\s\S]*?)^Picture",
         (ROOT / "docs/planning.md").read_text(),
         re.MULTILINE,
     )

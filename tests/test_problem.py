@@ -1,11 +1,15 @@
 """What a problem says about its own size."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import make_problem, windows
+from problems import make_operands, make_problem, windows
 from reference import visible
 
+import fa3
+from fa3.planning.gpu import H100
+from fa3.planning.planner import plan_dense
 from fa3.problem import Window
 
 LENGTH = st.integers(0, 70)
@@ -52,3 +56,88 @@ def test_an_empty_problem_costs_no_flops(sizes):
 def test_problems_are_values():
     assert make_problem(seqlen_q=7) == make_problem(seqlen_q=7)
     assert len({make_problem(), make_problem(), make_problem(batch=2)}) == 2
+
+
+# ---------------------------------------------------------------------------------- Problem.of
+
+
+def of_shapes(problem: fa3.Problem, **options) -> fa3.Problem:
+    """The same problem, from the shapes of its tensors."""
+    return fa3.Problem.of(*(tuple(x.shape) for x in make_operands(problem)), **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({}, Window()),
+        ({"causal": True}, Window(right=0)),
+        ({"window_size": (10, 3)}, Window(10, 3)),
+        ({"window_size": [10, 3], "causal": True}, Window(10, 0)),
+        ({"window_size": (1000, 1000)}, Window()),
+    ],
+)
+def test_a_problem_of_tensors_and_of_shapes(dtype, options, window):
+    given = {"batch": 2, "seqlen_q": 70, "seqlen_k": 90, "num_heads_kv": 2, "qhead_per_kvhead": 2}
+    expected = make_problem(**given, head_dim=64, head_dim_v=96, dtype=dtype, window=window)
+    assert fa3.Problem.of(*make_operands(expected), **options) == expected
+    assert of_shapes(expected, dtype=dtype, **options) == expected
+
+
+def test_scores_sinks_and_dropout_are_those_of_the_call():
+    """A plan that was made for the problem is taken by the call."""
+    plain = make_problem(1, 70, 90, 2, 2, 64)
+    q, k, v = make_operands(plain)
+    options = {
+        "causal": True, "softcap": 20.0, "sinks": torch.zeros(4), "alibi_slopes": torch.ones(4),
+    }  # fmt: skip
+    problem = fa3.Problem.of(q, k, v, **options)
+    assert problem == of_shapes(plain, **options) != fa3.Problem.of(q, k, v, causal=True)
+    out = fa3.flash_attn_func(q, k, v, plan=fa3.plan_forward(problem), **options)
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v, pack_gqa=False, **options))
+    with pytest.raises(ValueError, match="plan was made for"):
+        fa3.flash_attn_func(q, k, v, causal=True, plan=fa3.plan_forward(problem))
+    assert fa3.Problem.of(q, k, v, dropout_p=0.1).spec.has_dropout
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "message"),
+    [
+        ({"q": (1, 70, 4)}, {}, ValueError, "q must have 4 dimensions"),
+        ({"q": ()}, {}, ValueError, "q must have 4 dimensions"),
+        ({"k": (1, 90, 3, 64), "v": (1, 90, 3, 64)}, {}, ValueError, "multiple of k's heads"),
+        ({"v": (1, 90, 2, 260)}, {}, ValueError, "v has head_dim 260"),
+        ({"v": (1, 90, 2, 60)}, {}, ValueError, "v has head_dim 60"),
+        ({"v": (1, 80, 2, 64)}, {}, ValueError, "v must have shape"),
+        ({"q": (1, 70.0, 4, 64)}, {}, TypeError, "q must be an integer, got 70.0"),
+        ({"q": 3}, {}, TypeError, "q must be a torch.Tensor or a shape, got int"),
+        ({}, {"causal": 1}, TypeError, "causal must be a bool, got 1"),
+        ({}, {"window_size": (-2, 0)}, ValueError, "window_size must be two integers"),
+        ({}, {"softcap": -1.0}, ValueError, "softcap must be 0"),
+        ({}, {"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0"),
+        ({}, {"dtype": "float32"}, ValueError, "dtype must be one of .* got 'float32'"),
+        ({}, {"sinks": torch.zeros(3)}, ValueError, "sinks must have shape"),
+        ({"q": torch.zeros(1, 70, 4, 64)}, {}, TypeError, "q must be torch.bfloat16 or"),
+        (
+            {"q": torch.zeros(1, 70, 4, 64).half()},
+            {"dtype": "float16"},
+            ValueError,
+            "dtype must be None with tensors",
+        ),
+    ],
+)
+def test_what_no_call_could_have_is_refused(changes, options, error, message):
+    given = {"q": (1, 70, 4, 64), "k": (1, 90, 2, 64), "v": (1, 90, 2, 64)} | changes
+    with pytest.raises(error, match=message):
+        fa3.Problem.of(**given, **options)
+
+
+def test_gpus_have_names():
+    problem = fa3.Problem.of(*[(1, 70, 4, 64)] * 3)
+    for plan in (fa3.plan_forward, plan_dense):
+        assert plan(problem, gpu="H100") == plan(problem, H100)
+        assert plan(problem, gpu="H100").gpu is H100
+        with pytest.raises(ValueError, match=r"gpu must be a Gpu or one of .*'H200'.*got 'A100'"):
+            plan(problem, gpu="A100")
+    with pytest.raises(TypeError, match=r"gpu must be a Gpu or one of .*got 90"):
+        fa3.plan_forward(problem, gpu=90)

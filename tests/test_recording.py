@@ -210,7 +210,7 @@ def test_a_recording_in_a_sentence():
 
 def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
     gpu = replace(H200, num_sms=100)
-    monkeypatch.setattr("fa3.tools.plan_command.hopper_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("fa3.tools.plan_command.device_here", lambda: torch.device("cuda", 0))
     monkeypatch.setattr("fa3.tools.plan_command.gpu_of", lambda device: gpu)
     monkeypatch.setattr(
         "fa3.tools.plan_command.record_timeline",
@@ -224,6 +224,9 @@ def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
     assert "on 100 SMs" in "".join(printed)
     assert png.read_bytes().startswith(PNG_SIGNATURE)
     assert len({event["pid"] for event in events_of(json.loads(trace.read_text()), "X")}) == 2
+    main(["plan", *shape, "--record", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["recorded"]["us"] > 0 and facts["gpu"]["sms"] == 100
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

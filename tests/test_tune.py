@@ -16,7 +16,7 @@ from benchmarks import results
 from benchmarks.plans import can_run, cell_of, config_of
 from benchmarks.problems import problem_of
 from benchmarks.results import OK, PlanRow
-from fa3.__main__ import main, parser
+from fa3.__main__ import main
 from fa3.calls import devices, tuned_costs
 from fa3.planning.costs import parse_costs, shipped_costs, text_of
 from fa3.planning.fit import errors, fit_all
@@ -27,6 +27,7 @@ from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import Kernel
 from fa3.scores.masks import Band
 from fa3.tools import cost_report, info, plan_command, plan_stopwatch, tune_command
+from fa3.tools.arguments import make_parser
 from fa3.tools.models import PRESETS
 from fa3.tools.plan_stopwatch import GpuWorkbench
 from fa3.tools.plan_times import PlanTime, PlanTimes, alone, digest_of_sources
@@ -167,7 +168,7 @@ def gpu() -> Gpu:
 
 
 def options(*arguments: str) -> Namespace:
-    return parser().parse_args(["tune", *arguments])
+    return make_parser("").parse_args(["tune", *arguments])
 
 
 SHAPES = ("--shapes", "4,4096,4096,16,16,128", "16,1024,1024,16,16,128", "--causal")
@@ -226,7 +227,6 @@ def test_only_what_the_planner_considers_is_measured():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--shapes", "1,2,3"), "six positive integers, got '1,2,3'"),
         (("--preset", "llama3-8b", "--causal"), "a preset says its mask"),
         (("--window", "5", "0"), "go with --shapes"),
     ],
@@ -241,10 +241,17 @@ def test_budgets(text, value):
     assert options("--budget", text).budget == value
 
 
-def test_a_wrong_budget_is_explained(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "soon"), "needs a time as in 60s or 5m, got 'soon'"),
+        (("--shapes", "1,2,3"), "six positive integers B,SQ,SK,HQ,HKV,D, got '1,2,3'"),
+    ],
+)
+def test_wrong_values_are_explained(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        options("--budget", "soon")
-    assert "needs a time as in 60s or 5m, got 'soon'" in capsys.readouterr().err
+        options(*arguments)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -345,7 +352,7 @@ def test_tuned_costs_reach_calls_in_the_next_process(folder, gpu, recorded, monk
     problem = tune_command.problems_to_tune(options(*SHAPES))[0]
     shipped, tuned = (plan_forward(problem, one) for one in (before, after))
     assert 1.15 < tuned.predict().us / shipped.predict().us < 1.45
-    assert f"Not measured on a {NAME}" in str(shipped.explain())
+    assert f"Not measured on an {NAME}" in str(shipped.explain())
     assert "Costs    Tuned to this GPU: 20" in str(tuned.explain())
     assert "2 shapes, median error" in str(tuned.explain())
     assert "its tile on 2 of them." in str(tuned.explain())
@@ -694,7 +701,7 @@ def test_kernels_that_are_cleared_leave_the_costs(folder, gpu):
     ("name", "sources", "text"),
     [
         (H200.name, None, "those that come with fa3"),
-        (NAME, None, f"those that come with fa3, of a {H200.name}: `python -m fa3 tune` measures"),
+        (NAME, None, f"those that come with fa3, of an {H200.name}: `fa3 tune` measures"),
         (
             NAME,
             digest_of_sources(),

@@ -2,8 +2,16 @@
 
 import contextlib
 import io
+import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +31,7 @@ from fa3.kernels.joined_table import JoinedTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
+from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.running import compiler
@@ -149,9 +158,15 @@ def test_presets_are_models_that_can_be_run():
         ({}, "heads and head_dim must be given, or a preset; got heads None and head_dim None"),
         ({"heads": (2, 2)}, "must be given, or a preset; got heads .2, 2. and head_dim None"),
         ({"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
-        ({"preset": "llama3-8b", "head_dim": 64}, "'llama3-8b' says .* beside it head_dim 64$"),
-        ({"preset": "llama3-8b", "causal": False}, "preset 'llama3-8b' says .* it mask Window"),
-        ({"preset": "llama3-8b", "softcap": 3.0, "sinks": True}, "it softcap 3.0, sinks True$"),
+        ({"preset": "llama3-8b", "head_dim": 64}, "'llama3-8b' says .* not go with head_dim 64$"),
+        (
+            {"preset": "llama3-8b", "causal": False},
+            "says .* does not go with mask Window",
+        ),
+        (
+            {"preset": "llama3-8b", "softcap": 3.0, "sinks": True},
+            "with softcap 3.0, sinks True$",
+        ),
         ({"heads": (3, 2), "head_dim": 64}, "heads must be .* got 3,2"),
         ({"heads": (2, 0), "head_dim": 64}, "heads must be .* got 2,0"),
         (
@@ -218,9 +233,11 @@ def test_calls_have_room_for_the_tiles_of_all_sizes():
     assert MOST_HEADS * tiles <= MOST_FORWARD_TILES < 2 * MOST_HEADS * tiles
 
 
-def test_a_model_with_too_many_heads_is_refused_by_the_command_line():
-    with pytest.raises(SystemExit, match=r"^fa3: heads must be at most 1024 query heads"):
+def test_a_model_with_too_many_heads_is_refused_by_the_command_line(capsys):
+    with pytest.raises(SystemExit):
         main(["compile", "--heads", f"{10**11},1", "--head-dim", "64"])
+    line = capsys.readouterr().err
+    assert line.startswith("fa3 compile: heads must be at most 1024 query heads")
 
 
 @pytest.mark.parametrize("arguments", [("--heads", "8"), ("--causal", "--full"), ("--dtype", "x")])
@@ -235,7 +252,7 @@ def test_the_command_line_says_what_the_call_says(monkeypatch, capsys):
 
     def warmup(*arguments, **options):
         calls.append((arguments, options))
-        return module.Warmup(SMALL, 1, 3.2)
+        return module.Warmup(SMALL, SMALL[:1], 1, 3.2)
 
     monkeypatch.setitem(vars(fa3), "warmup", warmup)
     main(["compile", "--heads", "32,8", "--head-dim", "128", "--window", "4095", "0"])
@@ -247,9 +264,10 @@ def test_the_command_line_says_what_the_call_says(monkeypatch, capsys):
     assert options["window_size"] == (4095, 0) and options["causal"] is False
     assert (preset["preset"], preset["page_sizes"], preset["causal"]) == ("gpt-oss", (16, 0), True)
     assert (preset["calls"], preset["rotary_dtype"]) == (["packed", "cache"], "float32")
+    assert preset["dtype"] is None and preset["dry_run"] is False
     assert full["calls"] == tuple(CALLS) and full["rotary_dtype"] is None
     assert (full["causal"], full["window_size"], full["dtype"]) == (False, None, "fp16")
-    assert "2 kernels: 1 were there, 1 compiled, in 3 s\n" in capsys.readouterr().out
+    assert "2 kernels: 1 were on disk, 1 compiled, in 3 s\n" in capsys.readouterr().out
 
 
 @pytest.mark.compiles
@@ -388,11 +406,175 @@ def test_processes_that_compile_are_killed(tmp_path, monkeypatch):
 def test_a_bar():
     stream = io.StringIO()
     bar = module.Bar(3, stream)
-    for _ in range(3):
-        bar.advance()
+    for done in (1, 2, 3):
+        bar.show(done, "a kernel")
+    bar.end()
     lines = stream.getvalue().split("\r")[1:]
     assert lines[0] == f"[{' ' * 30}] 0 of 3 kernels, 0 s"
-    assert lines[1] == f"[{'#' * 10}{' ' * 20}] 1 of 3 kernels, 0 s"
-    assert lines[3] == f"[{'#' * 30}] 3 of 3 kernels, 0 s\n"
+    assert lines[1] == f"[{'#' * 10}{' ' * 20}] 1 of 3 kernels, 0 s: a kernel"
+    assert lines[3] == f"[{'#' * 30}] 3 of 3 kernels, 0 s: a kernel\n"
     silent = module.Bar(0, stream)
-    assert silent.total == 0 and stream.getvalue().endswith("0 s\n")
+    assert silent.total == 0 and stream.getvalue().endswith("a kernel\n")
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def slow_compiler(processes, monkeypatch):
+    """Each kernel takes longer than the bar waits to be drawn anew."""
+    monkeypatch.setattr(compile_pool, "compile_in", lambda *_: not time.sleep(0.1))
+    monkeypatch.setattr(module, "REDRAWN_S", 0.01)
+
+
+def test_a_terminal_shows_the_kernel_that_is_compiled_and_a_clock(slow_compiler, monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setenv("COLUMNS", "200")
+    module.compile_all(SMALL, 1, True)
+    first, *drawn = sys.stderr.getvalue().split("\r")[1:]
+    assert "0 of 2" in first and "2 of 2" in drawn[-1]
+    for number, kernel in enumerate(SMALL):
+        during = [line for line in drawn if f"{number} of 2 kernels" in line]
+        # Drawn again and again, so the seconds go on.
+        assert sum(describe_kernel(kernel) in line for line in during) > 2
+
+
+def test_elsewhere_each_kernel_has_a_line(slow_compiler, capfd):
+    module.compile_all(SMALL, 1, True)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [
+        f"{number} of 2, 0 s: {describe_kernel(kernel)}" for number, kernel in enumerate(SMALL, 1)
+    ]
+    module.compile_all(SMALL, 1, False)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr(module, "kernels_of", lambda *arguments: dict.fromkeys(SMALL))
+    monkeypatch.setattr(module, "is_on_disk", lambda kernel: kernel == SMALL[0])
+    monkeypatch.setattr(module, "compile_all", lambda *arguments: pytest.fail("compiles"))
+    main(["compile", "--heads", "2,1", "--head-dim", "64", "--dry-run"])
+    assert capsys.readouterr().out.splitlines() == [
+        f"on disk     {describe_kernel(SMALL[0])}",
+        f"to compile  {describe_kernel(SMALL[1])}",
+        "2 kernels: 1 on disk, 1 to compile",
+    ]
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "gemma2-9b", "gpt-oss"])
+def test_kernels_of_a_model_have_names_of_their_own(few_sizes, preset):
+    kernels = kernels_of(preset)
+    assert len(set(map(describe_kernel, kernels))) == len(kernels)
+
+
+@pytest.mark.compiles
+def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
+    """As a terminal does it: the signal comes while processes compile."""
+    options = ("--heads", "8,2", "--head-dim", "64", "--calls", "cache", "--processes", "2")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "fa3", "compile", *options],
+        cwd=Path(fa3.__file__).parents[1],
+        env=os.environ | {"FA3_CACHE_DIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    workers = []
+    while len(workers) < 2 and command.poll() is None:
+        time.sleep(0.1)
+        workers = children_of(command.pid)
+    command.send_signal(signal.SIGINT)
+    _, printed = command.communicate(timeout=60)
+    assert command.returncode == 130 and printed.endswith("fa3: interrupted\n")
+    assert "Traceback" not in printed
+    assert len(workers) == 2 and not any(Path("/proc", worker).exists() for worker in workers)
+
+
+def children_of(pid: int) -> list[str]:
+    """The processes that a process has started."""
+    return [
+        child
+        for task in Path(f"/proc/{pid}/task").glob("*")
+        for child in (task / "children").read_text().split()
+    ]
+
+
+# ------------------------------------------------------------------------------- config.json
+
+LLAMA = {
+    "model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma2", "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+    "hidden_size": 3584, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    "layer_types": ["sliding_attention", "full_attention"], "dtype": "float16",
+}  # fmt: skip
+OSS = {
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
+DEEPSEEK = {
+    "num_attention_heads": 128, "num_key_value_heads": 128, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (LLAMA, PRESETS["llama3-8b"]),
+        (LLAMA | {"num_key_value_heads": None}, Model(32, 32, 128, 128)),
+        ({"text_config": LLAMA, "vision_config": {}}, PRESETS["llama3-8b"]),
+        (GEMMA, replace(PRESETS["gemma2-9b"], dtype="float16")),
+        (OSS, PRESETS["gpt-oss"]),
+        (DEEPSEEK, Model(128, 128, 192, 128)),
+        (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, PRESETS["llama3-8b"]),
+        (
+            LLAMA | {"sliding_window": 4096},
+            replace(PRESETS["llama3-8b"], windows=(sliding(4096), CAUSAL)),
+        ),
+        (
+            LLAMA | {"sliding_window": 9, "layer_types": ["linear_attention", "sliding_attention"]},
+            replace(PRESETS["llama3-8b"], windows=(sliding(9),)),
+        ),
+    ],
+)
+def test_a_config_json_is_a_preset(tmp_path, config, model):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert model_of(path, None, None, None, None, None, 0.0, False) == model
+    half = model_of(str(path), None, None, None, "fp16", None, 0.0, False)
+    assert half == replace(model, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "preset must be a model's config.json, got .*No such file"),
+        ("{", "preset must be a model's config.json"),
+        ("[]", "it holds no object"),
+        ("{}", "must have an integer 'num_attention_heads', got None"),
+        ('{"num_attention_heads": "8"}', "integer 'num_attention_heads', got '8'"),
+        (json.dumps(LLAMA | {"torch_dtype": "float32"}), "dtype must be bf16 or fp16"),
+        (json.dumps(LLAMA | {"hidden_size": 32 * 512}), "head_dim must be a multiple of 8 up to"),
+        (
+            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": ["chunked_attention"]}),
+            "must have layer_types of .* got 'chunked_attention'",
+        ),
+    ],
+)
+def test_a_config_json_that_does_not_do_is_refused(tmp_path, text, message, capsys):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        fa3.warmup(preset=path)
+    with pytest.raises(SystemExit):
+        main(["compile", "--preset", str(path)])
+    assert capsys.readouterr().err.startswith("fa3 compile: ")

@@ -1,18 +1,30 @@
 """The tensors of a dense call: whether they fit together, and the problem that they pose."""
 
-from fa3.calls.modifiers import Structure
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fa3.calls.dropout import check_probability
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import (
+    ALIGNMENT,
+    DTYPES,
     Operand,
     check_head_dim,
     check_heads_divide,
     check_like_q,
     check_q,
+    check_rank,
     check_shape,
+    describe,
 )
-from fa3.calls.options import check_window
+from fa3.calls.options import as_pair, check_window, flag, integer, real
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.primitives.arithmetic import LARGEST
-from fa3.problem import Problem
+from fa3.problem import HEAD_DIM_UNIT, Problem
+from fa3.scores.masks import Mask
+from fa3.scores.scores import Score
 
 SPARE = 1024
 """Positions beyond the last key that kernels count, in blocks."""
@@ -37,6 +49,53 @@ def pose(
     spec = modifiers.spec(q.dtype, head_dim, head_dim_v, window)
     group = heads_q // max(1, heads_kv)
     return Problem(spec, batch, seqlen_q, seqlen_k, heads_kv, group, window)
+
+
+def problem_posed_by(
+    q: torch.Tensor | Sequence[int],
+    k: torch.Tensor | Sequence[int],
+    v: torch.Tensor | Sequence[int],
+    causal: bool,
+    window_size: Sequence[int],
+    dtype: str | None,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    score: Score | None,
+    mask: Mask | None,
+    dropout_p: float,
+) -> Problem:
+    """The problem of a call; `Problem.of` says what the arguments are."""
+    of_q, of_k, of_v = (posed_operand(*one, dtype) for one in (("q", q), ("k", k), ("v", v)))
+    window = check_window(as_pair(window_size), flag("causal", causal))
+    softcap, dropout_p = real("softcap", softcap), real("dropout_p", dropout_p)
+    check_probability(dropout_p)
+    structure = UNMODIFIED.structure
+    if softcap or not (alibi_slopes is sinks is score is mask is None):
+        check_rank("q", of_q)
+        given = of_q, of_q.shape[0], softcap, alibi_slopes, sinks, score, mask, window.right == 0
+        structure = Modifiers.of(*given, has_backward=True).structure
+    structure = structure._replace(has_dropout=dropout_p > 0)
+    return pose(of_q, of_k, of_v, False, window, structure)
+
+
+def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
+    """A tensor as it is described, or one on the CPU with this shape and aligned rows."""
+    if isinstance(given, torch.Tensor):
+        if dtype is not None:
+            raise ValueError(
+                f"dtype must be None with tensors, which have their own, got {dtype!r}"
+            )
+        return Operand(*describe(name, given, ALIGNMENT, True))
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"{name} must be a torch.Tensor or a shape, got {type(given).__name__}")
+    shape = tuple(integer(name, size, 0) for size in given)
+    types = {known: kind for kind, known in DTYPES.items()}
+    if dtype is not None and dtype not in types:
+        raise ValueError(f"dtype must be one of {list(types)}, got {dtype!r}")
+    rows = *shape[:-1], -(-shape[-1] // HEAD_DIM_UNIT) * HEAD_DIM_UNIT if shape else 0
+    strides = tuple(math.prod(rows[dim + 1 :]) for dim in range(len(shape)))
+    return Operand(shape, strides, types[dtype or "bfloat16"], torch.device("cpu"))
 
 
 def check_operands(q: Operand, k: Operand, v: Operand) -> None:

@@ -82,7 +82,7 @@ class Modifiers(NamedTuple):
     @classmethod
     def of(
         cls,
-        q: torch.Tensor,
+        q: torch.Tensor | Operand,
         batch: int,
         softcap: float,
         alibi_slopes: torch.Tensor | None,
@@ -188,7 +188,7 @@ def check_sinks(sinks: Operand, q: torch.Tensor | Operand) -> None:
         )
 
 
-def check_function(name: str, instance: object, base: type, q: torch.Tensor) -> None:
+def check_function(name: str, instance: object, base: type, q: torch.Tensor | Operand) -> None:
     """Raise unless it is an object of the user's that can be compiled."""
     if not isinstance(instance, base):
         raise TypeError(f"{name} must be a fa3.{base.__name__}, got {type(instance).__name__}")

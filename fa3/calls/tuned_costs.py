@@ -1,4 +1,4 @@
-"""Costs that `python -m fa3 tune` has fitted to this machine's GPUs, beside the compiled kernels.
+"""Costs that `fa3 tune` has fitted to this machine's GPUs, beside the compiled kernels.
 
 `fa3.tools.tune_command` writes them, and `devices.gpu_of` gives them to the planner. They are read
 once in a process, so that its plans never change: costs that are written meanwhile count for
@@ -81,7 +81,7 @@ def read_kept(path: Path) -> bytes | None:
 def ignore(path: Path, why: str) -> None:
     """Warn that a file is not taken."""
     warnings.warn(
-        f"fa3 ignores {path}, which is {why}. `python -m fa3 tune` writes it anew",
+        f"fa3 ignores {path}, which is {why}. `fa3 tune` writes it anew",
         RuntimeWarning,
         stacklevel=2,
     )

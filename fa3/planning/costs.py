@@ -1,7 +1,7 @@
 """The parameters of the cost model: what tiles, schedules and launches cost on a GPU.
 
 They are data. `benchmarks.fit_costs` fits them to measured times, into `costs_h200.json`, which
-comes with fa3, and `python -m fa3 tune` fits them to the user's GPU (`fa3.calls.tuned_costs`). A
+comes with fa3, and `fa3 tune` fits them to the user's GPU (`fa3.calls.tuned_costs`). A
 `Gpu` has its costs; `fa3.planning.prediction`, `load` and `tiled` use them.
 """
 

@@ -1,12 +1,17 @@
-"""A plan in words, for `Plan.explain`: what it does, its predicted time and bottleneck, and the
-candidates (`Candidate`) that the planner compared."""
+"""A plan in words and in numbers: what it does, its predicted time and bottleneck, and the
+candidates (`Candidate`) that the planner compared.
 
+`Plan.explain` gives an `Explanation`, other plans a `PlanDescription`.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.costs import Costs, least_gain
 from fa3.planning.gpu import Gpu
+from fa3.planning.kernel_names import describe_config, head_dims, names_of_modifiers
 from fa3.planning.prediction import Prediction
 from fa3.planning.tile_costs import TileKey
 from fa3.planning.timeline import Timeline
@@ -35,18 +40,36 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """Everything there is to say about a plan. `print` it.
+class PlanDescription:
+    """A plan in words and in numbers. `print` it.
 
     Fields:
+        sentences: by what they are about.
+        facts: the same for programs; JSON can hold them.
+    """
+
+    sentences: dict[str, str]
+    facts: dict[str, Any]
+
+    def __str__(self) -> str:
+        return in_lines(self.sentences)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything there is to say about a plan of the forward kernel. `print` it.
+
+    Fields:
+        kernels: what is launched, one line for each.
         is_arranged: whether the caller gave the order of the tiles.
         chosen: the plan itself.
         candidates: what the planner compares for this problem, fastest first.
-        packing: the same problem in the kernel of decoding, in a sentence; empty if that cannot be.
+        packing: the same problem in the decode kernel, in a sentence; empty if that cannot run it.
     """
 
     problem: Problem
     gpu: Gpu
+    kernels: tuple[str, ...]
     schedule: Schedule
     is_arranged: bool
     chosen: Candidate
@@ -56,9 +79,13 @@ class Explanation:
     packing: str
 
     def __str__(self) -> str:
-        sentences = {
-            "Problem": f"{describe_problem(self.problem)}: {self.problem.flops / 1e9:,.1f} GFLOP "
-            f"on at least {self.problem.bytes / 1e6:,.1f} MB.",
+        return in_lines(self.sentences)
+
+    @property
+    def sentences(self) -> dict[str, str]:
+        """What there is to say, by what it is about."""
+        return {
+            **sentences_of(self.problem, self.problem.flops, self.gpu, self.kernels),
             "CTA": self.cta,
             "Memory": self.memory,
             "Grid": self.grid,
@@ -72,7 +99,22 @@ class Explanation:
             "Packing": self.packing,
             "Costs": self.tuning,
         }
-        return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The same for programs; JSON can hold them."""
+        config, schedule = self.config, self.schedule
+        return {
+            **facts_of("dense", self.problem, self.problem.flops, self.gpu, self.kernels),
+            "tile": [config.tile_m, config.tile_n],
+            "cluster": config.cluster,
+            "ctas": schedule.num_clusters * config.cluster,
+            "tiles": schedule.order.num_tiles * config.cluster,
+            "schedule": schedule.name,
+            "shared_memory_bytes": config.smem_bytes(self.problem.spec),
+            "prediction": facts_of_prediction(self.chosen.prediction),
+            "candidates": facts_of_candidates(self.candidates),
+        }
 
     def trace(self, recorded: Timeline | None = None) -> dict:
         """The timeline in the Trace Event Format that Perfetto and chrome://tracing open.
@@ -105,8 +147,8 @@ class Explanation:
         config = self.config
         o_buffer = "O in a buffer of its own" if config.own_o else "O staged where Q was"
         return (
-            f"{counted(config.q_stages, 'stage')} of Q, {config.kv_stages} of K and of V, "
-            f"{o_buffer}: {config.smem_bytes(self.problem.spec):,} of {CAPACITY:,} bytes."
+            f"{counted(config.q_stages, 'stage')} of Q in shared memory, {config.kv_stages} of K "
+            f"and of V, {o_buffer}: {config.smem_bytes(self.problem.spec):,} of {CAPACITY:,} bytes."
         )
 
     @property
@@ -129,7 +171,7 @@ class Explanation:
         if sections > 1:
             together = f"{heads:,} heads in {sections} sections that share L2"
         first = "in the caller's order" if self.is_arranged else self.schedule.direction
-        return f"{type(self.schedule).__name__}; {together}, {first}."
+        return f"Schedule {self.schedule.name}: {together}, {first}."
 
     @property
     def work(self) -> str:
@@ -142,23 +184,26 @@ class Explanation:
     def softmax(self) -> str:
         if not self.config.fixed_reference:
             return ""
-        return "Reference does not follow the maximum; a second launch repeats rows it fails for."
+        return (
+            "Subtracts a fixed value instead of the running row max; a second launch repeats rows "
+            "that overflow."
+        )
 
     @property
     def balance(self) -> str:
         timeline = self.timeline
         return (
+            f"{'An' if self.lane == 'SM' else 'A'} {self.lane} works for "
             f"{duration(min(timeline.busy, default=0.0))} to "
-            f"{duration(max(timeline.busy, default=0.0))} of work for "
-            f"{'an' if self.lane == 'SM' else 'a'} {self.lane}, mean "
-            f"{duration(timeline.mean)}: {timeline.balance:.1%}."
+            f"{duration(max(timeline.busy, default=0.0))}, on average "
+            f"{duration(timeline.mean)}: {timeline.balance:.1%} of the time."
         )
 
     @property
     def time(self) -> str:
         prediction = self.chosen.prediction
         rate = self.problem.flops / prediction.us / 1e6
-        where = "" if self.costs.measured else f" Not measured on a {self.gpu.name}."
+        where = "" if self.costs.measured else f" Not measured on an {self.gpu.name}."
         tile = "" if self.chosen.measured else " Its tile or schedule was not measured."
         return (
             f"{duration(prediction.us)} predicted under steady load, {rate:,.0f} TFLOP/s; "
@@ -185,22 +230,115 @@ class Explanation:
     @property
     def choice(self) -> str:
         """The candidates with their predicted times."""
-        us = self.chosen.prediction.us
         others = [candidate for candidate in self.candidates if candidate.name != self.chosen.name]
-        lines = [f"{self.chosen.name}: {duration(us)}."]
-        for other in others:
-            difference = other.prediction.us / us - 1 if us else 0.0
-            remark = "" if other.measured else ", not measured"
-            if 0 < us - other.prediction.us <= least_gain(us):
-                remark += ", less than the model can tell"
-            lines.append(
-                f"{other.name}: {duration(other.prediction.us)}, {difference:+.1%}{remark}."
-            )
-        return ("\n" + " " * 9).join(lines)
+        return choice_of(self.chosen.name, self.chosen.prediction, others)
+
+
+# ------------------------------------------------------------------------- of all kinds of plans
+
+
+def sentences_of(problem: Problem, flops: int, gpu: Gpu, kernels: Iterable[str]) -> dict[str, str]:
+    """What there is to say of any plan.
+
+    Args:
+        flops: useful floating-point operations.
+        kernels: what is launched, in this order.
+    """
+    return {
+        "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')} on at least "
+        f"{quantity(problem.bytes, 'B')}.",
+        "GPU": f"{gpu.name}, {gpu.num_sms} SMs.",
+        "Kernels": BELOW.join(kernels),
+    }
+
+
+def facts_of(
+    call: str, problem: Problem, flops: int, gpu: Gpu, kernels: Iterable[str]
+) -> dict[str, Any]:
+    """The facts that all plans have.
+
+    Args:
+        call: what is planned: "dense", "packed", "cache" or "backward".
+    """
+    spec = problem.spec
+    return {
+        "call": call,
+        "gpu": {"name": gpu.name, "sms": gpu.num_sms},
+        "problem": {
+            "batch": problem.batch,
+            "seqlen_q": problem.seqlen_q,
+            "seqlen_k": problem.seqlen_k,
+            "heads_q": problem.num_heads_q,
+            "heads_kv": problem.num_heads_kv,
+            "head_dim": spec.head_dim,
+            "head_dim_v": spec.head_dim_v,
+            "dtype": spec.dtype,
+            "window": list(problem.window),
+            "modifiers": names_of_modifiers(spec),
+        },
+        "flop": flops,
+        "bytes": problem.bytes,
+        "kernels": list(kernels),
+    }
+
+
+def facts_of_prediction(prediction: Prediction) -> dict[str, Any]:
+    """A predicted time and what it is made of."""
+    return {
+        "us": round(prediction.us, 3),
+        "burst_us": round(prediction.burst_us, 3),
+        "compute_us": round(prediction.compute_us, 3),
+        "memory_us": round(prediction.memory_us, 3),
+        "launch_us": round(prediction.launch_us, 3),
+        "bound": prediction.bound,
+    }
+
+
+def facts_of_candidates(candidates: Iterable[Candidate]) -> list[dict[str, Any]]:
+    """Plans of the forward kernel that were compared."""
+    return [
+        {"name": one.name, "us": round(one.prediction.us, 3), "measured": one.measured}
+        for one in candidates
+    ]
+
+
+def choice_of(name: str, prediction: Prediction, others: Iterable[Candidate]) -> str:
+    """What was chosen, and the other candidates with their predicted times."""
+    us = prediction.us
+    lines = [f"{name}: {duration(us)}."]
+    for other in others:
+        difference = other.prediction.us / us - 1 if us else 0.0
+        remark = "" if other.measured else ", not measured"
+        if 0 < us - other.prediction.us <= least_gain(us):
+            remark += ", less than the model can tell"
+        lines.append(f"{other.name}: {duration(other.prediction.us)}, {difference:+.1%}{remark}.")
+    return BELOW.join(lines)
+
+
+# ------------------------------------------------------------------------------------ in words
+
+BELOW = "\n" + " " * 9
+"""Begins another line of a sentence."""
+
+
+def in_lines(sentences: dict[str, str]) -> str:
+    """Sentences with what they are about before them, one line each."""
+    return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
+
+
+def quantity(number: float, unit: str) -> str:
+    """A number with the prefix that suits it: "137.5 GFLOP", "83.9 MB"."""
+    prefixes = ["", "k", "M", "G", "T", "P", "E"]
+    while number >= 1000 and len(prefixes) > 1:
+        number /= 1000
+        del prefixes[0]
+    return f"{number:,.1f} {prefixes[0]}{unit}" if prefixes[0] else f"{number:,.0f} {unit}"
 
 
 def duration(us: float) -> str:
-    """A time in three digits or more: "12.3 us", "1,234 us", "393.9 ms"."""
+    """A time in three digits or more: "12.3 us", "1,234 us", "393.9 ms", "13.7 s"."""
+    if us >= 10_000_000:
+        return f"{us / 1_000_000:,.1f} s"
     if us >= 10_000:
         return f"{us / 1000:,.1f} ms"
     return f"{us:,.0f} us" if us >= 100 else f"{us:.1f} us"
@@ -211,32 +349,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def describe_config(config: ForwardConfig) -> str:
-    """A tiling in a few characters: "128x128", "128x80 in pairs of rows, fixed reference"."""
-    text = f"{config.tile_m}x{config.tile_n}"
-    if config.cluster > 1:
-        text += " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"
-    return f"{text}, fixed reference" if config.fixed_reference else text
-
-
 def describe_problem(problem: Problem) -> str:
     """A problem in one line."""
     spec = problem.spec
     heads = counted(problem.num_heads_q, "head")
     if problem.qhead_per_kvhead > 1:
         heads = f"{problem.num_heads_q} query heads on {problem.num_heads_kv} key/value heads"
-    head_dim = f"head_dim {spec.head_dim}"
-    if spec.head_dim_v != spec.head_dim:
-        head_dim += f" and {spec.head_dim_v}"
-    kinds = [template.kind.__name__ for template in (*spec.scores, *spec.mask.templates)]
-    if spec.sinks is not None:
-        kinds.append("sinks")
-    if spec.has_dropout:
-        kinds.append("dropout")
-    modifiers = "".join(f", {kind}" for kind in kinds)
+    queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q:,} queries"
+    modifiers = "".join(f", {name}" for name in names_of_modifiers(spec))
     return (
-        f"{problem.batch} x {problem.seqlen_q:,} queries on {problem.seqlen_k:,} keys, {heads}, "
-        f"{head_dim}, {spec.dtype}, {describe_window(problem.window)}{modifiers}"
+        f"{problem.batch:,} x {queries} on {counted(problem.seqlen_k, 'key')}, {heads}, "
+        f"{head_dims(spec.head_dim, spec.head_dim_v)}, {spec.dtype}, "
+        f"{describe_window(problem.window)}{modifiers}"
     )
 
 

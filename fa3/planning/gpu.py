@@ -14,7 +14,7 @@ class Gpu:
     Fields:
         num_sms: streaming multiprocessors.
         l2_bytes: bytes of L2 that the K and V of one section of heads may take.
-        tuned: costs that `python -m fa3 tune` has fitted to it, if it did.
+        tuned: costs that `fa3 tune` has fitted to it, if it did.
     """
 
     name: str
@@ -33,3 +33,21 @@ H200 = Gpu("NVIDIA H200", num_sms=132, l2_bytes=32 << 20)
 
 H100 = Gpu(H100_NAME, num_sms=132, l2_bytes=26 << 20)
 """The SXM version: 50 MB of L2."""
+
+GPUS = {"H100": H100, "H200": H200}
+"""GPUs by the names that a caller may give instead of a `Gpu`."""
+
+
+def as_gpu(gpu: Gpu | str) -> Gpu:
+    """The GPU of this name; a `Gpu` is returned as it is.
+
+    Raises:
+        TypeError: it is neither a `Gpu` nor a name.
+        ValueError: no GPU in `GPUS` has the name.
+    """
+    if isinstance(gpu, Gpu):
+        return gpu
+    if gpu in tuple(GPUS):
+        return GPUS[gpu]
+    kind = ValueError if isinstance(gpu, str) else TypeError
+    raise kind(f"gpu must be a Gpu or one of {list(GPUS)}, got {gpu!r:.200}")

@@ -1,4 +1,4 @@
-"""`GroupedPlan`: a dense problem in the kernel of decoding, K and V being a cache that is full.
+"""`GroupedPlan`: a dense problem in the decode kernel, K and V being a cache that is full.
 
 The forward kernel has tiles of one query head. With few queries most of their rows are empty, and
 the heads of a group read the same keys one by one. The decode kernel has the rows of all heads of
@@ -12,17 +12,29 @@ forward kernel's; `fa3.calls.forward` launches the plan.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
-from fa3.planning.explanation import Candidate, duration
+from fa3.planning.explanation import (
+    Candidate,
+    PlanDescription,
+    choice_of,
+    counted,
+    duration,
+    facts_of,
+    facts_of_candidates,
+    facts_of_prediction,
+    sentences_of,
+)
 from fa3.planning.gpu import Gpu
+from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.launch import Launch
 from fa3.planning.prediction import Prediction
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.shared_memory import padded
+from fa3.primitives.shared_memory import CAPACITY, padded
+from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band, Sequence
@@ -42,23 +54,35 @@ BLOCK_US, BLOCK_COLUMNS = 1.09, 256
 chunks-7x512+64x1 of `benchmarks/results/h200-2026-11-22-gradients`, 305,000 blocks in 2.5 ms."""
 
 
+FULL = CacheLayout(has_seqlens=False)
+"""K and V of a dense call."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
-    """How a dense problem runs in the kernel of decoding.
+    """How a dense problem runs in the decode kernel.
 
     Fields:
         decode: the plan of the kernels.
+        considered: plans of the forward kernel that the planner compared with it.
     """
 
     problem: Problem
     gpu: Gpu
     decode: DecodePlan
+    considered: tuple[Candidate, ...] = field(default=(), repr=False, compare=False)
 
     name: ClassVar[str] = "packed"
 
     @classmethod
-    def of(cls, problem: Problem, gpu: Gpu) -> "GroupedPlan":
+    def of(
+        cls, problem: Problem, gpu: Gpu, cache: CacheLayout = FULL, appends: bool = False
+    ) -> "GroupedPlan":
         """The plan of a problem.
+
+        Args:
+            cache: how the keys lie; with lengths, sequences have `seqlen_k` keys at most.
+            appends: whether a kernel that appends to the cache runs before.
 
         Raises:
             NotImplementedError: it has a score or a mask of the user's, or dropout.
@@ -88,8 +112,7 @@ class GroupedPlan:
         spec = AttentionSpec(
             spec.dtype, spec.head_dim, spec.head_dim_v, Band.of(window), spec.scores, spec.sinks
         )
-        cut = choose_cut(sizes, window, gpu.num_sms)
-        cache = CacheLayout(has_seqlens=False)
+        cut = choose_cut(sizes, window, gpu.num_sms, appends=appends)
         return cls(problem, gpu, DecodePlan(spec, cache, sizes, window, cut, gpu.num_sms))
 
     @classmethod
@@ -128,9 +151,60 @@ class GroupedPlan:
         when = "unless pack_gqa is False" if self.beats((plan, *others)) else "if pack_gqa is True"
         remark = "" if self.is_measured else ", not measured"
         return (
-            f"Heads of a group in one tile, in the kernel of decoding: {duration(us)}, "
+            f"In the decode kernel, where query heads that share keys share tiles: {duration(us)}, "
             f"{us / of_plan - 1:+.1%}{remark}. Calls run so {when}."
         )
+
+    def explain(self, appends: bool = False) -> PlanDescription:
+        """What the plan does, its predicted time and bottleneck, and the forward kernel's plans.
+
+        Args:
+            appends: whether a kernel that appends to the cache runs before.
+        """
+        problem, decode, prediction = self.problem, self.decode, self.predict()
+        kernels = ["append to cache"] * appends
+        kernels += [describe_kernel(launch.kernel) for launch in self.launches()]
+        others = sorted(self.considered, key=lambda one: one.prediction.us)
+        sizes, config = decode.sizes, decode.kernel().config
+        call = "dense" if decode.cache.is_full else "cache"
+        flops = problem.flops
+        sentences = {
+            **sentences_of(problem, flops, self.gpu, kernels),
+            "CTA": f"{ROWS} query rows against blocks of {TILE_N} keys. The query heads that share "
+            "keys are rows of the same tile, so keys are read once for all of them.",
+            "Memory": f"{config.q_stages} stages of Q in shared memory, {config.kv_stages} of K "
+            f"and of V: {config.smem_bytes(decode.spec):,} of {CAPACITY:,} bytes.",
+            "Grid": f"{counted(decode.num_ctas, 'CTA')} on {self.gpu.num_sms} SMs, for "
+            f"{counted(sizes.num_tiles, 'tile')}.",
+            "Cut": self.cut,
+            "Time": f"{duration(prediction.us)} predicted, "
+            f"{flops / prediction.us / 1e6:,.0f} TFLOP/s{self.remark}.",
+            "Bound": f"By {prediction.bound}: device memory {duration(prediction.memory_us)}, "
+            f"compute {duration(prediction.compute_us)}, launches {prediction.launch_us:.1f} us.",
+            "Choice": choice_of("decode kernel", prediction, others),
+        }
+        facts = {
+            **facts_of(call, problem, flops, self.gpu, kernels),
+            "tile": [ROWS, TILE_N],
+            "ctas": decode.num_ctas,
+            "tiles": sizes.num_tiles,
+            "shared_memory_bytes": config.smem_bytes(decode.spec),
+            "prediction": facts_of_prediction(prediction),
+            "candidates": facts_of_candidates(others),
+        }
+        return PlanDescription(sentences, facts)
+
+    @property
+    def cut(self) -> str:
+        """Where tiles are cut, and what merges the parts, in a sentence."""
+        merge = "A second launch merges" if len(self.launches()) > 1 else "The kernel itself merges"
+        return f"All CTAs get equally many keys. {merge} the parts of a tile that was cut."
+
+    @property
+    def remark(self) -> str:
+        """What to know about the predicted time."""
+        filled = "" if self.decode.cache.is_full else ", if all sequences fill the cache"
+        return filled + ("" if self.is_measured else "; such calls were not measured")
 
     def predict(self) -> Prediction:
         """The time that the call is predicted to take, with its components."""

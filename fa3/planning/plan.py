@@ -11,9 +11,10 @@ import numpy as np
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
-from fa3.planning.explanation import Candidate, Explanation, describe_config
+from fa3.planning.explanation import Candidate, Explanation
 from fa3.planning.gpu import Gpu
 from fa3.planning.grouped import GroupedPlan
+from fa3.planning.kernel_names import describe_config, describe_kernel
 from fa3.planning.launch import Launch
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
@@ -144,6 +145,7 @@ class Plan:
         return Explanation(
             self.problem,
             self.gpu,
+            tuple(describe_kernel(launch.kernel) for launch in self.launches()),
             self.schedule,
             self.is_arranged,
             chosen,

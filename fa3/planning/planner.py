@@ -13,7 +13,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
 from fa3.planning.explanation import Candidate
-from fa3.planning.gpu import H200, Gpu
+from fa3.planning.gpu import H200, Gpu, as_gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.load import RowLoad
 from fa3.planning.plan import Plan, as_made, candidate, check_pairs
@@ -42,7 +42,7 @@ to take longer by up to this share: packed tiles may be done sooner than the est
 
 def plan_forward(
     problem: Problem,
-    gpu: Gpu = H200,
+    gpu: Gpu | str = H200,
     config: ForwardConfig | None = None,
     schedule: ScheduleChoice = None,
 ) -> Plan:
@@ -50,7 +50,7 @@ def plan_forward(
 
     Args:
         problem: the problem to run.
-        gpu: the GPU to run it on.
+        gpu: the GPU to run it on: a `Gpu`, "H100" or "H200".
         config: the kernel's tiling; chosen from `TILINGS` if not given.
         schedule: a name in `SCHEDULES`, its class, a schedule of one of these classes, or a
             function that takes the list of all tiles and returns them in the order to work on:
@@ -61,6 +61,7 @@ def plan_forward(
         ValueError: the config or the schedule cannot run the problem, no schedule has the name, or
             the schedule leaves out, repeats or invents a tile.
     """
+    gpu = as_gpu(gpu)
     check_types(problem, gpu, config)
     name = schedule_name(schedule)
     if config is not None:
@@ -93,23 +94,25 @@ def plan_forward(
 
 
 def plan_dense(
-    problem: Problem, gpu: Gpu = H200, pack_gqa: bool | None = None
+    problem: Problem, gpu: Gpu | str = H200, pack_gqa: bool | None = None
 ) -> Plan | GroupedPlan:
-    """Choose how a dense call runs: in the forward kernel, or in that of decoding.
+    """Choose how a dense call runs: in the forward kernel, or in the decode kernel.
 
     Args:
+        gpu: the GPU to run it on: a `Gpu`, "H100" or "H200".
         pack_gqa: whether query heads are to share tiles, as in the kernel of decoding; chosen by
             predicted times if not given.
 
     Raises:
         NotImplementedError, ValueError: they cannot, and pack_gqa is True.
     """
+    gpu = as_gpu(gpu)
     if pack_gqa:
         return GroupedPlan.of(problem, gpu)
     plan = plan_forward(problem, gpu)
     grouped = None if pack_gqa is False else GroupedPlan.if_possible(problem, gpu)
     if grouped is not None and grouped.beats(plan.considered):
-        return grouped
+        return replace(grouped, considered=plan.considered)
     return plan
 
 

@@ -1,4 +1,4 @@
-"""What `python -m fa3 cache show` prints: the folder of compiled kernels, and what is in it."""
+"""What `fa3 cache show` prints: the folder of compiled kernels, and what is in it."""
 
 import time
 

@@ -19,6 +19,8 @@ from fa3.tools.compile_worker import compile_in, worker
 class CompilePool:
     """Compiles kernels in so many processes, the first ones first, inside of its `with`.
 
+    `current` has those that are being compiled, in the order in which that began.
+
     What is not done at the end of that is given up; its processes are killed, which leaves nothing
     broken on disk.
     """
@@ -28,6 +30,7 @@ class CompilePool:
         self.done: queue.SimpleQueue[Kernel | Exception] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.running: set[subprocess.Popen] = set()
+        self.current: dict[Kernel, None] = {}
         self.is_closed = False
         count = min(processes, len(self.waiting))
         self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(count)]
@@ -93,7 +96,9 @@ class CompilePool:
                 stack.callback(self.forget, process)
             is_there = True
             while is_there and (kernel := self.take()) is not None:
+                self.current[kernel] = None
                 is_there = compile_in(process, kernel)
+                del self.current[kernel]
                 self.done.put(kernel)
 
     def take(self) -> Kernel | None:

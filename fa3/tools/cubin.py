@@ -1,7 +1,7 @@
 """What a compiled kernel is made of, read from its cubin without a CUDA toolkit.
 
 Registers, stack and threads stand in the ELF's `.nv.info` sections. Instructions come from
-`nvdisasm`, which the `nvidia-cuda-nvdisasm` package carries.
+`nvdisasm`, which the `nvidia-cuda-nvdisasm` package carries; it is needed only where they are read.
 """
 
 import importlib.metadata
@@ -39,13 +39,21 @@ class CubinReport:
         registers: registers a thread has at launch; setmaxnreg moves them between warpgroups.
         stack_bytes: local memory of a thread. A kernel that spills has some.
         threads: threads of a CTA.
-        instructions: the SASS in program order, predicate and operands included.
     """
 
     registers: int
     stack_bytes: int
     threads: int
-    instructions: tuple[str, ...] = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    @cached_property
+    def instructions(self) -> tuple[str, ...]:
+        """The SASS in program order, predicate and operands included.
+
+        Raises:
+            ModuleNotFoundError: the package with nvdisasm is not installed.
+        """
+        return tuple(INSTRUCTION.findall(disassemble(self.cubin)))
 
     @cached_property
     def opcodes(self) -> Counter[str]:
@@ -120,11 +128,10 @@ class CubinReport:
 
 
 def inspect(cubin: bytes) -> CubinReport:
-    """Read the resources and the instructions of the one kernel in a cubin.
+    """Read the resources of the one kernel in a cubin; its instructions are read when asked for.
 
     Raises:
         ValueError: the bytes are no cubin, or one with several kernels.
-        ModuleNotFoundError: the package with nvdisasm is not installed.
     """
     sections = elf_sections(cubin)
     resources = dict(attributes(sections[".nv.info"]))
@@ -137,7 +144,7 @@ def inspect(cubin: bytes) -> CubinReport:
         registers=struct.unpack("<II", resources[EIATTR_REGCOUNT])[1],
         stack_bytes=struct.unpack("<II", resources[EIATTR_FRAME_SIZE])[1],
         threads=math.prod(struct.unpack("<III", launch[EIATTR_REQNTID])),
-        instructions=tuple(INSTRUCTION.findall(disassemble(cubin))),
+        cubin=cubin,
     )
 
 

@@ -1,9 +1,12 @@
-"""What `warmup` must know of a model, and a table of well-known ones.
+"""What `warmup` must know of a model: from a table of well-known ones, or from a `config.json`.
 
 Needs the standard library only: the command line lists the names before anything else is imported.
 """
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, Window
 
@@ -99,12 +102,88 @@ PRESETS = {
 """Well-known models, with where their sizes are from."""
 
 
+LAYERS_WITHOUT_KERNELS = ("linear_attention", "conv", "mamba", "recurrent")
+"""Types of layers in a `config.json` that do not attend."""
+
+
+def model_of_file(path: Path) -> Model:
+    """The attention of the model that a Hugging Face `config.json` describes, on one GPU.
+
+    Raises:
+        ValueError: the file is missing or no JSON, or does not say what is needed.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"preset must be a model's config.json, got {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"preset must be a model's config.json, got {path}: it holds no object")
+    # Models that also see pictures have the language model's part of its own.
+    config = {**config, **(config.get("text_config") or {})}
+
+    def number(name: str) -> int:
+        if type(config.get(name)) is not int:
+            raise ValueError(f"{path} must have an integer {name!r}, got {config.get(name)!r}")
+        return config[name]
+
+    heads_q = number("num_attention_heads")
+    heads_kv = heads_q
+    if config.get("num_key_value_heads") is not None:
+        heads_kv = number("num_key_value_heads")
+    if config.get("qk_rope_head_dim"):
+        # Multi-head latent attention, as DeepSeek's.
+        head_dim = number("qk_nope_head_dim") + number("qk_rope_head_dim")
+        head_dim_v = number("v_head_dim")
+    else:
+        given = config.get("head_dim") is not None
+        head_dim = number("head_dim") if given else number("hidden_size") // max(1, heads_q)
+        head_dim_v = head_dim
+    return Model(
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        config.get("dtype") or config.get("torch_dtype") or "bfloat16",
+        windows_of_layers(path, config),
+        float(config.get("attn_logit_softcapping") or 0.0),
+        config.get("model_type") == "gpt_oss",
+    )
+
+
+def windows_of_layers(path: Path, config: dict[str, Any]) -> tuple[Window, ...]:
+    """What the layers of a `config.json` see, each window once.
+
+    Without a list of layers, a file with a window may mean all of them or some: both are returned.
+    """
+    keys = config.get("sliding_window")
+    if not keys or config.get("use_sliding_window") is False:
+        return (CAUSAL,)
+    known = {"sliding_attention": sliding(keys), "full_attention": CAUSAL}
+    layers = config.get("layer_types") or list(known)
+    attending = [layer for layer in layers if layer not in LAYERS_WITHOUT_KERNELS]
+    unknown = [layer for layer in attending if layer not in known]
+    if unknown:
+        raise ValueError(f"{path} must have layer_types of {list(known)}, got {unknown[0]!r}")
+    return tuple(dict.fromkeys(known[layer] for layer in attending))
+
+
+def preset_of(preset: str | Path) -> Model:
+    """The well-known model of this name, or that of a `config.json`."""
+    if isinstance(preset, str) and preset in PRESETS:
+        return PRESETS[preset]
+    if str(preset).endswith(".json"):
+        return model_of_file(Path(preset))
+    raise ValueError(
+        f"preset must be one of {sorted(PRESETS)} or the path of a config.json, got {preset!r}"
+    )
+
+
 def model_of(
-    preset: str | None,
+    preset: str | Path | None,
     heads: tuple[int, int] | None,
     head_dim: int | None,
     head_dim_v: int | None,
-    dtype: str,
+    dtype: str | None,
     window: Window | None,
     softcap: float,
     sinks: bool,
@@ -114,10 +193,8 @@ def model_of(
     Raises:
         ValueError: options are missing, do not go together, or no kernel can run the model.
     """
-    dtype = SHORT_DTYPES.get(dtype, dtype)
+    dtype = None if dtype is None else SHORT_DTYPES.get(dtype, dtype)
     if preset is not None:
-        if preset not in PRESETS:
-            raise ValueError(f"preset must be one of {sorted(PRESETS)}, got {preset!r}")
         options: dict[str, object] = {
             "heads": heads,
             "head_dim": head_dim,
@@ -129,10 +206,11 @@ def model_of(
         given = [f"{name} {value}" for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
-                f"preset {preset!r} says heads, head_dim, mask, softcap and sinks; got beside it "
-                + ", ".join(given)
+                f"preset {str(preset)!r} says heads, head_dim, mask, softcap and sinks; it does "
+                f"not go with {', '.join(given)}"
             )
-        model = replace(PRESETS[preset], dtype=dtype)
+        model = preset_of(preset)
+        model = model if dtype is None else replace(model, dtype=dtype)
     else:
         if heads is None or head_dim is None:
             raise ValueError(
@@ -141,6 +219,7 @@ def model_of(
             )
         windows = (CAUSAL if window is None else window,)
         columns_v = head_dim if head_dim_v is None else head_dim_v
-        model = Model(*heads, head_dim, columns_v, dtype, windows, softcap, sinks)
+        kind = dtype or "bfloat16"
+        model = Model(*heads, head_dim, columns_v, kind, windows, softcap, sinks)
     model.check()
     return model

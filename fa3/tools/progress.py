@@ -1,8 +1,7 @@
-"""A bar that shows how far a command has come."""
+"""How far a command has come: a bar on a terminal, lines elsewhere."""
 
 import shutil
 import sys
-import threading
 import time
 from typing import TextIO
 
@@ -22,23 +21,14 @@ class Bar:
         self.total, self.done, self.stream, self.things = total, 0, stream, things
         self.note, self.drawn = "", 0
         self.begin = time.perf_counter()
-        self.lock = threading.Lock()
         if stream and total:
             self.draw(stream)
 
-    def advance(self) -> None:
-        """Draw one more as done; may be called from several threads."""
-        with self.lock:
-            self.done += 1
-            if self.stream:
-                self.draw(self.stream)
-
-    def show(self, done: int, note: str) -> None:
-        """Draw so many as done, with a note behind the seconds."""
-        with self.lock:
-            self.done, self.note = done, note
-            if self.stream:
-                self.draw(self.stream)
+    def show(self, done: int, note: str = "") -> None:
+        """Draw so many as done, with a note after the seconds."""
+        self.done, self.note = done, note
+        if self.stream:
+            self.draw(self.stream)
 
     def end(self) -> None:
         """Leave the line of a bar that is not full."""
@@ -55,3 +45,19 @@ class Bar:
         stream.write(f"\r{line:{self.drawn}}" + ("\n" if self.done == self.total else ""))
         stream.flush()
         self.drawn = len(line)
+
+
+class Lines:
+    """A line for each thing that is done, for what is no terminal; silent without a stream."""
+
+    def __init__(self, total: int, stream: TextIO | None) -> None:
+        self.total, self.done, self.stream = total, 0, stream
+        self.begin = time.perf_counter()
+
+    def add(self, name: str) -> None:
+        """Tell that one more is done."""
+        self.done += 1
+        if self.stream:
+            seconds = time.perf_counter() - self.begin
+            line = f"{self.done} of {self.total}, {seconds:.0f} s: {name}"
+            print(line, file=self.stream, flush=True)

@@ -1,4 +1,4 @@
-"""What `python -m fa3 tune` does: measure on the GPU that is here, fit the cost model, keep it."""
+"""What `fa3 tune` does: measure on the GPU that is here, fit the cost model, keep it."""
 
 import argparse
 import importlib.metadata
@@ -21,7 +21,7 @@ from fa3.tools.plan_command import problem_of_shape
 from fa3.tools.plan_stopwatch import GpuWorkbench
 from fa3.tools.plan_times import OF_TIMES, PlanTimes, alone
 from fa3.tools.progress import Bar, terminal
-from fa3.tools.recording import hopper_device
+from fa3.tools.recording import device_here
 from fa3.tools.tuning import (
     DEFAULT_MODELS,
     Budget,
@@ -41,7 +41,7 @@ times differ from one measurement to the next."""
 
 def tune_here(options: argparse.Namespace) -> None:
     """Tune the planner to the current GPU; options are those of the command line."""
-    device = hopper_device()
+    device = device_here()
     if options.forget:
         forget(gpu_of(device))
     else:

@@ -8,9 +8,11 @@ disk. No GPU is needed.
 import contextlib
 import itertools
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,7 @@ from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.joined import JoinedPlan
+from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
@@ -35,7 +38,7 @@ from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
-from fa3.tools.progress import Bar, terminal
+from fa3.tools.progress import Bar, Lines
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 
@@ -50,33 +53,53 @@ MOST_TOKENS = 1 << 20
 """Most keys of a batch that the planner is asked about."""
 
 
+REDRAWN_S = 0.2
+"""Seconds after which the time that compiling takes is shown anew."""
+
+
 @dataclass(frozen=True)
 class Warmup:
-    """What a `warmup` did.
+    """What a `warmup` did. `print` it.
 
     Fields:
         kernels: all that the model can need.
-        compiled: how many of them were compiled; the others were on disk already.
+        absent: which of them were not on disk before.
+        compiled: how many of them were compiled; none in a dry run.
         seconds: what that took.
     """
 
     kernels: tuple[Kernel, ...]
+    absent: tuple[Kernel, ...]
     compiled: int
     seconds: float
 
     @property
     def present(self) -> int:
-        """How many kernels were on disk already."""
-        return len(self.kernels) - self.compiled
+        """How many kernels were on disk before."""
+        return len(self.kernels) - len(self.absent)
+
+    def __str__(self) -> str:
+        if self.compiled == len(self.absent):
+            return (
+                f"{len(self.kernels)} kernels: {self.present} were on disk, {self.compiled} "
+                f"compiled, in {self.seconds:.0f} s"
+            )
+        absent = set(self.absent)
+        lines = [
+            f"{'to compile' if kernel in absent else 'on disk':11} {describe_kernel(kernel)}"
+            for kernel in self.kernels
+        ]
+        total = f"{len(self.kernels)} kernels: {self.present} on disk, {len(absent)} to compile"
+        return "\n".join([*lines, total])
 
 
 def warmup(
     heads: tuple[int, int] | None = None,
     head_dim: int | None = None,
     *,
-    preset: str | None = None,
+    preset: str | Path | None = None,
     head_dim_v: int | None = None,
-    dtype: str | torch.dtype = "bfloat16",
+    dtype: str | torch.dtype | None = None,
     causal: bool = True,
     window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
@@ -87,6 +110,7 @@ def warmup(
     rotary_dtype: str | torch.dtype | None = None,
     processes: int | None = None,
     progress: bool = True,
+    dry_run: bool = False,
 ) -> Warmup:
     """Compile all kernels that a model can need, so that none of its calls waits for one.
 
@@ -99,9 +123,11 @@ def warmup(
     Args:
         heads: (heads_q, heads_kv).
         head_dim: columns of q and k.
-        preset: a model of `fa3.tools.models.PRESETS`, instead of its sizes, mask and scores.
+        preset: a model of `fa3.tools.models.PRESETS`, or the path of a Hugging Face `config.json`,
+            instead of its sizes, mask and scores.
         head_dim_v: columns of v; head_dim if not given.
-        dtype: bfloat16 or float16, also bf16 or fp16.
+        dtype: bfloat16 or float16, also bf16 or fp16; that of a `config.json`, or else bfloat16,
+            by default.
         causal: whether keys after a query's own position are hidden.
         window_size: (left, right) keys that a query sees beside its own position, if the model has
             a window; -1 for all. causal sets right to 0.
@@ -115,7 +141,9 @@ def warmup(
             "none" for no embedding.
         rotary_dtype: of its tables, the model's or float32; the model's by default.
         processes: how many compile; one for each core by default.
-        progress: whether to show a bar on the standard error, if that is a terminal.
+        progress: whether to tell on the standard error what is compiled: a bar with a clock if that
+            is a terminal, else a line for each kernel.
+        dry_run: whether to find out only which kernels are needed, and compile none.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -137,7 +165,7 @@ def warmup(
     window = None
     if window_size is not None or not causal:
         window = check_window(as_pair(window_size or Window()), causal)
-    name = name_of_dtype(dtype)
+    name = None if dtype is None else name_of_dtype(dtype)
     model = model_of(preset, heads, head_dim, head_dim_v, name, window, softcap, sinks)
     tables = model.dtype if rotary_dtype is None else name_of_dtype(rotary_dtype)
     if tables not in (model.dtype, "float32"):
@@ -153,13 +181,13 @@ def warmup(
             f"page_sizes must have a size for calls {calls}, got {page_sizes}: 'paged' takes 1 or "
             "more, 'cache' also 0"
         )
-    absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
-    if absent:
+    absent = tuple(kernel for kernel in kernels if not is_on_disk(kernel))
+    if absent and not dry_run:
         check_folder()
-    bar = Bar(len(absent), terminal() if progress else None)
-    compile_all(absent, processes or len(os.sched_getaffinity(0)), bar.advance)
-    check_kept(absent)
-    return Warmup(kernels, len(absent), time.perf_counter() - begin)
+        compile_all(absent, processes or len(os.sched_getaffinity(0)), progress)
+        check_kept(absent)
+    compiled = 0 if dry_run else len(absent)
+    return Warmup(kernels, absent, compiled, time.perf_counter() - begin)
 
 
 def as_calls(calls: Iterable[str]) -> tuple[str, ...]:
@@ -206,7 +234,7 @@ def check_folder() -> None:
         ) from error
 
 
-def check_kept(kernels: list[Kernel]) -> None:
+def check_kept(kernels: Sequence[Kernel]) -> None:
     """Raise RuntimeError unless kernels are on disk."""
     lost = [kernel for kernel in kernels if not is_on_disk(kernel)]
     if lost:
@@ -370,9 +398,23 @@ def append_kernels(
 # ------------------------------------------------------------------------------------ compile
 
 
-def compile_all(kernels: list[Kernel], processes: int, advance: Callable[[], None]) -> None:
-    """Compile kernels in so many processes, and tell of each when it was tried."""
-    with CompilePool(kernels, processes) as pool:
-        for _ in kernels:
-            pool.next_done()
-            advance()
+def compile_all(kernels: Sequence[Kernel], processes: int, progress: bool) -> None:
+    """Compile kernels in so many processes.
+
+    Args:
+        progress: whether to tell of them on the standard error.
+    """
+    stream = sys.stderr if progress else None
+    is_terminal = sys.stderr.isatty()
+    bar = Bar(len(kernels), stream if is_terminal else None)
+    lines = Lines(len(kernels), None if is_terminal else stream)
+    try:
+        with CompilePool(kernels, processes) as pool:
+            while bar.done < len(kernels):
+                kernel = pool.next_done(REDRAWN_S)
+                if kernel is not None:
+                    lines.add(describe_kernel(kernel))
+                current = [describe_kernel(one) for one in list(pool.current)[:1]]
+                bar.show(bar.done + (kernel is not None), *(current or ["compilers start"]))
+    finally:
+        bar.end()

@@ -1,0 +1,107 @@
+"""Plans of calls that have no plan of the forward kernel alone, in words: packed and backward.
+
+No time is predicted for them: fa3 has no cost model of these calls.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from fa3.calls.modifiers import Structure
+from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.calls.varlen_call import RaggedCall, plan_varlen
+from fa3.planning.backward import BackwardPlan
+from fa3.planning.explanation import PlanDescription, counted, facts_of, quantity, sentences_of
+from fa3.planning.gpu import Gpu
+from fa3.planning.joined import PackedSizes
+from fa3.planning.kernel_names import describe_kernel
+from fa3.primitives.vectors import FLOAT_BYTES
+from fa3.problem import Problem, Window
+from fa3.scores.masks import Band
+
+BACKWARD_PRODUCTS = 2.5
+"""Matrix products of the backward pass over those of the forward pass: five instead of two."""
+
+NOT_PREDICTED = "Not predicted: fa3 has no cost model of such calls."
+
+
+def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescription:
+    """How `flash_attn_varlen_func` attends to sequences that are all equally long.
+
+    Args:
+        problem: the sequences as a dense call.
+        window: of the call; its kernels have all bounds that hide something at some length.
+    """
+    heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
+    window = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+    spec = replace(problem.spec, mask=Band.of(window))
+    call = plan_varlen(spec, Structure(), window, heads_q, heads_kv, False, False, gpu, 0)
+    sizes = PackedSizes(
+        problem.batch,
+        heads_q,
+        problem.batch * problem.seqlen_q,
+        problem.batch * problem.seqlen_k,
+        problem.seqlen_q,
+        problem.seqlen_k,
+    )
+    route, kernels = route_of(call, sizes)
+    names = [describe_kernel(kernel) for kernel in kernels]
+    sentences = {
+        **sentences_of(problem, problem.flops, gpu, names),
+        "Route": route,
+        "Lengths": "Read on the GPU. The same kernels run for other lengths with these bounds and "
+        "totals.",
+        "Time": NOT_PREDICTED,
+    }
+    facts = facts_of("packed", problem, problem.flops, gpu, names)
+    return PlanDescription(sentences, {**facts, "route": route})
+
+
+def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
+    """Which kernels serve the sequences of a call, in a sentence and in the order of launches."""
+    joins, _, most, has_long = call.route(sizes, False, None, splits=True)
+    if joins and call.joined is not None:
+        route = "Sequences are short, so several share a tile of the forward kernel."
+        return route, [call.joined.joined_table(), *call.joined.kernels()]
+    long = [call.plan.tile_table(), *call.plan.kernels()] if has_long else []
+    if not most or call.short is None:
+        return "The forward kernel attends; each tile has rows of one sequence.", long
+    plan = call.short.plan(most, has_long, call.window)
+    combine = None if plan.merges_inside else plan.combine()
+    short = [plan.kernel(), *([] if combine is None else [combine])]
+    if not has_long:
+        return "The decode kernel attends and splits the keys of long sequences.", short
+    return (
+        f"Sequences of up to {most} queries are the decode kernel's, others the forward kernel's. "
+        "Both run at the same time.",
+        [long[0], short[0], *long[1:], *short[1:]],
+    )
+
+
+def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
+    """How the gradients of a dense call are computed."""
+    plan = BackwardPlan.of(problem)
+    flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.entry
+    names = [describe_kernel(kernel) for kernel in (entry.begin, entry.main)]
+    words = plan.numbers_of_statistics + plan.numbers_of_sums + plan.words_of_counters
+    workspace = FLOAT_BYTES * (words + plan.num_query_tiles)
+    config = plan.config
+    sentences = {
+        **sentences_of(problem, flops, gpu, names),
+        "CTA": f"A tile of {config.tile_n} keys of one key/value head, against blocks of "
+        f"{config.tile_m} queries of all query heads that share it; {config.threads} threads.",
+        "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys, "
+        f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
+        "Order": f"{counted(plan.heads_per_section, 'key/value head')} together, whose queries "
+        f"stay in L2; {counted(plan.num_sections, 'section')} one after another.",
+        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 sums of dQ and row "
+        "statistics, besides dQ, dK and dV.",
+        "Time": NOT_PREDICTED,
+    }
+    facts = {
+        **facts_of("backward", problem, flops, gpu, names),
+        "tile": [config.tile_m, config.tile_n],
+        "key_tiles": plan.num_key_tiles,
+        "query_tiles": plan.num_query_tiles,
+        "workspace_bytes": workspace,
+    }
+    return PlanDescription(sentences, facts)
