@@ -51,7 +51,7 @@ def without_gradients():
 
 
 def test_cells_have_unique_names_and_their_operations():
-    assert len(BY_NAME) == len(CELLS) == 2 * (len(SHAPES) + 1) == 2 * 58
+    assert len(BY_NAME) == len(CELLS) == 2 * (len(SHAPES) + 1) == 2 * 70
     assert set(QUICK) < set(BY_NAME)
     for cell in SHAPES:
         backward, both = (BY_NAME[f"{passes}-{cell.name}"] for passes in PASSES)
@@ -219,7 +219,7 @@ def test_small_cells_stand_for_large_ones():
     ours, peer = (SimpleNamespace(name=name) for name in ("fa3", "fa4-cute"))
     few = {gradients.shrink(peer, cell) for cell in CELLS if cell.group == "grid"}
     assert {(cell.batch, cell.seqlen_q) for cell in few} == {(1, 512), (1, 1024)}
-    assert len(few) == 18 and len({gradients.shrink(ours, cell) for cell in CELLS}) == 57
+    assert len(few) == 18 and len({gradients.shrink(ours, cell) for cell in CELLS}) == 69
     one = Gradients(gradients.DENSE_KINDS[gradients.OURS]())
     assert pickle.loads(pickle.dumps(one)).attention.attend is fa3.flash_attn_func
 
