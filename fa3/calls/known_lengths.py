@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from fa3.calls.eager import LOWEST_ADDRESS
 from fa3.calls.operands import check_contiguous, check_dtype, check_shape, describe, operand_of
 from fa3.calls.part_memory import PartMemory
 from fa3.planning.host_table import TableKind
@@ -267,8 +268,13 @@ def contents_of(name: str, tensor: torch.Tensor, batch: int) -> bytes:
     Raises:
         TypeError, ValueError: it is no such vector.
     """
-    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
-    if not is_plain or tensor.ndim != 1:
+    try:
+        is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
+        is_vector = is_plain and not tensor.is_nested and tensor.ndim == 1
+        is_plain = is_vector and tensor.data_ptr() >= LOWEST_ADDRESS
+    except RuntimeError:  # sparse tensors have no address
+        is_plain = False
+    if not is_plain:
         host_integers(name, tensor, (batch + name.startswith("cu_seqlens"),))
     return tensor.numpy().tobytes()
 
