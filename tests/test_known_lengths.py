@@ -1,6 +1,8 @@
 """Lengths that the host knows: tables made on the host, metadata, and calls that use them."""
 
+import copy
 import heapq
+import pickle
 import random
 import re
 from dataclasses import replace
@@ -121,6 +123,43 @@ def test_longest_first_where_the_kernel_tells_no_difference():
 
 
 # ------------------------------------------------------------------------------------- results
+
+
+class OfThisProcess:
+    """Stands for a kernel that was loaded, which nobody can copy."""
+
+    def __reduce_ex__(self, protocol: int):
+        raise TypeError("cannot be pickled")
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda metadata: pickle.loads(pickle.dumps(metadata)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_have_the_lengths_and_no_kernels(way):
+    call = make_call(MIXED)
+    metadata = metadata_of(call)
+    expected = flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+    lengths = metadata.lengths
+    metadata.fitting = OfThisProcess()
+    lengths.latest = OfThisProcess(), 0, True, None
+    lengths.route = OfThisProcess(), False, None
+    lengths.tables = {(OfThisProcess(), None): None}
+    found = COPIES[way](metadata)
+    assert found.fitting is None and found.calls == metadata.calls
+    if way != "copy":
+        assert found.lengths is not lengths and not found.lengths.tables
+        assert torch.equal(flash_attn_varlen_func(**call, scheduler_metadata=found), expected)
+
+
+def test_metadata_of_equal_queries_can_be_copied():
+    metadata = get_scheduler_metadata(2, 1, 64, 4, 2, 64, integers(3, 64))
+    for way in COPIES.values():
+        assert way(metadata) == metadata
 
 
 def metadata_of(call: dict, **options):

@@ -95,6 +95,10 @@ class KnownLengths:
         self.latest: tuple[object, int, bool, KnownTiles | None] = None, 0, False, None
         self.route: tuple[object, bool, Any] = None, False, None
 
+    def __reduce__(self):
+        """Copy and pickle the lengths alone: tables and kernels are of this process."""
+        return type(self), (self.queries, self.keys, self.may_cut)
+
     @classmethod
     def packed(
         cls,

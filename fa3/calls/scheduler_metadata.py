@@ -114,6 +114,10 @@ class PackedMetadata:
     lengths: KnownLengths | None
     fitting: object = None
 
+    def __reduce__(self):
+        """Copy and pickle without what calls have led to: kernels are of this process."""
+        return type(self), (self.calls, self.has_packed_keys, self.lengths)
+
     def check(self, has_packed_keys: bool | None = None, **of_call) -> None:
         """Raise ValueError unless a call is what this was made for."""
         if has_packed_keys not in (None, self.has_packed_keys):
@@ -201,7 +205,8 @@ def get_scheduler_metadata(
     kernels there is work for. When a call comes the lengths on the GPU must be these: otherwise the
     result is undefined, though nothing outside of the tensors is read or written, and it is an
     error where the call sees the lengths. So a CUDA graph that is to serve other lengths is
-    captured without. Calls on any streams may use it at the same time.
+    captured without. Calls on any streams may use it at the same time. A copy, or one that was
+    pickled, has the lengths but no table on a GPU: its first call there makes it.
 
     Args:
         batch_size: sequences.
