@@ -4,11 +4,11 @@ What lies on the CPU. What is on a GPU is read back with FA3_ASSERTIONS=1 only, 
 to read it, the host waits for the GPU.
 """
 
-import os
-
 import torch
 
-ASSERTIONS = os.environ.get("FA3_ASSERTIONS") == "1"
+from fa3.settings import SETTINGS
+
+ASSERTIONS = SETTINGS["FA3_ASSERTIONS"] == "1"
 """Whether to read back and check what is on a GPU, too."""
 
 

@@ -63,6 +63,7 @@ from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.running.tables import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
+from fa3.settings import check_settings
 
 FORWARD_TYPES = {
     "causal": bool,
@@ -455,6 +456,7 @@ def prepare_forward(
     pack_gqa: bool | None,
 ) -> PreparedCall:
     """Validate a call, plan it and load its kernel."""
+    check_settings()
     q, k, v = Operand(*q), Operand(*k), Operand(*v)
     problem = pose(q, k, v, causal, window_size, modifiers)
     batch, seqlen_q, heads_q, _ = q.shape

@@ -34,6 +34,7 @@ from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import Pieces
 from fa3.scores.masks import Band
 from fa3.scores.masks import Sequence as SequenceOfMask
+from fa3.settings import check_settings
 
 IN_METADATA = ("scheduler_metadata",) * 4
 """Where lengths come from, each of them, that are in the metadata of a step."""
@@ -238,6 +239,7 @@ def get_scheduler_metadata(
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
+    check_settings()
     reject_unsupported(attention_chunk, pack_gqa, has_packing=True)
     calls = SchedulerMetadata(
         batch=bounded("batch_size", batch_size, 1, LARGEST),

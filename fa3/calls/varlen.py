@@ -56,6 +56,7 @@ from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.varlen import RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
+from fa3.settings import check_settings
 
 VARLEN_OPTIONS = OptionTypes(
     FORWARD_TYPES | {"return_softmax_lse": bool}, notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2}
@@ -457,6 +458,7 @@ def prepare_varlen(
     sm_margin: int,
 ) -> RaggedCall:
     """Validate what no length changes, and load the kernels. q, k and v are of `Tokens`."""
+    check_settings()
     q, k, v = Tokens(*q), Tokens(*k), Tokens(*v)
     spec, window = pose_packed(q, k, v, causal, window_size, modifiers)
     is_on_host = q.device.type == "cpu"

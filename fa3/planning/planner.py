@@ -22,6 +22,7 @@ from fa3.planning.tilings import configs, searched_configs
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, Tile, TileList
 from fa3.schedules.coverage import check_schedule
+from fa3.settings import check_settings
 
 ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] | None
 
@@ -61,6 +62,7 @@ def plan_forward(
         ValueError: the config or the schedule cannot run the problem, no schedule has the name, or
             the schedule leaves out, repeats or invents a tile.
     """
+    check_settings()
     check_types(problem, gpu, config)
     name = schedule_name(schedule)
     if config is not None:

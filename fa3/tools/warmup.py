@@ -33,6 +33,7 @@ from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
+from fa3.settings import check_settings
 from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
 from fa3.tools.progress import Bar, terminal
@@ -122,6 +123,7 @@ def warmup(
         ValueError: an option has a wrong value, or a preset has others beside it.
         RuntimeError: kernels could not be compiled, or not be kept; what was printed says why.
     """
+    check_settings()
     begin = time.perf_counter()
     if rotary not in ROTARIES:
         raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")
