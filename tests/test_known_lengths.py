@@ -272,7 +272,9 @@ def test_new_tokens_count():
     out = flash_attn_with_kvcache(**call)
     assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
     wrong = metadata_of_cache(call, max_seqlen_k_new=4)
-    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for cache_seqlens \[204,"):
+    with pytest.raises(
+        ValueError, match=r"^scheduler_metadata was made for cache_seqlens with 204"
+    ):
         flash_attn_with_kvcache(**call, scheduler_metadata=wrong)
 
 
@@ -408,7 +410,7 @@ def test_impossible_lengths_are_refused(options, complaint):
         *(
             ({"cu_seqlens_k_cpu": ends}, ValueError, f"cu_seqlens_k_cpu {complaint}")
             for ends, complaint in (
-                (integers(0, 1, 2, 3, 4, 5), "was made for cu_seqlens_k .0, 1, 2"),
+                (integers(0, 1, 2, 3, 4, 5), "was made for cu_seqlens_k with 1 at 1, the call"),
                 (integers(0, 1, 2, 3, 4, 9999), "must have its sequences in the"),
                 (integers(0, 0, 0, 0, 0, 2001), "must have sequences of at most"),
             )

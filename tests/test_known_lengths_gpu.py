@@ -55,7 +55,9 @@ CHUNK = VarlenProblem((500,), (9000,), group=8, causal=True, head_dim=128, head_
 def on_cpu(call: dict) -> dict:
     """The call with its lengths on the CPU, as metadata wants them."""
     return {
-        name: value.cpu() if name.startswith(("cu_seq", "seqused", "cache_seq")) else value
+        name: value.cpu().clamp(min=0)
+        if name.startswith(("cu_seq", "seqused", "cache_seq"))
+        else value
         for name, value in call.items()
     }
 

@@ -13,7 +13,7 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 FLOORS = (
-    ("problem", "settings"),
+    ("complaints", "problem", "settings"),
     ("primitives",),
     ("scores",),
     ("schedules",),

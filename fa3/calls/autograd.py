@@ -54,7 +54,7 @@ def check_differentiable(
         ValueError: the caller gives the output's memory, which may be written again before the
             backward pass reads it.
         NotImplementedError: it has a score of the user's, a transform of torch.func is active, or
-            the call is on a GPU and wants what its backward pass cannot do yet.
+            the call is on a GPU and wants what its backward pass cannot do.
     """
     if (
         out is score is None
@@ -76,8 +76,8 @@ def check_differentiable(
         raise no_derivative_of_score(name)
     if q.is_cuda and sm_margin:
         raise NotImplementedError(
-            f"{name} requires grad, but the backward pass cannot leave SMs to others yet: pass "
-            "sm_margin=0, or use torch.no_grad()"
+            f"{name} requires grad, but the backward pass uses all SMs of a GPU: pass sm_margin=0 "
+            f"or use torch.no_grad(), got sm_margin {sm_margin}"
         )
     if pack_gqa:
         raise NotImplementedError(
@@ -267,7 +267,7 @@ have refused before; it would take 2 us."""
 
 def no_derivative_of_score(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} requires grad, but score has no derivative yet: use torch.no_grad()"
+        f"{name} requires grad, but score has no derivative: leave it out or use torch.no_grad()"
     )
 
 

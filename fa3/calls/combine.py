@@ -28,8 +28,8 @@ from fa3.calls.operands import (
     describe,
     operand_of,
 )
-from fa3.calls.options import shown
 from fa3.calls.traced import trace_combine
+from fa3.complaints import shown
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED
 from fa3.reference.block_loop import merge

@@ -80,8 +80,9 @@ def check_undifferentiated(name: str) -> None:
     """
     if torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires grad, but there is no backward yet, but for q, k, v and sinks of "
-            "flash_attn_func and flash_attn_varlen_func: detach it or use torch.no_grad()"
+            f"{name} requires grad, but would get no gradient here. Only q, k, v and sinks of "
+            "flash_attn_func and flash_attn_varlen_func get one, the latter without page_table. "
+            "Detach it or use torch.no_grad()"
         )
 
 
@@ -110,7 +111,7 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
         raise lies_nowhere(name, tensor)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(
-            f"{name} carries a forward-mode tangent, which is not supported yet: pass "
+            f"{name} carries a forward-mode tangent, which is not supported: pass "
             "torch.autograd.forward_ad.unpack_dual of it, without the tangent"
         )
     return address

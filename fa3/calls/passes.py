@@ -27,6 +27,7 @@ from fa3.calls.options import as_pair, flag, integer, real
 from fa3.calls.scheduler_metadata import PackedMetadata, SchedulerMetadata
 from fa3.calls.traced import dropout_options, functions_of, options_of
 from fa3.calls.varlen import flash_attn_varlen_func
+from fa3.complaints import kind_of
 from fa3.problem import NO_BOUND
 
 
@@ -60,7 +61,7 @@ def flash_attn_qkvpacked_func(
         TypeError, ValueError, NotImplementedError: as `flash_attn_func`.
     """
     if not isinstance(qkv, torch.Tensor):
-        raise TypeError(f"qkv must be a torch.Tensor, got {type(qkv).__name__}")
+        raise TypeError(f"qkv must be a torch.Tensor, got {kind_of(qkv)}")
     q, k, v = split_heads(qkv, num_heads_q)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,

@@ -21,6 +21,7 @@ from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsup
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.step_lengths import StepLengths
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
+from fa3.complaints import kind_of
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.host_table import TableKind
@@ -129,7 +130,7 @@ class PackedMetadata:
 
 def check_is_metadata(metadata: object) -> None:
     if not isinstance(metadata, (SchedulerMetadata, PackedMetadata)):
-        came = type(metadata).__name__
+        came = kind_of(metadata)
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
 
 
@@ -240,7 +241,8 @@ def get_scheduler_metadata(
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
     check_settings()
-    reject_unsupported(attention_chunk, pack_gqa, has_packing=True)
+    shares_heads = num_heads_q != num_heads_kv
+    reject_unsupported(attention_chunk, pack_gqa, has_packing=True, shares_heads=shares_heads)
     calls = SchedulerMetadata(
         batch=bounded("batch_size", batch_size, 1, LARGEST),
         seqlen_q=bounded("max_seqlen_q", max_seqlen_q, 1, LARGEST),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import cast
 
+from fa3.complaints import shown
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
@@ -150,7 +151,7 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
     if isinstance(choice, type) or not callable(choice):
         raise TypeError(
             f"schedule must be one of {sorted(SCHEDULES)}, the class or an object of one of them, "
-            f"or a function from the list of tiles to their order, got {choice!r:.200}"
+            f"or a function from the list of tiles to their order, got {shown(choice)}"
         )
     return TileList.name
 
@@ -261,5 +262,5 @@ def make_schedule(
     order = tiled.order
     arranged = arrange([order.tile(index) for index in range(order.num_tiles)])
     if not isinstance(arranged, Iterable):
-        raise TypeError(f"schedule must return the tiles in their order, got {arranged!r}")
+        raise TypeError(f"schedule must return the tiles in their order, got {shown(arranged)}")
     return TileList.in_order_of(order, tiled.num_clusters, arranged, tiled.times)

@@ -64,10 +64,10 @@ def check_recordable(problem: Problem) -> None:
     """Raise unless a kernel with nothing but q, k and v as its tensors runs the problem."""
     if problem.spec.modifier_types:
         raise NotImplementedError(
-            "scores, masks and sinks with tensors cannot be recorded yet: a plan does not have them"
+            "scores, masks and sinks with tensors cannot be recorded: a plan does not have them"
         )
     if problem.spec.has_dropout:
-        raise NotImplementedError("dropout cannot be recorded yet: a plan has no seed")
+        raise NotImplementedError("dropout cannot be recorded: a plan has no seed")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         raise ValueError(f"there is nothing to record: {problem} has nothing to compute")
 

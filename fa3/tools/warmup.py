@@ -16,8 +16,9 @@ import torch
 
 from fa3.calls.cache_call import ROTARY_UNIT
 from fa3.calls.devices import gpu_of
-from fa3.calls.options import as_pair, check_window, flag, integer, real, shown
+from fa3.calls.options import as_pair, check_window, flag, integer, real
 from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
