@@ -256,3 +256,9 @@ def test_what_cannot_be_recorded_is_rejected(monkeypatch):
         plan = plan_forward(replace(problem, **{size: 0}))
         with pytest.raises(ValueError, match="nothing to record"):
             fa3.record_timeline(plan)
+
+
+@pytest.mark.parametrize(("given", "came"), [(fa3.Plan, "the class Plan"), ("list", "'list'")])
+def test_what_is_no_plan_is_not_recorded(given, came):
+    with pytest.raises(TypeError, match=f"^plan must come from fa3.plan_forward, got {came}$"):
+        fa3.record_timeline(given)
