@@ -3,20 +3,57 @@
     from fa3 import interface as flash_attn_interface
 
 Names, order and defaults of FlashAttention-3's arguments, and what the functions return, are the
-same, but for one: `num_splits` of `flash_attn_varlen_func`, which is 0. docs/conventions.md says
-what else differs. Arguments that fa3 adds are passed by name.
+same, but for two: `num_splits` of `flash_attn_varlen_func` is 0, and `_flash_attn_backward` returns
+nothing. docs/migration.md says what else differs. Arguments that fa3 adds are passed by name.
+`install` makes this module the one that other libraries import.
 """
+
+import sys
 
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.passes import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    flash_attn_qkvpacked_func,
+)
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.varlen import flash_attn_varlen_func
 
 __all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
     "flash_attn_combine",
     "flash_attn_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
+    "install",
 ]
+
+NAME = "flash_attn_interface"
+"""What libraries import."""
+
+
+def install(force: bool = False) -> None:
+    """Make `import flash_attn_interface` give this module, in this process.
+
+    Call it before the libraries are imported that import the other one: what they have imported by
+    then stays.
+
+    Args:
+        force: replace a module of this name that is imported already.
+
+    Raises:
+        RuntimeError: there is one, and it is not to be replaced.
+    """
+    this, other = sys.modules[__name__], sys.modules.get(NAME)
+    if other not in (None, this) and not force:
+        place = getattr(other, "__file__", None) or "memory"
+        raise RuntimeError(
+            f"{NAME} is imported already, from {place}: call fa3.interface.install() before, or "
+            "install(force=True) to replace it for what is imported from now on"
+        )
+    sys.modules[NAME] = this

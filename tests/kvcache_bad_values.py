@@ -26,7 +26,7 @@ BAD_VALUES = [
     (PAGED, "page_table", lambda x: x + 100, ["pages from 0", "(0, 0)"]),
     (INDEXED, "cache_batch_idx", integers(0, 3), ["from 0 to 2", "3", "sequence 1"]),
     (INDEXED, "cache_batch_idx", integers(-1, 0), ["from 0 to 2", "-1", "sequence 0"]),
-    (INDEXED, "cache_batch_idx", integers(1, 1), ["repeat", "[1, 1]"]),
+    (INDEXED, "cache_batch_idx", integers(1, 1), ["repeat", "got 1 2 times"]),
     (INDEXED, "cache_leftpad", integers(21, 0), ["from 0", "20", "21", "sequence 0"]),
     (INDEXED, "cache_leftpad", integers(0, -1), ["from 0", "-1", "sequence 1"]),
     (RAGGED, "cu_seqlens_k_new", integers(0, 2, 4), ["from 0 to k's 5", "[0, 2, 4]"]),

@@ -72,6 +72,11 @@ UNSUPPORTED = {
 }  # fmt: skip
 A_TENSOR = torch.tensor(1)
 
+
+class Nothing(fa3.Mask):
+    """Hides nothing."""
+
+
 BAD = [
     *(
         (call, name, value, TypeError, f"^{name} must be a bool, got {came}")
@@ -111,10 +116,10 @@ BAD = [
         for value, came in (([1.0], "list"), (1, "int"), (np.ones(3), "ndarray"))
     ),
     *(
-        (call, name, value, NotImplementedError, f"^{name} is not supported yet; leave it at {how}")
+        (call, name, value, NotImplementedError, f"^{name} must be None, got .*: {how}$")
         for call, names in UNSUPPORTED.items()
         for name in names
-        for how in ("its default, None: only FP8" if "descale" in name else "its default$",)
+        for how in ("only FP8 tensors need it" if "descale" in name else "it is not supported",)
         for value in (A_TENSOR, np.ones(2), False, 0, "x")
     ),
     *(
@@ -138,14 +143,15 @@ BAD = [
         for call in ("attend", "varlen", "cache", "metadata")
         for value in ("x", 0, 1.0, A_TENSOR)
     ),
-    ("varlen", "pack_gqa", True, NotImplementedError, "^pack_gqa"),
-    ("cache", "pack_gqa", False, NotImplementedError, "^pack_gqa"),
-    ("metadata", "pack_gqa", False, NotImplementedError, "^pack_gqa"),
-    ("attend", "attention_chunk", 64, NotImplementedError, "^attention_chunk"),
-    ("attend", "num_splits", 2, NotImplementedError, "^num_splits"),
+    *(
+        (call, "attention_chunk", 64, NotImplementedError, "^attention_chunk must be 0 or None.*64")
+        for call in ("attend", "varlen", "cache", "metadata")
+    ),
+    *(
+        (call, "num_splits", 2, NotImplementedError, "^num_splits must be 0 or 1 here, got 2: the")
+        for call in ("attend", "varlen")
+    ),
     ("attend", "sm_margin", 132, ValueError, "^sm_margin must be from 0 to 131, got 132"),
-    ("varlen", "attention_chunk", 64, NotImplementedError, "^attention_chunk"),
-    ("varlen", "num_splits", 2, NotImplementedError, "^num_splits"),
     ("varlen", "sm_margin", 132, ValueError, "^sm_margin must be from 0 to 131, got 132"),
     ("varlen", "score", Q, TypeError, "^score must be a fa3.Score, got Tensor"),
     ("varlen", "mask", True, TypeError, "^mask must be a fa3.Mask, got bool"),
@@ -154,6 +160,23 @@ BAD = [
     ("attend", "mask", True, TypeError, "^mask must be a fa3.Mask, got bool"),
     ("attend", "schedule", ([],), TypeError, "^schedule must be hashable"),
     ("attend", "schedule", True, TypeError, "^schedule must be "),
+    *(
+        (call, name, base, TypeError, f"^{name} must be a fa3.{base.__name__}, got the class "
+         f"{base.__name__}. Pass an object of a class that is derived from it$")
+        for call in ("attend", "varlen")
+        for name, base in (("mask", fa3.Mask), ("score", fa3.Score))
+    ),
+    ("attend", "mask", Nothing, TypeError, r"the class Nothing. Pass an object: Nothing\(...\)$"),
+    ("attend", "plan", fa3.Plan, TypeError, "^plan must come from .*, got the class Plan$"),
+    ("attend", "plan", Q, TypeError, "^plan must come from fa3.plan_forward, got Tensor$"),
+    ("attend", "schedule", Q, TypeError, "^schedule must be .*, got Tensor$"),
+    ("attend", "alibi_slopes", torch.Tensor, TypeError, "^alibi_.* got the class Tensor$"),
+    ("cache", "scheduler_metadata", fa3.SchedulerMetadata, TypeError, "the class SchedulerMetad"),
+    ("attend", "causal", 1, TypeError, "got 1$"),
+    ("attend", "causal", None, TypeError, "got None$"),
+    ("attend", "softmax_scale", -1.0, ValueError, "got -1.0$"),
+    ("varlen", "causal", (1, 2), TypeError, "got tuple$"),
+    ("varlen", "seqused_q", [3], TypeError, "got list$"),
     ("attend", "plan", "list", TypeError, "^plan must come from fa3.plan_forward, got 'list'"),
     ("cache", "cache_seqlens", True, TypeError, "^cache_seqlens must be an integer or .* got True"),
     ("cache", "cache_seqlens", 7.0, TypeError, "^cache_seqlens must be an integer or .* got 7.0"),
@@ -206,9 +229,12 @@ def test_bad_options(call, name, value, error, complaint):
         *(("attend", "num_splits", value, 0) for value in (1, np.int64(1))),
         ("attend", "pack_gqa", False, None),
         ("varlen", "num_splits", np.int64(0), 1),
-        ("varlen", "pack_gqa", False, None),
+        *(
+            (call, "pack_gqa", value, None)
+            for call in ("varlen", "cache", "metadata")
+            for value in (True, False)
+        ),
         ("varlen", "max_seqlen_q", np.int64(13), 12),
-        ("cache", "pack_gqa", True, None),
         ("cache", "num_splits", np.int64(3), 3),
         ("cache", "cache_seqlens", np.int64(7), 7),
         ("metadata", "cache_seqlens", np.int64(7), 7),
@@ -220,6 +246,27 @@ def test_bad_options(call, name, value, error, complaint):
 def test_other_types_that_mean_the_same(call, name, value, same):
     given, plain = with_argument(call, name, value)(), with_argument(call, name, same)()
     assert torch.equal(given, plain) if isinstance(plain, torch.Tensor) else given == plain
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "accepted"),
+    [("varlen", True, False), ("paged", False, True), ("cache", False, True),
+     ("metadata", False, True)],
+)  # fmt: skip
+def test_query_heads_that_share_are_packed_as_the_call_does(call, value, accepted):
+    heads = torch.cat((Q, Q), dim=2)
+    pages = {"cu_seqlens_k": None, "seqused_k": ENDS[1:], "page_table": ENDS[:2, None] * 0}
+    varlen = fa3.flash_attn_varlen_func
+    calls = {
+        "varlen": functools.partial(varlen, heads[0], K[0], V[0], **PACKED),
+        "paged": functools.partial(varlen, heads[0], K, V, **PACKED | pages),
+        "cache": functools.partial(CALLS["cache"], q=heads[:, :2]),
+        "metadata": functools.partial(fa3.get_scheduler_metadata, 1, 2, 20, 4, 2, 64, 7),
+    }
+    complaint = f"^pack_gqa must be None or {accepted} here, got {value}: the query heads of a key"
+    with pytest.raises(NotImplementedError, match=complaint):
+        calls[call](pack_gqa=value)
+    calls[call](pack_gqa=accepted)
 
 
 @pytest.mark.parametrize("call", ["attend", "varlen", "cache"])
@@ -244,7 +291,7 @@ def test_what_was_remembered_lets_no_other_type_through(call, name, good, bad):
     ],
 )
 def test_the_order_of_flash_attention_2_is_told_from_that_of_3(arguments, error, complaint):
-    with pytest.raises(error, match=complaint + ".*not FlashAttention-2's dropout_p.*by name"):
+    with pytest.raises(error, match=complaint + ".*by position.*-2's dropout_p.*by name"):
         fa3.flash_attn_func(Q, K, V, *arguments)
 
 
@@ -274,3 +321,30 @@ def test_causal_sets_the_right_bound(right):
     for call in ("attend", "varlen", "cache"):
         assert torch.equal(CALLS[call](**window), CALLS[call](**plain))
     assert CALLS["metadata"](**window) == CALLS["metadata"](**plain)
+
+
+@pytest.mark.parametrize("name", ["problem", "gpu", "config"])
+def test_a_plan_of_a_tensor_does_not_print_it(name):
+    given = {"problem": make_problem(1, 20, 20, 2)} | {name: Q}
+    with pytest.raises(TypeError, match=f"^{name} must be a .*, got Tensor$"):
+        fa3.plan_forward(**given)
+
+
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+@pytest.mark.parametrize("where", ["tensors", "known", "metadata", "pages"])
+def test_no_sequence_uses_fewer_than_no_rows(name, where):
+    used = torch.tensor([3, -2], dtype=torch.int32)
+    call, options = CALLS["varlen"], {name: used}
+    if where == "known":
+        options |= {f"{end}_cpu": ENDS for end in ("cu_seqlens_q", "cu_seqlens_k")}
+        options[f"{name}_cpu"] = used
+    if where == "metadata":
+        name = name if name == "seqused_q" else "cache_seqlens"
+        options = {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "cache_seqlens": None, name: used}
+        call = functools.partial(fa3.get_scheduler_metadata, 2, 12, 12, 2, 2, 64)
+    if where == "pages":
+        call = functools.partial(fa3.flash_attn_varlen_func, Q[0], K, V, **PACKED)
+        options = {"cu_seqlens_k": None, "seqused_k": ENDS[:2], "page_table": ENDS[:2, None] * 0}
+        options[name] = used
+    with pytest.raises(ValueError, match=f"^(seqused_k|{name})(_cpu)? must be .*0.*, got -2"):
+        call(**options)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pairs import pairs
 from problems import head_dims, make_operands, make_problem, windows
 from score_problems import Recipe, modify
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fa3
@@ -347,3 +348,22 @@ def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
         found = backward.gradients(problem, operands, 1.0, (sinks,), True, False, None)
         assert all(x.is_contiguous() and not x.any() for x in found)
         assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]
+
+
+@pytest.mark.parametrize(("value", "overflows"), [(1e30, False), (3e38, True)])
+def test_hidden_values_that_overflow_are_as_in_torch(value, overflows):
+    """As docs/conventions.md says: dP is infinite, and 0 times infinity is NaN."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 64).bfloat16() for n in (64, 128, 128))
+    v[:, :64] = value
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = fa3.flash_attn_func(*inputs, window_size=(0, 0))
+    with sdpa_kernel(SDPBackend.MATH):
+        visible = torch.ones(64, 128).tril(64).triu(64).bool()
+        of_torch = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in inputs), attn_mask=visible
+        )
+    for result in (out, of_torch):
+        assert result.isfinite().all()
+        found = torch.autograd.grad(result.float().sum(), inputs)
+        assert [bool(x.isnan().any()) for x in found] == [overflows, overflows, False]

@@ -154,7 +154,7 @@ def test_nothing_else_is_metadata():
             "^cache_leftpad must have shape",
         ),
         ({"attention_chunk": 4}, NotImplementedError, "^attention_chunk"),
-        ({"pack_gqa": False}, NotImplementedError, "^pack_gqa"),
+        ({"pack_gqa": False, "heads": (8, 2)}, NotImplementedError, "^pack_gqa"),
     ],
 )
 def test_bad_arguments(options, error, complaint):

@@ -1,6 +1,9 @@
 """The drop-in for `flash_attn_interface`: FlashAttention-3's parameters, in their order."""
 
+import importlib
 import inspect
+import sys
+import types
 from functools import partial
 
 import pytest
@@ -38,6 +41,26 @@ FLASH_ATTENTION_3 = {
         "cache_leftpad=None page_size=None max_seqlen_k_new=0 causal=False window_size=(-1,-1) "
         "attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None sm_margin=0"
     ),
+    # From here on as at commit 01afd16d248c4c7d0f9aed1914084f16c490eaed.
+    "flash_attn_qkvpacked_func": (
+        "qkv softmax_scale=None causal=False q_descale=None k_descale=None v_descale=None "
+        "window_size=(-1,-1) attention_chunk=0 softcap=0.0 deterministic=False num_heads_q=None "
+        "sm_margin=0 return_attn_probs=False"
+    ),
+    "_flash_attn_forward": (
+        "q k v k_new=None v_new=None qv=None out_=None cu_seqlens_q=None cu_seqlens_k=None "
+        "cu_seqlens_k_new=None seqused_q=None seqused_k=None max_seqlen_q=None max_seqlen_k=None "
+        "page_table=None kv_batch_idx=None leftpad_k=None rotary_cos=None rotary_sin=None "
+        "seqlens_rotary=None q_descale=None k_descale=None v_descale=None softmax_scale=None "
+        "causal=False window_size_left=-1 window_size_right=-1 attention_chunk=0 softcap=0.0 "
+        "rotary_interleaved=True scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0"
+    ),
+    "_flash_attn_backward": (
+        "dout q k v out softmax_lse cu_seqlens_q=None cu_seqlens_k=None sequed_q=None "
+        "sequed_k=None max_seqlen_q=None max_seqlen_k=None dq=None dk=None dv=None "
+        "softmax_scale=None is_causal=False window_size_left=-1 window_size_right=-1 softcap=0.0 "
+        "deterministic=False sm_margin=0"
+    ),
 }
 
 
@@ -61,8 +84,8 @@ def test_positional_parameters_are_flash_attention_3_s(name):
 
 
 def test_the_functions_are_those_of_the_package():
-    assert sorted(interface.__all__) == sorted(FLASH_ATTENTION_3)
-    for name in interface.__all__:
+    assert sorted(interface.__all__) == sorted([*FLASH_ATTENTION_3, "install"])
+    for name in set(interface.__all__) & set(fa3.__all__):
         assert getattr(interface, name) is getattr(fa3, name)
 
 
@@ -106,3 +129,265 @@ def test_what_is_returned():
     parts = torch.stack((out, out)).float(), torch.stack((lse, lse)).transpose(2, 3)
     merged, merged_lse = interface.flash_attn_combine(*parts)
     assert merged.shape == q.shape and merged_lse.shape == (2, 5, 4)
+
+
+# ------------------------------------------------------------------------------ q, k, v in one
+
+
+def test_qkv_in_one_tensor():
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 20, 3, 4, 64).bfloat16().requires_grad_()
+    out, lse = interface.flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
+    expected, expected_lse = fa3.flash_attn_func(*qkv.unbind(2), causal=True, return_lse=True)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    found, of_parts = (torch.autograd.grad(x.float().sum(), qkv)[0] for x in (out, expected))
+    assert torch.equal(found, of_parts)
+
+
+def test_qkv_of_shared_heads():
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 20, 8, 64).bfloat16()
+    out = interface.flash_attn_qkvpacked_func(qkv, window_size=(5, 0), softcap=9.0, num_heads_q=4)
+    q, k, v = qkv.split([4, 2, 2], dim=2)
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v, window_size=(5, 0), softcap=9.0))
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads", "error", "complaint"),
+    [
+        ((2, 20, 8, 64), None, ValueError, "num_heads_q must be given with qkv of 4 dimensions"),
+        (
+            (2, 20, 8, 64),
+            5,
+            ValueError,
+            "num_heads_q must leave k and v the same number of qkv's 8",
+        ),
+        ((2, 20, 8, 64), 10, ValueError, "num_heads_q must leave k and v the same number of qkv's"),
+        ((2, 20, 8, 64), 4.0, TypeError, "num_heads_q must be an integer, got 4.0"),
+        ((2, 20, 2, 4, 64), None, ValueError, "qkv must have shape .batch, seqlen, 3, heads, head"),
+        ((2, 20, 3, 4, 64), 2, ValueError, "num_heads_q must be 4 like qkv, or None, got 2"),
+        ((20, 8, 64), 4, ValueError, "qkv must have shape"),
+    ],
+)
+def test_other_tensors_of_qkv(shape, heads, error, complaint):
+    with pytest.raises(error, match=f"^{complaint}"):
+        interface.flash_attn_qkvpacked_func(torch.zeros(shape).bfloat16(), num_heads_q=heads)
+
+
+def test_qkv_must_be_a_tensor():
+    with pytest.raises(TypeError, match=r"^qkv must be a torch\.Tensor, got list"):
+        interface.flash_attn_qkvpacked_func([])
+
+
+# --------------------------------------------------------------------------- passes by themselves
+
+ENDS = torch.tensor([0, 7, 20], dtype=torch.int32)
+LONGEST = {"max_seqlen_q": 13, "max_seqlen_k": 13}
+
+
+def operands(batch: int = 2) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(batch, 20, heads, 64).bfloat16() for heads in (4, 2, 2))
+
+
+def forward_cases() -> dict:
+    """Return calls of `_flash_attn_forward` and what they are the same as."""
+    q, k, v = operands()
+    packed = tuple(x[0] for x in (q, k, v))
+    lengths = torch.tensor([3, 9], dtype=torch.int32)
+    new = {"k": k[:, :1], "v": v[:, :1]}
+    table = torch.arange(2, dtype=torch.int32).view(2, 1)
+    return {
+        "dense": (
+            ((q, k, v), {"causal": True, "window_size_left": 5, "softcap": 3.0}),
+            partial(fa3.flash_attn_func, q, k, v, causal=True, window_size=(5, 0), softcap=3.0),
+        ),
+        "packed": (
+            (packed, {"cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "seqused_k": lengths} | LONGEST),
+            partial(
+                fa3.flash_attn_varlen_func, *packed, ENDS, ENDS, 13, 13, None, lengths, num_splits=1
+            ),
+        ),
+        "cache": (
+            ((q[:, :2], k, v), {"seqused_k": lengths, "leftpad_k": table[:, 0], "causal": True}),
+            partial(
+                fa3.flash_attn_with_kvcache, q[:, :2], k, v, cache_seqlens=lengths,
+                cache_leftpad=table[:, 0], causal=True, num_splits=1,
+            ),
+        ),
+        "packed queries on pages": (
+            (
+                (packed[0], k, v),
+                {"cu_seqlens_q": ENDS, "max_seqlen_q": 13, "page_table": table,
+                 "seqused_k": lengths},
+            ),
+            partial(
+                fa3.flash_attn_with_kvcache, packed[0], k, v, cu_seqlens_q=ENDS, max_seqlen_q=13,
+                page_table=table, cache_seqlens=lengths, num_splits=1,
+            ),
+        ),
+        "appended": (
+            (
+                (q[:, :1], k.clone(), v.clone()),
+                {"k_new": new["k"], "v_new": new["v"], "seqused_k": lengths, "causal": True},
+            ),
+            partial(
+                fa3.flash_attn_with_kvcache, q[:, :1], k.clone(), v.clone(), **new,
+                cache_seqlens=lengths, causal=True, num_splits=1,
+            ),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", forward_cases())
+@pytest.mark.parametrize("has_out", [False, True])
+def test_the_forward_pass_by_itself(case, has_out):
+    (given, options), same = forward_cases()[case]
+    expected, expected_lse = same(return_lse=True)
+    buffer = torch.empty_like(given[0]) if has_out else None
+    out, lse, *rest = interface._flash_attn_forward(*given, **options, out_=buffer)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert not has_out or out is buffer
+    assert [x.numel() for x in rest] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"seqused_q": ENDS}, "seqused_q must be None without cu_seqlens_q, cu_seqlens_k and seq"),
+        ({"max_seqlen_k": 20}, "max_seqlen_k must be None without cu_seqlens_q"),
+        ({"scheduler_metadata": 1}, "scheduler_metadata must be None without"),
+        ({"cu_seqlens_k": ENDS, "page_table": ENDS}, "page_table must be None with cu_seqlens_k"),
+        ({"seqused_k": ENDS[:2], "seqused_q": ENDS[:2]}, "seqused_q must be None without cu_seql"),
+    ],
+)
+def test_arguments_that_do_not_go_together(options, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        interface._flash_attn_forward(*operands(), **options)
+
+
+def test_a_ring_of_two_blocks_of_keys():
+    """What libraries for context parallelism do, against a call on all keys."""
+    q, k, v = (x.requires_grad_() for x in operands())
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
+    d_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), d_out)
+    q, k, v, out, lse = (x.detach() for x in (q, k, v, out, lse))
+    blocks = [(k[:, rows], v[:, rows]) for rows in (slice(0, 12), slice(12, 20))]
+    parts, lses = zip(
+        *(interface._flash_attn_forward(q, *block, softmax_scale=0.125)[:2] for block in blocks),
+        strict=True,
+    )
+    merged, merged_lse = interface.flash_attn_combine(
+        torch.stack(parts).float(), torch.stack(lses).transpose(2, 3), out_dtype=q.dtype
+    )
+    merged_lse = merged_lse.transpose(1, 2)
+    torch.testing.assert_close(merged, out, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(merged_lse, lse)
+    found = [[], [], []]
+    for block in blocks:
+        written = [torch.full_like(x, torch.nan) for x in (q, *block)]
+        interface._flash_attn_backward(
+            d_out, q, *block, merged, merged_lse, dq=written[0], dk=written[1], dv=written[2],
+            softmax_scale=0.125,
+        )  # fmt: skip
+        for of_all, one in zip(found, written, strict=True):
+            of_all.append(one)
+    dq, dk, dv = sum(found[0]), torch.cat(found[1], 1), torch.cat(found[2], 1)
+    for one, other in zip((dq, dk, dv), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+
+
+def test_the_backward_pass_of_packed_sequences():
+    q, k, v = (x[0].requires_grad_() for x in operands())
+    used = torch.tensor([5, 13], dtype=torch.int32)
+    out, lse = fa3.flash_attn_varlen_func(
+        q, k, v, ENDS, ENDS, 13, 13, seqused_k=used, causal=True, softcap=3.0, return_lse=True
+    )
+    d_out = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), d_out)
+    # Gradients into views of one tensor, as of packed q, k and v.
+    packed = torch.empty(20, 8, 64).bfloat16()
+    dq, dk, dv = packed.split([4, 2, 2], dim=1)
+    interface._flash_attn_backward(
+        d_out, q, k, v, out, lse, ENDS, ENDS, None, used, 13, 13, dq, dk, dv, is_causal=True,
+        softcap=3.0,
+    )  # fmt: skip
+    assert all(map(torch.equal, (dq, dk, dv), expected))
+
+
+def test_passes_in_a_graph():
+    def both(q, k, v, d_out):
+        out, lse, *_ = interface._flash_attn_forward(q, k, v, causal=True)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        interface._flash_attn_backward(
+            d_out, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, is_causal=True
+        )
+        return out, lse, dq, dk, dv
+
+    torch.compiler.reset()
+    given = (*operands(), torch.randn(2, 20, 4, 64).bfloat16())
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(*given), both(*given)))
+
+
+WRONG = {
+    "dq": (None, TypeError, "dq must be a torch.Tensor, got NoneType"),
+    "dk": (
+        torch.zeros(2, 20, 4, 64).bfloat16(),
+        ValueError,
+        r"dk must have shape \(2, 20, 2, 64\)",
+    ),
+    "dv": (torch.zeros(2, 20, 2, 64), TypeError, "dv must be torch.bfloat16"),
+    "out": (torch.zeros(2, 19, 4, 64).bfloat16(), ValueError, "out must have shape"),
+    "softmax_lse": (torch.zeros(2, 20, 4), ValueError, "the log-sum-exp must have shape"),
+    "dout": (torch.zeros(2, 20, 4, 64), TypeError, "the gradient of out must be torch.bfloat16"),
+    "cu_seqlens_k": (ENDS, ValueError, "cu_seqlens_k must be None without cu_seqlens_q"),
+    "cu_seqlens_q": (ENDS, ValueError, "cu_seqlens_k must be given with cu_seqlens_q"),
+    "is_causal": (1, TypeError, "is_causal must be a bool, got 1"),
+    "sm_margin": (-1, ValueError, "sm_margin must be 0 or more, got -1"),
+    "softmax_scale": ("1", TypeError, "softmax_scale must be a float, got '1'"),
+    "softcap": (-1.0, ValueError, "softcap must be 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_of_the_backward_pass(name):
+    q, k, v = operands()
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
+    given = {"dout": out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
+    given |= {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    interface._flash_attn_backward(**given)
+    value, error, complaint = WRONG[name]
+    with pytest.raises(error, match=f"^{complaint}"):
+        interface._flash_attn_backward(**given | {name: value})
+
+
+def test_gradients_are_not_written_over_each_other():
+    q, k, v = operands()
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
+    dk = torch.empty_like(k)
+    with pytest.raises(ValueError, match=r"^dk must not overlap dv"):
+        interface._flash_attn_backward(out, q, k, v, out, lse, dq=torch.empty_like(q), dk=dk, dv=dk)
+
+
+# ---------------------------------------------------------------------------------------- install
+
+
+def test_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    interface.install()
+    interface.install()
+    assert importlib.import_module("flash_attn_interface") is interface
+    assert importlib.util.find_spec("flash_attn_interface") is not None
+
+
+def test_another_module_is_replaced_only_by_force(monkeypatch):
+    other = types.ModuleType("flash_attn_interface")
+    other.__file__ = "/elsewhere.py"
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", other)
+    with pytest.raises(RuntimeError, match=r"^flash_attn_interface is imported .*/elsewhere\.py"):
+        interface.install()
+    assert sys.modules["flash_attn_interface"] is other
+    interface.install(force=True)
+    assert sys.modules["flash_attn_interface"] is interface

@@ -1,5 +1,7 @@
 """Lengths that the host knows, on a Hopper GPU: tables, bits, streams, graphs, other lengths."""
 
+import copy
+import pickle
 import random
 from dataclasses import replace
 
@@ -53,7 +55,9 @@ CHUNK = VarlenProblem((500,), (9000,), group=8, causal=True, head_dim=128, head_
 def on_cpu(call: dict) -> dict:
     """The call with its lengths on the CPU, as metadata wants them."""
     return {
-        name: value.cpu() if name.startswith(("cu_seq", "seqused", "cache_seq")) else value
+        name: value.cpu().clamp(min=0)
+        if name.startswith(("cu_seq", "seqused", "cache_seq"))
+        else value
         for name, value in call.items()
     }
 
@@ -237,3 +241,16 @@ def test_gradients(device):
         out = flash_attn_varlen_func(**call, **given, deterministic=True)
         gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"]
+)
+def test_copies_of_metadata_that_was_used(way, device):
+    call = make_call(CHUNK, device=device)
+    metadata = metadata_of(on_cpu(call))
+    expected = flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+    found = way(metadata)
+    assert metadata.lengths.tables and not found.lengths.tables
+    assert torch.equal(flash_attn_varlen_func(**call, scheduler_metadata=found), expected)
+    assert found.lengths.tables

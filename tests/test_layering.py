@@ -13,7 +13,7 @@ ROOT = Path(fa3.__file__).parent
 MODULES = sorted(path.relative_to(ROOT.parent) for path in ROOT.rglob("*.py"))
 
 FLOORS = (
-    ("problem",),
+    ("complaints", "problem", "settings"),
     ("primitives",),
     ("scores",),
     ("schedules",),
@@ -30,6 +30,7 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 STANDARD_LIBRARY_ONLY = (
     "problem.py",
+    "settings.py",
     "scores/templates.py",
     "running/code_cache.py",
     "tools/cubin.py",

@@ -256,7 +256,7 @@ def paged() -> dict:
         ({"seqused_q": torch.zeros(2)}, TypeError, "seqused_q must be torch.int32"),
         ({"seqused_q": integers(1)}, ValueError, r"seqused_q must have shape \(2,\)"),
         ({"score": 3}, TypeError, "score must be a fa3.Score, got int"),
-        ({"mask": Stairs}, TypeError, "mask must be a fa3.Mask, got type"),
+        ({"mask": Stairs}, TypeError, "mask must be a fa3.Mask, got the class Stairs. Pass"),
         ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be 3 or more"),
         ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a torch.Tensor, got NoneType"),
     ],

@@ -253,9 +253,15 @@ def test_what_cannot_be_recorded_is_rejected(monkeypatch):
         replace(problem.spec, mask=Intersection(Band(right=True), hidden)),
     ):
         plan = plan_forward(replace(problem, spec=spec), schedule="list")
-        with pytest.raises(NotImplementedError, match="cannot be recorded yet"):
+        with pytest.raises(NotImplementedError, match="cannot be recorded: a plan"):
             fa3.record_timeline(plan)
     for size in ("batch", "seqlen_q", "seqlen_k", "num_heads_kv"):
         plan = plan_forward(replace(problem, **{size: 0}))
         with pytest.raises(ValueError, match="nothing to record"):
             fa3.record_timeline(plan)
+
+
+@pytest.mark.parametrize(("given", "came"), [(fa3.Plan, "the class Plan"), ("list", "'list'")])
+def test_what_is_no_plan_is_not_recorded(given, came):
+    with pytest.raises(TypeError, match=f"^plan must come from fa3.plan_forward, got {came}$"):
+        fa3.record_timeline(given)

@@ -274,14 +274,14 @@ def test_images(options):
 def test_what_is_refused():
     requests = Requests([40, 17], [1, 1], 16)
     step, q, caches = requests.step(), requests.queries(), requests.caches
-    with pytest.raises(NotImplementedError, match=r"^qv is not supported"):
+    with pytest.raises(NotImplementedError, match=r"^qv must be None, got Tensor"):
         sglang.absorbed(Layer(0.2), step, q, q, caches)
     kernels = sglang.V3._load_fa3_kernels()
     scale = torch.ones(2, HEADS_KV)
     for given, complaint in (
         ({"only_qv": True}, "fa3 has no attention by qv"),
-        ({"k_descale": scale, "v_descale": scale}, "k_descale is not supported"),
-        ({"attention_chunk": 64}, "attention_chunk is not supported"),
+        ({"k_descale": scale, "v_descale": scale}, "k_descale must be None, got Tensor"),
+        ({"attention_chunk": 64}, "attention_chunk must be 0 or None"),
     ):
         with pytest.raises(NotImplementedError, match=f"^{complaint}"):
             kernels["flash_attn_with_kvcache"](q, *caches, cache_seqlens=40, **given)

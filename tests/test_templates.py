@@ -1,6 +1,5 @@
 """What two objects must have in common to share a kernel."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -188,9 +187,16 @@ def test_what_is_no_dataclass_is_refused():
         Template.of(NoDataclass())
 
 
-@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, (1, [2])])
-def test_constants_must_be_hashable(value):
-    message = re.escape(f"Scaled.factor must be a tensor or hashable, got {value!r}")
+@pytest.mark.parametrize(
+    ("value", "came"),
+    [
+        ([1, 2], "list: unhashable type: 'list'"),
+        ({"a": 1}, "dict: unhashable type: 'dict'"),
+        ((1, [2]), "tuple: unhashable type: 'list'"),
+    ],
+)
+def test_constants_must_be_hashable(value, came):
+    message = f"Scaled.factor must be a tensor or hashable, got {came}"
     with pytest.raises(TypeError, match=f"^{message}$"):
         Template.of(Scaled(value))
 

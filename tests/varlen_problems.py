@@ -117,6 +117,9 @@ def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
     }
     for side, counts in (("q", problem.used_q), ("k", problem.used_k)):
         if counts is not None:
+            if torch.device(device).type == "cpu":
+                # What is below 0 is refused there.
+                counts = [max(0, count) for count in counts]
             call[f"seqused_{side}"] = integers(*counts, device=device)
     return call | problem.recipe.make(problem.longest, call["q"], seed, steepest=0.5)
 

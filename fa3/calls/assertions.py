@@ -4,11 +4,13 @@ What lies on the CPU. What is on a GPU is read back with FA3_ASSERTIONS=1 only, 
 to read it, the host waits for the GPU.
 """
 
-import os
+from collections.abc import Sequence
 
 import torch
 
-ASSERTIONS = os.environ.get("FA3_ASSERTIONS") == "1"
+from fa3.settings import SETTINGS
+
+ASSERTIONS = SETTINGS["FA3_ASSERTIONS"] == "1"
 """Whether to read back and check what is on a GPU, too."""
 
 
@@ -31,3 +33,10 @@ def read_back(name: str, tensor: torch.Tensor | None) -> list | None:
             "check a call before the capture, which must run without it"
         )
     return tensor.tolist()
+
+
+def check_counts(name: str, counts: Sequence[int]) -> None:
+    """Raise unless sequences can use so many rows."""
+    for sequence, count in enumerate(counts):
+        if count < 0:
+            raise ValueError(f"{name} must be 0 or more, got {count} for sequence {sequence}")

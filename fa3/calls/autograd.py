@@ -12,6 +12,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from fa3.calls.backward import gradients
+from fa3.calls.eager import in_memory
 from fa3.calls.operands import hide_all_keys
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, execute_backward
 from fa3.reference.dropout import Dropout
@@ -19,6 +20,9 @@ from fa3.reference.forward import execute
 from fa3.scores.scores import Score
 
 NUM_OPERANDS = len(BackwardOperands._fields)
+
+OF_OUT, OF_LSE = "the gradient of out", "the gradient of the log-sum-exp"
+"""What complaints call the gradients that come to a backward pass."""
 
 
 def wants_gradient(
@@ -50,7 +54,7 @@ def check_differentiable(
         ValueError: the caller gives the output's memory, which may be written again before the
             backward pass reads it.
         NotImplementedError: it has a score of the user's, a transform of torch.func is active, or
-            the call is on a GPU and wants what its backward pass cannot do yet.
+            the call is on a GPU and wants what its backward pass cannot do.
     """
     if (
         out is score is None
@@ -72,8 +76,8 @@ def check_differentiable(
         raise no_derivative_of_score(name)
     if q.is_cuda and sm_margin:
         raise NotImplementedError(
-            f"{name} requires grad, but the backward pass cannot leave SMs to others yet: pass "
-            "sm_margin=0, or use torch.no_grad()"
+            f"{name} requires grad, but the backward pass uses all SMs of a GPU: pass sm_margin=0 "
+            f"or use torch.no_grad(), got sm_margin {sm_margin}"
         )
     if pack_gqa:
         raise NotImplementedError(
@@ -96,11 +100,22 @@ def keep_for_backward(
 
 def kept(ctx, dropout: Dropout | None) -> tuple[tuple, Dropout | None]:
     """The tensors that a call kept, and its dropout with the seed that was among them."""
-    # Asked for once: a checkpoint computes them anew each time.
-    tensors = ctx.saved_tensors
+    # Asked for once: a checkpoint computes them anew each time, and hooks may give others.
+    tensors = tuple(in_memory("a tensor that was saved for backward", x) for x in ctx.saved_tensors)
     if dropout is None:
         return tensors, None
     return tensors[1:], dropout._replace(rng_state=tensors[0])
+
+
+def arrived(
+    d_out: torch.Tensor | None, d_lse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of out and of the log-sum-exp as they lie in memory; None for zeros.
+
+    Raises:
+        NotImplementedError: one lies nowhere, or carries a tangent.
+    """
+    return in_memory(OF_OUT, d_out), in_memory(OF_LSE, d_lse)
 
 
 def once(name: str, compute: Callable[..., Gradients], *tensors: torch.Tensor | None) -> Gradients:
@@ -185,7 +200,7 @@ class HostAttention(torch.autograd.Function):
                 problem, operands, softmax_scale, tensors, wanted, dropout=dropout
             )
 
-        read = q, k, v, out, lse, d_out, d_lse, *tensors
+        read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors
         *found, d_sinks = once("flash_attn_func", compute, *read)
         return None, *found, *of_tensors(tensors, d_sinks)
 
@@ -240,7 +255,7 @@ class DeviceAttention(torch.autograd.Function):
                 call.problem, operands, softmax_scale, tensors, wants_sinks, deterministic, dropout
             )
 
-        read = q, k, v, out, lse, d_out, d_lse, *tensors
+        read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors
         *found, d_sinks = once("flash_attn_func", compute, *read)
         return None, *found, *of_tensors(tensors, d_sinks)
 
@@ -252,7 +267,7 @@ have refused before; it would take 2 us."""
 
 def no_derivative_of_score(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name} requires grad, but score has no derivative yet: use torch.no_grad()"
+        f"{name} requires grad, but score has no derivative: leave it out or use torch.no_grad()"
     )
 
 

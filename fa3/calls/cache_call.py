@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa3.calls.assertions import read_back
+from fa3.calls.assertions import check_counts, read_back
 from fa3.calls.modifiers import Structure, check_alibi_slopes, check_sinks, describe_modifier
 from fa3.calls.operands import (
     ALIGNMENT,
@@ -472,8 +472,14 @@ def check_query_ends(call: CacheCall, ends: list[int], used: list[int] | None) -
     total = call.q.shape[0]
     counts = [end - begin for begin, end in itertools.pairwise(ends)]
     if ends[0] != 0 or ends[-1] > total or min(counts, default=0) < 0:
-        raise ValueError(f"cu_seqlens_q must rise from 0 to at most q's {total} rows, got {ends}")
+        falls = [i for i, count in enumerate(counts) if count < 0]
+        at = f", falls after sequence {falls[0]}" if falls else ""
+        raise ValueError(
+            f"cu_seqlens_q must rise from 0 to at most q's {total} rows, got {ends[0]} to "
+            f"{ends[-1]}{at}"
+        )
     if used is not None:
+        check_counts("seqused_q", used)
         counts = list(map(min, counts, used))
     if max(counts, default=0) > call.max_seqlen_q:
         raise ValueError(
@@ -491,8 +497,10 @@ def check_batch_idx(call: CacheCall, batch_idx: list[int]) -> None:
                 f"for sequence {sequence}"
             )
     if call.k is not None and len(set(batch_idx)) < call.batch:
+        twice = next(row for row in batch_idx if batch_idx.count(row) > 1)
         raise ValueError(
-            f"cache_batch_idx must not repeat an index when something is appended, got {batch_idx}"
+            f"cache_batch_idx must not repeat an index when something is appended, got {twice} "
+            f"{batch_idx.count(twice)} times"
         )
 
 

@@ -28,12 +28,13 @@ from fa3.calls.operands import (
     describe,
     operand_of,
 )
-from fa3.calls.options import shown
 from fa3.calls.traced import trace_combine
+from fa3.complaints import shown
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED
 from fa3.reference.block_loop import merge
 from fa3.running.compiler import load_kernel
+from fa3.settings import check_settings
 
 MAX_COMBINED_HEAD_DIM = 512
 
@@ -121,6 +122,7 @@ def prepare_combine(
     partial: Description, lse: Description, out: Description | None, out_dtype: torch.dtype
 ) -> PreparedCombine | None:
     """Validate a merge and load its kernel; None for the CPU, or if there is nothing to merge."""
+    check_settings()
     partial, lse, out = Operand(*partial), Operand(*lse), operand_of(out)
     check_rank("out_partial", partial, ("num_splits", *DIMENSIONS))
     check_dtype("out_partial", partial, torch.float32)

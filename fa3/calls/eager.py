@@ -80,8 +80,9 @@ def check_undifferentiated(name: str) -> None:
     """
     if torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires grad, but there is no backward yet, but for q, k, v and sinks of "
-            "flash_attn_func and flash_attn_varlen_func: detach it or use torch.no_grad()"
+            f"{name} requires grad, but would get no gradient here. Only q, k, v and sinks of "
+            "flash_attn_func and flash_attn_varlen_func get one, the latter without page_table. "
+            "Detach it or use torch.no_grad()"
         )
 
 
@@ -110,7 +111,7 @@ def address_of(name: str, tensor: torch.Tensor) -> int:
         raise lies_nowhere(name, tensor)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise NotImplementedError(
-            f"{name} carries a forward-mode tangent, which is not supported yet: pass "
+            f"{name} carries a forward-mode tangent, which is not supported: pass "
             "torch.autograd.forward_ad.unpack_dual of it, without the tangent"
         )
     return address
@@ -124,11 +125,47 @@ def is_offset(tensor: torch.Tensor, address: int) -> bool:
 
 
 def lies_nowhere(name: str, tensor: torch.Tensor) -> NotImplementedError:
+    # A collective that is under way has the first, a DTensor the second.
+    ways = [way for way in ("wait", "to_local") if callable(getattr(tensor, way, None))]
+    advice = f". Pass what its .{ways[0]}() returns" if ways else ""
     return NotImplementedError(
         f"{name} must lie in memory, got a {type(tensor).__name__} that does not: sparse, nested "
         "and fake tensors, subclasses that wrap others and the tensors of torch.func's transforms "
-        "(vmap, grad, jvp) are not supported"
+        f"(vmap, grad, jvp) are not supported{advice}"
     )
+
+
+def in_memory(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor that autograd brings to a backward pass, as it lies in memory.
+
+    The current stream waits for a collective that computes it. A gradient comes from other people's
+    code, and so does a tensor that was kept, where hooks of saved tensors are active.
+
+    Raises:
+        NotImplementedError: it lies nowhere, or carries a tangent.
+    """
+    if tensor is None:
+        return None
+    try:
+        is_plain = tensor.data_ptr() >= LOWEST_ADDRESS and not tensor.is_neg()
+        if is_plain and forward_ad._current_level < 0:
+            return tensor
+    except (RuntimeError, TypeError):
+        pass
+    # Nearly all tensors have been spared this.
+    if is_collective(tensor):
+        tensor = tensor.wait()
+    address_of(name, tensor)
+    return tensor.resolve_neg()
+
+
+def is_collective(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for the result of a collective that is under way."""
+    if type(tensor) is torch.Tensor or not torch.distributed.is_available():
+        return False
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return isinstance(tensor, AsyncCollectiveTensor)
 
 
 def check_resolved(name: str, tensor: torch.Tensor) -> None:

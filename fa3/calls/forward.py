@@ -42,11 +42,12 @@ from fa3.calls.options import (
     check_scale,
     check_window,
     flag,
-    integer,
+    note_on_order,
     reject_unsupported,
 )
 from fa3.calls.part_memory import PartMemory
 from fa3.calls.traced import trace_dense
+from fa3.complaints import shown
 from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
@@ -63,6 +64,7 @@ from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.running.tables import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
+from fa3.settings import check_settings
 
 FORWARD_TYPES = {
     "causal": bool,
@@ -77,7 +79,7 @@ FORWARD_TYPES = {
 }
 """Types of the options of a call without a cache."""
 
-FORWARD_OPTIONS = OptionTypes(FORWARD_TYPES, notes={"causal": FROM_FLASH_ATTENTION_2})
+FORWARD_OPTIONS = OptionTypes(FORWARD_TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +315,7 @@ def flash_attn_func(
         ) = FORWARD_OPTIONS.of(
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
             sm_margin, softcap, dropout_p,
+            note=note_on_order(softmax_scale, FROM_FLASH_ATTENTION_2),
         )  # fmt: skip
     if (
         not (qv is q_descale is k_descale is v_descale is None)
@@ -320,8 +323,8 @@ def flash_attn_func(
         or num_splits not in (0, 1)
     ):
         reject_unsupported(
-            attention_chunk, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            num_splits=None if num_splits in (0, 1) else integer("num_splits", num_splits, 0),
+            attention_chunk, num_splits=num_splits, qv=qv, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
     if pack_gqa is not None:
         pack_gqa = flag("pack_gqa", pack_gqa)
@@ -330,7 +333,7 @@ def flash_attn_func(
     if schedule is not None:
         check_hashable("schedule", schedule)
     if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"plan must come from fa3.plan_forward, got {plan!r}")
+        raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
     if is_traced(q):
         return trace_dense(
             q, k, v, out, return_lse, score, mask, plan, schedule, pack_gqa, deterministic,
@@ -455,6 +458,7 @@ def prepare_forward(
     pack_gqa: bool | None,
 ) -> PreparedCall:
     """Validate a call, plan it and load its kernel."""
+    check_settings()
     q, k, v = Operand(*q), Operand(*k), Operand(*v)
     problem = pose(q, k, v, causal, window_size, modifiers)
     batch, seqlen_q, heads_q, _ = q.shape

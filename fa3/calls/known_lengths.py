@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from fa3.calls.assertions import check_counts
+from fa3.calls.eager import LOWEST_ADDRESS
 from fa3.calls.operands import check_contiguous, check_dtype, check_shape, describe, operand_of
 from fa3.calls.part_memory import PartMemory
 from fa3.planning.host_table import TableKind
@@ -93,6 +95,10 @@ class KnownLengths:
         self.tables: dict[tuple[TableKind, torch.device], KnownTiles] = {}
         self.latest: tuple[object, int, bool, KnownTiles | None] = None, 0, False, None
         self.route: tuple[object, bool, Any] = None, False, None
+
+    def __reduce__(self):
+        """Copy and pickle the lengths alone: tables and kernels are of this process."""
+        return type(self), (self.queries, self.keys, self.may_cut)
 
     @classmethod
     def packed(
@@ -221,7 +227,27 @@ class KnownLengths:
             is_unseen = found is None and isinstance(keys, CacheLengths)
             mine = None if mine is None else mine.tolist()
             if not is_unseen and mine != found:
-                raise ValueError(f"{name} was made for {of_call} {mine}, the call has {found}")
+                raise ValueError(f"{name} was made for {of_call} {differing(mine, found)}")
+
+
+def differing(made: list[int] | None, found: list[int] | None) -> str:
+    """Where lengths differ first; those of a call have as many entries."""
+    if made is None or found is None:
+        came = ["None" if one is None else "given" for one in (made, found)]
+        return f"{came[0]}, the call has it {came[1]}"
+    at = next(i for i, pair in enumerate(zip(made, found, strict=True)) if pair[0] != pair[1])
+    return f"with {made[at]} at {at}, the call has {found[at]} there"
+
+
+def host_counts(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
+    """How many rows sequences use, from an int32 tensor on the CPU.
+
+    Raises:
+        TypeError, ValueError: they cannot use so many.
+    """
+    counts = host_integers(name, tensor, (batch,))
+    check_counts(name, counts.tolist())
+    return counts
 
 
 def host_integers(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> np.ndarray:
@@ -267,8 +293,13 @@ def contents_of(name: str, tensor: torch.Tensor, batch: int) -> bytes:
     Raises:
         TypeError, ValueError: it is no such vector.
     """
-    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
-    if not is_plain or tensor.ndim != 1:
+    try:
+        is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
+        is_vector = is_plain and not tensor.is_nested and tensor.ndim == 1
+        is_plain = is_vector and tensor.data_ptr() >= LOWEST_ADDRESS
+    except RuntimeError:  # sparse tensors have no address
+        is_plain = False
+    if not is_plain:
         host_integers(name, tensor, (batch + name.startswith("cu_seqlens"),))
     return tensor.numpy().tobytes()
 
@@ -316,7 +347,7 @@ class LatestLengths:
             lengths = KnownLengths.packed(
                 *(host_ends(name, named[name], batch) for name in (of_q, of_k)),
                 *(
-                    None if named[name] is None else host_integers(name, named[name], (batch,))
+                    None if named[name] is None else host_counts(name, named[name], batch)
                     for name in used
                 ),
                 may_cut,

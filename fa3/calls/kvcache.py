@@ -26,6 +26,7 @@ from fa3.calls.options import (
     check_scale,
     integer,
     reject_unsupported,
+    share_heads,
 )
 from fa3.calls.prepared_cache import (
     PreparedCacheCall,
@@ -162,7 +163,8 @@ def flash_attn_with_kvcache(
             the lengths of this call.
         num_splits: parts into which the keys of a sequence are cut; by default as suits the GPU.
             The result does not depend on it but for rounding.
-        pack_gqa: the query heads of a key/value head always share its reads: None or True.
+        pack_gqa: the query heads of a key/value head always share its reads: None or True; anything
+            if each has a single query head.
         sm_margin: SMs to leave to other kernels.
         return_softmax_lse: FlashAttention-3's name for return_lse.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
@@ -219,7 +221,7 @@ def flash_attn_with_kvcache(
         or attention_chunk
     ):
         reject_unsupported(
-            attention_chunk, pack_gqa, has_packing=True,
+            attention_chunk, pack_gqa, has_packing=True, shares_heads=share_heads(q, k_cache),
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
     return_lse = return_lse or return_softmax_lse

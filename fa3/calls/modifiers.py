@@ -18,6 +18,7 @@ from fa3.calls.operands import (
     check_dtype,
     describe,
 )
+from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, REMEMBERED, AttentionSpec, Window
 from fa3.scores.masks import Band, Intersection, Mask
@@ -191,7 +192,7 @@ def check_sinks(sinks: Operand, q: torch.Tensor | Operand) -> None:
 def check_function(name: str, instance: object, base: type, q: torch.Tensor | Operand) -> None:
     """Raise unless it is an object of the user's that can be compiled."""
     if not isinstance(instance, base):
-        raise TypeError(f"{name} must be a fa3.{base.__name__}, got {type(instance).__name__}")
+        raise not_an_object(name, instance, base)
     if not dataclasses.is_dataclass(instance):
         raise TypeError(f"{type(instance).__name__} must be a frozen dataclass")
     for field, tensor in tensors_of(instance):

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from fa3.calls.eager import LOWEST_ADDRESS, address_of, check_undifferentiated, lies_nowhere
 from fa3.calls.overlap import Layout, repeats, share
+from fa3.complaints import kind_of
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -104,7 +105,7 @@ def describe_rare(
 ) -> Description:
     """`describe`, step by step, for what it does not see at a glance."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {kind_of(tensor)}")
     if tensor.requires_grad and not has_backward:
         check_undifferentiated(name)
     address = address_of(name, tensor)

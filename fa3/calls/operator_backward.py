@@ -7,15 +7,26 @@ the problem and does not come here (`fa3.calls.autograd`, `fa3.calls.varlen_auto
 import torch
 
 from fa3.calls import backward
-from fa3.calls.autograd import no_derivative_of_score
+from fa3.calls.assertions import is_visible
+from fa3.calls.autograd import OF_LSE, OF_OUT, arrived, no_derivative_of_score
 from fa3.calls.dense import pose
 from fa3.calls.dropout import dropout_of
 from fa3.calls.modifiers import Modifiers
-from fa3.calls.operands import Operand, describe
+from fa3.calls.operands import (
+    DIMENSIONS,
+    PACKED_DIMENSIONS,
+    Operand,
+    check_device,
+    check_dtype,
+    check_like_q,
+    check_shape,
+    describe,
+)
 from fa3.calls.options import check_scale, check_window
 from fa3.calls.ragged import (
     Tokens,
     check_integers,
+    check_lengths,
     check_totals,
     describe_integers,
     pose_packed,
@@ -26,6 +37,43 @@ from fa3.reference.backward import BackwardOperands, Wanted, execute_backward
 from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
+
+
+def check_results(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients as they lie in memory; raise unless all are of a call with this q and v.
+
+    Args:
+        q, v: checked, dense or packed.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the tensor.
+    """
+    dimensions = DIMENSIONS if q.ndim == len(DIMENSIONS) else PACKED_DIMENSIONS
+    *batch, rows, heads, _ = q.shape
+    of_q, of_out = Operand(*describe("q", q)), Operand(*describe("out", out))
+    check_like_q("out", of_out, of_q, dimensions)
+    check_shape("out", of_out, (*q.shape[:-1], v.shape[-1]), "q and the values")
+    of_lse = Operand(*describe("the log-sum-exp", lse, lse.element_size()))
+    check_dtype("the log-sum-exp", of_lse, torch.float32)
+    check_device("the log-sum-exp", of_lse, "q", of_q)
+    check_shape("the log-sum-exp", of_lse, (*batch, heads, rows), "q")
+    if not lse.is_contiguous():
+        raise ValueError(f"the log-sum-exp must be contiguous, got strides {of_lse.stride}")
+    d_out, d_lse = arrived(d_out, d_lse)
+    for name, gradient, result in ((OF_OUT, d_out, of_out), (OF_LSE, d_lse, of_lse)):
+        if gradient is not None:
+            operand = Operand(*describe(name, gradient, 1))
+            check_dtype(name, operand, result.dtype)
+            check_device(name, operand, "q", of_q)
+            check_shape(name, operand, tuple(result.shape), "q and the values")
+    return d_out, d_lse
 
 
 def gradients_of_call(
@@ -70,6 +118,7 @@ def gradients_of_call(
     dropout = dropout_of(dropout_p, rng_state, q)
     structure = modifiers.structure._replace(has_dropout=dropout is not None)
     problem = pose(*described, causal, window_size, structure)
+    d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
     scale, tensors = check_scale(softmax_scale, q.shape[3]), modifiers.tensors or ()
     if q.is_cuda:
         operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
@@ -126,9 +175,9 @@ def gradients_of_packed_call(
         raise no_derivative_of_score("out")
     described = tuple(describe(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     lengths = PackedLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    tokens = (Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True))
+    tokens = [Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True)]
     batch = check_integers(describe_integers(lengths), described[0])
-    check_totals(q.shape, k.shape, v.shape, batch)
+    totals = check_totals(q.shape, k.shape, v.shape, batch)
     is_causal = check_window(window_size, causal).right == 0
     modifiers = Modifiers.of(
         q, batch, softcap, alibi_slopes, sinks, None, mask, is_causal, has_backward=True
@@ -136,9 +185,13 @@ def gradients_of_packed_call(
     dropout = dropout_of(dropout_p, rng_state, q)
     structure = modifiers.structure._replace(has_dropout=dropout is not None)
     posed = pose_packed(*tokens, causal, window_size, structure)
+    d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
+    longest = max_seqlen_q, max_seqlen_k
+    if is_visible(cu_seqlens_q):
+        check_lengths(lengths, totals, longest)
     operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
     found = ragged_gradients(
-        *posed, operands, lengths, (max_seqlen_q, max_seqlen_k), modifiers.tensors or (),
+        *posed, operands, lengths, longest, modifiers.tensors or (),
         check_scale(softmax_scale, q.shape[2]), Wanted(sinks=sinks is not None), deterministic,
         dropout,
     )  # fmt: skip

@@ -11,20 +11,32 @@ from typing import TypeVar
 
 import numpy as np
 
+from fa3.complaints import shown
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, Window
 
 Value = TypeVar("Value")
 
 FROM_FLASH_ATTENTION_2 = (
-    "; without names the fourth and fifth argument are softmax_scale and causal, as in "
-    "FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale: pass them by name"
+    ". If it was passed by position: the fourth and fifth argument are softmax_scale and causal, "
+    "as in FlashAttention-3, not FlashAttention-2's dropout_p and softmax_scale. Pass them by name"
 )
 
 VARLEN_FROM_FLASH_ATTENTION_2 = (
-    "; without names the eighth to eleventh argument are seqused_q, seqused_k, softmax_scale and "
-    "causal, as in FlashAttention-3; FlashAttention-2's are dropout_p, softmax_scale, causal and "
-    "window_size: pass them by name"
+    ". If it was passed by position: the eighth to eleventh argument are seqused_q, seqused_k, "
+    "softmax_scale and causal, as in FlashAttention-3; FlashAttention-2's are dropout_p, "
+    "softmax_scale, causal and window_size. Pass them by name"
 )
+
+
+def note_on_order(of_flash_attention_2: object, note: str) -> str:
+    """The note, if a call may have FlashAttention-2's order of arguments.
+
+    Args:
+        of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
+    """
+    if isinstance(of_flash_attention_2, int | float) and 0 <= of_flash_attention_2 < 1:
+        return note
+    return ""
 
 
 class OptionTypes:
@@ -35,25 +47,28 @@ class OptionTypes:
 
     Args:
         types: bool, int or float of each, in the order in which they are checked.
-        notes: what is added to the complaint about an option.
     """
 
-    def __init__(self, types: Mapping[str, type], notes: Mapping[str, str] | None = None) -> None:
+    def __init__(self, types: Mapping[str, type]) -> None:
         self.names = tuple(types)
         self.types = tuple(types.values())
-        self.notes = notes or {}
 
-    def of(self, *values: object) -> tuple:
+    def of(self, *values: object, note: str = "") -> tuple:
         """The values of a call in these types.
+
+        Args:
+            note: what is added to a complaint about `causal`.
 
         Raises:
             TypeError, ValueError: an option has another type, and its value does not fit this one.
         """
-        return tuple(map(self.converted, self.names, self.types, values))
+        notes = (note if name == "causal" else "" for name in self.names)
+        return tuple(map(self.converted, self.names, self.types, values, notes))
 
-    def converted(self, name: str, kind: type, value: object) -> bool | int | float:
+    @staticmethod
+    def converted(name: str, kind: type, value: object, note: str) -> bool | int | float:
         if kind is bool:
-            return flag(name, value, self.notes.get(name, ""))
+            return flag(name, value, note)
         return integer(name, value, 0) if kind is int else real(name, value)
 
 
@@ -96,13 +111,6 @@ def by_either_name(
     return other
 
 
-def shown(value: object) -> str:
-    """What came, in a word or two."""
-    if value is None or isinstance(value, str | numbers.Number | np.generic):
-        return repr(value)
-    return type(value).__name__
-
-
 def as_pair(window_size: Sequence[int]) -> tuple[int, ...]:
     """The bounds of a window as plain integers; `check_window` looks at what they are."""
     if type(window_size) is tuple and len(window_size) == 2:
@@ -127,12 +135,13 @@ def check_window(window_size: tuple[int, ...], causal: bool) -> Window:
 
 
 def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> float:
-    """The factor of the scores; `note` is added to the complaint."""
+    """The factor of the scores; `note` is added to a complaint about 0."""
     if softmax_scale is None:
         return head_dim**-0.5
     if type(softmax_scale) is not float:
         softmax_scale = real("softmax_scale", softmax_scale)
     if not LEAST_FLOAT <= softmax_scale <= MOST_FLOAT:
+        note = note if softmax_scale == 0 else ""
         raise ValueError(
             f"softmax_scale must be positive and finite in float32, got {softmax_scale}{note}"
         )
@@ -143,8 +152,8 @@ def check_hashable(name: str, value: object) -> None:
     """Raise unless calls can be remembered by a value."""
     try:
         hash(value)
-    except TypeError:
-        message = f"{name} must be hashable, to be remembered, got {value!r}"
+    except TypeError as error:
+        message = f"{name} must be hashable, to be remembered, got {shown(value)}: {error}"
         raise TypeError(message) from None
 
 
@@ -152,21 +161,49 @@ def reject_unsupported(
     attention_chunk: int | None,
     pack_gqa: bool | None = None,
     has_packing: bool = False,
+    shares_heads: bool = True,
+    num_splits: int = 0,
     **given: object,
 ) -> None:
-    """Raise for arguments of FlashAttention's signature that do nothing here.
+    """Raise for arguments of FlashAttention's signature that would do nothing here.
 
     Args:
         attention_chunk: None or 0 for none.
         pack_gqa: the call's, if it is not its choice.
-        has_packing: whether query heads share the reads of their key/value head, always or never.
+        has_packing: whether query heads share the reads of their key/value head, always or where
+            the call chooses.
+        shares_heads: whether a key/value head has several query heads. Otherwise `pack_gqa` changes
+            nothing, and may be anything.
+        num_splits: the call's, if it can be 0 or 1 only.
         given: what must be None.
+
+    Raises:
+        TypeError, ValueError: one of them has a wrong type, or is negative.
+        NotImplementedError: one of them asks for what is not there.
     """
     if attention_chunk is not None and integer("attention_chunk", attention_chunk, 0):
-        given["attention_chunk"] = attention_chunk
-    if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing:
-        given["pack_gqa"] = pack_gqa
+        raise NotImplementedError(
+            f"attention_chunk must be 0 or None, for no chunks, got {attention_chunk}: chunks are "
+            "not supported"
+        )
+    if pack_gqa is not None and flag("pack_gqa", pack_gqa) != has_packing and shares_heads:
+        how = "always share reads" if has_packing else "share tiles where queries are few"
+        raise NotImplementedError(
+            f"pack_gqa must be None or {has_packing} here, got {pack_gqa}: the query heads of a "
+            f"key/value head {how}"
+        )
+    if integer("num_splits", num_splits, 0) > 1:
+        raise NotImplementedError(
+            f"num_splits must be 0 or 1 here, got {num_splits}: the planner decides into how many "
+            "parts keys are cut"
+        )
     for name, value in given.items():
         if value is not None:
-            why = ", None: only FP8 tensors need it" if name.endswith("_descale") else ""
-            raise NotImplementedError(f"{name} is not supported yet; leave it at its default{why}")
+            why = "only FP8 tensors need it" if name.endswith("_descale") else "it is not supported"
+            raise NotImplementedError(f"{name} must be None, got {shown(value)}: {why}")
+
+
+def share_heads(q: object, k: object) -> bool:
+    """Whether several query heads may share a key/value head; both are not checked so far."""
+    heads_q, heads_k = (getattr(one, "shape", ())[-2:-1] for one in (q, k))
+    return heads_q != heads_k

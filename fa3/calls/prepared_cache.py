@@ -52,6 +52,7 @@ from fa3.primitives.vectors import VECTOR
 from fa3.problem import REMEMBERED, Window
 from fa3.reference.cache import HostAppend
 from fa3.running.compiler import load_kernel
+from fa3.settings import check_settings
 
 TENSORS = CacheTensors._fields
 
@@ -183,6 +184,7 @@ def prepare_cache_call(
         described: the `CacheTensors`; of packed queries as `of_any_total` has them.
         functions: the structure of the user's score and mask, for packed queries.
     """
+    check_settings()
     call = CacheCall.of(described, max_seqlen_q, functions)
     check_tensors(call)
     window = check_window(window_size, causal)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fa3.calls.assertions import read_back
+from fa3.calls.assertions import check_counts, read_back
 from fa3.calls.dense import MOST_FORWARD_TILES
 from fa3.calls.modifiers import Structure
 from fa3.calls.operands import (
@@ -34,12 +34,11 @@ from fa3.calls.operands import (
     describe,
     hide_all_keys_of_lse,
 )
-from fa3.calls.options import VARLEN_FROM_FLASH_ATTENTION_2, check_window
+from fa3.calls.options import VARLEN_FROM_FLASH_ATTENTION_2, check_window, note_on_order
+from fa3.complaints import kind_of
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.varlen import used_rows
-
-"""Of q, k, v and out."""
 
 INTEGERS_OF_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -75,8 +74,7 @@ def describe_integers(integers: Integers) -> tuple[Description | None, ...]:
     """
     ends_q, ends_k, used_q, used_k = integers
     if not (used_q is None or isinstance(used_q, torch.Tensor)):
-        came = type(used_q).__name__
-        note = VARLEN_FROM_FLASH_ATTENTION_2
+        came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
         raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
     return (
         describe("cu_seqlens_q", ends_q, 1),
@@ -234,6 +232,7 @@ def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[in
         "qk", (ends_q, ends_k), (used_q, used_k), totals, longest, strict=True
     ):
         check_ends(f"cu_seqlens_{side}", ends, side, total)
+        check_counts(f"seqused_{side}", used or ())
         for sequence, rows in enumerate(used_rows(ends, used)):
             if len(rows) > most:
                 raise ValueError(

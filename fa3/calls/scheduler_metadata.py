@@ -21,6 +21,7 @@ from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsup
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.step_lengths import StepLengths
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
+from fa3.complaints import kind_of
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.host_table import TableKind
@@ -34,6 +35,7 @@ from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import Pieces
 from fa3.scores.masks import Band
 from fa3.scores.masks import Sequence as SequenceOfMask
+from fa3.settings import check_settings
 
 IN_METADATA = ("scheduler_metadata",) * 4
 """Where lengths come from, each of them, that are in the metadata of a step."""
@@ -114,6 +116,10 @@ class PackedMetadata:
     lengths: KnownLengths | None
     fitting: object = None
 
+    def __reduce__(self):
+        """Copy and pickle without what calls have led to: kernels are of this process."""
+        return type(self), (self.calls, self.has_packed_keys, self.lengths)
+
     def check(self, has_packed_keys: bool | None = None, **of_call) -> None:
         """Raise ValueError unless a call is what this was made for."""
         if has_packed_keys not in (None, self.has_packed_keys):
@@ -124,7 +130,7 @@ class PackedMetadata:
 
 def check_is_metadata(metadata: object) -> None:
     if not isinstance(metadata, (SchedulerMetadata, PackedMetadata)):
-        came = type(metadata).__name__
+        came = kind_of(metadata)
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
 
 
@@ -201,7 +207,8 @@ def get_scheduler_metadata(
     kernels there is work for. When a call comes the lengths on the GPU must be these: otherwise the
     result is undefined, though nothing outside of the tensors is read or written, and it is an
     error where the call sees the lengths. So a CUDA graph that is to serve other lengths is
-    captured without. Calls on any streams may use it at the same time.
+    captured without. Calls on any streams may use it at the same time. A copy, or one that was
+    pickled, has the lengths but no table on a GPU: its first call there makes it.
 
     Args:
         batch_size: sequences.
@@ -233,7 +240,9 @@ def get_scheduler_metadata(
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported, or a tensor does not lie in memory.
     """
-    reject_unsupported(attention_chunk, pack_gqa, has_packing=True)
+    check_settings()
+    shares_heads = num_heads_q != num_heads_kv
+    reject_unsupported(attention_chunk, pack_gqa, has_packing=True, shares_heads=shares_heads)
     calls = SchedulerMetadata(
         batch=bounded("batch_size", batch_size, 1, LARGEST),
         seqlen_q=bounded("max_seqlen_q", max_seqlen_q, 1, LARGEST),

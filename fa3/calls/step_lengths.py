@@ -15,7 +15,7 @@ import torch
 
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.cache_call import LENGTHS, check_leftpads
-from fa3.calls.known_lengths import KnownLengths, host_ends, host_integers
+from fa3.calls.known_lengths import KnownLengths, host_counts, host_ends
 from fa3.calls.operands import check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import integer
 from fa3.calls.ragged import INTEGERS_OF_LENGTHS, MOST_RAGGED_ROWS
@@ -170,6 +170,6 @@ def on_host(
     return [
         None if tensor is None
         else host_ends(name, tensor, batch) if name.startswith("cu_seqlens")
-        else host_integers(name, tensor, (batch,))
+        else host_counts(name, tensor, batch)
         for name, tensor in zip(names, tensors, strict=True)
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from fa3.complaints import not_an_object
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 from fa3.scores.templates import types_of
@@ -52,11 +53,10 @@ def take_apart(
     if function is None:
         return None, []
     kind = type(function)
-    if not (isinstance(function, base) and dataclasses.is_dataclass(function)):
-        raise TypeError(
-            f"{argument} must be a frozen dataclass derived from fa3.{base.__name__}, "
-            f"got {kind.__name__}"
-        )
+    if not isinstance(function, base):
+        raise not_an_object(argument, function, base)
+    if not dataclasses.is_dataclass(function):
+        raise TypeError(f"{kind.__name__} must be a frozen dataclass")
     constants, names, tensors = [], [], []
     for field in dataclasses.fields(function):
         value = getattr(function, field.name)

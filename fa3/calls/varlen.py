@@ -30,7 +30,9 @@ from fa3.calls.options import (
     check_scale,
     check_window,
     integer,
+    note_on_order,
     reject_unsupported,
+    share_heads,
 )
 from fa3.calls.paged import attend_to_pages
 from fa3.calls.ragged import (
@@ -56,10 +58,9 @@ from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.varlen import RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
+from fa3.settings import check_settings
 
-VARLEN_OPTIONS = OptionTypes(
-    FORWARD_TYPES | {"return_softmax_lse": bool}, notes={"causal": VARLEN_FROM_FLASH_ATTENTION_2}
-)
+VARLEN_OPTIONS = OptionTypes(FORWARD_TYPES | {"return_softmax_lse": bool})
 
 
 @operators.VARLEN.stands_for
@@ -136,7 +137,8 @@ def flash_attn_varlen_func(
         max_seqlen_k: no sequence uses more keys. With page_table nothing depends on it: the table
             says how many there may be.
         seqused_q: (batch,), int32, on q's device: how many queries of each sequence are used. What
-            is below 0 or above the sequence's length counts as if cut to it.
+            is above the sequence's length counts as if cut to it, and on a GPU what is below 0
+            counts as 0.
         seqused_k: like seqused_q, for keys.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
@@ -164,6 +166,7 @@ def flash_attn_varlen_func(
             that was made with 1 keeps them whole, too. With page_table 1 splits no keys at all, and
             a larger number says into how many parts: as in `flash_attn_with_kvcache`.
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
+            With page_table None or True. Anything if query heads share no key/value head.
         page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
             (num_pages, page_size, heads_kv, head_dim or head_dim_v) of any page size, seqused_k
             says how many keys each sequence has there, and cu_seqlens_k must be None, as vLLM
@@ -194,10 +197,11 @@ def flash_attn_varlen_func(
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong value, shape, layout or device, or a score or mask
             does not compile; on the CPU, or with FA3_ASSERTIONS=1, also if cu_seqlens_q or
-            cu_seqlens_k do not cut the rows, or a length is above its maximum.
+            cu_seqlens_k do not cut the rows, a length is above its maximum, or seqused_q or
+            seqused_k is negative.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported, a gradient is wanted that there is
-            not yet (that of a `score`, a second one, with sm_margin on a GPU), a tensor does not
+            not (that of a `score`, a second one, with sm_margin on a GPU), a tensor does not
             lie in memory, or a transform of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
@@ -216,6 +220,7 @@ def flash_attn_varlen_func(
         ) = VARLEN_OPTIONS.of(
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
             sm_margin, softcap, dropout_p, return_softmax_lse,
+            note=note_on_order(seqused_q, VARLEN_FROM_FLASH_ATTENTION_2),
         )  # fmt: skip
     return_lse = return_lse or return_attn_probs or return_softmax_lse
     if not (block_table is s_aux is None):
@@ -227,7 +232,7 @@ def flash_attn_varlen_func(
         integer("max_seqlen_k", max_seqlen_k, 0)
         if not (qv is q_descale is k_descale is v_descale is pack_gqa is None) or attention_chunk:
             reject_unsupported(
-                attention_chunk, pack_gqa, has_packing=True,
+                attention_chunk, pack_gqa, has_packing=True, shares_heads=share_heads(q, k),
                 qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             )  # fmt: skip
         return attend_to_pages(
@@ -241,9 +246,9 @@ def flash_attn_varlen_func(
         or num_splits not in (0, 1)
     ):
         reject_unsupported(
-            attention_chunk, pack_gqa, has_packing=False,
-            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            num_splits=None if num_splits in (0, 1) else integer("num_splits", num_splits, 0),
+            attention_chunk, pack_gqa, has_packing=False, shares_heads=share_heads(q, k),
+            num_splits=num_splits, qv=qv, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale,
         )  # fmt: skip
     window_size = as_pair(window_size)
     if is_traced(q):
@@ -457,6 +462,7 @@ def prepare_varlen(
     sm_margin: int,
 ) -> RaggedCall:
     """Validate what no length changes, and load the kernels. q, k and v are of `Tokens`."""
+    check_settings()
     q, k, v = Tokens(*q), Tokens(*k), Tokens(*v)
     spec, window = pose_packed(q, k, v, causal, window_size, modifiers)
     is_on_host = q.device.type == "cpu"

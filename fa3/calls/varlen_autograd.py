@@ -6,7 +6,7 @@ of its dropout. `fa3.calls.varlen_call` computes both passes.
 
 import torch
 
-from fa3.calls.autograd import NUM_OPERANDS, keep_for_backward, kept, of_tensors, once
+from fa3.calls.autograd import NUM_OPERANDS, arrived, keep_for_backward, kept, of_tensors, once
 from fa3.calls.varlen_call import ragged_gradients
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted
 from fa3.reference.varlen import PackedLengths, RaggedOperands
@@ -66,7 +66,7 @@ class PackedAttention(torch.autograd.Function):
                 deterministic, dropout,
             )  # fmt: skip
 
-        read = q, k, v, out, lse, d_out, d_lse, *tensors
+        read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors
         *found, d_sinks = once("flash_attn_varlen_func", compute, *read)
         return None, *found, *of_tensors(tensors, d_sinks)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from fa3.complaints import shown
 from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.query_tiles import PAIR, STATISTICS, QueryPieces
@@ -174,7 +175,7 @@ class BackwardConfig:
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
             if type(value) is not kind:
-                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
+                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {shown(value)}")
         for name in ("do_stages", "k_stages"):
             if getattr(self, name) not in (1, STAGES):
                 raise ValueError(f"{name} must be 1 or {STAGES}, got {getattr(self, name)}")

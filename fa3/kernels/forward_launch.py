@@ -6,6 +6,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from fa3.complaints import shown
 from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
 from fa3.primitives.shared_memory import check_fits, padded
@@ -108,7 +109,7 @@ class ForwardConfig:
             value, kind = getattr(self, field.name), type(field.default)
             kind = int if field.default is MISSING else kind
             if type(value) is not kind:
-                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
+                raise TypeError(f"{field.name} must be of type {kind.__name__}, got {shown(value)}")
         for name in ("q_stages", "kv_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

@@ -5,6 +5,7 @@ Sizes must be of type int: 300.0 equals 300, so caches would take the one for th
 
 from typing import Any
 
+from fa3.complaints import shown
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.problem import (
@@ -28,9 +29,9 @@ def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> Non
     """
     for name, value, kind in (("problem", problem, Problem), ("gpu", gpu, Gpu)):
         if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {value!r:.200}")
+            raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     if not isinstance(config, ForwardConfig | None):
-        raise TypeError(f"config must be a ForwardConfig or None, got {config!r}")
+        raise TypeError(f"config must be a ForwardConfig or None, got {shown(config)}")
     check_type("gpu.name", gpu.name, str)
     check_size("gpu.num_sms", gpu.num_sms)
     check_size("gpu.l2_bytes", gpu.l2_bytes)
@@ -71,7 +72,7 @@ def check_problem(problem: Problem) -> None:
 def check_type(name: str, value: object, kind: type) -> None:
     """Raise TypeError unless a value is of a type; a bool does not count as an int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r:.200}")
+        raise TypeError(f"{name} must be of type {kind.__name__}, got {shown(value)}")
 
 
 def check_size(name: str, value: Any, least: int = 1) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import cast
 
+from fa3.complaints import shown
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.costs import LEAST_MARGIN, UNSURE, least_gain
@@ -22,6 +23,7 @@ from fa3.planning.tilings import configs, searched_configs
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, Tile, TileList
 from fa3.schedules.coverage import check_schedule
+from fa3.settings import check_settings
 
 ScheduleChoice = str | type | Schedule | Callable[[list[Tile]], Iterable[Tile]] | None
 
@@ -61,6 +63,7 @@ def plan_forward(
         ValueError: the config or the schedule cannot run the problem, no schedule has the name, or
             the schedule leaves out, repeats or invents a tile.
     """
+    check_settings()
     gpu = as_gpu(gpu)
     check_types(problem, gpu, config)
     name = schedule_name(schedule)
@@ -151,7 +154,7 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
     if isinstance(choice, type) or not callable(choice):
         raise TypeError(
             f"schedule must be one of {sorted(SCHEDULES)}, the class or an object of one of them, "
-            f"or a function from the list of tiles to their order, got {choice!r:.200}"
+            f"or a function from the list of tiles to their order, got {shown(choice)}"
         )
     return TileList.name
 
@@ -262,5 +265,5 @@ def make_schedule(
     order = tiled.order
     arranged = arrange([order.tile(index) for index in range(order.num_tiles)])
     if not isinstance(arranged, Iterable):
-        raise TypeError(f"schedule must return the tiles in their order, got {arranged!r}")
+        raise TypeError(f"schedule must return the tiles in their order, got {shown(arranged)}")
     return TileList.in_order_of(order, tiled.num_clusters, arranged, tiled.times)

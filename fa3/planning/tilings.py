@@ -1,7 +1,6 @@
 """The forward kernel's measured tilings (`TILINGS`), and those that the planner compares."""
 
 import math
-import os
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from fa3.primitives.softmax import SLACK
 from fa3.problem import AttentionSpec, Problem
 from fa3.schedules.joined import HALVES
 from fa3.scores.scores import Alibi, Softcap
+from fa3.settings import SETTINGS
 
 
 class Tiling(NamedTuple):
@@ -101,7 +101,7 @@ FIXED_FLOPS = 1.5e10
 """FLOPs of a call, some 30 us, from which a fixed reference saves more time than its second launch
 takes."""
 
-REFERENCE = os.environ.get("FA3_REFERENCE") or "auto"
+REFERENCE = SETTINGS["FA3_REFERENCE"]
 """The softmax's reference: "following", the running maximum, never fails and costs 5-12% of a
 call; "auto" lets the planner choose it or a fixed reference."""
 
@@ -112,8 +112,6 @@ def takes_fixed_reference(spec: AttentionSpec) -> bool:
     Not with users' scores, which may be anything. A softcap's scores are bounded; with a bound of
     up to `SLACK` powers of two no row can fail, so none needs to be marked.
     """
-    if REFERENCE not in ("auto", "following"):
-        raise ValueError(f"FA3_REFERENCE must be 'auto' or 'following', got {REFERENCE!r}")
     if REFERENCE == "following" or not spec.element.holds_powers:
         return False
     if [score.kind for score in spec.scores] == [Softcap]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fa3.complaints import shown
 from fa3.primitives.coords import Position
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
@@ -73,7 +74,7 @@ def as_matrix(
             return found.expand(shape)
         got = f"a tensor of {found.dtype} with shape {tuple(found.shape)}"
     else:
-        got = f"{found!r:.200}"
+        got = shown(found)
     raise ValueError(
         f"{argument} must have a {type(function).__name__}.reference that returns a tensor of "
         f"{elements} which broadcasts to (queries, keys), here {tuple(shape)}, got {got}"

@@ -5,6 +5,7 @@ Tables are checked as arrays and not walked: a walk of an arbitrary table might 
 
 import numpy as np
 
+from fa3.complaints import shown
 from fa3.primitives.arithmetic import LARGEST
 from fa3.schedules.order import Planned, Schedule, TileOrder
 from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS, ONLY, PackedPart, Segment
@@ -28,7 +29,7 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
             comes twice, or is left out, or whose key blocks do or are.
     """
     if not isinstance(schedule, Planned):
-        raise TypeError(f"schedule must be one of fa3.schedules, got {schedule!r:.200}")
+        raise TypeError(f"schedule must be one of fa3.schedules, got {shown(schedule)}")
     for name, size in vars(schedule.order).items():
         check_integer(f"order.{name}", size)
     num_tiles, num_clusters = schedule.order.num_tiles, schedule.num_clusters
@@ -46,7 +47,7 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
 def check_integer(name: str, value: object) -> None:
     """Raise TypeError unless the value is a Python int, which is what kernels take."""
     if not isinstance(value, int):
-        raise TypeError(f"schedule must have an integer as its {name}, got {value!r:.200}")
+        raise TypeError(f"schedule must have an integer as its {name}, got {shown(value)}")
 
 
 def entries_of(table: object, num_clusters: int, fields: int) -> np.ndarray:

@@ -144,7 +144,7 @@ def as_tile(given: object, position: int) -> Tile:
     try:
         return Tile(*map(operator.index, given))
     except TypeError:
-        message = f"schedule gives {given!r} at {position}, not a Tile(m_block, head, batch)"
+        message = f"schedule gives {given!r:.200} at {position}, not a Tile(m_block, head, batch)"
         raise TypeError(message) from None
 
 

@@ -30,6 +30,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.base_dsl.typing import Integer
 
+from fa3.complaints import shown
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.coords import Position, ScoreCoords, TransposedCoords
 from fa3.problem import NO_BOUND, Window
@@ -227,7 +228,7 @@ def as_integer(bound):
         TypeError: the bound is not an integer.
     """
     if not isinstance(bound, int | Integer):
-        raise TypeError(f"a bound of a range must be an integer, got {bound!r}")
+        raise TypeError(f"a bound of a range must be an integer, got {shown(bound)}")
     return bound
 
 

@@ -83,8 +83,9 @@ class Template:
             try:
                 hash(value)
             except TypeError as error:
+                came = type(value).__name__
                 raise TypeError(
-                    f"{kind.__name__}.{name} must be a tensor or hashable, got {value!r}"
+                    f"{kind.__name__}.{name} must be a tensor or hashable, got {came}: {error}"
                 ) from error
         types = (
             TensorType(name, str(tensor.dtype).removeprefix("torch."), tensor.ndim)

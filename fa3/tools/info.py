@@ -1,12 +1,17 @@
-"""What `python -m fa3 info` prints: GPU, versions, the kernel cache, and where costs are from."""
+"""What `python -m fa3 info` prints: GPU, versions, the kernel cache, where costs are from, and the
+environment variables that fa3 reads."""
 
 import contextlib
 import importlib.metadata
+import os
 from pathlib import Path
 
 import torch
 
 from fa3.running.code_cache import cache_dir
+from fa3.settings import ACCEPTED, SETTINGS
+
+CACHE_DIR = "FA3_CACHE_DIR"
 
 
 def show_info(version: str) -> None:
@@ -26,8 +31,22 @@ def show_info(version: str) -> None:
         ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
         ("cache", describe_cache()),
         ("costs", costs_here()),
+        *(("variable", line) for line in describe_variables()),
     ):
         print(f"{name:9} {value}")
+
+
+def describe_variables() -> list[str]:
+    """A line for each environment variable that fa3 reads, or that looks as if it did."""
+    lines = []
+    for name, value in SETTINGS.items():
+        accepted = " or ".join(ACCEPTED[name])
+        refused = "" if value in ACCEPTED[name] else f": refused by every call, must be {accepted}"
+        lines.append(f"{name}={value}{refused}")
+    lines.append(f"{CACHE_DIR}={os.environ.get(CACHE_DIR, '')}")
+    others = sorted(name for name in os.environ if name.startswith("FA3_"))
+    known = *SETTINGS, CACHE_DIR
+    return lines + [f"{name}: nothing reads it" for name in others if name not in known]
 
 
 def costs_here() -> str:

@@ -4,6 +4,7 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.forward import PreparedCall
+from fa3.complaints import shown
 from fa3.planning.explanation import counted
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.timeline import Cost, Span, Timeline
@@ -34,11 +35,13 @@ def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline
         one was done. With clusters of two CTAs a unit has two spans, on two SMs.
 
     Raises:
-        TypeError: a field of the plan is of a wrong type.
+        TypeError: the plan is none, or a field of it is of a wrong type.
         ValueError: the device is no Hopper GPU, there is nothing to compute, or the plan cannot
             run its problem.
         NotImplementedError: the plan's scores, mask or sinks have tensors.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
     device = hopper_device(device)
     check_recordable(plan.problem)
     check_plan(plan)
@@ -72,10 +75,10 @@ def check_recordable(problem: Problem) -> None:
     """Raise unless a kernel with nothing but q, k and v as its tensors runs the problem."""
     if problem.spec.modifier_types:
         raise NotImplementedError(
-            "scores, masks and sinks with tensors cannot be recorded yet: a plan does not have them"
+            "scores, masks and sinks with tensors cannot be recorded: a plan does not have them"
         )
     if problem.spec.has_dropout:
-        raise NotImplementedError("dropout cannot be recorded yet: a plan has no seed")
+        raise NotImplementedError("dropout cannot be recorded: a plan has no seed")
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         raise ValueError(f"there is nothing to record: {problem} has nothing to compute")
 

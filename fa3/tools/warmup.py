@@ -18,8 +18,9 @@ import torch
 
 from fa3.calls.cache_call import ROTARY_UNIT
 from fa3.calls.devices import gpu_of
-from fa3.calls.options import as_pair, check_window, flag, integer, real, shown
+from fa3.calls.options import as_pair, check_window, flag, integer, real
 from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
@@ -36,6 +37,7 @@ from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
+from fa3.settings import check_settings
 from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
 from fa3.tools.progress import Bar, Lines
@@ -150,6 +152,7 @@ def warmup(
         ValueError: an option has a wrong value, or a preset has others beside it.
         RuntimeError: kernels could not be compiled, or not be kept; what was printed says why.
     """
+    check_settings()
     begin = time.perf_counter()
     if rotary not in ROTARIES:
         raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")

@@ -1,0 +1,27 @@
+"""What error messages say came in place of what was asked for."""
+
+import numbers
+
+import numpy as np
+
+
+def shown(value: object) -> str:
+    """What came, in a word or two; of a tensor or a list no values, which may be many."""
+    if value is None or isinstance(value, str | numbers.Number | np.generic):
+        return f"{value!r:.200}"
+    return kind_of(value)
+
+
+def kind_of(value: object) -> str:
+    """The type of what came. A class is often given where an object of it is wanted."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def not_an_object(name: str, value: object, base: type) -> TypeError:
+    """The complaint about a score or a mask that is none."""
+    advice = ""
+    if isinstance(value, type) and issubclass(value, base):
+        advice = f". Pass an object: {value.__name__}(...)"
+        if value is base:
+            advice = ". Pass an object of a class that is derived from it"
+    return TypeError(f"{name} must be a fa3.{base.__name__}, got {kind_of(value)}{advice}")

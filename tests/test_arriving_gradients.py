@@ -1,0 +1,250 @@
+"""Gradients that other people's code brings to a backward pass: waited for, or refused by name.
+
+On a GPU kernels are launched on addresses, and these tensors have none. So what reaches a backward
+pass must lie in memory. `DeviceAttention` runs here on CPU tensors, with the reference in place of
+its kernels.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import make_problem
+from test_eager import Wrapper, freed
+from test_operators import CASES, backward_case, varlen_backward_case
+from torch.autograd import forward_ad
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+import fa3
+from fa3.calls import autograd, varlen_autograd
+from fa3.calls.operands import Operand, Output
+from fa3.planning.planner import plan_forward
+from fa3.reference.backward import Wanted, execute_backward
+from fa3.reference.forward import execute
+
+PROBLEM = make_problem(2, 20, 20, 4, head_dim=64)
+
+# As in test_eager, and what torch says of its own collectives.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same tensor, as the result of a collective that is not waited for."""
+    found = collectives.all_gather_tensor(tensor.contiguous(), 0, dist.group.WORLD)
+    assert isinstance(found, collectives.AsyncCollectiveTensor) and found.data_ptr() == 0
+    return found
+
+
+def distributed(tensor: torch.Tensor) -> torch.Tensor:
+    return DTensor.from_local(tensor, init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+class Through(torch.autograd.Function):
+    """The same tensor; its gradient is changed."""
+
+    @staticmethod
+    def forward(ctx, tensor, change):
+        ctx.change = change
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.change(gradient), None
+
+
+def leaves() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 20, 4, 64).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def dense(q, k, v):
+    return fa3.flash_attn_func(q, k, v, return_lse=True)
+
+
+def packed(q, k, v):
+    ends = torch.tensor([0, 13, 40], dtype=torch.int32)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return fa3.flash_attn_varlen_func(q, k, v, ends, ends, 27, 27, return_lse=True)
+
+
+def on_device(q, k, v):
+    """Return what `flash_attn_func` does on a GPU, which the reference computes."""
+    plan = plan_forward(PROBLEM)
+
+    def launch(q, k, v, out, lse, *rest):
+        for given, found in zip((out, lse), execute(plan, q, k, v, 0.125, None), strict=True):
+            given.copy_(found)
+
+    call = SimpleNamespace(
+        output=Output.of(q.shape, Operand(q.shape, q.stride(), q.dtype, q.device)),
+        lse_shape=(2, 4, 20), launches=(None,), launch=launch, problem=PROBLEM,
+    )  # fmt: skip
+    return autograd.attend_on_device((call, False, 0.125, None, True), q, k, v)
+
+
+CALLS = {"dense": dense, "packed": packed, "on a GPU": on_device}
+
+
+@pytest.fixture(autouse=True)
+def all_lie_in_memory(monkeypatch):
+    """Fail if a backward pass gets anything but plain tensors, or None."""
+    once = autograd.once
+
+    def look(name, compute, *tensors):
+        for tensor in tensors:
+            assert tensor is None or (type(tensor) is torch.Tensor and tensor.data_ptr())
+            assert tensor is None or not tensor.is_neg()
+        return once(name, compute, *tensors)
+
+    def gradients(problem, operands, scale, tensors, wants_sinks, deterministic, dropout):
+        d_out, d_lse = (
+            torch.zeros_like(like) if given is None else given
+            for given, like in zip(operands[5:], operands[3:5], strict=True)
+        )
+        operands = operands._replace(d_out=d_out, d_lse=d_lse)
+        return execute_backward(problem, operands, scale, wanted=Wanted(sinks=False))
+
+    monkeypatch.setattr(autograd, "once", look)
+    monkeypatch.setattr(varlen_autograd, "once", look)
+    monkeypatch.setattr(autograd, "gradients", gradients)
+
+
+def gradients_through(call, of_result: int, change) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v; that of a result of the call is changed."""
+    inputs = leaves()
+    results = list(CALLS[call](*inputs))
+    results[of_result] = Through.apply(results[of_result], change)
+    return torch.autograd.grad(sum((x.float() ** 2).sum() for x in results), inputs)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("of_result", [0, 1], ids=["out", "lse"])
+@pytest.mark.parametrize("kind", ["collective", "negated"])
+def test_gradients_are_brought_to_memory(call, of_result, kind):
+    change = {"collective": gathered, "negated": lambda x: torch._neg_view(-x)}[kind]
+    found = gradients_through(call, of_result, change)
+    expected = gradients_through(call, of_result, lambda x: x)
+    assert all(map(torch.equal, found, expected))
+
+
+REFUSED = {
+    "DTensor": (distributed, r"got a DTensor .*Pass what its \.to_local\(\) returns"),
+    "wrapper": (Wrapper, "got a Wrapper that does not"),
+    "freed": (freed, "got a Tensor that does not"),
+    "zero": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), "got a Tensor"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("of_result", "name"), [(0, "out"), (1, "the log-sum-exp")])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_gradients_that_lie_nowhere(call, of_result, name, kind):
+    change, complaint = REFUSED[kind]
+    complaint = f"^the gradient of {name} must lie in memory, {complaint}"
+    with pytest.raises(NotImplementedError, match=complaint):
+        gradients_through(call, of_result, change)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_tangents_of_gradients_are_not_dropped(call):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(
+            NotImplementedError, match=r"^the gradient of out carries a forward-mode tan"
+        ),
+    ):
+        gradients_through(call, 0, lambda x: forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_hooks_of_saved_tensors_give(call):
+    """Hooks may gather what they spread over ranks, without waiting."""
+
+    def found(unpack):
+        inputs = leaves()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out, _ = CALLS[call](*inputs)
+        return torch.autograd.grad(out.float().sum(), inputs)
+
+    assert all(map(torch.equal, found(gathered), found(lambda x: x)))
+    complaint = (
+        r"^a tensor that was saved for backward must lie in memory, got a DTensor .*to_local"
+    )
+    with pytest.raises(NotImplementedError, match=complaint):
+        found(distributed)
+
+
+@pytest.mark.parametrize("call", ["dense", "packed"])
+def test_inputs_are_not_waited_for(call):
+    q, k, v = (x.detach() for x in leaves())
+    with pytest.raises(NotImplementedError, match=r"^q must lie .*Pass what its \.wait\(\) ret"):
+        CALLS[call](gathered(q), k, v)
+
+
+@pytest.mark.parametrize("call", ["dense", "packed"])
+@pytest.mark.parametrize("of_result", [0, 1], ids=["out", "lse"])
+def test_in_a_graph(call, of_result):
+    def gradients(run, change):
+        inputs = leaves()
+        results = list(run(*inputs))
+        results[of_result] = Through.apply(results[of_result], change)
+        return torch.autograd.grad(sum((x.float() ** 2).sum() for x in results), inputs)
+
+    torch.compiler.reset()
+    run = torch.compile(CALLS[call], backend="aot_eager", fullgraph=True)
+    expected = gradients(CALLS[call], lambda x: x)
+    assert all(map(torch.equal, gradients(run, gathered), expected))
+
+
+# ------------------------------------------------------------------------------------ operators
+
+BACKWARD = {"dense": backward_case, "packed": varlen_backward_case}
+PLACES = {
+    "the gradient of out": 0, "the gradient of the log-sum-exp": 1, "out": 5, "the log-sum-exp": 6
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", BACKWARD)
+@pytest.mark.parametrize("name", PLACES)
+def test_operators_check_what_they_read(call, name):
+    operator, given, options = BACKWARD[call]()
+    place = PLACES[name]
+
+    def run(change):
+        changed = list(given)
+        changed[place] = change(given[place])
+        return operator.overload(*changed, **options)
+
+    run(lambda x: x)
+    for change, error in (
+        (freed, NotImplementedError),
+        (lambda x: x[:-1], ValueError),
+        (lambda x: x.double(), TypeError),
+    ):
+        with pytest.raises(error, match=f"^{name} must "):
+            run(change)
+
+
+@pytest.mark.parametrize("call", BACKWARD)
+def test_operators_want_a_contiguous_log_sum_exp(call):
+    operator, (d_out, d_lse, q, k, v, out, lse, *rest), options = BACKWARD[call]()
+    lse = torch.stack((lse, lse), dim=-1)[..., 0]
+    with pytest.raises(ValueError, match=r"^the log-sum-exp must be contiguous"):
+        operator.overload(d_out, d_lse, q, k, v, out, lse, *rest, **options)
+
+
+def test_operators_check_lengths_on_the_host():
+    operator, (*given, _, ends, most_q, most_k, _, _), options = CASES["varlen_backward"]()
+    ends = torch.tensor([0, 99, 20], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q must "):
+        operator.overload(*given, ends, ends, most_q, most_k, None, None, **options)
