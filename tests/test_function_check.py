@@ -140,3 +140,13 @@ def test_what_differs_is_named(function, complaint):
 def test_bad_arguments(function, options, error, complaint):
     with pytest.raises(error, match=f"^{complaint}"):
         fa3.check(function, **{"head_dim": 64} | options)
+
+
+def test_a_compiler_that_fails_on_the_host_is_told(monkeypatch):
+    def fail(*arguments):
+        raise OSError("no such target")
+
+    monkeypatch.setattr("fa3.tools.function_check.compiled", fail)
+    message = r"^the method does not run on the host \(status 1\): OSError: no such target$"
+    with pytest.raises(RuntimeError, match=message):
+        fa3.check(Absolute(), head_dim=64, seqlen_q=8)

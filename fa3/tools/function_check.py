@@ -5,10 +5,13 @@ the host and run at sample positions, in a process of its own: some instructions
 and the compiler ends the process that asks for one on the host.
 """
 
+import faulthandler
 import mmap
 import multiprocessing
 import os
 import signal
+import sys
+import tempfile
 import warnings
 from dataclasses import dataclass
 from itertools import product
@@ -197,12 +200,30 @@ def by_method(spec: AttentionSpec, tensors: tuple, samples: Samples) -> torch.Te
 
     Raises:
         ValueError: it does not end, or reads where there is no memory.
+        RuntimeError: the compiler fails.
     """
     found = torch.frombuffer(mmap.mmap(-1, 4 * samples.logits.numel()), dtype=torch.float32)
     places, logits, shared = map(from_dlpack, (samples.places, samples.logits, found))
     given = tuple(map(from_dlpack, tensors)) or None, places, samples.seqlen_q, samples.seqlen_k
     sampled = Sampled(spec, (*given, logits, shared))
-    process = multiprocessing.get_context("fork").Process(target=run_quietly, args=(sampled,))
+    with tempfile.TemporaryFile() as log:
+        status = exit_status(sampled, log.fileno())
+        log.seek(0)
+        reason = log.read().decode(errors="replace").strip().rpartition("\n")[2]
+    if status == -signal.SIGSEGV:
+        raise ValueError("the method reads outside of its tensors where reference does not")
+    if status not in (0, -signal.SIGABRT):
+        raise RuntimeError(f"the method does not run on the host (status {status}): {reason}")
+    return None if status else found
+
+
+def exit_status(sampled: Sampled, log: int) -> int | None:
+    """Run in a process of its own; how it ended, where a negative number is a signal.
+
+    Args:
+        log: where it writes its errors.
+    """
+    process = multiprocessing.get_context("fork").Process(target=run_logged, args=(sampled, log))
     with warnings.catch_warnings():
         # From Python 3.12 on, of threads: the new process runs none but its own.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -212,15 +233,14 @@ def by_method(spec: AttentionSpec, tensors: tuple, samples: Samples) -> torch.Te
         process.kill()
         process.join()
         raise ValueError(f"the method does not end within {PATIENCE} s on the host")
-    if process.exitcode == -signal.SIGSEGV:
-        raise ValueError("the method reads outside of its tensors where reference does not")
-    return None if process.exitcode else found
+    return process.exitcode
 
 
-def run_quietly(sampled: Sampled) -> None:
-    """Compile for the host and run; the compiler's last words before it ends a process go
-    nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+def run_logged(sampled: Sampled, log: int) -> None:
+    """Compile for the host and run, with errors in the log."""
+    faulthandler.disable()
+    os.dup2(log, 2)
+    sys.stderr = os.fdopen(2, "w")
     compiled(sampled, f"--gpu-arch {ARCH}")(*sampled.given)
 
 
