@@ -16,7 +16,7 @@ from fa3.schedules import StaticPersistent
 from fa3.tools.cubin import inspect
 
 transformers = pytest.importorskip(
-    "transformers", minversion="5.23", reason="needs Transformers: pip install fa3[transformers]"
+    "transformers", minversion="5.16.1", reason="needs Transformers: pip install fa3[transformers]"
 )
 
 from transformers import StaticCache, masking_utils  # noqa: E402
