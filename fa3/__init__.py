@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fa3.schedules import Tile
     from fa3.scores.masks import Mask
     from fa3.scores.scores import Score
+    from fa3.tools.function_check import check
     from fa3.tools.recording import record_timeline
     from fa3.tools.warmup import warmup
 
@@ -38,6 +39,7 @@ __all__ = [
     "Score",
     "Tile",
     "Window",
+    "check",
     "dropout_mask",
     "flash_attn_combine",
     "flash_attn_func",
@@ -60,6 +62,7 @@ HOMES = {
     "Score": "fa3.scores.scores",
     "Tile": "fa3.schedules",
     "Window": "fa3.problem",
+    "check": "fa3.tools.function_check",
     "dropout_mask": "fa3.calls.dropout",
     "flash_attn_combine": "fa3.calls.combine",
     "flash_attn_func": "fa3.calls.forward",

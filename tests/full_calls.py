@@ -13,6 +13,9 @@ import fa3
 class Shift(fa3.Score):
     by: torch.Tensor
 
+    def score(self, logit, at):
+        return logit + self.by[at.head]
+
     def reference(self, logits, at):
         return logits + self.by[at.head]
 
@@ -20,6 +23,9 @@ class Shift(fa3.Score):
 @dataclass(frozen=True)
 class Only(fa3.Mask):
     head: torch.Tensor
+
+    def visible(self, at):
+        return at.head == self.head[at.head]
 
     def reference(self, at):
         return at.head == self.head[at.head]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import cutlass.cute as cute
 import pytest
 import torch
 from gradients import check_gradients, sums_in_float64, without_empty_rows
@@ -138,6 +139,10 @@ def test_nothing_to_compute(sizes, sinks):
 def test_blocks_of_a_mask_of_the_users():
     @dataclass(frozen=True)
     class Only(fa3.Mask):
+        @cute.jit
+        def visible(self, at):
+            return at.key >= 140 and at.query < 70 + at.batch
+
         def reference(self, at):
             return (at.key >= 140) & (at.query < 70 + at.batch)
 
@@ -277,6 +282,9 @@ def test_what_was_changed_since_is_not_used():
 
 @dataclass(frozen=True)
 class Twice(fa3.Score):
+    def score(self, logit, at):
+        return 2.0 * logit
+
     def reference(self, logits, at):
         return 2 * logits
 

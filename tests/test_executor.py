@@ -230,6 +230,9 @@ class FirstKeys(fa3.Mask):
 
     end: int
 
+    def visible(self, at):
+        return at.key < 100
+
     def key_range(self, rows):
         return 0, self.end
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -97,6 +98,9 @@ class NoDataclass(fa3.Score):
 class Holder(fa3.Score):
     value: object
 
+    def score(self, logit, at):
+        return logit
+
     def reference(self, logits, at):
         return logits
 
@@ -105,18 +109,79 @@ class Holder(fa3.Score):
 class HolderMask(fa3.Mask):
     value: object
 
+    def visible(self, at):
+        return at.key < 3
+
     def reference(self, at):
         return at.key < 3
 
 
 @dataclass(frozen=True)
 class WithoutScore(fa3.Score):
-    pass
+    def reference(self, logits, at):
+        return logits
 
 
 @dataclass(frozen=True)
 class WithoutVisible(fa3.Mask):
-    pass
+    def reference(self, at):
+        return at.key < 3
+
+
+@dataclass(frozen=True)
+class WithoutReference(fa3.Mask):
+    def visible(self, at):
+        return at.key < 3
+
+
+@dataclass
+class NotFrozen(fa3.Score):
+    def score(self, logit, at):
+        return logit
+
+    def reference(self, logits, at):
+        return logits
+
+
+@dataclass(frozen=True)
+class WrongAttribute(WithoutVisible):
+    width: int = 3
+
+    def visible(self, at):
+        return at.keys < self.width
+
+
+@dataclass(frozen=True)
+class WrongField(WithoutVisible):
+    width: int = 3
+
+    def visible(self, at):
+        return at.key < self.size
+
+
+@dataclass(frozen=True)
+class WrongArguments(WithoutScore):
+    def score(self, logit):
+        return logit
+
+
+@dataclass(frozen=True)
+class NoResult(WithoutScore):
+    def score(self, logit, at):
+        logit + at.key
+
+
+@dataclass(frozen=True)
+class Renamed(WithoutScore):
+    """What a name stands for is not known where the method gives it to something else."""
+
+    def score(self, logit, at, shift=1.0):
+        at = Other(at.key)
+        return logit + shift * at.other
+
+
+class Other(NamedTuple):
+    other: object
 
 
 @dataclass(frozen=True)
@@ -124,6 +189,9 @@ class Derived(fa3.Score):
     """A field that the constructor does not take."""
 
     value: float = dataclasses.field(init=False, default=2.0)
+
+    def score(self, logit, at):
+        return logit
 
     def reference(self, logits, at):
         return logits
@@ -197,8 +265,19 @@ BAD = [
         "mask.value requires grad",
     ),
     ({"score": Derived()}, TypeError, "Derived.value must be an argument of its class"),
-    ({"score": WithoutScore()}, NotImplementedError, r"WithoutScore must define reference\("),
-    ({"mask": WithoutVisible()}, NotImplementedError, r"WithoutVisible must define reference\("),
+    ({"score": WithoutScore()}, TypeError, r"WithoutScore must define score\(self, logit, at\)"),
+    ({"mask": WithoutVisible()}, TypeError, r"WithoutVisible must define visible\(self, at\)"),
+    ({"mask": WithoutReference()}, NotImplementedError, "WithoutReference must define reference"),
+    ({"score": NotFrozen()}, TypeError, "NotFrozen must be a frozen dataclass"),
+    (
+        {"mask": WrongAttribute()},
+        ValueError,
+        r"WrongAttribute\.visible does not compile: 'Position' object has no attribute 'keys'\n"
+        r".*test_modifiers\.py:\d+: return at\.keys < self\.width",
+    ),
+    ({"mask": WrongField()}, ValueError, r"WrongField\.visible .* has no attribute 'size'"),
+    ({"score": WrongArguments()}, ValueError, r"WrongArguments\.score does not compile: too many"),
+    ({"score": NoResult()}, ValueError, r"NoResult\.score does not compile: it returns nothing"),
 ]
 
 
@@ -208,12 +287,21 @@ def test_bad_modifiers(arguments, error, complaint):
         fa3.flash_attn_func(*operands(), **arguments)
 
 
+def test_what_is_not_known_to_be_wrong_passes():
+    q, k, v = operands()
+    found, expected = fa3.flash_attn_func(q, k, v, score=Renamed()), fa3.flash_attn_func(q, k, v)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
 @dataclass(frozen=True)
 class Returning(fa3.Mask):
     """A mask whose methods return, or raise, what it is given."""
 
     found: object = True
     keys: object = (0, 90)
+
+    def visible(self, at):
+        return at.key < 90
 
     def reference(self, at):
         return self.found(at) if callable(self.found) else self.found
@@ -225,6 +313,9 @@ class Returning(fa3.Mask):
 @dataclass(frozen=True)
 class ReturningScore(fa3.Score):
     found: object
+
+    def score(self, logit, at):
+        return logit
 
     def reference(self, logits, at):
         return self.found(logits)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import pytest
 import torch
 from full_calls import CALLS
@@ -39,6 +40,9 @@ class Times(fa3.Score):
     of_head: torch.Tensor
     factor: float = 1.0
 
+    def score(self, logit, at):
+        return logit * self.of_head[at.head] * self.factor
+
     def reference(self, logits, at):
         return logits * self.of_head[at.head] * self.factor
 
@@ -48,6 +52,9 @@ class Near(fa3.Mask):
     """Keys up to a distance."""
 
     reach: torch.Tensor
+
+    def visible(self, at):
+        return cutlass.max(at.query - at.key, at.key - at.query) <= self.reach[at.head]
 
     def reference(self, at):
         return (at.query - at.key).abs() <= self.reach[at.head]

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+import cutlass
+import cutlass.cute as cute
 import pytest
 import torch
 from hypothesis import given, settings
@@ -205,6 +207,10 @@ def test_a_score_may_hide():
     class Hide(fa3.Score):
         mask: Span
 
+        @cute.jit
+        def score(self, logit, at):
+            return logit if self.mask.visible(at) else -cutlass.Float32.inf
+
         def reference(self, logits, at):
             return logits.masked_fill(~self.mask.reference(at), -torch.inf)
 
@@ -288,6 +294,9 @@ def test_ranges_are_asked_for_the_rows_of_a_tile():
     @dataclass(frozen=True)
     class Recorder(fa3.Mask):
         tensor: torch.Tensor
+
+        def visible(self, at):
+            return at.key >= 0
 
         def key_range(self, rows):
             assert isinstance(self.tensor[0], int)

@@ -97,6 +97,9 @@ def test_classes_made_by_a_function_do_not_collide():
     def make(factor):
         @dataclass(frozen=True)
         class Scale(fa3.Score):
+            def score(self, logit, at):
+                return logit * factor
+
             def reference(self, logits, at):
                 return logits * factor
 
@@ -234,6 +237,9 @@ class Checked(fa3.Score):
     def __post_init__(self):
         if self.shifts.dtype != torch.float32:
             raise ValueError("shifts must be float32")
+
+    def score(self, logit, at):
+        return logit + self.shifts[at.head]
 
     def reference(self, logits, at):
         return logits + self.shifts[at.head]

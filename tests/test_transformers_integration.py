@@ -16,7 +16,7 @@ from fa3.schedules import StaticPersistent
 from fa3.tools.cubin import inspect
 
 transformers = pytest.importorskip(
-    "transformers", minversion="5.23", reason="needs Transformers 5.23 or newer"
+    "transformers", minversion="5.16.1", reason="needs Transformers 5.16.1 or newer"
 )
 
 from transformers import StaticCache, masking_utils  # noqa: E402

@@ -242,14 +242,23 @@ def tiling_lines() -> Iterator[list[str]]:
             ]
 
 
+TESTED = {
+    "Python": "3.11",
+    "torch": "2.10.0, 2.13.0, 2.14.1",
+    "transformers": "5.16.1, 5.24.0",
+}
+"""Versions that the quick tests on the CPU were run with."""
+
+
 def version_lines() -> Iterator[list[str]]:
-    """What pyproject.toml asks for."""
+    """What pyproject.toml asks for, and what of it was tested."""
     text = (ROOT / "pyproject.toml").read_text()
-    yield ["Python", re.search(r'requires-python = "(.*)"', text)[1]]
+    yield ["Python", re.search(r'requires-python = "(.*)"', text)[1], TESTED["Python"]]
     required = re.search(r"\ndependencies = \[\n(.*?)\n\]", text, re.DOTALL)[1]
-    for requirement in re.findall(r'"(.*)"', required):
+    optional = re.search(r"\ntransformers = \[(.*)\]", text)[1]
+    for requirement in re.findall(r'"(.*)"', f"{required}\n{optional}"):
         name, versions = re.fullmatch(r"([\w-]+)(?:\[\w+\])?(.*)", requirement).groups()
-        yield [name, versions or "any"]
+        yield [name, versions or "any", TESTED.get(name, "")]
 
 
 def page() -> str:
@@ -276,7 +285,7 @@ def page() -> str:
             f"## Tilings\n\n{of_gpu}\n",
             table(tilings, tiling_lines()),
             "## Versions\n",
-            table(("package", "versions"), version_lines()),
+            table(("package", "versions", "tested with"), version_lines()),
         )
     )
 

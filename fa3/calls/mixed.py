@@ -6,8 +6,6 @@ lengths on the device and leaves out what is the other's (`fa3.planning.short_qu
 calls are the decode kernel's alone (`fa3.calls.decode`).
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +40,8 @@ class PreparedMixed:
         window: that of the plan.
         capacity: keys that a sequence has room for.
         long: the plan's kernels; None on the CPU.
-        alone: loads what attends for all sequences where the forward kernel would have few tiles.
+        alone: attends for all sequences where the forward kernel would have few tiles. Steps in
+            which no sequence has many queries run this kernel too, so they need not wait for it.
     """
 
     short: PreparedDecode
@@ -51,7 +50,7 @@ class PreparedMixed:
     most_short: int
     capacity: int
     long: PreparedVarlen | None
-    alone: Callable[[], PreparedDecode]
+    alone: PreparedDecode
 
     def attend(
         self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
@@ -68,7 +67,7 @@ class PreparedMixed:
         given = q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
         options = softmax_scale, 0, None, used_q, of_functions
         if few and self.capacity >= FEWEST_EARLIER_KEYS:
-            self.alone().attend(*given, *options)
+            self.alone.attend(*given, *options)
             return
         modifiers = modifiers_of(slopes, sinks, of_functions)
         has_short = known is None or known.fewest_q <= self.most_short
@@ -123,5 +122,5 @@ def prepare_attention(
     return PreparedMixed(
         decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options, is_beside=True),
         plan, tight, most_short, call.capacity, prepare_alone(plan, tight) if on_gpu else None,
-        functools.cache(lambda: decode.prepare_decode(of_few, *options)),
+        decode.prepare_decode(of_few, *options),
     )  # fmt: skip

@@ -3,7 +3,6 @@
 `Structure` is what of it shapes the code; the tensors go to the kernel.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from fa3.calls.operands import (
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.problem import LEAST_FLOAT, MOST_FLOAT, REMEMBERED, AttentionSpec, Window
+from fa3.scores.diagnostics import check_class
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Score, Softcap
 from fa3.scores.templates import Template, tensors_of
@@ -193,8 +193,7 @@ def check_function(name: str, instance: object, base: type, q: torch.Tensor | Op
     """Raise unless it is an object of the user's that can be compiled."""
     if not isinstance(instance, base):
         raise not_an_object(name, instance, base)
-    if not dataclasses.is_dataclass(instance):
-        raise TypeError(f"{type(instance).__name__} must be a frozen dataclass")
+    check_class(type(instance), base, "score" if base is Score else "visible")
     for field, tensor in tensors_of(instance):
         field = f"{name}.{field}"
         operand = Operand(*describe_modifier(field, tensor))

@@ -49,8 +49,9 @@ def register() -> None:
     Raises:
         RuntimeError: torch is older than 2.11, which has no such implementations.
     """
+    # 2.10 registers implementations too, but cannot take them back.
     register_impl = getattr(torch.nn.attention, "register_flash_attention_impl", None)
-    if register_impl is None:
+    if register_impl is None or not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
         raise RuntimeError(
             "scaled_dot_product_attention can be routed to fa3 from torch 2.11 on, this is "
             f"{torch.__version__}: call fa3.flash_attn_func, or pass attn_implementation='fa3' to "

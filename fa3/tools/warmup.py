@@ -348,8 +348,9 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
     """What is launched for packed queries on pages, be they few of a sequence or many."""
     cache = CacheLayout(page_size)
     yield from kernels_on_cache(model, window, cache, is_packed=True)
-    for rows in (1, LONGEST):
-        tight = window.tighten(MOST_RAGGED_ROWS, rows)
+    # A bound that hides nothing, of few queries or few keys, is not compiled in.
+    for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
+        tight = window.tighten(*sizes)
         plan = RaggedPlan(spec_of(model, tight), False, False, H200, cache)
         if plan.finds_keys:
             yield from plan.kernels()

@@ -1,0 +1,152 @@
+"""`fa3.check`: a user's score or mask compiles, and its two halves agree."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from score_problems import Gate, PrefixLM, RelativeBias, Stairs
+
+import fa3
+
+pytestmark = pytest.mark.compiles
+
+LENGTHS = torch.tensor([30, 50], dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class OneKeyMore(PrefixLM):
+    def reference(self, at):
+        return (at.key <= self.length[at.batch]) | (at.key <= at.query)
+
+
+@dataclass(frozen=True)
+class FewKeys(PrefixLM):
+    """Takes the first row of a tile for the last one."""
+
+    def key_range(self, rows):
+        return 0, cutlass.max(self.length[rows.batch], rows.first + 1)
+
+
+@dataclass(frozen=True)
+class ManyOpen(PrefixLM):
+    def open_range(self, rows):
+        return 0, rows.last + 1
+
+
+@dataclass(frozen=True)
+class Square(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        return logit * logit
+
+    def reference(self, logits, at):
+        return logits.abs()
+
+
+@dataclass(frozen=True)
+class Absolute(Square):
+    """Has an instruction that only GPUs have."""
+
+    @cute.jit
+    def score(self, logit, at):
+        return cute.arch.fmax(logit, -logit)
+
+
+@dataclass(frozen=True)
+class FarAway(fa3.Score):
+    table: torch.Tensor
+
+    @cute.jit
+    def score(self, logit, at):
+        return logit + self.table[at.head + (1 << 33)]
+
+    def reference(self, logits, at):
+        return logits + self.table[at.head]
+
+
+@dataclass(frozen=True)
+class Undefined(fa3.Mask):
+    @cute.jit
+    def visible(self, at):
+        return at.key < undefined_name  # noqa: F821
+
+    def reference(self, at):
+        return at.key < 3
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "positions"),
+    [
+        (PrefixLM(LENGTHS), {"batch": 2, "seqlen_q": 70, "seqlen_k": 90}, 2 * 70 * 90),
+        (RelativeBias(torch.randn(4, 41), reach=20), {"heads": 4}, 3 * 256 * 256),
+        (Gate(torch.rand(2), True), {"heads": 2, "seqlen_q": 1, "seqlen_k": 1000}, 2 * 256),
+        (Stairs(3), {"seqlen_q": 128}, 128 * 128),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_halves_that_agree(function, sizes, positions):
+    found = fa3.check(function, head_dim=128, **sizes)
+    assert found.positions == positions
+    kind, method = type(function).__name__, "visible" if hasattr(function, "visible") else "score"
+    assert str(found) == (
+        f"{kind}.{method} compiles for sm_90a at head_dim 128 and agrees with reference at "
+        f"{positions:,} positions"
+    )
+
+
+def test_what_only_gpus_run_is_not_compared():
+    found = fa3.check(Absolute(), head_dim=64)
+    assert found.positions == 0 and "was not compared with reference" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        (
+            OneKeyMore(LENGTHS),
+            r"OneKeyMore\.visible and OneKeyMore\.reference differ at 80 of 32,768 positions, "
+            r"first at batch 0, head 0, query 0 of 128, key 30 of 128: visible says False, "
+            r"reference True$",
+        ),
+        (FewKeys(LENGTHS), r"FewKeys\.key_range gives \(0, 30\), but a query sees key 30 for Rows"),
+        (ManyOpen(LENGTHS), r"ManyOpen\.open_range gives .* a query does not see key \d+ for Rows"),
+        (
+            Square(),
+            r"Square\.score and Square\.reference differ at .* query 0 of 128, key 0 of 128: of "
+            r"the logit (-?[\d.]+) score gives [\d.]+, reference [\d.]+$",
+        ),
+        (FarAway(torch.zeros(1)), "the method reads outside of its tensors where reference does"),
+        (Undefined(), r"Undefined\.visible does not compile: name 'undefined_name' is not defined"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_differs_is_named(function, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        fa3.check(function, head_dim=64, batch=2, seqlen_q=128)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "error", "complaint"),
+    [
+        (Square, {}, TypeError, "function must be a fa3.Score or a fa3.Mask, got type"),
+        (Square(), {"head_dim": 65}, ValueError, "head_dim must be a multiple of 8 up to 256"),
+        (Square(), {"seqlen_k": 0}, ValueError, "seqlen_k must be 1 or more, got 0"),
+        (PrefixLM(LENGTHS), {"batch": 3}, ValueError, "mask does not work: .* IndexError: index 2"),
+    ],
+    ids=["class", "head_dim", "seqlen_k", "batch"],
+)
+def test_bad_arguments(function, options, error, complaint):
+    with pytest.raises(error, match=f"^{complaint}"):
+        fa3.check(function, **{"head_dim": 64} | options)
+
+
+def test_a_compiler_that_fails_on_the_host_is_told(monkeypatch):
+    def fail(*arguments):
+        raise OSError("no such target")
+
+    monkeypatch.setattr("fa3.tools.function_check.compiled", fail)
+    message = r"^the method does not run on the host \(status 1\): OSError: no such target$"
+    with pytest.raises(RuntimeError, match=message):
+        fa3.check(Absolute(), head_dim=64, seqlen_q=8)
