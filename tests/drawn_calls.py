@@ -8,10 +8,13 @@ from typing import NamedTuple
 
 import torch
 from fake_gpu import Notes
+from problems import make_problem
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
+from fa3.problem import Window
+from fa3.schedules import SCHEDULES
 
 HEAD_DIMS = [(64, 64), (128, 128), (128, 128), (192, 128), (256, 256), (72, 72)]
 WINDOWS = [(-1, -1), (100, 0), (0, 0), (300, 50), (-1, 40), (128, -1)]
@@ -127,13 +130,33 @@ def dense_sizes(draw: Draw) -> tuple[int, int, int]:
     return draw.pick(1, 2, 4), queries, draw.pick(queries, 128, 1000, 8192)
 
 
+def backwards(tiles: list) -> list:
+    """A schedule of the user's."""
+    return tiles[::-1]
+
+
+def planned(draw: Draw, heads: Heads, sizes: tuple[int, int, int]) -> dict:
+    """A plan of the user's, and what it is for."""
+    batch, queries, keys = sizes
+    window = Window(right=draw.pick(-1, 0)).tighten(queries, keys)
+    problem = make_problem(
+        batch, queries, keys, heads.kv, heads.q // heads.kv, heads.dim, window,
+        str(heads.dtype).removeprefix("torch."), heads.dim_v,
+    )  # fmt: skip
+    plan = fa3.plan_forward(problem, schedule=draw.pick(None, "static"))
+    return {"plan": plan, "causal": window.right == 0}
+
+
 def dense(draw: Draw) -> Call:
     heads, (batch, queries, keys) = Heads.drawn(draw), dense_sizes(draw)
     arguments = heads.operands(draw, (batch, queries), (batch, keys))
     arguments |= scores(draw, heads, batch) | outputs(draw, heads, (batch, queries))
-    kind = draw.pick("plain", "plain", "schedule", "margin", "pack", "function", "dropout")
+    kind = draw.pick("plain", "plain", "schedule", "plan", "margin", "pack", "function", "dropout")
     if kind == "schedule":
-        arguments["schedule"] = draw.choice(sorted(fa3.schedules.SCHEDULES))
+        arguments["schedule"] = draw.choice([*sorted(SCHEDULES), backwards])
+    elif kind == "plan":
+        arguments = heads.operands(draw, (batch, queries), (batch, keys))
+        arguments |= planned(draw, heads, (batch, queries, keys))
     elif kind == "margin":
         arguments["sm_margin"] = draw.pick(8, 32)
     elif kind == "pack":
@@ -165,15 +188,18 @@ def packed_lengths(draw: Draw) -> tuple[list[int], list[int]]:
     """Queries and keys of each sequence."""
     batch = draw.pick(1, 3, 8, 40)
     keys = [draw.pick(0, 1, 50, 128, 700, 3000) for _ in range(batch)]
-    kind = draw.pick("same", "decode", "short", "chunks", "tiny")
+    kind = draw.pick("same", "decode", "short", "chunks", "tiny", *["chunk of a long prompt"] * 2)
     if kind == "tiny":
         keys = [draw.randint(1, 64) for _ in range(400)]
+    elif kind == "chunk of a long prompt":
+        keys = [32768, 1000][: draw.pick(1, 2)]
     queries = {
         "same": keys,
         "tiny": keys,
         "decode": [1] * batch,
         "short": [draw.pick(0, 1, 4, 8) for _ in keys],
         "chunks": [min(n, draw.pick(1, 64, 512)) for n in keys],
+        "chunk of a long prompt": [512] * len(keys),
     }[kind]
     return queries, keys
 
@@ -194,7 +220,7 @@ def packed_arguments(draw: Draw) -> tuple[Heads, dict]:
     if draw.maybe(0.2):
         arguments["seqused_k"] = integers(*(n // 2 for n in keys))
     arguments |= scores(draw, heads, len(keys))
-    if draw.maybe(0.3):
+    if draw.maybe(0.5):
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
             arguments[f"{name}_cpu"] = draw.on_host(arguments.get(name))
     return heads, arguments

@@ -51,7 +51,6 @@ LOWEST_ADDRESS = 1 << 33
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.int32: "i32"}
 
-
 SHORT = ("False", "0"), ("True", "1"), ("None", "_"), (", ", ",")
 """What stands for parts of a kernel's repr in a golden file."""
 

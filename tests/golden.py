@@ -30,7 +30,7 @@ OF_TEST: dict[str, dict] = {}
 """The kernels that the present test has looked at."""
 
 COLLECTED: set[str] = set()
-"""The ids of all tests, where the whole suite was collected."""
+"""The ids of all tests in the files that are run, those that are deselected included."""
 
 
 def versions() -> dict[str, str]:
@@ -70,16 +70,27 @@ def write(name: str, entries: dict) -> None:
 
 
 def updated(old: dict, found: dict, collected: set[str]) -> dict:
-    """Return the entries of a file with those that were found now.
+    """Return the entries of a file with those that were found now, without those of no test.
 
     Args:
         old: what is in the file; dropped if other versions wrote it.
-        collected: the ids of all tests; entries of other tests go. Empty if tests were selected.
+        collected: the ids of all tests in the files that were run; empty if single tests were.
     """
     if VERSIONS in found and old.get(VERSIONS) != found[VERSIONS]:
         old = {}
-    kept = {test: entry for test, entry in old.items() if not collected or test in collected}
+    files = set(map(file_of, collected))
+    kept = {
+        test: entry
+        for test, entry in old.items()
+        if test in collected
+        or (file_of(test) not in files and FOLDER.parents[1].joinpath(file_of(test)).exists())
+    }
     return kept | found
+
+
+def file_of(test: str) -> str:
+    """Return the file of a test, by its id."""
+    return test.partition("::")[0]
 
 
 def differences(old: object, new: object, place: str = "") -> list[str]:
@@ -153,11 +164,11 @@ def pytest_sessionfinish(session):
     if hasattr(config, "workeroutput"):
         config.workeroutput["golden"] = json.dumps([FOUND, sorted(COLLECTED)])
         return
-    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    has_single_tests = any("::" in argument for argument in config.args)
     for name, entries in FOUND.items():
         if name == KERNELS:
             entries[VERSIONS] = versions()
-        write(name, updated(read(name), entries, {VERSIONS, *COLLECTED} if is_whole else set()))
+        write(name, updated(read(name), entries, set() if has_single_tests else COLLECTED))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -51,13 +51,22 @@ def test_a_failure_names_what_has_changed():
 
 
 def test_an_update_keeps_what_was_not_run_and_drops_what_is_gone():
-    versions = {"versions": {"dsl": "1"}}
-    old = {"a": {"kernel 1": {}}, "b": {"kernel 1": {}}} | versions
-    found = {"a": {"kernel 1": {"registers": 8}}} | versions
-    assert golden.updated(old, found, set()) == old | found
-    assert golden.updated(old, found, {"a", "versions"}) == found
-    newer = found | {"versions": {"dsl": "2"}}
-    assert golden.updated(old, newer, set()) == newer
+    run, deselected, gone, elsewhere, removed = (
+        "tests/test_golden.py::run",
+        "tests/test_golden.py::deselected",
+        "tests/test_golden.py::gone",
+        "tests/test_compile.py::elsewhere",
+        "tests/test_removed.py::removed",
+    )
+    versions = {golden.VERSIONS: {"dsl": "1"}}
+    old = {test: {"kernel 1": {}} for test in (run, deselected, gone, elsewhere, removed)}
+    old |= versions
+    found = {run: {"kernel 1": {"registers": 8}}} | versions
+    kept = golden.updated(old, found, {run, deselected})
+    assert kept[run] == found[run] and kept.keys() == {run, deselected, elsewhere, *versions}
+    assert golden.updated(old, found, set()).keys() == kept.keys() | {gone}
+    newer = found | {golden.VERSIONS: {"dsl": "2"}}
+    assert golden.updated(old, newer, {run, deselected}) == newer
 
 
 def test_what_workers_find_is_written(monkeypatch, tmp_path):
@@ -70,6 +79,6 @@ def test_what_workers_find_is_written(monkeypatch, tmp_path):
         golden.pytest_testnodedown(SimpleNamespace(workeroutput={"golden": sent}))
     golden.pytest_testnodedown(SimpleNamespace())  # one that has crashed
     option = SimpleNamespace(update_golden=True)
-    config = SimpleNamespace(option=option, args_source=pytest.Config.ArgsSource.ARGS)
+    config = SimpleNamespace(option=option, args=["tests"])
     golden.pytest_sessionfinish(SimpleNamespace(config=config))
     assert golden.read(golden.LAUNCHES) == {test: {"1": {"launches": []}} for test in "ab"}
