@@ -138,10 +138,6 @@ class Notes(TorchDispatchMode):
                 inside = inside or one
         return inside
 
-    def load(self, kernel: object) -> Callable:
-        """A kernel's entry."""
-        return lambda *given: self.launches.append((kernel, given))
-
     def name_of(self, kernel: object) -> str:
         """A name of a kernel, which does not change when fields or modules are renamed."""
         text = re.sub(r"<class '[\w.]+\.(\w+)'>", r"\1", repr(kernel))
@@ -208,7 +204,7 @@ class Kernels(dict):
         self.notes = notes
 
     def __missing__(self, kernel: object) -> Callable:
-        return self.notes.load(kernel)
+        return lambda *given: self.notes.launches.append((kernel, given))
 
 
 class Here(contextlib.nullcontext):
