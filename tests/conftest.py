@@ -10,6 +10,13 @@ import os
 import shutil
 
 import pytest
+from golden import (  # noqa: F401
+    pytest_addoption,
+    pytest_itemcollected,
+    pytest_pyfunc_call,
+    pytest_sessionfinish,
+    pytest_testnodedown,
+)
 from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from machine_code import inspect
 
 from fa3.kernels.append import THREADS, Append, Rotary
 from fa3.running.compiler import compile_kernel
-from fa3.tools.cubin import inspect
 
 PLAIN = Append(
     "bfloat16", 128, 128, paged=False, batch_indexed=False, ragged=False, rotary=None

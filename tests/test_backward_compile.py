@@ -12,7 +12,7 @@ import pytest
 import torch
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import from_dlpack
-from machine_code import check_ptxas_log
+from machine_code import check_ptxas_log, inspect
 from reference import visible
 from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec_of
 
@@ -40,7 +40,7 @@ from fa3.schedules import Dynamic, Tile
 from fa3.schedules.query_work import PackedQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
-from fa3.tools.cubin import CubinReport, elf_sections, inspect
+from fa3.tools.cubin import CubinReport, elf_sections
 
 WGMMA_K = 16
 

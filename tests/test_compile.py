@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from machine_code import HAS_LOG, check_ptxas_log
+from machine_code import HAS_LOG, check_ptxas_log, inspect
 from score_problems import Gate, RelativeBias
 
 from docs.examples.documents import Documents
@@ -43,7 +43,7 @@ from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
-from fa3.tools.cubin import CubinReport, inspect
+from fa3.tools.cubin import CubinReport
 
 WGMMA_K = 16
 """Depth of one WGMMA with 16-bit operands."""

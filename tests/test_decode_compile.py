@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from machine_code import check_ptxas_log
+from machine_code import check_ptxas_log, inspect
 
 from docs.examples.documents import Documents
 from docs.examples.relative_bias import RelativeBias
@@ -25,7 +25,7 @@ from fa3.schedules.stream_k import Crews, StreamK, Units, Whole
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
-from fa3.tools.cubin import CubinReport, inspect
+from fa3.tools.cubin import CubinReport
 
 WGMMA_K = 16
 REGISTERS_OF_AN_SM = 65536

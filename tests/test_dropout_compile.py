@@ -7,6 +7,7 @@ only so many instructions.
 from dataclasses import replace
 
 import pytest
+from machine_code import inspect
 from test_backward_compile import check_resources as check_backward_resources
 from test_backward_compile import check_wgmma as check_backward_wgmma
 from test_backward_compile import loops
@@ -34,7 +35,7 @@ from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SplitTiles, TileList
 from fa3.schedules.marked import Marked
-from fa3.tools.cubin import CubinReport, inspect
+from fa3.tools.cubin import CubinReport
 
 MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 8.1
 """Instructions that dropout may add for each score, in the loop without a mask and in all steps."""

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from machine_code import inspect
 from problems import make_operands, make_problem
 from reference import check_attention
 from score_problems import NOTHING, modify
@@ -17,7 +18,6 @@ from fa3.problem import Window
 from fa3.reference.forward import steps
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import StaticPersistent
-from fa3.tools.cubin import inspect
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = (prefix_lm, documents, relative_bias)

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from machine_code import inspect
 
 from fa3.kernels.joined_table import JoinedTable
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
@@ -13,7 +14,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.running.compiler import compile_kernel
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedOrder, TileRecord
 from fa3.scores.masks import Band
-from fa3.tools.cubin import inspect, opcode
+from fa3.tools.cubin import opcode
 
 
 @pytest.mark.compiles

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from machine_code import inspect
 from problems import make_operands, make_problem
 from reference import positions, visible
 from score_problems import NOTHING, modify
@@ -13,7 +14,6 @@ from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import StaticPersistent
-from fa3.tools.cubin import inspect
 
 transformers = pytest.importorskip(
     "transformers", minversion="5.16.1", reason="needs Transformers 5.16.1 or newer"

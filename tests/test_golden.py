@@ -1,0 +1,84 @@
+"""Launches are those of the golden file, and what golden files do."""
+
+import json
+from types import SimpleNamespace
+
+import golden
+import pytest
+from drawn_calls import KINDS, entry_of
+from fake_gpu import noting_launches
+from machine_code import figures
+
+from fa3.tools.cubin import CubinReport
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_launches(kind, request):
+    with noting_launches() as notes:
+        entry = entry_of(kind, notes)
+    golden.check(golden.LAUNCHES, request.node, entry)
+
+
+def test_machine_code_is_compared():
+    """Tests that compile do it; here is said why not, since they pass all the same."""
+    if reason := golden.why_not_compared():
+        pytest.skip(reason)
+
+
+def report(*instructions: str) -> CubinReport:
+    return CubinReport(128, 0, 128, instructions)
+
+
+def test_only_offsets_in_constant_banks_do_not_count():
+    found = figures(report("LDC R1, c[0x0][0x28]", "FADD R1, R2, c[0x3][R4+0x10]"))
+    assert found == figures(report("LDC R1, c[0x0][0x38]", "FADD R1, R2, c[0x3][0x14]"))
+    assert found != figures(report("LDC R2, c[0x0][0x28]", "FADD R1, R2, c[0x3][R4+0x10]"))
+    assert found != figures(report("LDC R1, c[0x1][0x28]", "FADD R1, R2, c[0x3][R4+0x10]"))
+    assert found["registers"] == 128 and found["instructions"] == 2 and found["spills"] == 0
+    assert figures(report("STL [R1], R2", "LDL R3, [R1]"))["spills"] == 2
+
+
+def test_a_failure_names_what_has_changed():
+    old = {"kernel 1": {"sass": "a", "registers": 128}, "1": {"launches": [{"k": "k"}, {"n": 3}]}}
+    new = {"kernel 1": {"sass": "b", "registers": 128}, "1": {"launches": [{"k": "v"}, {"n": 3}]}}
+    assert golden.differences(old, old) == []
+    assert golden.differences(old, new) == ["kernel 1, sass: a -> b", "1, launches, 1, k: k -> v"]
+    new = {"1": {"launches": [{"k": "k"}]}}
+    assert [line.partition(":")[0] for line in golden.differences(old, new)] == [
+        "kernel 1",
+        "1, launches",
+    ]
+
+
+def test_an_update_keeps_what_was_not_run_and_drops_what_is_gone():
+    run, deselected, gone, elsewhere, removed = (
+        "tests/test_golden.py::run",
+        "tests/test_golden.py::deselected",
+        "tests/test_golden.py::gone",
+        "tests/test_compile.py::elsewhere",
+        "tests/test_removed.py::removed",
+    )
+    versions = {golden.VERSIONS: {"dsl": "1"}}
+    old = {test: {"kernel 1": {}} for test in (run, deselected, gone, elsewhere, removed)}
+    old |= versions
+    found = {run: {"kernel 1": {"registers": 8}}} | versions
+    kept = golden.updated(old, found, {run, deselected})
+    assert kept[run] == found[run] and kept.keys() == {run, deselected, elsewhere, *versions}
+    assert golden.updated(old, found, set()).keys() == kept.keys() | {gone}
+    newer = found | {golden.VERSIONS: {"dsl": "2"}}
+    assert golden.updated(old, newer, {run, deselected}) == newer
+
+
+def test_what_workers_find_is_written(monkeypatch, tmp_path):
+    """Whatever worker it comes from; the file reads as it was written."""
+    monkeypatch.setattr(golden, "FOLDER", tmp_path)
+    monkeypatch.setattr(golden, "FOUND", golden.defaultdict(dict))
+    monkeypatch.setattr(golden, "COLLECTED", set())
+    for test in "ab":
+        sent = json.dumps([{golden.LAUNCHES: {test: {"1": {"launches": []}}}}, ["a", "b"]])
+        golden.pytest_testnodedown(SimpleNamespace(workeroutput={"golden": sent}))
+    golden.pytest_testnodedown(SimpleNamespace())  # one that has crashed
+    option = SimpleNamespace(update_golden=True)
+    config = SimpleNamespace(option=option, args=["tests"])
+    golden.pytest_sessionfinish(SimpleNamespace(config=config))
+    assert golden.read(golden.LAUNCHES) == {test: {"1": {"launches": []}} for test in "ab"}
