@@ -35,6 +35,7 @@ def dense(
     score: None = None,
     mask: fa3.Mask | None = None,
     deterministic: bool = False,
+    sm_margin: int = 0,
     **dropout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention as it is written down, products in `dtype`, differentiable.
@@ -42,7 +43,7 @@ def dense(
     `reference.dense` writes in place and has NaN for rows without keys, before it hides them.
 
     Args:
-        deterministic: whatever; it always is.
+        deterministic, sm_margin: whatever; neither makes a difference here.
         dropout: arguments of `weights_of`.
     """
     (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]

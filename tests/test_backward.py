@@ -353,7 +353,7 @@ def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
     problem = make_problem(2, 5, 0, 4, head_dim=64)
     for d_out in (None, out):
         operands = BackwardOperands(q, k, k, out, lse, d_out, None)
-        found = backward.gradients(problem, operands, 1.0, (sinks,), True, False, None)
+        found = backward.gradients(problem, operands, 1.0, (sinks,), True, False, None, 132)
         assert all(x.is_contiguous() and not x.any() for x in found)
         assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]
 

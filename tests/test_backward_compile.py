@@ -4,6 +4,7 @@ And where their threads find what: views of shared memory and the order of the s
 computed on the CPU, where jit code runs as well.
 """
 
+import re
 from dataclasses import replace
 
 import cutlass
@@ -108,6 +109,67 @@ def test_machine_code(spec):
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     written += ROWS * columns // config.shares
     assert report.count("STSM") == written // (8 * WARPGROUP)
+
+
+SHARED = (
+    (spec_of(64, "causal"), Dynamic, False),
+    (spec_of(128, "causal"), Dynamic, False),
+    (spec_of(128, "causal"), Dynamic, True),
+    (spec_of(128, "window"), RaggedKeyTiles, False),
+    (spec_of(144, "causal"), RaggedKeyTiles, False),
+    (spec_of(192, "full", head_dim_v=128), Dynamic, False),
+    (spec_of(256, "causal"), RaggedKeyTiles, True),
+)
+"""Kernels in which CTAs share key tiles: spec, schedule, and whether sums have a fixed order."""
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("spec", "schedule", "is_ordered"),
+    SHARED,
+    ids=[f"{name_of(spec)}-{kind.__name__}-{order}" for spec, kind, order in SHARED],
+)
+def test_machine_code_where_ctas_share_key_tiles(spec, schedule, is_ordered):
+    config = choose_backward_config(spec)
+    kernel = compile_kernel(Backward(spec, config, schedule, is_ordered, splits=True))
+    report = inspect(kernel.cubin)
+    check_resources(report, kernel.ptxas_log, config.threads)
+    check_wgmma(report, spec, config)
+    # No TMA store: the last warp of a tree of sums writes dK and dV from its registers.
+    assert report.count("UTMASTG") == 0
+    # A sum is stored, or read and added, in vectors of 16 bytes; all of dK's and dV's columns.
+    quads = (padded(spec.head_dim) + padded(spec.head_dim_v)) * ROWS // WARPGROUP // 4
+    assert report.count("STG.E.128") >= quads // config.shares
+    assert report.count("LDG.E.128") >= quads // config.shares
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("head_dim", [128, 144])
+def test_warps_stay_within_their_registers(head_dim, splits):
+    """ptxas does not count registers without a value: a store of four words, of which two had none,
+    named registers that a producer warp does not have, and stopped the kernel."""
+    spec = spec_of(head_dim, "causal")
+    config = choose_backward_config(spec)
+    kernel = compile_kernel(Backward(spec, config, RaggedKeyTiles, splits=splits))
+    report = inspect(kernel.cubin)
+    roles = [i for i, text in enumerate(report.instructions) if "USETMAXREG" in text]
+    limits = [int(report.instructions[i].split()[-1], 16) for i in roles]
+    assert sorted(limits) == sorted(config.registers_of_roles)
+    for begin, end, limit in zip(roles, [*roles[1:], None], limits, strict=True):
+        named = max(map(last_register, report.instructions[begin:end]))
+        # Two of them are the hardware's.
+        assert named < limit - 2
+
+
+def last_register(text: str) -> int:
+    """The last register that a vector of an instruction's first operands takes; 0 without."""
+    numbers = [int(number) for number in re.findall(r"\bR(\d+)\b", text)]
+    if text.startswith("HGMMA") or not numbers:
+        return max(numbers, default=0)
+    width = {"64": 2, "128": 4}.get(text.split()[0].rpartition(".")[2], 1)
+    is_store = text.startswith(("STS", "STG"))
+    return max(*numbers, numbers[-1 if is_store else 0] + width - 1)
 
 
 def loops(spec) -> int:

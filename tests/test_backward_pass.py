@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
@@ -11,11 +13,15 @@ from fa3.kernels.backward_launch import ADDED, place_of_word
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import BackwardPlan, words_of_counters
 from fa3.planning.gpu import H200
+from fa3.planning.key_split import KeyShares
 from fa3.planning.ragged_backward import sections_of_heads
+from fa3.primitives.divisor import PlainDivisor
+from fa3.primitives.gradient_parts import KeySplit, family_of
 from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
+from fa3.scores.masks import Blocks
 
 CAUSAL = Window(right=0)
 
@@ -78,7 +84,7 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     k, v = (torch.zeros(2, 90, 2, 64).bfloat16() for _ in range(2))
     lse = torch.zeros(2, 6, 70)
     operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
-    *found, _ = backward.gradients(problem, operands, 0.5, (), False, is_ordered, dropout)
+    *found, _ = backward.gradients(problem, operands, 0.5, (), False, is_ordered, dropout, 132)
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
     assert (given.window_left, given.window_right) == problem.window
     rows = 2 * 6 * -(-70 // tile_m) * tile_m
@@ -100,7 +106,7 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     ends_q, ends_k = torch.tensor([0, 100, 300]).int(), torch.tensor([0, 200, 500]).int()
     lengths = PackedLengths(ends_q, ends_k, *(ends_q[1:] if has else None for has in has_used))
     *found, _ = varlen_backward.packed_gradients(
-        spec, CAUSAL, operands, lengths, 200, (), 0.5, Wanted(sinks=False), is_ordered, dropout
+        spec, CAUSAL, operands, lengths, 200, (), 0.5, Wanted(sinks=False), is_ordered, dropout, 132
     )
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
     assert given[-8:-4] == tuple(lengths)
@@ -117,7 +123,7 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     assert given.words_at - given.part_counters_at == 8 * num_parts
     assert given.buffer.numel() - given.parts_at == num_parts * tile_n * 2 * 64
     assert given.has_zeros
-    assert (given.heads_per_section, given.sections_before) == (2, 1)
+    assert (given.heads_per_section, given.sections_before) == (2 * parts, 1)
     assert given.capacity == 500 // tile_n + 2
     assert given.num_clusters == min(132, 2 * given.capacity * parts)
 
@@ -140,7 +146,8 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
 def test_sections_of_heads(shape, window, heads):
     batch, seqlen, heads_kv, group = shape
     problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, window)
-    assert BackwardPlan.of(problem).heads_per_section == heads
+    plan = BackwardPlan.of(problem)
+    assert plan.heads_per_section == heads * plan.shares.block_parts
 
 
 @pytest.mark.parametrize(("window", "heads"), [(Window(), 4), (CAUSAL, 8)])
@@ -169,3 +176,77 @@ def test_sections_of_packed_heads(heads_kv, tiles, fitting, sections):
     assert sections_of_heads(heads_kv, tiles, fitting) == sections
     assert words_of_counters(sections) % 4 == 0
     assert words_of_counters(sections) > place_of_word(sections - 1, ADDED)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shares"),
+    [
+        pytest.param((1, 4096, 1, 8), KeyShares(8, 1), id="a CTA for each query head"),
+        pytest.param((1, 4096, 8, 4), KeyShares(2, 1), id="two query heads each"),
+        pytest.param((1, 6000, 4, 7), KeyShares(7, 1), id="seven query heads"),
+        pytest.param((1, 1024, 1, 6), KeyShares(6, 2), id="and half of the query blocks each"),
+        pytest.param((1, 4608, 24, 1), KeyShares(), id="enough key tiles"),
+        pytest.param((8, 4096, 16, 1), KeyShares(), id="many key tiles"),
+    ],
+)
+def test_few_key_tiles_are_shared(shape, shares):
+    """As in the fastest of the splits that were measured for these shapes."""
+    batch, seqlen, heads_kv, group = shape
+    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, CAUSAL)
+    plan = BackwardPlan.of(problem)
+    assert plan.shares == shares
+    assert plan.entry.main.splits == (shares.parts > 1)
+    assert BackwardPlan.of(problem, is_ordered=True).shares.block_parts == 1
+
+
+@given(
+    head_parts=st.sampled_from([1, 2, 3, 6]),
+    block_parts=st.integers(1, 8),
+    heads_kv=st.integers(1, 3),
+    begin=st.integers(0, 5),
+    count=st.integers(1, 40),
+)
+def test_parts_cover_every_head_and_block_once(head_parts, block_parts, heads_kv, begin, count):
+    group = 6
+    parts = PlainDivisor(head_parts * block_parts)
+    split = KeySplit(parts, PlainDivisor(block_parts), group // head_parts)
+    blocks = Blocks(begin, begin + count // 3, begin + count // 2, begin + count)
+    found = []
+    for head in range(heads_kv * parts.value):
+        work = split.work(0, head, 0, group)
+        walked = split.blocks(blocks, work.part)
+        assert walked.begin <= walked.full_begin <= walked.full_end <= walked.end
+        for block in range(walked.begin, walked.end):
+            is_full = walked.full_begin <= block < walked.full_end
+            assert is_full == (blocks.full_begin <= block < blocks.full_end)
+            heads = range(work.first_head, work.first_head + work.num_heads)
+            found += [(work.head_kv, head_q, block) for head_q in heads]
+    expected = [
+        (head // group, head, block)
+        for head in range(heads_kv * group)
+        for block in range(blocks.begin, blocks.end)
+    ]
+    assert sorted(found) == expected
+
+
+@given(parts=st.integers(1, 20), order=st.randoms(use_true_random=False))
+def test_the_last_part_adds_up_all(parts, order):
+    """The tree of `GradientParts`, for parts that come in any order."""
+    slots, counters, finished = {}, {}, []
+    arrivals = list(range(parts))
+    order.shuffle(arrivals)
+    for part in arrivals:
+        total, first, span, is_last = {part}, part, 1, True
+        while is_last and span < parts:
+            left, right, sibling = family_of(first, span)
+            if right < parts:
+                is_last = counters.get(right, 0) > 0
+                if is_last:
+                    total |= slots.pop(sibling)
+                else:
+                    slots[first] = total
+                    counters[right] = 1
+            first, span = left, 2 * span
+        if is_last:
+            finished.append(total)
+    assert finished == [set(range(parts))]

@@ -418,7 +418,7 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
     asked = []
 
     def note(*given):
-        *_, deterministic, _ = given
+        *_, deterministic, _, _ = given
         asked.append(deterministic)
         return Gradients(None, None, None, None)
 

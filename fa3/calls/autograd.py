@@ -12,6 +12,7 @@ import torch
 from torch._C import _are_functorch_transforms_active
 
 from fa3.calls.backward import gradients
+from fa3.calls.devices import gpu_of
 from fa3.calls.eager import in_memory
 from fa3.calls.operands import hide_all_keys
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, execute_backward
@@ -45,7 +46,6 @@ def check_differentiable(
     sinks: torch.Tensor | None,
     score: Score | None,
     out: torch.Tensor | None,
-    sm_margin: int,
     pack_gqa: bool | None = None,
 ) -> None:
     """Raise unless a call that wants a gradient can have one.
@@ -53,15 +53,10 @@ def check_differentiable(
     Raises:
         ValueError: the caller gives the output's memory, which may be written again before the
             backward pass reads it.
-        NotImplementedError: it has a score of the user's, a transform of torch.func is active, or
-            the call is on a GPU and wants what its backward pass cannot do.
+        NotImplementedError: it has a score of the user's or pack_gqa=True, or a transform of
+            torch.func is active.
     """
-    if (
-        out is score is None
-        and not (q.is_cuda and sm_margin)
-        and not pack_gqa
-        and not _are_functorch_transforms_active()
-    ):
+    if out is score is None and not pack_gqa and not _are_functorch_transforms_active():
         return
     given = {"q": q, "k": k, "v": v, "sinks": sinks}
     name = next(
@@ -74,11 +69,6 @@ def check_differentiable(
         )
     if score is not None:
         raise no_derivative_of_score(name)
-    if q.is_cuda and sm_margin:
-        raise NotImplementedError(
-            f"{name} requires grad, but the backward pass uses all SMs of a GPU: pass sm_margin=0 "
-            f"or use torch.no_grad(), got sm_margin {sm_margin}"
-        )
     if pack_gqa:
         raise NotImplementedError(
             f"{name} requires grad, but pack_gqa=True has no gradient: pass None or False, or use "
@@ -251,9 +241,11 @@ class DeviceAttention(torch.autograd.Function):
 
         def compute(*read: torch.Tensor | None) -> Gradients:
             operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
+            gpu = gpu_of(q.device) if call.plan is None else call.plan.gpu
             return gradients(
-                call.problem, operands, softmax_scale, tensors, wants_sinks, deterministic, dropout
-            )
+                call.problem, operands, softmax_scale, tensors, wants_sinks, deterministic, dropout,
+                gpu.num_sms,
+            )  # fmt: skip
 
         read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors
         *found, d_sinks = once("flash_attn_func", compute, *read)

@@ -38,7 +38,7 @@ class PreparedBackward:
         entry: launches the kernels.
         numbers: float32 that these write for each other.
         has_zeros: whether sums begin with zeros.
-        ctas: CTAs of the backward kernel that find work.
+        num_clusters: CTAs of the backward kernel.
         order: integers that the entry takes: the window, and the order of the tiles.
         places: where in the numbers there is what.
         last: the last of `PassArguments`: `sections_before`, what only packed sequences have, and
@@ -49,13 +49,13 @@ class PreparedBackward:
     entry: Callable
     numbers: int
     has_zeros: bool
-    ctas: int
+    num_clusters: int
     order: tuple[int, ...]
     places: tuple[int, ...]
     last: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, plan: BackwardPlan) -> "PreparedBackward":
+    def of(cls, plan: BackwardPlan, num_sms: int) -> "PreparedBackward":
         sums_at = plan.numbers_of_statistics
         counters_at = sums_at + plan.numbers_of_sums
         shares = plan.shares
@@ -73,7 +73,7 @@ class PreparedBackward:
         order = *plan.problem.window, plan.heads_per_section
         places = sums_at, counters_at, counters_at, words_at
         last = plan.sections_before, *NOT_PACKED, *split
-        ctas = plan.most_ctas
+        ctas = min(plan.most_ctas, num_sms)
         entry = load_kernel(plan.entry)
         return cls(plan, entry, numbers, plan.has_zeros, ctas, order, places, last)
 
@@ -110,18 +110,15 @@ class PreparedBackward:
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
             softmax_scale, has_d_lse, self.has_zeros, *self.order,
-            min(self.ctas, gpu_of(device).num_sms), *self.places, drawn, *self.last,
+            self.num_clusters, *self.places, drawn, *self.last,
         )  # fmt: skip
         return dq, dk, dv, buffer
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_backward(problem: Problem, is_ordered: bool, num_sms: int) -> PreparedBackward | None:
-    """Plan the backward pass of a problem on a GPU with so many SMs and load its kernels; None
-    without queries or keys."""
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
-        return None
-    return PreparedBackward.of(BackwardPlan.of(problem, is_ordered, num_sms))
+def prepare_backward(problem: Problem, is_ordered: bool, num_sms: int) -> PreparedBackward:
+    """Plan the backward pass of a problem on so many SMs and load its kernels."""
+    return PreparedBackward.of(BackwardPlan.of(problem, is_ordered, num_sms), num_sms)
 
 
 def gradients(
@@ -132,6 +129,7 @@ def gradients(
     wants_sinks: bool,
     deterministic: bool,
     dropout: Dropout | None,
+    num_sms: int,
 ) -> Gradients:
     """Compute the gradients of a problem posed by tensors on a GPU.
 
@@ -141,6 +139,7 @@ def gradients(
         wants_sinks: whether the gradient of the sinks is wanted.
         deterministic: whether dQ is to have the same bits every time; the others always have.
         dropout: that of the forward pass, where the problem's spec has it.
+        num_sms: SMs that may be used, at most those of the GPU.
 
     Returns:
         those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
@@ -151,9 +150,9 @@ def gradients(
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    call = prepare_backward(problem, deterministic, gpu_of(q.device).num_sms)
-    if call is None:
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return without_keys(operands, tensors, wants_sinks)
+    call = prepare_backward(problem, deterministic, min(num_sms, gpu_of(q.device).num_sms))
     dq, dk, dv, buffer = call.launch(
         q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors or None, dropout
     )

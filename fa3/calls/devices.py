@@ -23,6 +23,12 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(name, num_sms, like.l2_bytes, tuned_costs(name))
 
 
+def sms_of(device: torch.device, sm_margin: int) -> int:
+    """SMs that a call on a device may use; on the CPU those of an H200."""
+    gpu = H200 if device.type == "cpu" else gpu_of(device)
+    return reserve_sms(gpu, sm_margin).num_sms
+
+
 def reserve_sms(gpu: Gpu, sm_margin: int) -> Gpu:
     """The GPU without the SMs that the caller keeps for other work."""
     if not 0 <= sm_margin < gpu.num_sms:

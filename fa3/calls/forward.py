@@ -260,7 +260,7 @@ def flash_attn_func(
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
         deterministic: whether dQ must have the same bits every time, for which key tiles wait for
             each other on a GPU. Out, dK and dV always have.
-        sm_margin: SMs to leave to other kernels; on GPUs not with gradients.
+        sm_margin: SMs to leave to other kernels, also in the backward pass.
         return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
             for the same.
         out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. Must
@@ -364,7 +364,7 @@ def flash_attn_func(
     )
     scale = check_scale(softmax_scale, described[0][0][-1], FROM_FLASH_ATTENTION_2)
     if has_gradient:
-        check_differentiable(q, k, v, sinks, score, out, sm_margin, pack_gqa)
+        check_differentiable(q, k, v, sinks, score, out, pack_gqa)
         return attend_differentiably(
             call, q, k, v, modifiers.tensors or (), scale, dropout, deterministic, return_lse
         )

@@ -10,6 +10,7 @@ from fa3.calls import backward
 from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import OF_LSE, OF_OUT, arrived, no_derivative_of_score
 from fa3.calls.dense import pose
+from fa3.calls.devices import sms_of
 from fa3.calls.dropout import dropout_of
 from fa3.calls.modifiers import Modifiers
 from fa3.calls.operands import (
@@ -95,6 +96,7 @@ def gradients_of_call(
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
     score: Score | None = None,
+    sm_margin: int = 0,
     **of_forward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
@@ -123,8 +125,9 @@ def gradients_of_call(
     if q.is_cuda:
         operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
         found = backward.gradients(
-            problem, operands, scale, tensors, sinks is not None, deterministic, dropout
-        )
+            problem, operands, scale, tensors, sinks is not None, deterministic, dropout,
+            sms_of(q.device, sm_margin),
+        )  # fmt: skip
     else:
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
@@ -158,6 +161,7 @@ def gradients_of_packed_call(
     dropout_p: float = 0.0,
     rng_state: torch.Tensor | None = None,
     score: Score | None = None,
+    sm_margin: int = 0,
     **of_forward,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same for packed sequences.
@@ -193,6 +197,6 @@ def gradients_of_packed_call(
     found = ragged_gradients(
         *posed, operands, lengths, longest, modifiers.tensors or (),
         check_scale(softmax_scale, q.shape[2]), Wanted(sinks=sinks is not None), deterministic,
-        dropout,
+        dropout, sms_of(q.device, sm_margin),
     )  # fmt: skip
     return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks

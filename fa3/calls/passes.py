@@ -236,16 +236,13 @@ def _flash_attn_backward(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong value, shape, layout or device.
-        NotImplementedError: a tensor does not lie in memory, or sm_margin is above 0 on a GPU.
+        NotImplementedError: a tensor does not lie in memory.
     """
-    if integer("sm_margin", sm_margin, 0) and q.is_cuda:
-        raise NotImplementedError(
-            f"sm_margin must be 0: the backward pass on a GPU uses all SMs, got {sm_margin}"
-        )
     window = as_pair((window_size_left, window_size_right))
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
     is_causal, softcap = flag("is_causal", is_causal), real("softcap", softcap)
-    named = options_of(scale, is_causal, window, softcap, 0, None, None)
+    margin = integer("sm_margin", sm_margin, 0)
+    named = options_of(scale, is_causal, window, softcap, margin, None, None)
     named |= functions_of(None, None) | dropout_options(0.0, None, q)
     named["deterministic"] = flag("deterministic", deterministic)
     targets: dict[str, tuple[Any, torch.Tensor]] = {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}

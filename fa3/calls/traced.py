@@ -255,7 +255,7 @@ def check_gradients(
     sinks = named["sinks"]
     has_gradient = wants_gradient(q, k, v, sinks)
     if has_gradient:
-        check_differentiable(q, k, v, sinks, score, out, named["sm_margin"], pack_gqa)
+        check_differentiable(q, k, v, sinks, score, out, pack_gqa)
     refuse_gradients({"alibi_slopes": named["alibi_slopes"], **tensors_of_functions(functions)})
     return has_gradient
 

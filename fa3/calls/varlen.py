@@ -201,8 +201,8 @@ def flash_attn_varlen_func(
             seqused_k is negative.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
         NotImplementedError: the combination is not supported, a gradient is wanted that there is
-            not (that of a `score`, a second one, with sm_margin on a GPU), a tensor does not
-            lie in memory, or a transform of torch.func or torch.jit.trace is active.
+            not (that of a `score`, a second one), a tensor does not lie in memory, or a transform
+            of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -304,7 +304,7 @@ def flash_attn_varlen_func(
             seen = map(read_back, INTEGERS_OF_LENGTHS, integers)
             known.check_same(names_of_known(scheduler_metadata), *seen)
     if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out, sm_margin)
+        check_differentiable(q, k, v, sinks, score, out)
         longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
         given = call, integers, longest, known, deterministic, scale, dropout, return_lse
         return attend_packed(given, q, k, v, *tensors)

@@ -63,7 +63,7 @@ class PackedAttention(torch.autograd.Function):
             operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
             return ragged_gradients(
                 call.spec, call.window, operands, lengths, longest, tensors, softmax_scale, wanted,
-                deterministic, dropout,
+                deterministic, dropout, call.plan.gpu.num_sms,
             )  # fmt: skip
 
         read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors

@@ -91,11 +91,13 @@ class PreparedVarlenBackward:
         softmax_scale: float,
         dropout: Dropout | None,
         shares: KeyShares,
+        num_sms: int,
     ) -> tuple[torch.Tensor, ...]:
         """Run the kernels on the current stream of the tensors' GPU.
 
         Args:
             shares: how CTAs share key tiles, as the kernels were loaded for.
+            num_sms: CTAs at most.
 
         Returns:
             dq, dk, dv and what the kernels wrote for each other.
@@ -104,13 +106,15 @@ class PreparedVarlenBackward:
             with torch.cuda.device(q.device):
                 return self.launch(
                     q, k, v, out, lse, d_out, d_lse, lengths, max_seqlen_q, window, tensors,
-                    softmax_scale, dropout, shares,
+                    softmax_scale, dropout, shares, num_sms,
                 )  # fmt: skip
         num_sequences = lengths.batch
         total_k, heads_kv, _ = k.shape
         tiles, longest_q = self.num_tiles(q, num_sequences), min(max_seqlen_q, q.shape[0])
         fitting = self.rows_in_l2 // max(1, longest_q)
-        sections = sections_of_heads(heads_kv, total_k // self.tile_n, fitting)
+        heads = heads_kv * shares.head_parts
+        tiles_of_head = total_k // self.tile_n * shares.block_parts
+        sections = sections_of_heads(heads, tiles_of_head, fitting)
         is_inside = begins_inside(total_k / max(1, num_sequences), window)
         capacity = capacity_of_table(total_k, num_sequences, self.tile_n)
         most_ctas = max(capacity * heads_kv * shares.parts, ctas_that_end(tiles))
@@ -137,8 +141,8 @@ class PreparedVarlenBackward:
         # In the order of `PassArguments`.
         self.entry(
             q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
-            softmax_scale, has_d_lse, HAS_ZEROS, *window, heads_kv // sections,
-            min(most_ctas, gpu_of(q.device).num_sms), sums_at, table_at, counters_at,
+            softmax_scale, has_d_lse, HAS_ZEROS, *window, heads // sections * shares.block_parts,
+            min(most_ctas, num_sms), sums_at, table_at, counters_at,
             words_at, drawn, 1 if is_inside else sections, capacity,
             shift_of_work(max_seqlen_q, self.tile_m), *lengths, *split,
         )  # fmt: skip
@@ -176,6 +180,7 @@ def packed_gradients(
     wanted: Wanted,
     deterministic: bool,
     dropout: Dropout | None,
+    num_sms: int,
 ) -> Gradients:
     """Compute the gradients of packed sequences on a GPU. There are queries, and keys.
 
@@ -185,6 +190,7 @@ def packed_gradients(
         wanted: of the sinks nothing is computed unless it is; the others come all together.
         deterministic: whether dQ is to have the same bits every time; the others always have.
         dropout: that of the forward pass, where the spec has it.
+        num_sms: SMs that may be used, at most those of the GPU.
 
     Returns:
         those of q, k, v and the sinks, contiguous. Rows that are not used get 0.
@@ -193,13 +199,13 @@ def packed_gradients(
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
     sizes = q.shape[0], k.shape[0], max_seqlen_q, q.shape[1], k.shape[1]
-    num_sms = gpu_of(q.device).num_sms
+    num_sms = min(num_sms, gpu_of(q.device).num_sms)
     shares = shares_of_packed(spec, window, *sizes, deterministic, num_sms)
     has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
     call = prepare_varlen_backward(spec, *has_used, deterministic, shares.parts > 1)
     *found, buffer = call.launch(
         q, k, v, out, lse, d_out, d_lse, lengths, max_seqlen_q, window, tensors or None,
-        softmax_scale, dropout, shares,
+        softmax_scale, dropout, shares, num_sms,
     )  # fmt: skip
     d_sinks = None
     if wanted.sinks:

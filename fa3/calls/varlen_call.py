@@ -217,6 +217,7 @@ def ragged_gradients(
     wanted: Wanted,
     deterministic: bool,
     dropout: Dropout | None,
+    num_sms: int,
 ) -> Gradients:
     """The gradients of what `RaggedCall.attend` did; they are 0 in rows that are not used.
 
@@ -227,6 +228,7 @@ def ragged_gradients(
         wanted: whose gradients are; on a GPU q, k and v have theirs together.
         deterministic: whether dQ is to have the same bits every time, as it always has on the CPU.
         dropout: as `attend` took it.
+        num_sms: SMs of a GPU that may be used.
     """
     q, k, _, out, lse, d_out, d_lse = operands
     most_q, most_k = map(min, longest, (q.shape[0], k.shape[0]))
@@ -235,7 +237,7 @@ def ragged_gradients(
     if q.is_cuda:
         return varlen_backward.packed_gradients(
             spec, window, operands, lengths, most_q, tensors, scale, wanted, deterministic,
-            dropout,
+            dropout, num_sms,
         )  # fmt: skip
     operands = operands._replace(
         d_out=torch.zeros_like(out) if d_out is None else d_out,

@@ -256,7 +256,7 @@ class Backward(AttentionKernel):
         shared, parts = self.shared_key_tiles(call), 1
         if cutlass.const_expr(self.splits):
             parts = shared.split.parts.value
-        heads_of_order = heads_kv * parts, call.heads_per_section * parts
+        heads_of_order = heads_kv * parts, call.heads_per_section
         if cutlass.const_expr(self.is_ragged):
             sequences = Ragged(window)
             tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
@@ -278,7 +278,8 @@ class Backward(AttentionKernel):
             work, begin, dq = DenseQueryWork.of(call.q, config.tile_m), call.begin, call.dq
         layouts = self.layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        sections = self.sections(call.q, call.k, call.heads_per_section, call.num_sequences)
+        of_call = call.heads_per_section, call.num_sequences, call.split
+        sections = self.sections(call.q, call.k, *of_call)
         operands = BackwardTensors(
             TmaTensor.of(load, q, layouts.q),
             TmaTensor.of(load, k, layouts.k),
@@ -320,7 +321,7 @@ class Backward(AttentionKernel):
         return SharedKeyTiles(split, tiles, call.split.parts, call.split.part_counters, dk, dv)
 
     def sections(
-        self, q: cute.Tensor, k: cute.Tensor, heads_per_section, num_sequences
+        self, q: cute.Tensor, k: cute.Tensor, heads_per_section, num_sequences, split
     ) -> QuerySections:
         """The tiles of queries in sections; on the host."""
         tile_m, heads_q, heads_kv = self.config.tile_m, q.shape[-2], k.shape[-2]
@@ -329,6 +330,8 @@ class Backward(AttentionKernel):
         else:
             batch, of_head = q.shape[0], cute.ceil_div(q.shape[1], tile_m)
         of_section = of_head * heads_per_section * (heads_q // heads_kv)
+        if cutlass.const_expr(self.splits):
+            of_section = of_section // (split.head_parts * split.block_parts)
         return QuerySections(of_head * heads_q * batch, Divisor.of(of_section))
 
     @property
@@ -729,6 +732,8 @@ class Backward(AttentionKernel):
             segment = schedule.segment(cursor)
             work = self.work_of(operands, schedule, segment)
             sequence = sequences.sequence(segment)
+            if cutlass.const_expr(self.splits and config.k_stages == 1):
+                v_state = k_state  # A state takes registers.
             regs.acc_dK.fill(0.0)
             regs.acc_dV.fill(0.0)
             pipelines.k.consumer_wait(k_state)

@@ -220,7 +220,8 @@ class BackwardArguments(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section: key/value heads of a section, see `TileOrder` and `RaggedKeyOrder`.
+        heads_per_section: key/value heads of a section, see `TileOrder` and `RaggedKeyOrder`. Parts
+            of key tiles count as heads.
         num_clusters: the number of CTAs to launch.
         schedule_state: int32; the schedule's table.
         table: int32, the tiles of packed sequences; None without.

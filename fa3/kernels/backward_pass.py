@@ -172,8 +172,8 @@ class BackwardPass:
                 numbers_from(buffer + call.parts_at, call.buffer.shape[0] - call.parts_at),
                 integers_from(buffer + call.part_counters_at, count),
             )
-        of_call = call.q, call.k, call.heads_per_section, named["num_sequences"]
-        sections = self.main.sections(*of_call)
+        of_call = call.heads_per_section, named["num_sequences"], named["split"]
+        sections = self.main.sections(call.q, call.k, *of_call)
         named["num_tiles"] = sections.tiles_before(call.sections_before)
         named["begin"] = BeginArguments(*chosen(BeginArguments, named))
         self.begin(*chosen(BeginArguments, named), stream)

@@ -134,7 +134,7 @@ class BackwardPlan:
         shares = KeyShares()
         if may_split(-(-problem.seqlen_k // config.tile_n) * heads, num_sms):
             blocks = blocks_of_key_tiles(problem.spec, config, sequence, is_ordered)
-            shares = choose_shares(blocks, heads, problem.qhead_per_kvhead, num_sms)
+            shares = choose_shares(blocks, heads, problem.qhead_per_kvhead, num_sms, is_ordered)
         return cls(problem, config, is_ordered, shares)
 
     @property
@@ -190,7 +190,7 @@ class BackwardPlan:
         """How many sections the kernel before begins."""
         if not begins_inside(self.problem.seqlen_k, self.problem.window):
             return self.num_sections
-        of_section = self.heads_per_section * self.key_tiles_of_head * self.shares.parts
+        of_section = self.heads_per_section * self.key_tiles_of_head
         return min(self.num_sections, -(-TILES_BEFORE // of_section))
 
     @property
@@ -201,29 +201,32 @@ class BackwardPlan:
 
     @property
     def num_sections(self) -> int:
-        return -(-self.problem.num_heads_kv * self.problem.batch // self.heads_per_section)
+        return -(-self.heads * self.shares.block_parts // self.heads_per_section)
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads of all sequences; parts with other query heads count as heads."""
+        return self.problem.num_heads_kv * self.problem.batch * self.shares.head_parts
 
     @property
     def heads_per_section(self) -> int:
-        """Key/value heads whose Q, dO and dQ fit into L2 together, and whose tiles of keys run
-        beside one another: so a head's tiles add to dQ at the same time.
+        """Heads whose Q, dO and dQ fit into L2 together, and whose tiles of keys run beside one
+        another: so a head's tiles add to dQ at the same time. Parts of key tiles count as heads.
 
         A few more or less, where sections are about equal then: the last one is not to be small.
-        Where CTAs share key tiles, parts of them count as heads: each has other query heads.
         """
-        problem, shares = self.problem, self.shares
-        heads = problem.num_heads_kv * problem.batch
-        fitting = rows_in_l2(problem.spec) // problem.seqlen_q * shares.block_parts
-        of_head = self.key_tiles_of_head
+        problem = self.problem
+        fitting = rows_in_l2(problem.spec) // problem.seqlen_q
+        # Parts of query blocks of the same heads are in one section.
+        of_head = self.key_tiles_of_head * self.shares.block_parts
         if problem.window.right == NO_BOUND:
             beside = TILES_OF_SECTION * (2 if self.is_ordered else 1) // of_head
         else:
             is_small = self.num_parts >= ENOUGH_TILES and not self.is_ordered
             least = HEADS_OF_SECTION if is_small else MORE_HEADS_OF_SECTION
             beside = max(TILES_OF_SECTION // of_head, min(least, MOST_TILES_OF_SECTION // of_head))
-        in_section = max(1, min(fitting, beside) // shares.parts)
-        sections = max(1, round(heads / in_section))
-        return -(-heads // sections)
+        sections = max(1, round(self.heads / max(1, min(fitting, beside))))
+        return -(-self.heads // sections) * self.shares.block_parts
 
 
 def words_of_key_parts(num_parts: int) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from fa3.complaints import shown
 from fa3.planning.costs import H100_NAME, Costs, shipped_costs
 
 
@@ -50,4 +51,4 @@ def as_gpu(gpu: Gpu | str) -> Gpu:
     if gpu in tuple(GPUS):
         return GPUS[gpu]
     kind = ValueError if isinstance(gpu, str) else TypeError
-    raise kind(f"gpu must be a Gpu or one of {list(GPUS)}, got {gpu!r:.200}")
+    raise kind(f"gpu must be a Gpu or one of {list(GPUS)}, got {shown(gpu)}")

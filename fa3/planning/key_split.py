@@ -11,11 +11,16 @@ from typing import NamedTuple
 
 from fa3.problem import REMEMBERED
 
-STEPS_OF_TILE = 3.0
+STEPS_OF_TILE = 4.0
 """Time that a key tile takes besides its query blocks, in blocks: the first loads and the end."""
 
 STEPS_OF_PART = 3.0
 """Time that a part takes besides, in blocks: it writes dK and dV in fp32, or reads them."""
+
+SHARE_OF_LONGEST = 0.25
+"""Part of the longest CTA's time that is added. CTAs with much work are seldom equally fast, and
+hide less of what runs before and after them. With these three numbers the split that was chosen for
+16 shapes took 0.6% longer than the best one in the mean, and 5.4% at most (docs/experiments.md)."""
 
 MOST_UNITS = 16
 """Parts of key tiles for each SM, at most. With more of them there is nothing to balance."""
@@ -43,24 +48,28 @@ def may_split(num_tiles: int, num_sms: int) -> bool:
     return 2 * num_tiles <= MOST_UNITS * num_sms
 
 
-def ways_to_share(group: int) -> list[KeyShares]:
+def ways_to_share(group: int, is_ordered: bool) -> list[KeyShares]:
     """All ways to share a key tile of `group` query heads: equally many heads for each CTA."""
     by_heads = [KeyShares(n) for n in range(1, group + 1) if group % n == 0]
-    return by_heads + [KeyShares(group, n) for n in BLOCK_PARTS[1:]]
+    # In a fixed order CTAs with the later blocks would wait for CTAs with the earlier ones.
+    return by_heads if is_ordered else by_heads + [KeyShares(group, n) for n in BLOCK_PARTS[1:]]
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def choose_shares(blocks: tuple[int, ...], heads: int, group: int, num_sms: int) -> KeyShares:
+def choose_shares(
+    blocks: tuple[int, ...], heads: int, group: int, num_sms: int, is_ordered: bool
+) -> KeyShares:
     """Choose how CTAs share key tiles, by the time until the last CTA ends.
 
     Args:
         blocks: query blocks of one head that see each key tile, in the order of the tiles.
         heads: key/value heads, of all sequences.
         group: query heads that share a key/value head.
+        is_ordered: whether the sums of dQ are added up in a fixed order.
     """
     whole = KeyShares()
     best, least = whole, time_of(blocks, heads, group, num_sms, whole) * MOST_OF_TIME
-    for shares in ways_to_share(group)[1:]:
+    for shares in ways_to_share(group, is_ordered)[1:]:
         if len(blocks) * heads * shares.parts > MOST_UNITS * num_sms:
             continue
         time = time_of(blocks, heads, group, num_sms, shares)
@@ -75,11 +84,10 @@ def time_of(
     """The time until the last CTA ends, in query blocks; a free CTA takes the next part."""
     besides = STEPS_OF_TILE + (STEPS_OF_PART if shares.parts > 1 else 0.0)
     share = group / shares.parts
-    if len(blocks) * heads * shares.parts > MOST_UNITS * num_sms:
-        return (sum(blocks) * share + besides * len(blocks)) * heads * shares.parts / num_sms
-    free = [0.0] * num_sms
+    free, longest = [0.0] * num_sms, 0.0
     for count in blocks:
         time = besides + count * share
+        longest = max(longest, time)
         for _ in range(heads * shares.parts):
             heapq.heapreplace(free, free[0] + time)
-    return max(free)
+    return max(free) + SHARE_OF_LONGEST * longest

@@ -100,7 +100,8 @@ def shares_of_packed(
     sequences = max(1, total_q // longest_q)
     lengths = rounded_length(longest_q), rounded_length(max(1, total_k // sequences))
     blocks = blocks_of_key_tiles(spec, config, Sequence(*lengths, window), is_ordered)
-    return choose_shares(blocks, heads_kv * sequences, heads_q // heads_kv, num_sms)
+    group = heads_q // heads_kv
+    return choose_shares(blocks, heads_kv * sequences, group, num_sms, is_ordered)
 
 
 config_for = functools.lru_cache(maxsize=REMEMBERED)(choose_backward_config)

@@ -143,28 +143,25 @@ class GradientParts:
             tiles: numbers the key tiles of the sequence.
             rows: where the sequence's keys lie.
         """
-        parts, part = self.tensors.split.parts.value, work.part
+        parts, part, lane = self.tensors.split.parts.value, work.part, cute.arch.lane_idx()
         first_slot = Int32(tiles.number((work.n_block, work.head_kv, work.batch))) * parts
         # A node is a range of parts: [first, first + span), or less where the parts end.
         first, span, is_last = part, Int32(1), Boolean(True)
         while is_last and span < parts:
-            is_right = (first & span) != 0
-            left = first - span if is_right else first
-            right = left + span
+            left, right, sibling = family_of(first, span)
             if right < parts:
-                sibling = left if is_right else right
                 slots = (first_slot + number for number in (first, sibling, right))
-                is_last = self.join(accs, *slots)
+                is_last = self.join(accs, lane, *slots)
             first = left
             span = span * 2
         if is_last:
-            self.write(accs[0], self.tensors.dk, work, rows)
-            self.write(accs[1], self.tensors.dv, work, rows)
+            self.write(accs[0], lane, self.tensors.dk, work, rows)
+            self.write(accs[1], lane, self.tensors.dv, work, rows)
         # What follows multiplies, for which lanes must be together.
         cute.arch.sync_warp()
 
     @cute.jit
-    def join(self, accs: tuple, own, sibling, node) -> Boolean:
+    def join(self, accs: tuple, lane, own, sibling, node) -> Boolean:
         """Add the sibling's sum to this warp's, or leave this warp's for the sibling.
 
         Args:
@@ -176,26 +173,26 @@ class GradientParts:
         """
         counter = self.tensors.counters.iterator + (node * self.warps + self.warp)
         count = Int32(0)
-        if cute.arch.lane_idx() == 0:
+        if lane == 0:
             count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
         count = cute.arch.shuffle_sync(count, 0)
         if count == 0:
-            self.move(accs, own, is_store=True)
+            self.move(accs, lane, own, is_store=True)
             cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
+            if lane == 0:
                 count = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
             count = cute.arch.shuffle_sync(count, 0)
         if count != 0:
-            self.move(accs, sibling, is_store=False)
+            self.move(accs, lane, sibling, is_store=False)
         return count != 0
 
     @cute.jit
-    def move(self, accs: tuple, slot, is_store: cutlass.Constexpr):
+    def move(self, accs: tuple, lane, slot, is_store: cutlass.Constexpr):
         """Store the accumulators to a slot, or add what is in the slot."""
         quads = [quad for acc in accs for quad in quads_of(acc)]
         run = (Int64(slot) * self.warps + self.warp) * (len(quads) * WARP * QUAD)
         first = self.tensors.buffer.iterator + run
-        memory = quads_of_lane(first, cute.arch.lane_idx(), len(quads))
+        memory = quads_of_lane(first, lane, len(quads))
         other = cute.make_rmem_tensor(QUAD, Float32)
         for i in cutlass.range_constexpr(len(quads)):
             if cutlass.const_expr(is_store):
@@ -205,9 +202,9 @@ class GradientParts:
                 quads[i].store(quads[i].load() + other.load())
 
     @cute.jit
-    def write(self, acc: cute.Tensor, target: cute.Tensor, work: KeyWork, rows: KeyRows):
+    def write(self, acc: cute.Tensor, lane, target: cute.Tensor, work: KeyWork, rows: KeyRows):
         """Write this warp's rows of an accumulator to a gradient, as far as there are keys."""
-        group, lane, fragment = self.warp // WARPS, cute.arch.lane_idx(), as_rows_and_columns(acc)
+        group, fragment = self.warp // WARPS, as_rows_and_columns(acc)
         slab, share = work.n_block * (self.warps // WARPS) + group, 0
         if cutlass.const_expr(self.shares_keys):
             slab, share = work.n_block, group
@@ -224,6 +221,18 @@ class GradientParts:
                     # A head size that is not padded has room for all pairs.
                     if (first + 4 * i) * PAIR < of_row.shape[0]:
                         cute.autovec_copy(pair, vector_of(of_row, first + 4 * i, PAIR))
+
+
+def family_of(first, span):
+    """Of a node of the tree: the first parts of its parent's children, and of its sibling.
+
+    Plain arithmetic, on the host or in a kernel.
+
+    Args:
+        first, span: the node's parts are [first, first + span); `span` is a power of two.
+    """
+    left = first - (first & span)
+    return left, left + span, first ^ span
 
 
 def quads_of(acc: cute.Tensor) -> list[cute.Tensor]:
