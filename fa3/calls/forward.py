@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from fa3.calls import operators
+from fa3.calls import assertions, operators
 from fa3.calls.autograd import (
     HostAttention,
     attend_on_device,
@@ -363,6 +363,8 @@ def flash_attn_func(
         *described, causal, window_size, structure, sm_margin, schedule, plan, pack_gqa
     )
     scale = check_scale(softmax_scale, described[0][0][-1], FROM_FLASH_ATTENTION_2)
+    if assertions.ASSERTIONS and not softcap:
+        assertions.check_scores(q, k, scale)
     if has_gradient:
         check_differentiable(q, k, v, sinks, score, out, pack_gqa)
         return attend_differentiably(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from fa3.calls import operators, varlen_gpu
+from fa3.calls import assertions, operators, varlen_gpu
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.autograd import check_differentiable, wants_gradient
 from fa3.calls.devices import gpu_of, reserve_sms
@@ -47,6 +47,7 @@ from fa3.calls.ragged import (
     describe_integers,
     pose_packed,
     tokens_of,
+    used_queries,
 )
 from fa3.calls.scheduler_metadata import IN_METADATA, PackedMetadata, check_packed_metadata
 from fa3.calls.traced import trace_packed
@@ -300,6 +301,10 @@ def flash_attn_varlen_func(
         raise ValueError("cu_seqlens_q_cpu must be given like cu_seqlens_q, with other lengths")
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
+        if assertions.ASSERTIONS and batch and not softcap:
+            of_q = used_queries(total_q, cu_seqlens_q, seqused_q)
+            of_k = used_queries(total_k, cu_seqlens_k, seqused_k)
+            assertions.check_scores(q, k, scale, (of_q, of_k))
         if known is not None:
             seen = map(read_back, INTEGERS_OF_LENGTHS, integers)
             known.check_same(names_of_known(scheduler_metadata), *seen)
