@@ -143,8 +143,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32: keys before this one are hidden. Positions stay as they
             are.
         page_table: (batch, max_pages) int32: the pages of each sequence, in order. Entries
-            after its last token are not used, nor those after 2^31 - 2^20 tokens. Those that a
-            window has left behind are not read, but where the table is checked they must exist.
+            after its last token are not used, nor those after 2^31 - 2^20 tokens. Pages that
+            a window hides from all queries are not read, but must exist where the table is checked.
         cu_seqlens_q: (batch + 1,) int32: where the queries of each sequence begin and end in q,
             if sequences have different numbers of them; the last may be below total_q. Rows of no
             sequence are not written. On a GPU, rows of a sequence with more than max_seqlen_q may
@@ -154,8 +154,8 @@ def flash_attn_with_kvcache(
             and v. Ignored without them.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
-        window_size: (left, right) keys that a query sees beside its own position; -1 for all.
-            causal sets right to 0, whatever it is.
+        window_size: keys that a query sees before and after its own position, as (left, right);
+            -1 for all. causal sets right to 0, whatever it is.
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none.
         rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
             i + rotary_dim / 2 do (GPT-NeoX).

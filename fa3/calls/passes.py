@@ -226,8 +226,9 @@ def _flash_attn_backward(
 
     Args:
         dout: the gradient of out, in any strides.
-        out: the output, contiguous in its last dimension. Of a block of keys, that of all blocks.
-        softmax_lse: the log-sum-exp of the same, contiguous.
+        out: the output, contiguous in its last dimension. For a block of keys, the output of all
+            blocks.
+        softmax_lse: the log-sum-exp that belongs to out, contiguous.
         sequed_q, sequed_k: seqused_q and seqused_k, as FlashAttention-3 spells them here.
         dq, dk, dv: like q, k and v, in any strides; they must be given.
         q and the others: as `flash_attn_func` or, with cu_seqlens_q, `flash_attn_varlen_func` took

@@ -185,7 +185,7 @@ def check_totals(
         q, k, v: their shapes.
 
     Returns:
-        the rows of q, and those of k.
+        the rows of q, and the rows of k.
     """
     (total_q, heads, _), total_k, total_v = q, k[0], v[0]
     if total_v != total_k:

@@ -389,7 +389,7 @@ def upload(lengths: KnownLengths, kind: TableKind) -> None:
 
 
 def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:
-    """The GPU of the calls: that of the lengths, else the current one."""
+    """The GPU of the calls: where the lengths are, else the current one."""
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type == "cuda":
         return gpu_of(cache_seqlens.device)
     if torch.cuda.is_available():
@@ -410,7 +410,7 @@ def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_cta
 def most_of_whole_tiles(
     sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
 ) -> tuple[int, int]:
-    """Key blocks of the CTA that has the most if tiles stay whole, and those of all CTAs."""
+    """Key blocks of the CTA that has the most if tiles stay whole, and of all CTAs."""
     mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
     blocks = (
         mask.key_blocks(

@@ -45,7 +45,7 @@ def trace_dense(
     """What `flash_attn_func` gives.
 
     Args:
-        options: those of `options_of`.
+        options: of `options_of`.
     """
     if plan is not None:
         raise NotImplementedError(
@@ -93,7 +93,7 @@ def trace_packed(
     """What `flash_attn_varlen_func` gives.
 
     Args:
-        options: those of `options_of`.
+        options: of `options_of`.
     """
     named, functions = options_of(*options), functions_of(score, mask)
     if check_gradients(q, k, v, out, score, named, functions):

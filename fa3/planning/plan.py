@@ -62,8 +62,8 @@ class Plan:
 
     @property
     def has_both(self) -> bool:
-        """Whether the kernel has the code of both references, so that short calls and long ones
-        have the same one. Those of heads in pairs have, which a model of shared heads meets."""
+        """Whether the kernel has the code of both kinds of row max, so that short and long calls
+        have the same kernel. Kernels for pairs of heads have it, which models with GQA meet."""
         takes_both = self.config.cluster_h > 1 and self.schedule.reads_state
         return takes_both and takes_fixed_reference(self.problem.spec)
 

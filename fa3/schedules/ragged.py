@@ -235,7 +235,7 @@ class RaggedTiles(Dynamic):
 
     Fields:
         order: a `TableOrder`.
-        counters: those of `Dynamic`; the table itself, if this launch alone walks it.
+        counters: of `Dynamic`; the table itself, if this launch alone walks it.
     """
 
     name: ClassVar[str] = "ragged"

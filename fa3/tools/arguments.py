@@ -168,7 +168,7 @@ def add_compile(commands) -> None:
     model.add_argument("--head-dim", type=int, metavar="D", help="columns of q and k")
     model.add_argument("--head-dim-v", type=int, metavar="D", help="columns of v, if not head_dim")
     model.add_argument(
-        "--dtype", choices=SHORT_DTYPES, help="default: that of config.json, else bf16"
+        "--dtype", choices=SHORT_DTYPES, help="default: the dtype of config.json, else bf16"
     )
     mask = model.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", help="hide keys after a query's position")

@@ -41,7 +41,7 @@ ROWS_OF_TILE = 8
 """Sampled queries whose ranges a mask is asked for together."""
 
 TOLERANCE = 1e-3
-"""How far a score's logit may be from the reference's, beside 1 or the logit's magnitude."""
+"""How far a score's logit may be from the reference's, relative to 1 or the logit's magnitude."""
 
 PATIENCE = 60
 """Seconds that the method may take on the host."""
