@@ -278,7 +278,7 @@ def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
     if falls.any():
         sequence = int(falls.argmax())
         raise ValueError(
-            f"{name} must not fall, does from {ends[sequence]} to {ends[sequence + 1]} for "
+            f"{name} must not decrease, got {ends[sequence]} to {ends[sequence + 1]} for "
             f"sequence {sequence}"
         )
     return ends

@@ -248,10 +248,10 @@ def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
     for sequence, (begin, end) in enumerate(itertools.pairwise(ends)):
         if end < begin:
             raise ValueError(
-                f"{name} must not fall, does from {begin} to {end} for sequence {sequence}"
+                f"{name} must not decrease, got {begin} to {end} for sequence {sequence}"
             )
     if ends[-1] > total:
-        raise ValueError(f"{name} must end with the {total} rows of {side} or less, got {ends[-1]}")
+        raise ValueError(f"{name} must end at {total}, the rows of {side}, or less, got {ends[-1]}")
 
 
 # ------------------------------------------------------------------------------------ results

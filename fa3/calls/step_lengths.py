@@ -122,7 +122,8 @@ class StepLengths:
                 )
             if count < 0:
                 raise ValueError(
-                    f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
+                    f"cu_seqlens_k_new must not decrease, but falls by {-count} for sequence "
+                    f"{sequence}"
                 )
             if 0 < self.max_seqlen_k_new < count:
                 raise ValueError(

@@ -54,8 +54,8 @@ def trace_dense(
         )
     if not (schedule is None or isinstance(schedule, str)):
         raise NotImplementedError(
-            "schedule must be a name like 'list' while a graph is traced, which objects cannot be "
-            "part of"
+            "schedule must be a name like 'list' while a graph is traced: a graph cannot hold "
+            "objects"
         )
     named, functions = options_of(*options), functions_of(score, mask)
     if check_gradients(q, k, v, out, score, named, functions, pack_gqa):

@@ -437,7 +437,7 @@ def check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
     if seqused_k is None:
-        raise ValueError("seqused_k must be given with page_table: how many keys sequences have")
+        raise ValueError("seqused_k must be given with page_table: the keys of each sequence")
     if cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
     refused = {

@@ -29,7 +29,7 @@ from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
 
 if not hasattr(AttentionBackend, "supported_kv_cache_layouts"):
-    raise ImportError("fa3's backend needs vLLM 0.32 or newer, whose caches lie in another way")
+    raise ImportError("fa3's backend needs vLLM 0.32 or newer, whose caches have another layout")
 
 PAGE_UNIT = 16
 """Tokens of a page come in multiples of this, so that few TMA copies fetch a block of keys."""

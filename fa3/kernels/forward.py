@@ -176,7 +176,7 @@ class Forward(AttentionKernel):
         self.config.validate(self.spec)
         if self.config.cluster > 1 and not self.schedule_type.takes_pairs:
             raise ValueError(
-                f"{self.schedule_type.__name__} must have CTAs alone, got clusters of "
+                f"{self.schedule_type.__name__} must have clusters of 1 CTA, got clusters of "
                 f"{self.config.cluster}"
             )
         if self.cache is not None and not self.box:

@@ -125,7 +125,7 @@ class ForwardConfig:
                 f"cluster_m={self.cluster_m}"
             )
         if self.cluster_h > 1 and spec.mask.templates:
-            raise ValueError("cluster_h must be 1 with a mask of the user's: its blocks may differ")
+            raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
         if not self.own_o and padded(spec.head_dim) != padded(spec.head_dim_v):
             raise ValueError(
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
@@ -134,7 +134,7 @@ class ForwardConfig:
         if self.fixed_reference and not spec.element.holds_powers:
             raise ValueError(f"fixed_reference must be False with {spec.dtype}: its range is small")
         if self.fixed_reference and any(score.kind.hides for score in spec.scores):
-            raise ValueError("fixed_reference must be False with scores of the user's")
+            raise ValueError("fixed_reference must be False with a score of your own")
         check_fits(self.smem_bytes(spec), self, spec)
         if self.registers(spec) > self.fragment_registers:
             drawn = " and random numbers" if spec.has_dropout else ""

@@ -179,7 +179,7 @@ def check_plan(plan: Plan) -> None:
         )
     check_pairs(plan.schedule.name, plan.config)
     if plan.schedule.splits and plan.problem.spec.has_user_functions:
-        raise ValueError("plan must not split tiles with scores or masks of the user's")
+        raise ValueError("plan must not split tiles with a score or a mask of your own")
     if plan.problem.qhead_per_kvhead % plan.config.cluster_h:
         raise ValueError(
             f"plan has a config with cluster_h={plan.config.cluster_h}, which must divide the "
@@ -199,7 +199,7 @@ def check_pairs(schedule: str, config: ForwardConfig) -> None:
     """Raise ValueError if a config has clusters of CTAs but the schedule of this name has none."""
     if config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
         raise ValueError(
-            f"schedule {schedule!r} must have a config of CTAs alone, got clusters of "
+            f"schedule {schedule!r} must have a config with clusters of 1 CTA, got clusters of "
             f"{config.cluster}"
         )
 

@@ -73,7 +73,7 @@ def plan_forward(
             raise ValueError(f"a cluster of {config.cluster} CTAs does not fit {gpu.num_sms} SMs")
     if name == "split" and problem.spec.has_user_functions:
         raise ValueError(
-            "schedule 'split' cannot run scores or masks of the user's: they leave no registers in "
+            "schedule 'split' cannot run scores or masks of your own: they leave no registers in "
             "which parts of a tile could be merged"
         )
     if name and config is not None:

@@ -311,7 +311,7 @@ def preset(text: str) -> str:
 def window_bound(text: str) -> int:
     """A bound of a window."""
     if not re.fullmatch(r"-1|\d+", text):
-        raise argparse.ArgumentTypeError(f"needs integers from -1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"needs integers of -1 or more, got {text!r}")
     return int(text)
 
 
