@@ -111,19 +111,19 @@ def flash_attn_varlen_func(
     """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
 
     Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and out, and the rows
-    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v; of these only the first seqused_q[b] and
-    seqused_k[b] if given. Rows that are not used may hold anything, NaN included. Query i of a
-    sequence stands at key i + seqlen_k - seqlen_q, where the lengths are those used (bottom-right
-    alignment). Query head h uses key/value head h // (heads_q / heads_kv).
+    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v. If seqused_q or seqused_k is given, only the
+    first seqused_q[b] or seqused_k[b] of them count. Rows that are not used may hold anything, NaN
+    included. Query i of a sequence stands at key i + seqlen_k - seqlen_q, where lengths count used
+    rows (bottom-right alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
     out and the log-sum-exp are differentiable by q, k, v and sinks, as in `flash_attn_func`. Rows
     that are not used get 0, and their incoming gradients are not read.
 
     CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
     On a GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is
-    imported (then every call waits for the GPU, and none can be captured in a CUDA graph). No
-    length causes a compilation. Whatever lengths are, nothing outside of the tensors is read or
-    written, but the result is undefined where they are not what is said below.
+    imported. Then every call waits for the GPU, and none can be captured in a CUDA graph. Once the
+    kernels of a call exist, no length causes a compilation. Whatever lengths are, nothing outside
+    of the tensors is read or written. If they break the rules below, the result is undefined.
 
     Args:
         q: (total_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8 up to 256.

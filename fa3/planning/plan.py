@@ -69,13 +69,13 @@ class Plan:
 
     @property
     def follows(self) -> int | None:
-        """Whether the softmax follows the running maximum, if the kernel has both; else None."""
+        """Whether to use the online softmax, if the kernel has both kinds of row max; else None."""
         return int(not self.config.fixed_reference) if self.has_both else None
 
     @property
     def again(self) -> "Plan | None":
-        """The second launch, which repeats the rows whose fixed reference failed; None if the
-        softmax follows the running maximum, which never fails."""
+        """The recompute launch, for rows whose fixed row max was too far off; None with the
+        online softmax, which needs none."""
         if not self.config.fixed_reference:
             return None
         config = self.config.again
@@ -85,7 +85,7 @@ class Plan:
         return replace(self, config=config, schedule=schedule)
 
     def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
-        """What is launched: the plan's kernel, then the one for rows whose fixed reference failed.
+        """Return what is launched: the plan's kernel, then recompute with a fixed row max.
 
         Args:
             is_recorded: whether the first is the instrumented kernel.
