@@ -159,7 +159,7 @@ class ForwardArguments(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section: that of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`.
+        heads_per_section: of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`.
         num_clusters: clusters to launch.
         schedule_state: int32; the schedule's table, counters or marks.
         part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
@@ -173,7 +173,7 @@ class ForwardArguments(NamedTuple):
             (num_pages, page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache
             without pages.
         is_beside: 1 if the kernel before is the decode kernel, which takes other sequences of the
-            same call and lets this one run beside it; else 0. None without a table.
+            same call and lets this one overlap it; else 0. None without a table.
         dropout: see `DropoutArguments`; None without.
         follows: whether the softmax follows the running maximum, 0 or 1, if the kernel has the code
             of both references; else None.
