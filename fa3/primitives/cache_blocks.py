@@ -33,8 +33,8 @@ class CacheLayout:
         page_size: keys of a page; 0 if a sequence's keys are contiguous.
         batch_indexed: whether an index maps sequences of the batch to rows of the cache.
         left_padded: whether padding comes before a sequence's keys.
-        is_packed: whether the keys of sequences are packed, in tensors (rows, heads, head_dim). Then
-            the rest is as it is by default.
+        is_packed: whether the keys of sequences are packed, in tensors (rows, heads, head_dim).
+            Then the rest is as it is by default.
         has_seqlens: whether there is a tensor of the sequences' lengths. Without it sequences have
             all keys that there is room for. Of packed sequences it says how many of the keys count.
     """
