@@ -3,9 +3,9 @@
     from fa3 import interface as flash_attn_interface
 
 Names, order and defaults of FlashAttention-3's arguments, and what the functions return, are the
-same, but for two: `num_splits` of `flash_attn_varlen_func` is 0, and `_flash_attn_backward` returns
-nothing. docs/migration.md says what else differs. Arguments that fa3 adds are passed by name.
-`install` makes this module the one that other libraries import.
+same, with two exceptions: `num_splits` of `flash_attn_varlen_func` is 0, and `_flash_attn_backward`
+returns nothing. docs/migration.md says what else differs. Arguments that fa3 adds are passed by
+name. `install` makes this module the one that other libraries import.
 """
 
 import sys
@@ -40,14 +40,14 @@ NAME = "flash_attn_interface"
 def install(force: bool = False) -> None:
     """Make `import flash_attn_interface` give this module, in this process.
 
-    Call it before the libraries are imported that import the other one: what they have imported by
-    then stays.
+    Call it before you import libraries that import that name. Libraries that have imported another
+    module by then keep it.
 
     Args:
-        force: replace a module of this name that is imported already.
+        force: replace another module of this name that is already imported.
 
     Raises:
-        RuntimeError: there is one, and it is not to be replaced.
+        RuntimeError: another module of this name is imported, and force is False.
     """
     this, other = sys.modules[__name__], sys.modules.get(NAME)
     if other not in (None, this) and not force:

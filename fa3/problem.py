@@ -64,7 +64,7 @@ class AttentionSpec:
         dtype: element type of q, k and v, one of `ELEMENTS`, which out has too.
         head_dim: columns of q and k.
         head_dim_v: columns of v and out.
-        mask: a mask of `fa3.scores.masks`, which this room cannot know; its compile-time half.
+        mask: a mask of `fa3.scores.masks`, which is not imported here; its compile-time half.
         scores: what is done to the scores before the softmax, in this order: templates of
             objects of `fa3.scores.scores`.
         sinks: dtype of the heads' sinks, "float32" or `dtype`; None without sinks.

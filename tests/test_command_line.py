@@ -316,7 +316,7 @@ def fails(capsys, *arguments: str) -> str:
         (("--shape", "1,64,64,2,2,100"), "q has head_dim 100, supported are multiples of 8 up to"),
         (("--shape", "1,64,64,2,2,264"), "q has head_dim 264, supported are multiples of 8 up to"),
         (("--head-dim-v", "7"), "v has head_dim 7, supported are multiples of 8 up to 256"),
-        (("--window", "-2", "0"), "argument --window: needs integers from -1 on, got '-2'"),
+        (("--window", "-2", "0"), "argument --window: needs integers of -1 or more, got '-2'"),
         (("--schedule", "fifo"), "schedule must be one of ['dynamic', "),
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),

@@ -216,8 +216,8 @@ def outside(number):
     [
         (cut_off, r"^schedule must have END \(-1\) after the entries of every cluster"),
         (behind_the_end, r"^schedule has entries after END \(-1\) of cluster 3$"),
-        (outside(6), "^schedule has tile number 6, no tile of its order: there are 6$"),
-        (outside(-2), "^schedule has tile number -2, no tile of its order"),
+        (outside(6), "^schedule has tile number 6, but its order does not have it: there are 6$"),
+        (outside(-2), "^schedule has tile number -2, but its order does not have it"),
         (outside(LISTED.table[1]), r"^schedule leaves out Tile\("),
     ],
 )

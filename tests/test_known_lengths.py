@@ -366,7 +366,7 @@ def test_metadata_of_something_else():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"cu_seqlens_q": integers(0, 70, 60, 71, 271, 280)}, "cu_seqlens_q must not fall, does"),
+        ({"cu_seqlens_q": integers(0, 70, 60, 71, 271, 280)}, "cu_seqlens_q must not decrease"),
         ({"cu_seqlens_k": integers(1, 2, 3, 4, 5, 6)}, "cu_seqlens_k must begin with 0, got 1"),
         ({"cu_seqlens_q": integers(0, 1)}, r"cu_seqlens_q must have shape \(6,\)"),
         ({"cu_seqlens_q": integers(0, 0, 0, 0, 0, 201)}, "cu_seqlens_q must have sequences of at"),

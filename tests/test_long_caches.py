@@ -310,7 +310,7 @@ HUGE = 1 << 31
         ),
         (
             {"q": (1, 1 << 20, 1, 64), "page_table": (1, HUGE - 1)},
-            r"^q must have at most \d+ queries beside a cache of \d+ tokens, got 1048576",
+            r"^q must have at most \d+ queries with a cache of \d+ tokens, got 1048576",
         ),
         (
             {"q": (MOST_TILES + 1, 1, 1, 64), "page_table": (MOST_TILES + 1, 4)},

@@ -188,10 +188,10 @@ def test_o_can_only_take_qs_place_if_it_has_its_size():
 
 def test_a_schedule_for_ctas_alone_is_refused_in_pairs():
     config = ForwardConfig(128, 128, q_stages=2, cluster_m=2)
-    complaint = r"^schedule 'dynamic' must have a config of CTAs alone, got clusters of 2$"
+    complaint = r"^schedule 'dynamic' must have a config with clusters of 1 CTA, got clusters of 2$"
     with pytest.raises(ValueError, match=complaint):
         plan_forward(make_problem(), config=config, schedule="dynamic")
-    with pytest.raises(ValueError, match=r"^Dynamic must have CTAs alone, got clusters of 2$"):
+    with pytest.raises(ValueError, match=r"^Dynamic must have clusters of 1 CTA, got "):
         Forward(make_problem().spec, config, Dynamic)
     alone = plan_forward(make_problem(), schedule="dynamic")
     with pytest.raises(ValueError, match=complaint):
@@ -252,7 +252,7 @@ def other_slot(units):
     ("schedule", "complaint"),
     [
         (broken(twice), r"leaves out Tile\(m_block=\d+, head=\d+, batch=0\)|has .* 2 times"),
-        (broken(foreign), "no tile of its order"),
+        (broken(foreign), "its order does not have it"),
         (broken_parts(shorter), "key blocks"),
         (broken_parts(other_slot), "inconsistently"),
         (plan_forward(make_problem(), schedule="list").schedule, "of another problem or tiling"),

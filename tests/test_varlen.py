@@ -455,10 +455,10 @@ def test_the_order_of_flash_attention_2_is_told_from_that_of_3():
 BAD_LENGTHS = [
     ("cu_seqlens_q", (1, 70, 70, 71, 201), "must begin with 0, got 1"),
     ("cu_seqlens_k", (-1, 90, 95, 95, 159), "must begin with 0, got -1"),
-    ("cu_seqlens_q", (0, 70, 60, 71, 201), "must not fall, does from 70 to 60 for sequence 1"),
-    ("cu_seqlens_k", (0, 90, 95, 2, 1), "must not fall, does from 95 to 2 for sequence 2"),
-    ("cu_seqlens_q", (0, 70, 70, 71, 202), "must end with the 201 rows of q or less, got 202"),
-    ("cu_seqlens_k", (0, 90, 95, 95, 160), "must end with the 159 rows of k or less, got 160"),
+    ("cu_seqlens_q", (0, 70, 60, 71, 201), "must not decrease, got 70 to 60 for sequence 1"),
+    ("cu_seqlens_k", (0, 90, 95, 2, 1), "must not decrease, got 95 to 2 for sequence 2"),
+    ("cu_seqlens_q", (0, 70, 70, 71, 202), "must end at 201, the rows of q, or less, got 202"),
+    ("cu_seqlens_k", (0, 90, 95, 95, 160), "must end at 159, the rows of k, or less, got 160"),
     ("max_seqlen_q", 129, "must be 130 or more, the rows of q that sequence 3 has, got 129"),
     ("max_seqlen_k", 0, "must be 90 or more, the rows of k that sequence 0 has, got 0"),
 ]

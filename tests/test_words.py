@@ -1,10 +1,18 @@
-"""The documentation uses plain words and short sentences: what CONTRIBUTING.md asks for."""
+"""Documentation, docstrings and messages use plain words: what CONTRIBUTING.md asks for."""
 
+import argparse
+import ast
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import fa3
+import fa3.interface
+from fa3.tools.arguments import make_parser
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,11 +48,36 @@ WORDS = {
 
 MOST_WORDS = 35
 
+MODULES = sorted((ROOT / "fa3").rglob("*.py"))
+UNREAD = (
+    "fa3/kernels/backward", "fa3/primitives/first_additions.py", "fa3/primitives/gradient_",
+    "fa3/primitives/ordered_gradients.py", "fa3/primitives/query_", "fa3/primitives/softmax.py",
+    "fa3/primitives/score_gradients.py", "fa3/primitives/tile_load.py", "fa3/calls/backward.py",
+    "fa3/calls/varlen_backward.py", "fa3/planning/backward.py", "fa3/planning/key_split.py",
+    "fa3/planning/ragged_backward.py",
+)  # fmt: skip
+"""Modules whose docstrings still have the words, but for the public ones."""
+
 
 def prose(page: Path) -> str:
     """Return a page without code, addresses and names in code."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"`[^`]*`", "x", re.sub(r"\]\([^)]*\)", "]", text))
+    return without_names(re.sub(r"\]\([^)]*\)", "]", text))
+
+
+def without_names(text: str) -> str:
+    """Return a text without what is in backquotes."""
+    return re.sub(r"`[^`]*`", "x", text)
+
+
+def words_in(text: str) -> list[str]:
+    """Return the words of a text that are to be replaced, each with its replacement."""
+    text = " ".join(text.split())
+    return [
+        f"{word!r}: write {better}"
+        for word, better in WORDS.items()
+        if re.search(rf"\b{word}\b", text, re.IGNORECASE)
+    ]
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -54,14 +87,97 @@ def sentences(text: str) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?:])\s+", " ".join(piece.split()))
 
 
+def texts_of(module: Path) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Return line and text of a module's docstrings, and of all its other strings.
+
+    An f-string is one text with "x" for its values. Strings after constants count as docstrings.
+    """
+    docstrings, strings = [], []
+    nodes: list[Any] = [ast.parse(module.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Expr) and is_text(node.value):
+            docstrings.append((node.lineno, without_names(node.value.value)))
+        elif isinstance(node, ast.JoinedStr):
+            pieces = [part.value if is_text(part) else "x" for part in node.values]
+            strings.append((node.lineno, without_names("".join(pieces))))
+            nodes += [part for part in node.values if not is_text(part)]
+        elif is_text(node):
+            strings.append((node.lineno, without_names(node.value)))
+        else:
+            nodes += ast.iter_child_nodes(node)
+    return docstrings, strings
+
+
+def is_text(node: ast.AST) -> bool:
+    """Whether a node is a string without values in it."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def public_docstrings() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings of all public names, with the members of classes."""
+    for module in (fa3, fa3.interface):
+        for name in module.__all__:
+            value = getattr(module, name)
+            yield f"{module.__name__}.{name}", without_names(inspect.getdoc(value) or "")
+            for member in vars(value) if isinstance(value, type) else ():
+                of_class = getattr(value, member)
+                if not member.startswith("_") and not isinstance(of_class, str | int):
+                    text = inspect.getdoc(of_class) or ""
+                    yield f"{module.__name__}.{name}.{member}", without_names(text)
+
+
+def help_texts(of: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Yield what the help of a parser and of its commands prints."""
+    yield of.prog, of.format_help()
+    for action in of._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from help_texts(command)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_words_are_plain(page):
-    found = [
-        f"{word!r}: write {better}"
-        for word, better in WORDS.items()
-        if re.search(rf"\b{word}\b", prose(page), re.IGNORECASE) and page.name != "glossary.md"
+    assert page.name == "glossary.md" or words_in(prose(page)) == []
+
+
+def found_in(texts: Iterable[tuple[object, str]]) -> list[tuple[object, list[str]]]:
+    """Return where texts have words that are to be replaced, and which."""
+    return [(place, words) for place, text in texts if (words := words_in(text))]
+
+
+def test_words_of_messages_are_plain():
+    """All strings in code, as messages are not only written where an error is raised."""
+    texts = [
+        (f"{module.relative_to(ROOT)}:{line}", text)
+        for module in MODULES
+        for line, text in texts_of(module)[1]
     ]
-    assert found == []
+    assert any("must be a torch.Tensor, got" in text for _, text in texts)
+    assert found_in(texts) == []
+
+
+def test_words_of_docstrings_are_plain():
+    texts = [
+        (f"{name}:{line}", text)
+        for module in MODULES
+        if not (name := str(module.relative_to(ROOT))).startswith(UNREAD)
+        for line, text in texts_of(module)[0]
+    ]
+    assert any(name.startswith("fa3/calls/forward.py") for name, _ in texts)
+    assert found_in(texts) == []
+
+
+def test_words_of_public_docstrings_are_plain():
+    texts = list(public_docstrings())
+    assert len(texts) > len(fa3.__all__)
+    assert found_in(texts) == []
+
+
+def test_words_of_help_are_plain():
+    texts = list(help_texts(make_parser("")))
+    assert len(texts) > 5
+    assert found_in(texts) == []
 
 
 @pytest.mark.parametrize(
@@ -76,6 +192,18 @@ def test_long_sentences_and_words_are_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Who waits\nbehind `beside`.\n\n```\nnobody\n```\n" + "word " * 36 + "\n")
     text = prose(page)
-    seen = [word for word in WORDS if re.search(rf"\b{word}\b", text, re.IGNORECASE)]
-    assert seen == ["behind", "(?<!people )who"]
+    assert [one.split(":")[0] for one in words_in(text)] == ["'behind'", "'(?<!people )who'"]
     assert [len(one.split()) for one in sentences(text) if len(one.split()) > MOST_WORDS] == [36]
+
+
+def test_words_are_seen_in_code(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text(
+        '"""Those\nof `behind`."""\nX = 1\n"""Beside."""\n'
+        'raise ValueError(f"{X} waits be" f"hind {f(\'nobody\')}")\n'
+    )
+    docstrings, strings = texts_of(module)
+    assert sorted(docstrings) == [(1, "Those\nof x."), (4, "Beside.")]
+    assert sorted(strings) == [(5, "nobody"), (5, "x waits behind x")]
+    seen = [len(words_in(text)) for _, text in docstrings + strings]
+    assert seen == [1, 1, 1, 1]

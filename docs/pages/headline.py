@@ -14,7 +14,7 @@ from docs.pages.support import table
 
 PAGE = ROOT / "README.md"
 CHART = re.compile(r"^```text\n.*?^```\n", re.MULTILINE | re.DOTALL)
-TABLE = re.compile(r"^\| workload.*?\n(?!\|)", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^\| workload.*?\n(?!\|)\n?", re.MULTILINE | re.DOTALL)
 
 
 class Kind(NamedTuple):
@@ -114,7 +114,7 @@ def speed_chart() -> str:
 def page() -> str:
     """Return README as it should be."""
     text, charts = CHART.subn(lambda _: speed_chart(), PAGE.read_text())
-    text, tables = TABLE.subn(lambda _: speed_table(), text)
+    text, tables = TABLE.subn(lambda _: speed_table() + "\n", text)
     if (charts, tables) != (1, 1):
         raise LookupError(f"README must have one chart and one table, got {charts} and {tables}")
     return text

@@ -161,7 +161,7 @@ class HostAttention(torch.autograd.Function):
         Args:
             given: the plan, None if there is nothing to compute; the problem; the softmax scale;
                 the `Dropout`, None without.
-            tensors: those of the spec's scores, mask and sinks, in this order.
+            tensors: of the spec's scores, mask and sinks, in this order.
 
         Returns:
             out and lse of `fa3.reference.forward.execute`.
@@ -213,7 +213,7 @@ class DeviceAttention(torch.autograd.Function):
             given: the `fa3.calls.forward.PreparedCall`; whether dQ is to have the same bits every
                 time; the softmax scale; the `Dropout`, None without; whether the log-sum-exp is
                 wanted. In one tuple, since torch looks at each argument.
-            tensors: those of the spec's scores, mask and sinks, in this order.
+            tensors: of the spec's scores, mask and sinks, in this order.
 
         Returns:
             out, and the log-sum-exp if it is wanted: each costs torch 1 us.
@@ -253,8 +253,8 @@ class DeviceAttention(torch.autograd.Function):
 
 
 attend_on_device = super(torch.autograd.Function, DeviceAttention).apply
-"""`DeviceAttention.apply` without a look for transforms and what they leave behind, which calls
-have refused before; it would take 2 us."""
+"""`DeviceAttention.apply` without a search for transforms and their wrapped tensors, which calls
+have refused before; the search would take 2 us."""
 
 
 def no_derivative_of_score(name: str) -> NotImplementedError:

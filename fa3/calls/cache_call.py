@@ -51,12 +51,12 @@ ROTARY_UNIT = 16
 
 
 class CacheTensors(NamedTuple):
-    """All tensors of a call, but for those of the user's functions. From cache_seqlens to
-    seqused_q they are int32.
+    """All tensors of a call, except the tensors of the user's functions. From cache_seqlens
+    to seqused_q they are int32.
 
     Calls hand them on as plain tuples in this order, which take the host less time. Shapes are
-    those of `flash_attn_with_kvcache`, which has no seqused_q: (batch,), how many of packed queries
-    are used. A number in place of cache_seqlens is no tensor.
+    as in `flash_attn_with_kvcache`. It has no seqused_q: (batch,), how many of packed queries are
+    used. A number in place of cache_seqlens is no tensor.
     """
 
     q: torch.Tensor
@@ -167,7 +167,7 @@ class CacheCall(
 
     @property
     def is_packed(self) -> bool:
-        """Whether the queries of sequences are behind one another."""
+        """Whether the queries of sequences are packed."""
         return self.cu_seqlens_q is not None
 
     @property
@@ -312,7 +312,7 @@ def check_indices(call: CacheCall) -> None:
 
 
 def check_packed(call: CacheCall) -> None:
-    """Raise unless packed queries can be cut into those of sequences."""
+    """Raise unless packed queries can be cut into sequences."""
     ends = call.cu_seqlens_q
     if len(ends.shape) != 1 or not ends.shape[0]:
         raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(ends.shape)}")
@@ -557,7 +557,7 @@ def check_positions(call: CacheCall, values: HostValues, query_step: int) -> Non
 
 
 def check_pages(call: CacheCall, values: HostValues) -> None:
-    """Raise unless the pages that sequences use exist, and nobody appends where tokens are."""
+    """Raise unless the pages that sequences use exist, and none appends where tokens are."""
     num_pages, page_size = call.k_cache.shape[:2]
     rows = values.batch_idx or range(call.batch)
     leftpads = values.leftpads or [0] * call.batch

@@ -71,7 +71,7 @@ class PreparedDecode:
     ) -> None:  # fmt: skip
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
-        The tensors are those of `CacheOperands`, in their order: to make one of them would take the
+        Takes the tensors of `CacheOperands`, in their order: to make such an object would take the
         host 0.3 us. None that has queries or keys is empty. Without lengths the cache is full.
 
         Args:
@@ -132,7 +132,7 @@ class PreparedDecode:
             max_seqlen_k: no sequence has more keys.
             modifiers: the tensors of the spec's scores, mask and sinks.
             page_table: the pages of a cache that has some.
-            table: the tiles of the forward kernel, if that is launched next and runs beside this.
+            table: the tiles of the forward kernel, if that kernel is launched next.
 
         Returns:
             what launches the merge of the parts, if the kernel that attends does not merge them.
@@ -223,7 +223,7 @@ def prepare_decode(
 
     Args:
         call: valid, and with room for keys and queries.
-        window: keys that a query sees beside its own position, aligned bottom-right.
+        window: keys that a query sees before and after its own position, aligned bottom-right.
         softcap: see `fa3.scores.scores.Softcap`; 0 for none.
         num_splits, batch_invariant: see `fa3.planning.decode.choose_cut`.
         sm_margin: SMs to leave to other kernels.

@@ -24,7 +24,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def sms_of(device: torch.device, sm_margin: int) -> int:
-    """SMs that a call on a device may use; on the CPU those of an H200."""
+    """SMs that a call on a device may use; on the CPU an H200's."""
     gpu = H200 if device.type == "cpu" else gpu_of(device)
     return reserve_sms(gpu, sm_margin).num_sms
 

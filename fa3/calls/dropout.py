@@ -59,11 +59,11 @@ def dropout_mask(
     seqlen_q: int,
     seqlen_k: int,
 ) -> torch.Tensor:
-    """Tell which probabilities a call with this seed keeps; for tests and for looking at.
+    """Return which weights a call with this seed keeps; for tests and for inspection.
 
-    A query's number depends on nothing but the seed and on batch, head, query and key. So the mask
-    of a call is part of that of a larger one, and a packed sequence has the mask of its number in
-    the batch.
+    A weight's random number depends only on the seed, batch, head, query and key. So the mask of a
+    call is part of the mask of a larger call. A packed sequence has the mask of its number in the
+    batch.
 
     Args:
         rng_state: (1,), int64, as for `flash_attn_func`.

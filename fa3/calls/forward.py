@@ -89,13 +89,13 @@ class PreparedCall:
     Fields:
         plan: how it runs in the forward kernel; None if it does not, or if there is nothing to
             compute.
-        launches: those of the plan with their kernels loaded; none on the CPU.
+        launches: of the plan with their kernels loaded; none on the CPU.
         table: what the schedule reads.
         num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
             and `total_counters` all of them.
         parts: what the kernel takes if the plan splits tiles.
         problem: what is asked, also if there is nothing to compute.
-        grouped: how it runs in the kernel of decoding; None if it does not.
+        grouped: how it runs in the decode kernel; None if it does not.
         follows: what the first kernel takes, see `ForwardArguments`.
     """
 
@@ -248,8 +248,8 @@ def flash_attn_func(
         v: (batch, seqlen_k, heads_kv, head_dim_v), like q; head_dim_v may differ from head_dim.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
-        window_size: (left, right) keys that a query sees beside its own position; -1 for all.
-            causal sets right to 0, whatever it is.
+        window_size: keys that a query sees before and after its own position, as (left, right);
+            -1 for all. causal sets right to 0, whatever it is.
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
             everything else that changes scores.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
@@ -268,21 +268,21 @@ def flash_attn_func(
             Not with gradients.
         schedule: the order of the tiles: "single", "static", "list", "dynamic", "split", a class
             of `fa3.schedules` or an object of one, or a function from the list of `fa3.Tile` to
-            their order; chosen by the planner if not given. If the planner pairs CTAs, tiles are
-            those of pairs. No order changes a bit of the output; "split" computes parts of tiles
-            and adds them up, which changes the last place. A function is asked once for every
-            shape: pass the same one each time.
+            their order; chosen by the planner if not given. If the planner pairs CTAs, the list
+            has a tile for each pair. No order changes a bit of the output; "split" computes parts
+            of tiles and adds them up, which changes the last place. A function is called once for
+            every shape: pass the same one each time.
         plan: how to run, from `fa3.plan_forward`; chosen by the planner if not given.
         dropout_p: how likely a value's weight is dropped, in [0, 1); what is kept is divided by
             1 - dropout_p. It is rounded to a multiple of 2**-16, and to 0.996 from there on. The
-            log-sum-exp is that without dropout.
+            log-sum-exp is the one without dropout.
         rng_state: (1,), int64, on q's device: the seed of dropout, which `fa3.dropout_mask` takes
             too. By default it is drawn from torch's default generator of the device, in a CUDA
             graph anew at each replay.
         num_splits: 0 or 1, which are the same: the planner decides whether to split.
-        pack_gqa: whether the query heads of a key/value head share tiles, in the kernel of
-            decoding, which pays with few queries; chosen by the planner if not given. True not with
-            gradients or dropout, nor with a schedule, a plan, or a score or a mask of your own.
+        pack_gqa: whether the query heads of a key/value head share tiles, in the decode kernel,
+            which pays with few queries; chosen by the planner if not given. True is refused with
+            gradients, dropout, a schedule, a plan, and a score or a mask of your own.
         attention_chunk: 0 or None, which are the same: no chunks.
         qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
             is not supported.

@@ -2,8 +2,8 @@
 
 `fa3.calls.scheduler_metadata` makes them for all layers of a model, `fa3.calls.varlen` for a call
 that has its lengths on the CPU too. Calls then need not launch the kernel that makes the table
-(`fa3.calls.varlen_gpu`), nor kernels for sequences that there are not. The table is that of
-`fa3.planning.host_table`; it is read only, so calls on several streams and in captured graphs
+(`fa3.calls.varlen_gpu`), nor kernels for sequences that do not exist. `fa3.planning.host_table`
+builds the table. Calls only read it, so calls on several streams and in captured graphs
 share it, each with counters of its own.
 """
 
@@ -231,7 +231,7 @@ class KnownLengths:
 
 
 def differing(made: list[int] | None, found: list[int] | None) -> str:
-    """Where lengths differ first; those of a call have as many entries."""
+    """Where lengths differ first from a call's lengths, which have as many entries."""
     if made is None or found is None:
         came = ["None" if one is None else "given" for one in (made, found)]
         return f"{came[0]}, the call has it {came[1]}"
@@ -278,7 +278,7 @@ def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
     if falls.any():
         sequence = int(falls.argmax())
         raise ValueError(
-            f"{name} must not fall, does from {ends[sequence]} to {ends[sequence + 1]} for "
+            f"{name} must not decrease, got {ends[sequence]} to {ends[sequence + 1]} for "
             f"sequence {sequence}"
         )
     return ends
@@ -323,7 +323,7 @@ class LatestLengths:
         batch: int,
         may_cut: bool,
     ) -> KnownLengths:
-        """The lengths in tensors on the CPU: those of the call before if they are the same.
+        """The lengths in tensors on the CPU: the previous call's if they are the same.
 
         Args:
             names: what a call knows the tensors as.

@@ -101,23 +101,22 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Append k and v to a cache, in place, and attend from q to what is then in it.
+    """Append k and v to a cache, in place, and attend from q to all that is then in it.
 
     Query i of a sequence stands at key i + length - seqlen_q, where the length counts the appended
     tokens (bottom-right alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
-    The int32 tensors may be on q's GPU or on the CPU. What is on the CPU is checked before
-    anything is written. What is on the GPU is never read by the host, so the call can be captured
-    in a CUDA graph. Whatever it is, nothing outside of the cache is read or written: lengths and
-    paddings are taken as if cut to what the cache can hold, tokens that have no place in it, past
-    its end or in a row or page that does not exist, are not appended, and a position beyond the
-    rotary tables uses their last row. A sequence whose row, pages or part of k do not exist gets
-    an undefined result. Pages and keys that no sequence uses never reach the result, whatever
-    they hold.
+    The int32 tensors may be on q's GPU or on the CPU. Tensors on the CPU are checked before
+    anything is written. Tensors on the GPU are never read by the host, so the call can be captured
+    in a CUDA graph. Whatever they hold, nothing outside of the cache is read or written. Lengths
+    and paddings are clamped to what the cache can hold. Tokens without a place in it, past its end
+    or in a row or page that does not exist, are not appended. A position past the rotary tables
+    uses their last row. A sequence whose row, pages or part of k do not exist gets an undefined
+    result. Pages and keys that no sequence uses never reach the result, whatever they hold.
 
-    With FA3_ASSERTIONS=1 in the environment when fa3 is imported, what is on the GPU is read back
-    before anything is launched and checked like what is on the CPU. Every call then waits for the
-    GPU, and none can be captured: check one before the capture, and capture without the variable.
+    With FA3_ASSERTIONS=1 in the environment when fa3 is imported, tensors on the GPU are read back
+    and checked like tensors on the CPU, before any launch. Every call then waits for the GPU, and
+    none can be captured: check one before the capture, and capture without the variable.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8
@@ -143,8 +142,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32: keys before this one are hidden. Positions stay as they
             are.
         page_table: (batch, max_pages) int32: the pages of each sequence, in order. Entries
-            after its last token are not used, nor those after 2^31 - 2^20 tokens. Those that a
-            window has left behind are not read, but where the table is checked they must exist.
+            after its last token are not used, nor those after 2^31 - 2^20 tokens. Pages that
+            a window hides from all queries are not read, but must exist where the table is checked.
         cu_seqlens_q: (batch + 1,) int32: where the queries of each sequence begin and end in q,
             if sequences have different numbers of them; the last may be below total_q. Rows of no
             sequence are not written. On a GPU, rows of a sequence with more than max_seqlen_q may
@@ -154,8 +153,8 @@ def flash_attn_with_kvcache(
             and v. Ignored without them.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
-        window_size: (left, right) keys that a query sees beside its own position; -1 for all.
-            causal sets right to 0, whatever it is.
+        window_size: keys that a query sees before and after its own position, as (left, right);
+            -1 for all. causal sets right to 0, whatever it is.
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none.
         rotary_interleaved: whether columns 2i and 2i + 1 turn together; otherwise i and
             i + rotary_dim / 2 do (GPT-NeoX).

@@ -1,8 +1,8 @@
 """The latest call with some options: a call that is like it is not described again.
 
-To describe its tensors takes a call most of its time. Those of a model's layers and steps differ
-in nothing but addresses and, where rows are packed, in rows. `Latest` compares a call's tensors
-with those of the call before through the guards of torch.compile, all in one call of C++. Calls
+To describe its tensors takes a call most of its time. In a model, tensors of layers and steps
+differ only in addresses and, where rows are packed, in rows. `Latest` compares a call's tensors
+with the previous call's through the guards of torch.compile, all in one call of C++. Calls
 that differ in more are described (`fa3.calls.operands`), looked up and are the latest from then on.
 """
 
@@ -23,7 +23,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 Outcome = TypeVar("Outcome")
 
 MOST_PLACES = 128
-"""Calls whose addresses are remembered as fine: those of a step's layers, which come again."""
+"""Calls whose addresses are remembered as fine: a layer has the same ones in every step."""
 
 UNKNOWN = (None, ())
 """What `Latest.find` gives for a call that must be described."""
@@ -77,7 +77,7 @@ class Latest(Generic[Outcome]):
         They would pass `fa3.calls.operands.describe` then, and `check_writable` if those passed.
 
         Args:
-            tensors: those of the call, in the same places as the latest one's; None for none.
+            tensors: of the call, in the same places as the latest one's; None for none.
         """
         if self.remembered is None:
             return UNKNOWN
@@ -115,7 +115,7 @@ class Latest(Generic[Outcome]):
         """Keep what a call led to, which has been described and found valid.
 
         Args:
-            tensors: those of the call.
+            tensors: of the call.
             alignments: that `fa3.calls.operands.describe` asked for in each place.
             of_any_length: places of tensors whose first dimension may have another length.
             has_backward: whether tensors may require grad.

@@ -37,7 +37,7 @@ class PreparedMixed:
     Fields:
         short: attends for sequences with up to `most_short` queries.
         plan: how the forward kernel attends for the others.
-        window: that of the plan.
+        window: of the plan.
         capacity: keys that a sequence has room for.
         long: the plan's kernels; None on the CPU.
         alone: attends for all sequences where the forward kernel would have few tiles. Steps in

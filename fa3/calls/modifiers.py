@@ -1,4 +1,4 @@
-"""What a call says about its scores beside the scale: checked, and split for compiling.
+"""What a call says about its scores, except the scale: checked, and split for compiling.
 
 `Structure` is what of it shapes the code; the tensors go to the kernel.
 """
@@ -73,7 +73,7 @@ class Modifiers(NamedTuple):
 
     Fields:
         structure: what is compiled.
-        tensors: those of the scores, the mask and the sinks, in this order; None if there are
+        tensors: of the scores, the mask and the sinks, in this order; None if there are
             none.
     """
 
@@ -146,7 +146,7 @@ def structure_of(
     """What is compiled for a call without functions of the user's.
 
     Args:
-        rank_of_slopes: that of alibi_slopes; None if there are none.
+        rank_of_slopes: of alibi_slopes; None if there are none.
         sinks: their dtype; None if there are none.
     """
     scores: list[Score] = [Softcap(float(softcap))] if softcap else []

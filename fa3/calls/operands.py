@@ -288,7 +288,7 @@ def check_no_overlap(name: str, operand: Operand) -> None:
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise if torch lets nobody write a tensor here, which it would say in the midst of a call."""
+    """Raise if torch does not let a tensor be written here, which it would say in mid-call."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} must not be an inference tensor when it is written outside of "
@@ -300,7 +300,7 @@ CheckOfAddresses = Callable[..., None]
 """Takes the addresses of the tensors that are given."""
 
 MOST_REMEMBERED = 128
-"""Addresses that a check remembers: those of a step's layers, which come again step by step."""
+"""Addresses that a check remembers: a layer has the same ones in every step."""
 
 
 # Fewer than of other things: each remembers many addresses.

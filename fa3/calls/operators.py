@@ -72,7 +72,7 @@ class Operator:
 
     Args:
         schema: arguments and results, as torch writes them.
-        fake: takes fake tensors by name, and makes results like those of a call.
+        fake: takes fake tensors by name, and makes results like a call's.
     """
 
     def __init__(self, name: str, schema: str, fake: Callable) -> None:
@@ -134,7 +134,7 @@ def as_call(arguments: dict[str, object]) -> dict[str, object]:
 def fake_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None, **rest
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results like those of `flash_attn_func`."""
+    """Return results like `flash_attn_func`'s."""
     check_fakes({"q": q, "k": k, "v": v}, DIMENSIONS)
     batch, seqlen_q, heads, _ = q.shape
     return fake_out(q, (batch, seqlen_q, heads, v.shape[3]), out), q.new_empty(
@@ -145,7 +145,7 @@ def fake_dense(
 def fake_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None, **rest
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results like those of `flash_attn_varlen_func`."""
+    """Return results like `flash_attn_varlen_func`'s."""
     check_fakes({"q": q, "k": k, "v": v}, PACKED_DIMENSIONS)
     total_q, heads, _ = q.shape
     return fake_out(q, (total_q, heads, v.shape[2]), out), q.new_empty(
@@ -160,7 +160,7 @@ def fake_cached(
     out: torch.Tensor | None,
     **rest,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results like those of `flash_attn_with_kvcache`."""
+    """Return results like `flash_attn_with_kvcache`'s."""
     check_fakes({"q": q, "k_cache": k_cache, "v_cache": v_cache}, DIMENSIONS)
     batch, seqlen_q, heads, _ = q.shape
     return fake_out(q, (batch, seqlen_q, heads, v_cache.shape[3]), out), q.new_empty(
@@ -174,7 +174,7 @@ def fake_combined(
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results like those of `flash_attn_combine`."""
+    """Return results like `flash_attn_combine`'s."""
     check_rank("out_partial", as_operand(out_partial), ("num_splits", *DIMENSIONS))
     _, *shape = out_partial.shape
     batch, seqlen, heads, _ = shape
@@ -206,7 +206,7 @@ def fake_gradients(
     sinks: torch.Tensor | None,
     **rest,
 ) -> tuple[torch.Tensor, ...]:
-    """Results like those of `fa3.calls.operator_backward`."""
+    """Return results like `fa3.calls.operator_backward`."""
     like_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return *(tensor.new_empty(tensor.shape) for tensor in (q, k, v)), like_sinks
 

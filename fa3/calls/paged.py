@@ -29,7 +29,7 @@ def attend_to_pages(*arguments) -> Result:
     """What `flash_attn_varlen_func` gives with `page_table`.
 
     Args:
-        arguments: those of `run_on_pages`.
+        arguments: as for `run_on_pages`.
     """
     try:
         return run_on_pages(*arguments)
@@ -72,7 +72,7 @@ def run_on_pages(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> Result:
-    """Attend. The arguments are those of `flash_attn_varlen_func`, their types checked."""
+    """Attend. Takes the arguments of `flash_attn_varlen_func`, their types checked."""
     calls = known = functions = None
     if scheduler_metadata is not None:
         if seqused_q is not None:

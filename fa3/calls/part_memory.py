@@ -1,4 +1,4 @@
-"""What the forward kernel takes beside a call's tensors where tiles are cut into parts."""
+"""What the forward kernel takes besides a call's tensors where tiles are cut into parts."""
 
 from dataclasses import dataclass
 

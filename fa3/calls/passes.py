@@ -46,7 +46,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute `flash_attn_func` of q, k and v that lie in one tensor.
+    """Compute `flash_attn_func` of q, k and v in one tensor.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim); or (batch, seqlen, heads, head_dim), where q has
@@ -131,11 +131,11 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the output and the log-sum-exp, in the public function that the arguments belong to.
+    """Compute the output and the log-sum-exp by the public function that fits the arguments.
 
-    With cu_seqlens_k that is `flash_attn_varlen_func`. With cu_seqlens_q alone, seqused_k or what
-    only a cache has, it is `flash_attn_with_kvcache`, where seqused_k is called cache_seqlens.
-    Otherwise it is `flash_attn_func`.
+    With cu_seqlens_k that is `flash_attn_varlen_func`. With cu_seqlens_q alone, with seqused_k, or
+    with arguments for a cache, it is `flash_attn_with_kvcache`, where seqused_k is called
+    cache_seqlens. Otherwise it is `flash_attn_func`.
 
     Args:
         k_new, v_new: k and v of `flash_attn_with_kvcache`.
@@ -144,12 +144,12 @@ def _flash_attn_forward(
         q and the others: as in the public functions.
 
     Returns:
-        out, the log-sum-exp, and twice a tensor without elements: FlashAttention-3's outputs and
-        log-sum-exps of splits, which are merged here when the call returns.
+        out, the log-sum-exp, and two empty tensors. FlashAttention-3 has the outputs and
+        log-sum-exps of parts there; here parts are merged when the call returns.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as the public function, or an argument is given
-            that it does not have.
+        TypeError, ValueError, NotImplementedError: as the public function, or if an argument is
+            given that it does not have.
     """
     named: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "qv": qv, "q_descale": q_descale,
@@ -221,13 +221,14 @@ def _flash_attn_backward(
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv.
 
-    They are computed in memory of their own and copied. FlashAttention-3 returns the row sums of
-    dout * out, which callers drop; this returns nothing.
+    They are computed in memory of their own, then copied. FlashAttention-3 returns the row sums of
+    dout * out; this function returns nothing.
 
     Args:
         dout: the gradient of out, in any strides.
-        out: the output, contiguous in its last dimension. Of a block of keys, that of all blocks.
-        softmax_lse: the log-sum-exp of the same, contiguous.
+        out: the output, contiguous in its last dimension. For a block of keys, the output of all
+            blocks.
+        softmax_lse: the log-sum-exp that belongs to out, contiguous.
         sequed_q, sequed_k: seqused_q and seqused_k, as FlashAttention-3 spells them here.
         dq, dk, dv: like q, k and v, in any strides; they must be given.
         q and the others: as `flash_attn_func` or, with cu_seqlens_q, `flash_attn_varlen_func` took

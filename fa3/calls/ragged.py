@@ -185,7 +185,7 @@ def check_totals(
         q, k, v: their shapes.
 
     Returns:
-        the rows of q, and those of k.
+        the rows of q, and the rows of k.
     """
     (total_q, heads, _), total_k, total_v = q, k[0], v[0]
     if total_v != total_k:
@@ -248,10 +248,10 @@ def check_ends(name: str, ends: list[int], side: str, total: int) -> None:
     for sequence, (begin, end) in enumerate(itertools.pairwise(ends)):
         if end < begin:
             raise ValueError(
-                f"{name} must not fall, does from {begin} to {end} for sequence {sequence}"
+                f"{name} must not decrease, got {begin} to {end} for sequence {sequence}"
             )
     if ends[-1] > total:
-        raise ValueError(f"{name} must end with the {total} rows of {side} or less, got {ends[-1]}")
+        raise ValueError(f"{name} must end at {total}, the rows of {side}, or less, got {ends[-1]}")
 
 
 # ------------------------------------------------------------------------------------ results

@@ -194,21 +194,21 @@ def get_scheduler_metadata(
     """Decide how calls of `flash_attn_with_kvcache` or `flash_attn_varlen_func` are run; made once,
     for all layers.
 
-    A call checks that it is what this was made for. Lengths on a GPU are not read, but with
-    FA3_ASSERTIONS=1, as in the call, to be checked only.
+    A call checks that it is what this was made for. Lengths on a GPU are not read, except with
+    FA3_ASSERTIONS=1, to check them as in the call.
 
     Without cu_seqlens_q: where num_splits is 0 and cache_seqlens is on the CPU, finds out whether
-    whole tiles keep the SMs as busy as tiles that are cut and merged; then the calls run without
-    workspace and merge. When a call comes the lengths may have changed: that can cost time, but
-    does not change what is computed.
+    whole tiles keep the SMs as busy as tiles that are cut and merged. If so, the calls run without
+    workspace and merge. If lengths have changed by the time of a call, that can cost time, but
+    never changes the result.
 
-    With cu_seqlens_q, for packed queries, and all lengths on the CPU: makes the table of tiles,
-    longest first, and copies it to the current GPU, so that no call has to make one, and sees which
-    kernels there is work for. When a call comes the lengths on the GPU must be these: otherwise the
-    result is undefined, though nothing outside of the tensors is read or written, and it is an
-    error where the call sees the lengths. So a CUDA graph that is to serve other lengths is
-    captured without. Calls on any streams may use it at the same time. A copy, or one that was
-    pickled, has the lengths but no table on a GPU: its first call there makes it.
+    With cu_seqlens_q, for packed queries, and all lengths on the CPU: builds the tile table,
+    longest tile first, and copies it to the current GPU, so that no call has to build one. It also
+    finds out which kernels have work. The lengths on the GPU must be the same in the call.
+    Otherwise the result is undefined, but nothing outside of the tensors is read or written; a call
+    that sees the lengths raises an error. So capture a CUDA graph that must serve other lengths
+    without it. Calls on any streams may use it at the same time. A copy, also a pickled one, has
+    the lengths but no table on a GPU: its first call there builds it.
 
     Args:
         batch_size: sequences.
@@ -389,7 +389,7 @@ def upload(lengths: KnownLengths, kind: TableKind) -> None:
 
 
 def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:
-    """The GPU of the calls: that of the lengths, else the current one."""
+    """The GPU of the calls: where the lengths are, else the current one."""
     if isinstance(cache_seqlens, torch.Tensor) and cache_seqlens.device.type == "cuda":
         return gpu_of(cache_seqlens.device)
     if torch.cuda.is_available():
@@ -410,7 +410,7 @@ def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_cta
 def most_of_whole_tiles(
     sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
 ) -> tuple[int, int]:
-    """Key blocks of the CTA that has the most if tiles stay whole, and those of all CTAs."""
+    """Key blocks of the CTA that has the most if tiles stay whole, and of all CTAs."""
     mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
     blocks = (
         mask.key_blocks(

@@ -57,7 +57,7 @@ class StepLengths:
         return any(isinstance(one, torch.Tensor) and not one.is_cpu for one in tensors)
 
     def of_packed(self, may_cut: bool) -> KnownLengths | None:
-        """Those of packed queries and keys; None if one is on a GPU."""
+        """The lengths of packed queries and keys; None if one is on a GPU."""
         integers = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.cache_seqlens
         ends_q, ends_k, used_q, used_k = on_host(INTEGERS_OF_LENGTHS, integers, self.batch)
         if ends_q is None:
@@ -65,7 +65,7 @@ class StepLengths:
         return self.checked(KnownLengths.packed(ends_q, ends_k, used_q, used_k, may_cut))
 
     def of_packed_queries(self) -> KnownLengths | None:
-        """Those of packed queries and of keys in a cache; None if they are not to be seen."""
+        """The lengths of packed queries and of keys in a cache; None if they cannot be seen."""
         keys = self.keys_in_cache()
         (ends_q,) = on_host(("cu_seqlens_q",), (self.cu_seqlens_q,), self.batch)
         if ends_q is None or keys is None:
@@ -122,7 +122,8 @@ class StepLengths:
                 )
             if count < 0:
                 raise ValueError(
-                    f"cu_seqlens_k_new must not fall, does by {-count} for sequence {sequence}"
+                    f"cu_seqlens_k_new must not decrease, but falls by {-count} for sequence "
+                    f"{sequence}"
                 )
             if 0 < self.max_seqlen_k_new < count:
                 raise ValueError(

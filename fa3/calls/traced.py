@@ -45,7 +45,7 @@ def trace_dense(
     """What `flash_attn_func` gives.
 
     Args:
-        options: those of `options_of`.
+        options: of `options_of`.
     """
     if plan is not None:
         raise NotImplementedError(
@@ -54,8 +54,8 @@ def trace_dense(
         )
     if not (schedule is None or isinstance(schedule, str)):
         raise NotImplementedError(
-            "schedule must be a name like 'list' while a graph is traced, which objects cannot be "
-            "part of"
+            "schedule must be a name like 'list' while a graph is traced: a graph cannot hold "
+            "objects"
         )
     named, functions = options_of(*options), functions_of(score, mask)
     if check_gradients(q, k, v, out, score, named, functions, pack_gqa):
@@ -93,7 +93,7 @@ def trace_packed(
     """What `flash_attn_varlen_func` gives.
 
     Args:
-        options: those of `options_of`.
+        options: of `options_of`.
     """
     named, functions = options_of(*options), functions_of(score, mask)
     if check_gradients(q, k, v, out, score, named, functions):

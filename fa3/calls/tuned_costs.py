@@ -1,4 +1,4 @@
-"""Costs that `fa3 tune` has fitted to this machine's GPUs, beside the compiled kernels.
+"""Costs that `fa3 tune` has fitted to this machine's GPUs, next to the compiled kernels.
 
 `fa3.tools.tune_command` writes them, and `devices.gpu_of` gives them to the planner. They are read
 once in a process, so that its plans never change: costs that are written meanwhile count for
@@ -31,7 +31,7 @@ def tuned_costs(gpu_name: str) -> Costs | None:
 
 
 def tuned_path(gpu_name: str, suffix: str = OF_COSTS) -> Path:
-    """The file of a GPU's costs, or another one beside it.
+    """The file of a GPU's costs, or another one next to it.
 
     Raises:
         RuntimeError: there is no folder for it.

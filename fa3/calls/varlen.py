@@ -112,19 +112,19 @@ def flash_attn_varlen_func(
     """Compute softmax(score(softmax_scale * q k^T) + mask) v inside of each packed sequence.
 
     Sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and out, and the rows
-    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v; of these only the first seqused_q[b] and
-    seqused_k[b] if given. Rows that are not used may hold anything, NaN included. Query i of a
-    sequence stands at key i + seqlen_k - seqlen_q, where the lengths are those used (bottom-right
-    alignment). Query head h uses key/value head h // (heads_q / heads_kv).
+    cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v. If seqused_q or seqused_k is given, only the
+    first seqused_q[b] or seqused_k[b] of them count. Rows that are not used may hold anything, NaN
+    included. Query i of a sequence stands at key i + seqlen_k - seqlen_q, where lengths count used
+    rows (bottom-right alignment). Query head h uses key/value head h // (heads_q / heads_kv).
 
-    out and the log-sum-exp are differentiable by q, k, v and sinks, as those of `flash_attn_func`
-    are. Rows that are not used get 0, and whatever gradient comes for them is not looked at.
+    out and the log-sum-exp are differentiable by q, k, v and sinks, as in `flash_attn_func`. Rows
+    that are not used get 0, and their incoming gradients are not read.
 
     CPU tensors run through `fa3.reference.varlen`; lengths are checked before anything is written.
     On a GPU the host never reads lengths, unless FA3_ASSERTIONS=1 is in the environment when fa3 is
-    imported (then every call waits for the GPU, and none can be captured in a CUDA graph). No
-    length causes a compilation. Whatever lengths are, nothing outside of the tensors is read or
-    written, but the result is undefined where they are not what is said below.
+    imported. Then every call waits for the GPU, and none can be captured in a CUDA graph. Once the
+    kernels of a call exist, no length causes a compilation. Whatever lengths are, nothing outside
+    of the tensors is read or written. If they break the rules below, the result is undefined.
 
     Args:
         q: (total_q, heads_q, head_dim), bfloat16 or float16; head_dim a multiple of 8 up to 256.
@@ -143,8 +143,8 @@ def flash_attn_varlen_func(
         seqused_k: like seqused_q, for keys.
         softmax_scale: factor of the scores, positive; 1 / sqrt(head_dim) by default.
         causal: hide the keys after a query's own position.
-        window_size: (left, right) keys that a query sees beside its own position; -1 for all.
-            causal sets right to 0, whatever it is.
+        window_size: keys that a query sees before and after its own position, as (left, right);
+            -1 for all. causal sets right to 0, whatever it is.
         softcap: bound of the scores: cap * tanh(score / cap); 0 for none. Applied before
             everything else that changes scores.
         alibi_slopes: (heads_q,) or (batch, heads_q), float32: adds
@@ -156,16 +156,16 @@ def flash_attn_varlen_func(
         mask: a mask of your own, see `fa3.Mask`; joined with causal and window_size.
         deterministic: give the same bits of dQ every time; all else always has the same.
         sm_margin: SMs to leave to other kernels.
-        return_lse: also return the log-sum-exp. return_attn_probs is FlashAttention-3's name
-            for the same, return_softmax_lse that of engines.
+        return_lse: also return the log-sum-exp. FlashAttention-3 calls this return_attn_probs,
+            serving engines call it return_softmax_lse.
         out: (total_q, heads_q, head_dim_v) tensor that receives the output, like q. Rows of
             queries that are not used stay as they are. Must not share memory with another tensor
             of the call; it may lie between their elements.
         num_splits: 0 or 1. Keys are split for sequences with few queries, where that suits the
-            GPU. With 0 those of long sequences are, too, where few tiles would leave SMs idle, if
-            no gradient is wanted; with 1, FlashAttention-3's default, never. scheduler_metadata
-            that was made with 1 keeps them whole, too. With page_table 1 splits no keys at all, and
-            a larger number says into how many parts: as in `flash_attn_with_kvcache`.
+            GPU. With 0, keys of long sequences are split too, where few tiles would leave SMs idle
+            and no gradient is wanted. With 1, FlashAttention-3's default, they are not, and neither
+            with scheduler_metadata that was made with 1. With page_table as in
+            `flash_attn_with_kvcache`: 1 splits no keys, and a larger number is the number of parts.
         pack_gqa: None or False, which are the same: query heads share tiles where queries are few.
             With page_table None or True. Anything if query heads share no key/value head.
         page_table: (batch, max_pages), int32: the pages of each sequence. Then k and v are a cache
@@ -201,9 +201,9 @@ def flash_attn_varlen_func(
             cu_seqlens_k do not cut the rows, a length is above its maximum, or seqused_q or
             seqused_k is negative.
         RuntimeError: FA3_ASSERTIONS is 1 and a CUDA graph is being captured.
-        NotImplementedError: the combination is not supported, a gradient is wanted that there is
-            not (that of a `score`, a second one), a tensor does not lie in memory, or a transform
-            of torch.func or torch.jit.trace is active.
+        NotImplementedError: the combination is not supported, a gradient is wanted that does not
+            exist (through a `score`, a second one), a tensor does not lie in memory, or a
+            transform of torch.func or torch.jit.trace is active.
 
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
@@ -442,7 +442,7 @@ def check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
     if seqused_k is None:
-        raise ValueError("seqused_k must be given with page_table: how many keys sequences have")
+        raise ValueError("seqused_k must be given with page_table: the keys of each sequence")
     if cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
     refused = {

@@ -32,7 +32,7 @@ class PackedAttention(torch.autograd.Function):
                 dQ is to have the same bits every time; the softmax scale; the `Dropout`, None
                 without; whether the log-sum-exp is wanted. In one tuple, since torch looks at each
                 argument.
-            tensors: those of the spec's scores, mask and sinks, in this order.
+            tensors: of the spec's scores, mask and sinks, in this order.
 
         Returns:
             out, and the log-sum-exp if it is wanted: each costs torch 1 us.

@@ -76,10 +76,10 @@ class RaggedCall:
 
         Args:
             sizes: of the call, which bound the lengths.
-            tensors: those of the spec's scores, mask and sinks.
+            tensors: of the spec's scores, mask and sinks.
             dropout: where the spec has it.
             has_gradients: whether gradients may be asked for. Then no sequence is the decode
-                kernel's, so that none has other bits beside other sequences.
+                kernel's, so that its bits do not depend on other sequences.
             known: the lengths, if the host knows them; they fit the call.
             splits: whether long sequences may be split where SMs would be idle; known lengths
                 may say that they are not.
@@ -224,7 +224,7 @@ def ragged_gradients(
     Args:
         operands: its tensors; `d_out` and `d_lse` are None for zeros.
         longest: max_seqlen_q and max_seqlen_k.
-        tensors: those of the spec's scores, mask and sinks.
+        tensors: of the spec's scores, mask and sinks.
         wanted: whose gradients are; on a GPU q, k and v have theirs together.
         deterministic: whether dQ is to have the same bits every time, as it always has on the CPU.
         dropout: as `attend` took it.

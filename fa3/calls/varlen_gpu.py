@@ -44,9 +44,9 @@ class Short(NamedTuple):
     """The sequences of a call that are the decode kernel's.
 
     Fields:
-        most_queries: those with so many queries or fewer.
-        start: launches it for them, given the table of tiles that the forward kernel has beside
-            it; returns what merges its parts when both have ended.
+        most_queries: sequences with so many queries or fewer.
+        start: launches it for them, given the tile table of the forward kernel, which runs at
+            the same time; returns what merges its parts when both have ended.
     """
 
     most_queries: int
@@ -173,10 +173,10 @@ class PreparedVarlen:
     def launch_split(
         self, given: tuple, tiles: KnownTiles, stream: int, capture: Capture | None
     ) -> None:
-        """Run the kernels for tiles that are cut: keys are packed, and nothing runs beside them.
+        """Run the kernels for tiles that are cut: keys are packed, and no decode kernel runs.
 
         Args:
-            given: those of `ForwardArguments` before `num_clusters`.
+            given: the fields of `ForwardArguments` before `num_clusters`.
         """
         q = given[0]
         counters = counters_of(q.device, stream, capture)
@@ -282,8 +282,8 @@ class PackedKernels(NamedTuple):
 def prepare(
     plan: RaggedPlan, joined: JoinedPlan | None, short: ShortPlan | None, window: Window
 ) -> PackedKernels:
-    """Load the kernels of all plans that a call may take, whatever its lengths are; those of the
-    decode kernel once a call has more keys than queries, which most never have."""
+    """Load the kernels of all plans that a call may take, whatever its lengths are; the decode
+    kernel once a call has more keys than queries, which most never have."""
     alone = prepare_alone(plan, window)
     of_joined = of_short = None
     if joined is not None:

@@ -1,4 +1,4 @@
-"""fa3 behind `F.scaled_dot_product_attention` and `torch.nn.attention.varlen.varlen_attn`.
+"""fa3 in `F.scaled_dot_product_attention` and `torch.nn.attention.varlen.varlen_attn`.
 
     fa3.integrations.torch.register()
     torch.nn.attention.activate_flash_attention_impl("fa3")
@@ -319,7 +319,7 @@ def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
 
 
 def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient in the strides that torch gives it in graphs, those of `torch.empty_like`."""
+    """A gradient in the strides that torch gives it in graphs, as `torch.empty_like` does."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return gradient if gradient.stride() == strides else torch.empty_like(tensor).copy_(gradient)
 

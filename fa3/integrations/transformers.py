@@ -109,7 +109,7 @@ def describe_mask(
     device: torch.device | str = "cpu",
     **rest,
 ) -> torch.Tensor | None:
-    """The mask of a forward pass; the arguments are those of `transformers.masking_utils`.
+    """The mask of a forward pass; takes the arguments of `transformers.masking_utils`.
 
     Args:
         q_length, kv_length: queries, and keys that the cache will give.

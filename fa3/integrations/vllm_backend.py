@@ -6,7 +6,7 @@ of `flash_attn_varlen_func`, whatever the requests are: those that decode have o
 all layers share, lengths and page tables, `MetadataBuilder` takes once a step from what vLLM tells.
 No length is read by the host.
 
-The interface is that of vLLM 0.32 and 0.33, where a layer's cache is (pages, heads, tokens of a
+The interface is as in vLLM 0.32 and 0.33, where a layer's cache is (pages, heads, tokens of a
 page, 2 * head_size): each token's key, then its value.
 """
 
@@ -29,7 +29,7 @@ from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND
 
 if not hasattr(AttentionBackend, "supported_kv_cache_layouts"):
-    raise ImportError("fa3's backend needs vLLM 0.32 or newer, whose caches lie in another way")
+    raise ImportError("fa3's backend needs vLLM 0.32 or newer, whose caches have another layout")
 
 PAGE_UNIT = 16
 """Tokens of a page come in multiples of this, so that few TMA copies fetch a block of keys."""
@@ -84,10 +84,10 @@ class Metadata(AttentionMetadata):
     """A step's batch, as all layers see it.
 
     Fields:
-        num_actual_tokens: rows of the query that count; behind them is padding.
+        num_actual_tokens: rows of the query that count; padding follows.
         max_query_len, max_seq_len: bounds of the lengths.
         query_start_loc: (requests + 1,), int32: where each request's queries begin.
-        seq_lens: (requests,), int32: tokens of each request, those of this step included.
+        seq_lens: (requests,), int32: tokens of each request, this step's included.
         block_table: (requests, pages of a request), int32: its pages.
         causal: whether a query sees no later tokens.
     """
@@ -211,7 +211,7 @@ class Fa3Attention(AttentionImpl[Metadata]):
         """Attend from each request's queries to all of its tokens in the cache.
 
         Args:
-            query, output: (tokens, heads, head_size), with padding behind the actual tokens; the
+            query, output: (tokens, heads, head_size), with padding after the actual tokens; the
                 output's is left as it is.
             key, value: what the cache has already.
             attn_metadata: None when vLLM only tries how much memory it needs.

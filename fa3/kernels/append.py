@@ -247,8 +247,8 @@ class AppendArguments(NamedTuple):
         k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, ...), with pages (num_pages,
             page_size, heads_kv, ...); written.
         seqlens: (batch,) int32, tokens in the cache before the append.
-        new_seqlens: (batch,) int32, receives the tokens after the append; None if nobody reads
-            them.
+        new_seqlens: (batch,) int32, receives the tokens after the append; None if no kernel
+            reads them.
         cu_seqlens: (batch + 1,) int32, where the new tokens of each sequence begin; None if all
             sequences get equally many.
         batch_idx: (batch,) int32, a sequence's row in the cache; None for its index in the batch.

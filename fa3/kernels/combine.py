@@ -212,8 +212,7 @@ class Combine:
         head_dim_v: columns of O.
         qhead_per_kvhead: query heads in a tile's rows, for recorded parts; None for dense parts.
         sinks: dtype of the heads' sinks, or None.
-        is_packed: whether the queries of sequences are behind one another, in tensors without a
-            batch.
+        is_packed: whether the queries of sequences are packed, in tensors without a batch.
     """
 
     dtype: str

@@ -5,8 +5,8 @@ Reading K and V once takes nearly all the time, so every SM must read equally mu
 A tile is up to 64 query rows of one key/value head of one sequence: all its query heads and
 positions. The key blocks of all tiles are cut into one piece for each CTA (`schedules.stream_k`),
 which finds its piece from the lengths in device memory. If a tile spans several pieces, each writes
-a part to the workspace. With few parts to merge, the CTA that takes the last number among those of
-a tile merges them into O; it waits for no CTA but those that have nearly done. With more,
+a part to the workspace. With few parts to merge, the CTA that takes the last of a tile's numbers
+merges them into O; it waits only for CTAs that have nearly done. With more,
 `kernels.combine` merges them. Where tiles may be cut anywhere (`StreamK`), each launch says which.
 
 Roles per CTA
@@ -24,7 +24,7 @@ Timeline of a launch (programmatic dependent launch)
     The combine kernel is launched early and waits in hardware for the end of this one. This one
     starts in the same way while the previous kernel still runs, if that kernel allows it; the
     prefetcher works during this time. Where calls have no other kernel two CTAs fit on an SM, so
-    that those of the next call are there when this one ends. Else they would land two on one SM.
+    that CTAs of the next call are there when this one ends. Else two of them would land on one SM.
 
 Timeline of the consumer in a segment: as in `kernels.forward`, with one warpgroup
     tensor cores   | S = Q K[n-1]^T | O += P[n] V[n] |
@@ -120,9 +120,9 @@ class DecodeOperands(NamedTuple):
         seqlen_new: keys that each has beyond these.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
-        table: says how many CTAs there are beside the forward kernel; None without it.
-        counters: address of those of tiles with parts: how many CTAs have come, and have left. A
-            tile has its first slot's. 0 if `kernels.combine` merges.
+        table: says how many CTAs overlap the forward kernel; None without it.
+        counters: address of the counters of tiles with parts: how many CTAs have come, and have
+            left. A tile has its first slot's. 0 if `kernels.combine` merges.
     """
 
     q: cute.Tensor
@@ -144,7 +144,7 @@ class DecodeBuffers(NamedTuple):
     """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...).
 
     Fields:
-        number: (1,) int32, the number of the consumer's part among those of its tile.
+        number: (1,) int32, the number of the consumer's part among the parts of its tile.
     """
 
     q: cute.Tensor
@@ -186,7 +186,7 @@ class Decode(AttentionKernel):
 
     A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
     With `is_long` the key blocks of all tiles together may need 64-bit numbers. With `is_packed`
-    sequences have different numbers of queries, which are behind one another; with `has_used_q`
+    sequences have different numbers of queries, one after another; with `has_used_q`
     not all of them count. If the cache's layout is packed, so are the queries. With `is_beside` the
     forward kernel follows, for the other sequences of the call, and runs on the SMs that are left.
     """
@@ -583,8 +583,8 @@ class Decode(AttentionKernel):
             workspace.clear_record(walk.crew.cta)
 
     def key_blocks(self, tile: Tile, sequence: Sequence) -> Blocks:
-        """Key blocks that the rows of one tile touch, of all heads: those of the spec's mask, whose
-        band alone has ranges. What a mask of the user's has may differ by head."""
+        """Key blocks that the rows of one tile touch, of all heads, by the spec's mask, whose band
+        alone has ranges. What a mask of the user's has may differ by head."""
         ratio, row = self.qhead_per_kvhead, tile.m_block * ROWS
         first, last = row // ratio, (row + ROWS - 1) // ratio
         return self.spec.mask.key_blocks(first, last - first + 1, self.config.tile_n, sequence)
@@ -686,9 +686,9 @@ class Decode(AttentionKernel):
         sinks,
         queries: tuple,
     ):
-        """Count a part as written; who has the last number waits for the others, and merges.
+        """Count a part as written; the CTA with the last number waits for the others, and merges.
 
-        The others have come, so they run, and until they have left they wait for nobody.
+        The others have come, so they run, and until they have left they wait for no CTA.
         """
         if self.merges(operands, segment):
             thread, _, _ = cute.arch.thread_idx()

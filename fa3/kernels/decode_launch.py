@@ -20,7 +20,7 @@ class DecodeConfig:
         tile_n: keys of a block.
         kv_stages: blocks of K, and of V, in shared memory.
         q_stages: Q tiles in shared memory; with two, the next segment's Q is loaded early.
-        ctas_of_sm: CTAs for which an SM has room; with two, those of the next call come early.
+        ctas_of_sm: CTAs for which an SM has room; with two, CTAs of the next call come early.
     """
 
     tile_n: int
@@ -72,7 +72,7 @@ class DecodeArguments(NamedTuple):
         num_ctas: CTAs to launch.
         width: see `Crews`; 1 with other cuts.
         max_seqlen_k: most keys of a sequence, if they are packed.
-        table: int32, the tiles of the forward kernel that runs beside this one, whose header says
+        table: int32, the tiles of the forward kernel that overlaps this one, whose header says
             how many CTAs this one has; None without.
     """
 

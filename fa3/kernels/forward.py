@@ -76,7 +76,7 @@ FIRST_EPILOGUE_BARRIER = 5
 
 
 def is_packed(tensor: cute.Tensor) -> bool:
-    """Whether the sequences of a tensor lie behind one another in its rows."""
+    """Whether the sequences of a tensor are packed in its rows."""
     return cute.rank(tensor) == PACKED_RANK
 
 
@@ -159,8 +159,8 @@ class Forward(AttentionKernel):
 
     Fields:
         cache: where packed queries find their keys; None if k and v are packed too, or dense.
-        has_both: whether a launch says if the softmax follows the running maximum or has the
-            config's fixed reference: the consumers have the code of both, one behind the other.
+        has_both: whether a launch says if the softmax is online or has a fixed row max, as in the
+            config: the consumers have the code of both, one after the other.
     """
 
     spec: AttentionSpec
@@ -176,7 +176,7 @@ class Forward(AttentionKernel):
         self.config.validate(self.spec)
         if self.config.cluster > 1 and not self.schedule_type.takes_pairs:
             raise ValueError(
-                f"{self.schedule_type.__name__} must have CTAs alone, got clusters of "
+                f"{self.schedule_type.__name__} must have clusters of 1 CTA, got clusters of "
                 f"{self.config.cluster}"
             )
         if self.cache is not None and not self.box:
@@ -688,7 +688,7 @@ class Forward(AttentionKernel):
         thread_idx,
         sinks: tuple | None,
     ):
-        """Mark those of this thread's finished rows whose reference failed."""
+        """Mark this thread's finished rows whose fixed row max was too far off."""
         has_sinks = sinks is not None
         if attention.may_have_failed(has_sinks):
             warp = self.warp_of_tile(thread_idx)

@@ -125,7 +125,7 @@ class ForwardConfig:
                 f"cluster_m={self.cluster_m}"
             )
         if self.cluster_h > 1 and spec.mask.templates:
-            raise ValueError("cluster_h must be 1 with a mask of the user's: its blocks may differ")
+            raise ValueError("cluster_h must be 1 with a mask of your own: its blocks may differ")
         if not self.own_o and padded(spec.head_dim) != padded(spec.head_dim_v):
             raise ValueError(
                 f"own_o=False stages O in Q's place and needs their columns to be equal, got "
@@ -134,7 +134,7 @@ class ForwardConfig:
         if self.fixed_reference and not spec.element.holds_powers:
             raise ValueError(f"fixed_reference must be False with {spec.dtype}: its range is small")
         if self.fixed_reference and any(score.kind.hides for score in spec.scores):
-            raise ValueError("fixed_reference must be False with scores of the user's")
+            raise ValueError("fixed_reference must be False with a score of your own")
         check_fits(self.smem_bytes(spec), self, spec)
         if self.registers(spec) > self.fragment_registers:
             drawn = " and random numbers" if spec.has_dropout else ""
@@ -159,7 +159,7 @@ class ForwardArguments(NamedTuple):
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section: that of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`.
+        heads_per_section: of `TileOrder`; with a table, its `RaggedOrder.rows_of_section`.
         num_clusters: clusters to launch.
         schedule_state: int32; the schedule's table, counters or marks.
         part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
@@ -173,7 +173,7 @@ class ForwardArguments(NamedTuple):
             (num_pages, page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache
             without pages.
         is_beside: 1 if the kernel before is the decode kernel, which takes other sequences of the
-            same call and lets this one run beside it; else 0. None without a table.
+            same call and lets this one overlap it; else 0. None without a table.
         dropout: see `DropoutArguments`; None without.
         follows: whether the softmax follows the running maximum, 0 or 1, if the kernel has the code
             of both references; else None.

@@ -170,7 +170,7 @@ class JoinedTable:
 
     @cute.jit
     def write_sequences(self, operands: JoinedTableOperands):
-        """Write a record of each sequence: its queries are those of one tile."""
+        """Write a record of each sequence: its queries are the queries of one tile."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         num_blocks, _, _ = cute.arch.grid_dim()
@@ -183,7 +183,7 @@ class JoinedTable:
 
     @cute.jit
     def record_of_row(self, operands: JoinedTableOperands, row: Int32) -> RowRecord:
-        """The record of a row of q, which may lie behind the last one."""
+        """The record of a row of q, which may lie past the last one."""
         queries, keys, *_, window = operands
         batch, behind = Int32(0), Int32(queries.num_sequences)
         while behind - batch > 1:

@@ -47,9 +47,9 @@ from fa3.scores.masks import Band, Sequence
 SORTERS = 1024
 MORE_BESIDE, MOST_BESIDE = 1.5, 0.4
 """How much more than its share the decode kernel gets of the CTAs, and the largest part of them for
-which it has only a part. Measured on an H200 on 2026-11-22: a step of seven chunks of 512 beside 64
+which it has only a part. Measured on an H200 on 2026-11-22: a step of seven chunks of 512 with 64
 sequences that decode took 952-974 us with 1.5, 947-967 with 2 and 984-990 one after the other; of
-one chunk beside 64 x 8k 618 us with 0.68 of the CTAs, some 545 one after the other."""
+one chunk with 64 x 8k 618 us with 0.68 of the CTAs, some 545 one after the other."""
 
 DECODE_TILE_N = 64
 """Keys of a block of the decode kernel."""
@@ -152,7 +152,7 @@ class WorkOfBoth(NamedTuple):
         """CTAs that the decode kernel is to have while the forward kernel has the others.
 
         Its pieces are equal, while the forward kernel's CTAs take what is left, and it reads
-        slower beside them than alone: so it gets more than its share. Where it has most of the
+        slower next to them than alone: so it gets more than its share. Where it has most of the
         work it gets all CTAs, and the forward kernel those that have ended.
         """
         share = MORE_BESIDE * self.short / cutlass.max(self.long + self.short, Float32(1.0))
@@ -485,7 +485,7 @@ def owner_of(number: Int32, upto: Int32) -> Int32:
 def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -> Int32:
     """The first of the next `count` free places for this lane's amount.
 
-    If all amounts of a warp are equal, as those of many short sequences, it takes its places at
+    If all amounts of a warp are equal, as for many short sequences, it takes its places at
     once: the adds of 32 lanes to one word would wait for each other.
 
     Args:
@@ -505,8 +505,8 @@ def take_places(places: cute.Tensor, amount: Int32, count: Int32, upto: Int32) -
 
 @cute.jit
 def place_among(amount: Int32, count: Int32, num_lanes: Int32) -> Int32:
-    """The sum of `count` over those of the first lanes whose amount is less than this one's, or the
-    same and their number is less."""
+    """The sum of `count` over the first lanes whose amount is less than this one's, or the same and
+    their number is less."""
     own, place = amount * WARP + cute.arch.lane_idx(), Int32(0)
     for first in cutlass.range(0, num_lanes, AT_ONCE):
         for i in cutlass.range_constexpr(AT_ONCE):

@@ -45,8 +45,8 @@ class Costs:
         launch_us: microseconds of a launch when kernels follow each other.
         unit_us: microseconds that a schedule adds to every segment, by `prediction.unit_name`.
         call_us: microseconds that a schedule adds to a call, such as a kernel that merges parts;
-            at `AGAIN`, those of a second launch that finds no marked tile.
-        memory_power: power of device memory at full bandwidth, over that of SMs at key blocks.
+            at `AGAIN`, the costs of a second launch that finds no marked tile.
+        memory_power: power of device memory at full bandwidth, over the power of SMs at key blocks.
         tiles: costs of the tiles that were measured.
         rule: estimates the costs of other tiles.
     """
@@ -89,7 +89,7 @@ def parse_costs(text: str) -> Costs:
     """The parameters in a text that `text_of` made.
 
     Raises:
-        LookupError, TypeError, ValueError: it is no such text, or that of another version.
+        LookupError, TypeError, ValueError: it is no such text, or of another version.
     """
     content = json.loads(text)
     content["schedules"] = tuple(content["schedules"])

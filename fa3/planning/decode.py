@@ -104,7 +104,7 @@ class Sizes(NamedTuple):
         most = (LARGEST - self.capacity) // 2 - ROWS
         if self.seqlen_q > most:
             raise ValueError(
-                f"{queries} must have at most {most} queries beside a cache of {self.capacity} "
+                f"{queries} must have at most {most} queries with a cache of {self.capacity} "
                 f"tokens, got {self.seqlen_q}"
             )
 
@@ -135,7 +135,7 @@ class DecodePlan:
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
         is_packed: whether sequences have different numbers of queries; sizes have the most.
         has_used_q: whether not all of packed queries count.
-        is_beside: whether the forward kernel has the call's other sequences, beside this kernel.
+        is_beside: whether the forward kernel has the call's other sequences, at the same time.
     """
 
     spec: AttentionSpec

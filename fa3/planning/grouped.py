@@ -1,8 +1,8 @@
 """`GroupedPlan`: a dense problem in the decode kernel, K and V being a cache that is full.
 
 The forward kernel has tiles of one query head. With few queries most of their rows are empty, and
-the heads of a group read the same keys one by one. The decode kernel has the rows of all heads of
-a group in a tile, and reads keys once. `fa3.planning.planner` compares its predicted time with the
+the query heads of a key/value head read the same keys one by one. In the decode kernel these heads
+share a tile, which reads keys once. `fa3.planning.planner` compares its predicted time with the
 forward kernel's; `fa3.calls.forward` launches the plan.
 
     T = max(memory, work) + fixed
@@ -40,7 +40,7 @@ from fa3.schedules.sequences import LONGEST
 from fa3.scores.masks import Band, Sequence
 
 FIXED_US = 6.5
-"""What a call takes beside reading: launches, the first blocks' latency, the merge."""
+"""What a call takes besides reading: launches, the first blocks' latency, the merge."""
 
 READS = 0.9
 """Bandwidth that the kernel reaches over `Costs.bytes_per_us`. With both, 16 of the 17 times of
@@ -142,7 +142,7 @@ class GroupedPlan:
         return best - us > least_gain(us, margin)
 
     def beside(self, plan: Candidate, others: Iterable[Candidate]) -> str:
-        """What it is beside a plan of the forward kernel, in a sentence.
+        """Compare it with a plan of the forward kernel, in a sentence.
 
         Args:
             others: what the planner compared with that plan.

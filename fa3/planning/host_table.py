@@ -1,4 +1,4 @@
-"""The table of tiles of packed sequences whose lengths the host knows: that of
+"""The table of tiles of packed sequences whose lengths the host knows, like
 `fa3.kernels.tile_table`, in numpy.
 
 `fa3.calls.known_lengths` has it made once for all calls with the same lengths, and copies it to the
@@ -97,7 +97,7 @@ class TableKind(NamedTuple):
         """CTAs of the decode kernel: `WorkOfBoth.ctas_beside`, which says why.
 
         Args:
-            blocks: those of the first and of the last tile of each sequence.
+            blocks: of the first and of the last tile of each sequence.
         """
         is_short = (num_tiles == 0) & (seqlen_q > 0)
         if not is_short.any():

@@ -56,7 +56,7 @@ class JoinedPlan:
         spec: of the call, whose mask is a band.
         has_used_q, has_used_k: whether the call has `seqused_q` and `seqused_k`.
         gpu: what the forward kernel may use of it.
-        config: the tiling, with a reference that follows: tiles are too short to gain by another.
+        config: the tiling, with online softmax: tiles are too short to gain by a fixed row max.
     """
 
     spec: AttentionSpec
@@ -77,7 +77,7 @@ class JoinedPlan:
 
     @property
     def line(self) -> AttentionSpec:
-        """What the kernel of joined sequences is compiled for."""
+        """What the kernel for sequences that share tiles is compiled for."""
         return line_of(self.spec)
 
     def kernels(self) -> tuple[Forward, Forward]:

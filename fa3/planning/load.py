@@ -180,7 +180,7 @@ class Load(NamedTuple):
 class RowLoad:
     """The tiles of an order, described by their rows: tiles of the same m_block take equally long.
 
-    Gives the `Load` of whole tiles and estimates that of parts, without a step for each tile.
+    Gives the `Load` of whole tiles and estimates the `Load` of parts, without a step for each tile.
 
     Fields:
         lanes: clusters that the GPU holds at a time.

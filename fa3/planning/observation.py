@@ -21,7 +21,7 @@ class Observation(NamedTuple):
     """A measured time and what it was measured on.
 
     Fields:
-        cell: name of the problem; those of one name are held out together.
+        cell: name of the problem; observations of one name are held out together.
         regime: "burst", at full clock after idleness, or "steady", under the power cap.
         us: microseconds of a call.
     """

@@ -223,7 +223,7 @@ def of_second_launch(prior: Costs) -> Parameter:
 
 
 def comparable_schedules(seen: Sequence[Observation]) -> list[str]:
-    """The schedules that were measured beside the reference on some cell and tile."""
+    """The schedules that were measured next to the baseline on some cell and tile."""
     places: dict[str, set] = {}
     for observation in seen:
         place = observation.cell, observation.key

@@ -62,20 +62,20 @@ class Plan:
 
     @property
     def has_both(self) -> bool:
-        """Whether the kernel has the code of both references, so that short calls and long ones
-        have the same one. Those of heads in pairs have, which a model of shared heads meets."""
+        """Whether the kernel has the code of both kinds of row max, so that short and long calls
+        have the same kernel. Kernels for pairs of heads have it, which models with GQA meet."""
         takes_both = self.config.cluster_h > 1 and self.schedule.reads_state
         return takes_both and takes_fixed_reference(self.problem.spec)
 
     @property
     def follows(self) -> int | None:
-        """Whether the softmax follows the running maximum, if the kernel has both; else None."""
+        """Whether to use the online softmax, if the kernel has both kinds of row max; else None."""
         return int(not self.config.fixed_reference) if self.has_both else None
 
     @property
     def again(self) -> "Plan | None":
-        """The second launch, which repeats the rows whose fixed reference failed; None if the
-        softmax follows the running maximum, which never fails."""
+        """The recompute launch, for rows whose fixed row max was too far off; None with the
+        online softmax, which needs none."""
         if not self.config.fixed_reference:
             return None
         config = self.config.again
@@ -85,7 +85,7 @@ class Plan:
         return replace(self, config=config, schedule=schedule)
 
     def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
-        """What is launched: the plan's kernel, then the one for rows whose fixed reference failed.
+        """Return what is launched: the plan's kernel, then recompute with a fixed row max.
 
         Args:
             is_recorded: whether the first is the instrumented kernel.
@@ -179,7 +179,7 @@ def check_plan(plan: Plan) -> None:
         )
     check_pairs(plan.schedule.name, plan.config)
     if plan.schedule.splits and plan.problem.spec.has_user_functions:
-        raise ValueError("plan must not split tiles with scores or masks of the user's")
+        raise ValueError("plan must not split tiles with a score or a mask of your own")
     if plan.problem.qhead_per_kvhead % plan.config.cluster_h:
         raise ValueError(
             f"plan has a config with cluster_h={plan.config.cluster_h}, which must divide the "
@@ -199,7 +199,7 @@ def check_pairs(schedule: str, config: ForwardConfig) -> None:
     """Raise ValueError if a config has clusters of CTAs but the schedule of this name has none."""
     if config.cluster > 1 and not SCHEDULES[schedule].takes_pairs:
         raise ValueError(
-            f"schedule {schedule!r} must have a config of CTAs alone, got clusters of "
+            f"schedule {schedule!r} must have a config with clusters of 1 CTA, got clusters of "
             f"{config.cluster}"
         )
 

@@ -1,7 +1,7 @@
 """The forward planner: `plan_forward(problem, gpu) -> Plan` chooses tiling and schedule.
 
 It compares the tilings of `fa3.planning.tilings` with every searched schedule by their predicted
-times; `plan_dense` compares the best with the kernel of decoding (`fa3.planning.grouped`). Runs on
+times; `plan_dense` compares the best with the decode kernel (`fa3.planning.grouped`). Runs on
 the host and needs no GPU. `fa3.calls.forward` and the command line call it.
 """
 
@@ -73,7 +73,7 @@ def plan_forward(
             raise ValueError(f"a cluster of {config.cluster} CTAs does not fit {gpu.num_sms} SMs")
     if name == "split" and problem.spec.has_user_functions:
         raise ValueError(
-            "schedule 'split' cannot run scores or masks of the user's: they leave no registers in "
+            "schedule 'split' cannot run scores or masks of your own: they leave no registers in "
             "which parts of a tile could be merged"
         )
     if name and config is not None:
@@ -103,7 +103,7 @@ def plan_dense(
 
     Args:
         gpu: the GPU to run it on: a `Gpu`, "H100" or "H200".
-        pack_gqa: whether query heads are to share tiles, as in the kernel of decoding; chosen by
+        pack_gqa: whether query heads are to share tiles, as in the decode kernel; chosen by
             predicted times if not given.
 
     Raises:
@@ -179,7 +179,7 @@ def candidates(
     """All candidates for a problem, with their predicted times; the choice of `TILINGS` first.
 
     Args:
-        config: the only tiling to consider; if not given, those of `TILINGS` with measured times.
+        config: the only tiling to consider; if not given, all of `TILINGS` with measured times.
         schedules: the schedules to consider.
     """
     if config is not None:

@@ -88,7 +88,7 @@ class RaggedPlan:
 
     @property
     def can_cut(self) -> bool:
-        """Whether tiles can be cut at all: those of packed keys, without functions of the user's
+        """Whether tiles can be cut at all: tiles of packed keys, without functions of the user's
         and without dropout."""
         spec = self.spec
         return self.cache is None and not (spec.has_user_functions or spec.has_dropout)
@@ -104,8 +104,8 @@ class RaggedPlan:
 
         Args:
             window, short_queries: of `TileTableArguments`.
-            may_cut: whether tiles are cut where that pays. Beside sequences that are the decode
-                kernel's, none are.
+            may_cut: whether tiles are cut where that pays. None is cut in calls with sequences that
+                are the decode kernel's.
         """
         config, ratio, cutting = self.config, heads_q // heads_kv, None
         if may_cut and self.can_cut and not short_queries:

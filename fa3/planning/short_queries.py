@@ -5,11 +5,11 @@ heads that share keys, and the decode kernel cuts the keys so that all SMs read 
 sequence with few queries is therefore the decode kernel's. Lengths are known on the GPU only, so
 both kernels are launched, and each leaves out the sequences of the other: the decode kernel those
 with more than `short_queries` (`fa3.schedules.sequences.Cached`), the table of the forward kernel's
-tiles the rest (`fa3.kernels.tile_table`). They run beside each other: one waits for memory most of
+tiles the rest (`fa3.kernels.tile_table`). They run at the same time: one waits for memory most of
 the time, the other for the tensor cores. The table says how many CTAs the decode kernel gets.
 
-Where all tiles that the forward kernel can have leave half of the SMs idle, as those of a chunk of
-one prompt and few heads do, the sequences are all the decode kernel's: those of a cache, and packed
+Where all tiles that the forward kernel can have leave half of the SMs idle, as for a chunk of
+one prompt and few heads, all sequences are the decode kernel's: in a cache always, packed
 ones if the call lets long sequences be split. Bounds that the host has say so, no length does.
 
 `ShortPlan` is how the decode kernel runs on packed keys. `fa3.calls.varlen_call` asks it, and runs

@@ -87,7 +87,7 @@ class TileCosts(NamedTuple):
 
     def part_us_if(self, merges):
         """Microseconds that parts take in addition which merge, or leave their output, as a bool or
-        an array. The ratio of both is that of `MERGE_US` and `LEAVE_US`."""
+        an array. The ratio of both is MERGE_US / LEAVE_US."""
         share = 2 / (MERGE_US + LEAVE_US) * (LEAVE_US + merges * (MERGE_US - LEAVE_US))
         return self.part_us * share
 

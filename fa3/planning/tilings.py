@@ -134,7 +134,7 @@ def configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
 
 
 def searched_configs(problem: Problem, gpu: Gpu) -> list[ForwardConfig]:
-    """Those of `configs` that the planner compares where tiling and schedule are its choice."""
+    """What the planner compares of `configs`, where tiling and schedule are its choice."""
     found = configs(problem, gpu)
     in_pairs = [config for config in found if config.cluster_h > 1]
     if in_pairs and all(row.in_pairs for row in alternatives(problem)):

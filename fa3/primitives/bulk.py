@@ -36,7 +36,7 @@ def store_run(source: cute.Tensor, target: cute.Pointer):
 def add_run(source: cute.Tensor, target: cute.Pointer):
     """Add contiguous fp32 numbers in shared memory to those in global memory; a bulk group.
 
-    One thread calls it, which also waits for the group; alignment is that of `load_run`.
+    One thread calls it, which also waits for the group; alignment is as for `load_run`.
     """
     send_run("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", source, target)
 

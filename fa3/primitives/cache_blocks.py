@@ -33,8 +33,8 @@ class CacheLayout:
         page_size: keys of a page; 0 if a sequence's keys are contiguous.
         batch_indexed: whether an index maps sequences of the batch to rows of the cache.
         left_padded: whether padding comes before a sequence's keys.
-        is_packed: whether the keys of sequences are behind one another, in tensors (rows, heads,
-            head_dim). Then the rest is as it is by default.
+        is_packed: whether the keys of sequences are packed, in tensors (rows, heads, head_dim).
+            Then the rest is as it is by default.
         has_seqlens: whether there is a tensor of the sequences' lengths. Without it sequences have
             all keys that there is room for. Of packed sequences it says how many of the keys count.
     """
@@ -152,7 +152,7 @@ class TmaBlocks:
     Fields:
         tma: descriptor of the cache (seqlen or page_size, head_dim, heads, batch or pages), or of
             packed sequences (rows, head_dim, heads). Of these a box may have rows of the next
-            sequence, as it may have what is behind a sequence in a cache.
+            sequence, as it may have what follows a sequence in a cache.
         smem: (tile_n, columns, stages), swizzled; boxes are contiguous, ordered by keys first.
         page_table: see `CacheTables`.
         policy: L2 cache policy of the loads.

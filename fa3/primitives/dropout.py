@@ -1,11 +1,11 @@
 """Dropout: which probabilities are dropped, drawn where they are needed and kept nowhere.
 
 A score's random number follows from the seed, batch, head, query and key alone. So no tiling and
-no order of the work changes it, and the backward pass draws it again. A warp draws those of
+no order of the work changes it, and the backward pass draws it again. A warp draws numbers of
 squares of 16 queries and 16 keys, of two neighbours at once. A lane has 8 numbers of a square. It
 encrypts one counter (`fa3.primitives.philox`), of one of the two squares, and gives half of the
-four words to the lane beside it, which encrypts the other square's. A word makes four numbers of 16
-bits: its halves, and those of the word times `FACTOR`.
+four words to the lane next to it, which encrypts the other square's. A word makes four numbers of
+16 bits: its halves, and the halves of the word times `FACTOR`.
 
     counter   head, 16 (key // 16) + lane // 2, batch, query // 16
     lane      4 (query % 8) + key % 8 // 2

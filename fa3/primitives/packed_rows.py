@@ -154,7 +154,7 @@ def merge_parts(
 ):
     """Merge the parts of a segment's tile, in the order of slots, and write its rows.
 
-    The rows of O (batch, rows, heads_q, head_dim_v), the log-sum-exps and `queries` are those of
+    The rows of O (batch, rows, heads_q, head_dim_v), the log-sum-exps and `queries` are as in
     `store_rows`. Each warp of a warpgroup has a row at a time.
     """
     first, seqlen_q = queries

@@ -5,8 +5,8 @@ parts to global memory; the last adds them to its own and writes the tile's rows
 
 Each warp merges its own 16 rows. The warps that hold the same rows of a tile's parts share one
 counter, from which each takes a number when its part is nearly done. The warp with the last number
-keeps its part in registers and waits for the other parts; the others wait for nobody, so there is
-no deadlock. Parts are added in slot order, so the result's bits do not depend on who is last.
+keeps its part in registers and waits for the other parts; the others wait for no warp, so there is
+no deadlock. Parts are added in slot order, so the result's bits do not depend on which is last.
 """
 
 import math
@@ -233,6 +233,6 @@ def row_of(vectors: cute.Tensor, r: int) -> cute.Tensor:
 
 
 def vectors_at_once(vectors: int, registers: int) -> int:
-    """Vectors to merge at a time: two copies of them must fit in registers beside a whole part."""
+    """Vectors to merge at a time: two copies of them must fit in registers next to a whole part."""
     free = (registers - FLOATS * vectors) // (2 * FLOATS)
     return next(n for n in range(vectors, 0, -1) if vectors % n == 0 and n <= free)

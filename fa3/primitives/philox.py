@@ -1,6 +1,6 @@
 """Philox4x32, a block cipher that makes four random words of a counter and a key.
 
-The arithmetic is that of the host and of kernels alike: `fa3.primitives.dropout` runs it on GPUs,
+The arithmetic is the same on the host and in kernels: `fa3.primitives.dropout` runs it on GPUs,
 `fa3.reference.dropout` in torch.
 
 Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).

@@ -57,7 +57,7 @@ class RaggedLengths(NamedTuple):
         return larger(smaller(entry(self.cu, batch), self.total), 0)
 
     def end(self, batch, begin, entry=entry_of) -> Int32:
-        """The row behind a sequence's last one, which is not before `begin`, its first one.
+        """The row after a sequence's last one, which is not before `begin`, its first one.
 
         The difference of two ends as they are may leave 32 bits.
         """
@@ -79,7 +79,7 @@ class RaggedLengths(NamedTuple):
 
     @cute.jit
     def owned(self, batch) -> Int32:
-        """Rows from a sequence's first one to that of the next one, or to the tensor's end.
+        """Rows from a sequence's first one to the next sequence's, or to the tensor's end.
 
         They count or not; lengths that are right leave none that no sequence owns.
         """

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 ROWS_END = 2**30
-"""The row behind the last one of every sequence, in a tensor of `with_movable_end`."""
+"""The row after the last one of every sequence, in a tensor of `with_movable_end`."""
 
 WRAP = 2**34
 """WRAP * ROWS_END elements are 2**64: as much as nothing, since addresses have 64 bits."""
@@ -23,7 +23,7 @@ class DenseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """Where one sequence's rows lie among those of others in a tensor of `with_movable_end`.
+    """Where one sequence's rows lie among other rows in a tensor of `with_movable_end`.
 
     Fields:
         begin, length: its first row and the number of its rows.
@@ -41,7 +41,7 @@ class RaggedRows(NamedTuple):
 def with_movable_end(tensor: cute.Tensor) -> cute.Tensor:
     """A view of (total, heads, head_dim) in which each sequence can end where the rows end.
 
-    (rows, head_dim, heads, ends, back): element (r, c, h, e, ROWS_END) is that of row
+    (rows, head_dim, heads, ends, back): element (r, c, h, e, ROWS_END) is in row
     r + e - ROWS_END. So row ROWS_END - length + i with e = begin + length is row i of a sequence,
     and the rows after its last one are out of bounds: TMA loads zeros for them and does not store
     them. The last mode goes back by ROWS_END rows, which needs addresses that wrap around. A

@@ -91,8 +91,8 @@ def execute_backward(
         wanted: of the sinks nothing is computed if there are none.
 
     Returns:
-        those of q, k, v and the sinks, of their shapes and dtypes, contiguous. A row that sees no
-        key gets 0 and adds nothing, whatever came for it.
+        gradients of q, k, v and the sinks, of their shapes and dtypes, contiguous. A row that sees
+        no key gets 0 and adds nothing, whatever came for it.
     """
     q, k, v, out, lse, d_out, d_lse = operands
     scores, mask, sinks = bind(problem.spec, tensors)

@@ -113,7 +113,7 @@ def find(
     k_cache: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """First and second index in the cache of a sequence's tokens at these positions, and whether
-    there is such a place. If not, the indices are those of another one.
+    there is such a place. If not, the indices name another place.
     """
     row = torch.tensor(sequence, device=CPU) if batch_idx is None else batch_idx[sequence]
     table = k_cache if page_table is None else page_table
@@ -151,7 +151,7 @@ def execute_decode(
     """Run a plan on CPU tensors.
 
     Args:
-        tensors: those of the spec's scores and sinks.
+        tensors: of the spec's scores and sinks.
     """
     sizes, leftpad, ends = plan.sizes, operands.cache_leftpad, operands.cu_seqlens_q
     tables, packed = CacheTables(None, as_table(leftpad), None), None
@@ -179,7 +179,7 @@ def execute_packed_decode(
 
     Args:
         max_seqlen_k: no sequence has more keys.
-        tensors: those of the spec's scores and sinks.
+        tensors: of the spec's scores and sinks.
     """
     q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
     queries, keys = (

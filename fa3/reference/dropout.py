@@ -1,6 +1,6 @@
 """Dropout in torch: what of a call's probabilities is kept.
 
-The numbers are those of `fa3.primitives.dropout`, here drawn for each score by itself. Tensors may
+The numbers are as in `fa3.primitives.dropout`, here drawn for each score by itself. Tensors may
 be on any device, so that a kernel's mask can be looked at.
 """
 

@@ -3,7 +3,7 @@
 Same plan, same tiles in the same order, same key blocks, same running softmax in base 2 with fp32
 accumulators and P rounded to the input dtype. What differs from `fa3.kernels.forward` is what
 happens at once: there, the CTAs of a GPU work side by side, a tile's rows are spread over
-warpgroups that skip blocks which none of their rows sees, and P V of one block runs beside Q K^T of
+warpgroups that skip blocks which none of their rows sees, and P V of one block overlaps Q K^T of
 the next; and here references follow, also where the kernel takes a fixed one or none, so that no
 tile is computed a second time.
 
@@ -40,7 +40,7 @@ class Step(NamedTuple):
         segment: what the cluster works on.
         head: the CTA's query head.
         rows: the CTA's query rows; none when its part of the tile lies past the end.
-        blocks: the key blocks it walks, those of all rows of the cluster.
+        blocks: the key blocks it walks, for all rows of the cluster.
     """
 
     cluster: int
@@ -54,8 +54,8 @@ class Step(NamedTuple):
 def steps(plan: Plan, tensors: Iterable[torch.Tensor] = (), first_batch: int = 0) -> Iterator[Step]:
     """Yield a plan's work in rounds: the first tile of every cluster, then the second, and on.
 
-    `tensors` are those of the scores, mask and sinks. Without them a mask of the user's cannot
-    say which blocks it hides, and the blocks are those of the window. `first_batch` is as in
+    `tensors` belong to the scores, mask and sinks. Without them a mask of the user's cannot
+    say which blocks it hides, and only the window limits the blocks. `first_batch` is as in
     `execute`.
     """
     mask = plan.problem.spec.mask
@@ -107,14 +107,14 @@ def execute(
         k: (batch, seqlen_k, num_heads_kv, head_dim), dtype of q.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v), dtype of q.
         softmax_scale: factor of Q K^T before the softmax; positive.
-        tensors: those of the spec's scores, mask and sinks.
+        tensors: of the spec's scores, mask and sinks.
         first_batch: what scores, mask and dropout take the first batch entry of q for.
         dropout: where the plan's spec has it.
 
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim_v), dtype of q, contiguous; and the
         log-sum-exp (batch, num_heads_q, seqlen_q), float32, natural logarithm. A row that sees
-        no key is 0 with log-sum-exp -inf, or with that of its sink.
+        no key is 0 with log-sum-exp -inf, or with its sink.
     """
     problem, spec = plan.problem, plan.problem.spec
     out = q.new_empty(problem.batch, problem.seqlen_q, problem.num_heads_q, spec.head_dim_v)

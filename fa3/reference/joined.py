@@ -32,9 +32,9 @@ def execute_joined(
 
     Args:
         plan: of the call's spec.
-        window: keys that a query sees beside its own position.
+        window: keys that a query sees before and after its own position.
         softmax_scale: factor of Q K^T before the softmax; positive.
-        tensors: those of the spec's scores and sinks.
+        tensors: of the spec's scores and sinks.
     """
     q, k, _, out, lse = operands[:5]
     _, _, sinks = bind(plan.spec, tensors)
@@ -108,7 +108,7 @@ def attend_half(
 def records_of_rows(
     plan: JoinedPlan, lengths: PackedLengths, window: Window, total_q: int
 ) -> list[RowRecord]:
-    """The records of all rows of q, and of those behind the last one up to the end of its tile."""
+    """The records of all rows of q, and of rows past the last one up to the end of its tile."""
     rows, ends = [], lengths.cu_seqlens_q.tolist()
     for batch, (of_q, of_k) in enumerate(lengths.slices()):
         seqlen_q, seqlen_k = (part.stop - part.start for part in (of_q, of_k))
@@ -129,7 +129,7 @@ def nobody(row: RowRecord) -> RowRecord:
 def record_of_tile(
     plan: JoinedPlan, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
 ) -> JoinedRecord:
-    """The record of a tile from those of all rows."""
+    """The record of a tile from the records of all rows."""
     firsts, ends, whole = [], [], 0
     for half in range(HALVES):
         begin = m_block * plan.config.tile_m + half * ROWS

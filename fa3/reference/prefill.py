@@ -24,7 +24,7 @@ def execute_prefill(
 ) -> None:
     """Attend to the keys in a cache for all sequences with more than `most_short` packed queries.
 
-    The other arguments are those of `execute_varlen`.
+    The other arguments are as for `execute_varlen`.
     """
     q, k_cache, v_cache, out, lse, seqlens, _, _, page_table = operands[:9]
     ends = operands.cu_seqlens_q.clamp(0, len(q))

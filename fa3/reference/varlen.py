@@ -22,7 +22,7 @@ from fa3.scores.scores import bind
 
 
 class PackedLengths(NamedTuple):
-    """Which rows are those of which sequence.
+    """Which rows belong to which sequence.
 
     Fields:
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, where sequences begin and end.
@@ -109,9 +109,9 @@ def execute_varlen(
     """Attend inside of each sequence of CPU tensors; other rows of out and lse stay as they are.
 
     Args:
-        window: keys that a query sees beside its own position.
+        window: keys that a query sees before and after its own position.
         softmax_scale: factor of Q K^T before the softmax; positive.
-        tensors: those of the spec's scores, mask and sinks.
+        tensors: of the spec's scores, mask and sinks.
         dropout: where the spec has it; counts inside of each sequence.
         short_queries: sequences with so many queries or fewer are left out.
         table: what `fa3.planning.host_table` made; says where sequences are, and their order.

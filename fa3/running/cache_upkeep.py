@@ -3,7 +3,7 @@
 Only files that `code_cache` names are ever removed: objects, their locks, and unfinished files of
 processes that have ended. All else in the folder, which may be a shared one, is left alone: costs
 that were tuned to a GPU (`fa3.calls.tuned_costs`) stay. As for loading, the folder must belong to
-the user or to root, and nobody else may write to it.
+the user or to root, and no other user may write to it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ LOCK_NAME = re.compile(r"[0-9a-f]{64}\.lock")
 UNFINISHED_NAME = re.compile(r"([0-9a-f]{64}|tuned-[a-z0-9-]+)\.[0-9a-f]{16}\.tmp")
 
 ABANDONED_SECONDS = 3600
-"""Age from which nobody is still writing an unfinished file: that takes milliseconds."""
+"""Age from which no process still writes an unfinished file: writing takes milliseconds."""
 
 
 class KernelFile(NamedTuple):

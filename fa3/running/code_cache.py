@@ -3,7 +3,7 @@
 A file's name is a digest of the kernel's key and of fa3's sources, and the file ends with a digest
 of its content. A damaged file is compiled again and replaced.
 
-Loading an object runs its code. So a file is trusted only if nobody but the user and root can have
+Loading an object runs its code. So a file is trusted only if just the user and root can have
 written it: one of the two owns the file and its folder, and neither group nor others may write to
 them. A sticky folder such as /tmp may be writable by all, since users cannot replace each other's
 files there. Parent folders are not checked.

@@ -11,7 +11,7 @@ Then the next call on the same stream may take them, since its launches run late
 thread in between gets other counters, and an interrupted call's counters are not used again.
 To allocate the memory of parts anew takes the host 1 us: a stream keeps that, too.
 
-In a captured CUDA graph, launches of one stream run one after another, but the graph may run beside
+In a captured CUDA graph, launches of one stream run one after another, but the graph may overlap
 anything else: each capture has its own counters (`fa3.running.graphs`).
 """
 

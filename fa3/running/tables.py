@@ -30,7 +30,7 @@ class Table:
             is_capturing = torch.cuda.is_current_stream_capturing()
         if is_capturing:
             raise RuntimeError(
-                "q, k and v pose a problem that was not planned before, and its tile order cannot "
+                "q, k and v have sizes that were not planned before, and its tile order cannot "
                 "be copied to the GPU while a CUDA graph is captured: call once before capturing"
             )
         # The current stream may have a long queue of work.

@@ -87,8 +87,8 @@ def count_segments(order: TileOrder, indices: np.ndarray) -> np.ndarray:
     foreign = (indices < 0) | (indices >= order.num_tiles)
     if foreign.any():
         raise ValueError(
-            f"schedule has tile number {indices[foreign.argmax()]}, no tile of its order: there "
-            f"are {order.num_tiles}"
+            f"schedule has tile number {indices[foreign.argmax()]}, but its order does not have "
+            f"it: there are {order.num_tiles}"
         )
     count = np.bincount(indices, minlength=order.num_tiles)
     if not count.all():

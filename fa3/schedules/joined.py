@@ -1,4 +1,4 @@
-"""Joined sequences: tiles that hold rows of several short sequences, and what their rows see.
+"""Shared tiles: tiles that hold rows of several short sequences, and what their rows see.
 
 All rows of q are one line, whatever sequences they belong to, and so are all rows of k. A tile is
 `tile_m` consecutive rows of q, for every query head; its keys are those that any of its rows sees.
@@ -48,7 +48,7 @@ class JoinedRecord(NamedTuple):
 
         Args:
             first_keys, end_keys: of each half of the tile. A half that sees no key has a first key
-                behind all keys and the end 0.
+                past all keys and the end 0.
         """
         begin = smaller(*first_keys)
         end = larger(larger(*end_keys), begin)
@@ -103,7 +103,7 @@ def keys_seen(query, sequence: Sequence, begin_k, band: Band) -> tuple:
 
 @dataclass(frozen=True)
 class JoinedOrder(RaggedOrder):
-    """Numbers the tiles of joined sequences: the heads of a tile's rows are neighbours."""
+    """Numbers shared tiles: the heads of a tile's rows are neighbours."""
 
     record_type: ClassVar[type] = JoinedRecord
 
@@ -113,6 +113,6 @@ class JoinedOrder(RaggedOrder):
 
 @dataclass(frozen=True)
 class JoinedTiles(RaggedTiles):
-    """Persistent CTAs take tiles of joined sequences from a table in device memory."""
+    """Persistent CTAs take shared tiles from a table in device memory."""
 
     name: ClassVar[str] = "joined"

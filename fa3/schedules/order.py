@@ -164,7 +164,7 @@ class Schedule(Protocol):
         """How many int32 counters it has instead of a table; 0 before and after a launch."""
 
     is_ragged: ClassVar[bool]
-    """Whether its tiles are those of packed sequences, which a table in device memory has."""
+    """Whether its tiles are of packed sequences, from a table in device memory."""
 
     shared_words: ClassVar[int]
     """64-bit words of shared memory in which the producer tells the consumers the next tile."""

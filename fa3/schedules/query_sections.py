@@ -1,19 +1,20 @@
-"""Which tiles of queries are begun before the backward kernel, and which inside of it; and of which
-it can make dQ: those of sections whose tiles of keys have all added to them.
+"""Which query tiles are preprocessed before the backward kernel, and which inside of it; and when
+it can convert dQ: as soon as all key tiles of a head group have added to it. The code calls a head
+group a *section*.
 
-Before keys add to a tile of queries, its rows' statistics and what its sums begin with must be
-there, zeros or a word. That only moves memory. A kernel before does it for the first sections of
-heads (`TileOrder`); a few CTAs of the backward kernel do it for the others, while the rest work on
-tiles of keys already, and join them when they are done. Tiles of keys come section by section, and
-those of a section wait until all its queries are begun. So what is exposed is a few sections, not
-all heads.
+Before key tiles add to a query tile, its rows' statistics must be there, and what its dQ
+accumulator begins with: zeros, or a word. That only moves memory. The preprocess kernel does it for
+the first head groups (`TileOrder`). A few CTAs of the backward kernel do it for the others, while
+the rest already work on key tiles, and join them afterwards. Key tiles come head group by head
+group, and wait until all queries of their head group are preprocessed. So a few head groups are
+exposed, not all heads.
 
-Where queries see few keys, a section is done sooner than a few CTAs begin the next one; then the
-kernel before begins all (`fa3.planning.backward`).
+Where queries see few keys, a head group is done sooner than a few CTAs preprocess the next one.
+Then the preprocess kernel does all of them (`fa3.planning.backward`).
 
-The CTAs that begin queries are those that run first. Each takes a share, and another one when it is
-done, until none is left, before it comes to tiles of keys: so nobody waits for a CTA that does not
-run, however few SMs other kernels leave.
+The CTAs that run first preprocess queries. Each takes a share, and another one when it is done,
+until none is left, before it comes to key tiles. So no CTA waits for a CTA that does not run,
+however few SMs other kernels leave.
 
 Plain arithmetic: it runs on Python ints, and on Int32 values inside of kernels.
 """

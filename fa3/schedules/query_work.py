@@ -1,4 +1,4 @@
-"""Tiles of queries: what is done before tiles of keys add to their dQ, and behind them.
+"""Query tiles: what is done before key tiles add to their dQ, and after that.
 
 What one must know of a tile is the same for sequences of equal lengths and for packed ones;
 only how it finds out is not: `DenseQueryWork` computes it, `PackedQueryWork` searches for the

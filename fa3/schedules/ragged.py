@@ -2,14 +2,15 @@
 
 `fa3.kernels.tile_table` writes the table from lengths on the GPU, `fa3.planning.host_table` from
 lengths that the host knows; the forward kernel walks it. A record has all that a CTA must know of a
-tile, so that no length is read twice. A sequence's records are behind one another, its last rows
+tile, so that no length is read twice. A sequence's records follow one another, its last rows
 first; the sequences with most work come first. CTAs take the next tile from a counter: longest
 first, and balanced whatever the lengths are. It is the first word of a table that is made for one
 launch; launches that share a table have counters of their own.
 
 There are as many tiles for each record as there are query heads, so tile i belongs to the sequence
-of record i // heads. Inside of a sequence, tiles are in sections of heads whose K and V fit in L2
-together, as in `TileOrder`: a section has all row blocks of its heads.
+of record i // heads. Inside of a sequence, tiles are in head groups whose K and V fit in L2
+together, as in `TileOrder`: a head group has all row blocks of its heads. The code calls a head
+group a section.
 """
 
 from dataclasses import dataclass
@@ -26,17 +27,17 @@ from fa3.schedules.segment import Segment, Tile
 
 TABLE_HEADER = 8
 """Words before the first record: tiles taken, CTAs that found none left, number of records, CTAs
-beside, unused."""
+of the decode kernel, unused."""
 
 NUM_RECORDS = 2
 """The word of the header that has the number of records."""
 
 CTAS_BESIDE = 3
-"""The word of the header that says how many CTAs the decode kernel has beside the forward kernel,
-which walks the table; 0 if it has none."""
+"""The word of the header that says how many CTAs the decode kernel has, which overlaps the forward
+kernel; 0 if it has none."""
 
 RECORD = 8
-"""Words of a record: those of `TileRecord`, and one that a table of keys has a use for."""
+"""Words of a record: the fields of `TileRecord`, and one that a table of keys uses."""
 
 
 class TileRecord(NamedTuple):
@@ -154,7 +155,7 @@ class TableOrder:
 
 @dataclass(frozen=True)
 class RaggedOrder(TableOrder):
-    """Numbers the tiles of packed sequences. Those of a sequence are in sections of heads.
+    """Numbers the tiles of packed sequences. Tiles of a sequence are in head groups.
 
     Fields:
         heads: query heads.
@@ -235,7 +236,7 @@ class RaggedTiles(Dynamic):
 
     Fields:
         order: a `TableOrder`.
-        counters: those of `Dynamic`; the table itself, if this launch alone walks it.
+        counters: of `Dynamic`; the table itself, if this launch alone walks it.
     """
 
     name: ClassVar[str] = "ragged"

@@ -1,9 +1,9 @@
 """The schedule of the keys of packed sequences: a table of key tiles, which CTAs take in order.
 
 `fa3.kernels.tile_table` writes the table on the GPU, the backward kernel walks it once for each
-section of heads, sequence by sequence: so it can begin the queries of the sections behind, and end
-those of the sections before
-(`fa3.schedules.query_sections`), and Q, dO and dQ of a sequence's heads fit in L2 together.
+head group, sequence by sequence. So it can preprocess the queries of later head groups, convert dQ
+of earlier ones (`fa3.schedules.query_sections`), and Q, dO and dQ of a sequence's heads fit in L2
+together.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class KeyTileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedKeyOrder(TableOrder):
-    """Numbers the key tiles of packed sequences, in sections of heads. Each has all sequences.
+    """Numbers the key tiles of packed sequences, in head groups. Each has all sequences.
 
     Fields:
         heads: key/value heads of a section.

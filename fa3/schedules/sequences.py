@@ -81,7 +81,7 @@ class Dense(NamedTuple):
 
 
 class Ragged(NamedTuple):
-    """Sequences of different lengths behind one another; a segment's record says where its is."""
+    """Sequences of different lengths one after another; a segment's record says where its is."""
 
     window: Window
 
@@ -110,7 +110,7 @@ class Ragged(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Sequences behind one another that share tiles: the rows of all are one line.
+    """Sequences one after another that share tiles: the rows of all are one line.
 
     Fields:
         total_q: rows of q.
@@ -134,7 +134,7 @@ class Joined(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedQueries:
-    """Queries of sequences behind one another, as many as each sequence has.
+    """Queries of sequences one after another, as many as each sequence has.
 
     Fields:
         lengths: which rows of q each sequence has.

@@ -2,7 +2,7 @@
 
 The host cuts by the cost model's times into a table; the forward kernel reads it and merges parts.
 Tiles are laid end to end and cut into a stretch for each cluster (`fill`); where that leaves
-clusters idle, long tiles are cut into parts that fit beside whole short tiles (`pack`).
+clusters idle, long tiles are cut into parts that fit next to whole short tiles (`pack`).
 Source: Osama et al., Stream-K (arXiv 2301.03598).
 """
 
@@ -354,7 +354,7 @@ def fill(
 def pack(
     lengths: list[int], loads: list[float], masks: list[float], ranges: KeyRanges, level: float
 ) -> list[int] | None:
-    """Give each cluster one part of a tile at most, and whole tiles beside it.
+    """Give each cluster one part of a tile at most, and whole tiles next to it.
 
     Of a tile that does not fit below the level, each part but the last fills a cluster, up to a
     merge before the level unless it merges. Last parts and whole tiles then go to the other

@@ -11,7 +11,7 @@ piece for each CTA; pieces differ by one block at most. A *segment* is a CTA's s
 If that is the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the
 workspace. A tile's parts have consecutive slots, and its first segment writes a record for the
 combine kernel, which merges them: (m_block, head, batch, first slot, parts). In launches with few
-parts nobody reads the records: the CTA whose part of a tile comes last merges them.
+parts no kernel reads the records: the CTA whose part of a tile comes last merges the parts.
 
 The cut says where a tile may be cut: `StreamK` anywhere, `Units` between units, `Whole` nowhere.
 `Crews` cuts another line. Rows of neighbouring heads lie side by side in memory, so some heads, as
@@ -194,7 +194,7 @@ def ends_of_tile(pieces: Pieces, begin, num_blocks) -> tuple:
 class Crews(AtPieces):
     """Cut tiles wherever a piece ends, but where whole tiles are about as equal as pieces.
 
-    The slots are those of `StreamK`, for each lane of a crew apart. There are no records: who
+    The slots are as in `StreamK`, for each lane of a crew apart. There are no records: the CTA that
     merges has a part of the tile.
 
     Fields:

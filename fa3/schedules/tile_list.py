@@ -92,8 +92,8 @@ class TileList(Tabled):
             tile = as_tile(given, position)
             if not order.contains(tile):
                 raise ValueError(
-                    f"schedule gives {tile} at {position}, no tile of the problem: they have "
-                    f"m_block < {order.num_m_blocks}, head < {order.num_heads}, "
+                    f"schedule gives {tile} at {position}, which is no tile of the problem: "
+                    f"tiles have m_block < {order.num_m_blocks}, head < {order.num_heads}, "
                     f"batch < {order.batch}"
                 )
             first = place.setdefault(order.index(tile), position)

@@ -20,7 +20,7 @@ NOBODY = -1
 
 
 class RowRecord(NamedTuple):
-    """A row of joined sequences, as four words of device memory.
+    """A row of sequences that share tiles, as four words of device memory.
 
     Fields:
         first_key, end_key: the rows of k that it sees, [first_key, end_key).
@@ -47,7 +47,7 @@ class Intervals(Band):
 
     Fields:
         table: (rows of all tiles, ROW_RECORD), int32, the `RowRecord` of each row; None in a spec.
-        rows: those of this thread's rows.
+        rows: the `RowRecord`s of this thread's rows.
         begin_k: row of k that the tile's key 0 is.
     """
 

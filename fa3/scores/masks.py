@@ -173,7 +173,7 @@ class Band:
     def apply_transposed(
         self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence: Sequence
     ):
-        """Set the hidden scores of one block of S^T to -inf, and those of keys past the last one.
+        """Set the hidden scores of one block of S^T to -inf, and scores of keys past the last one.
 
         Queries past the last one are left as they are.
         """
@@ -312,7 +312,7 @@ class Intersection:
     def apply_transposed(
         self, scores: cute.Tensor, coords: TransposedCoords, m_block, sequence: Sequence
     ):
-        """Set the hidden scores of a block of S^T to -inf, and those of keys past the last one."""
+        """Set the hidden scores of a block of S^T to -inf, and scores of keys past the last one."""
         self.band.apply_transposed(scores, coords, m_block, sequence)
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):

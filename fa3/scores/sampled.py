@@ -45,7 +45,7 @@ class Sampled:
         """Write what the method returns.
 
         Args:
-            tensors: those of the score or the mask.
+            tensors: of the score or the mask.
             places: (4, n), int32: batch, head, query and key.
             logits: (n,), float32; a mask reads none.
             found: (n,), float32: new logits, or 1 where a mask lets the key through, else 0.

@@ -168,7 +168,7 @@ def add_compile(commands) -> None:
     model.add_argument("--head-dim", type=int, metavar="D", help="columns of q and k")
     model.add_argument("--head-dim-v", type=int, metavar="D", help="columns of v, if not head_dim")
     model.add_argument(
-        "--dtype", choices=SHORT_DTYPES, help="default: that of config.json, else bf16"
+        "--dtype", choices=SHORT_DTYPES, help="default: the dtype of config.json, else bf16"
     )
     mask = model.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", help="hide keys after a query's position")
@@ -311,7 +311,7 @@ def preset(text: str) -> str:
 def window_bound(text: str) -> int:
     """A bound of a window."""
     if not re.fullmatch(r"-1|\d+", text):
-        raise argparse.ArgumentTypeError(f"needs integers from -1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"needs integers of -1 or more, got {text!r}")
     return int(text)
 
 

@@ -19,7 +19,7 @@ from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
 
 BACKWARD_PRODUCTS = 2.5
-"""Matrix products of the backward pass over those of the forward pass: five instead of two."""
+"""Matrix products of the backward pass over the forward pass's: five instead of two."""
 
 NOT_PREDICTED = "Not predicted: fa3 has no cost model of such calls."
 
@@ -93,8 +93,8 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
         "Order": f"{counted(plan.heads_per_section, 'key/value head')} together, whose queries "
         f"stay in L2; {counted(plan.num_sections, 'section')} one after another.",
-        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 sums of dQ and row "
-        "statistics, besides dQ, dK and dV.",
+        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator and "
+        "row statistics, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,
     }
     facts = {

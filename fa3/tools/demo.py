@@ -77,7 +77,7 @@ def demo(png: Path) -> None:
 
 
 def plan_in_words(plan: Plan) -> str:
-    """What a plan does, one sentence a line, for readers who do not know the planner."""
+    """What a plan does, one sentence a line, for readers new to the planner."""
     problem, config, prediction = plan.problem, plan.config, plan.predict()
     tiles = plan.schedule.order.num_tiles * config.cluster
     rate = quantity(problem.flops / prediction.us * 1e6, "FLOP/s")
@@ -144,7 +144,7 @@ def attention(
 
 
 def compare(out, q, k, v, exact: torch.dtype) -> str:
-    """The largest error of `out`, and that of PyTorch in the dtype of q."""
+    """The largest error of `out`, and PyTorch's error in the dtype of q."""
     reference = attention(q, k, v, exact)
     ours, torchs = (
         (candidate - reference).abs().max().item()

@@ -43,7 +43,7 @@ def draw_tile_order(
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("drawing needs matplotlib: pip install 'fa3[bench]'") from error
+        raise ModuleNotFoundError("drawing needs matplotlib: pip install matplotlib") from error
 
     if recorded is None:
         head, panel, panels, us = HEAD, ALONE, ALONE, timeline.us

@@ -1,4 +1,4 @@
-"""`check`: whether a user's score or mask compiles, and whether its two halves agree. Needs no GPU.
+"""`check`: whether a user's score or mask compiles, and its two versions agree. Needs no GPU.
 
 The kernel for sm_90a is compiled as for a call. The method that it calls is compiled once more for
 the host and run at sample positions, in a process of its own: some instructions exist on GPUs only,
@@ -41,7 +41,7 @@ ROWS_OF_TILE = 8
 """Sampled queries whose ranges a mask is asked for together."""
 
 TOLERANCE = 1e-3
-"""How far a score's logit may be from the reference's, beside 1 or the logit's magnitude."""
+"""How far a score's logit may be from the reference's, relative to 1 or the logit's magnitude."""
 
 PATIENCE = 60
 """Seconds that the method may take on the host."""
@@ -100,7 +100,7 @@ class FunctionCheck:
     Fields:
         name: the class and the method.
         head_dim: of the kernel that was compiled.
-        positions: at how many the two halves were compared; 0 if the method runs on GPUs only.
+        positions: at how many the two versions were compared; 0 if the method runs on GPUs only.
     """
 
     name: str
@@ -123,7 +123,7 @@ def check(
     seqlen_q: int = 256,
     seqlen_k: int | None = None,
 ) -> FunctionCheck:
-    """Compile a score or a mask of your own for sm_90a, and compare its two halves. Needs no GPU.
+    """Compile a score or a mask of your own for sm_90a, and compare its two versions. Needs no GPU.
 
     `score` or `visible` runs on the host, at all positions of a call with few queries and keys, or
     at samples of them. It must give what `reference` gives there. The ranges of a mask must be true
@@ -141,7 +141,7 @@ def check(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument has a wrong value, a method does not compile or raises something,
-            the two halves differ, or a range is wrong; the message says where.
+            the two versions differ, or a range is wrong; the message says where.
         NotImplementedError: the class does not define `reference`.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k

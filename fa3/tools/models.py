@@ -168,7 +168,7 @@ def windows_of_layers(path: Path, config: dict[str, Any]) -> tuple[Window, ...]:
 
 
 def preset_of(preset: str | Path) -> Model:
-    """The well-known model of this name, or that of a `config.json`."""
+    """The well-known model of this name, or the model of a `config.json`."""
     if isinstance(preset, str) and preset in PRESETS:
         return PRESETS[preset]
     if str(preset).endswith(".json"):

@@ -22,7 +22,7 @@ from fa3.tools.warmup import known_gpus
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    """Print how a call would run; options are those of the command line."""
+    """Print how a call would run; takes the options of the command line."""
     check_options(options)
     problem, gpu = problem_of(options), gpu_to_plan_for(options)
     plan, explanation = explained(options, problem, gpu)

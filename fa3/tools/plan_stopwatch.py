@@ -1,4 +1,4 @@
-"""Times plans on a GPU for `fa3.tools.tuning`: compiles their kernels in processes beside it, and
+"""Times plans on a GPU for `fa3.tools.tuning`: compiles their kernels in other processes, and
 runs plans of a problem in interleaved rounds.
 """
 

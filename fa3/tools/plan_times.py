@@ -1,4 +1,4 @@
-"""What `fa3 tune` has measured on a GPU: times of plans, kept beside the kernels.
+"""What `fa3 tune` has measured on a GPU: times of plans, kept next to the kernels.
 
 The record is written whenever plans were measured, so a run that was interrupted goes on where it
 stopped, and later runs add to it. Times of kernels from other sources of fa3 are not read.

@@ -19,7 +19,7 @@ NS_PER_US = 1000
 
 
 def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline:
-    """Run the instrumented kernel of a plan on random tensors, and tell what its last run did.
+    """Run a plan's instrumented kernel on random tensors, and return what its last run did.
 
     The kernel notes when each warpgroup turns to a unit of work, a tile or a part of one, and
     when its output is on its way. It is compiled on first use, like the kernel that ships.
@@ -29,13 +29,13 @@ def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline
         device: a Hopper GPU.
 
     Returns:
-        A timeline like that of `plan.simulate()`, in microseconds from when the first warpgroup
+        A timeline as from `plan.simulate()`, in microseconds from when the first warpgroup
         began; the clock ticks in steps of about 0.03. Lanes are the SMs by the GPU's numbers. A
         span is a CTA's work on a unit: from when the first of its warpgroups began until the last
         one was done. With clusters of two CTAs a unit has two spans, on two SMs.
 
     Raises:
-        TypeError: the plan is none, or a field of it is of a wrong type.
+        TypeError: plan is not a `Plan`, or a field of it has a wrong type.
         ValueError: the device is no Hopper GPU, there is nothing to compute, or the plan cannot
             run its problem.
         NotImplementedError: the plan's scores, mask or sinks have tensors.

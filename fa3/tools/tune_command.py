@@ -40,7 +40,7 @@ times differ from one measurement to the next."""
 
 
 def tune_here(options: argparse.Namespace) -> None:
-    """Tune the planner to the current GPU; options are those of the command line."""
+    """Tune the planner to the current GPU; takes the options of the command line."""
     device = device_here()
     if options.forget:
         forget(gpu_of(device))
@@ -142,7 +142,7 @@ def keep_better(gpu: Gpu, tuning: Tuning) -> None:
 
 
 def slower(regret: float) -> str:
-    """What choices take beside the best measured plans; they may not be measured themselves."""
+    """What choices take compared with the best measured plans; some were not measured."""
     return "not measured yet" if math.isnan(regret) else f"{regret:.1%} slower than the best"
 
 
@@ -158,7 +158,7 @@ def problems_to_tune(options: argparse.Namespace) -> list[Problem]:
 
 
 def versions() -> dict[str, str]:
-    """What the times depend on beside fa3."""
+    """What the times depend on besides fa3."""
     return {
         "driver": driver_version(),
         "torch": str(torch.__version__),

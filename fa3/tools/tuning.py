@@ -40,7 +40,7 @@ TUNED_SIZES = (
     (1, 8192, 8192), (2, 512, 512), (16, 512, 512), (1, 1280, 8192),
 )  # fmt: skip
 """Batch size, queries and keys of what is measured for a model: large and small calls in turn, so
-that those come first which say most. Small ones have a reference that follows."""
+that those come first which say most. Small ones use the online softmax."""
 
 DEFAULT_MODELS = tuple(
     Model(heads, heads // 4, head_dim, head_dim)

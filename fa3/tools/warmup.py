@@ -128,11 +128,11 @@ def warmup(
         preset: a model of `fa3.tools.models.PRESETS`, or the path of a Hugging Face `config.json`,
             instead of its sizes, mask and scores.
         head_dim_v: columns of v; head_dim if not given.
-        dtype: bfloat16 or float16, also bf16 or fp16; that of a `config.json`, or else bfloat16,
-            by default.
+        dtype: bfloat16 or float16, also bf16 or fp16; by default the dtype of a
+            `config.json`, or else bfloat16.
         causal: whether keys after a query's own position are hidden.
-        window_size: (left, right) keys that a query sees beside its own position, if the model has
-            a window; -1 for all. causal sets right to 0.
+        window_size: keys that a query sees before and after its own position, as (left, right), if
+            the model has a window; -1 for all. causal sets right to 0.
         softcap: bound of the scores; 0 for none.
         sinks: whether heads have sinks, in the model's dtype.
         calls: what the model is run through: "dense" is `flash_attn_func`, "packed"
@@ -149,7 +149,7 @@ def warmup(
 
     Raises:
         TypeError: an option has a wrong type.
-        ValueError: an option has a wrong value, or a preset has others beside it.
+        ValueError: an option has a wrong value, or sizes are given together with a preset.
         RuntimeError: kernels could not be compiled, or not be kept; what was printed says why.
     """
     check_settings()
