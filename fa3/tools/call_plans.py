@@ -92,7 +92,7 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys, "
         f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
         "Order": f"{counted(plan.heads_per_section, 'key/value head')} together, whose queries "
-        f"stay in L2; {counted(plan.num_sections, 'section')} one after another.",
+        f"stay in L2; {counted(plan.num_sections, 'head group')} one after another.",
         "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 sums of dQ and row "
         "statistics, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,
