@@ -230,7 +230,7 @@ def test_steady_load_costs_where_sms_are_busy():
 
 def test_what_bounds_a_plan_is_named():
     usual = plan_forward(grid_problem(4, 4096, 16, 128)).predict()
-    assert usual.bound == "work on busy SMs"
+    assert usual.bound == "compute"
     assert usual._replace(memory_us=1e4).bound == "device memory"
     assert usual._replace(busy=0.8).bound == "an uneven last wave"
     few = make_problem(1, 2048, 2048, 1, 8, head_dim=128, window=CAUSAL)

@@ -33,7 +33,7 @@ def test_a_plan_is_explained_in_plain_words():
 @pytest.mark.compiles
 def test_the_demo_needs_no_extras(tmp_path, monkeypatch, capsys):
     def absent() -> Path:
-        raise ModuleNotFoundError("reading SASS needs nvdisasm")
+        raise ModuleNotFoundError("reading machine code (SASS) needs nvdisasm")
 
     monkeypatch.setattr(cubin, "nvdisasm", absent)
     for package in ("rich", "matplotlib", "matplotlib.figure"):
@@ -41,7 +41,7 @@ def test_the_demo_needs_no_extras(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     main(["demo", "--png", str(tmp_path / "order.png")])
     printed = capsys.readouterr().out
-    assert "Instructions were not counted: reading SASS needs nvdisasm." in printed
+    assert "Instructions were not counted: reading machine code (SASS) needs nvdisasm." in printed
     assert "Not drawn: drawing needs matplotlib" in printed
     assert "384 threads" in printed and "fa3 " in printed.split("Is it right?")[1]
     assert "No kernel ran on a GPU" in printed and not any(tmp_path.iterdir())

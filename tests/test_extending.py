@@ -74,7 +74,7 @@ def use_schedule():
     assert sorted(chain(*shares)) == list(range(order.num_tiles))
     for cluster, share in enumerate(shares):
         assert share == np.flatnonzero(schedule.owners == cluster)[::-1].tolist()
-    assert "Reverse" in str(plan.explain())
+    assert "Schedule reverse" in str(plan.explain())
     assert len(plan.simulate().spans) == order.num_tiles
 
     operands = make_operands(problem)

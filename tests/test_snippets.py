@@ -29,6 +29,7 @@ PAGES = [
     "docs/packed.md",
     "docs/planning.md",
     "docs/scores-and-masks.md",
+    "docs/gallery.md",
     "docs/transformers.md",
 ]
 COMPILING = ["docs/pytorch.md", "docs/planning.md"]

@@ -219,8 +219,8 @@ def backward_tables(records: Sequence[str], regime: str) -> Iterator[str]:
 
 BUDGET = """### Where the time of decoding goes
 
-Found by leaving out one thing at a time ([log](experiments.md#2026-11-22-decoding-in-one-launch)).
-No warps were traced.
+Found by leaving out one thing at a time, not by tracing warps
+([log](experiments.md#2026-11-22-decoding-in-one-launch)).
 
 | part | 32/8, 1 x 8k | 32/8, 64 x 8k |
 |---|---|---|
@@ -231,7 +231,8 @@ No warps were traced.
 | SMs idle between two calls, before an SM had room for both | none | 7 us |
 | more loads in flight, larger or smaller copies, two CTAs per call | no gain | no gain |
 
-The fixed costs also show in 32/8, 1 x 1k: it reads for 0.9 us and takes 6.6 us.
+The fixed costs also show in 32/8, 1 x 1k. Reading its keys at full speed takes 0.9 us, and the
+call takes 6.6 us.
 """
 
 
@@ -249,7 +250,7 @@ def page() -> str:
         (
             TITLE,
             "## Forward, steady load\n",
-            "TFLOP/s, bf16, 16,384 tokens in all, hidden size 2048.",
+            "TFLOP/s, bf16, 16,384 tokens in all, heads times head size 2048.",
             origin(GRID, CSV_NAME, grid),
             table((*head, "length", *shown(providers), over), grid_lines(grid, providers)),
             "Geometric means over the lengths, and cells won, tied (within 1.5%) and lost:\n",

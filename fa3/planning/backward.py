@@ -200,6 +200,26 @@ class BackwardPlan:
         return self.is_ordered or problem.seqlen_k > keys_without_zeros(problem.window)
 
     @property
+    def numbers(self) -> int:
+        """float32, or int32, that the kernels write for each other."""
+        numbers = self.numbers_of_statistics + self.numbers_of_sums + self.num_query_tiles
+        if self.shares.parts > 1:
+            numbers += words_of_key_parts(self.num_parts)
+            numbers += numbers_of_key_parts(self.num_parts, self.problem.spec, self.config)
+        return numbers + self.words_of_counters
+
+    @property
+    def query_heads_of_cta(self) -> int:
+        """Query heads whose blocks a CTA walks."""
+        return self.problem.qhead_per_kvhead // self.shares.head_parts
+
+    @property
+    def query_heads_together(self) -> int:
+        """Query heads of a section."""
+        heads = self.heads_per_section // self.shares.block_parts * self.query_heads_of_cta
+        return min(heads, self.problem.num_heads_q * self.problem.batch)
+
+    @property
     def num_sections(self) -> int:
         return -(-self.heads * self.shares.block_parts // self.heads_per_section)
 

@@ -169,7 +169,7 @@ class Explanation:
         sections = -(-order.num_heads * order.batch // order.heads_per_section)
         together = counted(heads, "head") + " together"
         if sections > 1:
-            together = f"{heads:,} heads in {sections} sections that share L2"
+            together = f"{heads:,} heads in {sections} head groups, one after another"
         first = "in the caller's order" if self.is_arranged else self.schedule.direction
         return f"Schedule {self.schedule.name}: {together}, {first}."
 

@@ -162,7 +162,7 @@ class GroupedPlan:
             appends: whether a kernel that appends to the cache runs before.
         """
         problem, decode, prediction = self.problem, self.decode, self.predict()
-        kernels = ["append to cache"] * appends
+        kernels = ["append"] * appends
         kernels += [describe_kernel(launch.kernel) for launch in self.launches()]
         others = sorted(self.considered, key=lambda one: one.prediction.us)
         sizes, config = decode.sizes, decode.kernel().config

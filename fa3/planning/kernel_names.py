@@ -18,8 +18,8 @@ from fa3.problem import AttentionSpec
 from fa3.scores.intervals import Intervals
 
 FORWARD_TILES = {
-    "Marked": "rows computed again",
-    "MarkedRagged": "rows of packed sequences computed again",
+    "Marked": "recompute",
+    "MarkedRagged": "recompute of packed sequences",
     "RaggedTiles": "packed sequences",
     "RaggedSplit": "packed sequences, tiles cut",
     "JoinedTiles": "short packed sequences that share tiles",
@@ -27,8 +27,8 @@ FORWARD_TILES = {
 """What the forward kernel works on, by its schedule's class; other schedules have a name."""
 
 DECODE_CUTS = {
-    "Crews": "keys shared by all CTAs, merged inside",
-    "StreamK": "keys shared by all CTAs",
+    "Crews": "keys split over all CTAs, merged inside",
+    "StreamK": "keys split over all CTAs",
     "Units": "keys cut by a sequence's own length",
     "Whole": "keys not cut",
 }
@@ -55,20 +55,20 @@ def describe_kernel(kernel: Any) -> str:
             ]
             words += [*of_spec, *words_of_cache(kernel.cache)]
         case Combine():
-            words = ["merge of parts", kernel.dtype, f"head_dim_v {kernel.head_dim_v}"]
+            words = ["combine", kernel.dtype, f"head_dim_v {kernel.head_dim_v}"]
             words += ["sinks"] * (kernel.sinks is not None) + ["packed queries"] * kernel.is_packed
         case Append():
             rotary = "no rotary embedding"
             if kernel.rotary is not None:
                 turned = "pairs" if kernel.rotary.interleaved else "halves"
                 rotary = f"rotary embedding of {turned}, tables {kernel.rotary.dtype}"
-            words = ["append to cache", kernel.dtype, head_dims(kernel.head_dim, kernel.head_dim_v)]
+            words = ["append", kernel.dtype, head_dims(kernel.head_dim, kernel.head_dim_v)]
             words += [rotary, "pages" if kernel.paged else "no pages"]
         case TileTable():
-            words = ["table of tiles", f"tile {kernel.tile_m}x{kernel.tile_n}"]
+            words = ["tile table", f"tile {kernel.tile_m}x{kernel.tile_n}"]
             words += [name_of_mask(kernel.band)] + ["keys in a cache"] * kernel.has_cache
         case JoinedTable():
-            words = ["table of shared tiles", name_of_mask(kernel.band)]
+            words = ["shared-tile table", name_of_mask(kernel.band)]
         case BackwardPass():
             return describe_kernel(kernel.main)
         case BackwardBegin():

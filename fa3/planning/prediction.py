@@ -100,7 +100,7 @@ class Prediction(NamedTuple):
         if self.memory_us > self.compute_us:
             return "device memory"
         if self.busy > 0.9:
-            return "work on busy SMs"
+            return "compute"
         if self.longest_us > 0.9 * self.compute_us:
             return "its longest unit of work" if self.waves > 0.5 else "too few units of work"
         return "an uneven last wave"

@@ -222,6 +222,8 @@ def add_tune(commands) -> None:
     tune = commands.add_parser(
         "tune",
         help="fit the planner's cost model to the GPU of this machine",
+        description="Measure plans on the Hopper GPU of this machine, and fit to it the times by "
+        "which the planner chooses. Processes that start later use them.",
         examples="  fa3 tune --preset llama3-8b\n"
         "  fa3 tune --shapes 8,2048,2048,32,8,128 --causal --budget 5m\n"
         "  fa3 tune --forget",

@@ -79,28 +79,32 @@ def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
 
 def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     """How the gradients of a dense call are computed."""
-    plan = BackwardPlan.of(problem)
+    plan = BackwardPlan.of(problem, num_sms=gpu.num_sms)
     flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.entry
     names = [describe_kernel(kernel) for kernel in (entry.begin, entry.main)]
-    words = plan.numbers_of_statistics + plan.numbers_of_sums + plan.words_of_counters
-    workspace = FLOAT_BYTES * (words + plan.num_query_tiles)
-    config = plan.config
+    config, shares = plan.config, plan.shares
+    workspace = FLOAT_BYTES * plan.numbers
+    parts = ""
+    if shares.parts > 1:
+        parts = f", each shared by {shares.parts} CTAs"
     sentences = {
         **sentences_of(problem, flops, gpu, names),
         "CTA": f"A tile of {config.tile_n} keys of one key/value head, against blocks of "
-        f"{config.tile_m} queries of all query heads that share it; {config.threads} threads.",
-        "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys, "
+        f"{config.tile_m} queries of {counted(plan.query_heads_of_cta, 'query head')}; "
+        f"{config.threads} threads.",
+        "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys{parts}, "
         f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
-        "Order": f"{counted(plan.heads_per_section, 'key/value head')} together, whose queries "
-        f"stay in L2; {counted(plan.num_sections, 'section')} one after another.",
-        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator and "
-        "row statistics, besides dQ, dK and dV.",
+        "Order": f"{counted(plan.query_heads_together, 'query head')} together, whose Q, dO and dQ "
+        f"stay in L2; {counted(plan.num_sections, 'head group')} one after another.",
+        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator, parts "
+        "of dK and dV, and row statistics, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,
     }
     facts = {
         **facts_of("backward", problem, flops, gpu, names),
         "tile": [config.tile_m, config.tile_n],
         "key_tiles": plan.num_key_tiles,
+        "ctas_per_key_tile": shares.parts,
         "query_tiles": plan.num_query_tiles,
         "workspace_bytes": workspace,
     }

@@ -194,7 +194,8 @@ def nvdisasm() -> Path:
         if file.name == "nvdisasm":
             return Path(file.locate())
     raise ModuleNotFoundError(
-        f"reading SASS needs nvdisasm: pip install {NVDISASM_PACKAGE} (part of the dev extra)"
+        f"reading machine code (SASS) needs nvdisasm: pip install {NVDISASM_PACKAGE} "
+        "(part of the dev extra)"
     )
 
 

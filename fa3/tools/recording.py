@@ -54,8 +54,8 @@ def hopper_device(device: torch.device | str = "cuda") -> torch.device:
     device, seen = torch.device(device), torch.cuda.device_count()
     if device.type != "cuda" or (device.index or 0) >= seen:
         raise ValueError(
-            f"this needs a Hopper GPU (9.0); got device {str(device)!r}, and torch sees "
-            f"{counted(seen, 'GPU')}"
+            f"this needs a Hopper GPU (compute capability 9.0); got device {str(device)!r}, "
+            f"and torch sees {counted(seen, 'GPU')}"
         )
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
