@@ -127,6 +127,13 @@ def test_a_reader_that_has_gone_is_no_error(command, monkeypatch):
     assert ended.value.code == 141
 
 
+def test_a_closed_standard_output_is_no_error(monkeypatch, capsys):
+    """As in `python -m fa3 plan >&-`; Python has no object for it then."""
+    monkeypatch.setattr(sys, "stdout", None)
+    main(["plan"])
+    assert not capsys.readouterr().err
+
+
 def test_ctrl_c_ends_a_command_in_a_word(monkeypatch, capsys):
     def warmup(*arguments, **options):
         raise KeyboardInterrupt
@@ -338,7 +345,15 @@ def test_wrong_arguments_are_explained(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("plann",), ("plan", "--shap"), ("cache", "bound", "5x"), ("tune", "--x")]
+    "arguments",
+    [
+        (),
+        ("plann",),
+        ("plan", "--shap"),
+        ("cache", "bound", "5x"),
+        ("tune", "--x"),
+        ("cache", "bound", "9" * 400),
+    ],
 )
 def test_all_wrong_arguments_end_alike(arguments, capsys):
     assert fails(capsys, *arguments).startswith("fa3")
