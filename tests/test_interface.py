@@ -395,5 +395,7 @@ def test_another_module_is_replaced_only_by_force(monkeypatch):
     with pytest.raises(RuntimeError, match=r"^flash_attn_interface is imported .*/elsewhere\.py"):
         interface.install()
     assert sys.modules["flash_attn_interface"] is other
+    with pytest.raises(TypeError, match=r"^force must be a bool, got 'x'"):
+        interface.install("x")
     interface.install(force=True)
     assert sys.modules["flash_attn_interface"] is interface

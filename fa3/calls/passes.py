@@ -250,8 +250,8 @@ def _flash_attn_backward(
     with torch.no_grad():
         if not is_traced(q):
             check_targets(targets)
-            dout = in_memory("dout", dout) if isinstance(dout, torch.Tensor) else dout
-            results = {"dout": dout, "out": out, "softmax_lse": softmax_lse}
+            arrived = in_memory("dout", dout) if isinstance(dout, torch.Tensor) else dout
+            results = {"dout": arrived, "out": out, "softmax_lse": softmax_lse}
             check_beside(q, results, {"cu_seqlens_q": cu_seqlens_q} | lengths_of)
         if sm_margin and q.is_cuda:
             raise NotImplementedError(
@@ -260,7 +260,7 @@ def _flash_attn_backward(
         given = dout, None, q, k, v, out, softmax_lse
         if cu_seqlens_q is None:
             longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-            check_absent("without cu_seqlens_q", lengths_of | longest)
+            check_absent("without cu_seqlens_q", {**lengths_of, **longest})
             *found, _ = operators.BACKWARD.overload(*given, **named, schedule=None, pack_gqa=None)
         else:
             if cu_seqlens_k is None:

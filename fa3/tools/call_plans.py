@@ -9,7 +9,7 @@ from typing import Any
 from fa3.calls.modifiers import Structure
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
-from fa3.planning.backward import BackwardPlan
+from fa3.planning.backward import BackwardPlan, numbers_of_key_parts, words_of_key_parts
 from fa3.planning.explanation import PlanDescription, counted, facts_of, quantity, sentences_of
 from fa3.planning.gpu import Gpu
 from fa3.planning.joined import PackedSizes
@@ -79,22 +79,31 @@ def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
 
 def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     """How the gradients of a dense call are computed."""
-    plan = BackwardPlan.of(problem)
+    plan = BackwardPlan.of(problem, num_sms=gpu.num_sms)
     flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.entry
     names = [describe_kernel(kernel) for kernel in (entry.begin, entry.main)]
     words = plan.numbers_of_statistics + plan.numbers_of_sums + plan.words_of_counters
     workspace = FLOAT_BYTES * (words + plan.num_query_tiles)
-    config = plan.config
+    config, shares = plan.config, plan.shares
+    shared = ""
+    if shares.parts > 1:
+        parts = numbers_of_key_parts(plan.num_parts, problem.spec, config)
+        workspace += FLOAT_BYTES * (parts + words_of_key_parts(plan.num_parts))
+        shared = (
+            f" {shares.parts} CTAs share a tile of keys: {counted(shares.head_parts, 'part')} of "
+            f"its query heads, {counted(shares.block_parts, 'part')} of their query blocks."
+        )
     sentences = {
         **sentences_of(problem, flops, gpu, names),
         "CTA": f"A tile of {config.tile_n} keys of one key/value head, against blocks of "
-        f"{config.tile_m} queries of all query heads that share it; {config.threads} threads.",
+        f"{config.tile_m} queries of all query heads that share it; {config.threads} threads."
+        f"{shared}",
         "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys, "
         f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
         "Order": f"{counted(plan.heads_per_section, 'key/value head')} together, whose queries "
         f"stay in L2; {counted(plan.num_sections, 'section')} one after another.",
         "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 sums of dQ and row "
-        "statistics, besides dQ, dK and dV.",
+        f"statistics{', and of shared dK and dV' if shared else ''}, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,
     }
     facts = {
@@ -102,6 +111,7 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         "tile": [config.tile_m, config.tile_n],
         "key_tiles": plan.num_key_tiles,
         "query_tiles": plan.num_query_tiles,
+        "parts_of_key_tile": shares.parts,
         "workspace_bytes": workspace,
     }
     return PlanDescription(sentences, facts)
