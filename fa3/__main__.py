@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             run(arguments)
         finally:
-            sys.stdout.flush()
+            # Without an open standard output Python has none.
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("fa3: interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

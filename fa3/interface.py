@@ -13,6 +13,7 @@ import sys
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.options import flag
 from fa3.calls.passes import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -47,8 +48,10 @@ def install(force: bool = False) -> None:
         force: replace another module of this name that is already imported.
 
     Raises:
+        TypeError: force is no bool.
         RuntimeError: another module of this name is imported, and force is False.
     """
+    force = flag("force", force)
     this, other = sys.modules[__name__], sys.modules.get(NAME)
     if other not in (None, this) and not force:
         place = getattr(other, "__file__", None) or "memory"

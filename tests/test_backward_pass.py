@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from problems import make_problem
 
 from fa3.calls import backward, varlen_backward
-from fa3.kernels.backward_launch import ADDED, place_of_word
+from fa3.kernels.backward_launch import ADDED, BackwardConfig, place_of_word
 from fa3.kernels.backward_pass import PassArguments
-from fa3.planning.backward import BackwardPlan, words_of_counters
+from fa3.planning.backward import BackwardPlan, numbers_of_key_parts, words_of_counters
 from fa3.planning.gpu import H200
 from fa3.planning.key_split import KeyShares
-from fa3.planning.ragged_backward import sections_of_heads
+from fa3.planning.ragged_backward import sections_of_heads, shares_of_packed
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.gradient_parts import KeySplit, family_of
+from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
@@ -250,3 +251,25 @@ def test_the_last_part_adds_up_all(parts, order):
         if is_last:
             finished.append(total)
     assert finished == [set(range(parts))]
+
+
+@pytest.mark.parametrize(
+    ("total", "num_sequences", "heads", "splits"),
+    [
+        (32768, 4, (8, 1), True),
+        (32768, 32768, (8, 1), False),
+        (8192, 8192, (32, 8), False),
+        (16384, 1000, (64, 8), False),
+        (2000, 3, (16, 2), True),
+    ],
+)
+def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
+    """Whatever the lengths are: memory has room for as many key tiles as there can be."""
+    spec = make_problem(head_dim=128, window=CAUSAL).spec
+    longest = total // min(num_sequences, 4)
+    shares = shares_of_packed(
+        spec, CAUSAL, total, total, num_sequences, longest, *heads, False, 132
+    )
+    assert (shares.parts > 1) == splits
+    num_parts = number_of_packed_tiles(total, num_sequences, 128) * heads[1] * shares.parts
+    assert not splits or numbers_of_key_parts(num_parts, spec, BackwardConfig(64, 128)) * 4 < 3e8

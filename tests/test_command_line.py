@@ -11,6 +11,7 @@ import torch
 
 import fa3
 from fa3.__main__ import main
+from fa3.calls.backward import PreparedBackward
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import prepare_decode
 from fa3.calls.forward import prepare_forward
@@ -18,6 +19,7 @@ from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.operands import Operand
 from fa3.calls.ragged import Tokens
 from fa3.calls.varlen import prepare_varlen
+from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import GPUS, H200
 from fa3.planning.joined import PackedSizes
 from fa3.planning.kernel_names import describe_kernel
@@ -125,6 +127,13 @@ def test_a_reader_that_has_gone_is_no_error(command, monkeypatch):
             main([command])
         print("what is still to come goes nowhere", flush=True)
     assert ended.value.code == 141
+
+
+def test_a_closed_standard_output_is_no_error(monkeypatch, capsys):
+    """As in `python -m fa3 plan >&-`; Python has no object for it then."""
+    monkeypatch.setattr(sys, "stdout", None)
+    main(["plan"])
+    assert not capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_command_in_a_word(monkeypatch, capsys):
@@ -284,6 +293,16 @@ def test_a_backward_plan_says_what_it_takes(capsys):
     assert found["workspace_bytes"] > 4 * 2 * 1000 * 8 * 192
 
 
+def test_a_backward_plan_counts_what_shared_key_tiles_take(monkeypatch, capsys):
+    monkeypatch.setattr("fa3.calls.backward.load_kernel", lambda entry: None)
+    shape = "1,2048,2048,16,1,128"
+    found = facts(capsys, "--call", "backward", "--shape", shape)
+    call = PreparedBackward.of(BackwardPlan.of(problem("--shape", shape)))
+    assert found["parts_of_key_tile"] == call.plan.shares.parts > 1
+    # What lies behind the words of the sums is aligned.
+    assert 0 <= 4 * call.numbers - found["workspace_bytes"] < 16
+
+
 def test_v_may_have_its_own_head_size(capsys):
     found = facts(capsys, "--shape", "1,100,100,2,2,192", "--head-dim-v", "128")
     assert (found["problem"]["head_dim"], found["problem"]["head_dim_v"]) == (192, 128)
@@ -338,7 +357,15 @@ def test_wrong_arguments_are_explained(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(), ("plann",), ("plan", "--shap"), ("cache", "bound", "5x"), ("tune", "--x")]
+    "arguments",
+    [
+        (),
+        ("plann",),
+        ("plan", "--shap"),
+        ("cache", "bound", "5x"),
+        ("tune", "--x"),
+        ("cache", "bound", "9" * 400),
+    ],
 )
 def test_all_wrong_arguments_end_alike(arguments, capsys):
     assert fails(capsys, *arguments).startswith("fa3")

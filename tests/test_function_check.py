@@ -1,5 +1,7 @@
 """`fa3.check`: a user's score or mask compiles, and its two halves agree."""
 
+import multiprocessing
+import time
 from dataclasses import dataclass
 
 import cutlass
@@ -9,6 +11,7 @@ import torch
 from score_problems import Gate, PrefixLM, RelativeBias, Stairs
 
 import fa3
+from fa3.tools.function_check import Samples, exit_status
 
 pytestmark = pytest.mark.compiles
 
@@ -140,6 +143,27 @@ def test_what_differs_is_named(function, complaint):
 def test_bad_arguments(function, options, error, complaint):
     with pytest.raises(error, match=f"^{complaint}"):
         fa3.check(function, **{"head_dim": 64} | options)
+
+
+def test_samples_stay_inside_of_many_keys():
+    """float32 rounds the last key up, past the end."""
+    samples = Samples.of(1, 1, 1, 2**25 + 4)
+    assert samples.keys[-1] == 2**25 + 3
+
+
+def test_ctrl_c_leaves_no_process(monkeypatch):
+    def interrupted(process, timeout=None):
+        if timeout is not None:
+            raise KeyboardInterrupt
+        return join(process)
+
+    kind = multiprocessing.get_context("fork").Process
+    join = kind.join
+    monkeypatch.setattr(kind, "join", interrupted)
+    monkeypatch.setattr("fa3.tools.function_check.run_logged", lambda *_: time.sleep(600))
+    with pytest.raises(KeyboardInterrupt):
+        exit_status(None, 2)
+    assert not multiprocessing.active_children()
 
 
 def test_a_compiler_that_fails_on_the_host_is_told(monkeypatch):

@@ -342,6 +342,12 @@ WRONG = {
     "out": (torch.zeros(2, 19, 4, 64).bfloat16(), ValueError, "out must have shape"),
     "softmax_lse": (torch.zeros(2, 20, 4), ValueError, "the log-sum-exp must have shape"),
     "dout": (torch.zeros(2, 20, 4, 64), TypeError, "the gradient of out must be torch.bfloat16"),
+    "dout ": (None, TypeError, "dout must be a torch.Tensor, got NoneType"),
+    "dout  ": (torch.zeros(2, 20, 4, 64).bfloat16().to("meta"), ValueError, "dout must be on cpu"),
+    "out ": ("x", TypeError, "out must be a torch.Tensor, got str"),
+    "softmax_lse ": (None, TypeError, "softmax_lse must be a torch.Tensor, got NoneType"),
+    "softmax_lse  ": (torch.zeros(2, 4, 20, device="meta"), ValueError, "softmax_lse must be on"),
+    "max_seqlen_q": (5, ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
     "cu_seqlens_k": (ENDS, ValueError, "cu_seqlens_k must be None without cu_seqlens_q"),
     "cu_seqlens_q": (ENDS, ValueError, "cu_seqlens_k must be given with cu_seqlens_q"),
     "is_causal": (1, TypeError, "is_causal must be a bool, got 1"),
@@ -360,7 +366,7 @@ def test_wrong_arguments_of_the_backward_pass(name):
     interface._flash_attn_backward(**given)
     value, error, complaint = WRONG[name]
     with pytest.raises(error, match=f"^{complaint}"):
-        interface._flash_attn_backward(**given | {name: value})
+        interface._flash_attn_backward(**given | {name.strip(): value})
 
 
 def test_gradients_are_not_written_over_each_other():
@@ -389,5 +395,7 @@ def test_another_module_is_replaced_only_by_force(monkeypatch):
     with pytest.raises(RuntimeError, match=r"^flash_attn_interface is imported .*/elsewhere\.py"):
         interface.install()
     assert sys.modules["flash_attn_interface"] is other
+    with pytest.raises(TypeError, match=r"^force must be a bool, got 'x'"):
+        interface.install("x")
     interface.install(force=True)
     assert sys.modules["flash_attn_interface"] is interface

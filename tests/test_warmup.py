@@ -567,6 +567,25 @@ def test_a_config_json_is_a_preset(tmp_path, config, model):
             json.dumps(LLAMA | {"sliding_window": 9, "layer_types": ["chunked_attention"]}),
             "must have layer_types of .* got 'chunked_attention'",
         ),
+        (
+            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": ["conv"]}),
+            "must have layer_types of .* got none of them",
+        ),
+        (
+            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": [[]]}),
+            r"layer_types .* got \[\]",
+        ),
+        (
+            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": 5}),
+            "a list 'layer_types', got 5",
+        ),
+        (json.dumps(LLAMA | {"sliding_window": "9"}), "an integer 'sliding_window', got '9'"),
+        (json.dumps(LLAMA | {"sliding_window": 9.5}), "an integer 'sliding_window', got 9.5"),
+        (json.dumps(LLAMA | {"sliding_window": -1}), "a positive 'sliding_window', got -1"),
+        (json.dumps(LLAMA | {"attn_logit_softcapping": [1]}), "number 'attn_logit_softcapping'"),
+        (json.dumps(LLAMA | {"attn_logit_softcapping": 10**400}), "has a softcap above 3.4e"),
+        (json.dumps(LLAMA | {"text_config": [1]}), r"an object 'text_config', got \[1\]"),
+        ("[" * 100_000, "preset must be a model's config.json, got .* recursion"),
     ],
 )
 def test_a_config_json_that_does_not_do_is_refused(tmp_path, text, message, capsys):
@@ -578,3 +597,9 @@ def test_a_config_json_that_does_not_do_is_refused(tmp_path, text, message, caps
     with pytest.raises(SystemExit):
         main(["compile", "--preset", str(path)])
     assert capsys.readouterr().err.startswith("fa3 compile: ")
+
+
+def test_a_closed_standard_error_is_no_error(monkeypatch):
+    """As in `python -m fa3 compile ... 2>&-`; Python has no object for it then."""
+    monkeypatch.setattr(sys, "stderr", None)
+    module.compile_all((), 1, progress=True)

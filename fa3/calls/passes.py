@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fa3.calls import operators
-from fa3.calls.eager import is_traced
+from fa3.calls.eager import in_memory, is_traced
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.operands import (
@@ -247,13 +247,17 @@ def _flash_attn_backward(
     named |= functions_of(None, None) | dropout_options(0.0, None, q)
     named["deterministic"] = flag("deterministic", deterministic)
     targets: dict[str, tuple[Any, torch.Tensor]] = {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}
-    given = dout, None, q, k, v, out, softmax_lse
+    lengths_of = {"cu_seqlens_k": cu_seqlens_k, "sequed_q": sequed_q, "sequed_k": sequed_k}
     with torch.no_grad():
         if not is_traced(q):
             check_targets(targets)
+            arrived = in_memory("dout", dout) if isinstance(dout, torch.Tensor) else dout
+            results = {"dout": arrived, "out": out, "softmax_lse": softmax_lse}
+            check_beside(q, results, {"cu_seqlens_q": cu_seqlens_q} | lengths_of)
+        given = dout, None, q, k, v, out, softmax_lse
         if cu_seqlens_q is None:
-            absent = {"cu_seqlens_k": cu_seqlens_k, "sequed_q": sequed_q, "sequed_k": sequed_k}
-            check_absent("without cu_seqlens_q", absent)
+            longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+            check_absent("without cu_seqlens_q", {**lengths_of, **longest})
             *found, _ = operators.BACKWARD.overload(*given, **named, schedule=None, pack_gqa=None)
         else:
             if cu_seqlens_k is None:
@@ -265,6 +269,21 @@ def _flash_attn_backward(
             *found, _ = operators.VARLEN_BACKWARD.overload(*given, *lengths, **named, num_splits=1)
         for (target, _), gradient in zip(targets.values(), found, strict=True):
             target.copy_(gradient)
+
+
+def check_beside(
+    q: torch.Tensor, results: Mapping[str, Any], lengths: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Raise unless these are tensors where q is. One on the meta device would have the dispatcher
+    compute no gradients at all.
+
+    Args:
+        q: checked.
+        lengths: may be None.
+    """
+    given = dict(results) | {name: one for name, one in lengths.items() if one is not None}
+    for name, tensor in given.items():
+        check_device(name, Operand(*describe(name, tensor, 1)), "q", Operand(*describe("q", q)))
 
 
 def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]]) -> None:

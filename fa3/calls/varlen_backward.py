@@ -198,7 +198,7 @@ def packed_gradients(
     q, k, v, out, lse, d_out, d_lse = operands
     d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
     d_lse = None if d_lse is None else d_lse.contiguous()
-    sizes = q.shape[0], k.shape[0], max_seqlen_q, q.shape[1], k.shape[1]
+    sizes = q.shape[0], k.shape[0], lengths.batch, max_seqlen_q, q.shape[1], k.shape[1]
     num_sms = min(num_sms, gpu_of(q.device).num_sms)
     shares = shares_of_packed(spec, window, *sizes, deterministic, num_sms)
     has_used = lengths.seqused_q is not None, lengths.seqused_k is not None

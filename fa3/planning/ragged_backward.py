@@ -13,8 +13,8 @@ from fa3.kernels.backward_launch import BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import begin_spec, blocks_of_key_tiles, choose_backward_config
-from fa3.planning.key_split import KeyShares, choose_shares, may_split
-from fa3.primitives.query_tiles import STATISTICS
+from fa3.planning.key_split import KeyShares, choose_shares, may_have_parts, may_split
+from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
 from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.schedules.ragged_keys import RaggedKeyTiles
@@ -82,6 +82,7 @@ def shares_of_packed(
     window: Window,
     total_q: int,
     total_k: int,
+    num_sequences: int,
     longest_q: int,
     heads_q: int,
     heads_kv: int,
@@ -93,15 +94,31 @@ def shares_of_packed(
     It is chosen for as many sequences of the longest length as the rows hold: long sequences have
     most of the work. Lengths are rounded, so that steps of a training lead to few choices.
     """
-    config = config_for(spec)
-    if not may_split(total_k // config.tile_n * heads_kv, num_sms):
+    tile_n = config_for(spec).tile_n
+    # Memory has room for so many, whatever the lengths are.
+    num_tiles = number_of_packed_tiles(total_k, num_sequences, tile_n) * heads_kv
+    if not may_split(num_tiles, num_sms):
         return KeyShares()
     longest_q = max(1, min(longest_q, total_q))
     sequences = max(1, total_q // longest_q)
     lengths = rounded_length(longest_q), rounded_length(max(1, total_k // sequences))
-    blocks = blocks_of_key_tiles(spec, config, Sequence(*lengths, window), is_ordered)
-    group = heads_q // heads_kv
-    return choose_shares(blocks, heads_kv * sequences, group, num_sms, is_ordered)
+    heads = heads_kv * sequences, heads_q // heads_kv
+    shares = shares_of_lengths(spec, Sequence(*lengths, window), *heads, is_ordered, num_sms)
+    return shares if may_have_parts(num_tiles * shares.parts, num_sms) else KeyShares()
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def shares_of_lengths(
+    spec: AttentionSpec,
+    sequence: Sequence,
+    heads: int,
+    group: int,
+    is_ordered: bool,
+    num_sms: int,
+) -> KeyShares:
+    """How CTAs share the key tiles of equal sequences; `heads` are of all of them."""
+    blocks = blocks_of_key_tiles(spec, config_for(spec), sequence, is_ordered)
+    return choose_shares(blocks, heads, group, num_sms, is_ordered)
 
 
 config_for = functools.lru_cache(maxsize=REMEMBERED)(choose_backward_config)

@@ -182,6 +182,8 @@ class GradientParts:
             if lane == 0:
                 count = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
             count = cute.arch.shuffle_sync(count, 0)
+        # Lane 0 has acquired; other lanes read what it has seen only after this.
+        cute.arch.sync_warp()
         if count != 0:
             self.move(accs, lane, sibling, is_store=False)
         return count != 0

@@ -338,4 +338,7 @@ def byte_count(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)b?", text.lower())
     if not match:
         raise argparse.ArgumentTypeError(f"needs bytes as in 500M or 1.5G, got {text!r}")
-    return int(float(match[1]) * UNITS[match[2]])
+    count = float(match[1]) * UNITS[match[2]]
+    if count == float("inf"):
+        raise argparse.ArgumentTypeError(f"needs a finite number of bytes, got {text!r:.200}")
+    return int(count)

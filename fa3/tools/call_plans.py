@@ -104,8 +104,8 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         **facts_of("backward", problem, flops, gpu, names),
         "tile": [config.tile_m, config.tile_n],
         "key_tiles": plan.num_key_tiles,
-        "ctas_per_key_tile": shares.parts,
         "query_tiles": plan.num_query_tiles,
+        "parts_of_key_tile": shares.parts,
         "workspace_bytes": workspace,
     }
     return PlanDescription(sentences, facts)

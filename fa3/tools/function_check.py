@@ -76,7 +76,10 @@ class Samples(NamedTuple):
             (seqlen_q, MOST_ROWS),
             (seqlen_k, MOST_ROWS),
         )
-        axes = [torch.linspace(0, n - 1, min(n, most)).round().long() for n, most in sizes]
+        axes = [
+            torch.linspace(0, n - 1, min(n, most), dtype=torch.float64).round().long()
+            for n, most in sizes
+        ]
         grid = torch.stack(torch.meshgrid(*axes, indexing="ij")).view(4, -1).int()
         generator = torch.Generator().manual_seed(0)
         logits = 4 * torch.randn(grid.shape[1], generator=generator)
@@ -228,11 +231,14 @@ def exit_status(sampled: Sampled, log: int) -> int | None:
         # From Python 3.12 on, of threads: the new process runs none but its own.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
-    process.join(PATIENCE)
-    if process.is_alive():
+    try:
+        process.join(PATIENCE)
+        if process.is_alive():
+            raise ValueError(f"the method does not end within {PATIENCE} s on the host")
+    finally:
+        # Ctrl-C may end the wait: then nothing else would end the process.
         process.kill()
         process.join()
-        raise ValueError(f"the method does not end within {PATIENCE} s on the host")
     return process.exitcode
 
 

@@ -113,18 +113,19 @@ def model_of_file(path: Path) -> Model:
         ValueError: the file is missing or no JSON, or does not say what is needed.
     """
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"preset must be a model's config.json, got {path}: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"preset must be a model's config.json, got {path}: it holds no object")
     # Models that also see pictures have the language model's part of its own.
-    config = {**config, **(config.get("text_config") or {})}
+    config = {**config, **(field_of(path, config, "text_config", "an object", dict) or {})}
 
     def number(name: str) -> int:
-        if type(config.get(name)) is not int:
-            raise ValueError(f"{path} must have an integer {name!r}, got {config.get(name)!r}")
-        return config[name]
+        found = field_of(path, config, name, "an integer", int)
+        if found is None:
+            raise ValueError(f"{path} must have an integer {name!r}, got None")
+        return found
 
     heads_q = number("num_attention_heads")
     heads_kv = heads_q
@@ -138,6 +139,9 @@ def model_of_file(path: Path) -> Model:
         given = config.get("head_dim") is not None
         head_dim = number("head_dim") if given else number("hidden_size") // max(1, heads_q)
         head_dim_v = head_dim
+    softcap = field_of(path, config, "attn_logit_softcapping", "a number", int, float) or 0.0
+    if abs(softcap) > MOST_FLOAT:
+        raise ValueError(f"{path} has a softcap above {MOST_FLOAT:.3g}, got {softcap!r:.50}")
     return Model(
         heads_q,
         heads_kv,
@@ -145,9 +149,21 @@ def model_of_file(path: Path) -> Model:
         head_dim_v,
         config.get("dtype") or config.get("torch_dtype") or "bfloat16",
         windows_of_layers(path, config),
-        float(config.get("attn_logit_softcapping") or 0.0),
+        float(softcap),
         config.get("model_type") == "gpt_oss",
     )
+
+
+def field_of(path: Path, config: dict[str, Any], name: str, what: str, *kinds: type) -> Any:
+    """A field of a `config.json`; None if it is missing or null.
+
+    Raises:
+        ValueError: it is something else than an object of these types, which `what` describes.
+    """
+    found = config.get(name)
+    if found is not None and type(found) not in kinds:
+        raise ValueError(f"{path} must have {what} {name!r}, got {found!r:.200}")
+    return found
 
 
 def windows_of_layers(path: Path, config: dict[str, Any]) -> tuple[Window, ...]:
@@ -155,15 +171,18 @@ def windows_of_layers(path: Path, config: dict[str, Any]) -> tuple[Window, ...]:
 
     Without a list of layers, a file with a window may mean all of them or some: both are returned.
     """
-    keys = config.get("sliding_window")
+    keys = field_of(path, config, "sliding_window", "an integer", int)
     if not keys or config.get("use_sliding_window") is False:
         return (CAUSAL,)
+    if keys < 0:
+        raise ValueError(f"{path} must have a positive 'sliding_window', got {keys}")
     known = {"sliding_attention": sliding(keys), "full_attention": CAUSAL}
-    layers = config.get("layer_types") or list(known)
+    layers = field_of(path, config, "layer_types", "a list", list) or list(known)
     attending = [layer for layer in layers if layer not in LAYERS_WITHOUT_KERNELS]
-    unknown = [layer for layer in attending if layer not in known]
-    if unknown:
-        raise ValueError(f"{path} must have layer_types of {list(known)}, got {unknown[0]!r}")
+    unknown = [layer for layer in attending if layer not in list(known)]
+    if unknown or not attending:
+        came = repr(unknown[0]) if unknown else "none of them"
+        raise ValueError(f"{path} must have layer_types of {list(known)}, got {came:.200}")
     return tuple(dict.fromkeys(known[layer] for layer in attending))
 
 

@@ -10,8 +10,8 @@ BAR = 30
 
 
 def terminal() -> TextIO | None:
-    """The standard error, if that is a terminal, so that a bar can be drawn."""
-    return sys.stderr if sys.stderr.isatty() else None
+    """The standard error, if it is open and a terminal, so that a bar can be drawn."""
+    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
 
 
 class Bar:

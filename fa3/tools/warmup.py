@@ -40,7 +40,7 @@ from fa3.scores.templates import Template
 from fa3.settings import check_settings
 from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
-from fa3.tools.progress import Bar, Lines
+from fa3.tools.progress import Bar, Lines, terminal
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 
@@ -409,9 +409,9 @@ def compile_all(kernels: Sequence[Kernel], processes: int, progress: bool) -> No
         progress: whether to tell of them on the standard error.
     """
     stream = sys.stderr if progress else None
-    is_terminal = sys.stderr.isatty()
-    bar = Bar(len(kernels), stream if is_terminal else None)
-    lines = Lines(len(kernels), None if is_terminal else stream)
+    screen = terminal() if progress else None
+    bar = Bar(len(kernels), screen)
+    lines = Lines(len(kernels), None if screen else stream)
     try:
         with CompilePool(kernels, processes) as pool:
             while bar.done < len(kernels):
