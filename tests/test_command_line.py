@@ -297,7 +297,7 @@ def test_a_backward_plan_counts_what_shared_key_tiles_take(monkeypatch, capsys):
     monkeypatch.setattr("fa3.calls.backward.load_kernel", lambda entry: None)
     shape = "1,2048,2048,16,1,128"
     found = facts(capsys, "--call", "backward", "--shape", shape)
-    call = PreparedBackward.of(BackwardPlan.of(problem("--shape", shape)))
+    call = PreparedBackward.of(BackwardPlan.of(problem("--shape", shape)), 132)
     assert found["parts_of_key_tile"] == call.plan.shares.parts > 1
     # What lies behind the words of the sums is aligned.
     assert 0 <= 4 * call.numbers - found["workspace_bytes"] < 16
