@@ -732,8 +732,6 @@ class Backward(AttentionKernel):
             segment = schedule.segment(cursor)
             work = self.work_of(operands, schedule, segment)
             sequence = sequences.sequence(segment)
-            if cutlass.const_expr(self.splits and config.k_stages == 1):
-                v_state = k_state  # A state takes registers.
             regs.acc_dK.fill(0.0)
             regs.acc_dV.fill(0.0)
             pipelines.k.consumer_wait(k_state)
