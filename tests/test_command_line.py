@@ -229,6 +229,19 @@ def test_a_schedule_is_the_forward_kernels(capsys):
     assert facts(capsys, *shape, "--schedule", "list")["schedule"] == "list"
 
 
+@pytest.mark.parametrize(("seqlen", "softmax"), [(512, "Online: "), (8192, "Subtracts a fixed ")])
+def test_a_kernel_with_both_kinds_of_row_max_says_which_one_a_call_uses(seqlen, softmax, capsys):
+    main(["plan", "--shape", f"1,{seqlen},{seqlen},32,8,128", "--causal"])
+    printed = capsys.readouterr().out
+    assert ", fixed reference or online softmax, " in printed
+    assert f"Softmax  {softmax}" in printed
+
+
+def test_one_key_value_head_is_no_plural(capsys):
+    main(["plan", "--shape", "1,512,512,8,1,128"])
+    assert "8 query heads on 1 key/value head, head_dim" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("appends", [False, True])
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
@@ -340,6 +353,7 @@ def fails(capsys, *arguments: str) -> str:
         (("--shape", f"1,{1 << 40},1,1,1,8"), "q must have at most 1073741311 queries"),
         (("--shape", "99999999999,1,1,1,1,8"), "q must have at most 16777216 tiles"),
         (("--gpu", "A100"), "argument --gpu: invalid choice: 'A100'"),
+        (("--head-dim", "64"), "unrecognized arguments: --head-dim 64"),
         (("--page-size", "16"), "--page-size goes with --call cache, got --call dense"),
         (
             ("--call", "cache", "--page-size", "-1"),

@@ -183,7 +183,7 @@ class Explanation:
     @property
     def softmax(self) -> str:
         if not self.config.fixed_reference:
-            return ""
+            return "Online: subtracts the running row max."
         return (
             "Subtracts a fixed value instead of the running row max; a second launch repeats rows "
             "that overflow."
@@ -354,7 +354,8 @@ def describe_problem(problem: Problem) -> str:
     spec = problem.spec
     heads = counted(problem.num_heads_q, "head")
     if problem.qhead_per_kvhead > 1:
-        heads = f"{problem.num_heads_q} query heads on {problem.num_heads_kv} key/value heads"
+        shared = counted(problem.num_heads_kv, "key/value head")
+        heads = f"{problem.num_heads_q} query heads on {shared}"
     queries = "1 query" if problem.seqlen_q == 1 else f"{problem.seqlen_q:,} queries"
     modifiers = "".join(f", {name}" for name in names_of_modifiers(spec))
     return (

@@ -42,7 +42,8 @@ def describe_kernel(kernel: Any) -> str:
         case Forward():
             kind: Any = kernel.schedule_type
             tiles = FORWARD_TILES.get(kind.__name__) or kind.name
-            words = ["forward", f"tile {describe_config(kernel.config)}", tiles]
+            both = " or online softmax" * kernel.has_both
+            words = ["forward", f"tile {describe_config(kernel.config)}{both}", tiles]
             words += [*words_of_spec(kernel.spec), *words_of_cache(kernel.cache)]
         case Decode():
             words = ["decode", f"tile {ROWS}x{kernel.config.tile_n}"]

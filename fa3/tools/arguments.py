@@ -7,7 +7,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fa3.problem import NO_BOUND
 from fa3.tools.models import CALLS, PRESETS, ROTARIES, SHORT_DTYPES, preset_of
@@ -34,7 +34,15 @@ class Parser(argparse.ArgumentParser):
         if examples:
             options["epilog"] = f"examples:\n{examples.rstrip()}"
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(**options)
+        # `--head-dim` of `fa3 compile` must not be taken for `--head-dim-v` of `fa3 plan`.
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as argparse does, but each command refuses what it does not know by itself."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line, and end as all wrong arguments do."""
