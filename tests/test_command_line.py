@@ -300,6 +300,7 @@ def test_a_backward_plan_says_what_it_takes(capsys):
         "backward preprocess",
         "backward",
     ]
+    assert found["kernels"][0] == "backward preprocess, bfloat16, head_dim 192 and 128"
     assert found["key_tiles"] == 2 * 2 * -(-900 // found["tile"][1])
     assert found["flop"] == 2.5 * problem(*shape).flops
     # The sums of dQ alone are fp32 of all queries.

@@ -441,15 +441,20 @@ def test_repeated_calls_give_the_same_bits(options, page_size, device):
         assert_same_bits(results, run(call, **options))
 
 
-@pairs(page_size=(None, 16, 64), seqlen_q=(1, 9), group=(1, 8))
-def test_batch_invariance(group, seqlen_q, page_size, device):
+@pairs(
+    page_size=(None, 16, 64),
+    seqlen_q=(1, 9),
+    group=(1, 8),
+    options=({"batch_invariant": True}, {"num_splits": 1}, {"num_splits": 5}),
+)
+def test_batch_invariance(group, seqlen_q, page_size, options, device):
     """A sequence gives the same bits alone and anywhere among others."""
     seqlens = (20_000, 41, 0, 3333, 512, 513, *range(1, 2000, 50))
     problem = CacheProblem(
         seqlens, seqlen_q, heads_kv=2, group=group, page_size=page_size, causal=True
     )
     call = make_call(problem, device=device)
-    out, lse, _ = run(call, batch_invariant=True)
+    out, lse, _ = run(call, **options)
     by_sequence = (
         "q",
         "cache_seqlens",
@@ -457,9 +462,9 @@ def test_batch_invariance(group, seqlen_q, page_size, device):
     )
     for chosen in ([0], [3], [3, 0], [5, 4, 3, 2, 1, 0], [1] * 200 + [0], [40, 3, 3]):
         few = call | {name: call[name][chosen] for name in by_sequence}
-        few_out, few_lse, _ = run(few, batch_invariant=True)
+        few_out, few_lse, _ = run(few, **options)
         assert torch.equal(few_out, out[chosen]) and torch.equal(few_lse, lse[chosen])
-    fewer_sms_out, fewer_sms_lse, _ = run(call, batch_invariant=True, sm_margin=77)
+    fewer_sms_out, fewer_sms_lse, _ = run(call, **options, sm_margin=77)
     assert torch.equal(fewer_sms_out, out) and torch.equal(fewer_sms_lse, lse)
 
 

@@ -146,6 +146,7 @@ def options() -> Iterator[Option]:
         ("a mask of your own", MASK),
         ("`seqused_q`", {"seqused_q": LENGTHS}),
         ("dropout", {"dropout_p": 0.1}),
+        ("`num_splits` above 1", {"num_splits": 2}),
     ):
         yield Option(f"pages with {name}", of={PACKED: on_pages | option})
     yield Option("append", of={CACHED: NEW})

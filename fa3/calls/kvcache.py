@@ -161,7 +161,8 @@ def flash_attn_with_kvcache(
         scheduler_metadata: how to run, from `get_scheduler_metadata`; with cu_seqlens_q made for
             the lengths of this call.
         num_splits: parts into which the keys of a sequence are cut; by default as suits the GPU.
-            The result does not depend on it but for rounding.
+            The result does not depend on it but for rounding. From 1 on, batch_invariant changes
+            nothing: how a sequence is cut then depends on its own length only.
         pack_gqa: the query heads of a key/value head always share its reads: None or True; anything
             if each has a single query head.
         sm_margin: SMs to leave to other kernels.

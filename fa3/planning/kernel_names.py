@@ -73,7 +73,9 @@ def describe_kernel(kernel: Any) -> str:
         case BackwardPass():
             return describe_kernel(kernel.main)
         case BackwardBegin():
-            words = ["backward preprocess", *words_of_spec(kernel.spec)]
+            # It has no mask, whatever the call has: see `fa3.planning.backward.begin_spec`.
+            of_spec = [word for word in words_of_spec(kernel.spec) if word != "no mask"]
+            words = ["backward preprocess", *of_spec]
         case Backward():
             config = kernel.config
             words = ["backward", f"tile {config.tile_m}x{config.tile_n}"]
