@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 import fa3
 from fa3.calls import autograd, varlen_autograd
 from fa3.calls.operands import Operand, Output
+from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.reference.backward import Wanted, execute_backward
 from fa3.reference.forward import execute
@@ -88,6 +89,7 @@ def on_device(q, k, v):
     call = SimpleNamespace(
         output=Output.of(q.shape, Operand(q.shape, q.stride(), q.dtype, q.device)),
         lse_shape=(2, 4, 20), launches=(None,), launch=launch, problem=PROBLEM,
+        plan=SimpleNamespace(gpu=H200),
     )  # fmt: skip
     return autograd.attend_on_device((call, False, 0.125, None, True), q, k, v)
 
@@ -106,7 +108,7 @@ def all_lie_in_memory(monkeypatch):
             assert tensor is None or not tensor.is_neg()
         return once(name, compute, *tensors)
 
-    def gradients(problem, operands, scale, tensors, wants_sinks, deterministic, dropout):
+    def gradients(problem, operands, scale, tensors, wants_sinks, deterministic, dropout, sms):
         d_out, d_lse = (
             torch.zeros_like(like) if given is None else given
             for given, like in zip(operands[5:], operands[3:5], strict=True)

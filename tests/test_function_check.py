@@ -133,7 +133,7 @@ def test_what_differs_is_named(function, complaint):
 @pytest.mark.parametrize(
     ("function", "options", "error", "complaint"),
     [
-        (Square, {}, TypeError, "function must be a fa3.Score or a fa3.Mask, got type"),
+        (Square, {}, TypeError, "function must be a fa3.Score or a fa3.Mask, got the class Square"),
         (Square(), {"head_dim": 65}, ValueError, "head_dim must be a multiple of 8 up to 256"),
         (Square(), {"seqlen_k": 0}, ValueError, "seqlen_k must be 1 or more, got 0"),
         (PrefixLM(LENGTHS), {"batch": 3}, ValueError, "mask does not work: .* IndexError: index 2"),

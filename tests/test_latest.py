@@ -192,7 +192,7 @@ def test_the_same_tensor_twice_is_no_other_call():
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     for _ in range(3):
         fa3.flash_attn_varlen_func(**packed_call(cu_seqlens_q=ends, cu_seqlens_k=ends))
-    with pytest.raises(ValueError, match=r"^cu_seqlens_k must end with the 9 rows"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k must end at 9, the rows of k"):
         fa3.flash_attn_varlen_func(**packed_call(cu_seqlens_q=ends, cu_seqlens_k=2 * ends))
 
 

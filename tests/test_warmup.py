@@ -483,6 +483,8 @@ def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
         env=os.environ | {"FA3_CACHE_DIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what it runs in the background without this signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     workers = []
     while len(workers) < 2 and command.poll() is None:
