@@ -73,9 +73,9 @@ class PreparedBackward:
         order = *plan.problem.window, plan.heads_per_section
         places = sums_at, counters_at, counters_at, words_at
         last = plan.sections_before, *NOT_PACKED, *split
-        ctas = min(plan.most_ctas, num_sms)
+        num_clusters = min(plan.most_ctas, num_sms)
         entry = load_kernel(plan.entry)
-        return cls(plan, entry, numbers, plan.has_zeros, ctas, order, places, last)
+        return cls(plan, entry, numbers, plan.has_zeros, num_clusters, order, places, last)
 
     def launch(
         self,

@@ -220,7 +220,7 @@ class GradientParts:
                     pair = cute.make_rmem_tensor(PAIR, target.element_type)
                     for j in cutlass.range_constexpr(PAIR):
                         pair[j] = fragment[r, PAIR * i + j].to(target.element_type)
-                    # A head size that is not padded has room for all pairs.
+                    # Columns of padding have no place in the gradient.
                     if (first + 4 * i) * PAIR < of_row.shape[0]:
                         cute.autovec_copy(pair, vector_of(of_row, first + 4 * i, PAIR))
 
