@@ -21,8 +21,12 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_launch import MMA_GROUPS, WIDEST_PIECE, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
-from fa3.planning.backward import BACKWARD_TILINGS, BackwardPlan, choose_backward_config
-from fa3.planning.ragged_backward import RaggedBackwardPlan
+from fa3.planning.backward import (
+    BACKWARD_TILINGS,
+    BackwardKernels,
+    BackwardPlan,
+    choose_backward_config,
+)
 from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
 from fa3.primitives.query_tiles import (
     PackedQueryTiles,
@@ -202,7 +206,7 @@ def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(72, 72), (128, 128), (192, 128), (256, 256)])
 def test_machine_code_for_packed_sequences(head_dim, head_dim_v):
     spec = spec_of(head_dim, "causal", head_dim_v=head_dim_v)
-    plan = RaggedBackwardPlan(spec, True, True, is_ordered=False)
+    plan = BackwardKernels(spec, is_packed=True, has_used_q=True, has_used_k=True)
     for kernel in kernels_of(plan.entry):
         compiled = compile_kernel(kernel)
         report = inspect(compiled.cubin)
@@ -229,9 +233,10 @@ def code_of(compiled) -> list[bytes]:
 @pytest.mark.parametrize(("is_packed", "is_ordered"), [(False, True), (True, False)])
 def test_kernels_of_one_entry_are_those_compiled_alone(is_packed, is_ordered):
     spec = spec_of(64, "causal")
-    plan = BackwardPlan.of(Problem(spec, 1, 100, 100, 1, 1, Window(right=0)), is_ordered)
+    problem = Problem(spec, 1, 100, 100, 1, 1, Window(right=0))
+    plan = BackwardPlan.of(problem, is_ordered).kernels
     if is_packed:
-        plan = RaggedBackwardPlan(spec, True, False, is_ordered)
+        plan = BackwardKernels(spec, is_ordered, is_packed=True, has_used_q=True)
     alone = [code_of(kernel) for kernel in kernels_of(plan.entry)]
     assert code_of(plan.entry) == sorted(code for (code,) in alone)
 
@@ -329,8 +334,9 @@ def test_memory_of_a_plan():
     plan = BackwardPlan.of(Problem(spec, 2, 100, 300, 3, 4, Window()))
     assert plan.config.tile_m == 64 and plan.config.tile_n == 128
     assert plan.num_query_tiles == 2 * 12 * 2 and plan.num_key_tiles == 2 * 3 * 3
-    assert plan.numbers_of_sums == 2 * 12 * 2 * 64 * 96
-    assert plan.numbers_of_statistics == 2 * 12 * 2 * 64 * 2
+    layout = plan.sizes.layout
+    assert layout.sums_at == 2 * 12 * 2 * 64 * 2
+    assert layout.table_at - layout.sums_at == 2 * 12 * 2 * 64 * 96
 
 
 @pytest.mark.parametrize("lengths", [(0,), (1,), (64,), (65, 0, 63, 128), (1,) * 300, (0, 0, 70)])

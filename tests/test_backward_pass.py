@@ -8,13 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import make_problem
 
-from fa3.calls import backward, varlen_backward
+from fa3.calls import backward
 from fa3.kernels.backward_launch import ADDED, BackwardConfig, place_of_word
 from fa3.kernels.backward_pass import PassArguments
-from fa3.planning.backward import BackwardPlan, numbers_of_key_parts, words_of_counters
+from fa3.planning.backward import (
+    BackwardPlan,
+    numbers_of_key_parts,
+    sections_of_heads,
+    shares_of_packed,
+    words_of_counters,
+)
 from fa3.planning.gpu import H200
 from fa3.planning.key_split import KeyShares
-from fa3.planning.ragged_backward import sections_of_heads, shares_of_packed
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.gradient_parts import KeySplit, family_of
 from fa3.primitives.query_tiles import number_of_packed_tiles
@@ -41,15 +46,12 @@ def launched(monkeypatch):
     def load(entry):
         return lambda *given: found.append((entry, PassArguments(*given)))
 
-    for module in (backward, varlen_backward):
-        monkeypatch.setattr(module, "load_kernel", load)
-        monkeypatch.setattr(module, "current_device", lambda: None)
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
-    for prepare in (backward.prepare_backward, varlen_backward.prepare_varlen_backward):
-        prepare.cache_clear()
+    monkeypatch.setattr(backward, "load_kernel", load)
+    monkeypatch.setattr(backward, "current_device", lambda: None)
+    monkeypatch.setattr(backward, "gpu_of", lambda device: H200)
+    backward.prepare_backward.cache_clear()
     yield found
-    for prepare in (backward.prepare_backward, varlen_backward.prepare_varlen_backward):
-        prepare.cache_clear()
+    backward.prepare_backward.cache_clear()
 
 
 def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
@@ -106,7 +108,7 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
     ends_q, ends_k = torch.tensor([0, 100, 300]).int(), torch.tensor([0, 200, 500]).int()
     lengths = PackedLengths(ends_q, ends_k, *(ends_q[1:] if has else None for has in has_used))
-    *found, _ = varlen_backward.packed_gradients(
+    *found, _ = backward.packed_gradients(
         spec, CAUSAL, operands, lengths, 200, (), 0.5, Wanted(sinks=False), is_ordered, dropout, 132
     )
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
@@ -196,7 +198,7 @@ def test_few_key_tiles_are_shared(shape, shares):
     problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, CAUSAL)
     plan = BackwardPlan.of(problem)
     assert plan.shares == shares
-    assert plan.entry.main.splits == (shares.parts > 1)
+    assert plan.kernels.entry.main.splits == (shares.parts > 1)
     assert BackwardPlan.of(problem, is_ordered=True).shares.block_parts == 1
 
 

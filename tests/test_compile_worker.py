@@ -30,7 +30,7 @@ def test_nobody_asks_the_driver(tmp_path, monkeypatch):
     """Its GPUs are hidden: each time the driver would look for them in vain."""
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
-    kernel = BackwardPlan.of(make_problem(1, 64, 64, 1, 1, 32)).entry.begin
+    kernel = BackwardPlan.of(make_problem(1, 64, 64, 1, 1, 32)).kernels.entry.begin
     with worker() as process:
         assert compile_in(process, Run(WITHOUT_DRIVER))
         assert compile_in(process, kernel)

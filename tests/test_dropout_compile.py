@@ -25,10 +25,9 @@ from test_compile import (
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.forward import Forward
-from fa3.planning.backward import BackwardPlan, choose_backward_config
+from fa3.planning.backward import BackwardKernels, BackwardPlan, choose_backward_config
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.ragged_backward import RaggedBackwardPlan
 from fa3.primitives.dropout import SQUARE
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
@@ -139,7 +138,7 @@ def backward_cases():
         yield name, Backward(spec, choose_backward_config(spec), Dynamic)
     for head_dim in (64, 128, 256):
         spec = dropped(spec_of(head_dim, "causal"))
-        kernel = RaggedBackwardPlan(spec, True, True, False).entry.main
+        kernel = BackwardKernels(spec, False, False, True, True, True).entry.main
         yield f"d{head_dim}-packed", kernel
     for head_dim in (128, 256):
         spec = dropped(spec_of(head_dim, "causal"))
@@ -182,7 +181,7 @@ def test_what_a_score_costs_in_the_backward_kernel(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_the_kernel_before_the_backward_kernel(head_dim):
     problem = Problem(dropped(spec_of(head_dim, "full")), 1, 100, 100, 1, 1, Window())
-    entry = BackwardPlan.of(problem).entry
+    entry = BackwardPlan.of(problem).kernels.entry
     begin = entry.begin
     assert begin.spec.has_dropout
     compiled = compile_kernel(begin)

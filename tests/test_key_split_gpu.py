@@ -12,7 +12,6 @@ from varlen_problems import VarlenProblem, make_call
 import fa3
 from fa3.calls import backward
 from fa3.planning import backward as planning
-from fa3.planning import ragged_backward
 from fa3.planning.key_split import KeyShares
 from fa3.problem import Window
 
@@ -37,9 +36,8 @@ def force(monkeypatch):
     """Make all backward passes share key tiles in a given way."""
 
     def force(shares: KeyShares):
-        for module in (planning, ragged_backward):
-            monkeypatch.setattr(module, "choose_shares", lambda *given: shares)
-            monkeypatch.setattr(module, "may_split", lambda *given: True)
+        monkeypatch.setattr(planning, "choose_shares", lambda *given: shares)
+        monkeypatch.setattr(planning, "may_split", lambda *given: True)
         backward.prepare_backward.cache_clear()
 
     yield force

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa3
 import fa3.interface
-from fa3.calls import backward, operators, user_functions, varlen_backward
+from fa3.calls import backward, operators, user_functions
 from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
 from fa3.reference.backward import Gradients
 
@@ -423,7 +423,7 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
         return Gradients(None, None, None, None)
 
     monkeypatch.setattr(backward, "gradients", note)
-    monkeypatch.setattr(varlen_backward, "packed_gradients", note)
+    monkeypatch.setattr(backward, "packed_gradients", note)
     for deterministic in (True, False):
         case = {"dense": backward_case, "packed": varlen_backward_case}[call]
         _, given, options = case(deterministic=deterministic)

@@ -1,8 +1,9 @@
-"""The backward pass of `flash_attn_func` on a GPU: memory and launches.
+"""The backward pass of a call on a GPU: memory and launches.
 
-`fa3.calls.autograd` calls `gradients` with what the forward pass took and gave. Two kernels run,
-both launched by one entry: statistics of the rows and what the sums of dQ begin with, and the
-gradients.
+`fa3.calls.autograd` calls `gradients` and `fa3.calls.varlen_call` calls `packed_gradients`, with
+what the forward pass took and gave. Two kernels run, both launched by one entry: the preprocess
+kernel and the backward kernel. For packed sequences a kernel before them makes the table of key
+tiles from the lengths, which the host never reads.
 """
 
 import functools
@@ -14,111 +15,155 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
-from fa3.planning.backward import BackwardPlan, numbers_of_key_parts, words_of_key_parts
+from fa3.kernels.backward_pass import PassArguments
+from fa3.planning.backward import (
+    BackwardKernels,
+    BackwardPlan,
+    BackwardSizes,
+    shares_of_packed,
+    sizes_of_packed,
+)
+from fa3.planning.key_split import KeyShares
 from fa3.primitives.query_tiles import STATISTICS
-from fa3.primitives.vectors import QUAD
-from fa3.problem import REMEMBERED, Problem
-from fa3.reference.backward import BackwardOperands, Gradients, gradient_of_sinks
+from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
+from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
 from fa3.reference.dropout import Dropout
+from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
+from fa3.running.launch import slots
 
-NOT_PACKED = (None,) * 6
-"""What a call without packed sequences gives for the last of `PassArguments` but four."""
-
-NOT_SPLIT = (None,) * 4
-"""What a call gives for the last four of `PassArguments` where each CTA has key tiles alone."""
+TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
+SCALE, HAS_D_LSE, DROPOUT, MODIFIERS = slots(
+    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers"
+)
+(SUMS_AT,) = slots(PassArguments, "sums_at")
+LENGTH_SLOTS = slice(*slots(PassArguments, "cu_seqlens_q", "head_parts"))
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBackward:
-    """What a problem leads to.
+    """What a launch takes of kernels and sizes; the tensors are filled in.
 
     Fields:
         entry: launches the kernels.
-        numbers: float32 that these write for each other.
-        has_zeros: whether sums begin with zeros.
-        num_clusters: CTAs of the backward kernel.
-        order: integers that the entry takes: the window, and the order of the tiles.
-        places: where in the numbers there is what.
-        last: the last of `PassArguments`: `sections_before`, what only packed sequences have, and
-            the split of key tiles.
+        template: the `PassArguments` in order, the tensors still missing.
+        buffer_size: 32-bit numbers of the buffer that the kernels share.
+        tile_m: queries of a tile.
     """
 
-    plan: BackwardPlan
     entry: Callable
-    numbers: int
-    has_zeros: bool
-    num_clusters: int
-    order: tuple[int, ...]
-    places: tuple[int, ...]
-    last: tuple[int | None, ...]
+    template: list
+    buffer_size: int
+    tile_m: int
 
     @classmethod
-    def of(cls, plan: BackwardPlan, num_sms: int) -> "PreparedBackward":
-        sums_at = plan.numbers_of_statistics
-        counters_at = sums_at + plan.numbers_of_sums
-        shares = plan.shares
-        words_at = counters_at + plan.words_of_counters
-        if shares.parts == 1:
-            split, numbers = NOT_SPLIT, words_at + plan.num_query_tiles
-        else:
-            part_counters_at = words_at
-            words_at += words_of_key_parts(plan.num_parts)
-            parts_at = words_at + -(-plan.num_query_tiles // QUAD) * QUAD
-            split = *shares, part_counters_at, parts_at
-            numbers = parts_at + numbers_of_key_parts(
-                plan.num_parts, plan.problem.spec, plan.config
-            )
-        order = *plan.problem.window, plan.heads_per_section
-        places = sums_at, counters_at, counters_at, words_at
-        last = plan.sections_before, *NOT_PACKED, *split
-        num_clusters = min(plan.most_ctas, num_sms)
-        entry = load_kernel(plan.entry)
-        return cls(plan, entry, numbers, plan.has_zeros, num_clusters, order, places, last)
+    def of(
+        cls,
+        kernels: BackwardKernels,
+        sizes: BackwardSizes,
+        shares: KeyShares,
+        window: Window,
+        num_sms: int,
+    ) -> "PreparedBackward":
+        """Prepare launches of these sizes on so many SMs; load the kernels."""
+        layout = sizes.layout
+        head_parts, block_parts = shares if kernels.splits else (None, None)
+        template = PassArguments(
+            *(None,) * TENSOR_SLOTS.stop,
+            modifiers=None,
+            softmax_scale=None,
+            has_d_lse=None,
+            has_zeros=sizes.has_zeros,
+            window_left=window.left,
+            window_right=window.right,
+            heads_per_section=sizes.heads_per_section,
+            num_clusters=min(sizes.most_ctas, num_sms),
+            sums_at=layout.sums_at,
+            table_at=layout.table_at,
+            counters_at=layout.counters_at,
+            words_at=layout.words_at,
+            dropout=None,
+            sections_before=sizes.sections_before,
+            capacity=sizes.capacity,
+            shift=sizes.shift,
+            head_parts=head_parts,
+            block_parts=block_parts,
+            part_counters_at=layout.part_counters_at,
+            parts_at=layout.parts_at,
+        )
+        entry = load_kernel(kernels.entry)
+        return cls(entry, list(template), layout.end, kernels.config.tile_m)
 
     def launch(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        d_out: torch.Tensor,
-        d_lse: torch.Tensor | None,
+        operands: BackwardOperands,
+        lengths: PackedLengths | None,
         softmax_scale: float,
-        tensors: tuple | None,
+        tensors: tuple[torch.Tensor, ...],
         dropout: Dropout | None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Run the kernels on the current stream of q's GPU.
+        wants_sinks: bool,
+    ) -> Gradients:
+        """Run the kernels on the current stream of the tensors' GPU.
 
-        Returns:
-            dq, dk, dv and what the kernels wrote for each other.
+        Args:
+            lengths: of packed sequences; None without.
+            tensors: those of the spec's scores, mask and sinks.
         """
-        device = q.device
-        if device.index != current_device():
-            with torch.cuda.device(device):
-                return self.launch(q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors, dropout)
+        q, k, v, out, lse, d_out, d_lse = operands
+        if q.device.index != current_device():
+            with torch.cuda.device(q.device):
+                return self.launch(operands, lengths, softmax_scale, tensors, dropout, wants_sinks)
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
-        buffer = lse.new_empty(self.numbers)
+        buffer = lse.new_empty(self.buffer_size)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk = torch.empty_like(k, memory_format=torch.contiguous_format)
         dv = torch.empty_like(v, memory_format=torch.contiguous_format)
         has_d_lse = d_lse is not None
-        drawn = None if dropout is None else dropout.arguments
-        # In the order of `PassArguments`.
-        self.entry(
-            q, k, v, out, lse, d_out, d_lse if has_d_lse else lse, dq, dk, dv, buffer, tensors,
-            softmax_scale, has_d_lse, self.has_zeros, *self.order,
-            self.num_clusters, *self.places, drawn, *self.last,
-        )  # fmt: skip
-        return dq, dk, dv, buffer
+        d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
+        d_lse = d_lse.contiguous() if has_d_lse else lse
+        arguments = self.template.copy()
+        arguments[TENSOR_SLOTS] = q, k, v, out, lse, d_out, d_lse, dq, dk, dv, buffer
+        arguments[MODIFIERS] = tensors or None
+        arguments[SCALE] = softmax_scale
+        arguments[HAS_D_LSE] = has_d_lse
+        if dropout is not None:
+            arguments[DROPOUT] = dropout.arguments
+        if lengths is not None:
+            arguments[LENGTH_SLOTS] = lengths
+        self.entry(*arguments)
+        if not wants_sinks:
+            return Gradients(dq, dk, dv, None)
+        statistics = natural_statistics(*self.statistics(buffer, lse), dropout)
+        return Gradients(dq, dk, dv, gradient_of_sinks(tensors[-1], *statistics))
+
+    def statistics(
+        self, buffer: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The statistics of whole tiles, (batch, heads, rows) in any order of the rows.
+
+        The log-sum-exp is infinite where a row sees no key or is no query.
+
+        Args:
+            buffer: what the kernels wrote for each other.
+            lse: of the call, (batch, heads, seqlen_q), or (heads, total_q) of packed sequences.
+        """
+        batch, heads = lse.shape[:-1] if lse.dim() == 3 else (1, lse.shape[0])
+        statistics = buffer[: self.template[SUMS_AT]]
+        tiles = statistics.view(batch, heads, -1, STATISTICS, self.tile_m)
+        lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
+        return lse, delta
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_backward(problem: Problem, is_ordered: bool, num_sms: int) -> PreparedBackward:
     """Plan the backward pass of a problem on so many SMs and load its kernels."""
-    return PreparedBackward.of(BackwardPlan.of(problem, is_ordered, num_sms), num_sms)
+    plan = BackwardPlan.of(problem, is_ordered, num_sms)
+    return PreparedBackward.of(plan.kernels, plan.sizes, plan.shares, problem.window, num_sms)
+
+
+kernels_of_packed = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
+"""The kernels for packed sequences: one object for all calls, which knows its constants."""
 
 
 def gradients(
@@ -145,22 +190,50 @@ def gradients(
         those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
         if what came for it is finite.
     """
-    q, k, v, out, lse, d_out, d_lse = operands
-    if d_out is None and d_lse is None:
+    if operands.d_out is None and operands.d_lse is None:
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
-    d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
-    d_lse = None if d_lse is None else d_lse.contiguous()
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return without_keys(operands, tensors, wants_sinks)
-    call = prepare_backward(problem, deterministic, min(num_sms, gpu_of(q.device).num_sms))
-    dq, dk, dv, buffer = call.launch(
-        q, k, v, out, lse, d_out, d_lse, softmax_scale, tensors or None, dropout
+    call = prepare_backward(problem, deterministic, min(num_sms, gpu_of(operands.q.device).num_sms))
+    return call.launch(operands, None, softmax_scale, tensors, dropout, wants_sinks)
+
+
+def packed_gradients(
+    spec: AttentionSpec,
+    window: Window,
+    operands: BackwardOperands,
+    lengths: PackedLengths,
+    max_seqlen_q: int,
+    tensors: tuple[torch.Tensor, ...],
+    softmax_scale: float,
+    wanted: Wanted,
+    deterministic: bool,
+    dropout: Dropout | None,
+    num_sms: int,
+) -> Gradients:
+    """Compute the gradients of packed sequences on a GPU. There are queries, and keys.
+
+    Args:
+        operands: `d_out` and `d_lse` may be laid out in any way; one of them may be None for zeros.
+        tensors: those of the spec's scores, mask and sinks.
+        wanted: of the sinks nothing is computed unless it is; the others come all together.
+        deterministic: whether dQ is to have the same bits every time; the others always have.
+        dropout: that of the forward pass, where the spec has it.
+        num_sms: SMs that may be used, at most those of the GPU.
+
+    Returns:
+        those of q, k, v and the sinks, contiguous. Rows that are not used get 0.
+    """
+    q, k = operands.q, operands.k
+    num_sms = min(num_sms, gpu_of(q.device).num_sms)
+    sizes = q.shape[0], k.shape[0], lengths.batch, max_seqlen_q, q.shape[1], k.shape[1]
+    shares = shares_of_packed(spec, window, *sizes, deterministic, num_sms)
+    has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
+    kernels = kernels_of_packed(spec, deterministic, shares.parts > 1, True, *has_used)
+    call = PreparedBackward.of(
+        kernels, sizes_of_packed(kernels, window, *sizes, shares), shares, window, num_sms
     )
-    d_sinks = None
-    if wants_sinks:
-        of_sinks = natural_statistics(*of_rows(buffer, call.plan), dropout)
-        d_sinks = gradient_of_sinks(tensors[-1], *of_sinks)
-    return Gradients(dq, dk, dv, d_sinks)
+    return call.launch(operands, lengths, softmax_scale, tensors, dropout, wanted.sinks)
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,21 +245,6 @@ def for_tma(tensor: torch.Tensor) -> torch.Tensor:
     for stride in tensor.stride()[:-1]:
         is_fit = is_fit and stride > 0 and stride % unit == 0
     return tensor if is_fit else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def of_rows(buffer: torch.Tensor, plan: BackwardPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """The statistics of whole tiles, (batch, heads, rows) in any order of the rows.
-
-    The log-sum-exp is infinite where a row sees no key or is no query.
-
-    Args:
-        buffer: what the kernels wrote for each other.
-    """
-    problem, tile_m = plan.problem, plan.config.tile_m
-    statistics = buffer[: plan.numbers_of_statistics]
-    tiles = statistics.view(problem.batch, problem.num_heads_q, -1, STATISTICS, tile_m)
-    lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
-    return lse, delta
 
 
 def natural_statistics(

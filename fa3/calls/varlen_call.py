@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fa3.calls import varlen_backward, varlen_gpu
+from fa3.calls import backward, varlen_gpu
 from fa3.calls.known_lengths import KnownLengths, LatestLengths
 from fa3.calls.modifiers import Structure
 from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
@@ -235,7 +235,7 @@ def ragged_gradients(
     if 0 in (lengths.batch, *q.shape, most_q, most_k) or (d_out is None and d_lse is None):
         return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
     if q.is_cuda:
-        return varlen_backward.packed_gradients(
+        return backward.packed_gradients(
             spec, window, operands, lengths, most_q, tensors, scale, wanted, deterministic,
             dropout, num_sms,
         )  # fmt: skip

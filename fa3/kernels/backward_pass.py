@@ -1,6 +1,6 @@
 """The kernels of a backward pass in one entry, which launches them one after another on a stream.
 
-`fa3.calls.backward` and `fa3.calls.varlen_backward` call it; `fa3.planning` says which kernels are
+`fa3.calls.backward` calls it; `fa3.planning` says which kernels are
 in it. They always run together and take mostly the same tensors, which are handed over and checked
 once here. What they write for each other lies in one buffer, which is cut here.
 """

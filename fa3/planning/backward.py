@@ -4,6 +4,7 @@ A CTA of the backward kernel has a tile of keys of one key/value head and of all
 share it. The tiles of the first keys come first: with a causal mask most queries see them.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,14 +12,17 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_word
 from fa3.kernels.backward_pass import BackwardPass
+from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
-from fa3.planning.key_split import KeyShares, choose_shares, may_split
-from fa3.primitives.query_tiles import STATISTICS
+from fa3.planning.key_split import KeyShares, choose_shares, may_have_parts, may_split
+from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
+from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import WARPS
-from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.schedules.dynamic import InTurn
+from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Intersection, Sequence
 
 L2_BYTES = 48 << 20
@@ -56,6 +60,15 @@ KEYS_WITHOUT_ZEROS, MORE_KEYS_WITHOUT_ZEROS = 512, 1024
 see keys up to some point only, so that tiles of keys begin at different queries. Without zeros 512
 keys gained 5 to 22% and 1024 up to 9%, at head size 256 nothing; longer ones lost up to 19%
 (docs/experiments.md)."""
+
+
+SECTIONS = 4
+"""Sections of heads of packed sequences, so that a quarter of the queries is begun before the
+backward kernel."""
+
+FEWEST_TILES = 512
+"""Tiles of keys of a section of packed sequences: some four for each SM, so that no tile alone is
+much of its work."""
 
 
 class BackwardTiling(NamedTuple):
@@ -111,6 +124,116 @@ def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
     )
 
 
+config_for = functools.lru_cache(maxsize=REMEMBERED)(choose_backward_config)
+
+
+@dataclass(frozen=True)
+class BackwardKernels:
+    """The kernels of a backward pass, for any sizes.
+
+    Fields:
+        spec: what the backward kernel is compiled for, besides its tiling.
+        is_ordered: whether the sums of dQ are added up in a fixed order.
+        splits: whether CTAs share key tiles.
+        is_packed: whether sequences are packed; a kernel then makes the table of key tiles.
+        has_used_q, has_used_k: whether packed sequences have `seqused_q` and `seqused_k`.
+    """
+
+    spec: AttentionSpec
+    is_ordered: bool = False
+    splits: bool = False
+    is_packed: bool = False
+    has_used_q: bool = False
+    has_used_k: bool = False
+
+    @functools.cached_property
+    def config(self) -> BackwardConfig:
+        return choose_backward_config(self.spec)
+
+    @functools.cached_property
+    def entry(self) -> BackwardPass:
+        """What launches the kernels."""
+        spec, config, table = self.spec, self.config, None
+        schedule = RaggedKeyTiles if self.is_packed else InTurn
+        main = Backward(spec, config, schedule, self.is_ordered, self.has_used_q, self.splits)
+        preprocessed = begin_spec(spec), config
+        if not self.is_packed:
+            return BackwardPass(BackwardBegin(*preprocessed), main)
+        table = TileTable(
+            config.tile_m, config.tile_n, band_of(spec), self.has_used_q, self.has_used_k,
+            is_of_keys=True,
+        )  # fmt: skip
+        begin = BackwardBegin(*preprocessed, True, self.has_used_q, main.has_words)
+        return BackwardPass(begin, main, table)
+
+    @functools.cached_property
+    def numbers_of_tile(self) -> tuple[int, int, int]:
+        """32-bit numbers of a query tile: its rows' statistics, its sum of dQ, its word."""
+        tile_m = self.config.tile_m
+        sums = self.config.pieces(padded(self.spec.head_dim)).numbers
+        return tile_m * STATISTICS, sums, int(self.entry.main.has_words)
+
+    def layout(
+        self, num_query_tiles: int, num_parts: int, num_sections: int, table_words: int = 0
+    ) -> "BufferLayout":
+        """Lay out the buffer of a call of these sizes."""
+        statistics, sums, words = self.numbers_of_tile
+        sums_at = num_query_tiles * statistics
+        table_at = sums_at + num_query_tiles * sums
+        counters_at = table_at + table_words
+        words_at = counters_at + words_of_counters(num_sections)
+        end = words_at + num_query_tiles * words
+        if not self.splits:
+            return BufferLayout(sums_at, table_at, counters_at, words_at, None, None, end)
+        part_counters = words_of_key_parts(num_parts)
+        parts_at = part_counters + -(-end // QUAD) * QUAD
+        end = parts_at + numbers_of_key_parts(num_parts, self.spec, self.config)
+        words = words_at + part_counters
+        return BufferLayout(sums_at, table_at, counters_at, words, words_at, parts_at, end)
+
+
+class BufferLayout(NamedTuple):
+    """Where the buffer that the kernels share holds what, in 32-bit numbers.
+
+    Fields:
+        sums_at: the sums of dQ; before them are the rows' statistics.
+        table_at: the table of packed key tiles.
+        counters_at, words_at: counters, and the words of the sums.
+        part_counters_at, parts_at: counters and sums of shared key tiles; None without.
+        end: numbers of the whole buffer.
+    """
+
+    sums_at: int
+    table_at: int
+    counters_at: int
+    words_at: int
+    part_counters_at: int | None
+    parts_at: int | None
+    end: int
+
+
+class BackwardSizes(NamedTuple):
+    """What a launch takes of the sizes of a call.
+
+    Fields:
+        num_query_tiles: of all query heads.
+        heads_per_section, sections_before: as `PassArguments` has them.
+        most_ctas: CTAs of the backward kernel that find work.
+        has_zeros: whether sums of dQ begin with zeros.
+        layout: of the buffer that the kernels share.
+        capacity, shift: of the table of packed key tiles; None without.
+    """
+
+    num_query_tiles: int
+    heads_per_section: int
+    sections_before: int
+    most_ctas: int
+    has_zeros: bool
+    layout: BufferLayout
+    capacity: int | None = None
+    shift: int | None = None
+
+
 @dataclass(frozen=True)
 class BackwardPlan:
     """How the gradients of a problem are computed; it has at least one query and one key.
@@ -121,7 +244,6 @@ class BackwardPlan:
     """
 
     problem: Problem
-    config: BackwardConfig
     is_ordered: bool = False
     shares: KeyShares = KeyShares()  # noqa: RUF009
 
@@ -129,22 +251,30 @@ class BackwardPlan:
     def of(
         cls, problem: Problem, is_ordered: bool = False, num_sms: int = H200.num_sms
     ) -> "BackwardPlan":
-        config, heads = choose_backward_config(problem.spec), problem.num_heads_kv * problem.batch
+        whole, heads = cls(problem, is_ordered), problem.num_heads_kv * problem.batch
+        if not may_split(whole.num_key_tiles, num_sms):
+            return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
-        shares = KeyShares()
-        if may_split(-(-problem.seqlen_k // config.tile_n) * heads, num_sms):
-            blocks = blocks_of_key_tiles(problem.spec, config, sequence, is_ordered)
-            shares = choose_shares(blocks, heads, problem.qhead_per_kvhead, num_sms, is_ordered)
-        return cls(problem, config, is_ordered, shares)
+        blocks = blocks_of_key_tiles(problem.spec, whole.config, sequence, is_ordered)
+        group = problem.qhead_per_kvhead
+        return cls(problem, is_ordered, choose_shares(blocks, heads, group, num_sms, is_ordered))
 
     @property
-    def entry(self) -> BackwardPass:
-        """What launches the kernels."""
-        spec, config = self.problem.spec, self.config
-        return BackwardPass(
-            BackwardBegin(begin_spec(spec), config),
-            Backward(spec, config, InTurn, self.is_ordered, splits=self.shares.parts > 1),
-        )
+    def kernels(self) -> BackwardKernels:
+        return BackwardKernels(self.problem.spec, self.is_ordered, self.shares.parts > 1)
+
+    @property
+    def config(self) -> BackwardConfig:
+        return config_for(self.problem.spec)
+
+    @property
+    def sizes(self) -> BackwardSizes:
+        """What a launch takes of the problem's sizes."""
+        tiles, sections = self.num_query_tiles, self.num_sections
+        layout = self.kernels.layout(tiles, self.num_parts, sections)
+        most_ctas = max(self.num_parts, ctas_that_end(tiles))
+        before = self.heads_per_section, self.sections_before
+        return BackwardSizes(tiles, *before, most_ctas, self.has_zeros, layout)
 
     @property
     def num_query_tiles(self) -> int:
@@ -161,29 +291,9 @@ class BackwardPlan:
         return self.key_tiles_of_head * self.problem.num_heads_kv * self.problem.batch
 
     @property
-    def most_ctas(self) -> int:
-        """CTAs of the backward kernel that find work."""
-        return max(self.num_parts, ctas_that_end(self.num_query_tiles))
-
-    @property
     def num_parts(self) -> int:
         """Parts of all key tiles."""
         return self.num_key_tiles * self.shares.parts
-
-    @property
-    def numbers_of_statistics(self) -> int:
-        """float32 that the rows' statistics take."""
-        return self.num_query_tiles * self.config.tile_m * STATISTICS
-
-    @property
-    def numbers_of_sums(self) -> int:
-        """float32 that the sums of dQ take."""
-        return self.num_query_tiles * self.config.pieces(padded(self.problem.spec.head_dim)).numbers
-
-    @property
-    def words_of_counters(self) -> int:
-        """int32 that the backward kernel counts in; behind them are `words_of_key_parts`."""
-        return words_of_counters(self.num_sections)
 
     @property
     def sections_before(self) -> int:
@@ -198,15 +308,6 @@ class BackwardPlan:
         """Whether sums begin with zeros."""
         problem = self.problem
         return self.is_ordered or problem.seqlen_k > keys_without_zeros(problem.window)
-
-    @property
-    def numbers(self) -> int:
-        """float32, or int32, that the kernels write for each other."""
-        numbers = self.numbers_of_statistics + self.numbers_of_sums + self.num_query_tiles
-        if self.shares.parts > 1:
-            numbers += words_of_key_parts(self.num_parts)
-            numbers += numbers_of_key_parts(self.num_parts, self.problem.spec, self.config)
-        return numbers + self.words_of_counters
 
     @property
     def query_heads_of_cta(self) -> int:
@@ -263,8 +364,7 @@ def blocks_of_key_tiles(
     spec: AttentionSpec, config: BackwardConfig, sequence: Sequence, is_ordered: bool
 ) -> tuple[int, ...]:
     """Query blocks of a head that see each key tile, in the order in which CTAs take the tiles."""
-    mask, tile_m, tile_n = spec.mask, config.tile_m, config.tile_n
-    band = mask.band if isinstance(mask, Intersection) else mask
+    tile_m, tile_n, band = config.tile_m, config.tile_n, band_of(spec)
     begins = range(0, sequence.seqlen_k, tile_n)
     of_tiles = (band.query_blocks(begin, tile_n, tile_m, sequence) for begin in begins)
     counts = tuple(max(0, blocks.end - blocks.begin) for blocks in of_tiles)
@@ -299,6 +399,11 @@ def keys_without_zeros(window: Window) -> int:
     return KEYS_WITHOUT_ZEROS if window.right == NO_BOUND else MORE_KEYS_WITHOUT_ZEROS
 
 
+def band_of(spec: AttentionSpec) -> Band:
+    """The band of a spec's mask, which may be intersected with a mask of the user's."""
+    return spec.mask.band if isinstance(spec.mask, Intersection) else spec.mask
+
+
 def begin_spec(spec: AttentionSpec) -> AttentionSpec:
     """A spec for the kernel before: what masks and scores change is in the backward kernel only."""
     plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
@@ -308,3 +413,111 @@ def begin_spec(spec: AttentionSpec) -> AttentionSpec:
 def rows_in_l2(spec: AttentionSpec) -> int:
     """Queries whose Q, dO and dQ fit into L2 together."""
     return L2_BYTES // (spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim))
+
+
+# ------------------------------------------------------------------------------ packed sequences
+
+
+def sizes_of_packed(
+    kernels: BackwardKernels,
+    window: Window,
+    total_q: int,
+    total_k: int,
+    num_sequences: int,
+    max_seqlen_q: int,
+    heads_q: int,
+    heads_kv: int,
+    shares: KeyShares,
+) -> BackwardSizes:
+    """What a launch takes of the sizes of packed sequences, whatever their lengths are."""
+    config = kernels.config
+    tiles = heads_q * number_of_packed_tiles(total_q, num_sequences, config.tile_m)
+    fitting = rows_in_l2(kernels.spec) // max(1, min(max_seqlen_q, total_q))
+    heads = heads_kv * shares.head_parts
+    tiles_of_head = total_k // config.tile_n * shares.block_parts
+    sections = sections_of_heads(heads, tiles_of_head, fitting)
+    is_inside = begins_inside(total_k / max(1, num_sequences), window)
+    capacity = capacity_of_table(total_k, num_sequences, config.tile_n)
+    num_parts = heads_kv * shares.parts
+    most_ctas = max(capacity * num_parts, ctas_that_end(tiles))
+    num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
+    return BackwardSizes(
+        tiles,
+        heads // sections * shares.block_parts,
+        1 if is_inside else sections,
+        most_ctas,
+        True,
+        kernels.layout(tiles, num_parts, sections, words_of_table(capacity)),
+        capacity,
+        shift_of_work(max_seqlen_q, config.tile_m),
+    )
+
+
+def shares_of_packed(
+    spec: AttentionSpec,
+    window: Window,
+    total_q: int,
+    total_k: int,
+    num_sequences: int,
+    longest_q: int,
+    heads_q: int,
+    heads_kv: int,
+    is_ordered: bool,
+    num_sms: int,
+) -> KeyShares:
+    """How CTAs share the key tiles of packed sequences, whose lengths the host does not know.
+
+    It is chosen for as many sequences of the longest length as the rows hold: long sequences have
+    most of the work. Lengths are rounded, so that steps of a training lead to few choices.
+    """
+    tile_n = config_for(spec).tile_n
+    # Memory has room for so many, whatever the lengths are.
+    num_tiles = number_of_packed_tiles(total_k, num_sequences, tile_n) * heads_kv
+    if not may_split(num_tiles, num_sms):
+        return KeyShares()
+    longest_q = max(1, min(longest_q, total_q))
+    sequences = max(1, total_q // longest_q)
+    lengths = rounded_length(longest_q), rounded_length(max(1, total_k // sequences))
+    heads = heads_kv * sequences, heads_q // heads_kv
+    shares = shares_of_lengths(spec, Sequence(*lengths, window), *heads, is_ordered, num_sms)
+    return shares if may_have_parts(num_tiles * shares.parts, num_sms) else KeyShares()
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def shares_of_lengths(
+    spec: AttentionSpec,
+    sequence: Sequence,
+    heads: int,
+    group: int,
+    is_ordered: bool,
+    num_sms: int,
+) -> KeyShares:
+    """How CTAs share the key tiles of equal sequences; `heads` are of all of them."""
+    blocks = blocks_of_key_tiles(spec, config_for(spec), sequence, is_ordered)
+    return choose_shares(blocks, heads, group, num_sms, is_ordered)
+
+
+def rounded_length(length: int) -> int:
+    """A length to three binary digits, upwards."""
+    unit = 1 << max(0, length.bit_length() - 3)
+    return -(-length // unit) * unit
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def divisors(number: int) -> tuple[int, ...]:
+    """From 1 up."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def sections_of_heads(heads_kv: int, tiles: int, fitting: int) -> int:
+    """How many sections of equally many key/value heads there are: so many that L2 holds what a
+    section's tiles share, and `SECTIONS` if their tiles are not few then.
+
+    Args:
+        tiles: of keys, of a head.
+        fitting: heads whose Q, dO and dQ of the longest sequence fit into L2 together.
+    """
+    counts = divisors(heads_kv)
+    for_l2 = next(n for n in counts if n * fitting >= heads_kv or n == heads_kv)
+    most = min(SECTIONS, max(1, tiles * heads_kv // FEWEST_TILES))
+    return max(for_l2, *(n for n in counts if n <= most))

@@ -80,10 +80,10 @@ def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
 def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     """How the gradients of a dense call are computed."""
     plan = BackwardPlan.of(problem, num_sms=gpu.num_sms)
-    flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.entry
+    flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.kernels.entry
     names = [describe_kernel(kernel) for kernel in (entry.begin, entry.main)]
     config, shares = plan.config, plan.shares
-    workspace = FLOAT_BYTES * plan.numbers
+    workspace = FLOAT_BYTES * plan.sizes.layout.end
     parts = ""
     if shares.parts > 1:
         parts = f", each shared by {shares.parts} CTAs"
