@@ -24,6 +24,7 @@ from fa3.planning.backward import (
     sizes_of_packed,
 )
 from fa3.planning.key_split import KeyShares
+from fa3.planning.launch import slots, template_of
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
@@ -31,7 +32,6 @@ from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
-from fa3.running.launch import slots
 
 TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
 SCALE, HAS_D_LSE, DROPOUT, MODIFIERS = slots(
@@ -69,11 +69,8 @@ class PreparedBackward:
         """Prepare launches of these sizes on so many SMs; load the kernels."""
         layout = sizes.layout
         head_parts, block_parts = shares if kernels.splits else (None, None)
-        template = PassArguments(
-            *(None,) * TENSOR_SLOTS.stop,
-            modifiers=None,
-            softmax_scale=None,
-            has_d_lse=None,
+        template = template_of(
+            PassArguments,
             has_zeros=sizes.has_zeros,
             window_left=window.left,
             window_right=window.right,
@@ -83,7 +80,6 @@ class PreparedBackward:
             table_at=layout.table_at,
             counters_at=layout.counters_at,
             words_at=layout.words_at,
-            dropout=None,
             sections_before=sizes.sections_before,
             capacity=sizes.capacity,
             shift=sizes.shift,
@@ -93,7 +89,7 @@ class PreparedBackward:
             parts_at=layout.parts_at,
         )
         entry = load_kernel(kernels.entry)
-        return cls(entry, list(template), layout.end, kernels.config.tile_m)
+        return cls(entry, template, layout.end, kernels.config.tile_m)
 
     def launch(
         self,

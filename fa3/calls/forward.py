@@ -22,6 +22,16 @@ from fa3.calls.dense import pose
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
+from fa3.calls.forward_arguments import (
+    DROPOUT,
+    FOLLOWS,
+    MARKS,
+    PARTS,
+    RECORDING,
+    SCHEDULE_STATE,
+    TENSORS_AND_SCALE,
+    lse_address,
+)
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import (
     ALIGNMENT,
@@ -48,7 +58,6 @@ from fa3.calls.options import (
 from fa3.calls.part_memory import PartMemory
 from fa3.calls.traced import trace_dense
 from fa3.complaints import shown
-from fa3.kernels.forward_launch import NO_PARTS
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.launch import Launch
@@ -96,7 +105,6 @@ class PreparedCall:
         parts: what the kernel takes if the plan splits tiles.
         problem: what is asked, also if there is nothing to compute.
         grouped: how it runs in the decode kernel; None if it does not.
-        follows: what the first kernel takes, see `ForwardArguments`.
     """
 
     plan: Plan | None
@@ -109,7 +117,6 @@ class PreparedCall:
     total_counters: int = 0
     problem: Problem | None = None
     grouped: PreparedDecode | None = None
-    follows: int | None = None
 
     @classmethod
     def on_gpu(
@@ -137,7 +144,6 @@ class PreparedCall:
             parts,
             sum(counts),
             plan.problem,
-            follows=plan.follows,
         )
 
     def launch(
@@ -161,31 +167,33 @@ class PreparedCall:
         stream = current_stream(device.index)
         capture = capture_of(stream)
         state = None if self.table is None else self.table.on(stream, capture)
-        # In the order of `ForwardArguments`; to make one of them would take the host 0.5 us.
-        tensors = q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale
-        kernel, integers, _ = self.launches[0]
-        follows = self.follows
+        kernel, template, _ = self.launches[0]
+        arguments = template.copy()
+        arguments[TENSORS_AND_SCALE] = q, k, v, out, lse_address(lse), modifiers, scale
+        arguments[SCHEDULE_STATE] = state
+        arguments[RECORDING] = recording
+        arguments[DROPOUT] = dropout
         if not self.total_counters:
-            # A kernel that could mark rows wants a tensor also where none is marked.
-            kernel(
-                *tensors, *integers, state, *NO_PARTS, state if follows else None, recording, None,
-                None, None, dropout, follows,
-            )  # fmt: skip
+            if template[FOLLOWS]:
+                # A kernel that could mark rows wants a tensor also where none is marked.
+                arguments[MARKS] = state
+            kernel(*arguments)
             return
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
         marks, of_schedule, of_parts = self.divide(counters)
+        arguments[MARKS] = state if template[FOLLOWS] else marks
         if of_schedule is not None:
-            state = of_schedule
-        parts = NO_PARTS if self.parts is None else self.parts.arguments(q, of_parts)
-        kernel(
-            *tensors, *integers, state, *parts, state if follows else marks, recording, None, None,
-            None, dropout, follows,
-        )  # fmt: skip
-        for kernel, integers, _ in self.launches[1:]:
-            kernel(
-                *tensors, *integers, marks, *NO_PARTS, None, None, None, None, None, dropout, None
-            )
+            arguments[SCHEDULE_STATE] = of_schedule
+        if self.parts is not None:
+            arguments[PARTS] = self.parts.arguments(q, of_parts)
+        kernel(*arguments)
+        for kernel, template, _ in self.launches[1:]:
+            again = template.copy()
+            again[TENSORS_AND_SCALE] = arguments[TENSORS_AND_SCALE]
+            again[SCHEDULE_STATE] = marks
+            again[DROPOUT] = dropout
+            kernel(*again)
         # Not if anything was raised: then they need not be zero.
         stream_counters.give_back(counters)
 

@@ -17,10 +17,24 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.decode import PreparedDecode
+from fa3.calls.forward_arguments import (
+    DROPOUT,
+    IS_BESIDE,
+    MARKS,
+    NUM_CLUSTERS,
+    PAGE_TABLE,
+    PARTS,
+    SCHEDULE_STATE,
+    TABLE,
+    TENSORS_AND_SCALE,
+    lse_address,
+)
 from fa3.calls.known_lengths import KnownLengths, KnownTiles
-from fa3.kernels.forward_launch import NO_PARTS
+from fa3.kernels.joined_table import JoinedTableArguments
+from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.host_table import TableKind
 from fa3.planning.joined import JoinedPlan, PackedSizes
+from fa3.planning.launch import Launch, slots
 from fa3.planning.ragged import (
     RaggedPlan,
     capacity_of_table,
@@ -38,6 +52,15 @@ from fa3.running.graphs import Capture, capture_of, current_device, current_stre
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import RaggedTiles
 from fa3.scores.intervals import ROW_RECORD
+
+LENGTHS_AND_TABLE = slice(*slots(TileTableArguments, "cu_seqlens_q", "total_q"))
+TABLE_SIZES = slice(*slots(TileTableArguments, "total_q", "shift"))
+SHIFT, SHORT_QUERIES, QHEAD_PER_KVHEAD = slots(
+    TileTableArguments, "shift", "short_queries", "qhead_per_kvhead"
+)
+JOINED_LENGTHS = slice(*slots(JoinedTableArguments, "cu_seqlens_q", "rows"))
+JOINED_TABLES = slice(*slots(JoinedTableArguments, "rows", "total_q"))
+JOINED_SIZES = slice(*slots(JoinedTableArguments, "total_q", "window_left"))
 
 
 class Short(NamedTuple):
@@ -59,23 +82,21 @@ class PreparedVarlen:
 
     Fields:
         plan: what they were made by.
-        tile_table, forward, again: the kernels' entries; `again` is None if no row can fail.
+        tile_table, forward, again: the kernels; `again` is None if no row can fail.
         split: loads the forward kernel for tiles that are cut, which most calls never have.
         tile_m, tile_n: of the forward kernel's config.
         num_ctas: CTAs of the forward kernel, one for each SM that it may use.
-        rows_of_section: see `fa3.schedules.ragged.RaggedOrder`.
     """
 
     plan: RaggedPlan
-    tile_table: Callable
-    forward: Callable
-    again: Callable | None
-    split: Callable[[], Callable]
+    tile_table: Launch
+    forward: Launch
+    again: Launch | None
+    split: Callable[[], Launch]
     window: Window
     tile_m: int
     tile_n: int
     num_ctas: int
-    rows_of_section: int
 
     def launch(
         self,
@@ -114,11 +135,7 @@ class PreparedVarlen:
         total_q, heads, _ = q.shape
         most_short, heads_kv = 0 if short is None else short.most_queries, k.shape[-2]
         marks = table = None
-        # Those of `ForwardArguments` before `num_clusters`, in their order.
-        given = (
-            q, k, v, out, 0 if lse is None else lse.data_ptr(), modifiers, scale, *self.window,
-            self.rows_of_section,
-        )  # fmt: skip
+        tensors = q, k, v, out, lse_address(lse), modifiers, scale
         if self.again is not None or known is not None:
             stream = current_stream(index)
             capture = capture_of(stream)
@@ -127,7 +144,7 @@ class PreparedVarlen:
             tiles = known.on(self, most_short, heads, heads_kv, may_cut, device, capture)
             if tiles is not None:
                 if tiles.segments is not None:
-                    self.launch_split(given, tiles, stream, capture)
+                    self.launch_split(tensors, tiles, stream, capture)
                     return
                 table = tiles.table.on(stream, capture)
         is_shared = table is not None
@@ -146,53 +163,77 @@ class PreparedVarlen:
             # Now: to zero new ones takes a kernel, and none may come between the two below.
             marks = counters.take(words_of_marks(capacity * heads))
         if not is_shared:
-            # In the order of `TileTableArguments`.
-            self.tile_table(
-                *integers, table, total_q, total_k, capacity,
-                shift_of_work(max_seqlen_k, self.tile_n), *self.window, most_short,
-                heads // heads_kv, self.num_ctas,
-            )  # fmt: skip
+            arguments = self.tile_table.template.copy()
+            arguments[LENGTHS_AND_TABLE] = *integers, table
+            arguments[TABLE_SIZES] = total_q, total_k, capacity
+            arguments[SHIFT] = shift_of_work(max_seqlen_k, self.tile_n)
+            arguments[SHORT_QUERIES] = most_short
+            arguments[QHEAD_PER_KVHEAD] = heads // heads_kv
+            self.tile_table.kernel(*arguments)
         # It must come before the forward kernel, which takes the SMs that it leaves.
         merge = None if short is None else short.start(table)
-        num_ctas = min(self.num_ctas, capacity * heads)
-        of_keys = page_table, 0 if merge is None else 1
-        self.forward(
-            *given, num_ctas, taken, *NO_PARTS, marks, None, table, *of_keys, dropout, None
-        )
+        arguments = self.forward.template.copy()
+        arguments[TENSORS_AND_SCALE] = tensors
+        arguments[NUM_CLUSTERS] = num_ctas = min(self.num_ctas, capacity * heads)
+        arguments[SCHEDULE_STATE] = taken
+        arguments[MARKS] = marks
+        arguments[TABLE] = table
+        arguments[PAGE_TABLE] = page_table
+        arguments[IS_BESIDE] = int(merge is not None)
+        arguments[DROPOUT] = dropout
+        self.forward.kernel(*arguments)
         if merge is not None:
             merge()
         # Counters do not go back if anything was raised: then they need not be zero.
         if self.again is not None:
-            of_call = None, None, table, page_table, 0, dropout, None
-            self.again(*given, num_ctas, marks, *NO_PARTS, *of_call)
+            self.recompute(tensors, num_ctas, marks, table, page_table, dropout)
             counters.give_back(marks)
         if is_shared:
             # Last, so that the next call takes the same for the same purpose.
             counters.give_back(taken)
 
-    def launch_split(
-        self, given: tuple, tiles: KnownTiles, stream: int, capture: Capture | None
+    def recompute(
+        self,
+        tensors: tuple,
+        num_ctas: int,
+        marks: torch.Tensor,
+        table: torch.Tensor,
+        page_table: torch.Tensor | None = None,
+        dropout: DropoutArguments | None = None,
     ) -> None:
-        """Run the kernels for tiles that are cut: keys are packed, and no decode kernel runs.
+        """Launch the kernel for marked rows, which leaves the marks at zero."""
+        arguments = self.again.template.copy()
+        arguments[TENSORS_AND_SCALE] = tensors
+        arguments[NUM_CLUSTERS] = num_ctas
+        arguments[SCHEDULE_STATE] = marks
+        arguments[TABLE] = table
+        arguments[PAGE_TABLE] = page_table
+        arguments[DROPOUT] = dropout
+        self.again.kernel(*arguments)
 
-        Args:
-            given: the fields of `ForwardArguments` before `num_clusters`.
-        """
-        q = given[0]
+    def launch_split(
+        self, tensors: tuple, tiles: KnownTiles, stream: int, capture: Capture | None
+    ) -> None:
+        """Run the kernels for tiles that are cut: keys are packed, and no decode kernel runs."""
+        q = tensors[0]
         counters = counters_of(q.device, stream, capture)
         table, memory = tiles.table.on(stream, capture), tiles.memory
         num_tiles, marks = records_of_table(table.shape[0]) * q.shape[1], None
         of_parts = counters.take(memory.num_counters)
         if self.again is not None:
             marks = counters.take(words_of_marks(num_tiles))
-        parts = memory.arguments(q, of_parts)
-        of_call = None, table, None, 0, None, None
-        segments = tiles.segments.on(stream, capture)
-        self.split()(*given, tiles.num_ctas, segments, *parts, marks, *of_call)
+        split = self.split()
+        arguments = split.template.copy()
+        arguments[TENSORS_AND_SCALE] = tensors
+        arguments[NUM_CLUSTERS] = tiles.num_ctas
+        arguments[SCHEDULE_STATE] = tiles.segments.on(stream, capture)
+        arguments[PARTS] = memory.arguments(q, of_parts)
+        arguments[MARKS] = marks
+        arguments[TABLE] = table
+        split.kernel(*arguments)
         # Not if anything was raised, as above.
         if self.again is not None:
-            num_ctas = min(self.num_ctas, num_tiles)
-            self.again(*given, num_ctas, marks, *NO_PARTS, None, *of_call)
+            self.recompute(tensors, min(self.num_ctas, num_tiles), marks, table)
             counters.give_back(marks)
         counters.give_back(of_parts)
 
@@ -208,17 +249,14 @@ class PreparedJoined:
     """A plan for packed sequences that share tiles with its kernels loaded.
 
     Fields:
-        joined_table, forward, again: the kernels' entries.
-        num_ctas, rows_of_section: as in `PreparedVarlen`.
+        num_ctas: as in `PreparedVarlen`.
     """
 
-    joined_table: Callable
-    forward: Callable
-    again: Callable
+    joined_table: Launch
+    forward: Launch
+    again: Launch
     plan: JoinedPlan
-    window: Window
     num_ctas: int
-    rows_of_section: int
 
     def launch(
         self,
@@ -228,7 +266,8 @@ class PreparedJoined:
         scale: float,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU."""
-        q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
+        q, k, v, out, lse, *lengths = operands
+        ends_q = operands.cu_seqlens_q
         if q.device.index != current_device():
             with torch.cuda.device(q.device):
                 self.launch(operands, sizes, modifiers, scale)
@@ -239,27 +278,29 @@ class PreparedJoined:
         rows = ends_q.new_empty(num_tiles * self.plan.config.tile_m, ROW_RECORD)
         tiles = ends_q.new_empty(words_of_table(num_tiles))
         table = ends_q.new_empty(words_of_table(batch))
-        # In the order of `JoinedTableArguments`.
-        self.joined_table(
-            ends_q, ends_k, used_q, used_k, rows, tiles, table, total_q, total_k, num_tiles,
-            *self.window,
-        )  # fmt: skip
+        arguments = self.joined_table.template.copy()
+        arguments[JOINED_LENGTHS] = lengths
+        arguments[JOINED_TABLES] = rows, tiles, table
+        arguments[JOINED_SIZES] = total_q, total_k, num_tiles
+        self.joined_table.kernel(*arguments)
         stream = current_stream(q.device.index)
         counters = counters_of(q.device, stream, capture_of(stream))
         marks = counters.take(words_of_marks(batch * heads))
-        # In the order of `ForwardArguments`.
-        tensors = q, k, v, out, 0 if lse is None else lse.data_ptr()
-        options = scale, *self.window, self.rows_of_section
+        arguments = self.forward.template.copy()
+        tensors = q, k, v, out, lse_address(lse)
         # Softcaps have no tensors, so the mask's comes first.
-        with_mask = rows, *(modifiers or ())
-        self.forward(
-            *tensors, with_mask, *options, min(self.num_ctas, num_tiles * heads), tiles,
-            *NO_PARTS, marks, None, table, None, 0, None, None,
-        )  # fmt: skip
-        self.again(
-            *tensors, modifiers, *options, min(self.num_ctas, batch * heads), marks,
-            *NO_PARTS, None, None, table, None, 0, None, None,
-        )  # fmt: skip
+        arguments[TENSORS_AND_SCALE] = *tensors, (rows, *(modifiers or ())), scale
+        arguments[NUM_CLUSTERS] = min(self.num_ctas, num_tiles * heads)
+        arguments[SCHEDULE_STATE] = tiles
+        arguments[MARKS] = marks
+        arguments[TABLE] = table
+        self.forward.kernel(*arguments)
+        arguments = self.again.template.copy()
+        arguments[TENSORS_AND_SCALE] = *tensors, modifiers, scale
+        arguments[NUM_CLUSTERS] = min(self.num_ctas, batch * heads)
+        arguments[SCHEDULE_STATE] = marks
+        arguments[TABLE] = table
+        self.again.kernel(*arguments)
         # Not if anything was raised: then they need not be zero.
         counters.give_back(marks)
 
@@ -287,8 +328,9 @@ def prepare(
     alone = prepare_alone(plan, window)
     of_joined = of_short = None
     if joined is not None:
-        kernels = map(load_kernel, (joined.joined_table(), *joined.kernels()))
-        of_joined = PreparedJoined(*kernels, joined, window, alone.num_ctas, plan.rows_of_section)
+        launches = joined.launches(window, plan.rows_of_section)
+        loaded = (launch.loaded(load_kernel) for launch in launches)
+        of_joined = PreparedJoined(*loaded, joined, alone.num_ctas)
     if short is not None:
         of_short = functools.cache(
             lambda most, beside: PreparedDecode.on_gpu(short.plan(most, beside, window))
@@ -299,9 +341,9 @@ def prepare(
 def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     """Load the kernels of a plan."""
     config = plan.config
-    forward, *again = map(load_kernel, plan.kernels())
-    split = functools.cache(lambda: load_kernel(plan.split()))
+    tile_table, forward, *again = (one.loaded(load_kernel) for one in plan.launches(window))
+    split = functools.cache(lambda: plan.launch_of_split(window).loaded(load_kernel))
     return PreparedVarlen(
-        plan, load_kernel(plan.tile_table()), forward, again[0] if again else None, split, window,
-        config.tile_m, config.tile_n, plan.gpu.num_sms, plan.rows_of_section,
+        plan, tile_table, forward, again[0] if again else None, split, window, config.tile_m,
+        config.tile_n, plan.gpu.num_sms,
     )  # fmt: skip

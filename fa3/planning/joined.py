@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.kernels.joined_table import JoinedTable
+from fa3.kernels.joined_table import JoinedTable, JoinedTableArguments
 from fa3.planning.gpu import Gpu
+from fa3.planning.launch import Launch, template_of
+from fa3.planning.ragged import launch_on_packed
 from fa3.planning.tilings import general_tiling, halved_tiling
-from fa3.problem import AttentionSpec
+from fa3.problem import AttentionSpec, Window
 from fa3.schedules.joined import JoinedTiles
 from fa3.schedules.marked import MarkedRagged
 from fa3.scores.intervals import Intervals
@@ -89,6 +91,13 @@ class JoinedPlan:
     def joined_table(self) -> JoinedTable:
         """The kernel that makes the tables."""
         return JoinedTable(self.config.tile_m, self.spec.mask, self.has_used_q, self.has_used_k)
+
+    def launches(self, window: Window, rows_of_section: int) -> list[Launch]:
+        """Return the launches of a call: the tables, the forward kernel, recompute."""
+        rows = {"window_left": window.left, "window_right": window.right}
+        table = Launch(self.joined_table(), template_of(JoinedTableArguments, **rows))
+        kernels = (launch_on_packed(kernel, window, rows_of_section) for kernel in self.kernels())
+        return [table, *kernels]
 
     def num_tiles(self, total_q: int) -> int:
         """Tiles of a head."""

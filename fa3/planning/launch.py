@@ -1,22 +1,42 @@
-"""What a plan launches: a plan is a list of these, in the order in which they run."""
+"""What a plan launches, and where the arguments of a launch are, by name.
+
+A call copies a launch's template and puts its tensors into their slots: this takes a third of the
+time of a new `NamedTuple`, and the names stand next to the values.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan.
+    """One kernel of a plan; a plan is a list of them, in the order in which they run.
 
     Fields:
         kernel: of `fa3.kernels`, what it is compiled for; its compiled entry once it is loaded.
-        integers: what it takes after the tensors and the softmax scale.
+        template: its arguments, in order; None where a call fills them in.
         num_counters: counters that its schedule finds at zero.
     """
 
     kernel: Any
-    integers: tuple[int, ...]
+    template: list[Any]
     num_counters: int = 0
 
     def loaded(self, load: Callable) -> "Launch":
-        """The same with its kernel's entry, which `load` gives."""
+        """Return the same launch with its kernel's entry, which `load` gives."""
         return self._replace(kernel=load(self.kernel))
+
+
+def template_of(arguments: type[NamedTuple], **filled: Any) -> list[Any]:
+    """Return the arguments of a launch, in order: what is filled in, defaults, and None.
+
+    Args:
+        arguments: a kernel's arguments.
+    """
+    template = dict.fromkeys(arguments._fields) | arguments._field_defaults
+    assert filled.keys() <= template.keys()
+    return list((template | filled).values())
+
+
+def slots(arguments: type[NamedTuple], *names: str) -> tuple[int, ...]:
+    """Return the indices of these arguments of a launch."""
+    return tuple(map(arguments._fields.index, names))

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardConfig
+from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning.checks import check_types
 from fa3.planning.explanation import Candidate, Explanation
 from fa3.planning.gpu import Gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.kernel_names import describe_config, describe_kernel
-from fa3.planning.launch import Launch
+from fa3.planning.launch import Launch, template_of
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
 from fa3.planning.tiled import TiledProblem
@@ -91,14 +91,16 @@ class Plan:
             is_recorded: whether the first is the instrumented kernel.
         """
         again = self.again
-        launch = Launch(self.kernel(is_recorded), self.kernel_arguments, self.schedule.num_counters)
+        template = template_of(
+            ForwardArguments,
+            window_left=self.problem.window.left,
+            window_right=self.problem.window.right,
+            heads_per_section=self.schedule.order.heads_per_section,
+            num_clusters=self.schedule.num_clusters,
+            follows=self.follows,
+        )
+        launch = Launch(self.kernel(is_recorded), template, self.schedule.num_counters)
         return (launch, *again.launches()) if again else (launch,)
-
-    @property
-    def kernel_arguments(self) -> tuple[int, ...]:
-        """The integers that the kernel takes after its tensors and the softmax scale."""
-        order = self.schedule.order
-        return (*self.problem.window, order.heads_per_section, self.schedule.num_clusters)
 
     def predict(self) -> Prediction:
         """The time that the cost model predicts, with its components."""

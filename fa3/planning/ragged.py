@@ -8,10 +8,11 @@ lengths, it makes the table itself (`fa3.planning.host_table`).
 from dataclasses import dataclass, replace
 
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardConfig
-from fa3.kernels.tile_table import AMOUNTS, TileTable
+from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
+from fa3.kernels.tile_table import AMOUNTS, TileTable, TileTableArguments
 from fa3.planning.gpu import Gpu
 from fa3.planning.host_table import TableKind
+from fa3.planning.launch import Launch, template_of
 from fa3.planning.ragged_cuts import Cutting
 from fa3.planning.tile_costs import TileKey
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
@@ -65,6 +66,21 @@ class RaggedPlan:
             return (kernel,)
         return kernel, Forward(self.spec, config.again, MarkedRagged, cache=self.cache)
 
+    def launches(self, window: Window) -> list[Launch]:
+        """Return the launches of a call: the table of tiles, the forward kernel, recompute."""
+        table = template_of(
+            TileTableArguments,
+            window_left=window.left,
+            window_right=window.right,
+            num_ctas=self.gpu.num_sms,
+        )
+        forward = (self.launch_of(kernel, window) for kernel in self.kernels())
+        return [Launch(self.tile_table(), table), *forward]
+
+    def launch_of(self, kernel: Forward, window: Window) -> Launch:
+        """Return the launch of a forward kernel."""
+        return launch_on_packed(kernel, window, self.rows_of_section)
+
     @property
     def rows_of_section(self) -> int:
         """Rows of K and V of one head that fit in L2."""
@@ -97,6 +113,10 @@ class RaggedPlan:
         """The forward kernel for tiles that are cut."""
         return Forward(self.spec, self.config, RaggedSplit)
 
+    def launch_of_split(self, window: Window) -> Launch:
+        """Return the launch of the forward kernel for tiles that are cut."""
+        return self.launch_of(self.split(), window)
+
     def table_kind(
         self, window: Window, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
     ) -> TableKind:
@@ -115,6 +135,20 @@ class RaggedPlan:
             config.tile_m, config.tile_n, self.band, window, short_queries, ratio,
             self.gpu.num_sms, cutting,
         )  # fmt: skip
+
+
+def launch_on_packed(kernel: Forward, window: Window, rows_of_section: int) -> Launch:
+    """Return the launch of a forward kernel on packed sequences."""
+    return Launch(
+        kernel,
+        template_of(
+            ForwardArguments,
+            window_left=window.left,
+            window_right=window.right,
+            heads_per_section=rows_of_section,
+            is_beside=0,
+        ),
+    )
 
 
 def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:
