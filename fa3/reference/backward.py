@@ -90,7 +90,7 @@ def execute_backward(
         sequence. A row that sees no key gets 0 and adds nothing, whatever came for it.
     """
     q, k, v, out, lse, d_out, d_lse = batched(operands)
-    walk = Walk(spec, (q, k, v, out, lse), softmax_scale, tensors, dropout)
+    walk = Walk(spec, window, (q, k, v, out, lse), softmax_scale, tensors, dropout)
     is_empty = lse == -torch.inf
     # exp2(score - inf) is the 0 that all P of an empty row are.
     lse = lse.masked_fill(is_empty, torch.inf)
@@ -106,7 +106,7 @@ def execute_backward(
     for place, head_kv, positions in key_tiles(places, k.shape[2]):
         k_tile, v_tile = walk.load(place.keys(head_kv), positions)
         acc_dK, acc_dV = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        for rows, is_masked in query_blocks(walk, window, place, head_kv, positions):
+        for rows, is_masked in query_blocks(walk, place, head_kv, positions):
             batch, queries, head = rows.place
             q_block, d_out_block = q[rows.place].float(), d_out[rows.place].float()
             values, kept, slope = walk.logits(
@@ -154,20 +154,19 @@ def key_tiles(
 
 
 def query_blocks(
-    walk: Walk, window: Window, place: SequenceRows, head_kv: int, keys: range
+    walk: Walk, place: SequenceRows, head_kv: int, keys: range
 ) -> Iterator[tuple[Rows, bool]]:
     """Yield the query blocks that may see keys, and whether some pairs are hidden."""
-    sequence, group = place.sequence(window), walk.q.shape[2] // walk.k.shape[2]
+    sequence, group = place.sequence(walk.window), walk.q.shape[2] // walk.k.shape[2]
     for head in range(head_kv * group, (head_kv + 1) * group):
         blocks = walk.mask.at(place.batch, head).query_blocks(
             keys.start, KEYS_OF_BLOCK, QUERIES_OF_BLOCK, sequence
         )
         for m_block in range(blocks.begin, blocks.end):
             begin = m_block * QUERIES_OF_BLOCK
-            end = min(begin + QUERIES_OF_BLOCK, sequence.seqlen_q)
-            query = torch.arange(begin, end, device=CPU)
+            queries = range(begin, min(begin + QUERIES_OF_BLOCK, sequence.seqlen_q))
             is_masked = not blocks.full_begin <= m_block < blocks.full_end
-            yield place.rows(query, head, walk.mask.key_range(query.numpy(), sequence)), is_masked
+            yield walk.rows(place, queries, head), is_masked
 
 
 def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,9 @@ def execute_decode(
         batch, on_host(used_k), seqlen_new, CacheTables(*map(on_host, tables)), plan.spec.mask,
         sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N, packed=queries, packed_keys=keys,
     )  # fmt: skip
-    walk = Walk(plan.spec, operands[:5], softmax_scale, tensors, page_table=tables.page_table)
+    walk = Walk(
+        plan.spec, plan.window, operands[:5], softmax_scale, tensors, page_table=tables.page_table
+    )
     walk.run(steps(plan, sequences))
 
 
@@ -116,22 +118,22 @@ def steps(plan: DecodePlan, sequences: Cached) -> Iterator[Step]:
     """Yield a plan's work CTA by CTA. A tile has rows of all heads of a key/value head."""
     sizes, group, packed = plan.sizes, plan.sizes.qhead_per_kvhead, sequences.packed
     lengths = list(map(sequences.read, range(sequences.num_sequences)))
-    blocks = [(one.begin, one.end) for one in map(sequences.blocks, lengths)]
+    ranges = [(one.begin, one.end) for one in map(sequences.blocks, lengths)]
     m_blocks = None if packed is None else list(map(sequences.m_blocks, lengths))
-    work = plan.cut, blocks, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas, m_blocks
+    work = plan.cut, ranges, sizes.num_m_blocks, sizes.heads_kv, plan.num_ctas, m_blocks
     for cta, segment in segments(*work):
         tile, length = segment.tile, lengths[segment.tile.batch]
-        keys, sequence = sequences.keys(tile, length), sequences.sequence(length)
+        keys, seqlen_k = sequences.keys(tile, length), sequences.sequence(length).seqlen_k
         first, seqlen_q = sequences.queries(length)
-        # Packed rows are one batch entry.
-        entry = tile.batch if packed is None else 0
-        row = keys.row if sequences.packed_keys is None else 0
-        begin = tile.m_block * ROWS
-        number = torch.arange(begin, max(begin, min(begin + ROWS, seqlen_q * group)), device=CPU)
-        query, head = number // group, tile.head * group + number % group
         place = SequenceRows(
-            tile.batch, range(first, first + seqlen_q), range(sequence.seqlen_k), entry
+            tile.batch,
+            range(first, first + seqlen_q),
+            range(keys.leftpad, keys.leftpad + seqlen_k),
+            # Packed rows are one batch entry.
+            tile.batch if packed is None else 0,
+            keys.row if sequences.packed_keys is None else 0,
+            keys.first,
         )
-        rows = place.rows(query, head, plan.spec.mask.key_range(query.numpy(), sequence))
-        walked = Blocks(segment.begin, segment.begin, segment.begin, segment.end)
-        yield Step(segment, rows, keys._replace(row=row), walked, TILE_N, cta)
+        rows = range(seqlen_q * group)[tile.m_block * ROWS :][:ROWS]
+        blocks = Blocks(segment.begin, segment.begin, segment.begin, segment.end)
+        yield Step(segment, place, rows, tile.head, blocks, TILE_N, cta, heads=group)

@@ -18,7 +18,7 @@ import torch
 from fa3.planning.plan import Plan
 from fa3.reference.dropout import Dropout
 from fa3.reference.functions import errors_of
-from fa3.reference.walker import CPU, HostTensor, SequenceRows, Step, Walk
+from fa3.reference.walker import HostTensor, SequenceRows, Step, Walk
 from fa3.schedules import walk
 from fa3.scores.masks import Blocks, Intersection
 from fa3.scores.scores import bind
@@ -64,11 +64,8 @@ def steps(
             head_rank, row_rank = divmod(rank, config.cluster_m)
             first = row_rank * config.tile_m
             queries = range(begin, sequence.seqlen_q)[first : first + config.tile_m]
-            query = torch.arange(queries.start, queries.stop, device=CPU)
-            seen = mask.key_range(query.numpy(), sequence)
-            rows = place.rows(query, head + head_rank, seen)
-            keys = place.keys((head + head_rank) // problem.qhead_per_kvhead)
-            yield Step(segment, rows, keys, blocks, config.tile_n, cluster, rank)
+            of_rank = place, queries, head + head_rank
+            yield Step(segment, *of_rank, blocks, config.tile_n, cluster, rank)
 
 
 def execute(
@@ -85,5 +82,6 @@ def execute(
     Args:
         operands, softmax_scale, tensors, dropout: as `fa3.reference.walker.Walk` takes them.
     """
-    call = Walk(plan.problem.spec, operands, softmax_scale, tensors, dropout)
+    problem = plan.problem
+    call = Walk(problem.spec, problem.window, operands, softmax_scale, tensors, dropout)
     call.run(steps(plan, call.tensors))

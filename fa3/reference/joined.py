@@ -37,14 +37,14 @@ def execute_joined(
     rows = records_of_rows(plan, operands.lengths, window, len(q))
     is_used = torch.tensor([row.is_used for row in rows[: len(q)]], device=CPU)
     results = torch.empty(out.shape, device=CPU), torch.empty(out.shape[1::-1], device=CPU)
-    walk = Walk(plan.spec, (q, k, v, *results), softmax_scale, tensors)
+    walk = Walk(plan.spec, window, (q, k, v, *results), softmax_scale, tensors)
     walk.run(steps(plan, walk, rows))
     is_marked = is_used[:, None] & ~results[0].isfinite().all(dim=2)
     again = torch.empty_like(out), torch.empty_like(results[1])
-    walk = Walk(plan.spec, (q, k, v, *again), softmax_scale, tensors)
+    walk = Walk(plan.spec, window, (q, k, v, *again), softmax_scale, tensors)
     sequences = operands.lengths.sequences()
     failed = (x for x in sequences if is_marked[x.q.start : x.q.stop].any())
-    attend_alone(walk, window, failed)
+    attend_alone(walk, failed)
     out[is_used] = torch.where(is_marked[..., None], again[0], results[0].to(out.dtype))[is_used]
     if lse is not None:
         lse[:, is_used] = torch.where(is_marked.T, again[1], results[1])[:, is_used]
@@ -56,20 +56,21 @@ def steps(plan: JoinedPlan, walk: Walk, rows: list[RowRecord]) -> Iterator[Step]
     Args:
         rows: the records of all rows.
     """
-    (_, total_q, heads, _), (_, total_k, heads_kv, _) = walk.q.shape, walk.k.shape
+    (_, total_q, heads, _), total_k = walk.q.shape, walk.k.shape[1]
     for begin in range(0, total_q, ROWS):
         m_block = begin // plan.config.tile_m
         tile = JoinedTile(total_q, record_of_tile(plan, m_block, rows, total_q, total_k))
         end = min(begin + ROWS, total_q)
         begin_k, tile_n = tile.record.begin_k, plan.config.tile_n
-        seen = (torch.tensor(rows[begin:end], device=CPU)[:, :2] - begin_k).unbind(1)
+        first_key, end_key, *_ = (torch.tensor(rows[begin:end], device=CPU) - begin_k).unbind(1)
         blocks = plan.line.mask.key_blocks(begin, ROWS, tile_n, tile)
         keys = range(begin_k, begin_k + tile.seqlen_k)
         place = SequenceRows(tile.record.batch, range(total_q), keys)
         for head in range(heads):
             segment = Segment(Tile(begin // ROWS, head, tile.record.batch))
-            half = place.rows(torch.arange(begin, end, device=CPU), head, seen)
-            yield Step(segment, half, place.keys(head * heads_kv // heads), blocks, tile_n)
+            yield Step(
+                segment, place, range(begin, end), head, blocks, tile_n, seen=(first_key, end_key)
+            )
 
 
 def records_of_rows(

@@ -120,7 +120,7 @@ def execute_varlen(
         short_queries: sequences with so many queries or fewer are left out.
         table: what `fa3.planning.host_table` made; says where sequences are, and their order.
     """
-    walk = Walk(plan.spec, operands[:5], softmax_scale, tensors, dropout, page_table)
+    walk = Walk(plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table)
     sequences = operands.lengths.sequences() if table is None else sequences_of_table(table)
     if operands.cu_seqlens_k is None:
         # Pages before the window may hold anything.
@@ -129,15 +129,15 @@ def execute_varlen(
             one._replace(first_key=first) for one, first in zip(sequences, firsts, strict=True)
         ]
     long = (one for one in sequences if len(one.q) > short_queries)
-    attend_alone(walk, window, long)
+    attend_alone(walk, long)
 
 
-def attend_alone(walk: Walk, window: Window, sequences: Iterable[SequenceRows]) -> None:
+def attend_alone(walk: Walk, sequences: Iterable[SequenceRows]) -> None:
     """Attend inside of sequences with queries, each in tiles of its own."""
     heads_q, heads_kv = walk.q.shape[2], walk.k.shape[2]
     for one in sequences:
         sizes = 1, len(one.q), len(one.k), heads_kv, heads_q // heads_kv
-        problem = Problem(walk.spec, *sizes, window)
+        problem = Problem(walk.spec, *sizes, walk.window)
         walk.run(steps(plan_forward(problem), walk.tensors, [one]))
 
 

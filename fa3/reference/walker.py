@@ -88,38 +88,32 @@ class SequenceRows(NamedTuple):
         """Where the keys of a key/value head are."""
         return Keys(self.entry_k, head, self.k.start, self.first_key, len(self.k) - 1)
 
-    def rows(self, query: torch.Tensor, head: int | torch.Tensor, seen: tuple) -> Rows:
-        """Some of its queries.
-
-        Args:
-            query, head: one query head, or one for each query.
-            seen: the first key that each query sees, and the end, or one number for all.
-        """
-        first, end = (torch.as_tensor(x, device=CPU).expand(len(query))[:, None] for x in seen)
-        heads = head if isinstance(head, int) else head[:, None]
-        at = Position(self.batch, heads, query[:, None], None, len(self.q), len(self.k))
-        return Rows((self.entry_q, self.q.start + query, head), at, first, end)
-
 
 class Step(NamedTuple):
     """What a CTA does of a tile at once.
 
     Fields:
         segment: what the CTA's cluster works on.
+        place: where the rows of the tile's sequence are.
         rows: the CTA's rows; none where its part of the tile is past the end.
-        keys: where the keys are.
+        head: the query head. If several heads take turns in the rows, the key/value head.
         blocks: the key blocks, for all rows of the cluster.
         tile_n: keys of a block.
         cluster, rank: the CTA's cluster, and its rank there.
+        heads: query heads that take turns in the rows; all of a key/value head, or one.
+        seen: the first key that each row sees, and the end, where the mask does not say it.
     """
 
     segment: Segment
-    rows: Rows
-    keys: Keys
+    place: SequenceRows
+    rows: range
+    head: int
     blocks: Blocks
     tile_n: int
     cluster: int = 0
     rank: int = 0
+    heads: int = 1
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class Walk:
@@ -128,6 +122,7 @@ class Walk:
     def __init__(
         self,
         spec: AttentionSpec,
+        window: Window,
         operands: Iterable[torch.Tensor | None],
         softmax_scale: float,
         tensors: tuple[torch.Tensor, ...] | None = None,
@@ -137,6 +132,7 @@ class Walk:
         """Bind scores, mask and sinks to their tensors.
 
         Args:
+            window: of the mask, keys that a query sees before and after its own position.
             operands: q (batch, rows, heads, head_dim), bfloat16 or float16; k and v (batch, rows,
                 heads_kv, columns), with pages (pages, page_size, ...); out (batch, rows, heads,
                 head_dim_v) and lse (batch, heads, rows), float32 or None, which are written.
@@ -147,10 +143,10 @@ class Walk:
             page_table: (sequences, pages) int32.
         """
         self.q, self.k, self.v, self.out, self.lse = batched(operands)
-        self.spec, self.softmax_scale, self.tensors = spec, softmax_scale, tensors or ()
+        self.spec, self.window, self.tensors = spec, window, tensors or ()
         self.scores, self.mask, self.sinks = bind(spec, tensors)
         self.function = getattr(self.mask, "function", None)
-        self.dropout, self.page_table = dropout, page_table
+        self.softmax_scale, self.dropout, self.page_table = softmax_scale, dropout, page_table
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.
     @torch.autocast("cpu", enabled=False)
@@ -158,27 +154,48 @@ class Walk:
         """Write the output and the log-sum-exp of the rows of all steps."""
         parts: dict[tuple, dict[int, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
         for step in steps:
-            (batch, rows, head), part = step.rows.place, step.segment.part
+            rows, part = self.rows(*step[1:4], step.heads, step.seen), step.segment.part
             tile = parts[step.segment.tile, step.rank]
-            tile[part.slot] = self.attend(step)
+            tile[part.slot] = self.attend(step, rows)
             if len(tile) < part.num_parts:
                 continue
             results = [tile[slot] for slot in sorted(tile)]
             out, lse = results[0] if part.num_parts == 1 else merge(results)
+            batch, row, head = rows.place
             if self.sinks is not None:
                 out, lse = with_sink(out, lse, self.sinks[head].float().flatten())
-            self.out[batch, rows, head] = out.to(self.out.dtype)
+            self.out[batch, row, head] = out.to(self.out.dtype)
             if self.lse is not None:
-                self.lse[batch, head, rows] = lse
+                self.lse[batch, head, row] = lse
             del parts[step.segment.tile, step.rank]
 
-    def attend(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(
+        self,
+        place: SequenceRows,
+        numbers: range,
+        head: int,
+        heads: int = 1,
+        seen: tuple | None = None,
+    ) -> Rows:
+        """The rows of a sequence with these numbers; the arguments are as in `Step`."""
+        number = torch.arange(numbers.start, numbers.stop, device=CPU)
+        query, turn = number // heads, number % heads
+        if seen is None:
+            seen = self.mask.key_range(query.numpy(), place.sequence(self.window))
+        first, end = (torch.as_tensor(x, device=CPU).expand(len(query))[:, None] for x in seen)
+        index: Any = head if heads == 1 else head * heads + turn
+        of_score = index if heads == 1 else index[:, None]
+        at = Position(place.batch, of_score, query[:, None], None, len(place.q), len(place.k))
+        return Rows((place.entry_q, place.q.start + query, index), at, first, end)
+
+    def attend(self, step: Step, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (rows, head_dim_v) and log-sum-exp (rows,) of a step, in fp32, without sinks.
 
         Keys are taken from the last block to the first. With dropout the sums are of all
         probabilities, the output of those that are kept.
         """
-        q, blocks = self.q[step.rows.place].float(), step.blocks
+        q, blocks = self.q[rows.place].float(), step.blocks
+        head_kv = step.head * step.heads * self.k.shape[2] // self.q.shape[2]
         scale = 1.0 if self.scores else self.softmax_scale
         scale_log2, factor = scale * LOG2_E, self.softmax_scale / scale
         reference = torch.full((len(q), 1), -torch.inf, device=CPU)
@@ -186,9 +203,9 @@ class Walk:
         acc_O = torch.zeros(len(q), self.v.shape[3], device=CPU)
         for n_block in reversed(range(blocks.begin, blocks.end)):
             keys = range(n_block * step.tile_n, (n_block + 1) * step.tile_n)
-            k, v = self.load(step.keys, keys)
+            k, v = self.load(step.place.keys(head_kv), keys)
             is_masked = not blocks.full_begin <= n_block < blocks.full_end
-            values, kept, _ = self.logits(step.rows, keys, q, k, factor, is_masked)
+            values, kept, _ = self.logits(rows, keys, q, k, factor, is_masked)
             row_max, before = values.amax(dim=1, keepdim=True), reference
             outgrown = (row_max - before) * scale_log2 > SLACK
             reference = torch.where(outgrown, row_max, before)
