@@ -7,7 +7,9 @@ import torch
 from hypothesis import strategies as st
 from reference import NO_WINDOW
 
+from fa3.planning.plan import Plan
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.reference.forward import execute
 from fa3.scores.masks import Band
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,6 +59,16 @@ def make_operands(
         torch.randn(shape, generator=generator, device=device).to(DTYPES[spec.dtype])
         for shape in shapes
     )
+
+
+def run_plan(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, tensors=()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and the log-sum-exp that a plan gives on the CPU."""
+    batch, seqlen_q, heads, _ = q.shape
+    out, lse = q.new_empty(batch, seqlen_q, heads, v.shape[3]), torch.empty(batch, heads, seqlen_q)
+    execute(plan, (q, k, v, out, lse), softmax_scale, tensors)
+    return out, lse
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import head_dims, make_operands, make_problem, windows
+from problems import head_dims, make_operands, make_problem, run_plan, windows
 from reference import check_attention
 
 import fa3
@@ -16,7 +16,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
-from fa3.reference.forward import execute, steps
+from fa3.reference.forward import steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.scores.masks import Intersection
 from fa3.scores.templates import Template
@@ -61,8 +61,7 @@ def run(problem: Problem, plan=None, softmax_scale: float = 0.125, seed: int = 0
     """Execute a problem on drawn operands, and check the result."""
     q, k, v = make_operands(problem, seed)
     plan = plan or plan_forward(problem, SMALL_GPU, SMALL_TILES)
-    out, lse = execute(plan, q, k, v, softmax_scale)
-    assert out.is_contiguous() and lse.is_contiguous()
+    out, lse = run_plan(plan, q, k, v, softmax_scale)
     check_attention(out, lse, q, k, v, softmax_scale, problem.window, lse_tolerance=1e-5)
     return out, lse
 
@@ -128,7 +127,7 @@ def test_probabilities_are_rounded_before_they_meet_the_values():
     q[0, :, 0, 0] = torch.linspace(4.0, 0.25, 128)
     k[0, 1, 0, 0] = -1.0
     v[0, 1] = 1.0
-    out, _ = execute(plan_forward(problem), q, k, v, 1.0)
+    out, _ = run_plan(plan_forward(problem), q, k, v, 1.0)
     p = torch.exp(-q[0, :, 0, 0].float())
     rounded = (p.bfloat16().float() / (1 + p)).bfloat16()
     assert torch.equal(out[0, :, 0, 0], rounded)
@@ -139,7 +138,7 @@ def test_large_scores_do_not_overflow():
     problem = make_problem(seqlen_q=130, seqlen_k=200)
     q, k, v = make_operands(problem)
     q, k = q * 60, k * 60
-    out, lse = execute(plan_forward(problem, config=SMALL_TILES), q, k, v, 1.0)
+    out, lse = run_plan(plan_forward(problem, config=SMALL_TILES), q, k, v, 1.0)
     assert out.isfinite().all() and lse.isfinite().all()
     check_attention(out, None, q, k, v, 1.0)
 
@@ -162,7 +161,7 @@ def test_strides_do_not_matter(view):
     assert not any(tensor.is_contiguous() for tensor in views)
     plan = plan_forward(problem)
     for expected, result in zip(
-        execute(plan, *operands, 0.125), execute(plan, *views, 0.125), strict=True
+        run_plan(plan, *operands, 0.125), run_plan(plan, *views, 0.125), strict=True
     ):
         assert torch.equal(expected, result)
 
@@ -175,7 +174,7 @@ def test_the_order_of_tiles_does_not_change_a_bit(problem, num_sms, heads_in_l2)
     key_head_bytes = row_bytes * max(1, problem.seqlen_k)
     gpu = Gpu("small", num_sms, heads_in_l2 * key_head_bytes)
     results = [
-        execute(plan_forward(problem, gpu, SMALL_TILES, schedule_type), *operands, 0.125)
+        run_plan(plan_forward(problem, gpu, SMALL_TILES, schedule_type), *operands, 0.125)
         for schedule_type in SCHEDULE_TYPES
     ]
     for single_tile, *others in zip(*results, strict=True):
@@ -187,7 +186,7 @@ def test_a_cluster_of_two_gives_the_bits_of_one():
     problem = make_problem(1, 500, 450, 2, window=Window(right=0))
     operands = make_operands(problem)
     one, two = (
-        execute(plan_forward(problem, config=config), *operands, 0.125)
+        run_plan(plan_forward(problem, config=config), *operands, 0.125)
         for config in (SMALL_TILES, replace(SMALL_TILES, cluster_m=2))
     )
     for a, b in zip(one, two, strict=True):

@@ -18,7 +18,6 @@ from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.gpu import H100, H200
 from fa3.planning.planner import plan_forward
-from fa3.planning.ragged import RaggedPlan
 from fa3.problem import Problem
 from fa3.reference.cache import HostAppend
 from fa3.running.compiler import key_of
@@ -72,20 +71,16 @@ def met(monkeypatch):
     def of_cache(plan, *rest):
         found.update((launch.kernel, None) for launch in plan.launches)
 
-    def of_packed(spec, window, operands, *rest):
-        plan = RaggedPlan(spec, False, False, H200)
-        found.update(dict.fromkeys((*plan.kernels(), plan.tile_table())))
-
-    def of_long(plan, *rest):
+    def of_packed(plan, *rest, **options):
         found.update(dict.fromkeys((*plan.kernels(), plan.tile_table())))
 
     def of_joined(plan, window, operands, *rest):
         found.update(dict.fromkeys((*plan.kernels(), plan.joined_table())))
 
-    monkeypatch.setattr(forward, "run_on_host", of_plan)
+    monkeypatch.setattr(forward, "execute", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
-    monkeypatch.setattr(varlen_call, "execute_packed_decode", of_cache)
-    monkeypatch.setattr(mixed, "execute_prefill", of_long)
+    monkeypatch.setattr(varlen_call, "execute_decode", of_cache)
+    monkeypatch.setattr(mixed, "execute_varlen", of_packed)
     monkeypatch.setattr(varlen_call, "execute_varlen", of_packed)
     monkeypatch.setattr(varlen_call, "execute_joined", of_joined)
     monkeypatch.setattr(

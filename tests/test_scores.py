@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import make_operands, make_problem, windows
+from problems import make_operands, make_problem, run_plan, windows
 from reference import check_attention, dense
 from score_problems import NOTHING, RECIPES, Gate, Recipe, RelativeBias, Span, Stairs, modify
 
@@ -18,7 +18,7 @@ from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
-from fa3.reference.forward import execute, steps
+from fa3.reference.forward import steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.scores.masks import Rows
 
@@ -60,7 +60,7 @@ def run(problem: Problem, arguments: dict, seed: int = 0, config=SMALL_TILES, sc
     q, k, v = make_operands(problem, seed)
     modified, modifiers = modify(problem, q, arguments)
     plan = plan_forward(modified, SMALL_GPU, config, schedule)
-    out, lse = execute(plan, q, k, v, 0.125, modifiers.tensors)
+    out, lse = run_plan(plan, q, k, v, 0.125, modifiers.tensors)
     check_attention(out, lse, q, k, v, 0.125, problem.window, lse_tolerance=2e-5, **arguments)
     return out, lse
 

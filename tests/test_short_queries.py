@@ -120,7 +120,7 @@ def test_each_sequence_is_attended_to_once(used, causal, monkeypatch):
 
         return attend
 
-    for name in ("execute_packed_decode", "execute_varlen"):
+    for name in ("execute_decode", "execute_varlen"):
         monkeypatch.setattr(varlen_call, name, alone(name))
     check(problem)
     short, long = parts
@@ -147,7 +147,7 @@ def attending(monkeypatch):
     def of_decode(plan, *rest):
         return "beside" if plan.is_beside else plan.sizes.seqlen_q
 
-    note(varlen_call, "execute_packed_decode", of_decode)
+    note(varlen_call, "execute_decode", of_decode)
     note(decode.PreparedDecode, "start", lambda kernels, *rest: of_decode(kernels.plan))
     note(varlen_call, "execute_varlen", lambda *rest: "forward")
     note(varlen_gpu.PreparedVarlen, "launch", lambda *rest: "forward")

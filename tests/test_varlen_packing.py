@@ -132,10 +132,9 @@ def test_without_a_second_walk_it_would(walks, monkeypatch):
     call = make_call(problem)
     poisoned, again = poison(problem, call), []
 
-    def attend_alone(spec, window, operands, of_q, *rest):
-        again.append(of_q.start // 5)
-        nothing = torch.full_like(operands.q[of_q], torch.nan)
-        return nothing, nothing[..., 0].T
+    def attend_alone(walk, window, sequences):
+        again.extend(one.batch for one in sequences)
+        walk.out.fill_(torch.nan)
 
     monkeypatch.setattr(joined, "attend_alone", attend_alone)
     out = fa3.flash_attn_varlen_func(**call)

@@ -164,16 +164,16 @@ class HostAttention(torch.autograd.Function):
             tensors: of the spec's scores, mask and sinks, in this order.
 
         Returns:
-            out and lse of `fa3.reference.forward.execute`.
+            out and lse, contiguous.
         """
         plan, problem, softmax_scale, dropout = given
+        batch, seqlen_q, heads_q, _ = q.shape
+        out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
+        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
         if plan is None:
-            batch, seqlen_q, heads_q, _ = q.shape
-            out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
-            lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
             hide_all_keys(out, lse, tensors[-1] if problem.spec.sinks else None)
         else:
-            out, lse = execute(plan, q, k, v, softmax_scale, tensors, dropout=dropout)
+            execute(plan, (q, k, v, out, lse), softmax_scale, tensors, dropout)
         keep_for_backward(ctx, given, dropout, q, k, v, out, lse, *tensors)
         return out, lse
 
@@ -186,9 +186,8 @@ class HostAttention(torch.autograd.Function):
 
         def compute(*read: torch.Tensor) -> Gradients:
             operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
-            return execute_backward(
-                problem, operands, softmax_scale, tensors, wanted, dropout=dropout
-            )
+            spec, window = problem.spec, problem.window
+            return execute_backward(spec, window, operands, softmax_scale, tensors, wanted, dropout)
 
         read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors
         *found, d_sinks = once("flash_attn_func", compute, *read)

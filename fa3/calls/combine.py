@@ -32,7 +32,7 @@ from fa3.calls.traced import trace_combine
 from fa3.complaints import shown
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED
-from fa3.reference.block_loop import merge
+from fa3.reference.walker import merge
 from fa3.running.compiler import load_kernel
 from fa3.settings import check_settings
 

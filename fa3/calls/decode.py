@@ -18,9 +18,9 @@ from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.modifiers import structure_of
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
-from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.cache_blocks import CacheLayout, CacheTables
 from fa3.problem import AttentionSpec, Window
-from fa3.reference.cache import CacheOperands, execute_decode
+from fa3.reference.cache import execute_decode
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import CaptureCounters, StreamCounters, counters_of
@@ -71,10 +71,11 @@ class PreparedDecode:
     ) -> None:  # fmt: skip
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
-        Takes the tensors of `CacheOperands`, in their order: to make such an object would take the
-        host 0.3 us. None that has queries or keys is empty. Without lengths the cache is full.
+        None of the tensors that have queries or keys is empty. Without lengths the cache is full.
 
         Args:
+            q, k, v, out, lse, ends: dense, or with `ends`, which are cu_seqlens_q, packed queries.
+            batch_idx, leftpad, page_table: of `CacheTables`.
             seqlen_new: keys that each sequence has beyond those that `seqlens` says.
             known: the lengths, if the host knows them; of use to `PreparedMixed` only.
             used_q: how many of packed queries are used; None for all.
@@ -82,11 +83,12 @@ class PreparedDecode:
         """
         modifiers = modifiers_of(slopes, sinks, of_functions)
         if self.attends is None:
-            operands = CacheOperands(
-                q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-                seqlen_new, used_q,
-            )  # fmt: skip
-            execute_decode(self.plan, operands, softmax_scale, modifiers)
+            operands = RaggedOperands(q, k, v, out, lse, ends, None, used_q, seqlens)
+            tables = CacheTables(batch_idx, leftpad, page_table)
+            most_keys = self.plan.sizes.capacity
+            execute_decode(
+                self.plan, operands, most_keys, softmax_scale, modifiers, tables, seqlen_new
+            )
             return
         device = q.device
         if self.counters and device.index != current_device():

@@ -391,7 +391,7 @@ def flash_attn_func(
             q, k, v, out, lse, None, None, None, None, alibi_slopes, sinks, None, scale
         )
     elif call.plan is not None:
-        run_on_host(call.plan, q, k, v, out, lse, modifiers.tensors, scale, dropout)
+        execute(call.plan, (q, k, v, out, lse), scale, modifiers.tensors, dropout)
     else:
         hide_all_keys(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -434,24 +434,6 @@ def check_forward_out(
         out, call.output.shape, described[0], ("q", "k", "v", *names),
         (*described, *map(describe_unaligned, names, tensors)), (*operands, *tensors),
     )  # fmt: skip
-
-
-def run_on_host(
-    plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    modifiers: tuple[torch.Tensor, ...] | None,
-    scale: float,
-    dropout: Dropout | None,
-) -> None:
-    """Run a plan on CPU tensors."""
-    computed, computed_lse = execute(plan, q, k, v, scale, modifiers, dropout=dropout)
-    out.copy_(computed)
-    if lse is not None:
-        lse.copy_(computed_lse)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

@@ -25,9 +25,7 @@ from fa3.planning.short_queries import (
     short_queries,
 )
 from fa3.problem import Window
-from fa3.reference.cache import CacheOperands
-from fa3.reference.prefill import execute_prefill
-from fa3.reference.varlen import RaggedOperands
+from fa3.reference.varlen import RaggedOperands, execute_varlen
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +69,15 @@ class PreparedMixed:
             return
         modifiers = modifiers_of(slopes, sinks, of_functions)
         has_short = known is None or known.fewest_q <= self.most_short
+        operands = RaggedOperands(q, k, v, out, lse, ends, None, used_q, seqlens)
         if self.long is None:
-            execute_prefill(
-                self.plan, self.window, CacheOperands(*given, 0, used_q), self.most_short,
-                softmax_scale, modifiers,
+            execute_varlen(
+                self.plan, self.window, operands, softmax_scale, modifiers,
+                short_queries=self.most_short, page_table=page_table,
             )  # fmt: skip
             if has_short:
                 self.short.attend(*given, *options)
             return
-        operands = RaggedOperands(q, k, v, out, lse, ends, None, used_q, seqlens)
         short = None
         if has_short:
             of_short = operands, self.capacity, modifiers, softmax_scale, page_table

@@ -132,7 +132,9 @@ def gradients_of_call(
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
         operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
-        found = execute_backward(problem, operands, scale, tensors, dropout=dropout)
+        found = execute_backward(
+            problem.spec, problem.window, operands, scale, tensors, dropout=dropout
+        )
     return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks
 
 

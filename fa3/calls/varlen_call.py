@@ -18,16 +18,17 @@ from fa3.planning.joined import JoinedPlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
 from fa3.problem import AttentionSpec, Window
-from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
-from fa3.reference.cache import execute_packed_decode
+from fa3.reference.backward import (
+    BackwardOperands,
+    Gradients,
+    Wanted,
+    execute_backward,
+    gradient_of_sinks,
+)
+from fa3.reference.cache import execute_decode
 from fa3.reference.dropout import Dropout
 from fa3.reference.joined import execute_joined
-from fa3.reference.varlen import (
-    PackedLengths,
-    RaggedOperands,
-    execute_varlen,
-    execute_varlen_backward,
-)
+from fa3.reference.varlen import PackedLengths, RaggedOperands, execute_varlen
 
 Route = tuple[bool, int, int, bool]
 """Which kernels attend for a call: whether sequences share tiles, and if not, the most keys of a
@@ -158,14 +159,14 @@ class RaggedCall:
         if self.gpu is None:
             if most:
                 plan = self.short.plan(most, has_long, self.window)
-                execute_packed_decode(plan, operands, longest_k, scale, tensors)
+                execute_decode(plan, operands, longest_k, scale, tensors)
             if has_long:
                 table = None
                 if known is not None:
                     heads = operands.q.shape[1], operands.k.shape[1]
                     table = known.make(self.plan.table_kind(self.window, most, *heads, may_cut))
                 execute_varlen(
-                    self.spec, self.window, operands, scale, tensors, dropout, most, table
+                    self.plan, self.window, operands, scale, tensors, dropout, most, table
                 )
         elif has_long:
             short = None
@@ -243,7 +244,9 @@ def ragged_gradients(
         d_out=torch.zeros_like(out) if d_out is None else d_out,
         d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
     )
-    return execute_varlen_backward(spec, window, operands, lengths, scale, tensors, wanted, dropout)
+    return execute_backward(
+        spec, window, operands, scale, tensors, wanted, dropout, lengths.sequences()
+    )
 
 
 def without_visible_keys(

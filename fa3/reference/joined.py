@@ -1,26 +1,24 @@
-"""Packed sequences that share tiles, on the CPU: the walk of `fa3.planning.joined` in torch.
+"""Packed sequences that share tiles, on the CPU: the tiles of `fa3.planning.joined` as steps.
 
 Same tables, same tiles and halves of tiles, same key blocks as on a GPU. Every row of a half is
 multiplied with all keys that the half sees, so what is not finite in a value reaches rows of other
 sequences here too. As there, these rows are computed again, sequence by sequence.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from fa3.planning.joined import JoinedPlan
-from fa3.primitives.coords import Position
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
-from fa3.reference.block_loop import CPU, RunningSoftmax, attend
-from fa3.reference.forward import key_block
 from fa3.reference.varlen import PackedLengths, RaggedOperands, attend_alone
+from fa3.reference.walker import CPU, SequenceRows, Step, Walk
 from fa3.schedules.joined import HALVES, JoinedRecord, JoinedTile, keys_seen
+from fa3.schedules.segment import Segment, Tile
 from fa3.scores.intervals import NOBODY, RowRecord
-from fa3.scores.masks import Sequence
-from fa3.scores.scores import bind
 
 
-@torch.autocast("cpu", enabled=False)
 def execute_joined(
     plan: JoinedPlan,
     window: Window,
@@ -33,97 +31,59 @@ def execute_joined(
     Args:
         plan: of the call's spec.
         window: keys that a query sees before and after its own position.
-        softmax_scale: factor of Q K^T before the softmax; positive.
-        tensors: of the spec's scores and sinks.
+        softmax_scale, tensors: as `fa3.reference.walker.Walk` takes them.
     """
-    q, k, _, out, lse = operands[:5]
-    _, _, sinks = bind(plan.spec, tensors)
+    q, k, v, out, lse = operands[:5]
     rows = records_of_rows(plan, operands.lengths, window, len(q))
-    batches = torch.tensor([row.batch for row in rows[: len(q)]], device=CPU)
-    is_marked = torch.zeros(out.shape[:2], dtype=torch.bool, device=CPU)
-    for m_block in range(plan.num_tiles(len(q))):
-        tile = JoinedTile(len(q), record_of_tile(plan, m_block, rows, len(q), len(k)))
-        for begin in range(m_block * plan.config.tile_m, len(q), ROWS)[:HALVES]:
-            half = slice(begin, min(begin + ROWS, len(q)))
-            is_used = batches[half] != NOBODY
-            used = is_used.nonzero().flatten() + begin
-            for head in range(q.shape[1]):
-                softmax = attend_half(
-                    plan, tile, half, rows[half], operands, head, softmax_scale, tensors
-                )
-                sink = None if sinks is None else sinks[head].float()
-                found, of_rows = softmax.finish(sink)
-                out[used, head] = found[is_used].to(out.dtype)
-                is_marked[used, head] = ~found[is_used].isfinite().all(dim=1)
-                if lse is not None:
-                    lse[head, used] = of_rows[is_used]
-    sequences = list(operands.lengths.slices())
-    for batch in batches[is_marked.any(dim=1)].unique().tolist():
-        of_q, of_k = sequences[batch]
-        again, of_rows = attend_alone(
-            plan.spec, window, operands, of_q, of_k, softmax_scale, tensors, batch
-        )
-        marked = is_marked[of_q]
-        out[of_q] = torch.where(marked[..., None], again, out[of_q])
-        if lse is not None:
-            lse[:, of_q] = torch.where(marked.T, of_rows, lse[:, of_q])
+    is_used = torch.tensor([row.is_used for row in rows[: len(q)]], device=CPU)
+    results = torch.empty(out.shape, device=CPU), torch.empty(out.shape[1::-1], device=CPU)
+    walk = Walk(plan.spec, window, (q, k, v, *results), softmax_scale, tensors)
+    walk.run(steps(plan, walk, rows))
+    is_marked = is_used[:, None] & ~results[0].isfinite().all(dim=2)
+    again = torch.empty_like(out), torch.empty_like(results[1])
+    walk = Walk(plan.spec, window, (q, k, v, *again), softmax_scale, tensors)
+    sequences = operands.lengths.sequences()
+    failed = (x for x in sequences if is_marked[x.q.start : x.q.stop].any())
+    attend_alone(walk, failed)
+    out[is_used] = torch.where(is_marked[..., None], again[0], results[0].to(out.dtype))[is_used]
+    if lse is not None:
+        lse[:, is_used] = torch.where(is_marked.T, again[1], results[1])[:, is_used]
 
 
-def attend_half(
-    plan: JoinedPlan,
-    tile: JoinedTile,
-    half: slice,
-    rows: list[RowRecord],
-    operands: RaggedOperands,
-    head: int,
-    softmax_scale: float,
-    tensors: tuple[torch.Tensor, ...] | None,
-) -> RunningSoftmax:
-    """Attend one half of a tile to the key blocks that any of its rows sees.
+def steps(plan: JoinedPlan, walk: Walk, rows: list[RowRecord]) -> Iterator[Step]:
+    """Yield the work on every half of a tile, for each head.
 
     Args:
-        half: its rows of q, which have the records `rows`.
+        rows: the records of all rows.
     """
-    q, k, v = operands[:3]
-    tile_n, begin = plan.config.tile_n, tile.record.begin_k
-    scores, _, _ = bind(plan.spec, tensors)
-    head_kv = head // (q.shape[1] // k.shape[1])
-    keys, values = (x[begin : begin + tile.seqlen_k, head_kv] for x in (k, v))
-    blocks = plan.line.mask.key_blocks(half.start, ROWS, tile_n, tile)
-    first, end = (torch.tensor(rows, device=CPU)[:, :2, None] - begin).unbind(1)
-
-    def load(n_block: int, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return key_block(keys, n_block, tile_n), key_block(values, n_block, tile_n)
-
-    def seen(n_block: int, at: Position, key: torch.Tensor) -> torch.Tensor:
-        return (key >= first) & (key < end)
-
-    query = torch.arange(half.start, half.stop, device=CPU)[:, None]
-    return attend(
-        q[half, head], (tile.record.batch, head, query), tile, range(blocks.begin, blocks.end),
-        tile_n, load, seen, scores, softmax_scale, v.shape[2],
-    )  # fmt: skip
+    (_, total_q, heads, _), total_k = walk.q.shape, walk.k.shape[1]
+    for begin in range(0, total_q, ROWS):
+        m_block = begin // plan.config.tile_m
+        tile = JoinedTile(total_q, record_of_tile(plan, m_block, rows, total_q, total_k))
+        end = min(begin + ROWS, total_q)
+        begin_k, tile_n = tile.record.begin_k, plan.config.tile_n
+        first_key, end_key, *_ = (torch.tensor(rows[begin:end], device=CPU) - begin_k).unbind(1)
+        blocks = plan.line.mask.key_blocks(begin, ROWS, tile_n, tile)
+        keys = range(begin_k, begin_k + tile.seqlen_k)
+        place = SequenceRows(tile.record.batch, range(total_q), keys)
+        for head in range(heads):
+            segment = Segment(Tile(begin // ROWS, head, tile.record.batch))
+            yield Step(
+                segment, place, range(begin, end), head, blocks, tile_n, seen=(first_key, end_key)
+            )
 
 
 def records_of_rows(
     plan: JoinedPlan, lengths: PackedLengths, window: Window, total_q: int
 ) -> list[RowRecord]:
     """The records of all rows of q, and of rows past the last one up to the end of its tile."""
-    rows, ends = [], lengths.cu_seqlens_q.tolist()
-    for batch, (of_q, of_k) in enumerate(lengths.slices()):
-        seqlen_q, seqlen_k = (part.stop - part.start for part in (of_q, of_k))
-        sequence = Sequence(seqlen_q, seqlen_k, window)
-        for query in range(ends[batch + 1] - of_q.start):
-            first, end = keys_seen(query, sequence, of_k.start, plan.spec.mask)
-            record = RowRecord(first, end, batch, query)
-            rows.append(record if query < seqlen_q else nobody(record))
-    behind = range(len(rows), plan.num_tiles(total_q) * plan.config.tile_m)
-    return rows + [nobody(RowRecord(0, 0, NOBODY, 0)) for _ in behind]
-
-
-def nobody(row: RowRecord) -> RowRecord:
-    """The record of a row that is not used."""
-    return row._replace(first_key=row.end_key, batch=NOBODY)
+    unused = RowRecord(0, 0, NOBODY, 0)
+    rows = [unused] * (plan.num_tiles(total_q) * plan.config.tile_m)
+    for one in lengths.sequences():
+        for query, row in enumerate(one.q):
+            first, end = keys_seen(query, one.sequence(window), one.k.start, plan.spec.mask)
+            rows[row] = RowRecord(first, end, one.batch, query)
+    return rows
 
 
 def record_of_tile(

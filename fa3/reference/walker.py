@@ -1,0 +1,310 @@
+"""The walker: attention and its gradients on the CPU, segment by segment in torch.
+
+`fa3.reference.forward`, `cache` and `joined` turn the segments of a plan into steps: rows that
+attend to key blocks. `Walk.run` computes them as a kernel does, with online softmax in base 2 and
+fp32 sums, and merges the parts of tiles. `fa3.reference.backward` lets query blocks pass key tiles.
+Both passes compute a block's scores in `Walk.logits`, and both round P to the input dtype.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from fa3.primitives.cache_blocks import Keys
+from fa3.primitives.coords import Position
+from fa3.primitives.softmax import LOG2_E, SLACK
+from fa3.problem import AttentionSpec, Window
+from fa3.reference.dropout import Dropout
+from fa3.reference.functions import changed, lets_through
+from fa3.schedules.segment import Segment
+from fa3.scores.masks import Blocks, Sequence
+from fa3.scores.scores import bind
+
+CPU = torch.device("cpu")
+"""Where new tensors are, whatever default the caller has set."""
+
+
+class HostTensor:
+    """A tensor whose elements are Python numbers, as a mask's ranges read them."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def __getitem__(self, index) -> int | float:
+        return self.tensor[index].item()
+
+
+class Rows(NamedTuple):
+    """Query rows that are computed together.
+
+    Fields:
+        place: their index in q and out: batch entry, rows, heads.
+        at: their positions: `head` a number or (rows, 1), `query` (rows, 1), no key.
+        first_key, end_key: the keys that the band shows each row, (rows, 1).
+    """
+
+    place: tuple
+    at: Position
+    first_key: torch.Tensor
+    end_key: torch.Tensor
+
+
+class SequenceRows(NamedTuple):
+    """Where the rows of a sequence are.
+
+    Fields:
+        batch: its number, by which scores, mask and dropout know it.
+        q, k: its rows in a batch entry of q, and of k; in a cache, its keys.
+        entry_q: the batch entry of q.
+        entry_k: the batch entry of k and v, or the row of the page table.
+        first_key: no key before it may be read.
+    """
+
+    batch: int
+    q: range
+    k: range
+    entry_q: int = 0
+    entry_k: int = 0
+    first_key: int = 0
+
+    @classmethod
+    def of_batch(cls, batch: int, seqlen_q: int, seqlen_k: int) -> list["SequenceRows"]:
+        """The sequences of a dense call."""
+        return [cls(i, range(seqlen_q), range(seqlen_k), i, i) for i in range(batch)]
+
+    def sequence(self, window: Window) -> Sequence:
+        """The sequence for a mask."""
+        return Sequence(len(self.q), len(self.k), window)
+
+    def keys(self, head: int) -> Keys:
+        """Where the keys of a key/value head are."""
+        return Keys(self.entry_k, head, self.k.start, self.first_key, len(self.k) - 1)
+
+
+class Step(NamedTuple):
+    """What a CTA does of a tile at once.
+
+    Fields:
+        segment: what the CTA's cluster works on.
+        place: where the rows of the tile's sequence are.
+        rows: the CTA's rows; none where its part of the tile is past the end.
+        head: the query head. If several heads take turns in the rows, the key/value head.
+        blocks: the key blocks, for all rows of the cluster.
+        tile_n: keys of a block.
+        cluster, rank: the CTA's cluster, and its rank there.
+        heads: query heads that take turns in the rows; all of a key/value head, or one.
+        seen: the first key that each row sees, and the end, where the mask does not say it.
+    """
+
+    segment: Segment
+    place: SequenceRows
+    rows: range
+    head: int
+    blocks: Blocks
+    tile_n: int
+    cluster: int = 0
+    rank: int = 0
+    heads: int = 1
+    seen: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class Walk:
+    """The tensors of a call, and what is computed with them."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        window: Window,
+        operands: Iterable[torch.Tensor | None],
+        softmax_scale: float,
+        tensors: tuple[torch.Tensor, ...] | None = None,
+        dropout: Dropout | None = None,
+        page_table: torch.Tensor | None = None,
+    ):
+        """Bind scores, mask and sinks to their tensors.
+
+        Args:
+            window: of the mask, keys that a query sees before and after its own position.
+            operands: q (batch, rows, heads, head_dim), bfloat16 or float16; k and v (batch, rows,
+                heads_kv, columns), with pages (pages, page_size, ...); out (batch, rows, heads,
+                head_dim_v) and lse (batch, heads, rows), float32 or None, which are written.
+                Packed ones have no batch, and get one here.
+            softmax_scale: factor of Q K^T before the softmax; positive.
+            tensors: of the spec's scores, mask and sinks.
+            dropout: where the spec has it.
+            page_table: (sequences, pages) int32.
+        """
+        self.q, self.k, self.v, self.out, self.lse = batched(operands)
+        self.spec, self.window, self.tensors = spec, window, tensors or ()
+        self.scores, self.mask, self.sinks = bind(spec, tensors)
+        self.function = getattr(self.mask, "function", None)
+        self.softmax_scale, self.dropout, self.page_table = softmax_scale, dropout, page_table
+
+    # As in the kernels, sums are in fp32, whatever the caller computes in.
+    @torch.autocast("cpu", enabled=False)
+    def run(self, steps: Iterable[Step]) -> None:
+        """Write the output and the log-sum-exp of the rows of all steps."""
+        parts: dict[tuple, dict[int, tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
+        for step in steps:
+            rows, part = self.rows(*step[1:4], step.heads, step.seen), step.segment.part
+            tile = parts[step.segment.tile, step.rank]
+            tile[part.slot] = self.attend(step, rows)
+            if len(tile) < part.num_parts:
+                continue
+            results = [tile[slot] for slot in sorted(tile)]
+            out, lse = results[0] if part.num_parts == 1 else merge(results)
+            batch, row, head = rows.place
+            if self.sinks is not None:
+                out, lse = with_sink(out, lse, self.sinks[head].float().flatten())
+            self.out[batch, row, head] = out.to(self.out.dtype)
+            if self.lse is not None:
+                self.lse[batch, head, row] = lse
+            del parts[step.segment.tile, step.rank]
+
+    def rows(
+        self,
+        place: SequenceRows,
+        numbers: range,
+        head: int,
+        heads: int = 1,
+        seen: tuple | None = None,
+    ) -> Rows:
+        """The rows of a sequence with these numbers; the arguments are as in `Step`."""
+        number = torch.arange(numbers.start, numbers.stop, device=CPU)
+        query, turn = number // heads, number % heads
+        if seen is None:
+            seen = self.mask.key_range(query.numpy(), place.sequence(self.window))
+        first, end = (torch.as_tensor(x, device=CPU).expand(len(query))[:, None] for x in seen)
+        index: Any = head if heads == 1 else head * heads + turn
+        of_score = index if heads == 1 else index[:, None]
+        at = Position(place.batch, of_score, query[:, None], None, len(place.q), len(place.k))
+        return Rows((place.entry_q, place.q.start + query, index), at, first, end)
+
+    def attend(self, step: Step, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output (rows, head_dim_v) and log-sum-exp (rows,) of a step, in fp32, without sinks.
+
+        Keys are taken from the last block to the first. With dropout the sums are of all
+        probabilities, the output of those that are kept.
+        """
+        q, blocks = self.q[rows.place].float(), step.blocks
+        head_kv = step.head * step.heads * self.k.shape[2] // self.q.shape[2]
+        scale = 1.0 if self.scores else self.softmax_scale
+        scale_log2, factor = scale * LOG2_E, self.softmax_scale / scale
+        reference = torch.full((len(q), 1), -torch.inf, device=CPU)
+        row_sum = torch.zeros(len(q), 1, device=CPU)
+        acc_O = torch.zeros(len(q), self.v.shape[3], device=CPU)
+        for n_block in reversed(range(blocks.begin, blocks.end)):
+            keys = range(n_block * step.tile_n, (n_block + 1) * step.tile_n)
+            k, v = self.load(step.place.keys(head_kv), keys)
+            is_masked = not blocks.full_begin <= n_block < blocks.full_end
+            values, kept, _ = self.logits(rows, keys, q, k, factor, is_masked)
+            row_max, before = values.amax(dim=1, keepdim=True), reference
+            outgrown = (row_max - before) * scale_log2 > SLACK
+            reference = torch.where(outgrown, row_max, before)
+            # A row hidden so far has reference -inf; exp2(-inf - 0) is the 0 that it needs.
+            scaled = reference.masked_fill(reference == -torch.inf, 0.0) * scale_log2
+            correction = torch.exp2(before * scale_log2 - scaled)
+            p = torch.exp2(values * scale_log2 - scaled)
+            row_sum = row_sum * correction + p.sum(dim=1, keepdim=True)
+            acc_O = acc_O * correction + self.rounded(p * kept) @ v
+        is_hidden = row_sum == 0.0
+        lse = (reference * scale_log2 + torch.log2(row_sum)) * math.log(2.0)
+        out = (acc_O / row_sum).masked_fill(is_hidden, 0.0)
+        if self.dropout is not None:
+            out = out / self.dropout.kept
+        return out, lse.masked_fill(is_hidden, -torch.inf).squeeze(1)
+
+    def load(self, keys: Keys, positions: range) -> list[torch.Tensor]:
+        """K and V of a head at consecutive positions, in fp32.
+
+        Zeros stand for what may not be read: it may be anything, and 0 * NaN is not 0.
+        """
+        first = min(max(positions.start, keys.first), positions.stop)
+        end = max(first, min(positions.stop, keys.last + 1))
+        place: tuple = keys.row, slice(keys.leftpad + first, keys.leftpad + end)
+        if self.page_table is not None:
+            tokens = torch.arange(keys.leftpad + first, keys.leftpad + end, device=CPU)
+            place = on_pages(self.page_table[keys.row], tokens, self.k.shape[1])
+        place = *place, keys.head
+        hidden = 0, 0, first - positions.start, positions.stop - end
+        return [pad(x[place], hidden).float() for x in (self.k, self.v)]
+
+    def logits(
+        self,
+        rows: Rows,
+        positions: range,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        factor: float,
+        is_masked: bool,
+        has_slope: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
+        """The scores of a block, (rows, keys), after scores and mask.
+
+        Args:
+            positions: of the keys.
+            q, k: the block's rows and keys.
+            factor: of Q K^T.
+            has_slope: whether the slope is wanted.
+
+        Returns:
+            the scores; 1 where dropout keeps the weight, else 0; the slope of the scores in
+            `factor` Q K^T.
+        """
+        key = torch.arange(positions.start, positions.stop, device=CPU)
+        at = rows.at._replace(key=key.clamp(max=max(rows.at.seqlen_k - 1, 0)))
+        values, slope = q @ k.T * factor, 1.0
+        for score in self.scores:
+            slope = slope * score.derivative(values, at) if has_slope else slope
+            values = changed(score, values, at)
+        if is_masked:
+            seen = (key >= rows.first_key) & (key < rows.end_key)
+            if self.function is not None:
+                seen = seen & lets_through(self.function, at, seen.shape)
+            values = values.masked_fill(~seen, -torch.inf)
+        return values, 1.0 if self.dropout is None else self.dropout.keeps(at), slope
+
+    def rounded(self, operand: torch.Tensor) -> torch.Tensor:
+        """An operand of a product as the tensor cores would get it."""
+        return operand.to(self.q.dtype).float()
+
+
+def batched(operands: Iterable[torch.Tensor | None]) -> list[Any]:
+    """q, k, v, out, lse and, if there are any, gradients of the last two: all with a batch."""
+    return [
+        x if x is None or x.ndim == ndim else x[None]
+        for x, ndim in zip(operands, (4, 4, 4, 4, 3, 4, 3), strict=False)
+    ]
+
+
+def on_pages(
+    pages: torch.Tensor, positions: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages in which a sequence has these positions, and their places there."""
+    return pages[positions // page_size].long(), positions % page_size
+
+
+def merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge outputs (rows, head_dim_v) and log-sum-exps (rows,) over parts of the keys."""
+    outs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    lse = lses.logsumexp(dim=0)
+    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
+    return (outs * weights[..., None]).sum(dim=0), lse
+
+
+def with_sink(
+    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let a sink join the sums of rows (rows, head_dim_v) and (rows,)."""
+    joined = torch.logaddexp(lse, sink)
+    # A row of nothing at all stays 0; a sink that is NaN reaches its rows, as in the kernels.
+    weight = torch.exp(lse - joined.masked_fill(joined == -torch.inf, 0.0))
+    return out * weight[:, None], joined
