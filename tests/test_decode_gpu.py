@@ -15,13 +15,31 @@ from problems import DTYPES, poisoned_allocations
 from reference import check_attention, dense
 
 from fa3.calls.cache_call import CacheCall, CacheTensors, describe_tensors
-from fa3.calls.decode import CacheOperands, prepare_decode
+from fa3.calls.decode import modifiers_of, prepare_decode
+from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import NO_BOUND, Window
+from fa3.reference.varlen import RaggedOperands
 
 pytestmark = pytest.mark.gpu
 
 CAUSAL = Window(right=0)
 GARBAGE = (-1, 1 << 30, -(1 << 31))
+
+
+class CacheOperands(NamedTuple):
+    """The tensors of a call, as `CacheTensors` names them."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    cache_seqlens: torch.Tensor | None
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 class Case(NamedTuple):
@@ -104,7 +122,13 @@ def attend_with_cache(operands: CacheOperands, scale: float, window: Window, **o
     """Prepare a call and run it."""
     given = {name: getattr(operands, name, None) for name in CacheTensors._fields}
     described = describe_tensors(CacheTensors(**given)._replace(out=None))
-    prepare_decode(CacheCall.of(described), window, **options).attend(*operands[:12], scale)
+    call = prepare_decode(CacheCall.of(described), window, **options)
+    call.attend(
+        RaggedOperands(*operands[:5], None, None, None, operands.cache_seqlens),
+        CacheTables(operands.cache_batch_idx, operands.cache_leftpad, operands.page_table),
+        modifiers_of(operands.alibi_slopes, operands.sinks),
+        scale,
+    )
 
 
 def attend(operands: CacheOperands, window=CAUSAL, **options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,9 +23,13 @@ from fa3.calls.part_memory import PartMemory
 from fa3.calls.varlen_gpu import PreparedJoined, PreparedVarlen
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
+from fa3.kernels.joined_table import JoinedTableArguments
+from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.joined import PackedSizes
+from fa3.planning.launch import Launch, template_of
 from fa3.planning.ragged import words_of_table
 from fa3.problem import Window
+from fa3.reference.cache import NO_TABLES
 from fa3.reference.varlen import RaggedOperands
 from fa3.running import counters, graphs
 from fa3.running.counters import StreamCounters
@@ -86,25 +90,34 @@ def makes_table(*given) -> None:
             words.zero_()
 
 
+def launch(entry: Callable, arguments: type) -> Launch:
+    """The launch of a stub."""
+    return Launch(entry, template_of(arguments))
+
+
 def decodes() -> None:
-    call = PreparedDecode(None, attends, 9 * (1,), counters=5, workspace=8)
-    call.attend(Q, Q, Q, Q, None, None, None, None, None, None, None, None, 1.0)
+    call = PreparedDecode(None, launch(attends, DecodeArguments), counters=5, workspace=8)
+    call.attend(OPERANDS, NO_TABLES, None, 1.0)
 
 
 def decodes_packed() -> None:
-    call = PreparedDecode(None, attends, 9 * (1,), counters=5, workspace=8)
-    call.start(OPERANDS, 8, None, 1.0)()
+    call = PreparedDecode(None, launch(attends, DecodeArguments), counters=5, workspace=8)
+    call.start(OPERANDS, NO_TABLES, None, 1.0, 0, 8)()
 
 
 def is_dense() -> None:
-    launches = (marks_rows, 4 * (1,), None), (computes_again, 4 * (1,), None)
+    launches = tuple(launch(one, ForwardArguments) for one in (marks_rows, computes_again))
     call = PreparedCall(None, None, (), launches, num_counters=(8, 4, 0), total_counters=12)
     call.launch(Q, Q, Q, Q, None, None, 1.0)
 
 
 def is_packed(known=None) -> None:
-    kernels = makes_table, marks_rows, computes_again, lambda: merges_parts
-    call = PreparedVarlen(None, *kernels, Window(right=0), 128, 112, 132, 1000)
+    kernels = (
+        launch(makes_table, TileTableArguments),
+        *(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
+        lambda: launch(merges_parts, ForwardArguments),
+    )
+    call = PreparedVarlen(None, *kernels, Window(right=0), 128, 112, 132)
     call.launch(OPERANDS, 8, 8, None, 1.0, known=known)
 
 
@@ -121,8 +134,11 @@ def has_tiles_that_are_cut() -> None:
 
 def shares_tiles() -> None:
     plan = SimpleNamespace(num_tiles=lambda total: 1, config=SimpleNamespace(tile_m=128))
-    kernels = makes_table, marks_rows, computes_again
-    call = PreparedJoined(*kernels, plan, Window(right=0), 132, 1000)
+    kernels = (
+        launch(makes_table, JoinedTableArguments),
+        *(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
+    )
+    call = PreparedJoined(*kernels, plan, 132)
     call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 5), None, 1.0)
 
 

@@ -661,8 +661,8 @@ def test_packed_queries_are_rotated_beside_the_output(is_long, monkeypatch):
     """The forward kernel may read them once more when it has written O. It knows lengths only."""
     attended = []
 
-    def attend(self, q, k, v, out, lse, seqlens, *rest):
-        *_, seqlen_new, _, _, _ = rest
+    def attend(self, operands, tables, modifiers, scale, seqlen_new, known):
+        q, out, seqlens = operands.q, operands.out, operands.seqused_k
         attended.append((type(self), q, out, seqlens.tolist(), seqlen_new))
 
     for kind in (mixed.PreparedMixed, decode.PreparedDecode):

@@ -14,10 +14,14 @@ from functools import partial
 import torch
 
 from fa3.calls.cache_call import CacheCall
+from fa3.calls.forward_arguments import lse_address
 from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.modifiers import structure_of
+from fa3.kernels.combine import CombineArguments
+from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
+from fa3.planning.launch import Launch, slots
 from fa3.primitives.cache_blocks import CacheLayout, CacheTables
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.cache import execute_decode
@@ -26,27 +30,34 @@ from fa3.running.compiler import load_kernel
 from fa3.running.counters import CaptureCounters, StreamCounters, counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 
+OPERANDS = slice(*slots(DecodeArguments, "q", "cu_seqlens_q"))
+PACKED_LENGTHS = slice(*slots(DecodeArguments, "cu_seqlens_q", "seqlens"))
+CACHE_TABLES = slice(*slots(DecodeArguments, "batch_idx", "modifiers"))
+SEQLENS, SEQLEN_NEW, MODIFIERS, SOFTMAX_SCALE = slots(
+    DecodeArguments, "seqlens", "seqlen_new", "modifiers", "softmax_scale"
+)
+WORKSPACE, COUNTERS, MAX_SEQLEN_K, TILE_TABLE = slots(
+    DecodeArguments, "workspace", "counters", "max_seqlen_k", "table"
+)
+MERGED = slice(*slots(CombineArguments, "o", "sinks"))
+SINKS, PARTS_OF_TILES = slots(CombineArguments, "sinks", "workspace")
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedDecode:
     """How calls of a description run.
 
     Fields:
-        attends: the entry of the kernel that attends; None on the CPU.
-        integers: what it takes after the softmax scale, but for the most packed keys.
-        merges: the entry of the kernel that merges parts; None if there are none, or `attends`
-            merges them.
-        sizes: what it takes after the tensors.
+        attends: the kernel that attends; None on the CPU.
+        merges: the kernel that merges parts; None if there are none, or `attends` merges them.
         workspace: numbers of 32 bits that parts take.
         cleared: how many of them, the first ones, must be zero before the launches.
         counters: how many counters the kernel that attends takes to merge parts; 0 if it does not.
     """
 
     plan: DecodePlan
-    attends: Callable | None = None
-    integers: tuple[int, ...] = ()
-    merges: Callable | None = None
-    sizes: tuple[int, ...] = ()
+    attends: Launch | None = None
+    merges: Launch | None = None
     workspace: int = 0
     cleared: int = 0
     counters: int = 0
@@ -54,116 +65,98 @@ class PreparedDecode:
     @classmethod
     def on_gpu(cls, plan: DecodePlan) -> "PreparedDecode":
         """Load the kernels of a plan."""
-        (attends, integers, _), *rest = (one.loaded(load_kernel) for one in plan.launches)
+        attends, *merges = (one.loaded(load_kernel) for one in plan.launches)
         size = plan.workspace
         numbers = size.numbers(plan.spec.head_dim_v)
-        if not rest:
+        if not merges:
             counters = size.num_slots if plan.merges_inside else 0
-            return cls(plan, attends, integers, workspace=numbers, counters=counters)
-        ((merges, sizes, _),) = rest
+            return cls(plan, attends, workspace=numbers, counters=counters)
         cleared = size.numbers_of_records if plan.clears_records else 0
-        return cls(plan, attends, integers, merges, sizes, numbers, cleared)
+        return cls(plan, attends, *merges, workspace=numbers, cleared=cleared)
 
     def attend(
-        self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-        softmax_scale: float, seqlen_new: int = 0, known: KnownLengths | None = None,
-        used_q: torch.Tensor | None = None, of_functions: tuple[torch.Tensor, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        operands: RaggedOperands,
+        tables: CacheTables,
+        modifiers: tuple[torch.Tensor, ...] | None,
+        softmax_scale: float,
+        seqlen_new: int = 0,
+        known: KnownLengths | None = None,
+    ) -> None:
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
         None of the tensors that have queries or keys is empty. Without lengths the cache is full.
 
         Args:
-            q, k, v, out, lse, ends: dense, or with `ends`, which are cu_seqlens_q, packed queries.
-            batch_idx, leftpad, page_table: of `CacheTables`.
-            seqlen_new: keys that each sequence has beyond those that `seqlens` says.
+            operands: see `fa3.reference.cache.execute_decode`; keys are not packed.
+            tables: where sequences are in the cache.
+            modifiers: the tensors of the spec's scores, mask and sinks.
+            seqlen_new: keys that each sequence has beyond `seqused_k`.
             known: the lengths, if the host knows them; of use to `PreparedMixed` only.
-            used_q: how many of packed queries are used; None for all.
-            of_functions: the tensors of the user's score and mask.
         """
-        modifiers = modifiers_of(slopes, sinks, of_functions)
         if self.attends is None:
-            operands = RaggedOperands(q, k, v, out, lse, ends, None, used_q, seqlens)
-            tables = CacheTables(batch_idx, leftpad, page_table)
-            most_keys = self.plan.sizes.capacity
-            execute_decode(
-                self.plan, operands, most_keys, softmax_scale, modifiers, tables, seqlen_new
-            )
-            return
-        device = q.device
-        if self.counters and device.index != current_device():
-            with torch.cuda.device(device):
-                self.attend(
-                    q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-                    softmax_scale, seqlen_new, None, used_q, of_functions,
-                )  # fmt: skip
-            return
-        lse = 0 if lse is None else lse.data_ptr()
-        workspace, words = None, 0
-        if self.counters:
-            of_stream, counters, workspace = self.memory_on(device)
-            words = counters.data_ptr()
-        elif self.workspace:
-            workspace = q.new_empty(self.workspace, dtype=torch.float32)
-            if self.cleared:
-                workspace[: self.cleared].zero_()
-        # In the order of `DecodeArguments`; to make one of them would take the host 0.5 us.
-        self.attends(
-            q, k, v, out, lse, ends, used_q, None, seqlens, seqlen_new, batch_idx, leftpad,
-            page_table, modifiers, workspace, words, softmax_scale, *self.integers, 0, None,
-        )  # fmt: skip
-        if self.counters:
-            of_stream.give_back(counters)
-            of_stream.give_back_parts(workspace)
-        if self.merges is not None:
-            self.merges(out, lse, sinks, None, None, workspace, *self.sizes)
+            given = operands, self.plan.sizes.capacity, softmax_scale, modifiers, tables
+            execute_decode(self.plan, *given, seqlen_new)
+        else:
+            self.start(operands, tables, modifiers, softmax_scale, seqlen_new)()
 
     def start(
         self,
         operands: RaggedOperands,
-        max_seqlen_k: int,
+        tables: CacheTables,
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
-        page_table: torch.Tensor | None = None,
+        seqlen_new: int = 0,
+        max_seqlen_k: int = 0,
         table: torch.Tensor | None = None,
     ) -> Callable[[], None]:
-        """Begin to attend on a GPU from the packed sequences that the plan has room for.
+        """Launch the kernel that attends; return what launches the merge of its parts.
 
         Args:
-            operands: k and v may be a cache, with `seqused_k` keys of each sequence.
-            max_seqlen_k: no sequence has more keys.
-            modifiers: the tensors of the spec's scores, mask and sinks.
-            page_table: the pages of a cache that has some.
+            operands: with packed queries, those sequences that the plan has room for.
+            max_seqlen_k: no sequence has more keys, if they are packed.
             table: the tiles of the forward kernel, if that kernel is launched next.
-
-        Returns:
-            what launches the merge of the parts, if the kernel that attends does not merge them.
         """
-        q, k, v, out, lse, ends_q, ends_k, used_q, used_k = operands
+        q, k, v, out, lse, ends_q, ends_k, used_q, seqlens = operands
         device = q.device
         if self.counters and device.index != current_device():
             with torch.cuda.device(device):
                 return self.start(
-                    operands, max_seqlen_k, modifiers, softmax_scale, page_table, table
+                    operands, tables, modifiers, softmax_scale, seqlen_new, max_seqlen_k, table
                 )
-        lse = 0 if lse is None else lse.data_ptr()
-        words = 0
+        lse = lse_address(lse)
+        arguments = self.attends.template.copy()
+        arguments[OPERANDS] = q, k, v, out, lse
+        arguments[PACKED_LENGTHS] = ends_q, used_q, ends_k
+        arguments[SEQLENS] = seqlens
+        arguments[SEQLEN_NEW] = seqlen_new
+        arguments[CACHE_TABLES] = tables
+        arguments[MODIFIERS] = modifiers
+        arguments[SOFTMAX_SCALE] = softmax_scale
+        arguments[MAX_SEQLEN_K] = max_seqlen_k
+        arguments[TILE_TABLE] = table
         if self.counters:
             of_stream, counters, workspace = self.memory_on(device)
-            words = counters.data_ptr()
-        else:
-            workspace = q.new_empty(self.workspace, dtype=torch.float32)
-        # In the order of `DecodeArguments`.
-        self.attends(
-            q, k, v, out, lse, ends_q, used_q, ends_k, used_k, 0, None, None, page_table, modifiers,
-            workspace, words, softmax_scale, *self.integers, max_seqlen_k, table,
-        )  # fmt: skip
-        if self.counters:
+            arguments[WORKSPACE] = workspace
+            arguments[COUNTERS] = counters.data_ptr()
+            self.attends.kernel(*arguments)
             of_stream.give_back(counters)
             of_stream.give_back_parts(workspace)
             return merge_nothing
-        sinks = modifiers[-1] if self.plan.spec.sinks else None
-        return partial(self.merges, out, lse, sinks, None, None, workspace, *self.sizes)
+        workspace = None
+        if self.workspace:
+            workspace = q.new_empty(self.workspace, dtype=torch.float32)
+            if self.cleared:
+                workspace[: self.cleared].zero_()
+        arguments[WORKSPACE] = workspace
+        self.attends.kernel(*arguments)
+        if self.merges is None:
+            return merge_nothing
+        merge = self.merges.template.copy()
+        merge[MERGED] = out, lse
+        merge[SINKS] = modifiers[-1] if self.plan.spec.sinks else None
+        merge[PARTS_OF_TILES] = workspace
+        return partial(self.merges.kernel, *merge)
 
     def memory_on(
         self, device: torch.device

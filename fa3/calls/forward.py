@@ -65,8 +65,10 @@ from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
+from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
+from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.running.counters import counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
@@ -387,9 +389,8 @@ def flash_attn_func(
         given = None if dropout is None else dropout.arguments
         call.launch(q, k, v, out, lse, modifiers.tensors, scale, None, given)
     elif call.grouped is not None:
-        call.grouped.attend(
-            q, k, v, out, lse, None, None, None, None, alibi_slopes, sinks, None, scale
-        )
+        operands = RaggedOperands(q, k, v, out, lse, None, None, None, None)
+        call.grouped.attend(operands, NO_TABLES, modifiers.tensors, scale)
     elif call.plan is not None:
         execute(call.plan, (q, k, v, out, lse), scale, modifiers.tensors, dropout)
     else:

@@ -12,7 +12,7 @@ import torch
 
 from fa3.calls import decode
 from fa3.calls.cache_call import CacheCall
-from fa3.calls.decode import PreparedDecode, cache_layout, modifiers_of, spec_of_call
+from fa3.calls.decode import PreparedDecode, cache_layout, spec_of_call
 from fa3.calls.devices import gpu_of
 from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.varlen_gpu import PreparedVarlen, Short, prepare_alone
@@ -24,6 +24,7 @@ from fa3.planning.short_queries import (
     most_queries_of_few,
     short_queries,
 )
+from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands, execute_varlen
 
@@ -51,41 +52,45 @@ class PreparedMixed:
     alone: PreparedDecode
 
     def attend(
-        self, q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends,
-        softmax_scale: float, seqlen_new: int = 0, known: KnownLengths | None = None,
-        used_q: torch.Tensor | None = None, of_functions: tuple[torch.Tensor, ...] = (),
-    ) -> None:  # fmt: skip
-        """As `PreparedDecode.attend`, but `seqlens` says all keys: `seqlen_new` is 0.
+        self,
+        operands: RaggedOperands,
+        tables: CacheTables,
+        modifiers: tuple[torch.Tensor, ...] | None,
+        softmax_scale: float,
+        seqlen_new: int = 0,
+        known: KnownLengths | None = None,
+    ) -> None:
+        """As `PreparedDecode.attend`, but `seqused_k` says all keys: `seqlen_new` is 0.
 
         Args:
             known: the lengths, if the host knows them; they fit the call.
         """
-        total_q, heads, _ = q.shape
-        few = leaves_sms_idle(total_q, ends.shape[0] - 1, heads, self.plan.gpu.num_sms)
-        given = q, k, v, out, lse, seqlens, batch_idx, leftpad, page_table, slopes, sinks, ends
-        options = softmax_scale, 0, None, used_q, of_functions
-        if few and self.capacity >= FEWEST_EARLIER_KEYS:
-            self.alone.attend(*given, *options)
+        total_q, heads, _ = operands.q.shape
+        batch, capacity = operands.cu_seqlens_q.shape[0] - 1, self.capacity
+        given = operands, tables, modifiers, softmax_scale
+        if capacity >= FEWEST_EARLIER_KEYS and leaves_sms_idle(
+            total_q, batch, heads, self.plan.gpu.num_sms
+        ):
+            self.alone.attend(*given)
             return
-        modifiers = modifiers_of(slopes, sinks, of_functions)
         has_short = known is None or known.fewest_q <= self.most_short
-        operands = RaggedOperands(q, k, v, out, lse, ends, None, used_q, seqlens)
+        page_table = tables.page_table
         if self.long is None:
             execute_varlen(
                 self.plan, self.window, operands, softmax_scale, modifiers,
                 short_queries=self.most_short, page_table=page_table,
             )  # fmt: skip
             if has_short:
-                self.short.attend(*given, *options)
+                self.short.attend(*given)
             return
         short = None
         if has_short:
-            of_short = operands, self.capacity, modifiers, softmax_scale, page_table
-            short = Short(self.most_short, lambda table: self.short.start(*of_short, table))
+            short = Short(
+                self.most_short, lambda table: self.short.start(*given, 0, capacity, table)
+            )
         self.long.launch(
-            operands, self.capacity, self.capacity, modifiers, softmax_scale, short, page_table,
-            None, known,
-        )  # fmt: skip
+            operands, capacity, capacity, modifiers, softmax_scale, short, page_table, None, known
+        )
 
 
 def prepare_attention(

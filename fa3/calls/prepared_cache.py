@@ -24,7 +24,7 @@ from fa3.calls.cache_call import (
     check_values,
     values_on_host,
 )
-from fa3.calls.decode import PreparedDecode
+from fa3.calls.decode import PreparedDecode, modifiers_of
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.mixed import PreparedMixed
@@ -45,16 +45,27 @@ from fa3.calls.operands import (
 from fa3.calls.options import check_window
 from fa3.calls.ragged import MOST_RAGGED_ROWS, check_ragged_out, hide_all_keys_of_packed
 from fa3.calls.scheduler_metadata import IN_METADATA, SchedulerMetadata
-from fa3.kernels.append import MOST_VECTORS, Append, Rotary
+from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
+from fa3.planning.launch import slots, template_of
 from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import REMEMBERED, Window
 from fa3.reference.cache import HostAppend
+from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.settings import check_settings
 
 TENSORS = CacheTensors._fields
+
+APPEND_TEMPLATE = template_of(AppendArguments)
+NEW_AND_CACHE = slice(*slots(AppendArguments, "k", "seqlens"))
+APPEND_LENGTHS = slice(*slots(AppendArguments, "seqlens", "batch_idx"))
+ROTARY = slice(*slots(AppendArguments, "q", "rotary_seqlens"))
+BATCH_IDX, PAGE_TABLE, ROTARY_SEQLENS, QUERY_STEP = slots(
+    AppendArguments, "batch_idx", "page_table", "rotary_seqlens", "query_step"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +129,10 @@ class PreparedCacheCall:
         if self.append is not None:
             q, seqlens, seqlen_new = self.append_tokens(tensors, rotated)
         if self.decode is not None and (ends_q is None or q.shape[0]):
-            self.decode.attend(
-                q, k_cache, v_cache, out, lse, seqlens, batch_idx, leftpad, pages, slopes, sinks,
-                ends_q, softmax_scale, seqlen_new, known, used_q, of_functions,
-            )  # fmt: skip
+            operands = RaggedOperands(q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
+            tables = CacheTables(batch_idx, leftpad, pages)
+            modifiers = modifiers_of(slopes, sinks, of_functions)
+            self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, known)
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
         elif self.description.batch:
@@ -150,17 +161,17 @@ class PreparedCacheCall:
             seqlen_new = k.shape[1]
         else:
             total = seqlens.new_empty(seqlens.shape[0])
-        if cos is None:
-            rotary = None, None, None, None, None
-        else:
+        arguments = APPEND_TEMPLATE.copy()
+        arguments[NEW_AND_CACHE] = k, v, k_cache, v_cache
+        arguments[APPEND_LENGTHS] = seqlens, total, ends_new
+        arguments[BATCH_IDX], arguments[PAGE_TABLE] = batch_idx, pages
+        if cos is not None:
             if rotated is None:
                 rotated = q.new_empty(*q.shape)
-            rotary = q, rotated, cos, sin, ends_q
-        # In the order of `AppendArguments`; to make one of them would take the host 0.5 us.
-        self.append(
-            k, v, k_cache, v_cache, seqlens, total, ends_new, batch_idx, pages, *rotary, turns,
-            self.query_step,
-        )  # fmt: skip
+            arguments[ROTARY] = q, rotated, cos, sin, ends_q
+        arguments[ROTARY_SEQLENS] = turns
+        arguments[QUERY_STEP] = self.query_step
+        self.append(*arguments)
         return q if cos is None else rotated, seqlens if total is None else total, seqlen_new
 
 

@@ -25,7 +25,7 @@ from fa3.reference.backward import (
     execute_backward,
     gradient_of_sinks,
 )
-from fa3.reference.cache import execute_decode
+from fa3.reference.cache import NO_TABLES, execute_decode
 from fa3.reference.dropout import Dropout
 from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import PackedLengths, RaggedOperands, execute_varlen
@@ -171,16 +171,17 @@ class RaggedCall:
         elif has_long:
             short = None
             if most:
-                given = operands, longest_k, tensors, scale
+                given = operands, NO_TABLES, tensors, scale, 0, longest_k
                 kernels = self.gpu.short(most, True)
-                short = Short(most, lambda table: kernels.start(*given, None, table))
+                short = Short(most, lambda table: kernels.start(*given, table))
             drawn = None if dropout is None else dropout.arguments
             self.gpu.alone.launch(
                 operands, operands.k.shape[0], longest_k, tensors, scale, short, None, drawn, known,
                 may_cut,
             )  # fmt: skip
         elif most:
-            self.gpu.short(most, False).start(operands, longest_k, tensors, scale)()
+            kernels = self.gpu.short(most, False)
+            kernels.start(operands, NO_TABLES, tensors, scale, 0, longest_k)()
 
 
 def plan_varlen(

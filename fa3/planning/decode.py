@@ -9,10 +9,10 @@ lengths on the device and derive the cut, so a plan serves all lengths that the 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fa3.kernels.combine import GROUPS, Combine
+from fa3.kernels.combine import GROUPS, Combine, CombineArguments
 from fa3.kernels.decode import Decode
-from fa3.kernels.decode_launch import DecodeConfig
-from fa3.planning.launch import Launch
+from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
+from fa3.planning.launch import Launch, template_of
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.shared_memory import CAPACITY, padded
@@ -159,12 +159,28 @@ class DecodePlan:
         return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property
-    def kernel_arguments(self) -> tuple[int, ...]:
-        """The integers that the decode kernel takes after the softmax scale, but the last one."""
-        cut, units = self.cut, (1, 1, 1, 1)
+    def arguments(self) -> list:
+        """The decode kernel's arguments without tensors, scale and lengths of a call."""
+        cut = self.cut
+        num_splits = unit_blocks = max_parts = longest = 1
         if isinstance(cut, Units):
-            units = cut.num_splits, cut.unit_blocks, cut.max_parts, cut.longest
-        return (*self.window, *units, self.sizes.seqlen_q, self.num_ctas, cut.width)
+            num_splits, unit_blocks = cut.num_splits, cut.unit_blocks
+            max_parts, longest = cut.max_parts, cut.longest
+        return template_of(
+            DecodeArguments,
+            seqlen_new=0,
+            counters=0,
+            window_left=self.window.left,
+            window_right=self.window.right,
+            num_splits=num_splits,
+            unit_blocks=unit_blocks,
+            max_parts=max_parts,
+            longest_unit=longest,
+            max_seqlen_q=self.sizes.seqlen_q,
+            num_ctas=self.num_ctas,
+            width=cut.width,
+            max_seqlen_k=0,
+        )
 
     @property
     def merges_inside(self) -> bool:
@@ -201,12 +217,13 @@ class DecodePlan:
         """What is launched: the kernel that attends, and the one that merges where the former does
         not."""
         combine, size = self.combine(), self.workspace
-        attend = Launch(self.kernel(), self.kernel_arguments)
+        attend = Launch(self.kernel(), self.arguments)
         if combine is None or self.merges_inside:
             return (attend,)
         # CTAs that share a tile's rows: enough for one CTA per SM.
         sets = min(size.rows, max(self.num_ctas // size.num_records, -(-size.rows // GROUPS)))
-        return attend, Launch(combine, (*size, sets))
+        merge = template_of(CombineArguments, **size._asdict(), sets=sets)
+        return attend, Launch(combine, merge)
 
 
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:
