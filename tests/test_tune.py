@@ -471,7 +471,7 @@ def test_times_are_means_of_both_regimes(monkeypatch):
     monkeypatch.setattr(module, "make_runner", make_runner)
     monkeypatch.setattr(module, "run_rounds", run_rounds)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    plans = plans_to_measure(SHORT, H200)
+    plans = plans_to_measure(make_problem(1, 30, 300, 1, 2, 64), H200)
     assert "packed" in {plan.name for plan in plans}
     found = time_plans(torch.device("cpu"), plans)
     # The median of a regime is its second block; then the mean of 2 and 8 is 4.
