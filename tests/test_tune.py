@@ -16,7 +16,7 @@ from problems import make_operands, make_problem
 import fa3
 from fa3.__main__ import main
 from fa3.calls import tuned_plans
-from fa3.calls.devices import reserve_sms
+from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.tuned_plans import TunedPlan, forget_plans, keep_plan, plan_call, plans_path
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.grouped import GroupedPlan
@@ -480,29 +480,23 @@ def test_times_are_means_of_both_regimes(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_shapes_are_tuned_on_the_gpu(folder, monkeypatch, capsys):
+def test_shapes_are_tuned_on_the_gpu(folder, monkeypatch, capsys, device):
     """With two plans a shape, so that little is compiled."""
     monkeypatch.setattr(module, "MOST_PLANS", 2)
-    shapes = "1,1024,1024,8,2,128", "2,300,300,4,1,64"
-    main(["tune", "--shapes", *shapes, "--causal"])
-    times = re.findall(r"^(kept|    ) +([\d,.]+) us  (.+)$", capsys.readouterr().out, re.MULTILINE)
-    assert len(times) == 4 and [kept for kept, *_ in times].count("kept") == 2
-    gpu = fa3.calls.devices.gpu_of(torch.device("cuda", torch.cuda.current_device()))
-    assert len(tuned_plans.tuned_plans(gpu.name)) == 2
-    for window, (batch, seqlen, heads_q, heads_kv, head_dim) in (
-        (CAUSAL, (1, 1024, 8, 2, 128)),
-        (CAUSAL, (2, 300, 4, 1, 64)),
-    ):
-        ratio = heads_q // heads_kv
-        problem = make_problem(batch, seqlen, seqlen, heads_kv, ratio, head_dim, window)
-        plan = plan_call(problem, gpu)
-        (us,) = (
-            float(us.replace(",", "")) for kept, us, name in times
-            if kept == "kept" and name == plan.name
-        )  # fmt: skip
+    main(["tune", "--shapes", "1,1024,1024,8,2,128", "2,300,300,4,1,64", "--causal"])
+    rows = re.findall(r"^(kept|    ) +([\d.]+) us  (.+)$", capsys.readouterr().out, re.MULTILINE)
+    best = [(float(us), name) for mark, us, name in rows if mark == "kept"]
+    assert len(rows) == 4 and len(best) == 2
+    problems = (
+        make_problem(1, 1024, 1024, 2, 4, 128, CAUSAL),
+        make_problem(2, 300, 300, 1, 4, 64, CAUSAL),
+    )
+    for problem, (us, name) in zip(problems, best, strict=True):
+        plan = plan_call(problem, gpu_of(device))
+        assert plan.name == name
         # Of the same unit; the GPU may have other work.
         assert 0.3 < us / plan.predict().us < 50
-        q, k, v = (one.cuda() for one in make_operands(problem))
-        out = fa3.flash_attn_func(q, k, v, causal=True)
-        host = fa3.flash_attn_func(q.cpu(), k.cpu(), v.cpu(), causal=True)
-        assert torch.allclose(out.cpu(), host, atol=0.02)
+        operands = make_operands(problem)
+        out = fa3.flash_attn_func(*(one.cuda() for one in operands), causal=True)
+        expected = fa3.flash_attn_func(*operands, causal=True)
+        assert torch.allclose(out.cpu(), expected, atol=0.02)
