@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import regret, results, runs, shapes
+from benchmarks.cost_parameters import predicted_us
 from benchmarks.fit_costs import SCHEDULES_CSV, observe
 from benchmarks.plans import Planned, all_plans, can_run
 from benchmarks.problems import present_gpu, problem_of
@@ -23,7 +24,6 @@ from benchmarks.results import PlanRow
 from benchmarks.runs import Timed
 from benchmarks.shapes import Cell
 from fa3.kernels.forward import Forward
-from fa3.planning.observation import predicted_us
 from fa3.running.compiler import load_kernel
 
 SHAPES = ["grid", "low-wave"]

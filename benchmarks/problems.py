@@ -7,8 +7,8 @@ import torch
 from benchmarks.shapes import Cell, window_size
 from fa3.calls.devices import gpu_of
 from fa3.calls.options import check_window
+from fa3.calls.tuned_plans import plan_call
 from fa3.planning.gpu import H200, Gpu
-from fa3.planning.planner import plan_dense
 from fa3.problem import AttentionSpec, Problem
 from fa3.scores.masks import Band
 
@@ -31,5 +31,5 @@ def present_gpu() -> Gpu:
 
 
 def plan_name(cell: Cell) -> str:
-    """How the planner has a call on this cell run."""
-    return plan_dense(problem_of(cell), present_gpu()).name
+    """The name of the plan by which a call on this cell runs."""
+    return plan_call(problem_of(cell), present_gpu()).name

@@ -80,7 +80,7 @@ def run_compile(options: argparse.Namespace) -> None:
 
 
 def run_tune(options: argparse.Namespace) -> None:
-    from fa3.tools.tune_command import tune_here
+    from fa3.tools.tune import tune_here
 
     tune_here(options)
 

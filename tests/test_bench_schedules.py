@@ -21,16 +21,13 @@ from benchmarks import (
     runs,
     shapes,
 )
-from benchmarks.fit_costs import START
+from benchmarks.cost_parameters import comparable_schedules, predicted_us
+from benchmarks.fit_costs import START, Accuracy
 from benchmarks.meter import Meter
 from benchmarks.peers import Tensors
 from benchmarks.results import OK, PlanRow, Row
-from fa3.planning import fit
-from fa3.planning.costs import parse_costs
-from fa3.planning.fit import Accuracy
+from fa3.planning.costs import H200_COSTS, parse_costs
 from fa3.planning.gpu import H200
-from fa3.planning.observation import predicted_us
-from fa3.planning.parameters import comparable_schedules
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.schedules import SCHEDULES
@@ -182,19 +179,19 @@ def test_the_fit_finds_a_model_again():
     unit_us = {"single": 1.1, "static": 0.1, "single in pairs": 1.3, "dynamic in pairs": 0.8}
     truth = replace(START, rule=rule, unit_us=unit_us, launch_us=3.4)
     seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, truth)]
-    fitted = fit.fit_all(START, seen)
+    fitted = fit_costs.fit_all(START, seen)
     misses = [predicted_us(fitted, one) / one.us - 1 for one in seen]
     assert Accuracy.of(misses).largest < 0.01
     assert fitted.unit_us["single"] == pytest.approx(1.1, abs=0.15)
     assert fitted.schedules == ("list", "single", "static")
-    held_out = fit.held_out_errors(START, seen)
+    held_out = fit_costs.held_out_errors(START, seen)
     assert len(held_out) == len(seen)
     assert Accuracy.of(error for _, error in held_out).largest < 0.03
 
 
 def test_halves_are_halves():
     seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, START)]
-    first, second = fit.halves(seen)
+    first, second = fit_costs.halves(seen)
     assert not first & second
     assert first | second == {cell.name for cell in CELLS}
     assert abs(len(first) - len(second)) <= len({one.key for one in seen})
@@ -206,6 +203,11 @@ def test_a_schedule_is_compared_where_both_were_measured():
     assert comparable_schedules(seen) == []
     seen += [fit_costs.observe(row, H200) for row in rows_of(CELLS[1:2], START, ("list",))]
     assert comparable_schedules(seen) == ["static"]
+
+
+def test_parameters_survive_the_file():
+    costs = parse_costs(H200_COSTS.read_text())
+    assert parse_costs(fit_costs.text_of(costs)) == costs
 
 
 def test_fitting_a_directory_writes_a_model(tmp_path, capsys):

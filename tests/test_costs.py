@@ -14,7 +14,7 @@ from problems import make_problem
 from score_problems import RelativeBias
 
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import H200_COSTS, parse_costs, shipped_costs, text_of
+from fa3.planning.costs import shipped_costs
 from fa3.planning.explanation import Candidate
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.load import (
@@ -70,11 +70,6 @@ def load_of(segments: Segments) -> Load:
 
 
 # --------------------------------------------------------------------------------- parameters
-
-
-def test_parameters_survive_the_file():
-    costs = parse_costs(H200_COSTS.read_text())
-    assert parse_costs(text_of(costs)) == costs
 
 
 def test_shipped_parameters_say_where_they_come_from():

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from fa3.calls.tuned_costs import tuned_costs
 from fa3.planning.gpu import H100, H200, Gpu
 
 
@@ -19,8 +18,7 @@ def gpu_of(device: torch.device) -> Gpu:
             f"{properties.minor}); the kernels need a Hopper GPU (9.0)"
         )
     like = H100 if properties.name.startswith(H100.name) else H200
-    name, num_sms = properties.name, properties.multi_processor_count
-    return Gpu(name, num_sms, like.l2_bytes, tuned_costs(name))
+    return Gpu(properties.name, properties.multi_processor_count, like.l2_bytes)
 
 
 def sms_of(device: torch.device, sm_margin: int) -> int:

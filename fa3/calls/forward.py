@@ -57,6 +57,7 @@ from fa3.calls.options import (
 )
 from fa3.calls.part_memory import PartMemory
 from fa3.calls.traced import trace_dense
+from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
@@ -476,7 +477,8 @@ def prepare_forward(
         schedule_name(schedule)
         return PreparedCall(None, output, lse_shape, problem=problem)
     if given_plan is schedule is None:
-        plan = plan_dense(problem, gpu, pack_gqa)
+        choose = plan_dense if q.device.type == "cpu" else plan_call
+        plan = choose(problem, gpu, pack_gqa)
     else:
         plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if isinstance(plan, GroupedPlan):

@@ -1,7 +1,6 @@
 """The parameters of the cost model: what tiles, schedules and launches cost on a GPU.
 
-They are data. `benchmarks.fit_costs` fits them to measured times, into `costs_h200.json`, which
-comes with fa3, and `fa3 tune` fits them to the user's GPU (`fa3.calls.tuned_costs`). A
+They are data. `benchmarks.fit_costs` fits them to measured times and writes `costs_h200.json`. A
 `Gpu` has its costs; `fa3.planning.prediction`, `load` and `tiled` use them.
 """
 
@@ -9,7 +8,6 @@ import functools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 
@@ -63,10 +61,6 @@ class Costs:
     tiles: dict[TileKey, TileCosts]
     rule: Rule
 
-    def __hash__(self) -> int:
-        """So that what is remembered for a GPU is not found for one with other costs."""
-        return hash((self.gpu, self.measured, self.bytes_per_us, self.launch_us))
-
     def tile(self, key: TileKey) -> TileCosts:
         if key in self.tiles:
             return self.tiles[key]
@@ -74,23 +68,13 @@ class Costs:
         follows = self.tiles.get(key._replace(follows=True))
         return self.rule.without_maxima(follows) if follows else self.rule.tile(key)
 
-    @property
-    def when(self) -> str:
-        """When and from how much they were fitted, in a few words."""
-        median = self.source["held_out_error"]["median"]
-        return f"{self.source['fitted']}, {self.source['cells']} shapes, median error {median:.1%}"
-
     def knows(self, schedule: str) -> bool:
         """Whether a schedule was measured."""
         return schedule in self.schedules
 
 
 def parse_costs(text: str) -> Costs:
-    """The parameters in a text that `text_of` made.
-
-    Raises:
-        LookupError, TypeError, ValueError: it is no such text, or of another version.
-    """
+    """The parameters in a text that `benchmarks.fit_costs` wrote."""
     content = json.loads(text)
     content["schedules"] = tuple(content["schedules"])
     content["rule"] = Rule(**content["rule"])
@@ -98,27 +82,6 @@ def parse_costs(text: str) -> Costs:
         TileKey(**row["tile"]): TileCosts(**row["costs"]) for row in content["tiles"]
     }
     return Costs(**content)
-
-
-def text_of(costs: Costs) -> str:
-    """Parameters as JSON, one line per tile."""
-
-    def rounded(values: NamedTuple) -> dict:
-        return {name: round(value, 6) for name, value in values._asdict().items()}
-
-    content = vars(costs) | {
-        "bytes_per_us": round(costs.bytes_per_us),
-        "launch_us": round(costs.launch_us, 3),
-        "unit_us": {name: round(us, 3) for name, us in costs.unit_us.items()},
-        "call_us": {name: round(us, 3) for name, us in costs.call_us.items()},
-        "rule": rounded(costs.rule),
-    }
-    tiles = ",\n".join(
-        "    " + json.dumps({"tile": key._asdict(), "costs": rounded(costs.tiles[key])})
-        for key in sorted(costs.tiles)
-    )
-    text = json.dumps(content | {"tiles": "TILES"}, indent=2)
-    return text.replace('"TILES"', f"[\n{tiles}\n  ]") + "\n"
 
 
 H200_COSTS = Path(__file__).parent / "costs_h200.json"

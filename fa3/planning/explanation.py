@@ -13,7 +13,6 @@ from fa3.planning.costs import Costs, least_gain
 from fa3.planning.gpu import Gpu
 from fa3.planning.kernel_names import describe_config, head_dims, names_of_modifiers
 from fa3.planning.prediction import Prediction
-from fa3.planning.tile_costs import TileKey
 from fa3.planning.timeline import Timeline
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
@@ -97,7 +96,6 @@ class Explanation:
             "Bound": self.bound,
             "Choice": self.choice,
             "Packing": self.packing,
-            "Costs": self.tuning,
         }
 
     @property
@@ -209,14 +207,6 @@ class Explanation:
             f"{duration(prediction.us)} predicted under steady load, {rate:,.0f} TFLOP/s; "
             f"{duration(prediction.burst_us)} in a burst.{where}{tile}"
         )
-
-    @property
-    def tuning(self) -> str:
-        """What the predictions come from, if that was measured on the user's GPU."""
-        if self.gpu.tuned is None:
-            return ""
-        shapes = self.costs.tile(TileKey.of(self.problem.spec, self.config)).tuned
-        return f"Tuned to this GPU: {self.costs.when}; its tile on {shapes} of them."
 
     @property
     def bound(self) -> str:

@@ -1,6 +1,6 @@
 """The GPUs that the planner knows; `fa3.calls.devices` finds the one that a tensor is on."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fa3.complaints import shown
 from fa3.planning.costs import H100_NAME, Costs, shipped_costs
@@ -10,23 +10,19 @@ from fa3.planning.costs import H100_NAME, Costs, shipped_costs
 class Gpu:
     """What the planner needs to know of a GPU.
 
-    Two that differ in their costs are different GPUs, so no plan is remembered for both.
-
     Fields:
         num_sms: streaming multiprocessors.
         l2_bytes: bytes of L2 that the K and V of one section of heads may take.
-        tuned: costs that `fa3 tune` has fitted to it, if it did.
     """
 
     name: str
     num_sms: int
     l2_bytes: int
-    tuned: Costs | None = field(default=None, repr=False)
 
     @property
     def costs(self) -> Costs:
-        """The parameters of the cost model: tuned ones, or those that come with fa3."""
-        return shipped_costs(self.name) if self.tuned is None else self.tuned
+        """The parameters of the cost model."""
+        return shipped_costs(self.name)
 
 
 H200 = Gpu("NVIDIA H200", num_sms=132, l2_bytes=32 << 20)

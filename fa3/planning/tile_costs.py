@@ -65,7 +65,6 @@ class TileCosts(NamedTuple):
         part_us: microseconds that a part of a tile takes in addition: the mean of a part that
             leaves its output in fp32 and of one that merges.
         cells: number of shapes on which the tile was measured.
-        tuned: of these, shapes on which it was measured on the user's own GPU.
     """
 
     full_us: float
@@ -74,7 +73,6 @@ class TileCosts(NamedTuple):
     steady: float
     part_us: float
     cells: int = 0
-    tuned: int = 0
 
     @property
     def is_known(self) -> bool:

@@ -1,8 +1,8 @@
 """Upkeep of the folder of compiled kernels, for the command line: look, verify, clear, bound.
 
 Only files that `code_cache` names are ever removed: objects, their locks, and unfinished files of
-processes that have ended. All else in the folder, which may be a shared one, is left alone: costs
-that were tuned to a GPU (`fa3.calls.tuned_costs`) stay. As for loading, the folder must belong to
+processes that have ended. All else in the folder, which may be a shared one, is left alone: plans
+that were tuned to a GPU (`fa3.calls.tuned_plans`) stay. As for loading, the folder must belong to
 the user or to root, and no other user may write to it.
 """
 

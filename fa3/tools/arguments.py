@@ -229,34 +229,24 @@ def add_compile(commands) -> None:
 def add_tune(commands) -> None:
     tune = commands.add_parser(
         "tune",
-        help="fit the planner's cost model to the GPU of this machine",
-        description="Measure plans on the Hopper GPU of this machine, and fit to it the times by "
-        "which the planner chooses. Processes that start later use them.",
-        examples="  fa3 tune --preset llama3-8b\n"
-        "  fa3 tune --shapes 8,2048,2048,32,8,128 --causal --budget 5m\n"
+        help="measure plans of some shapes on the GPU of this machine, and keep the fastest",
+        description="Measure the planner's best plans of some shapes on the Hopper GPU of this "
+        "machine, and keep the fastest of each. In processes that start later, calls of these "
+        "shapes run by it.",
+        examples="  fa3 tune --shapes 8,2048,2048,32,8,128 1,512,9000,32,8,128 --causal\n"
         "  fa3 tune --forget",
     )
-    shapes = tune.add_mutually_exclusive_group()
-    shapes.add_argument("--preset", choices=PRESETS, help="measure shapes of a well-known model")
-    shapes.add_argument(
+    task = tune.add_mutually_exclusive_group(required=True)
+    task.add_argument(
         "--shapes",
         nargs="+",
         type=shape,
         metavar="B,SQ,SK,HQ,HKV,D",
-        help="measure these; by default some with head_dim 64, 128 and 256, causal",
+        help="batch size, queries, keys, query heads, key/value heads and head size",
     )
+    task.add_argument("--forget", action="store_true", help="leave all plans to the planner again")
     add_mask(tune)
     tune.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
-    tune.add_argument(
-        "--budget",
-        type=seconds,
-        default=60.0,
-        metavar="TIME",
-        help="compile and measure for so long, as in 60s or 5m (default: 60s)",
-    )
-    tune.add_argument(
-        "--forget", action="store_true", help="go back to the costs that come with fa3"
-    )
 
 
 def add_mask(command: argparse.ArgumentParser) -> None:
@@ -331,14 +321,6 @@ def head_counts(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"needs two integers HQ,HKV, got {text!r}")
     query_heads, kv_heads = map(int, text.split(","))
     return query_heads, kv_heads
-
-
-def seconds(text: str) -> float:
-    """The seconds in "60", "60s" or "1.5m"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"needs a time as in 60s or 5m, got {text!r}")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def byte_count(text: str) -> int:

@@ -1,7 +1,7 @@
 """Compiles kernels in other processes, and reports each kernel that is done.
 
-`fa3.tools.warmup` waits for all of them; `fa3.tools.tuning` measures with those that are there. The
-processes run `fa3.tools.compile_worker`, and kernels go to the cache on disk.
+`fa3.tools.warmup` waits for all of them. The processes run `fa3.tools.compile_worker`, and kernels
+go to the cache on disk.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""What `python -m fa3 info` prints: GPU, versions, the kernel cache, where costs are from, and the
-environment variables that fa3 reads."""
+"""What `python -m fa3 info` prints: GPU, versions, the kernel cache, how many shapes are tuned, and
+the environment variables that fa3 reads."""
 
 import contextlib
 import importlib.metadata
@@ -16,13 +16,14 @@ CACHE_DIR = "FA3_CACHE_DIR"
 
 def show_info(version: str) -> None:
     """Print all of it; `version` is fa3's."""
-    gpu = "none"
+    gpu, tuned = "none", "no shape"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         capability = f"{properties.major}.{properties.minor}"
         gpu = f"{properties.name}, {properties.multi_processor_count} SMs, capability {capability}"
         if capability != "9.0":
             gpu += "; the kernels need 9.0"
+        tuned = describe_tuned(properties.name)
     for name, value in (
         ("fa3", version),
         ("GPU", gpu),
@@ -30,7 +31,7 @@ def show_info(version: str) -> None:
         ("torch", torch.__version__),
         ("CuTe DSL", importlib.metadata.version("nvidia-cutlass-dsl")),
         ("cache", describe_cache()),
-        ("costs", costs_here()),
+        ("tuned", tuned),
         *(("variable", line) for line in describe_variables()),
     ):
         print(f"{name:9} {value}")
@@ -49,14 +50,13 @@ def describe_variables() -> list[str]:
     return lines + [f"{name}: nothing reads it" for name in others if name not in known]
 
 
-def costs_here() -> str:
-    """Where the planner's costs for the GPU are from."""
-    if not torch.cuda.is_available():
-        return "those that come with fa3"
+def describe_tuned(gpu_name: str) -> str:
+    """How many shapes `fa3 tune` has measured on a GPU."""
     # Only now, since it imports the compiler.
-    from fa3.tools.cost_report import describe_costs
+    from fa3.calls.tuned_plans import tuned_plans
 
-    return describe_costs()
+    count = len(tuned_plans(gpu_name))
+    return f"{count} shape{'s' * (count != 1)}" if count else "no shape"
 
 
 def driver_version() -> str:

@@ -5,11 +5,12 @@ import json
 from typing import Any
 
 from fa3.calls.devices import gpu_of
+from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.explanation import Explanation, PlanDescription, duration
 from fa3.planning.gpu import Gpu, as_gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
-from fa3.planning.planner import plan_dense, plan_forward
+from fa3.planning.planner import plan_forward
 from fa3.planning.timeline import Timeline
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import Problem, Window
@@ -27,6 +28,9 @@ def show_plan(options: argparse.Namespace) -> None:
     problem, gpu = problem_of(options), gpu_to_plan_for(options)
     plan, explanation = explained(options, problem, gpu)
     facts, lines = dict(explanation.facts), [str(explanation)]
+    if options.call == "dense" and not options.schedule and is_tuned(problem, gpu):
+        facts["tuned"] = True
+        lines.append("Tuned    The fastest plan that `fa3 tune` measured on this GPU.")
     if isinstance(plan, Plan):
         add_timeline(options, plan, facts, lines)
     elif options.record or options.png or options.trace:
@@ -72,7 +76,7 @@ def explained(
     if options.schedule:
         plan = plan_forward(problem, gpu, schedule=options.schedule)
         return plan, plan.explain()
-    made = plan_dense(problem, gpu)
+    made = plan_call(problem, gpu)
     return made, made.explain()
 
 

@@ -17,8 +17,8 @@ def terminal() -> TextIO | None:
 class Bar:
     """A progress bar of one line, redrawn in place; silent without a stream."""
 
-    def __init__(self, total: int, stream: TextIO | None, things: str = "kernels") -> None:
-        self.total, self.done, self.stream, self.things = total, 0, stream, things
+    def __init__(self, total: int, stream: TextIO | None) -> None:
+        self.total, self.done, self.stream = total, 0, stream
         self.note, self.drawn = "", 0
         self.begin = time.perf_counter()
         if stream and total:
@@ -38,7 +38,7 @@ class Bar:
     def draw(self, stream: TextIO) -> None:
         full = BAR * self.done // self.total
         seconds = time.perf_counter() - self.begin
-        line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} {self.things}, {seconds:.0f} s"
+        line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} kernels, {seconds:.0f} s"
         line += f": {self.note}" if self.note else ""
         line = line[: shutil.get_terminal_size().columns - 1]
         # Spaces cover what a longer line has left.

@@ -1,6 +1,6 @@
 """Times calls on the GPU: each by CUDA events, several in rounds that go through all of them.
 
-For `fa3.tools.tuning` and the benchmarks. Two regimes. "steady" is what users get: a while of load
+For `fa3.tools.tune` and the benchmarks. Two regimes. "steady" is what users get: a while of load
 first, then blocks of work one after the other, so that the power cap sets the clock. "burst" is a
 short block after an idle spell, at full clock. In every round each call runs one block, in random
 order.

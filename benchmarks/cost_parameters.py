@@ -1,25 +1,54 @@
-"""The numbers of a cost model that `fa3.planning.fit` changes: how each is read, put and held.
+"""Measured times of plans, and the numbers of the cost model that are fitted to them.
 
-Each is pulled to a prior; its spread says how strongly.
+`benchmarks.fit_costs` fits them. Each number is pulled to a prior; its spread says how strongly.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fa3.planning.costs import AGAIN, Costs
-from fa3.planning.observation import Observation
+from fa3.planning.load import Load, Segments
+from fa3.planning.prediction import predict, unit_name
 from fa3.planning.tile_costs import Rule, TileCosts, TileKey
-
-Values = TypeVar("Values", TileCosts, Rule)
+from fa3.planning.tiled import TiledProblem
 
 REFERENCE_SCHEDULE = "list"
 """What other schedules add to a unit of work is counted from this one."""
 
-IN_MICROSECONDS = ("full_us", "masked_us", "tile_us", "part_us", "tensor", "exponential")
-"""The fields of `TileCosts` and of `Rule` that are times."""
+
+class Observation(NamedTuple):
+    """A measured time and what it was measured on.
+
+    Fields:
+        cell: name of the problem; observations of one name are held out together.
+        regime: "burst", at full clock after idleness, or "steady", under the power cap.
+        us: microseconds of a call.
+    """
+
+    cell: str
+    regime: str
+    us: float
+    tiled: TiledProblem
+    schedule: str
+    segments: Segments
+
+    @property
+    def key(self) -> TileKey:
+        return self.tiled.key
+
+    @property
+    def unit_name(self) -> str:
+        return unit_name(self.schedule, self.tiled.config)
+
+
+def predicted_us(costs: Costs, seen: Observation) -> float:
+    """What a cost model says of an observation."""
+    load = Load.of(seen.segments, costs.tile(seen.key), seen.tiled.lanes)
+    prediction = predict(costs, seen.tiled, seen.schedule, load)
+    return prediction.us if seen.regime == "steady" else prediction.burst_us
 
 
 @dataclass(frozen=True)
@@ -69,38 +98,6 @@ def rule_parameters(prior: Rule) -> list[Parameter]:
 
     spreads = {"steady": 0.02, "fixed": 0.03}
     return [parameter(name, spreads.get(name, 0.2)) for name in Rule._fields]
-
-
-def scale_parameters(prior: Costs) -> list[Parameter]:
-    """How much slower tiles are than on the GPU that the costs come from: at burst clock, and under
-    steady load. The same factors for all tiles and for the rule.
-    """
-    return [
-        on_log_scale(
-            lambda costs: costs.rule.tensor,
-            lambda costs, value: scaled(costs, value / costs.rule.tensor, IN_MICROSECONDS),
-            prior.rule.tensor,
-            0.2,
-        ),
-        on_log_scale(
-            lambda costs: costs.rule.steady,
-            lambda costs, value: scaled(costs, value / costs.rule.steady, ("steady",)),
-            prior.rule.steady,
-            0.05,
-        ),
-    ]
-
-
-def scaled(costs: Costs, factor: float, names: Sequence[str]) -> Costs:
-    """Costs with some fields of all tiles, and of the rule, multiplied by a factor."""
-
-    def multiplied(values: Values) -> Values:
-        present = [name for name in names if name in values._fields]
-        changed: dict[str, Any] = {name: factor * getattr(values, name) for name in present}
-        return values._replace(**changed)
-
-    tiles = {key: multiplied(tile) for key, tile in costs.tiles.items()}
-    return replace(costs, tiles=tiles, rule=multiplied(costs.rule))
 
 
 def tile_parameters(key: TileKey, prior: TileCosts) -> list[Parameter]:

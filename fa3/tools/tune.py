@@ -1,0 +1,159 @@
+"""`fa3 tune`: measures the planner's best plans of some shapes, and keeps the fastest of each."""
+
+import argparse
+import os
+import random
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from fa3.calls.devices import gpu_of
+from fa3.calls.forward import flash_attn_func
+from fa3.calls.tuned_plans import forget_plans, keep_plan
+from fa3.planning.explanation import describe_problem, duration
+from fa3.planning.gpu import Gpu
+from fa3.planning.grouped import GroupedPlan
+from fa3.planning.plan import Plan
+from fa3.planning.planner import CHOICES, candidates, plan_dense, plan_forward
+from fa3.problem import AttentionSpec, Problem
+from fa3.running.compiler import Kernel, is_on_disk
+from fa3.scores.masks import Band
+from fa3.tools.plan_command import problem_of_shape
+from fa3.tools.recording import device_here, random_operands
+from fa3.tools.timing import Regime, make_runner, run_rounds
+from fa3.tools.warmup import check_folder, compile_all
+
+AnyPlan = Plan | GroupedPlan
+
+Stopwatch = Callable[[Sequence[AnyPlan]], list[float]]
+"""Returns the microseconds of some plans of one problem."""
+
+MOST_PLANS = 6
+"""Plans of a shape that are measured."""
+
+HOPELESS = 1.5
+"""Plans that are predicted to take so many times the shortest time are not measured."""
+
+LEAST_SHARE = 0.01
+"""Share by which a plan must be faster than the planner's choice to be kept instead: two
+measurements of one plan may differ by so much."""
+
+TUNING_REGIMES = (
+    Regime("burst", load_s=0, idle_s=0.02, block_ms=3),
+    Regime("steady", load_s=0.2, idle_s=0, block_ms=5),
+)
+"""Shorter than the regimes of the benchmarks: a plan takes some 0.2 s."""
+
+TUNING_ROUNDS = 5
+
+
+def tune_here(options: argparse.Namespace) -> None:
+    """Tune shapes on the current GPU; takes the options of the command line."""
+    device = device_here()
+    gpu = gpu_of(device)
+    if options.forget:
+        forget_plans(gpu.name)
+        print(f"the planner chooses all plans for a {gpu.name}")
+        return
+    problems = dict.fromkeys(problem_of_shape(shape, options) for shape in options.shapes)
+    tune(problems, gpu, partial(time_plans, device))
+
+
+def tune(problems: Iterable[Problem], gpu: Gpu, stopwatch: Stopwatch) -> None:
+    """Measure plans of each problem, keep the fastest, and print their times.
+
+    Raises:
+        ValueError: a problem has more than a mask, or nothing to compute.
+        RuntimeError: plans cannot be kept, or no kernel of a problem could be compiled.
+    """
+    plans = {problem: plans_to_measure(problem, gpu) for problem in problems}
+    check_folder()
+    kernels = dict.fromkeys(kernel for some in plans.values() for kernel in kernels_of_plans(some))
+    absent = [kernel for kernel in kernels if not is_on_disk(kernel)]
+    compile_all(absent, len(os.sched_getaffinity(0)), progress=True)
+    for problem, some in plans.items():
+        ready = [plan for plan in some if all(map(is_on_disk, kernels_of_plans([plan])))]
+        if not ready:
+            raise RuntimeError(
+                f"no kernel for {describe_problem(problem)} could be compiled: what is printed "
+                "above says why"
+            )
+        times = stopwatch(ready)
+        best = fastest(times)
+        keep_plan(ready[best])
+        lines = [describe_problem(problem)]
+        for plan, us in zip(ready, times, strict=True):
+            mark = "kept" if plan is ready[best] else ""
+            lines.append(f"{mark:4} {duration(us):>9}  {plan.name}")
+        print("\n".join(lines), flush=True)
+
+
+def kernels_of_plans(plans: Iterable[AnyPlan]) -> Iterator[Kernel]:
+    """Yield the kernels that plans launch."""
+    for plan in plans:
+        yield from (launch.kernel for launch in plan.launches())
+
+
+def plans_to_measure(problem: Problem, gpu: Gpu) -> list[AnyPlan]:
+    """Return the planner's choice, then the plans that are predicted to be the next fastest.
+
+    Raises:
+        ValueError: the problem has more than a mask, or nothing to compute.
+    """
+    spec = problem.spec
+    plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band.of(problem.window))
+    if spec != plain or not problem.flops:
+        raise ValueError(
+            "problems must have something to compute, and neither scores, sinks, dropout nor masks "
+            f"of your own, got {problem}"
+        )
+    plans: list[AnyPlan] = [
+        plan_forward(problem, gpu, one.config, one.schedule)
+        for one in candidates(problem, gpu, schedules=CHOICES)
+    ]
+    grouped = GroupedPlan.if_possible(problem, gpu)
+    if grouped is not None:
+        plans.append(grouped)
+    plans.sort(key=predicted_us)
+    limit = HOPELESS * predicted_us(plans[0])
+    choice = plan_dense(problem, gpu)
+    by_name = {plan.name: plan for plan in (choice, *plans) if predicted_us(plan) <= limit}
+    return list(by_name.values())[:MOST_PLANS]
+
+
+def predicted_us(plan: AnyPlan) -> float:
+    """Return the predicted microseconds by which the planner compares plans."""
+    return plan.predict().mean_us
+
+
+def fastest(times: Sequence[float]) -> int:
+    """Return the index of the shortest time; 0 if it is not clearly shorter than the first."""
+    best = min(range(len(times)), key=lambda index: times[index])
+    return best if times[best] < (1 - LEAST_SHARE) * times[0] else 0
+
+
+def time_plans(device: torch.device, plans: Sequence[AnyPlan]) -> list[float]:
+    """Return the microseconds of plans of one problem, measured in interleaved rounds.
+
+    A time is the geometric mean of the medians in bursts and under steady load.
+    """
+    problem = plans[0].problem
+    with torch.cuda.device(device):
+        q, k, v = random_operands(problem, device)
+        window = problem.window.left, problem.window.right
+        attend = partial(flash_attn_func, q, k, v, window_size=window)
+        runners = {}
+        for plan in plans:
+            choice = {"plan": plan} if isinstance(plan, Plan) else {"pack_gqa": True}
+            runners[plan.name] = make_runner([partial(attend, **choice)])
+        us: dict[tuple[str, str], list[float]] = {}
+        for regime in TUNING_REGIMES:
+            for name, block in run_rounds(runners, regime, TUNING_ROUNDS, random.Random(0)):
+                us.setdefault((name, regime.name), []).append(block.us)
+    medians = {key: statistics.median(times) for key, times in us.items()}
+    return [
+        statistics.geometric_mean(medians[plan.name, regime.name] for regime in TUNING_REGIMES)
+        for plan in plans
+    ]
