@@ -83,8 +83,8 @@ class Undefined(fa3.Mask):
     ("function", "sizes", "positions"),
     [
         (PrefixLM(LENGTHS), {"batch": 2, "seqlen_q": 70, "seqlen_k": 90}, 2 * 70 * 90),
-        (RelativeBias(torch.randn(4, 41), reach=20), {"heads": 4}, 3 * 256 * 256),
-        (Gate(torch.rand(2), True), {"heads": 2, "seqlen_q": 1, "seqlen_k": 1000}, 2 * 256),
+        (RelativeBias(torch.randn(4, 41), reach=20), {"heads": 4}, 4 * 256 * 256),
+        (Gate(torch.rand(2), True), {"heads": 2, "seqlen_q": 1, "seqlen_k": 1000}, 2 * 1000),
         (Stairs(3), {"seqlen_q": 128}, 128 * 128),
     ],
     ids=lambda one: type(one).__name__,
@@ -94,9 +94,54 @@ def test_halves_that_agree(function, sizes, positions):
     assert found.positions == positions
     kind, method = type(function).__name__, "visible" if hasattr(function, "visible") else "score"
     assert str(found) == (
-        f"{kind}.{method} compiles for sm_90a at head_dim 128 and agrees with reference at "
+        f"{kind}.{method} compiles for sm_90a at head_dim 128 and agrees with reference at all "
         f"{positions:,} positions"
     )
+
+
+@dataclass(frozen=True)
+class OneHeadWrong(fa3.Mask):
+    """One key of one head of one sequence is not hidden in the kernel."""
+
+    @cute.jit
+    def visible(self, at):
+        return at.key < 200
+
+    def reference(self, at):
+        return (at.key < 200) & (at.head * 16 + at.batch != 5 * 16 + 7)
+
+
+def test_every_sequence_and_head_is_compared():
+    complaint = r"^OneHeadWrong\.visible .* first at batch 7, head 5, query 0 of 256, key 0 of 256"
+    with pytest.raises(ValueError, match=complaint):
+        fa3.check(OneHeadWrong(), head_dim=64, batch=16, heads=16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extent"),
+    [
+        ((1, 1, 1000, 3000), "at all 3,000,000 positions"),
+        (
+            (16, 16, 256, 256),
+            "at 4,194,304 of 16,777,216 positions: in every sequence and head, at 128 of 256 "
+            "queries and 128 of 256 keys",
+        ),
+        (
+            (2, 1, 4, 1 << 20),
+            "at 4,194,304 of 8,388,608 positions: in every sequence and head, at 4 of 4 queries "
+            "and 524,288 of 1,048,576 keys",
+        ),
+        (
+            (2, 1, 1 << 20, 4),
+            "at 4,194,304 of 8,388,608 positions: in every sequence and head, at 524,288 of "
+            "1,048,576 queries and 4 of 4 keys",
+        ),
+    ],
+)
+def test_what_was_compared_is_told(sizes, extent):
+    samples = Samples.of(*sizes)
+    assert samples.extent == extent
+    assert samples.queries[-1] == sizes[2] - 1 and samples.keys[-1] == sizes[3] - 1
 
 
 def test_what_only_gpus_run_is_not_compared():

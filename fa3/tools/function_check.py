@@ -6,6 +6,7 @@ and the compiler ends the process that asks for one on the host.
 """
 
 import faulthandler
+import math
 import mmap
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, cast
@@ -34,8 +36,9 @@ from fa3.scores.sampled import Sampled
 from fa3.scores.scores import Score, bind
 from fa3.scores.templates import Template, tensors_of
 
-MOST_ENTRIES, MOST_ROWS = 3, 256
-"""Batch entries and heads, and queries and keys, of the sample positions, at most."""
+MOST_POSITIONS = 1 << 22
+"""Positions that are compared, at most, unless that would leave a head of a sequence fewer than
+four. They take about two seconds."""
 
 ROWS_OF_TILE = 8
 """Sampled queries whose ranges a mask is asked for together."""
@@ -51,15 +54,15 @@ class Samples(NamedTuple):
     """Where the halves are compared: everywhere in a grid.
 
     Fields:
-        batches, heads: some of each.
-        queries, keys: some of each, as tensors.
+        batch, heads: sizes of the call; all sequences and heads are compared.
+        queries, keys: some of each or all, as tensors.
         places: (4, n), int32: the positions, batch first.
         logits: (n,), float32, drawn.
         seqlen_q, seqlen_k: sizes of the call.
     """
 
-    batches: list[int]
-    heads: list[int]
+    batch: int
+    heads: int
     queries: torch.Tensor
     keys: torch.Tensor
     places: torch.Tensor
@@ -69,23 +72,39 @@ class Samples(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> "Samples":
-        """The samples of a call with these sizes, with the first and the last of each."""
-        sizes = (
-            (batch, MOST_ENTRIES),
-            (heads, MOST_ENTRIES),
-            (seqlen_q, MOST_ROWS),
-            (seqlen_k, MOST_ROWS),
+        """The samples of a call: every sequence and head, at the first and last query and key, and
+        at as many between them as `MOST_POSITIONS` allows."""
+        of_head = max(4, MOST_POSITIONS // (batch * heads))
+        # A short side leaves the other one more positions.
+        num_q = min(seqlen_q, max(math.isqrt(of_head), of_head // seqlen_k))
+        num_k = min(seqlen_k, of_head // num_q)
+        queries, keys = (
+            torch.linspace(0, length - 1, number, dtype=torch.float64).round().long()
+            for length, number in ((seqlen_q, num_q), (seqlen_k, num_k))
         )
-        axes = [
-            torch.linspace(0, n - 1, min(n, most), dtype=torch.float64).round().long()
-            for n, most in sizes
-        ]
-        grid = torch.stack(torch.meshgrid(*axes, indexing="ij")).view(4, -1).int()
+        axes = torch.arange(batch), torch.arange(heads), queries, keys
+        grid = torch.stack(torch.meshgrid(*(axis.int() for axis in axes), indexing="ij"))
         generator = torch.Generator().manual_seed(0)
-        logits = 4 * torch.randn(grid.shape[1], generator=generator)
-        batches, of_heads, queries, keys = axes
-        lists = batches.tolist(), of_heads.tolist()
-        return cls(*lists, queries, keys, grid, logits, seqlen_q, seqlen_k)
+        logits = 4 * torch.randn(grid[0].numel(), generator=generator)
+        return cls(batch, heads, queries, keys, grid.view(4, -1), logits, seqlen_q, seqlen_k)
+
+    @property
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Every sequence with every head, in the order of the places."""
+        return product(range(self.batch), range(self.heads))
+
+    @property
+    def extent(self) -> str:
+        """Which positions are compared, in words."""
+        places = self.places.shape[1]
+        everything = self.batch * self.heads * self.seqlen_q * self.seqlen_k
+        if places == everything:
+            return f"at all {places:,} positions"
+        return (
+            f"at {places:,} of {everything:,} positions: in every sequence and head, at "
+            f"{len(self.queries):,} of {self.seqlen_q:,} queries and {len(self.keys):,} of "
+            f"{self.seqlen_k:,} keys"
+        )
 
     def at(self, number: int) -> str:
         """A position in words."""
@@ -104,14 +123,16 @@ class FunctionCheck:
         name: the class and the method.
         head_dim: of the kernel that was compiled.
         positions: at how many the two versions were compared; 0 if the method runs on GPUs only.
+        extent: which positions these are, in words.
     """
 
     name: str
     head_dim: int
     positions: int
+    extent: str
 
     def __str__(self) -> str:
-        compared = f"agrees with reference at {self.positions:,} positions"
+        compared = f"agrees with reference {self.extent}"
         if not self.positions:
             compared = "was not compared with reference: it has instructions of GPUs only"
         return f"{self.name} compiles for {ARCH} at head_dim {self.head_dim} and {compared}"
@@ -128,9 +149,10 @@ def check(
 ) -> FunctionCheck:
     """Compile a score or a mask of your own for sm_90a, and compare its two versions. Needs no GPU.
 
-    `score` or `visible` runs on the host, at all positions of a call with few queries and keys, or
-    at samples of them. It must give what `reference` gives there. The ranges of a mask must be true
-    there too. Tensors on a GPU are copied to the CPU.
+    `score` or `visible` runs on the host, in every sequence and head of a call: at all positions if
+    they are at most 4,194,304 in all, or else at some of its queries and keys. It must give what
+    `reference` gives there. The ranges of a mask must be true there too. Tensors on a GPU are
+    copied to the CPU.
 
     Args:
         function: an object of a frozen dataclass derived from `fa3.Score` or `fa3.Mask`.
@@ -171,7 +193,7 @@ def check(
         check_halves(name, found, expected, samples)
     if mask is not None:
         check_ranges(spec, tensors, expected, samples)
-    return FunctionCheck(name, head_dim, 0 if found is None else found.numel())
+    return FunctionCheck(name, head_dim, 0 if found is None else found.numel(), samples.extent)
 
 
 def copy_on_host(function: Score | Mask) -> Score | Mask:
@@ -186,7 +208,7 @@ def by_reference(function: Score | Mask, samples: Samples) -> torch.Tensor:
     """The torch half at the samples: new logits, or 1 where a mask lets a key through, else 0."""
     shape = len(samples.queries), len(samples.keys)
     parts, begin = [], 0
-    for batch, head in product(samples.batches, samples.heads):
+    for batch, head in samples.pairs:
         queries, keys = samples.queries[:, None], samples.keys
         at = Position(batch, head, queries, keys, samples.seqlen_q, samples.seqlen_k)
         if isinstance(function, Score):
@@ -283,8 +305,7 @@ def check_ranges(spec: AttentionSpec, tensors: tuple, seen: torch.Tensor, sample
     _, mask, _ = bind(spec, map(HostTensor, tensors))
     function, sizes = mask.function, (samples.seqlen_q, samples.seqlen_k)
     rows_of_keys = seen.bool().view(-1, len(samples.queries), len(samples.keys))
-    pairs = product(samples.batches, samples.heads)
-    for (batch, head), visible in zip(pairs, rows_of_keys, strict=True):
+    for (batch, head), visible in zip(samples.pairs, rows_of_keys, strict=True):
         for queries, tile in zip(
             samples.queries.split(ROWS_OF_TILE), visible.split(ROWS_OF_TILE), strict=True
         ):
