@@ -23,8 +23,13 @@ from fa3.schedules import SCHEDULES
 HOPELESS = 1.5
 """Plans that are predicted to take so many times the best one's time are not measured."""
 
-NAME = re.compile(r"(\w+) (\d+x\d+(?: in pairs of \w+)?(?:, fixed reference)?)")
+NAME = re.compile(r"(\w+) (\d+x\d+(?: in pairs of \w+)?(?:, fixed row max)?)")
 """`Plan.name`: schedule and tiling."""
+
+
+def name_today(recorded: str) -> str:
+    """The `Plan.name` of a record in the words of today's names."""
+    return recorded.replace("fixed reference", "fixed row max")
 
 
 def cell_of(row: Measurement) -> Cell:
@@ -92,7 +97,7 @@ def config_of(row: PlanRow) -> ForwardConfig:
 def recorded_config(row: Measurement) -> tuple[ForwardConfig, str]:
     """Tiling and schedule of a row of ours; those of the table where the row has no plan's name."""
     problem = problem_of(cell_of(row))
-    match = NAME.fullmatch(row.choice)
+    match = NAME.fullmatch(name_today(row.choice))
     if match is None:
         config = replace(choose_config(problem, H200), fixed_reference=False)
         return config, "list" if has_mask(problem.spec) else "static"

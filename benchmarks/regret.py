@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from benchmarks.plans import cell_of
+from benchmarks.plans import cell_of, name_today
 from benchmarks.problems import problem_of
 from benchmarks.results import OK, PlanRow
 from fa3.planning.gpu import Gpu
@@ -71,7 +71,7 @@ def judge(rows: Iterable[PlanRow], gpu: Gpu) -> list[Verdict]:
     verdicts = []
     for (cell, regime), found in by_cell(rows).items():
         plan = plan_forward(problem_of(cell_of(found[0])), gpu)
-        chosen = next((row for row in found if row.provider == plan.name), None)
+        chosen = next((row for row in found if name_today(row.provider) == plan.name), None)
         best = min(found, key=lambda row: row.us)
         predicted = in_regime(plan.predict(), regime)
         verdicts.append(Verdict(cell, best.group, regime, plan.name, chosen, best, predicted))

@@ -232,7 +232,7 @@ def test_a_schedule_is_the_forward_kernels(capsys):
 def test_a_kernel_with_both_kinds_of_row_max_says_which_one_a_call_uses(seqlen, softmax, capsys):
     main(["plan", "--shape", f"1,{seqlen},{seqlen},32,8,128", "--causal"])
     printed = capsys.readouterr().out
-    assert ", fixed reference or online softmax, " in printed
+    assert ", fixed row max or online softmax, " in printed
     assert f"Softmax  {softmax}" in printed
 
 
@@ -290,6 +290,24 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     kernels = [*known[0].kernels(), *known[1].kernels(), known[2].kernel()]
     kernels += [known[0].joined_table(), known[1].tile_table()]
     assert set(found["kernels"]) <= set(map(describe_kernel, kernels))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kernels", "merges"),
+    [
+        (("cache", "8,1,8192,32,8,128"), "merged inside,", "The decode kernel"),
+        (("cache", "8,1,8192,32,8,128", "--append"), "inside or by combine,", "The decode kernel"),
+        (("cache", "8,512,8192,32,8,128"), "inside or by combine,", "Combine"),
+        (("packed", "8,1,8192,32,8,128"), "inside or by combine,", "The decode kernel"),
+        (("packed", "1,512,32768,8,1,128"), "inside or by combine,", "Combine"),
+    ],
+)
+def test_a_plan_says_what_merges_parts(arguments, kernels, merges, capsys):
+    call, shape, *options = arguments
+    main(["plan", "--call", call, "--shape", shape, "--causal", "--gpu", "H200", *options])
+    printed = capsys.readouterr().out
+    assert kernels in printed and f"{merges} merges the parts of split tiles." in printed
+    assert ("\n         combine, " in printed) == (merges == "Combine")
 
 
 def test_a_backward_plan_says_what_it_takes(capsys):
@@ -360,7 +378,12 @@ def fails(capsys, *arguments: str) -> str:
         (("--call", "cache", "--schedule", "list"), "--schedule goes with --call dense, got"),
         (("--record", "--gpu", "H100"), "--record runs on the GPU of this machine"),
         (("--shape", "1,1,8192,8,2,64", "--png", "x.png"), "--record, --png and --trace show the"),
-        (("--call", "packed", "--trace", "x.json"), "--record, --png and --trace show the"),
+        (
+            ("--call", "packed", "--trace", "x.json"),
+            "--record, --png and --trace show the forward kernel and go with --call dense, got",
+        ),
+        # Without a GPU too: the kind of call is checked first.
+        (("--call", "cache", "--record"), "--record, --png and --trace show the forward kernel"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message, capsys):

@@ -183,8 +183,8 @@ class Explanation:
         if not self.config.fixed_reference:
             return "Online: subtracts the running row max."
         return (
-            "Subtracts a fixed value instead of the running row max; a second launch repeats rows "
-            "that overflow."
+            "Subtracts a fixed row max instead of the running one; the recompute launch repeats "
+            "rows for which it was too far off."
         )
 
     @property

@@ -197,8 +197,8 @@ class GroupedPlan:
     @property
     def cut(self) -> str:
         """Where tiles are cut, and what merges the parts, in a sentence."""
-        merge = "A second launch merges" if len(self.launches()) > 1 else "The kernel itself merges"
-        return f"All CTAs get equally many keys. {merge} the parts of a tile that was cut."
+        merge = "Combine merges" if len(self.launches()) > 1 else "The decode kernel merges"
+        return f"All CTAs get equally many keys. {merge} the parts of split tiles."
 
     @property
     def remark(self) -> str:

@@ -21,18 +21,18 @@ FORWARD_TILES = {
     "Marked": "recompute",
     "MarkedRagged": "recompute of packed sequences",
     "RaggedTiles": "packed sequences",
-    "RaggedSplit": "packed sequences, tiles cut",
+    "RaggedSplit": "packed sequences, split tiles",
     "JoinedTiles": "short packed sequences that share tiles",
 }
 """What the forward kernel works on, by its schedule's class; other schedules have a name."""
 
 DECODE_CUTS = {
     "Crews": "keys split over all CTAs, merged inside",
-    "StreamK": "keys split over all CTAs",
-    "Units": "keys cut by a sequence's own length",
-    "Whole": "keys not cut",
+    "StreamK": "keys split over all CTAs, merged inside or by combine",
+    "Units": "keys split by each sequence's length, merged by combine",
+    "Whole": "whole tiles",
 }
-"""How the decode kernel cuts keys, by the class of its cut."""
+"""How the decode kernel splits keys, by the class of its cut. docs/environment.md has the words."""
 
 
 def describe_kernel(kernel: Any) -> str:
@@ -49,7 +49,8 @@ def describe_kernel(kernel: Any) -> str:
             words = ["decode", f"tile {ROWS}x{kernel.config.tile_n}"]
             words += [DECODE_CUTS[kernel.cut_type.__name__]]
             words += [f"{kernel.qhead_per_kvhead} query heads per key/value head"]
-            words += ["packed queries"] * kernel.is_packed + ["next to forward"] * kernel.is_beside
+            words += ["packed queries"] * kernel.is_packed
+            words += ["overlapped with forward"] * kernel.is_beside
             # It always has code for a bound to the right: see `fa3.planning.decode.Sizes.bounds`.
             of_spec = [
                 word.replace("causal", "causal or not") for word in words_of_spec(kernel.spec)
@@ -119,7 +120,7 @@ def head_dims(head_dim: int, head_dim_v: int) -> str:
 def name_of_mask(mask: Any) -> str:
     """The bounds that a kernel has code for; it takes their values when it is launched."""
     if isinstance(mask, Intervals):
-        return "intervals of keys"
+        return "key ranges from the table"
     band = getattr(mask, "band", mask)
     return {
         (False, False): "no mask",
@@ -130,8 +131,8 @@ def name_of_mask(mask: Any) -> str:
 
 
 def describe_config(config: ForwardConfig) -> str:
-    """A tiling in a few characters: "128x128", "128x80 in pairs of rows, fixed reference"."""
+    """A tiling in a few characters: "128x128", "128x80 in pairs of rows, fixed row max"."""
     text = f"{config.tile_m}x{config.tile_n}"
     if config.cluster > 1:
         text += " in pairs of rows" if config.cluster_m > 1 else " in pairs of heads"
-    return f"{text}, fixed reference" if config.fixed_reference else text
+    return f"{text}, fixed row max" if config.fixed_reference else text

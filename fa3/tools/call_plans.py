@@ -69,7 +69,9 @@ def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
     combine = None if plan.merges_inside else plan.combine()
     short = [plan.kernel(), *([] if combine is None else [combine])]
     if not has_long:
-        return "The decode kernel attends and splits the keys of long sequences.", short
+        merge = "Combine" if combine else "The decode kernel"
+        route = f"The decode kernel attends. {merge} merges the parts of split tiles."
+        return route, short
     return (
         f"Sequences of up to {most} queries are the decode kernel's, others the forward kernel's. "
         "Both run at the same time.",

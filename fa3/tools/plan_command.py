@@ -87,6 +87,11 @@ def check_options(options: argparse.Namespace) -> None:
         if getattr(options, name) and options.call != kind:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} goes with --call {kind}, got --call {options.call}")
+    if (options.record or options.png or options.trace) and options.call != "dense":
+        raise ValueError(
+            "--record, --png and --trace show the forward kernel and go with --call dense, got "
+            f"--call {options.call}"
+        )
     if options.page_size < 0:
         raise ValueError(f"--page-size must be 0 (no pages) or more, got {options.page_size}")
     if options.record and options.gpu:
