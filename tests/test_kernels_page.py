@@ -10,11 +10,12 @@ from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.varlen_call import plan_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning import joined, short_queries, tilings
+from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.joined import PackedSizes
 from fa3.planning.planner import plan_dense
-from fa3.primitives.cache_blocks import SMALLEST_BOX
+from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
 
@@ -74,6 +75,28 @@ def test_the_page_has_these_examples():
 @pytest.mark.parametrize(("label", "kernel"), EXAMPLES)
 def test_examples_are_served_as_the_page_says(label, kernel):
     assert SERVED[label]() == kernel
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads_kv", "ratio", "keys", "options"),
+    [
+        (8, 8, 4, 1 << 15, {}),
+        (9, 8, 4, 1 << 15, {}),
+        (8, 8, 4, 1 << 15, {"appends": True}),
+        (9, 8, 4, 1 << 15, {"appends": True}),
+        (1, 8, 4, 1 << 15, {"is_packed": True}),
+        (512, 8, 4, 512, {}),
+        (512, 8, 4, 576, {}),
+        (512, 1, 8, 1 << 15, {}),
+    ],
+)
+def test_parts_are_merged_where_the_page_says(queries, heads_kv, ratio, keys, options):
+    sizes = Sizes(4, queries, heads_kv, ratio, keys)
+    cut = choose_cut(sizes, sizes.bounds(CAUSAL), H200.num_sms, **options)
+    is_packed = options.get("is_packed", False)
+    plan = DecodePlan(SPEC, CacheLayout(), sizes, sizes.bounds(CAUSAL), cut, 132, is_packed)
+    rows, parts = min(64, queries * ratio), min(132 // heads_kv, -(-keys // 64))
+    assert plan.merges_inside == (rows * parts <= 512) == (len(plan.launches) == 1)
 
 
 def test_numbers_are_those_of_the_code():

@@ -8,6 +8,7 @@ has the figures of schedules, scores and the cost model.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -59,10 +60,58 @@ All measurements of fa3 and its peers. `python -m docs.pages.performance` writes
 records in `benchmarks/results`, and a test fails if it is out of date.
 
 - *Over the best peer* is the speed of fa3 over the speed of the fastest peer: above 1, fa3 is
-  faster. The ratio is taken in each round; the table shows the median over the rounds.
+  faster. The ratio is taken in each round; the table shows the median over the rounds. So it may
+  differ from the quotient of two columns, and be above 1 where a peer's figure is in bold.
+- After a ratio, brackets have its quartiles over the rounds, then comes the name of that peer.
+  *Tie* means less than 1.5% from it.
 - Each cell is from the newest record that has it. Older records were measured with older kernels.
+  One record is left out: a repeat of three decoding cells (`decode-again.csv`), which
+  [benchmarks.md](benchmarks.md#decoding) shows.
 - *Burst* and *steady load* are explained in [benchmarks.md](benchmarks.md), which also has the
   remaining figures. How everything is measured: [benchmarks/README.md](../benchmarks/README.md).
+"""
+
+LONG_NAMES = {
+    **NAMES,
+    "fa3-metadata": "fa3, lengths known",
+    "fa3-kvcache": "fa3 on caches",
+    "fa3-page16": "fa3 on pages of 16",
+    "fa3-page64": "fa3 on pages of 64",
+    "fa3-dense": "fa3, dense call",
+    "over dense": "over the dense call",
+    "invariant": "batch-invariant",
+}
+"""What tables of benchmarks call columns and peers -> what this page calls them."""
+
+OF_DECODING = """\
+Microseconds. In brackets: GB/s of keys and values read, and their share of the rate at which torch
+reads device memory in the same run, which is no upper bound. *Batch-invariant*, next to *over the
+best peer*, is the speed with `batch_invariant=True` over the speed without. The table of page sizes
+is of 32/8, 16 x 8k; *over contiguous* is the speed on pages over the speed on a contiguous cache.
+"""
+
+OF_PACKING = """\
+Microseconds and TFLOP/s, or GB/s of keys and values; heads q/kv of 128.
+
+| column | call |
+|---|---|
+| fa3 | `flash_attn_varlen_func` with `num_splits=0` |
+| fa3, lengths known | the same with metadata that has the lengths |
+| fa3, dense call | `flash_attn_func`; *over the dense call*: the speed of fa3 over its speed |
+| fa3 on caches | `flash_attn_with_kvcache` on contiguous caches |
+| fa3 on pages of 16, 64 | `flash_attn_varlen_func` with `page_table` |
+
+| sequences | lengths |
+|---|---|
+| equal-causal-16x1k | 16 of 1,024 tokens; other names likewise |
+| lognormal-64k | from a lognormal distribution with a mean of 1k, 64k tokens in all |
+| long-128x128+1x16k | 128 of 128 tokens, and one of 16k |
+| chat-500 | 500 prompts, from an exponential distribution with a mean of 300 |
+| short-8192x34, short-8192x1..16 | 8,192 of 34 tokens; of 1 to 16 |
+| few-1x2k | one of 2k tokens, with few heads |
+| chunks-7x512+64x1 | 7 of 512 queries after 0 to 32k keys; 64 of 1 query, 4k keys on average |
+| few-512of32k | one chunk of 512 queries on 32k keys, with few heads |
+| decode-64x8k | 64 of 1 query on 8k keys |
 """
 
 PACKAGES = {"fa3-cpp": "fa3-fwd", "fa4-cute": "flash-attn-4", "cudnn": "cuDNN"}
@@ -120,6 +169,13 @@ def newest(
         ]
         seen |= {row.cell for row in rows}
         yield origin(record, name, rows), rows
+
+
+def with_long_names(text: str) -> str:
+    """A table of a benchmark with the names that this page has."""
+    names = "|".join(map(re.escape, sorted(LONG_NAMES, key=len, reverse=True)))
+    pattern = rf"(?<![\w-])(?:{names})(?![\w-])"
+    return re.sub(pattern, lambda found: LONG_NAMES[found[0]], text)
 
 
 def shown(providers: Sequence[str]) -> list[str]:
@@ -199,7 +255,7 @@ def backward_lines(
             chosen = [found.get(name) for name in (gradients.OURS, *gradients.PEERS)]
             times, beside = map(time_text, chosen), map(beside_text, chosen)
             label = gradients.label_of(cell).removeprefix("backward-")
-            yield [label, *times, best_peer_text(chosen[0]), *beside]
+            yield [label, *times, with_long_names(best_peer_text(chosen[0])), *beside]
 
 
 BESIDE = {"burst": ("MiB", bench_backward.mib_text), "steady": ("mJ", bench_backward.joules_text)}
@@ -268,23 +324,24 @@ def page() -> str:
                 for origin_text, rows in newest(FEW, CSV_NAME)
             ),
             "## Decoding, bursts\n",
-            "Microseconds and GB/s of keys and values read.\n",
+            OF_DECODING,
             *(
-                f"{origin_text}\n{bench_decode.markdown(rows)}\n"
+                f"{origin_text}\n{with_long_names(bench_decode.markdown(rows))}\n"
                 for origin_text, rows in newest(DECODE, "decode.csv", bench_decode.DecodeRow)
             ),
             BUDGET,
             "## Packed sequences, bursts\n",
-            "Microseconds and TFLOP/s, or GB/s of keys and values; heads q/kv of 128.\n",
+            OF_PACKING,
             *(
-                f"{origin_text}\n{bench_varlen.markdown(rows)}\n"
+                f"{origin_text}\n{with_long_names(bench_varlen.markdown(rows))}\n"
                 for origin_text, rows in newest(PACKED, bench_varlen.CSV_NAME)
             ),
             "## Gradients, bursts\n",
             "The backward pass alone: microseconds, and TFLOP/s at 2.5 times the operations of the "
-            "forward pass. Memory is the most that torch's allocator held during the call, minus "
-            "what it held before; results are included. The costs of `deterministic=True` and "
-            "dropout are in [benchmarks.md](benchmarks.md#gradients).\n",
+            "forward pass. *lognormal-64k*: 64 sequences of 64k tokens in all; *graph*: replayed "
+            "from a CUDA graph. Memory is the most that torch's allocator held during the call, "
+            "minus what it held before; results are included. The costs of `deterministic=True` "
+            "and dropout are in [benchmarks.md](benchmarks.md#gradients).\n",
             *backward_tables(BACKWARD, "burst"),
             "Older measurements, on an H200:\n",
             *backward_tables(BACKWARD_BEFORE, "burst"),

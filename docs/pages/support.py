@@ -265,7 +265,9 @@ def version_lines() -> Iterator[list[str]]:
 def page() -> str:
     """The page as it should be."""
     of_gpu = (
-        "The planner's first candidate for 16k tokens on an H200. It compares this one with others."
+        "The planner's first candidate for 16k tokens on an H200, with as many key/value heads as "
+        "query heads. It compares this one with others. Causal heads of 128 that share key/value "
+        "heads get clusters of 2: [pairs of heads](planning.md#how-the-planner-chooses)."
     )
     sizes = f"Head sizes are multiples of {HEAD_DIM_UNIT} up to {MAX_HEAD_DIM}. Some of them:"
     tilings = (

@@ -23,7 +23,8 @@ CALLS = {
     "dense": "flash_attn_func",
     "packed": "flash_attn_varlen_func",
     "cache": "flash_attn_with_kvcache",
-    "paged": "flash_attn_varlen_func with page_table, as vLLM calls it",
+    "paged": "flash_attn_varlen_func with page_table, as vLLM calls it, or flash_attn_with_kvcache "
+    "with page_table and cu_seqlens_q",
 }
 """Kinds of calls through which a model may be run: each kind has kernels of its own."""
 
