@@ -146,5 +146,5 @@ def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():
 
 def test_the_plan_says_so():
     plan = plan_forward(LARGE)
-    assert plan.name.endswith("fixed reference")
+    assert plan.name.endswith("fixed row max")
     assert plan.predict().launch_us > H200.costs.launch_us
