@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from problems import head_dims, make_problem, windows
 
 from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardConfig
+from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import choose, plan_forward
@@ -156,7 +156,10 @@ def test_one_head_too_long_for_the_budget_is_a_section():
 
 def test_kernel_arguments_are_the_window_and_the_schedule():
     problem = make_problem(batch=2, seqlen_q=256, num_heads_kv=3, window=Window(5, 7))
-    assert plan_forward(problem, config=TILES).kernel_arguments == (5, 7, 6, 12)
+    launch, *_ = plan_forward(problem, config=TILES).launches()
+    arguments = ForwardArguments(*launch.template)
+    assert (arguments.window_left, arguments.window_right) == (5, 7)
+    assert (arguments.heads_per_section, arguments.num_clusters) == (6, 12)
 
 
 @pytest.mark.parametrize(
