@@ -5,21 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvcache_bad_values import (
-    BAD_VALUES_OF_TENSORS,
-    FAR_VALUES,
-    INDEXED,
-    PAGED,
-    PLAIN,
-    RAGGED,
-    changed,
-    naming,
-)
+from invalid_arguments import VALUES_OF_CACHES, WRONG_VALUES
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call
 from pairs import pairs
 from problems import poisoned_allocations
 from reference import dense, largest_difference
+from valid_calls import PROBLEMS, cases, changed
 
 from fa3.calls import assertions as calls_assertions
 from fa3.calls import kvcache
@@ -345,11 +337,9 @@ def watched(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return copy.copy_(tensor), memory
 
 
-@pytest.mark.parametrize(
-    ("problem", "argument", "change"), [case[:3] for case in BAD_VALUES_OF_TENSORS] + FAR_VALUES
-)
-def test_nothing_is_written_outside_of_the_cache(problem, argument, change, device):
-    call = changed(make_call(problem, device=device), argument, change)
+@pytest.mark.parametrize(("problem", "changes"), WRONG_VALUES)
+def test_nothing_is_written_outside_of_the_cache(problem, changes, device):
+    call = changed(make_call(problem, device=device), changes)
     call["out"] = torch.zeros_like(call["q"])
     memories = []
     for name in ("k_cache", "v_cache", "out"):
@@ -374,23 +364,23 @@ def test_lengths_and_paddings_count_as_if_cut(value, argument, page_size, option
     if page_size is not None:
         table = call["page_table"]
         call["page_table"] = table.clamp(0, call["k_cache"].shape[0] - 1)
-    wrong = changed(call, argument, lambda x: torch.full_like(x, value))
-    cut = changed(wrong, argument, lambda x: x.clamp(0, problem.capacity))
+    wrong = changed(call, {argument: lambda x: torch.full_like(x, value)})
+    cut = changed(wrong, {argument: lambda x: x.clamp(0, problem.capacity)})
     assert_same_bits(run(wrong, **options), run(cut, **options))
 
 
-@pytest.mark.parametrize(("problem", "argument", "change", "fragments"), BAD_VALUES_OF_TENSORS)
-def test_assertions_refuse_bad_values(problem, argument, change, fragments, device, monkeypatch):
+@pytest.mark.parametrize("case", cases(VALUES_OF_CACHES))
+def test_assertions_refuse_bad_values(case, device, monkeypatch):
     monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
-    call = changed(make_call(problem, device=device), argument, change)
+    call = changed(make_call(PROBLEMS[case.call], device=device), case.changes)
     caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
-    with pytest.raises(ValueError, match=naming(argument, fragments)):
+    with pytest.raises(ValueError, match=f"^{case.pattern}"):
         flash_attn_with_kvcache(**(call | caches))
     for name, cache in caches.items():
         assert torch.equal(as_bits(cache), as_bits(call[name]))
 
 
-@pytest.mark.parametrize("problem", [PLAIN, PAGED, INDEXED, RAGGED], ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=str)
 def test_assertions_change_no_bit_and_cannot_be_captured(problem, device, monkeypatch):
     call = make_call(problem, device=device)
     results = run(call)
