@@ -79,14 +79,6 @@ def test_softmax_scale():
     check_attention(out, lse, q, k, v, softmax_scale=0.7)
 
 
-def test_lse_has_flash_attentions_other_name_too():
-    q, k, v = operands()
-    _, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
-    _, same = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
-    assert lse.dtype == torch.float32 and lse.shape == (2, 4, 70)
-    assert torch.equal(lse, same)
-
-
 @pytest.mark.parametrize(
     "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_kv": 0}], ids=str
 )

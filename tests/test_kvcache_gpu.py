@@ -369,7 +369,7 @@ def test_lengths_and_paddings_count_as_if_cut(value, argument, page_size, option
     assert_same_bits(run(wrong, **options), run(cut, **options))
 
 
-@pytest.mark.parametrize("case", cases(VALUES_OF_CACHES))
+@pytest.mark.parametrize("case", [*cases(VALUES_OF_CACHES)])
 def test_assertions_refuse_bad_values(case, device, monkeypatch):
     monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
     call = changed(make_call(PROBLEMS[case.call], device=device), case.changes)

@@ -108,12 +108,6 @@ def test_every_schedule_has_a_plan(schedule, head_dim):
     assert plan_forward(problem, H200, schedule=schedule).schedule.name == schedule
 
 
-def test_given_config_and_schedule_are_kept():
-    plan = plan_forward(make_problem(), config=TILES, schedule=SingleTile)
-    assert plan.config is TILES
-    assert type(plan.schedule) is SingleTile
-
-
 def test_keys_and_values_of_a_section_fit_in_the_budget():
     problem = make_problem(batch=4, seqlen_k=8192, num_heads_kv=8, qhead_per_kvhead=4, head_dim=128)
     plan = plan_forward(problem)

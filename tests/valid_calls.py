@@ -51,11 +51,11 @@ def pages() -> dict:
 
 
 def packed() -> dict:
-    """Packed queries and two caches, of which sequences use 4 and 7 tokens."""
+    """Packed queries, and caches of which sequences use 4 and 7 tokens."""
     caches = torch.randn(2, 2, 8, 2, 64).bfloat16()
     return {
         "q": torch.randn(4, 2, 64).bfloat16(), "k_cache": caches[0], "v_cache": caches[1],
-        "cache_seqlens": integers(4, 7), "cu_seqlens_q": integers(0, 2, 3), "max_seqlen_q": 2,
+        "cache_seqlens": integers(4, 7), "cu_seqlens_q": integers(0, 2, 4), "max_seqlen_q": 2,
     }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def metadata_of_cache(**changes) -> fa3.SchedulerMetadata:
 
 def metadata_of_packed(**changes) -> fa3.SchedulerMetadata:
     sizes = {"max_seqlen_q": 2, "headdim": 64, "num_heads_q": 2, "num_heads_kv": 2}
-    lengths = {"cache_seqlens": integers(4, 7), "cu_seqlens_q": integers(0, 2, 3)}
+    lengths = {"cache_seqlens": integers(4, 7), "cu_seqlens_q": integers(0, 2, 4)}
     return fa3.get_scheduler_metadata(**metadata() | sizes | lengths | changes)
 
 
