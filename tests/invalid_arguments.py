@@ -27,6 +27,7 @@ from valid_calls import (
     dense,
     each,
     every_other,
+    freed,
     in_inference,
     metadata_of_cache,
     metadata_of_packed,
@@ -89,6 +90,16 @@ TENSORS = [
     (ATTEND, "q", lambda x: x.float(), TYPE, "must be torch.bfloat16 or torch.float16, got torch."),
     ("dense varlen pages", "k v", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q, got"),
     ("cache", "k_cache k", lambda x: x.half(), TYPE, "must be torch.bfloat16 like q, got torch.fl"),
+    *(
+        row
+        for call, name in (("varlen", "k"), ("cache", "k_cache"))
+        for row in (
+            (call, name, freed, MISSING, "must lie in memory, got a"),
+            (call, name, lambda x: x.to_sparse(), MISSING, "must lie in memory, got a"),
+            (call, name, lambda x: torch.nested.nested_tensor([x[0]]), MISSING, "must lie in"),
+            (call, name, lambda x: x.float(), TYPE, "must be torch.bfloat16 like q, got torch"),
+        )
+    ),
     ("dense varlen", "v", on_meta, "must be on cpu like q, got meta"),
     ("cache", "k_cache rotary_cos", on_meta, "must be on cpu like q, got meta"),
     (f"{ATTEND} pages", "q", lambda x: x[..., :3, :], "must have a multiple of k...heads, got 3"),

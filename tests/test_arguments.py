@@ -19,8 +19,8 @@ def run(name: str, **changes):
 
 
 def assert_same(call: str, changes: dict, others: dict) -> None:
-    found, same = run(call, **changes), run(call, **others)
-    assert torch.equal(found, same) if isinstance(same, torch.Tensor) else found == same
+    result, same = run(call, **changes), run(call, **others)
+    assert torch.equal(result, same) if isinstance(same, torch.Tensor) else result == same
 
 
 @pytest.mark.parametrize(

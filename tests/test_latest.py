@@ -84,46 +84,6 @@ def test_packed_queries_may_have_any_rows(stop_describing):
     assert call(5).shape == (5, 2, 16)
 
 
-FAULTS = (
-    "misaligned", "another dtype", "another head size", "strides", "sparse", "nested", "meta",
-    "nowhere", "no tensor",
-)  # fmt: skip
-
-
-def spoiled(q: torch.Tensor) -> dict:
-    """Return tensors like q that no call takes, by their `FAULTS`."""
-    memory = torch.zeros(q.numel() + 1, dtype=q.dtype)
-    nowhere = torch.zeros_like(q)
-    nowhere.untyped_storage().resize_(0)
-    return {
-        "misaligned": memory[1:].view(q.shape),
-        "another dtype": q.float(),
-        "another head size": q[..., :12],
-        "strides": q.transpose(-1, -2).contiguous().transpose(-1, -2),
-        "sparse": q.to_sparse(),
-        "nested": torch.nested.nested_tensor([q[0]]),
-        "meta": q.to("meta"),
-        "nowhere": nowhere,
-        "no tensor": q.tolist(),
-    }
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_refused_is_refused_again(kind, fault):
-    function, make, _ = kind
-    call = make()
-    messages = []
-    for forget in (False, True):
-        if forget:
-            for latest in (kvcache.latest_cache_call, varlen.latest_packed_call):
-                latest.cache_clear()
-        with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
-            function(**call | {"k_cache" if "k_cache" in call else "k": spoiled(call["q"])[fault]})
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
-
-
 def test_a_tensor_that_requires_grad_is_refused():
     sinks = torch.nn.Parameter(torch.zeros(2))
     with torch.no_grad():

@@ -179,6 +179,13 @@ def every_other(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.repeat_interleave(2)[::2]
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has no memory any more."""
+    like = torch.zeros_like(tensor)
+    like.untyped_storage().resize_(0)
+    return like
+
+
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta")
 
