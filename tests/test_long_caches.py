@@ -249,7 +249,7 @@ def test_lines_that_may_be_long_have_long_places(batch, heads_kv, options, is_lo
 @pytest.mark.parametrize("num_splits", [1 << 20, 1 << 31, 1 << 60])
 def test_more_splits_than_blocks_are_as_many_as_blocks(num_splits, prepared):
     call, _ = prepared(pages=4, num_splits=num_splits)
-    assert call.integers[2:5] == (64, 1, 64)
+    assert call.plan.cut == Units(64, 1, 64, 1)
     sizes = Sizes(3, 1, 2, 4, 4096)
     assert choose_cut(sizes, Window(), 132, num_splits, False) == Units(64, 1, 64, 6)
 
