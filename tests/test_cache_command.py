@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fa3.__main__ import main
-from fa3.running import cache_upkeep, code_cache
+from fa3.running import code_cache
 from fa3.tools.arguments import byte_count
+from fa3.tools.cache_command import kernel_files
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -80,7 +81,7 @@ def test_verify_keeps_what_is_whole(folder, capsys):
 
 
 @pytest.mark.parametrize("spoil", ["torn", "changed", "empty", "another's name", "mode", "link"])
-def test_verify_removes_what_would_not_be_loaded(folder, spoil):
+def test_verify_removes_what_would_not_be_loaded(folder, spoil, capsys):
     path = code_cache.path_of("1")
     content = path.read_bytes()
     if spoil == "link":
@@ -93,8 +94,7 @@ def test_verify_removes_what_would_not_be_loaded(folder, spoil):
         changed = b"x" + content[1:]
         spoiled = {"torn": content[:-9], "changed": changed, "empty": b"", "another's name": others}
         path.write_bytes(spoiled[spoil])
-    done = cache_upkeep.verify()
-    assert (done.removed, done.kept) == (1, 2)
+    assert printed(capsys, "verify").startswith("removed 1 kernels, 0.0 MB; 2 remain")
     assert present() == "02"
     assert not path.with_suffix(".lock").exists()
     assert spoil != "link" or (folder / "elsewhere" / path.name).exists()
@@ -109,7 +109,7 @@ def test_only_what_is_abandoned_is_removed_beside_kernels(folder):
     strange = [folder / name for name in ("notes.txt", "kernel.o", f"{'g' * 64}.o")]
     for other in strange:
         other.write_text("of somebody else")
-    cache_upkeep.clear()
+    main(["cache", "clear"])
     assert sorted(folder.iterdir()) == sorted([young, *strange])
 
 
@@ -122,23 +122,24 @@ def test_clear(folder, capsys):
     ("size", "remain"),
     [(3 * SIZE, "012"), (3 * SIZE - 1, "01"), (2 * SIZE, "01"), (SIZE, "0"), (SIZE - 1, "")],
 )
-def test_bound_keeps_what_was_used_last(folder, size, remain):
-    done = cache_upkeep.bound(size)
+def test_bound_keeps_what_was_used_last(folder, size, remain, capsys):
+    done = printed(capsys, "bound", str(size))
     assert present() == remain
-    assert (done.kept, done.kept_bytes) == (len(remain), len(remain) * SIZE)
-    assert done.removed_bytes == (3 - len(remain)) * SIZE
+    assert (
+        done.startswith(f"removed {3 - len(remain)} kernels") and f" {len(remain)} remain" in done
+    )
 
 
 def test_a_kernel_that_is_loaded_counts_as_used(folder):
     assert code_cache.fetch("2", lambda: b"not asked for") == CODE
-    cache_upkeep.bound(2 * SIZE)
+    main(["cache", "bound", str(2 * SIZE)])
     assert present() == "02"
 
 
 def test_verifying_is_no_use(folder):
-    cache_upkeep.verify()
+    main(["cache", "verify"])
     assert code_cache.holds("2")
-    cache_upkeep.bound(2 * SIZE)
+    main(["cache", "bound", str(2 * SIZE)])
     assert present() == "01"
 
 
@@ -183,7 +184,7 @@ def test_a_cache_that_may_only_be_read_is_read_without_locks(folder, monkeypatch
             os.seteuid(NOBODY)
         assert code_cache.fetch("2", lambda: b"not asked for") == CODE
         assert code_cache.holds("0") and not code_cache.holds("another")
-        assert len(cache_upkeep.kernel_files(folder)) == 3
+        assert len(kernel_files(folder)) == 3
     finally:
         os.seteuid(user)
         for one, mode in modes.items():

@@ -121,7 +121,7 @@ def holds(key: str) -> bool:
 
 
 def note_use(path: Path) -> None:
-    """Set a file's modification time, by which `cache_upkeep` knows when it was last used.
+    """Set a file's modification time, by which `fa3 cache` knows when it was last used.
 
     Not more often than once in `USE_SECONDS`; in a cache that may only be read nothing happens.
     """
