@@ -8,7 +8,6 @@ import pytest
 
 from fa3.__main__ import main
 from fa3.running import code_cache
-from fa3.tools.arguments import byte_count
 from fa3.tools.cache_command import kernel_files
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -74,13 +73,7 @@ def test_no_folder_is_explained(monkeypatch):
         main(["cache"])
 
 
-def test_verify_keeps_what_is_whole(folder, capsys):
-    assert printed(capsys, "verify") == "removed 0 kernels, 0.0 MB; 3 remain, 0.0 MB\n"
-    assert present() == "012"
-    assert len(list(folder.iterdir())) == 6
-
-
-@pytest.mark.parametrize("spoil", ["torn", "changed", "empty", "another's name", "mode", "link"])
+@pytest.mark.parametrize("spoil", ["torn", "another's name", "mode", "link"])
 def test_verify_removes_what_would_not_be_loaded(folder, spoil, capsys):
     path = code_cache.path_of("1")
     content = path.read_bytes()
@@ -91,9 +84,7 @@ def test_verify_removes_what_would_not_be_loaded(folder, spoil, capsys):
         path.chmod(0o666)
     else:
         others = code_cache.path_of("2").read_bytes()
-        changed = b"x" + content[1:]
-        spoiled = {"torn": content[:-9], "changed": changed, "empty": b"", "another's name": others}
-        path.write_bytes(spoiled[spoil])
+        path.write_bytes(content[:-9] if spoil == "torn" else others)
     assert printed(capsys, "verify").startswith("removed 1 kernels, 0.0 MB; 2 remain")
     assert present() == "02"
     assert not path.with_suffix(".lock").exists()
@@ -111,11 +102,6 @@ def test_only_what_is_abandoned_is_removed_beside_kernels(folder):
         other.write_text("of somebody else")
     main(["cache", "clear"])
     assert sorted(folder.iterdir()) == sorted([young, *strange])
-
-
-def test_clear(folder, capsys):
-    assert printed(capsys, "clear") == "removed 3 kernels, 0.0 MB; 0 remain, 0.0 MB\n"
-    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -141,21 +127,6 @@ def test_verifying_is_no_use(folder):
     assert code_cache.holds("2")
     main(["cache", "bound", str(2 * SIZE)])
     assert present() == "01"
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("1234", 1234), ("500M", 500_000_000), ("1.5g", 1_500_000_000), ("2KB", 2000)],
-)
-def test_sizes(text, size):
-    assert byte_count(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "M", "-1", "5x", "1,5G"])
-def test_wrong_sizes_are_explained(text, capsys):
-    with pytest.raises(SystemExit):
-        main(["cache", "bound", text])
-    assert "500M" in capsys.readouterr().err or text == "-1"
 
 
 @pytest.mark.parametrize("action", ["verify", "clear", "bound"])

@@ -116,14 +116,6 @@ def test_append_kernels(few_sizes):
     assert plain.paged and plain.rotary is None
 
 
-def test_each_kernel_is_there_once(few_sizes):
-    kernels = kernels_of("gemma2-9b")
-    assert len({compiler.key_of(kernel) for kernel in kernels}) == len(kernels)
-    assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, Crews, Whole}
-    assert {kernel.is_packed for kernel in of_type(kernels, Combine)} == {False, True}
-    assert all(kernel.is_storable for kernel in kernels)
-
-
 @pytest.mark.parametrize(
     ("call", "kinds"),
     [
@@ -150,99 +142,64 @@ def test_presets_are_models_that_can_be_run():
     assert model_of("gpt-oss", "fp16").dtype == "float16"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "heads and head_dim must be given, or a preset; got heads None and head_dim None"),
-        ({"heads": (2, 2)}, "must be given, or a preset; got heads .2, 2. and head_dim None"),
-        ({"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
-        ({"preset": "llama3-8b", "head_dim": 64}, "'llama3-8b' says .* not go with head_dim 64$"),
-        (
-            {"preset": "llama3-8b", "causal": False},
-            "says .* does not go with mask Window",
-        ),
-        (
-            {"preset": "llama3-8b", "softcap": 3.0, "sinks": True},
-            "with softcap 3.0, sinks True$",
-        ),
-        ({"heads": (3, 2), "head_dim": 64}, "heads must be .* got 3,2"),
-        ({"heads": (2, 0), "head_dim": 64}, "heads must be .* got 2,0"),
-        (
-            {"heads": (10**11, 1), "head_dim": 64},
-            "heads must be at most 1024 .* got 1000",
-        ),
-        ({"heads": (2, 2), "head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
-        ({"heads": (2, 2), "head_dim": 64, "head_dim_v": 512}, "head_dim_v must be .* got 512"),
-        ({"heads": (2, 2), "head_dim": 64, "dtype": "fp8"}, "dtype must be bf16 or fp16"),
-        ({"heads": (2, 2), "head_dim": 64, "window_size": (-2, 0)}, "window_size must be two"),
-        ({"heads": (2, 2), "head_dim": 64, "window_size": (1, 2, 3)}, "window_size must be two"),
-        ({"heads": (2, 2), "head_dim": 64, "softcap": -1.0}, "softcap must be 0 .* got -1.0"),
-        ({"heads": (2, 2), "head_dim": 64, "softcap": math.nan}, "softcap must be 0 .* got nan"),
-        ({"heads": (2,), "head_dim": 64}, "heads must be two integers .* got .2,."),
-        ({"heads": (2, 2), "head_dim": 64, "rotary": "all"}, "rotary must be one of .* 'all'"),
-        ({"heads": (2, 2), "head_dim": 72}, "rotary must be 'none' with head_dim 72"),
-        ({"heads": (2, 2), "head_dim": 64, "page_sizes": (-1,)}, "page_sizes must be 0 or more"),
-        ({"heads": (2, 2), "head_dim": 64, "calls": ("vllm",)}, "calls must be .* got .'vllm'"),
-        ({"heads": (2, 2), "head_dim": 64, "calls": ()}, "calls must be some of"),
-        ({"heads": (2, 2), "head_dim": 64, "calls": (["dense"],)}, "calls must be some of"),
-        (
-            {"heads": (2, 2), "head_dim": 64, "calls": ("paged",), "page_sizes": (0,)},
-            "page_sizes must have a size for calls .'paged',., got .0,.",
-        ),
-        ({"preset": "llama3-8b", "rotary_dtype": "fp16"}, "rotary_dtype must be bf.* 'float16'"),
-        ({"heads": (2, 2), "head_dim": 64, "processes": 0}, "processes must be 1 or more, got 0"),
-    ],
-)
-def test_wrong_options_are_explained(options, message):
-    with pytest.raises(ValueError, match=message):
-        fa3.warmup(**options)
+SIZES = {"heads": (2, 2), "head_dim": 64}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("error", "options", "message"),
     [
-        {"heads": 2},
-        {"heads": "2,2"},
-        {"heads": (2.0, 2)},
-        {"head_dim": 64.0},
-        {"head_dim": "64"},
-        {"head_dim_v": True},
-        {"window_size": 5},
-        {"window_size": (1.5, 0)},
-        {"softcap": "30"},
-        {"page_sizes": 64},
-        {"page_sizes": (64.0,)},
-        {"processes": 1.5},
-        {"calls": "dense"},
-        {"calls": None},
-        {"causal": "no"},
-        {"sinks": 1},
+        (ValueError, {"heads": None}, "heads and head_dim must be given, .* got heads None and"),
+        (ValueError, {"head_dim": None}, "a preset; got heads .2, 2. and head_dim None"),
+        (ValueError, {"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
+        (ValueError, {"preset": "gpt-oss", "head_dim": 64}, "'gpt-oss' says .* with head_dim 64$"),
+        (ValueError, {"preset": "gpt-oss", "causal": False}, "does not go with mask Window"),
+        (ValueError, {"preset": "gpt-oss", "softcap": 3.0, "sinks": True}, "3.0, sinks True$"),
+        (ValueError, {"preset": "gpt-oss", "rotary_dtype": "fp16"}, "rotary_dtype must be bf.*"),
+        (ValueError, {"heads": (3, 2)}, "heads must be .* got 3,2"),
+        (ValueError, {"heads": (2, 0)}, "heads must be .* got 2,0"),
+        (ValueError, {"heads": (10**11, 1)}, "heads must be at most 1024 .* got 1000"),
+        (ValueError, {"heads": (2,)}, "heads must be two integers .* got .2,."),
+        (ValueError, {"head_dim": 100}, "head_dim must be a multiple of 8 up to 256, got 100"),
+        (ValueError, {"head_dim_v": 512}, "head_dim_v must be .* got 512"),
+        (ValueError, {"dtype": "fp8"}, "dtype must be bf16 or fp16"),
+        (ValueError, {"window_size": (-2, 0)}, "window_size must be two"),
+        (ValueError, {"window_size": (1, 2, 3)}, "window_size must be two"),
+        (ValueError, {"softcap": -1.0}, "softcap must be 0 .* got -1.0"),
+        (ValueError, {"softcap": math.nan}, "softcap must be 0 .* got nan"),
+        (ValueError, {"rotary": "all"}, "rotary must be one of .* 'all'"),
+        (ValueError, {"head_dim": 72}, "rotary must be 'none' with head_dim 72"),
+        (ValueError, {"page_sizes": (-1,)}, "page_sizes must be 0 or more"),
+        (ValueError, {"calls": ("vllm",)}, "calls must be .* got .'vllm'"),
+        (ValueError, {"calls": ()}, "calls must be some of"),
+        (ValueError, {"calls": (["dense"],)}, "calls must be some of"),
+        (ValueError, {"calls": ("paged",), "page_sizes": (0,)}, "page_sizes must .* got .0,."),
+        (ValueError, {"processes": 0}, "processes must be 1 or more, got 0"),
+        *((TypeError, {name: value}, f"^{name} must be ") for name, value in (
+            ("heads", 2), ("heads", "2,2"), ("heads", (2.0, 2)), ("head_dim", "64"),
+            ("head_dim_v", True), ("window_size", 5), ("window_size", (1.5, 0)),
+            ("softcap", "30"), ("page_sizes", 64), ("page_sizes", (64.0,)), ("processes", 1.5),
+            ("calls", "dense"), ("calls", None), ("causal", "no"), ("sinks", 1),
+        )),
     ],
     ids=str,
-)
-def test_options_of_a_wrong_type_are_explained(options):
-    (name,) = options
-    with pytest.raises(TypeError, match=f"^{name} must be "):
-        fa3.warmup(**{"heads": (2, 2), "head_dim": 64} | options)
+)  # fmt: skip
+def test_wrong_options_are_explained(error, options, message):
+    with pytest.raises(error, match=message):
+        fa3.warmup(**options if "preset" in options else SIZES | options)
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "gemma2-9b", "gpt-oss"])
+def test_kernels_have_keys_and_names_of_their_own(few_sizes, preset):
+    kernels = kernels_of(preset)
+    assert len({compiler.key_of(kernel) for kernel in kernels}) == len(kernels)
+    assert len(set(map(describe_kernel, kernels))) == len(kernels)
+    assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, Crews, Whole}
+    assert all(kernel.is_storable for kernel in kernels)
 
 
 def test_calls_have_room_for_the_tiles_of_all_sizes():
     tiles = module.MOST_TOKENS // FEWEST_ROWS + max(module.BATCHES)
     assert MOST_HEADS * tiles <= MOST_FORWARD_TILES < 2 * MOST_HEADS * tiles
-
-
-def test_a_model_with_too_many_heads_is_refused_by_the_command_line(capsys):
-    with pytest.raises(SystemExit):
-        main(["compile", "--heads", f"{10**11},1", "--head-dim", "64"])
-    line = capsys.readouterr().err
-    assert line.startswith("fa3 compile: heads must be at most 1024 query heads")
-
-
-@pytest.mark.parametrize("arguments", [("--heads", "8"), ("--causal", "--full"), ("--dtype", "x")])
-def test_wrong_arguments_of_the_command_line(arguments):
-    with pytest.raises(SystemExit) as ended:
-        main(["compile", *arguments])
-    assert ended.value.code == 2
 
 
 @pytest.mark.parametrize(
@@ -446,12 +403,6 @@ def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "gemma2-9b", "gpt-oss"])
-def test_kernels_of_a_model_have_names_of_their_own(few_sizes, preset):
-    kernels = kernels_of(preset)
-    assert len(set(map(describe_kernel, kernels))) == len(kernels)
-
-
 @pytest.mark.compiles
 def test_ctrl_c_leaves_no_process_and_no_traceback(tmp_path):
     """As a terminal does it: the signal comes while processes compile."""
@@ -534,45 +485,35 @@ def test_a_config_json_is_a_preset(tmp_path, config, model):
     assert half == replace(model, dtype="float16")
 
 
+SLIDING = LLAMA | {"sliding_window": 9}
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("config", "message"),
     [
         (None, "preset must be a model's config.json, got .*No such file"),
         ("{", "preset must be a model's config.json"),
-        ("[]", "it holds no object"),
-        ("{}", "must have an integer 'num_attention_heads', got None"),
-        ('{"num_attention_heads": "8"}', "integer 'num_attention_heads', got '8'"),
-        (json.dumps(LLAMA | {"torch_dtype": "float32"}), "dtype must be bf16 or fp16"),
-        (json.dumps(LLAMA | {"hidden_size": 32 * 512}), "head_dim must be a multiple of 8 up to"),
-        (
-            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": ["chunked_attention"]}),
-            "must have layer_types of .* got 'chunked_attention'",
-        ),
-        (
-            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": ["conv"]}),
-            "must have layer_types of .* got none of them",
-        ),
-        (
-            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": [[]]}),
-            r"layer_types .* got \[\]",
-        ),
-        (
-            json.dumps(LLAMA | {"sliding_window": 9, "layer_types": 5}),
-            "a list 'layer_types', got 5",
-        ),
-        (json.dumps(LLAMA | {"sliding_window": "9"}), "an integer 'sliding_window', got '9'"),
-        (json.dumps(LLAMA | {"sliding_window": 9.5}), "an integer 'sliding_window', got 9.5"),
-        (json.dumps(LLAMA | {"sliding_window": -1}), "a positive 'sliding_window', got -1"),
-        (json.dumps(LLAMA | {"attn_logit_softcapping": [1]}), "number 'attn_logit_softcapping'"),
-        (json.dumps(LLAMA | {"attn_logit_softcapping": 10**400}), "has a softcap above 3.4e"),
-        (json.dumps(LLAMA | {"text_config": [1]}), r"an object 'text_config', got \[1\]"),
         ("[" * 100_000, "preset must be a model's config.json, got .* recursion"),
+        ([], "it holds no object"),
+        ({}, "must have an integer 'num_attention_heads', got None"),
+        ({"num_attention_heads": "8"}, "integer 'num_attention_heads', got '8'"),
+        (LLAMA | {"torch_dtype": "float32"}, "dtype must be bf16 or fp16"),
+        (LLAMA | {"hidden_size": 32 * 512}, "head_dim must be a multiple of 8 up to"),
+        (SLIDING | {"layer_types": ["chunked"]}, "must have layer_types of .* got 'chunked'"),
+        (SLIDING | {"layer_types": ["conv"]}, "must have layer_types of .* got none of them"),
+        (SLIDING | {"layer_types": [[]]}, r"layer_types .* got \[\]"),
+        (SLIDING | {"layer_types": 5}, "a list 'layer_types', got 5"),
+        (LLAMA | {"sliding_window": "9"}, "an integer 'sliding_window', got '9'"),
+        (LLAMA | {"sliding_window": -1}, "a positive 'sliding_window', got -1"),
+        (LLAMA | {"attn_logit_softcapping": [1]}, "number 'attn_logit_softcapping'"),
+        (LLAMA | {"attn_logit_softcapping": 10**400}, "has a softcap above 3.4e"),
+        (LLAMA | {"text_config": [1]}, r"an object 'text_config', got \[1\]"),
     ],
 )
-def test_a_config_json_that_does_not_do_is_refused(tmp_path, text, message, capsys):
+def test_a_config_json_that_does_not_do_is_refused(tmp_path, config, message, capsys):
     path = tmp_path / "config.json"
-    if text is not None:
-        path.write_text(text)
+    if config is not None:
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
     with pytest.raises(ValueError, match=message):
         fa3.warmup(preset=path)
     with pytest.raises(SystemExit):
