@@ -8,14 +8,12 @@ import pytest
 
 from fa3.__main__ import main
 from fa3.running import code_cache
-from fa3.tools.cache_command import kernel_files
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 HOUR, DAY = 3600, 86400
 CODE = bytes(1000)
 SIZE = len(CODE) + 32
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -135,30 +133,3 @@ def test_nothing_is_removed_where_others_may_write(folder, action):
     with pytest.raises(SystemExit, match=f"others may write to {folder}"):
         main(["cache", action, *(["0"] if action == "bound" else [])])
     assert present() == "012"
-
-
-def test_a_cache_that_may_only_be_read_is_read_without_locks(folder, monkeypatch):
-    """As an image's that root has filled: no lock, no note of the use, no warning."""
-    for path in folder.glob("*.lock"):
-        path.unlink()
-    files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    user = os.geteuid()
-    folder.chmod(0o555)
-    # Somebody who is not root, and so may not write. Folders above are pytest's, and closed.
-    parents = [one for one in folder.parents if one.stat().st_uid == user and one != Path("/")]
-    modes = {one: one.stat().st_mode for one in parents}
-    monkeypatch.setattr(code_cache, "exclusive", lambda path: pytest.fail("takes a lock"))
-    try:
-        if user == 0:
-            for one in parents:
-                one.chmod(one.stat().st_mode | 0o011)
-            os.seteuid(NOBODY)
-        assert code_cache.fetch("2", lambda: b"not asked for") == CODE
-        assert code_cache.holds("0") and not code_cache.holds("another")
-        assert len(kernel_files(folder)) == 3
-    finally:
-        os.seteuid(user)
-        for one, mode in modes.items():
-            one.chmod(mode)
-        folder.chmod(0o755)
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files

@@ -213,10 +213,9 @@ def exclusive(path: Path) -> Iterator[None]:
     """Keep other processes from making this object. A process that dies frees its lock."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            check_trust(path.parent, path.parent.stat())
+            check_can_keep(path.parent)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            # Whoever can open the file can hold the lock for ever, so only the user may open it.
+            # A process that can open the file can hold the lock for ever, so only the user may.
             lock = stack.enter_context(open(os.open(path.with_suffix(".lock"), flags, 0o600), "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
