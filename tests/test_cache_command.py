@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     """A cache with three kernels, "0" used last; each has its lock."""
     tmp_path.chmod(0o755)
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
-    for key, seconds in (("0", 10), ("1", 5 * HOUR), ("2", 3 * DAY)):
+    for key, seconds in (("0", 600), ("1", 5 * HOUR), ("2", 3 * DAY)):
         code_cache.fetch(key, lambda: CODE)
         set_age(code_cache.path_of(key), seconds)
     return tmp_path
@@ -46,7 +46,7 @@ def test_show(folder, capsys, arguments):
     lines = dict(line.split(maxsplit=1) for line in printed(capsys, *arguments).splitlines())
     assert lines["folder"] == str(folder)
     assert (lines["kernels"], lines["size"]) == ("3", "0.0 MB")
-    assert lines["last"] == "used 10 seconds ago; the one unused for longest 3 days ago"
+    assert lines["last"] == "used 10 minutes ago; the one unused for longest 3 days ago"
     assert "not" not in lines
 
 
