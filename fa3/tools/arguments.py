@@ -82,11 +82,11 @@ def make_parser(version: str) -> Parser:
         examples="  fa3 demo\n  fa3 demo --png order.png",
     )
     where = "where the picture of the plan goes (default: %(default)s)"
-    add(demo, "--png", Path, where, default=Path("tile_order.png"))
+    add_option(demo, "--png", Path, where, default=Path("tile_order.png"))
     return top
 
 
-def add(command: Any, flag: str, kind: Any, text: str, **settings: Any) -> None:
+def add_option(command: Any, flag: str, kind: Any, text: str, **settings: Any) -> None:
     """Add an option of a kind: `bool` for a flag, choices, or what reads the text of a value.
 
     Args:
@@ -117,7 +117,7 @@ def add_plan(commands) -> None:
   fa3 plan --causal --png order.png --trace order.json   # what each SM does when
 """.lstrip("\n"),
     )
-    add(
+    add_option(
         plan,
         "--call",
         ("dense", "packed", "cache", "backward"),
@@ -127,21 +127,21 @@ def add_plan(commands) -> None:
         default="dense",
     )
     sizes = "batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)"
-    add(plan, "--shape", shape, sizes, default=DEFAULT_SHAPE)
-    add(plan, "--head-dim-v", int, HEAD_DIM_V)
+    add_option(plan, "--shape", shape, sizes, default=DEFAULT_SHAPE)
+    add_option(plan, "--head-dim-v", int, HEAD_DIM_V_HELP)
     add_mask(plan)
-    add(plan, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
+    add_option(plan, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
     gpu = "plan for this GPU (default: the Hopper GPU of this machine, else an H200)"
-    add(plan, "--gpu", GPU_NAMES, gpu)
-    add(plan, "--page-size", int, "the cache has pages of N tokens", default=0)
-    add(plan, "--append", bool, "the call appends tokens to the cache")
+    add_option(plan, "--gpu", GPU_NAMES, gpu)
+    add_option(plan, "--page-size", int, "the cache has pages of N tokens", default=0)
+    add_option(plan, "--append", bool, "the call appends tokens to the cache")
     schedules = "run the forward kernel with this schedule: single, static, list, dynamic or split "
-    add(plan, "--schedule", str, f"{schedules}(default: the planner chooses)")
+    add_option(plan, "--schedule", str, f"{schedules}(default: the planner chooses)")
     record = "also run the plan on the Hopper GPU of this machine, and show what each SM did when"
-    add(plan, "--record", bool, record)
-    add(plan, "--json", bool, "print the plan as JSON")
-    add(plan, "--png", Path, "draw what each SM does when")
-    add(plan, "--trace", Path, "write the same as JSON for ui.perfetto.dev")
+    add_option(plan, "--record", bool, record)
+    add_option(plan, "--json", bool, "print the plan as JSON")
+    add_option(plan, "--png", Path, "draw what each SM does when")
+    add_option(plan, "--trace", Path, "write the same as JSON for ui.perfetto.dev")
 
 
 def add_compile(commands) -> None:
@@ -159,29 +159,31 @@ def add_compile(commands) -> None:
 """.lstrip("\n"),
     )
     presets = f"one of {', '.join(PRESETS)}, or the path of a model's config.json"
-    add(model, "--preset", preset, f"{presets}; instead of its sizes")
-    add(model, "--heads", head_counts, "query heads, and key/value heads")
-    add(model, "--head-dim", int, "columns of q and k")
-    add(model, "--head-dim-v", int, HEAD_DIM_V)
-    add(model, "--dtype", SHORT_DTYPES, "default: the dtype of config.json, else bf16")
+    add_option(model, "--preset", preset, f"{presets}; instead of its sizes")
+    add_option(model, "--heads", head_counts, "query heads, and key/value heads")
+    add_option(model, "--head-dim", int, "columns of q and k")
+    add_option(model, "--head-dim-v", int, HEAD_DIM_V_HELP)
+    add_option(model, "--dtype", SHORT_DTYPES, "default: the dtype of config.json, else bf16")
     mask = model.add_mutually_exclusive_group()
-    add(mask, "--causal", bool, CAUSAL, default=True)
+    add_option(mask, "--causal", bool, CAUSAL_HELP, default=True)
     full = "hide no keys (default: --causal)"
-    add(mask, "--full", bool, full, dest="causal", action="store_false")
-    add(mask, "--window", window_bound, WINDOW, nargs=2, dest="window_size")
-    add(model, "--softcap", float, "bound of scores")
-    add(model, "--sinks", bool, "the heads have attention sinks")
+    add_option(mask, "--full", bool, full, dest="causal", action="store_false")
+    add_option(mask, "--window", window_bound, WINDOW_HELP, nargs=2, dest="window_size")
+    add_option(model, "--softcap", float, "bound of scores")
+    add_option(model, "--sinks", bool, "the heads have attention sinks")
     calls = "; ".join(f"{name}: {call}" for name, call in CALLS.items())
     calls = f"the functions that the model calls; {calls} (default: all)"
-    add(model, "--calls", CALLS, calls, nargs="+")
+    add_option(model, "--calls", CALLS, calls, nargs="+")
     pages = "tokens of a page of the cache, 0 for no pages; may be repeated (default: 0 and 64)"
-    add(model, "--page-size", int, pages, dest="page_sizes", action="append")
+    add_option(model, "--page-size", int, pages, dest="page_sizes", action="append")
     rotary = "the rotary embedding turns both halves of a head against each other, as Llama does, "
-    add(model, "--rotary", ROTARIES, f"{rotary}or neighbouring pairs of columns (default: halves)")
+    add_option(
+        model, "--rotary", ROTARIES, f"{rotary}or neighbouring pairs of columns (default: halves)"
+    )
     tables = "dtype of the rotary embedding's tables (default: the model's)"
-    add(model, "--rotary-dtype", (*SHORT_DTYPES, "float32"), tables)
-    add(model, "--processes", int, "compile in N processes (default: one per core)")
-    add(model, "--dry-run", bool, "list the kernels and compile nothing")
+    add_option(model, "--rotary-dtype", (*SHORT_DTYPES, "float32"), tables)
+    add_option(model, "--processes", int, "compile in N processes (default: one per core)")
+    add_option(model, "--dry-run", bool, "list the kernels and compile nothing")
 
 
 def add_tune(commands) -> None:
@@ -207,15 +209,15 @@ def add_tune(commands) -> None:
     tune.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
 
 
-HEAD_DIM_V = "columns of v, if not head_dim"
-CAUSAL = "hide keys after a query's position"
-WINDOW = "keys that a query sees to the left and to the right of its position, -1 for all"
+HEAD_DIM_V_HELP = "columns of v, if not head_dim"
+CAUSAL_HELP = "hide keys after a query's position"
+WINDOW_HELP = "keys that a query sees to the left and to the right of its position, -1 for all"
 
 
 def add_mask(command: argparse.ArgumentParser) -> None:
-    add(command, "--causal", bool, CAUSAL)
-    window = f"{WINDOW}; --causal sets R to 0"
-    add(command, "--window", window_bound, window, nargs=2, default=(NO_BOUND, NO_BOUND))
+    add_option(command, "--causal", bool, CAUSAL_HELP)
+    window = f"{WINDOW_HELP}; --causal sets R to 0"
+    add_option(command, "--window", window_bound, window, nargs=2, default=(NO_BOUND, NO_BOUND))
 
 
 def add_cache(commands) -> None:
@@ -265,14 +267,16 @@ def kind(pattern: str, needs: str, convert: Callable[[re.Match], Any]) -> Callab
     return read
 
 
-def integers(match: re.Match) -> tuple[int, ...]:
+def all_integers(match: re.Match) -> tuple[int, ...]:
     return tuple(map(int, match[0].split(",")))
 
 
 POSITIVE = r"\d*[1-9]\d*"
 
-shape = kind(rf"{POSITIVE}(,{POSITIVE}){{5}}", "six positive integers B,SQ,SK,HQ,HKV,D", integers)
-head_counts = kind(r"\d+,\d+", "two integers HQ,HKV", integers)
+shape = kind(
+    rf"{POSITIVE}(,{POSITIVE}){{5}}", "six positive integers B,SQ,SK,HQ,HKV,D", all_integers
+)
+head_counts = kind(r"\d+,\d+", "two integers HQ,HKV", all_integers)
 window_bound = kind(r"-1|\d+", "integers of -1 or more", lambda match: int(match[0]))
 byte_count = kind(
     r"(\d{1,30}(?:\.\d+)?)([kmgt]?)b?",
