@@ -3,27 +3,21 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks import (
-    bench_forward,
     bench_schedules,
     fit_costs,
     harness,
     plans,
-    problems,
     regret,
     results,
-    runs,
     shapes,
 )
 from benchmarks.cost_parameters import comparable_schedules, predicted_us
 from benchmarks.fit_costs import START, Accuracy
-from benchmarks.meter import Meter
 from benchmarks.peers import Tensors
 from benchmarks.results import OK, PlanRow, Row
 from fa3.planning.costs import H200_COSTS, parse_costs
@@ -31,7 +25,6 @@ from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.schedules import SCHEDULES
-from fa3.tools.timing import REGIMES, Block
 
 CELLS = shapes.grid([64, 128], list(shapes.MASKS), [512, 1024, 2048, 4096])
 SMALL = [
@@ -159,14 +152,6 @@ def test_the_fit_finds_a_model_again():
     assert Accuracy.of(error for _, error in held_out).largest < 0.03
 
 
-def test_halves_are_halves():
-    seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, START)]
-    first, second = fit_costs.halves(seen)
-    assert not first & second
-    assert first | second == {cell.name for cell in CELLS}
-    assert abs(len(first) - len(second)) <= len({one.key for one in seen})
-
-
 def test_a_schedule_is_compared_where_both_were_measured():
     rows = rows_of(CELLS[:1], START, ("list",)) + rows_of(CELLS[1:2], START, ("static",))
     seen = [fit_costs.observe(row, H200) for row in rows]
@@ -252,73 +237,4 @@ def test_a_record_is_reported_without_a_gpu(tmp_path, capsys):
     assert "| all (16) | 100%, 0.0%, 0.0% |" in (tmp_path / "schedules.md").read_text()
 
 
-def test_what_would_be_measured_is_listed(capsys):
-    bench_schedules.main(["--list", "--cells", "flux", "d64-causal-512"])
-    printed = capsys.readouterr().out
-    assert "flux" in printed and "d64-causal-512" in printed and "vit-l" not in printed
-    options = bench_schedules.parse_arguments([])
-    names = {cell.name for cell in bench_schedules.chosen_cells(options)}
-    assert {"d256-causal-16384", "llama3-70b-tp8-h8.1-1x2k"} <= names
-
-
-def test_only_some_plans_are_measured_when_asked():
-    cell = CELLS[5]
-    every = bench_schedules.plans_of(cell, ())
-    some = bench_schedules.plans_of(cell, ("static",))
-    assert {one.name for one in some} == {one.name for one in every if "static" in one.name}
-    assert H200.costs.tiles
-
-
 # --------------------------------------------------------------------------------- a run
-
-
-def timed(cell: shapes.Cell, providers: list, us: dict[str, float]) -> runs.Timed:
-    """What a run has of a cell when its blocks are done; those without a time have failed."""
-    regime = REGIMES["steady"]
-    verdicts = {
-        one.name: runs.Verdict(OK, errors=harness.Errors(0.01, 0.02))
-        if one.name in us
-        else runs.Verdict(results.FAILED, "no")
-        for one in providers
-    }
-    runner = SimpleNamespace(launch="graph")
-    contenders = {
-        one.name: harness.Contender(one, "", runner) for one in providers if one.name in us
-    }
-    blocks = {
-        name: [Block(time * factor, 10, 0.0, 1.0) for factor in (1.0, 1.1, 0.9)]
-        for name, time in us.items()
-    }
-    run = runs.Run(Console(), "normal", 3, Path(), math.inf, None)
-    job = runs.Job(cell, providers, [regime])
-    return runs.Timed(run, job, regime, verdicts, contenders, blocks, Meter(None))
-
-
-def test_blocks_become_rows_of_plans():
-    cell = CELLS[5]
-    providers = bench_schedules.plans_of(cell, ())
-    us = {one.name: 100.0 + i for i, one in enumerate(providers[:-1])}
-    rows = bench_schedules.make_rows(timed(cell, providers, us))
-    assert [row.provider for row in rows] == [one.name for one in providers]
-    assert [row.us for row in rows[:-1]] == list(us.values())
-    assert (rows[-1].us, rows[-1].status, rows[-1].reason) == (None, results.FAILED, "no")
-    assert rows[0].rounds_us == pytest.approx((100, 110, 90))
-    assert rows[0].predicted_us == pytest.approx(providers[0].plan.predict().us)
-    assert rows[0].launch == "graph" and rows[0].max_error == 0.01
-    assert rows[0].provider in bench_schedules.summary_line(rows)
-
-
-def test_blocks_become_rows_of_providers():
-    peer = SimpleNamespace(name="fa3-cpp", version="0.0.3", is_peer=True)
-    ours = SimpleNamespace(name="fa3", version="1", is_peer=False)
-    rows = bench_forward.make_rows(timed(CELLS[0], [ours, peer], {"fa3": 50, "fa3-cpp": 100}))
-    assert [(row.provider, row.vs_fa3_cpp, row.best_peer) for row in rows] == [
-        ("fa3", 2, "fa3-cpp"),
-        ("fa3-cpp", 1, "fa3-cpp"),
-    ]
-    assert rows[0].tflops == pytest.approx(CELLS[0].flops / 50e6)
-
-
-def test_a_forward_row_says_which_plan_ran():
-    name = problems.plan_name(CELLS[0])
-    assert name == plan_forward(plans.problem_of(CELLS[0])).name
