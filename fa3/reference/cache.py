@@ -31,9 +31,9 @@ class HostAppend:
     kernel: Append
 
     @torch.autocast("cpu", enabled=False)
-    def __call__(self, *given) -> None:
+    def __call__(self, *arguments) -> None:
         """Take `AppendArguments`: write k and v to the cache, the new lengths, rotated queries."""
-        call, rotary = AppendArguments(*given), self.kernel.rotary
+        call, rotary = AppendArguments(*arguments), self.kernel.rotary
         for sequence, seqlen in enumerate(call.seqlens.tolist()):
             tokens = rows_of(sequence, call.cu_seqlens)
             new_k, new_v = call.k[tokens], call.v[tokens]
