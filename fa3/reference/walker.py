@@ -229,10 +229,13 @@ class Walk:
         """
         first = min(max(positions.start, keys.first), positions.stop)
         end = max(first, min(positions.stop, keys.last + 1))
-        place: tuple = keys.row, slice(keys.leftpad + first, keys.leftpad + end)
+        # What the host did not check may name a row or a page that does not exist.
+        row = min(max(keys.row, 0), len(self.k) - 1)
+        place: tuple = row, slice(keys.leftpad + first, keys.leftpad + end)
         if self.page_table is not None:
             tokens = torch.arange(keys.leftpad + first, keys.leftpad + end, device=CPU)
-            place = on_pages(self.page_table[keys.row], tokens, self.k.shape[1])
+            page, token = on_pages(self.page_table[keys.row], tokens, self.k.shape[1])
+            place = page.clamp(0, len(self.k) - 1), token
         place = *place, keys.head
         hidden = 0, 0, first - positions.start, positions.stop - end
         return [pad(x[place], hidden).float() for x in (self.k, self.v)]
