@@ -34,7 +34,7 @@ def problems(draw, dtypes=("bfloat16", "float16")):
         seqlen_q=draw(st.integers(0, 300)),
         seqlen_k=draw(st.integers(0, 300)),
         num_heads_kv=draw(st.integers(1, 2)),
-        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3])),
+        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3, 8])),
         head_dim=draw(head_dims()),
         window=draw(windows(largest=320)),
         dtype=draw(st.sampled_from(dtypes)),
@@ -67,9 +67,9 @@ def run(problem: Problem, plan=None, softmax_scale: float = 0.125, seed: int = 0
 
 
 @settings(max_examples=80)
-@given(st.data(), problems(), st.integers(0, 1000))
-def test_matches_dense_attention(data, problem, seed):
-    run(problem, data.draw(plans(problem)), seed=seed)
+@given(st.data(), problems(), st.sampled_from([1e-4, 0.125, 1.0]), st.integers(0, 1000))
+def test_matches_dense_attention(data, problem, softmax_scale, seed):
+    run(problem, data.draw(plans(problem)), softmax_scale, seed)
 
 
 @pytest.mark.parametrize("window", [Window(), Window(right=0), Window(100, 30), Window(left=10)])
