@@ -14,7 +14,7 @@ from sanitizer import check_sanitized
 from score_problems import Recipe
 
 import fa3
-from fa3.planning.backward import BackwardPlan, keys_without_zeros
+from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
 from fa3.problem import NO_BOUND, Problem, Window
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +90,7 @@ def test_head_dims(head_dim, device):
 @pytest.mark.parametrize("window", [Window(), CAUSAL])
 def test_sums_with_and_without_zeros(window, head_dim, device):
     """As many keys as sums without zeros have, one more, and queries that see no key."""
-    keys = keys_without_zeros(window)
+    keys = most_keys_unzeroed(window)
     for lengths in ((keys, keys), (keys + 1, keys + 1), (keys, 300), (300, keys + 1)):
         check(make_problem(1, *lengths, 2, 2, head_dim, window), device)
 
