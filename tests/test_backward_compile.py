@@ -21,7 +21,7 @@ from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS, WIDEST_PIECE, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.backward_preprocess import BackwardPreprocess
-from fa3.kernels.backward_roles import query_blocks, score_coords
+from fa3.kernels.backward_roles import score_coords, visited_blocks
 from fa3.planning.backward import (
     BACKWARD_TILINGS,
     BackwardKernels,
@@ -474,7 +474,7 @@ def write_masks(
     sequence = Sequence(seqlen_q, seqlen_k, Window(left, right))
     config = kernel.config
     for n_block in cutlass.range(blocks.shape[0]):
-        found = query_blocks(kernel, kernel.spec.mask, n_block, sequence)
+        found = visited_blocks(kernel, kernel.spec.mask, n_block, sequence)
         for i in cutlass.range_constexpr(4):
             blocks[n_block, i] = found[i]
     mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)

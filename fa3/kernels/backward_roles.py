@@ -176,7 +176,7 @@ class BackwardRoles:
         work = tile.work
         head = work.first_head + h
         mask = self.mask.at(work.batch, head)
-        blocks = query_blocks(self.kernel, mask, work.n_block, tile.sequence)
+        blocks = visited_blocks(self.kernel, mask, work.n_block, tile.sequence)
         if self.kernel.splits:
             blocks = self.tensors.shared.split.blocks(blocks, work.part)
         return QueryHead(head, mask, blocks)
@@ -228,7 +228,7 @@ class BackwardRoles:
         n_block, _, _ = self.keys_of(segment)
         dq = self.tensors.dq.at(self.config.tile_m, segment)
         last = self.num_key_tiles(segment) - 1
-        before = query_blocks(self.kernel, mask, n_block + 1, tile.sequence)
+        before = visited_blocks(self.kernel, mask, n_block + 1, tile.sequence)
         # The last keys wait for no other tile.
         end = before.end * Int32(n_block < last)
         return DqSemaphore(dq, last - n_block + 1, before.begin, end)
@@ -463,7 +463,7 @@ def score_coords(
 
 
 @cute.jit
-def query_blocks(kernel: cutlass.Constexpr, mask, n_block, sequence) -> Blocks:
+def visited_blocks(kernel: cutlass.Constexpr, mask, n_block, sequence) -> Blocks:
     """Query blocks that see keys of a tile; all are masked where the keys end.
 
     A block in which the queries end needs no mask for that: its rows' statistics hide them.
