@@ -424,7 +424,7 @@ def write_owners(
                 tile = m, h, b
                 for piece in cutlass.range(pieces.count):
                     for thread in cutlass.range(WARPGROUP):
-                        quads = DqAccumulator(sums, tiles, None, Int32(1)).quads_of(
+                        quads = DqAccumulator(sums, tiles, None).quads_of(
                             pieces, thread, piece, tile
                         )
                         for i in cutlass.range(cute.size(quads)):
