@@ -293,7 +293,7 @@ class DqReduction:
                 cute.arch.sync_warp()
                 state.advance()
             if cutlass.const_expr(self.has_first_store):  # noqa: SIM102
-                if is_first:  # noqa: SIM102: not a constant
+                if is_first:
                     cute.arch.cp_async_bulk_wait_group(0)
                     self.dq.publish_first_store(tile)
             if cutlass.const_expr(self.semaphore is not None):
