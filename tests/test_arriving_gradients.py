@@ -1,31 +1,20 @@
 """Gradients that other people's code brings to a backward pass: waited for, or refused by name.
 
 On a GPU kernels are launched on addresses, and these tensors have none. So what reaches a backward
-pass must lie in memory. `DeviceAttention` runs here on CPU tensors, with the reference in place of
-its kernels.
+pass must lie in memory.
 """
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from problems import make_problem
 from test_eager import Wrapper, freed
-from test_operators import CASES, backward_case, varlen_backward_case
+from test_operators import backward_case, varlen_backward_case
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 import fa3
-from fa3.calls import autograd, varlen_autograd
-from fa3.calls.operands import Operand, Output
-from fa3.planning.gpu import H200
-from fa3.planning.planner import plan_forward
-from fa3.reference.backward import Wanted, execute_backward
-from fa3.reference.forward import execute
-
-PROBLEM = make_problem(2, 20, 20, 4, head_dim=64)
+from fa3.calls import autograd
 
 # As in test_eager, and what torch says of its own collectives.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -78,47 +67,21 @@ def packed(q, k, v):
     return fa3.flash_attn_varlen_func(q, k, v, ends, ends, 27, 27, return_lse=True)
 
 
-def on_device(q, k, v):
-    """Return what `flash_attn_func` does on a GPU, which the reference computes."""
-    plan = plan_forward(PROBLEM)
-
-    def launch(q, k, v, out, lse, *rest):
-        execute(plan, (q, k, v, out, lse), 0.125)
-
-    call = SimpleNamespace(
-        output=Output.of(q.shape, Operand(q.shape, q.stride(), q.dtype, q.device)),
-        lse_shape=(2, 4, 20), launches=(None,), launch=launch, problem=PROBLEM,
-        plan=SimpleNamespace(gpu=H200),
-    )  # fmt: skip
-    return autograd.attend_on_device((call, False, 0.125, None, True), q, k, v)
-
-
-CALLS = {"dense": dense, "packed": packed, "on a GPU": on_device}
+CALLS = {"dense": dense, "packed": packed}
 
 
 @pytest.fixture(autouse=True)
 def all_lie_in_memory(monkeypatch):
     """Fail if a backward pass gets anything but plain tensors, or None."""
-    once = autograd.once
+    compute_once = autograd.no_double_backward
 
     def look(name, compute, *tensors):
         for tensor in tensors:
             assert tensor is None or (type(tensor) is torch.Tensor and tensor.data_ptr())
             assert tensor is None or not tensor.is_neg()
-        return once(name, compute, *tensors)
+        return compute_once(name, compute, *tensors)
 
-    def gradients(problem, operands, scale, tensors, wants_sinks, deterministic, dropout, sms):
-        d_out, d_lse = (
-            torch.zeros_like(like) if given is None else given
-            for given, like in zip(operands[5:], operands[3:5], strict=True)
-        )
-        operands = operands._replace(d_out=d_out, d_lse=d_lse)
-        wanted = Wanted(sinks=False)
-        return execute_backward(problem.spec, problem.window, operands, scale, wanted=wanted)
-
-    monkeypatch.setattr(autograd, "once", look)
-    monkeypatch.setattr(varlen_autograd, "once", look)
-    monkeypatch.setattr(autograd, "gradients", gradients)
+    monkeypatch.setattr(autograd, "no_double_backward", look)
 
 
 def gradients_through(call, of_result: int, change) -> tuple[torch.Tensor, ...]:
@@ -212,20 +175,19 @@ def test_in_a_graph(call, of_result):
 
 BACKWARD = {"dense": backward_case, "packed": varlen_backward_case}
 PLACES = {
-    "the gradient of out": 0, "the gradient of the log-sum-exp": 1, "out": 5, "the log-sum-exp": 6
+    "the gradient of out": "d_out", "the gradient of the log-sum-exp": "d_lse", "out": "out",
+    "the log-sum-exp": "lse",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("call", BACKWARD)
 @pytest.mark.parametrize("name", PLACES)
 def test_operators_check_what_they_read(call, name):
-    operator, given, options = BACKWARD[call]()
+    operator, arguments = BACKWARD[call]()
     place = PLACES[name]
 
     def run(change):
-        changed = list(given)
-        changed[place] = change(given[place])
-        return operator.overload(*changed, **options)
+        return operator(**arguments | {place: change(arguments[place])})
 
     run(lambda x: x)
     for change, error in (
@@ -239,14 +201,14 @@ def test_operators_check_what_they_read(call, name):
 
 @pytest.mark.parametrize("call", BACKWARD)
 def test_operators_want_a_contiguous_log_sum_exp(call):
-    operator, (d_out, d_lse, q, k, v, out, lse, *rest), options = BACKWARD[call]()
-    lse = torch.stack((lse, lse), dim=-1)[..., 0]
+    operator, arguments = BACKWARD[call]()
+    lse = torch.stack((arguments["lse"],) * 2, dim=-1)[..., 0]
     with pytest.raises(ValueError, match=r"^the log-sum-exp must be contiguous"):
-        operator.overload(d_out, d_lse, q, k, v, out, lse, *rest, **options)
+        operator(**arguments | {"lse": lse})
 
 
 def test_operators_check_lengths_on_the_host():
-    operator, (*given, _, ends, most_q, most_k, _, _), options = CASES["varlen_backward"]()
+    operator, arguments = varlen_backward_case()
     ends = torch.tensor([0, 99, 20], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^cu_seqlens_q must "):
-        operator.overload(*given, ends, ends, most_q, most_k, None, None, **options)
+        operator(**arguments | {"cu_seqlens_q": ends, "cu_seqlens_k": ends})

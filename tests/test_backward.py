@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fa3
 from fa3.calls import autograd, backward
+from fa3.calls.forward import PreparedCall
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.reference.backward import BackwardOperands
@@ -73,10 +74,16 @@ def test_gradcheck(window, recipe, dropout):
     problem, tensors = replace(problem, spec=spec), [*(modifiers.tensors or ())]
     if spec.sinks:
         tensors[-1] = tensors[-1].double().requires_grad_()
-    call = plan_forward(problem), problem, 0.25, dropout
+    call = PreparedCall(plan_forward(problem), None, (1, 2, 5), problem=problem)
+
+    def attend(*given):
+        return call.attend(*given, torch.empty_like(inputs[0]), scale=0.25, dropout=dropout)
+
+    backward = autograd.BackwardCall(problem, None, 0.25, False, 1)
+    given = autograd.DifferentiableCall(attend, backward, autograd.NO_LENGTHS, dropout, True)
 
     def run(*tensors):
-        return without_empty_rows(*autograd.HostAttention.apply(call, *tensors))
+        return without_empty_rows(*autograd.attend_differentiably(given, *tensors))
 
     with sums_in_float64():
         assert torch.autograd.gradcheck(run, (*(x.requires_grad_() for x in inputs), *tensors))

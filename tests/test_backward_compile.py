@@ -149,6 +149,22 @@ def test_machine_code_where_ctas_share_key_tiles(spec, schedule, is_ordered, spi
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize(("head_dim", "schedule"), [(128, Dynamic), (256, RaggedKeyTiles)])
+def test_machine_code_with_gradients_in_fp32(head_dim, schedule):
+    """dK and dV leave registers in pairs of fp32, without a TMA store."""
+    spec = spec_of(head_dim, "causal")
+    config = choose_backward_config(spec)
+    kernel = Backward(spec, config, schedule, splits=True, writes_fp32=True)
+    kernel = compile_kernel(kernel)
+    report = inspect(kernel.cubin)
+    check_resources(report, kernel.ptxas_log, config.threads)
+    check_wgmma(report, spec, config)
+    assert report.count("UTMASTG") == 0
+    pairs = padded(head_dim) * ROWS // WARPGROUP // config.column_splits
+    assert report.count("STG.E.64") >= pairs
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("head_dim", [128, 144])
 def test_warps_stay_within_their_registers(head_dim, splits):

@@ -87,7 +87,9 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     k, v = (torch.zeros(2, 90, 2, 64).bfloat16() for _ in range(2))
     lse = torch.zeros(2, 6, 70)
     operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
-    *found, _ = backward.gradients(problem, operands, 0.5, (), False, is_ordered, dropout, 132)
+    *found, _ = backward.gradients(
+        problem, operands, 0.5, (), Wanted(sinks=False), is_ordered, dropout, 132
+    )
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
     assert (given.window_left, given.window_right) == problem.window
     rows = 2 * 6 * -(-70 // tile_m) * tile_m

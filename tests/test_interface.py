@@ -11,6 +11,7 @@ import torch
 
 import fa3
 from fa3 import interface
+from fa3.calls.options import OPTIONS
 
 # FlashAttention-3, hopper/flash_attn_interface.py of Dao-AILab/flash-attention at commit
 # c082294e0f6c01d46318694a6f3e0274225a9683.
@@ -81,6 +82,25 @@ def test_positional_parameters_are_flash_attention_3_s(name):
         expected = expected.replace("num_splits=1", "num_splits=0")
     assert list(map(written, positional)) == expected.split()
     assert all(one.kind is one.KEYWORD_ONLY for one in parameters if one not in positional)
+
+
+@pytest.mark.parametrize("name", FLASH_ATTENTION_3)
+def test_options_have_the_defaults_of_the_table(name):
+    parameters = inspect.signature(getattr(interface, name)).parameters
+    for option in parameters.keys() & OPTIONS.keys() - {"num_splits"}:
+        assert parameters[option].default == OPTIONS[option].default, option
+
+
+def test_wrong_numbers_of_arguments():
+    q = torch.zeros(1, 5, 2, 64).bfloat16()
+    with pytest.raises(TypeError, match="'v'"):
+        interface._flash_attn_forward(q, q)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'q'"):
+        interface._flash_attn_forward(q, q, q, q=q)
+    with pytest.raises(TypeError, match="'nothing'"):
+        interface._flash_attn_forward(q, q, q, nothing=1)
+    with pytest.raises(TypeError, match=r"^flash_attn_qkvpacked_func takes 13 arguments by posit"):
+        interface.flash_attn_qkvpacked_func(*[q] * 14)
 
 
 def test_the_functions_are_those_of_the_package():

@@ -1,6 +1,7 @@
 """Operators that stand for calls in graphs: torch's own checks, and what graphs compute."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import pytest
@@ -8,29 +9,15 @@ import torch
 from full_calls import CALLS
 from problems import make_operands, make_problem
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa3
 import fa3.interface
-from fa3.calls import backward, operators, user_functions
-from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
+from fa3.calls import autograd, backward, operators
+from fa3.calls.operator_backward import run_backward
 from fa3.reference.backward import Gradients
-
-WINDOW = {"softmax_scale": None, "causal": True, "window_left": -1, "window_right": 0}
-PLAIN = {"softcap": 0.0, "sm_margin": 0, "alibi_slopes": None, "sinks": None}
-NO_FUNCTIONS = {"score": None, "score_tensors": [], "mask": None, "mask_tensors": []}
-NO_INTEGERS = {"cache_length": None, "cache_batch_idx": None, "cache_leftpad": None}
-NO_DROPOUT = {"dropout_p": 0.0, "rng_state": None}
-UNCACHED = WINDOW | PLAIN | NO_FUNCTIONS | {"deterministic": False} | NO_DROPOUT
-DENSE = UNCACHED | {"schedule": None, "pack_gqa": None}
-PACKED = UNCACHED | {"num_splits": 0}
-CACHED = WINDOW | PLAIN | NO_INTEGERS | {
-    "page_table": None, "num_splits": 0, "batch_invariant": False,
-}  # fmt: skip
-APPENDED = {
-    "rotary_cos": None, "rotary_sin": None, "cu_seqlens_k_new": None, "rotary_interleaved": True,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,79 +66,107 @@ def cache(capacity: int = 40, batch: int = 2) -> tuple[torch.Tensor, ...]:
     return q, k, v, k_cache, v_cache, torch.arange(3, 3 + batch, dtype=torch.int32)
 
 
-def forward_case(**options) -> tuple:
-    return operators.FORWARD, tensors(), DENSE | options
+Case = tuple[operators.Operator, dict[str, object]]
+"""An operator, and all of its arguments."""
 
 
-def differentiated_case() -> tuple:
-    inputs = tuple(x.requires_grad_() for x in tensors())
-    return operators.FORWARD, inputs, DENSE | {"sinks": torch.randn(4).requires_grad_()}
+def make_case(operator: operators.Operator, **arguments) -> Case:
+    return operator, operator.defaults | arguments
 
 
-def backward_case(**options) -> tuple:
-    q, k, v = tensors()
-    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True)
-    given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
-    return operators.BACKWARD, given, DENSE | options
+def forward_case(**options) -> Case:
+    named = dict(zip("qkv", tensors(), strict=True))
+    return make_case(operators.ATTENTION, function=operators.DENSE, causal=True, **named, **options)
 
 
-def written_case() -> tuple:
-    q, k, v = tensors()
-    return operators.FORWARD_OUT, (q, k, v, torch.empty_like(q)), DENSE
+def with_gradients(case: Case) -> Case:
+    operator, arguments = case
+    sinks = {"sinks": torch.randn(4).requires_grad_()}
+    return operator, arguments | {x: arguments[x].requires_grad_() for x in "qkv"} | sinks
 
 
-def varlen_case(has_out: bool) -> tuple:
+def differentiated_case() -> Case:
+    return with_gradients(forward_case())
+
+
+def backward_of(attend, arguments: dict[str, object], **options) -> Case:
+    named = {name: x for name, x in arguments.items() if name in operators.BACKWARD.arguments}
+    q, k, v = (named[name] for name in "qkv")
+    out, lse = attend(q, k, v)
+    named |= {"out": out, "lse": lse, "d_out": torch.randn_like(out)}
+    return make_case(operators.BACKWARD, **named | {"d_lse": torch.randn_like(lse)} | options)
+
+
+def backward_case(**options) -> Case:
+    attend = partial(fa3.flash_attn_func, causal=True, return_lse=True)
+    return backward_of(attend, forward_case()[1], **options)
+
+
+def written_case() -> Case:
+    _, arguments = forward_case()
+    return operators.ATTENTION_OUT, arguments | {"out": torch.empty_like(arguments["q"])}
+
+
+def varlen_case(has_out: bool = False) -> Case:
     q, k, v, ends = packed(7, 13)
-    lengths = ends, ends, 13, 13, None, None
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+    named |= {"max_seqlen_q": 13, "max_seqlen_k": 13, "function": operators.PACKED}
     if has_out:
-        return operators.VARLEN_OUT, (q, k, v, torch.empty_like(q), *lengths), PACKED
-    return operators.VARLEN, (q, k, v, *lengths), PACKED
+        return make_case(operators.ATTENTION_OUT, **named, out=torch.empty_like(q))
+    return make_case(operators.ATTENTION, **named)
 
 
-def differentiated_varlen_case() -> tuple:
-    operator, (q, k, v, *lengths), options = varlen_case(False)
-    inputs = *(x.requires_grad_() for x in (q, k, v)), *lengths
-    return operator, inputs, options | {"sinks": torch.randn(4).requires_grad_()}
+def differentiated_varlen_case() -> Case:
+    return with_gradients(varlen_case())
 
 
-def varlen_backward_case(**options) -> tuple:
-    q, k, v, ends = packed(7, 13)
-    out, lse = fa3.flash_attn_varlen_func(q, k, v, ends, ends, 13, 13, causal=True, return_lse=True)
-    given = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
-    return operators.VARLEN_BACKWARD, (*given, ends, ends, 13, 13, None, None), PACKED | options
+def varlen_backward_case(**options) -> Case:
+    _, arguments = varlen_case()
+    ends = arguments["cu_seqlens_q"]
+    attend = partial(
+        fa3.flash_attn_varlen_func, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=13,
+        max_seqlen_k=13, causal=True, return_lse=True,
+    )  # fmt: skip
+    return backward_of(attend, arguments, **options)
 
 
-def cache_case(appends: bool, has_out: bool) -> tuple:
+def cache_case(appends: bool, has_out: bool) -> Case:
     q, k, v, k_cache, v_cache, lengths = cache()
-    given = q, k_cache, v_cache, torch.empty_like(q) if has_out else None
-    options = CACHED | {"cache_seqlens": lengths}
+    named = {"q": q, "cache_seqlens": lengths, "causal": True}
+    out = torch.empty_like(q) if has_out else None
     if appends:
-        return operators.WITH_KVCACHE, given, options | APPENDED | {"k": k, "v": v}
-    return operators.READ_KVCACHE, given, options
+        caches = {"k_cache": k_cache, "v_cache": v_cache}
+        return make_case(operators.APPEND, **named, **caches, k=k, v=v, out=out)
+    named |= {"k": k_cache, "v": v_cache, "function": operators.CACHED}
+    if has_out:
+        return make_case(operators.ATTENTION_OUT, **named, out=out)
+    return make_case(operators.ATTENTION, **named)
 
 
-def combine_case(has_out: bool) -> tuple:
-    parts = torch.randn(3, 2, 20, 4, 64)
+def combine_case(has_out: bool) -> Case:
     out = torch.empty(2, 20, 4, 64, dtype=torch.bfloat16) if has_out else None
-    return operators.COMBINE, (parts, torch.randn(3, 2, 20, 4), out, torch.bfloat16), {}
+    return make_case(
+        operators.COMBINE, out_partial=torch.randn(3, 2, 20, 4, 64),
+        lse_partial=torch.randn(3, 2, 20, 4), out=out, out_dtype=torch.bfloat16,
+    )  # fmt: skip
 
 
 CASES = {
-    "forward": forward_case,
-    "forward, sinks": lambda: forward_case(sinks=torch.randn(4), softcap=5.0),
-    "forward, dropout": lambda: forward_case(dropout_p=0.3, rng_state=torch.tensor([7])),
-    "forward, differentiated": differentiated_case,
-    "forward_out": written_case,
-    "backward": backward_case,
-    "varlen_forward": lambda: varlen_case(False),
-    "varlen_forward, differentiated": differentiated_varlen_case,
-    "varlen_forward_out": lambda: varlen_case(True),
-    "varlen_backward": varlen_backward_case,
-    "varlen_backward, deterministic": lambda: varlen_backward_case(deterministic=True),
-    "read_kvcache": lambda: cache_case(False, False),
-    "read_kvcache with out": lambda: cache_case(False, True),
-    "with_kvcache": lambda: cache_case(True, False),
-    "with_kvcache with out": lambda: cache_case(True, True),
+    "dense": forward_case,
+    "dense, sinks": lambda: forward_case(sinks=torch.randn(4), softcap=5.0),
+    "dense, dropout": lambda: forward_case(dropout_p=0.3, rng_state=torch.tensor([7])),
+    "dense, differentiated": differentiated_case,
+    "dense with out": written_case,
+    "dense, backward": backward_case,
+    "packed": varlen_case,
+    "packed, differentiated": differentiated_varlen_case,
+    "packed with out": lambda: varlen_case(True),
+    "packed, backward": varlen_backward_case,
+    "packed, backward, deterministic": lambda: varlen_backward_case(deterministic=True),
+    "cache": lambda: cache_case(False, False),
+    "cache with out": lambda: cache_case(False, True),
+    "append": lambda: cache_case(True, False),
+    "append with out": lambda: cache_case(True, True),
     "combine": lambda: combine_case(False),
     "combine with out": lambda: combine_case(True),
 }
@@ -160,8 +175,9 @@ CASES = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("case", CASES)
 def test_torch_finds_the_operators_sound(case):
-    operator, given, options = CASES[case]()
-    found = torch.library.opcheck(operator.overload, given, options)
+    operator, arguments = CASES[case]()
+    given = tuple(arguments[name] for name in operator.arguments)
+    found = torch.library.opcheck(operator.overload, given)
     assert set(found.values()) == {"SUCCESS"}
 
 
@@ -308,6 +324,37 @@ def test_inductor():
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_does_not_copy_caches(dynamic):
+    """It makes neither a clone nor any other tensor of a cache's size."""
+
+    def step(q, k, v, k_cache, v_cache, lengths):
+        return fa3.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
+
+    torch.compiler.reset()
+    given = cache(capacity=416, batch=3)
+    copies = [x.clone() for x in given]
+    expected = step(*copies)
+    out, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=dynamic), *given)
+    assert torch.equal(out, expected)
+    assert all(
+        torch.equal(one.nan_to_num(), other.nan_to_num())
+        for one, other in zip(given, copies, strict=True)
+    )
+    (code,) = codes
+    body = code[code.index("def call(") : code.index("def get_args(")]
+    assert body.count("torch.ops.fa3.append.default(") == 1
+    assert not any(word in body for word in ("clone", "copy_", "empty", "as_strided"))
+
+
+def test_a_call_on_a_cache_has_no_gradient():
+    operator, arguments = cache_case(False, False)
+    arguments["q"].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_with_kvcache has no gradient"):
+        operator(**arguments)
+
+
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:`isinstance")
 def test_an_exported_program_is_of_any_length():
     length = torch.export.Dim("length")
@@ -412,8 +459,8 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
     run, make = ORDERED[call]
     graph = make_fx(lambda *given: gradients(run, given))(*make(20)).graph
     (node,) = (node for node in graph.nodes if "backward" in str(node.target))
-    operator = next(o for o in vars(operators).values() if getattr(o, "overload", 0) is node.target)
-    assert (operator.by_name(node.args) | node.kwargs)["deterministic"] is True
+    assert node.target is operators.BACKWARD.overload
+    assert (operators.BACKWARD.by_name(node.args) | node.kwargs)["deterministic"] is True
 
     asked = []
 
@@ -422,15 +469,13 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
         asked.append(deterministic)
         return Gradients(None, None, None, None)
 
-    monkeypatch.setattr(backward, "gradients", note)
+    monkeypatch.setattr(autograd, "gradients", note)
     monkeypatch.setattr(backward, "packed_gradients", note)
     for deterministic in (True, False):
         case = {"dense": backward_case, "packed": varlen_backward_case}[call]
-        _, given, options = case(deterministic=deterministic)
-        named = operator.by_name(given) | options
+        _, named = case(deterministic=deterministic)
         named["q"] = named["q"].as_subclass(OnGpu)
-        run = {"dense": gradients_of_call, "packed": gradients_of_packed_call}[call]
-        run(**operators.as_call(named))
+        run_backward(**named)
     assert asked == [True, False]
 
 
@@ -439,9 +484,9 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
     [(differentiated_case, "flash_attn_func"), (differentiated_varlen_case, "_varlen_func")],
 )
 def test_operators_have_no_second_derivative(case, name):
-    operator, inputs, options = case()
-    out, _ = operator.overload(*inputs, **options)
-    (d_q,) = torch.autograd.grad(out.float().square().sum(), inputs[0], create_graph=True)
+    operator, arguments = case()
+    out, _ = operator(**arguments)
+    (d_q,) = torch.autograd.grad(out.float().square().sum(), arguments["q"], create_graph=True)
     with pytest.raises(NotImplementedError, match=f"{name} has no second derivative"):
         d_q.float().sum().backward()
 
@@ -449,12 +494,12 @@ def test_operators_have_no_second_derivative(case, name):
 @pytest.mark.parametrize("case", [differentiated_case, differentiated_varlen_case])
 def test_what_operators_keep(case):
     """What they were given, what they gave, and no copy of either."""
-    operator, inputs, options = case()
-    options = options | {"dropout_p": 0.3, "rng_state": torch.tensor([7])}
+    operator, arguments = case()
+    arguments |= {"dropout_p": 0.3, "rng_state": torch.tensor([7])}
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        results = operator.overload(*inputs, **options)
-    given = [x for x in (*inputs, *options.values()) if isinstance(x, torch.Tensor)]
+        results = operator(**arguments)
+    given = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
     expected = {x.data_ptr() for x in (*results, *given)}
     assert {x.data_ptr() for x in kept} == expected
 
@@ -483,9 +528,9 @@ def test_functions_of_the_users(where):
 
 
 def test_a_function_that_another_process_named():
-    options = DENSE | {"score": "elsewhere.Score"}
+    operator, arguments = forward_case(score="elsewhere.Score")
     with pytest.raises(ValueError, match=r"elsewhere\.Score is not known here"):
-        operators.FORWARD.overload(*tensors(), **options)
+        operator(**arguments)
 
 
 # ------------------------------------------------------------------------------------ refused
@@ -525,14 +570,6 @@ def test_a_score_has_no_gradient_in_a_graph_that_was_traced_without(call):
         assert torch.equal(graph(q.requires_grad_(), k, v), expected)
     with pytest.raises(NotImplementedError, match="requires grad, but score has no derivative"):
         graph(q, k, v)
-
-
-@pytest.mark.parametrize("case", [backward_case, varlen_backward_case])
-def test_a_backward_pass_with_a_score_is_refused(case):
-    name, of_score = user_functions.take_apart("score", Times(torch.ones(4)), fa3.Score)
-    operator, given, options = case(score=name, score_tensors=of_score)
-    with pytest.raises(NotImplementedError, match=r"^out requires grad,.* score has no deriv"):
-        operator.overload(*given, **options)
 
 
 @pytest.mark.parametrize("call", ["dense", "packed"])

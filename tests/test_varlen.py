@@ -492,7 +492,7 @@ def check_host_memory(first: tuple[int, int], last: tuple[int, int], calls: int)
 
 def test_calls_of_ever_new_lengths_keep_no_memory(monkeypatch):
     """100,000 calls, hardly two of which have the same lengths, batch and totals."""
-    monkeypatch.setattr(RaggedCall, "attend", lambda *arguments, known, splits: None)
+    monkeypatch.setattr(RaggedCall, "attend", lambda *arguments, **options: None)
     q, k = (torch.zeros(300, 2, 8).bfloat16() for _ in range(2))
     ends = torch.arange(301, dtype=torch.int32)
     draw = random.Random(0)

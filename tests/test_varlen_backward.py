@@ -1,6 +1,7 @@
 """Gradients of packed sequences on the CPU, and what is refused."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from varlen_problems import VarlenProblem, make_call, random_problem
 
 import fa3
 from fa3 import flash_attn_varlen_func
+from fa3.calls import autograd
 from fa3.calls.modifiers import Structure
-from fa3.calls.varlen_autograd import attend_packed
+from fa3.calls.varlen import attend_packed
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
+from fa3.planning.joined import PackedSizes
 from fa3.planning.ragged import RaggedPlan
 from fa3.problem import Window
 from fa3.reference.dropout import Dropout
@@ -162,11 +165,15 @@ def test_gradcheck(window, dropout):
     spec = structure.spec(torch.bfloat16, 8, 8, window)
     plan = RaggedPlan(spec, has_used_q=True, has_used_k=False, gpu=H200)
     call = RaggedCall(plan, structure, window, None, None, None)
+    sizes = PackedSizes(4, 2, 7, 7, 4, 4)
+    run_packed = call, lengths, sizes, 0.25, dropout, None, False
+    attend = partial(attend_packed, run_packed)
+    backward = autograd.BackwardCall((spec, window), (4, 4), 0.25, False, 1)
+    given = autograd.DifferentiableCall(attend, backward, lengths, dropout, True)
     is_used = torch.tensor([row in (0, 1, 2, 3, 4, 6) for row in range(7)])
 
     def run(*tensors):
-        given = call, lengths, (4, 4), None, False, 0.25, dropout, True
-        out, lse = attend_packed(given, *tensors)
+        out, lse = autograd.attend_differentiably(given, *tensors)
         return without_empty_rows(out[is_used], lse[:, is_used])
 
     with sums_in_float64():

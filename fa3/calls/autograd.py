@@ -1,23 +1,25 @@
-"""Gradients of `flash_attn_func`: what torch's autograd calls and keeps.
+"""Gradients of calls: what torch's autograd calls and keeps.
 
-`flash_attn_func` comes here with checked tensors when one of them wants a gradient. What is kept
-until the backward pass are the tensors of the call, its output, its log-sum-exp and the seed of its
-dropout, no matrix of queries by keys; `fa3.reference.backward` computes P again from them, and on a
-GPU the kernels that `fa3.calls.backward` launches.
+`flash_attn_func` and `flash_attn_varlen_func` come here with checked tensors when one of them wants
+a gradient. What is kept until the backward pass are the tensors of the call, its output, its
+log-sum-exp and the seed of its dropout, no matrix of queries by keys. `fa3.reference.backward` and
+`fa3.reference.varlen` compute P again from them, and on a GPU the kernels that `fa3.calls.backward`
+and `fa3.calls.varlen_backward` launch.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch._C import _are_functorch_transforms_active
 
 from fa3.calls.backward import gradients
-from fa3.calls.devices import gpu_of
 from fa3.calls.eager import in_memory
-from fa3.calls.operands import hide_all_keys
+from fa3.calls.varlen_call import ragged_gradients
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Gradients, Wanted, execute_backward
 from fa3.reference.dropout import Dropout
-from fa3.reference.forward import execute
+from fa3.reference.varlen import PackedLengths
 from fa3.scores.scores import Score
 
 NUM_OPERANDS = len(BackwardOperands._fields)
@@ -80,23 +82,6 @@ def check_differentiable(
     )
 
 
-def keep_for_backward(
-    ctx, given: tuple, dropout: Dropout | None, *tensors: torch.Tensor | None
-) -> None:
-    """Keep until the backward pass what it needs; the seed of dropout is one of the tensors."""
-    ctx.given = given
-    ctx.save_for_backward(*(() if dropout is None else (dropout.rng_state,)), *tensors)
-
-
-def kept(ctx, dropout: Dropout | None) -> tuple[tuple, Dropout | None]:
-    """The tensors that a call kept, and its dropout with the seed that was among them."""
-    # Asked for once: a checkpoint computes them anew each time, and hooks may give others.
-    tensors = tuple(in_memory("a tensor that was saved for backward", x) for x in ctx.saved_tensors)
-    if dropout is None:
-        return tensors, None
-    return tensors[1:], dropout._replace(rng_state=tensors[0])
-
-
 def arrived(
     d_out: torch.Tensor | None, d_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -108,7 +93,9 @@ def arrived(
     return in_memory(OF_OUT, d_out), in_memory(OF_LSE, d_lse)
 
 
-def once(name: str, compute: Callable[..., Gradients], *tensors: torch.Tensor | None) -> Gradients:
+def no_double_backward(
+    name: str, compute: Callable[..., Gradients], *tensors: torch.Tensor | None
+) -> Gradients:
     """Compute gradients of these tensors, which have none themselves.
 
     Torch need not know of it unless someone may ask for a second derivative (`create_graph`). That
@@ -138,121 +125,136 @@ class WithoutDerivative(torch.autograd.Function):
         raise no_second_derivative(ctx.name)
 
 
-def of_tensors(tensors: Sequence[torch.Tensor], d_sinks: torch.Tensor | None) -> tuple:
-    """The gradients of the tensors of a spec's scores, mask and sinks: only the sinks have one, and
-    they come last."""
-    return (*[None] * (len(tensors) - 1), d_sinks) if tensors else ()
+class BackwardCall(NamedTuple):
+    """The backward pass of a call, without its tensors.
 
+    Fields:
+        problem: of a dense call; of packed sequences the spec and the window.
+        longest: max_seqlen_q and max_seqlen_k of packed sequences; None for a dense call.
+        deterministic: whether dQ has the same bits every time.
+        num_sms: SMs of a GPU that may be used.
+    """
 
-class HostAttention(torch.autograd.Function):
-    """Attention of CPU tensors, differentiable once by q, k, v and the sinks."""
+    problem: Problem | tuple[AttentionSpec, Window]
+    longest: tuple[int, int] | None
+    softmax_scale: float
+    deterministic: bool
+    num_sms: int
 
-    @staticmethod
-    def forward(
-        ctx,
-        given: tuple,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a plan.
+    @property
+    def function(self) -> str:
+        """The public function."""
+        return "flash_attn_func" if self.longest is None else "flash_attn_varlen_func"
+
+    def gradients(
+        self,
+        operands: BackwardOperands,
+        lengths: Sequence[torch.Tensor | None],
+        tensors: tuple[torch.Tensor, ...],
+        wanted: Wanted,
+        dropout: Dropout | None,
+    ) -> Gradients:
+        """Compute the gradients.
 
         Args:
-            given: the plan, None if there is nothing to compute; the problem; the softmax scale;
-                the `Dropout`, None without.
+            operands: `d_out` and `d_lse` are None for zeros.
+            lengths: the `PackedLengths`; of a dense call they are not read.
             tensors: of the spec's scores, mask and sinks, in this order.
-
-        Returns:
-            out and lse, contiguous.
+            wanted: the gradients that are used; on a GPU q, k and v have theirs together.
         """
-        plan, problem, softmax_scale, dropout = given
-        batch, seqlen_q, heads_q, _ = q.shape
-        out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
-        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=torch.float32)
-        if plan is None:
-            hide_all_keys(out, lse, tensors[-1] if problem.spec.sinks else None)
-        else:
-            execute(plan, (q, k, v, out, lse), softmax_scale, tensors, dropout)
-        keep_for_backward(ctx, given, dropout, q, k, v, out, lse, *tensors)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, d_out: torch.Tensor, d_lse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of what `forward` took, in its order."""
-        _, problem, softmax_scale, dropout = ctx.given
-        (q, k, v, out, lse, *tensors), dropout = kept(ctx, dropout)
-        wanted = Wanted(*ctx.needs_input_grad[1:4], any(ctx.needs_input_grad[4:]))
-
-        def compute(*read: torch.Tensor) -> Gradients:
-            operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
-            spec, window = problem.spec, problem.window
-            return execute_backward(spec, window, operands, softmax_scale, tensors, wanted, dropout)
-
-        read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors
-        *found, d_sinks = once("flash_attn_func", compute, *read)
-        return None, *found, *of_tensors(tensors, d_sinks)
+        problem, longest, scale, deterministic, num_sms = self
+        if longest is not None:
+            return ragged_gradients(
+                *problem, operands, PackedLengths(*lengths), longest, tensors, scale, wanted,
+                deterministic, dropout, num_sms,
+            )  # fmt: skip
+        if operands.q.is_cuda:
+            return gradients(
+                problem, operands, scale, tensors, wanted, deterministic, dropout, num_sms
+            )
+        out, lse, d_out, d_lse = operands[3:]
+        operands = operands._replace(
+            d_out=torch.zeros_like(out) if d_out is None else d_out,
+            d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
+        )
+        spec, window = problem.spec, problem.window
+        return execute_backward(spec, window, operands, scale, tensors, wanted, dropout)
 
 
-class DeviceAttention(torch.autograd.Function):
-    """Attention of tensors on a GPU, differentiable once by q, k, v and the sinks."""
+NO_LENGTHS = (None,) * 4
+"""The lengths of a dense call."""
+
+
+class DifferentiableCall(NamedTuple):
+    """A call, without the tensors that may have a gradient.
+
+    Fields:
+        attend: takes q, k, v and the tensors of scores, mask and sinks, None for none; gives out
+            and the log-sum-exp.
+        lengths: the `PackedLengths`.
+        returns_lse: whether the log-sum-exp is wanted: each result costs torch 1 us.
+    """
+
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: BackwardCall
+    lengths: Sequence[torch.Tensor | None]
+    dropout: Dropout | None
+    returns_lse: bool
+
+
+class Attention(torch.autograd.Function):
+    """Attention, differentiable once by q, k, v and the sinks."""
 
     @staticmethod
     def forward(
         ctx,
-        given: tuple,
+        call: DifferentiableCall,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Run a call.
+        """Attend; keep what the backward pass needs.
 
         Args:
-            given: the `fa3.calls.forward.PreparedCall`; whether dQ is to have the same bits every
-                time; the softmax scale; the `Dropout`, None without; whether the log-sum-exp is
-                wanted. In one tuple, since torch looks at each argument.
+            call: all else in one tuple, since torch looks at each argument.
             tensors: of the spec's scores, mask and sinks, in this order.
-
-        Returns:
-            out, and the log-sum-exp if it is wanted: each costs torch 1 us.
         """
-        call, _, softmax_scale, dropout, wants_lse = given
-        out = call.output.allocate(q)
-        lse = q.new_empty(*call.lse_shape, dtype=torch.float32)
-        if call.launches:
-            drawn = None if dropout is None else dropout.arguments
-            call.launch(q, k, v, out, lse, tensors or None, softmax_scale, None, drawn)
-        else:
-            hide_all_keys(out, lse, tensors[-1] if call.problem.spec.sinks else None)
+        attend, ctx.call, lengths, ctx.dropout, returns_lse = call
+        out, lse = attend(q, k, v, tensors or None)
         ctx.set_materialize_grads(False)
-        keep_for_backward(ctx, given, dropout, q, k, v, out, lse, *tensors)
-        return (out, lse) if wants_lse else out
+        state = None if ctx.dropout is None else ctx.dropout.rng_state
+        ctx.save_for_backward(state, *lengths, q, k, v, out, lse, *tensors)
+        return (out, lse) if returns_lse else out
 
     @staticmethod
     def backward(
         ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of what `forward` took, in its order."""
-        call, deterministic, softmax_scale, dropout, _ = ctx.given
-        (q, k, v, out, lse, *tensors), dropout = kept(ctx, dropout)
-        wants_sinks = bool(tensors) and any(ctx.needs_input_grad[4:])
+        call, dropout = ctx.call, ctx.dropout
+        # Asked for once: a checkpoint computes them anew each time, and hooks may give others.
+        state, *saved = (
+            in_memory("a tensor that was saved for backward", x) for x in ctx.saved_tensors
+        )
+        if dropout is not None:
+            dropout = dropout._replace(rng_state=state)
+        lengths, saved, tensors = saved[:4], saved[4:9], saved[9:]
+        wanted = Wanted(*ctx.needs_input_grad[1:4], any(ctx.needs_input_grad[4:]))
 
         def compute(*read: torch.Tensor | None) -> Gradients:
             operands, tensors = BackwardOperands(*read[:NUM_OPERANDS]), read[NUM_OPERANDS:]
-            gpu = gpu_of(q.device) if call.plan is None else call.plan.gpu
-            return gradients(
-                call.problem, operands, softmax_scale, tensors, wants_sinks, deterministic, dropout,
-                gpu.num_sms,
-            )  # fmt: skip
+            return call.gradients(operands, lengths, tensors, wanted, dropout)
 
-        read = q, k, v, out, lse, *arrived(d_out, d_lse), *tensors
-        *found, d_sinks = once("flash_attn_func", compute, *read)
-        return None, *found, *of_tensors(tensors, d_sinks)
+        read = *saved, *arrived(d_out, d_lse), *tensors
+        *grads, d_sinks = no_double_backward(call.function, compute, *read)
+        # Of scores, mask and sinks only the sinks have one, and they come last.
+        grads += [None] * (len(tensors) - 1)
+        return None, *grads, *([d_sinks] if tensors else ())
 
 
-attend_on_device = super(torch.autograd.Function, DeviceAttention).apply
-"""`DeviceAttention.apply` without a search for transforms and their wrapped tensors, which calls
+attend_differentiably = super(torch.autograd.Function, Attention).apply
+"""`Attention.apply` without a search for transforms and their wrapped tensors, which calls
 have refused before; the search would take 2 us."""
 
 

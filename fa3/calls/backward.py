@@ -50,12 +50,14 @@ class PreparedBackward:
         template: the `PassArguments` in order, the tensors still missing.
         buffer_size: 32-bit numbers of the buffer that the kernels share.
         tile_m: queries of a tile.
+        dkv_dtype: dtype of dK and dV; the dtype of K and V if None.
     """
 
     entry: Callable
     template: list
     buffer_size: int
     tile_m: int
+    dkv_dtype: torch.dtype | None
 
     @classmethod
     def of(
@@ -89,7 +91,8 @@ class PreparedBackward:
             parts_at=layout.parts_at,
         )
         entry = load_kernel(kernels.entry)
-        return cls(entry, template, layout.end, kernels.config.tile_m)
+        dtype = torch.float32 if kernels.writes_fp32 else None
+        return cls(entry, template, layout.end, kernels.config.tile_m, dtype)
 
     def launch(
         self,
@@ -113,8 +116,9 @@ class PreparedBackward:
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(self.buffer_size)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dk = torch.empty_like(k, memory_format=torch.contiguous_format)
-        dv = torch.empty_like(v, memory_format=torch.contiguous_format)
+        dtype = self.dkv_dtype
+        dk = torch.empty_like(k, dtype=dtype, memory_format=torch.contiguous_format)
+        dv = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
         has_d_lse = d_lse is not None
         d_out = torch.zeros_like(out) if d_out is None else for_tma(d_out)
         d_lse = d_lse.contiguous() if has_d_lse else lse
@@ -152,9 +156,11 @@ class PreparedBackward:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_backward(problem: Problem, is_ordered: bool, num_sms: int) -> PreparedBackward:
+def prepare_backward(
+    problem: Problem, is_ordered: bool, num_sms: int, writes_fp32: bool
+) -> PreparedBackward:
     """Plan the backward pass of a problem on so many SMs and load its kernels."""
-    plan = BackwardPlan.of(problem, is_ordered, num_sms)
+    plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
     return PreparedBackward.of(plan.kernels, plan.sizes, plan.shares, problem.window, num_sms)
 
 
@@ -167,7 +173,7 @@ def gradients(
     operands: BackwardOperands,
     softmax_scale: float,
     tensors: tuple[torch.Tensor, ...],
-    wants_sinks: bool,
+    wanted: Wanted,
     deterministic: bool,
     dropout: Dropout | None,
     num_sms: int,
@@ -177,7 +183,7 @@ def gradients(
     Args:
         operands: `d_out` and `d_lse` may be laid out in any way, and None for zeros.
         tensors: of the spec's scores, mask and sinks.
-        wants_sinks: whether the gradient of the sinks is wanted.
+        wanted: of the sinks nothing is computed unless it is; the others come all together.
         deterministic: whether dQ is to have the same bits every time; the others always have.
         dropout: of the forward pass, where the problem's spec has it.
         num_sms: SMs that may be used, not more than the GPU has.
@@ -187,11 +193,12 @@ def gradients(
         nothing if what came for it is finite.
     """
     if operands.d_out is None and operands.d_lse is None:
-        return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
+        return no_gradients(operands, torch.zeros_like(tensors[-1]) if wanted.sinks else None)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
-        return without_keys(operands, tensors, wants_sinks)
-    call = prepare_backward(problem, deterministic, min(num_sms, gpu_of(operands.q.device).num_sms))
-    return call.launch(operands, None, softmax_scale, tensors, dropout, wants_sinks)
+        return without_keys(operands, tensors, wanted.sinks)
+    num_sms = min(num_sms, gpu_of(operands.q.device).num_sms)
+    call = prepare_backward(problem, deterministic, num_sms, wanted.fp32_dkv)
+    return call.launch(operands, None, softmax_scale, tensors, dropout, wanted.sinks)
 
 
 def packed_gradients(
@@ -225,7 +232,8 @@ def packed_gradients(
     sizes = q.shape[0], k.shape[0], lengths.batch, max_seqlen_q, q.shape[1], k.shape[1]
     shares = shares_of_packed(spec, window, *sizes, deterministic, num_sms)
     has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
-    kernels = kernels_of_packed(spec, deterministic, shares.parts > 1, True, *has_used)
+    splits = wanted.fp32_dkv or shares.parts > 1
+    kernels = kernels_of_packed(spec, deterministic, splits, True, *has_used, wanted.fp32_dkv)
     call = PreparedBackward.of(
         kernels, sizes_of_packed(kernels, window, *sizes, shares), shares, window, num_sms
     )

@@ -45,7 +45,7 @@ COMBINE_CTAS = 16
 """CTAs of the kernel that merges, for each SM."""
 
 
-@operators.COMBINE.stands_for
+@operators.registers
 def flash_attn_combine(
     out_partial: torch.Tensor,
     lse_partial: torch.Tensor,

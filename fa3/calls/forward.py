@@ -12,8 +12,10 @@ import torch
 
 from fa3.calls import assertions, operators
 from fa3.calls.autograd import (
-    HostAttention,
-    attend_on_device,
+    NO_LENGTHS,
+    BackwardCall,
+    DifferentiableCall,
+    attend_differentiably,
     check_differentiable,
     wants_gradient,
 )
@@ -46,7 +48,7 @@ from fa3.calls.operands import (
 )
 from fa3.calls.options import (
     FROM_FLASH_ATTENTION_2,
-    OptionTypes,
+    Options,
     as_pair,
     check_hashable,
     check_scale,
@@ -56,7 +58,7 @@ from fa3.calls.options import (
     reject_unsupported,
 )
 from fa3.calls.part_memory import PartMemory
-from fa3.calls.traced import trace_dense
+from fa3.calls.traced import trace_attention
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.planning.gpu import H200
@@ -78,20 +80,10 @@ from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 from fa3.settings import check_settings
 
-FORWARD_TYPES = {
-    "causal": bool,
-    "deterministic": bool,
-    "return_lse": bool,
-    "return_attn_probs": bool,
-    "attention_chunk": int,
-    "num_splits": int,
-    "sm_margin": int,
-    "softcap": float,
-    "dropout_p": float,
-}
-"""Types of the options of a call without a cache."""
-
-FORWARD_OPTIONS = OptionTypes(FORWARD_TYPES)
+FORWARD_OPTIONS = Options(
+    "causal", "deterministic", "return_lse", "return_attn_probs", "attention_chunk", "num_splits",
+    "sm_margin", "softcap", "dropout_p",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +140,35 @@ class PreparedCall:
             sum(counts),
             plan.problem,
         )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...] | None,
+        out: torch.Tensor | None = None,
+        returns_lse: bool = True,
+        scale: float = 1.0,
+        dropout: Dropout | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write out, or a new tensor; return it with the log-sum-exp, None if it is not wanted."""
+        if out is None:
+            out = self.output.allocate(q)
+        lse = q.new_empty(*self.lse_shape, dtype=torch.float32) if returns_lse else None
+        if self.launches:
+            drawn = None if dropout is None else dropout.arguments
+            self.launch(q, k, v, out, lse, tensors, scale, None, drawn)
+            return out, lse
+        if self.plan is not None:
+            execute(self.plan, (q, k, v, out, lse), scale, tensors, dropout)
+            return out, lse
+        if self.grouped is not None:
+            operands = RaggedOperands(q, k, v, out, lse, None, None, None, None)
+            self.grouped.attend(operands, NO_TABLES, tensors, scale)
+            return out, lse
+        hide_all_keys(out, lse, tensors[-1] if self.problem.spec.sinks else None)
+        return out, lse
 
     def launch(
         self,
@@ -212,8 +233,7 @@ ALIGNED = 4
 """Counters in 16 bytes, as kernels want them to be aligned."""
 
 
-@operators.FORWARD.stands_for
-@operators.FORWARD_OUT.stands_for
+@operators.registers
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -313,8 +333,6 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    if attention_chunk is None:
-        attention_chunk = 0
     if (
         type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
         type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
@@ -323,7 +341,7 @@ def flash_attn_func(
         (
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
             sm_margin, softcap, dropout_p,
-        ) = FORWARD_OPTIONS.of(
+        ) = FORWARD_OPTIONS.converted(
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
             sm_margin, softcap, dropout_p,
             note=note_on_order(softmax_scale, FROM_FLASH_ATTENTION_2),
@@ -346,10 +364,12 @@ def flash_attn_func(
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
     if is_traced(q):
-        return trace_dense(
-            q, k, v, out, return_lse, score, mask, plan, schedule, pack_gqa, deterministic,
-            dropout_p, rng_state, softmax_scale, causal, window_size, softcap, sm_margin,
-            alibi_slopes, sinks,
+        return trace_attention(
+            operators.DENSE, return_lse, q=q, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, pack_gqa=pack_gqa,
+            deterministic=deterministic, sm_margin=sm_margin, alibi_slopes=alibi_slopes,
+            sinks=sinks, score=score, mask=mask, out=out, schedule=schedule, plan=plan,
+            dropout_p=dropout_p, rng_state=rng_state,
         )  # fmt: skip
     described = (
         describe("q", q, ALIGNMENT, True),
@@ -378,43 +398,14 @@ def flash_attn_func(
         assertions.check_scores(q, k, scale)
     if has_gradient:
         check_differentiable(q, k, v, sinks, score, out, pack_gqa)
-        return attend_differentiably(
-            call, q, k, v, modifiers.tensors or (), scale, dropout, deterministic, return_lse
-        )
-    if out is None:
-        out = call.output.allocate(q)
-    else:
+        num_sms = 0 if call.plan is None else call.plan.gpu.num_sms
+        backward = BackwardCall(call.problem, None, scale, deterministic, num_sms)
+        attend = functools.partial(call.attend, scale=scale, dropout=dropout)
+        given = DifferentiableCall(attend, backward, NO_LENGTHS, dropout, return_lse)
+        return attend_differentiably(given, q, k, v, *(modifiers.tensors or ()))
+    if out is not None:
         check_forward_out(call, out, described, (q, k, v), modifiers)
-    lse = q.new_empty(*call.lse_shape, dtype=torch.float32) if return_lse else None
-    if call.launches:
-        given = None if dropout is None else dropout.arguments
-        call.launch(q, k, v, out, lse, modifiers.tensors, scale, None, given)
-    elif call.grouped is not None:
-        operands = RaggedOperands(q, k, v, out, lse, None, None, None, None)
-        call.grouped.attend(operands, NO_TABLES, modifiers.tensors, scale)
-    elif call.plan is not None:
-        execute(call.plan, (q, k, v, out, lse), scale, modifiers.tensors, dropout)
-    else:
-        hide_all_keys(out, lse, sinks)
-    return (out, lse) if return_lse else out
-
-
-def attend_differentiably(
-    call: PreparedCall,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tensors: tuple[torch.Tensor, ...],
-    scale: float,
-    dropout: Dropout | None,
-    deterministic: bool,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What `flash_attn_func` returns, which torch's autograd knows of."""
-    if q.is_cuda:
-        given = call, deterministic, scale, dropout, return_lse
-        return attend_on_device(given, q, k, v, *tensors)
-    out, lse = HostAttention.apply((call.plan, call.problem, scale, dropout), q, k, v, *tensors)
+    out, lse = call.attend(q, k, v, modifiers.tensors, out, return_lse, scale, dropout)
     return (out, lse) if return_lse else out
 
 

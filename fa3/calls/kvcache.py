@@ -14,16 +14,18 @@ from fa3.calls.cache_call import (
     CACHE_ALIGNMENTS,
     LENGTHS,
     OF_TOTAL,
+    CacheTensors,
     describe_tensors,
     of_any_total,
 )
 from fa3.calls.eager import is_traced
 from fa3.calls.latest import Latest
 from fa3.calls.options import (
-    OptionTypes,
+    Options,
     as_pair,
     by_either_name,
     check_scale,
+    check_window,
     integer,
     reject_unsupported,
     share_heads,
@@ -41,26 +43,16 @@ from fa3.calls.scheduler_metadata import (
     SchedulerMetadata,
     check_cache_metadata,
 )
-from fa3.calls.traced import trace_cached
-from fa3.problem import NO_BOUND, REMEMBERED
+from fa3.calls.traced import trace_attention
+from fa3.problem import NO_BOUND, REMEMBERED, Window
 
-CACHE_OPTIONS = OptionTypes(
-    {
-        "causal": bool,
-        "rotary_interleaved": bool,
-        "batch_invariant": bool,
-        "return_lse": bool,
-        "return_softmax_lse": bool,
-        "attention_chunk": int,
-        "num_splits": int,
-        "sm_margin": int,
-        "softcap": float,
-    }
-)
+CACHE_OPTIONS = Options(
+    "causal", "rotary_interleaved", "batch_invariant", "return_lse", "return_softmax_lse",
+    "attention_chunk", "num_splits", "sm_margin", "softcap",
+)  # fmt: skip
 
 
-@operators.WITH_KVCACHE.stands_for
-@operators.READ_KVCACHE.stands_for
+@operators.registers
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -201,8 +193,6 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
-    if attention_chunk is None:
-        attention_chunk = 0
     if (
         type(causal), type(rotary_interleaved), type(batch_invariant), type(return_lse),
         type(return_softmax_lse), type(attention_chunk), type(num_splits), type(sm_margin),
@@ -211,7 +201,7 @@ def flash_attn_with_kvcache(
         (
             causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
             attention_chunk, num_splits, sm_margin, softcap,
-        ) = CACHE_OPTIONS.of(
+        ) = CACHE_OPTIONS.converted(
             causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
             attention_chunk, num_splits, sm_margin, softcap,
         )  # fmt: skip
@@ -250,7 +240,19 @@ def flash_attn_with_kvcache(
         batch_invariant, sm_margin, scheduler_metadata, None,
     )  # fmt: skip
     if is_traced(q):
-        return trace_cached(tensors, options, length, softmax_scale, return_lse)
+        named = dict(zip(CacheTensors._fields, tensors, strict=True))
+        del named["seqused_q"]
+        if scheduler_metadata is not None:
+            num_splits, sm_margin = options_of_metadata(
+                scheduler_metadata, q, named, check_window(as_pair(window_size), causal),
+                softcap, num_splits, sm_margin, batch_invariant,
+            )  # fmt: skip
+        return trace_attention(
+            operators.CACHED, return_lse, **named, cache_length=length, softmax_scale=softmax_scale,
+            causal=causal, window_size=as_pair(window_size), softcap=softcap,
+            rotary_interleaved=rotary_interleaved, num_splits=num_splits, sm_margin=sm_margin,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
     call = prepared_call(tensors, options, is_packed)
     scale = check_scale(softmax_scale, call.head_dim)
     if length is not None:
@@ -267,6 +269,33 @@ def flash_attn_with_kvcache(
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
         tensors = with_integers_on_device(call, tensors, length, known)
     return call.run(tensors, scale, return_lse, known)
+
+
+def options_of_metadata(
+    metadata: SchedulerMetadata,
+    q: torch.Tensor,
+    named: dict[str, torch.Tensor | None],
+    window: Window,
+    softcap: float,
+    num_splits: int,
+    sm_margin: int,
+    batch_invariant: bool,
+) -> tuple[int, int]:
+    """num_splits and sm_margin of a call in a graph; raises unless the metadata is the call's."""
+    k_cache, v_cache, pages = named["k_cache"], named["v_cache"], named["page_table"]
+    metadata.check(
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        heads_q=q.shape[2],
+        heads_kv=k_cache.shape[2],
+        head_dim=q.shape[3],
+        head_dim_v=v_cache.shape[3],
+        dtype=q.dtype,
+        page_size=None if pages is None else k_cache.shape[1],
+        window=window,
+        has_softcap=bool(softcap),
+    )
+    return metadata.options(num_splits, sm_margin, batch_invariant)
 
 
 def prepared_call(

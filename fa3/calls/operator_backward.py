@@ -1,14 +1,15 @@
-"""The backward pass of a call by itself: what `fa3::backward` and `fa3::varlen_backward` run.
+"""The backward pass of a call by itself: what `fa3::backward` runs.
 
 It takes what the call took and gave, and poses the problem again; autograd outside of graphs keeps
-the problem and does not come here (`fa3.calls.autograd`, `fa3.calls.varlen_autograd`).
+the problem and does not come here (`fa3.calls.autograd`).
 """
+
+from typing import Any, NamedTuple
 
 import torch
 
-from fa3.calls import backward
 from fa3.calls.assertions import is_visible
-from fa3.calls.autograd import OF_LSE, OF_OUT, arrived, no_derivative_of_score
+from fa3.calls.autograd import NO_LENGTHS, OF_LSE, OF_OUT, BackwardCall, arrived
 from fa3.calls.dense import pose
 from fa3.calls.devices import sms_of
 from fa3.calls.dropout import dropout_of
@@ -23,6 +24,7 @@ from fa3.calls.operands import (
     check_shape,
     describe,
 )
+from fa3.calls.operators import as_call
 from fa3.calls.options import check_scale, check_window
 from fa3.calls.ragged import (
     Tokens,
@@ -33,11 +35,10 @@ from fa3.calls.ragged import (
     pose_packed,
     tokens_of,
 )
-from fa3.calls.varlen_call import ragged_gradients
-from fa3.reference.backward import BackwardOperands, Wanted, execute_backward
+from fa3.problem import NO_BOUND
+from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
-from fa3.scores.scores import Score
 
 
 def check_results(
@@ -77,128 +78,83 @@ def check_results(
     return d_out, d_lse
 
 
+class BackwardOptions(NamedTuple):
+    """Options of a backward pass, as `flash_attn_func` takes them.
+
+    Fields:
+        fp32_dkv: whether dK and dV are fp32.
+    """
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND)
+    softcap: float = 0.0
+    sm_margin: int = 0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    mask: Mask | None = None
+    deterministic: bool = False
+    dropout_p: float = 0.0
+    rng_state: torch.Tensor | None = None
+    fp32_dkv: bool = False
+
+
+def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients that `fa3::backward` gives, of its arguments."""
+    call = as_call(arguments)
+    operands = BackwardOperands(*(call[name] for name in BackwardOperands._fields))
+    options = BackwardOptions(*(call[name] for name in BackwardOptions._fields))
+    if call["cu_seqlens_q"] is None:
+        return gradients_of_call(operands, options)
+    lengths = PackedLengths(*(call[name] for name in PackedLengths._fields))
+    return gradients_of_call(operands, options, lengths, call["max_seqlen_q"], call["max_seqlen_k"])
+
+
 def gradients_of_call(
-    d_out: torch.Tensor | None,
-    d_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    mask: Mask | None,
-    deterministic: bool,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    score: Score | None = None,
-    sm_margin: int = 0,
-    **of_forward,
+    operands: BackwardOperands,
+    options: BackwardOptions,
+    lengths: PackedLengths | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
 
     Args:
-        d_out, d_lse: gradients of out and lse; None for zeros, but not both.
-        out, lse: what `flash_attn_func` gave of the other arguments.
-        score: None, since it has no derivative.
-        of_forward: how that was run.
-
-    Raises:
-        NotImplementedError: there is a score.
+        operands: what the forward pass took and gave; d_out and d_lse are None for zeros.
+        lengths, max_seqlen_q, max_seqlen_k: of packed sequences.
     """
-    if score is not None:
-        raise no_derivative_of_score("out")
-    described = (Operand(*describe(name, x)) for name, x in (("q", q), ("k", k), ("v", v)))
-    is_causal = check_window(window_size, causal).right == 0
-    modifiers = Modifiers.of(
-        q, q.shape[0], softcap, alibi_slopes, sinks, None, mask, is_causal, has_backward=True
-    )
-    dropout = dropout_of(dropout_p, rng_state, q)
-    structure = modifiers.structure._replace(has_dropout=dropout is not None)
-    problem = pose(*described, causal, window_size, structure)
-    d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
-    scale, tensors = check_scale(softmax_scale, q.shape[3]), modifiers.tensors or ()
-    if q.is_cuda:
-        operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
-        found = backward.gradients(
-            problem, operands, scale, tensors, sinks is not None, deterministic, dropout,
-            sms_of(q.device, sm_margin),
-        )  # fmt: skip
-    else:
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
-        operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
-        found = execute_backward(
-            problem.spec, problem.window, operands, scale, tensors, dropout=dropout
-        )
-    return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks
-
-
-def gradients_of_packed_call(
-    d_out: torch.Tensor | None,
-    d_lse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    mask: Mask | None,
-    deterministic: bool,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    score: Score | None = None,
-    sm_margin: int = 0,
-    **of_forward,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same for packed sequences.
-
-    Args:
-        d_out, d_lse: gradients of out and lse; None for zeros.
-        out, lse: what `flash_attn_varlen_func` gave of the other arguments.
-        score: None, since it has no derivative.
-        of_forward: how that was run.
-
-    Raises:
-        NotImplementedError: there is a score.
-    """
-    if score is not None:
-        raise no_derivative_of_score("out")
+    q, k, v, out, lse, d_out, d_lse = operands
     described = tuple(describe(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    lengths = PackedLengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    tokens = [Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True)]
-    batch = check_integers(describe_integers(lengths), described[0])
-    totals = check_totals(q.shape, k.shape, v.shape, batch)
-    is_causal = check_window(window_size, causal).right == 0
+    window, longest, batch = options.window_size, None, q.shape[0]
+    if lengths is not None:
+        longest = max_seqlen_q, max_seqlen_k
+        tokens = [Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True)]
+        batch = check_integers(describe_integers(lengths), described[0])
+        totals = check_totals(q.shape, k.shape, v.shape, batch)
+    is_causal = check_window(window, options.causal).right == 0
     modifiers = Modifiers.of(
-        q, batch, softcap, alibi_slopes, sinks, None, mask, is_causal, has_backward=True
-    )
-    dropout = dropout_of(dropout_p, rng_state, q)
-    structure = modifiers.structure._replace(has_dropout=dropout is not None)
-    posed = pose_packed(*tokens, causal, window_size, structure)
-    d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
-    longest = max_seqlen_q, max_seqlen_k
-    if is_visible(cu_seqlens_q):
-        check_lengths(lengths, totals, longest)
-    operands = BackwardOperands(q, k, v, out, lse, d_out, d_lse)
-    found = ragged_gradients(
-        *posed, operands, lengths, longest, modifiers.tensors or (),
-        check_scale(softmax_scale, q.shape[2]), Wanted(sinks=sinks is not None), deterministic,
-        dropout, sms_of(q.device, sm_margin),
+        q, batch, options.softcap, options.alibi_slopes, options.sinks, None, options.mask,
+        is_causal, has_backward=True,
     )  # fmt: skip
-    return found.q, found.k, found.v, q.new_empty(0) if sinks is None else found.sinks
+    dropout = dropout_of(options.dropout_p, options.rng_state, q)
+    structure = modifiers.structure._replace(has_dropout=dropout is not None)
+    if lengths is None:
+        problem = pose(*(Operand(*one) for one in described), options.causal, window, structure)
+    else:
+        problem = pose_packed(*tokens, options.causal, window, structure)
+    d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
+    if lengths is not None and is_visible(lengths.cu_seqlens_q):
+        check_lengths(lengths, totals, longest)
+    scale = check_scale(options.softmax_scale, q.shape[-1])
+    num_sms = sms_of(q.device, options.sm_margin)
+    call = BackwardCall(problem, longest, scale, options.deterministic, num_sms)
+    wanted = Wanted(sinks=options.sinks is not None, fp32_dkv=options.fp32_dkv)
+    grads = call.gradients(
+        operands._replace(d_out=d_out, d_lse=d_lse), lengths or NO_LENGTHS,
+        modifiers.tensors or (), wanted, dropout,
+    )  # fmt: skip
+    d_sinks = q.new_empty(0) if options.sinks is None else grads.sinks
+    if options.fp32_dkv:
+        # Where no key is seen, they are zeros of the dtype of K and V.
+        grads = grads._replace(k=grads.k.float(), v=grads.v.float())
+    return grads.q, grads.k, grads.v, d_sinks

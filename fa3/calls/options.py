@@ -6,8 +6,8 @@ option gets its type before anything is looked up by it.
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,22 +39,56 @@ def note_on_order(of_flash_attention_2: object, note: str) -> str:
     return ""
 
 
-class OptionTypes:
-    """Which options of a function are a bool, an int from 0 on or a float.
+class Option(NamedTuple):
+    """An option of public functions.
 
-    Nearly all calls give them in these types. Functions see that themselves, all at one look at
-    `types`, in a third of the time that it would take here.
-
-    Args:
-        types: bool, int or float of each, in the order in which they are checked.
+    Fields:
+        kind: bool, int from 0 on, or float; None for what must be None.
+        default: its default in FlashAttention-3; `flash_attn_varlen_func` and
+            `flash_attn_with_kvcache` have 0 for num_splits.
+        complaint: what an error adds where the option is not supported.
     """
 
-    def __init__(self, types: Mapping[str, type]) -> None:
-        self.names = tuple(types)
-        self.types = tuple(types.values())
+    kind: type | None
+    default: object = None
+    complaint: str = "it is not supported"
 
-    def of(self, *values: object, note: str = "") -> tuple:
-        """The values of a call in these types.
+
+OPTIONS = {
+    "attention_chunk": Option(int, 0),
+    "batch_invariant": Option(bool, False),
+    "causal": Option(bool, False),
+    "deterministic": Option(bool, False),
+    "dropout_p": Option(float, 0.0),
+    "has_softcap": Option(bool, False),
+    "k_descale": Option(None, complaint="only FP8 tensors need it"),
+    "num_splits": Option(int, 1),
+    "q_descale": Option(None, complaint="only FP8 tensors need it"),
+    "qv": Option(None),
+    "return_attn_probs": Option(bool, False),
+    "return_lse": Option(bool, False),
+    "return_softmax_lse": Option(bool, False),
+    "rotary_interleaved": Option(bool, True),
+    "sm_margin": Option(int, 0),
+    "softcap": Option(float, 0.0),
+    "v_descale": Option(None, complaint="only FP8 tensors need it"),
+}
+"""The options that public functions share."""
+
+
+class Options:
+    """Options that a function takes, in the order in which they are checked.
+
+    Nearly all calls give them in their types. Functions see that themselves, all at one look at
+    `types`, in a third of the time that it would take here.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.types = tuple(OPTIONS[name].kind for name in names)
+
+    def converted(self, *values: object, note: str = "") -> tuple:
+        """The values of a call in their types; attention_chunk is 0 for None.
 
         Args:
             note: what is added to a complaint about `causal`.
@@ -62,14 +96,20 @@ class OptionTypes:
         Raises:
             TypeError, ValueError: an option has another type, and its value does not fit this one.
         """
-        notes = (note if name == "causal" else "" for name in self.names)
-        return tuple(map(self.converted, self.names, self.types, values, notes))
+        return tuple(
+            0
+            if name == "attention_chunk" and value is None
+            else converted(name, value, note if name == "causal" else "")
+            for name, value in zip(self.names, values, strict=True)
+        )
 
-    @staticmethod
-    def converted(name: str, kind: type, value: object, note: str) -> bool | int | float:
-        if kind is bool:
-            return flag(name, value, note)
-        return integer(name, value, 0) if kind is int else real(name, value)
+
+def converted(name: str, value: object, note: str = "") -> bool | int | float:
+    """The value of an option in its type."""
+    kind = OPTIONS[name].kind
+    if kind is bool:
+        return flag(name, value, note)
+    return integer(name, value, 0) if kind is int else real(name, value)
 
 
 def flag(name: str, value: object, note: str = "") -> bool:
@@ -199,8 +239,8 @@ def reject_unsupported(
         )
     for name, value in given.items():
         if value is not None:
-            why = "only FP8 tensors need it" if name.endswith("_descale") else "it is not supported"
-            raise NotImplementedError(f"{name} must be None, got {shown(value)}: {why}")
+            complaint = OPTIONS[name].complaint
+            raise NotImplementedError(f"{name} must be None, got {shown(value)}: {complaint}")
 
 
 def share_heads(q: object, k: object) -> bool:

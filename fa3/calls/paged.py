@@ -17,7 +17,7 @@ from fa3.calls.operands import check_apart, describe
 from fa3.calls.options import as_pair, check_scale, integer
 from fa3.calls.prepared_cache import check_total, with_integers_on_device
 from fa3.calls.scheduler_metadata import IN_METADATA, PackedMetadata, check_cache_metadata
-from fa3.calls.traced import Result, trace_cached
+from fa3.calls.traced import Result
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
@@ -96,7 +96,7 @@ def run_on_pages(
         num_splits, False, sm_margin, calls, functions,
     )  # fmt: skip
     if is_traced(q):
-        return trace_cached(tensors, options, None, softmax_scale, return_lse)
+        raise NotImplementedError("cu_seqlens_q must be None while a graph is traced")
     call = prepared_call(tensors, options, is_packed=True)
     if out is not None and of_functions:
         check_apart("out", out, modifiers.structure.names, of_functions)

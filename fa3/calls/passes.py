@@ -4,7 +4,9 @@ Libraries for context parallelism call them block by block: they merge the outpu
 keys, and give the backward pass of each block the output and the log-sum-exp of all of them.
 """
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,28 +25,46 @@ from fa3.calls.operands import (
     check_writable,
     describe,
 )
-from fa3.calls.options import as_pair, flag, integer, real
-from fa3.calls.scheduler_metadata import PackedMetadata, SchedulerMetadata
-from fa3.calls.traced import dropout_options, functions_of, options_of
+from fa3.calls.options import as_pair, check_window, converted, flag, integer, real
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.complaints import kind_of
 from fa3.problem import NO_BOUND
 
 
+def with_parameters(names: str, *functions: Callable) -> Callable[[Callable], Callable]:
+    """Give a function parameters in this order, which it takes by name; for decorating it.
+
+    Types and defaults are the function's, or else the first other function's that has the
+    parameter; None where none has it.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        order, signatures = names.split(), list(map(inspect.signature, (function, *functions)))
+        kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+        for name in order:
+            known = [one.parameters[name] for one in signatures if name in one.parameters]
+            model = known[0] if known else inspect.Parameter(name, kind, default=None)
+            parameters.append(model.replace(kind=kind))
+
+        @functools.wraps(function)
+        def call(*values: object, **named: object) -> object:
+            if len(values) > len(order):
+                raise TypeError(f"{function.__name__} takes {len(order)} arguments by position")
+            return function(**dict(zip(order, values, strict=False)), **named)
+
+        vars(call)["__signature__"] = signatures[0].replace(parameters=parameters)
+        return call
+
+    return decorate
+
+
+@with_parameters(
+    "qkv softmax_scale causal q_descale k_descale v_descale window_size attention_chunk softcap "
+    "deterministic num_heads_q sm_margin return_attn_probs",
+    flash_attn_func,
+)
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
-    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    attention_chunk: int | None = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
+    *, qkv: torch.Tensor, num_heads_q: int | None = None, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `flash_attn_func` of q, k and v in one tensor.
 
@@ -63,11 +83,7 @@ def flash_attn_qkvpacked_func(
     if not isinstance(qkv, torch.Tensor):
         raise TypeError(f"qkv must be a torch.Tensor, got {kind_of(qkv)}")
     q, k, v = split_heads(qkv, num_heads_q)
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
-        attention_chunk, softcap, deterministic=deterministic, sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+    return flash_attn_func(q, k, v, **options)
 
 
 def split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, ...]:
@@ -95,41 +111,42 @@ def split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tenso
     return qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
 
 
+IN_CACHE = {
+    "k_new": "k", "v_new": "v", "cu_seqlens_k_new": "cu_seqlens_k_new", "page_table": "page_table",
+    "kv_batch_idx": "cache_batch_idx", "leftpad_k": "cache_leftpad", "rotary_cos": "rotary_cos",
+    "rotary_sin": "rotary_sin", "seqlens_rotary": "rotary_seqlens",
+}  # fmt: skip
+"""Arguments of a call on a cache, and what `flash_attn_with_kvcache` calls them."""
+
+
+LENGTHS = (
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k",
+    "scheduler_metadata",
+)  # fmt: skip
+"""Arguments that a dense call does not have."""
+
+OF_PACKED_CACHE = ("cu_seqlens_q", "seqused_k")
+"""With these alone, keys are in a cache."""
+
+
+@with_parameters(
+    "q k v k_new v_new qv out_ cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k "
+    "max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin "
+    "seqlens_rotary q_descale k_descale v_descale softmax_scale causal window_size_left "
+    "window_size_right attention_chunk softcap rotary_interleaved scheduler_metadata num_splits "
+    "pack_gqa sm_margin",
+    flash_attn_func,
+    flash_attn_with_kvcache,
+)
 def _flash_attn_forward(
+    *,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_new: torch.Tensor | None = None,
-    v_new: torch.Tensor | None = None,
-    qv: None = None,
     out_: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    page_table: torch.Tensor | None = None,
-    kv_batch_idx: torch.Tensor | None = None,
-    leftpad_k: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    seqlens_rotary: torch.Tensor | None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
     window_size_left: int = NO_BOUND,
     window_size_right: int = NO_BOUND,
-    attention_chunk: int | None = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: SchedulerMetadata | PackedMetadata | None = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the output and the log-sum-exp by the public function that fits the arguments.
 
@@ -151,39 +168,26 @@ def _flash_attn_forward(
         TypeError, ValueError, NotImplementedError: as the public function, or if an argument is
             given that it does not have.
     """
-    named: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "causal": causal, "qv": qv, "q_descale": q_descale,
-        "k_descale": k_descale, "v_descale": v_descale,
-        "window_size": (window_size_left, window_size_right), "attention_chunk": attention_chunk,
-        "softcap": softcap, "num_splits": num_splits, "pack_gqa": pack_gqa, "sm_margin": sm_margin,
-        "return_lse": True, "out": out_,
-    }  # fmt: skip
-    of_cache = {
-        "k_new": k_new, "v_new": v_new, "cu_seqlens_k_new": cu_seqlens_k_new,
-        "page_table": page_table, "kv_batch_idx": kv_batch_idx, "leftpad_k": leftpad_k,
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "seqlens_rotary": seqlens_rotary,
-    }  # fmt: skip
-    if cu_seqlens_k is not None:
-        check_absent("with cu_seqlens_k", of_cache)
-        named |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-        named |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
-        named |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
-        named["scheduler_metadata"] = scheduler_metadata
-        out, lse = flash_attn_varlen_func(q, k, v, **named)
-    elif any(x is not None for x in (cu_seqlens_q, seqused_k, *of_cache.values())):
-        check_absent("without cu_seqlens_k", {"seqused_q": seqused_q, "max_seqlen_k": max_seqlen_k})
+    lengths = {name: arguments.pop(name, None) for name in LENGTHS}
+    cached = {name: arguments.pop(name, None) for name in IN_CACHE}
+    interleaved = arguments.pop("rotary_interleaved", True)
+    arguments |= {"window_size": (window_size_left, window_size_right), "return_lse": True}
+    arguments |= {"out": out_, "num_splits": arguments.pop("num_splits", 1)}
+    if lengths["cu_seqlens_k"] is not None:
+        check_absent("with cu_seqlens_k", cached)
+        out, lse = flash_attn_varlen_func(q, k, v, **lengths, **arguments)
+    elif any(x is not None for x in (*cached.values(), *map(lengths.get, OF_PACKED_CACHE))):
+        named = {IN_CACHE[name]: value for name, value in cached.items()}
+        named |= {name: lengths.pop(name) for name in ("max_seqlen_q", "scheduler_metadata")}
+        ends_q, used_k = map(lengths.pop, OF_PACKED_CACHE)
+        check_absent("without cu_seqlens_k", lengths)
         out, lse = flash_attn_with_kvcache(
-            q, k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            cache_seqlens=seqused_k, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k,
-            page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
-            max_seqlen_q=max_seqlen_q, rotary_seqlens=seqlens_rotary,
-            rotary_interleaved=rotary_interleaved, scheduler_metadata=scheduler_metadata, **named,
+            q, k, v, cu_seqlens_q=ends_q, cache_seqlens=used_k, rotary_interleaved=interleaved,
+            **named, **arguments,
         )  # fmt: skip
     else:
-        given: dict[str, object] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        given |= {"seqused_q": seqused_q, "scheduler_metadata": scheduler_metadata}
-        check_absent("without cu_seqlens_q, cu_seqlens_k and seqused_k", given)
-        out, lse = flash_attn_func(q, k, v, **named)
+        check_absent("without cu_seqlens_q, cu_seqlens_k and seqused_k", lengths)
+        out, lse = flash_attn_func(q, k, v, **arguments)
     no_splits = lse.new_empty(0)
     return out, lse, no_splits, no_splits
 
@@ -218,11 +222,16 @@ def _flash_attn_backward(
     softcap: float = 0.0,
     deterministic: bool = False,
     sm_margin: int = 0,
+    *,
+    accumulate_dkv: bool = False,
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv.
 
     They are computed in memory of their own, then copied. FlashAttention-3 returns the row sums of
     dout * out; this function returns nothing.
+
+    Float32 dk and dv receive the sums before they are rounded to 16 bits. With accumulate_dkv they
+    are added to what is there, as context parallelism adds up the gradients of blocks of queries.
 
     Args:
         dout: the gradient of out, in any strides.
@@ -230,7 +239,9 @@ def _flash_attn_backward(
             blocks.
         softmax_lse: the log-sum-exp that belongs to out, contiguous.
         sequed_q, sequed_k: seqused_q and seqused_k, as FlashAttention-3 spells them here.
-        dq, dk, dv: like q, k and v, in any strides; they must be given.
+        dq, dk, dv: like q, k and v, in any strides; they must be given. dk and dv may both be
+            float32.
+        accumulate_dkv: whether to add dK and dV to dk and dv, which are float32 then.
         q and the others: as `flash_attn_func` or, with cu_seqlens_q, `flash_attn_varlen_func` took
             them.
 
@@ -239,36 +250,44 @@ def _flash_attn_backward(
         ValueError: an argument has a wrong value, shape, layout or device.
         NotImplementedError: a tensor does not lie in memory.
     """
-    window = as_pair((window_size_left, window_size_right))
+    window = check_window(as_pair((window_size_left, window_size_right)), False)
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
-    is_causal, softcap = flag("is_causal", is_causal), real("softcap", softcap)
-    margin = integer("sm_margin", sm_margin, 0)
-    named = options_of(scale, is_causal, window, softcap, margin, None, None)
-    named |= functions_of(None, None) | dropout_options(0.0, None, q)
-    named["deterministic"] = flag("deterministic", deterministic)
+    is_causal, softcap = flag("is_causal", is_causal), converted("softcap", softcap)
+    margin = converted("sm_margin", sm_margin)
+    named: dict[str, Any] = {
+        "d_out": dout, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": softmax_lse,
+        "softmax_scale": scale, "causal": is_causal, "window_left": window[0],
+        "window_right": window[1], "softcap": softcap, "sm_margin": margin,
+        "deterministic": converted("deterministic", deterministic),
+    }  # fmt: skip
+    accumulate_dkv = flag("accumulate_dkv", accumulate_dkv)
     targets: dict[str, tuple[Any, torch.Tensor]] = {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}
     lengths_of = {"cu_seqlens_k": cu_seqlens_k, "sequed_q": sequed_q, "sequed_k": sequed_k}
     with torch.no_grad():
         if not is_traced(q):
-            check_targets(targets)
+            check_targets(targets, accumulate_dkv)
             arrived = in_memory("dout", dout) if isinstance(dout, torch.Tensor) else dout
             results = {"dout": arrived, "out": out, "softmax_lse": softmax_lse}
             check_beside(q, results, {"cu_seqlens_q": cu_seqlens_q} | lengths_of)
-        given = dout, None, q, k, v, out, softmax_lse
         if cu_seqlens_q is None:
             longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
             check_absent("without cu_seqlens_q", {**lengths_of, **longest})
-            *found, _ = operators.BACKWARD.overload(*given, **named, schedule=None, pack_gqa=None)
         else:
             if cu_seqlens_k is None:
                 raise ValueError("cu_seqlens_k must be given with cu_seqlens_q")
-            lengths = (
-                cu_seqlens_q, cu_seqlens_k, integer("max_seqlen_q", max_seqlen_q, 0),
-                integer("max_seqlen_k", max_seqlen_k, 0), sequed_q, sequed_k,
-            )  # fmt: skip
-            *found, _ = operators.VARLEN_BACKWARD.overload(*given, *lengths, **named, num_splits=1)
-        for (target, _), gradient in zip(targets.values(), found, strict=True):
-            target.copy_(gradient)
+            named |= {
+                "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+                "max_seqlen_q": integer("max_seqlen_q", max_seqlen_q, 0),
+                "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k, 0),
+                "seqused_q": sequed_q, "seqused_k": sequed_k,
+            }  # fmt: skip
+        named["fp32_dkv"] = dk is not None and dk.dtype == torch.float32
+        *grads, _ = operators.BACKWARD(**named)
+        for (name, (target, _)), gradient in zip(targets.items(), grads, strict=True):
+            if accumulate_dkv and name != "dq":
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
 
 
 def check_beside(
@@ -286,21 +305,33 @@ def check_beside(
         check_device(name, Operand(*describe(name, tensor, 1)), "q", Operand(*describe("q", q)))
 
 
-def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]]) -> None:
+def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: bool) -> None:
     """Raise unless gradients can be written to tensors of the caller's.
 
     Args:
         targets: by name, what is written, and what it must be like.
+        accumulates: whether dk and dv, which are float32 then, are added to.
     """
     for name, (target, like) in targets.items():
         operand = Operand(*describe(name, target, 1))
         of = name.removeprefix("d")
         model = Operand(*describe(of, like))
-        check_dtype(name, operand, model.dtype)
+        if name == "dq":
+            check_dtype(name, operand, model.dtype)
+        elif accumulates and operand.dtype != torch.float32:
+            raise TypeError(
+                f"{name} must be torch.float32 with accumulate_dkv, got {operand.dtype}"
+            )
+        elif operand.dtype not in (model.dtype, torch.float32):
+            raise TypeError(
+                f"{name} must be {model.dtype} like {of}, or torch.float32, got {operand.dtype}"
+            )
         check_device(name, operand, of, model)
         check_shape(name, operand, tuple(model.shape), of)
         check_no_overlap(name, operand)
         check_writable(name, target)
     (dq, _), (dk, _), (dv, _) = targets.values()
+    if dk.dtype != dv.dtype:
+        raise TypeError(f"dv must be {dk.dtype} like dk, got {dv.dtype}")
     check_apart("dq", dq, ("dk", "dv"), (dk, dv))
     check_apart("dk", dk, ("dv",), (dv,))

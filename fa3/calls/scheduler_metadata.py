@@ -17,7 +17,7 @@ from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import DTYPES
-from fa3.calls.options import as_pair, check_window, flag, integer, reject_unsupported
+from fa3.calls.options import as_pair, check_window, converted, integer, reject_unsupported
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.step_lengths import StepLengths
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
@@ -252,10 +252,10 @@ def get_scheduler_metadata(
         head_dim_v=head_size("headdim_v", headdim if headdim_v is None else headdim_v),
         dtype=qkv_dtype,
         page_size=None if page_size is None else bounded("page_size", page_size, 1, LONGEST),
-        window=check_window(as_pair(window_size), flag("causal", causal)),
-        has_softcap=flag("has_softcap", has_softcap),
-        num_splits=integer("num_splits", num_splits, 0),
-        sm_margin=integer("sm_margin", sm_margin, 0),
+        window=check_window(as_pair(window_size), converted("causal", causal)),
+        has_softcap=converted("has_softcap", has_softcap),
+        num_splits=converted("num_splits", num_splits),
+        sm_margin=converted("sm_margin", sm_margin),
     )
     check_calls(calls, has_packed_queries=cu_seqlens_q is not None)
     lengths = StepLengths(

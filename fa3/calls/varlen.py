@@ -13,18 +13,24 @@ import torch
 
 from fa3.calls import assertions, operators, varlen_gpu
 from fa3.calls.assertions import is_visible, read_back
-from fa3.calls.autograd import check_differentiable, wants_gradient
+from fa3.calls.autograd import (
+    BackwardCall,
+    DifferentiableCall,
+    attend_differentiably,
+    check_differentiable,
+    wants_gradient,
+)
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
-from fa3.calls.forward import FORWARD_TYPES
+from fa3.calls.forward import FORWARD_OPTIONS
 from fa3.calls.known_lengths import KnownLengths
 from fa3.calls.latest import Latest
 from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
 from fa3.calls.operands import ALIGNMENT, check_apart, check_writable, describe
 from fa3.calls.options import (
     VARLEN_FROM_FLASH_ATTENTION_2,
-    OptionTypes,
+    Options,
     as_pair,
     by_either_name,
     check_scale,
@@ -50,22 +56,21 @@ from fa3.calls.ragged import (
     used_queries,
 )
 from fa3.calls.scheduler_metadata import IN_METADATA, PackedMetadata, check_packed_metadata
-from fa3.calls.traced import trace_packed
-from fa3.calls.varlen_autograd import attend_packed
+from fa3.calls.traced import trace_attention
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.gpu import H200
 from fa3.planning.joined import PackedSizes
 from fa3.problem import NO_BOUND, REMEMBERED
+from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 from fa3.settings import check_settings
 
-VARLEN_OPTIONS = OptionTypes(FORWARD_TYPES | {"return_softmax_lse": bool})
+VARLEN_OPTIONS = Options(*FORWARD_OPTIONS.names, "return_softmax_lse")
 
 
-@operators.VARLEN.stands_for
-@operators.VARLEN_OUT.stands_for
+@operators.registers
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -208,8 +213,6 @@ def flash_attn_varlen_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    if attention_chunk is None:
-        attention_chunk = 0
     if (
         type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
         type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
@@ -218,7 +221,7 @@ def flash_attn_varlen_func(
         (
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
             sm_margin, softcap, dropout_p, return_softmax_lse,
-        ) = VARLEN_OPTIONS.of(
+        ) = VARLEN_OPTIONS.converted(
             causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
             sm_margin, softcap, dropout_p, return_softmax_lse,
             note=note_on_order(seqused_q, VARLEN_FROM_FLASH_ATTENTION_2),
@@ -253,11 +256,16 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     window_size = as_pair(window_size)
     if is_traced(q):
-        check_not_known(scheduler_metadata, on_host)
-        return trace_packed(
-            q, k, v, out, return_lse, score, mask, deterministic, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, dropout_p, rng_state, num_splits,
-            softmax_scale, causal, window_size, softcap, sm_margin, alibi_slopes, sinks,
+        return trace_attention(
+            operators.PACKED, return_lse, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, num_splits=num_splits,
+            deterministic=deterministic, sm_margin=sm_margin, alibi_slopes=alibi_slopes,
+            sinks=sinks, score=score, mask=mask, out=out, dropout_p=dropout_p, rng_state=rng_state,
+            scheduler_metadata=scheduler_metadata, cu_seqlens_q_cpu=cu_seqlens_q_cpu,
+            cu_seqlens_k_cpu=cu_seqlens_k_cpu, seqused_q_cpu=seqused_q_cpu,
+            seqused_k_cpu=seqused_k_cpu,
         )  # fmt: skip
     max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
     max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
@@ -291,8 +299,8 @@ def flash_attn_varlen_func(
     known = None
     if scheduler_metadata is not None or cu_seqlens_q_cpu is not None:
         known = known_lengths(
-            scheduler_metadata, on_host, integers, call, q, k, batch, causal, window_size, softcap,
-            num_splits == 0,
+            scheduler_metadata, on_host, integers, call, q, k, batch, (window_size, causal),
+            softcap, num_splits == 0,
         )  # fmt: skip
         if known is not None:
             names = names_of_known(scheduler_metadata)
@@ -308,31 +316,72 @@ def flash_attn_varlen_func(
         if known is not None:
             seen = map(read_back, INTEGERS_OF_LENGTHS, integers)
             known.check_same(names_of_known(scheduler_metadata), *seen)
-    if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out)
-        longest, tensors = (max_seqlen_q, max_seqlen_k), modifiers.tensors or ()
-        given = call, integers, longest, known, deterministic, scale, dropout, return_lse
-        return attend_packed(given, q, k, v, *tensors)
-    heads, head_dim_v = q.shape[1], call.spec.head_dim_v
-    if out is None:
-        # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
-        out = q.new_empty(total_q, heads, head_dim_v)
-    else:
-        names, tensors = modifiers.structure.names, modifiers.tensors or ()
-        shape, of_q = (total_q, heads, head_dim_v), describe("q", q, ALIGNMENT, True)
-        check_ragged_out(out, describe("out", out), shape, of_q)
-        check_writable("out", out)
-        names = "q", "k", "v", *INTEGERS_OF_LENGTHS, *names
-        check_apart("out", out, names, (q, k, v, *integers, *tensors))
-    lse = q.new_empty(heads, total_q, dtype=torch.float32) if return_lse else None
     longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
-    sizes = PackedSizes(batch, heads, total_q, total_k, *longest)
-    operands = RaggedOperands(q, k, v, out, lse, *integers)
+    sizes = PackedSizes(batch, q.shape[1], total_q, total_k, *longest)
     splits = num_splits == 0
     if scheduler_metadata is not None:
         splits = splits and scheduler_metadata.calls.num_splits == 0
-    call.attend(operands, sizes, modifiers.tensors, scale, dropout, known=known, splits=splits)
+    run = call, integers, sizes, scale, dropout, known, splits
+    if wants_gradient(q, k, v, sinks):
+        check_differentiable(q, k, v, sinks, score, out)
+        problem, num_sms = (call.spec, call.window), call.plan.gpu.num_sms
+        backward = BackwardCall(problem, longest, scale, deterministic, num_sms)
+        attend = functools.partial(attend_packed, run)
+        given = DifferentiableCall(attend, backward, integers, dropout, return_lse)
+        return attend_differentiably(given, q, k, v, *(modifiers.tensors or ()))
+    if out is not None:
+        check_packed_out(out, call, q, (q, k, v, *integers), modifiers)
+    out, lse = attend_packed(run, q, k, v, modifiers.tensors, out, return_lse, False)
     return (out, lse) if return_lse else out
+
+
+PackedRun = tuple[
+    RaggedCall, Integers, PackedSizes, float, Dropout | None, KnownLengths | None, bool
+]
+"""A call without the tensors that may have a gradient: what it leads to, the `PackedLengths`, the
+sizes, the scale, and dropout, `known` and `splits` of `RaggedCall.attend`. A plain tuple: another
+one takes the host 0.3 us."""
+
+
+def attend_packed(
+    run: PackedRun,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...] | None,
+    out: torch.Tensor | None = None,
+    returns_lse: bool = True,
+    has_gradients: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Write out, or a new tensor; return it with the log-sum-exp, None if it is not wanted."""
+    call, lengths, sizes, scale, dropout, known, splits = run
+    total_q, heads = sizes.total_q, sizes.heads
+    if out is None:
+        # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
+        out = q.new_empty(total_q, heads, call.spec.head_dim_v)
+    lse = q.new_empty(heads, total_q, dtype=torch.float32) if returns_lse else None
+    operands = RaggedOperands(q, k, v, out, lse, *lengths)
+    call.attend(operands, sizes, tensors, scale, dropout, has_gradients, known=known, splits=splits)
+    return out, lse
+
+
+def check_packed_out(
+    out: torch.Tensor,
+    call: RaggedCall,
+    q: torch.Tensor,
+    operands: tuple[torch.Tensor | None, ...],
+    modifiers: Modifiers,
+) -> None:
+    """Raise unless a call can write its output to a tensor of the caller's.
+
+    Args:
+        operands: q, k, v and the lengths.
+    """
+    shape, q_rows = (*q.shape[:2], call.spec.head_dim_v), describe("q", q, ALIGNMENT, True)
+    check_ragged_out(out, describe("out", out), shape, q_rows)
+    check_writable("out", out)
+    names = "q", "k", "v", *INTEGERS_OF_LENGTHS, *modifiers.structure.names
+    check_apart("out", out, names, (*operands, *(modifiers.tensors or ())))
 
 
 PACKED_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 4
@@ -377,16 +426,6 @@ def names_of_known(metadata: PackedMetadata | None) -> tuple[str, ...]:
     return LENGTHS_ON_HOST if metadata is None else IN_METADATA
 
 
-def check_not_known(
-    metadata: PackedMetadata | None, on_host: tuple[torch.Tensor | None, ...]
-) -> None:
-    """Raise if something is given that a graph would have to be traced for."""
-    given = ("scheduler_metadata", metadata), *zip(LENGTHS_ON_HOST, on_host, strict=True)
-    for name, value in given:
-        if value is not None:
-            raise NotImplementedError(f"{name} must be None while a graph is traced")
-
-
 def known_lengths(
     metadata: PackedMetadata | None,
     on_host: tuple[torch.Tensor | None, ...],
@@ -395,14 +434,14 @@ def known_lengths(
     q: torch.Tensor,
     k: torch.Tensor,
     batch: int,
-    causal: bool,
-    window_size: tuple[int, int],
+    window: tuple[tuple[int, int], bool],
     softcap: float,
     may_cut: bool,
 ) -> KnownLengths | None:
     """The lengths that the host knows: from metadata, or from tensors on the CPU.
 
     Args:
+        window: window_size and causal.
         may_cut: whether tiles may be cut where lengths are in tensors; metadata says it itself.
 
     Raises:
@@ -426,7 +465,7 @@ def known_lengths(
             head_dim=spec.head_dim,
             head_dim_v=spec.head_dim_v,
             dtype=q.dtype,
-            window=check_window(window_size, causal),
+            window=check_window(*window),
             has_softcap=bool(softcap),
         )
         if metadata.lengths is not None:

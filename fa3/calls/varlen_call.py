@@ -1,6 +1,6 @@
 """What a call on packed sequences leads to, whatever its lengths are: attention and its gradients.
 
-`fa3.calls.varlen` checks and remembers it. For gradients `fa3.calls.varlen_autograd` comes back,
+`fa3.calls.varlen` checks and remembers it. For gradients `fa3.calls.autograd` comes back,
 and in graphs `fa3.calls.operator_backward`.
 """
 

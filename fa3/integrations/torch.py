@@ -30,9 +30,11 @@ from fa3.calls.devices import gpu_of
 from fa3.calls.dropout import draw_rng_state
 from fa3.calls.forward import flash_attn_func
 from fa3.calls.operands import ALIGNMENT, DTYPES
-from fa3.calls.operator_backward import gradients_of_call, gradients_of_packed_call
+from fa3.calls.operator_backward import BackwardOptions, gradients_of_call
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, NO_BOUND
+from fa3.reference.backward import BackwardOperands
+from fa3.reference.varlen import PackedLengths
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
@@ -298,24 +300,23 @@ def differentiate(call: AtenArguments) -> tuple[torch.Tensor, ...]:
     check_taken(call, call.out)
     check_given(call)
     q, k, v = call.query, call.key, call.value
-    of_call: dict[str, Any] = {
-        "d_out": call.grad_out, "d_lse": None, "q": q, "k": k, "v": v, "out": call.out,
-        "lse": call.logsumexp.contiguous(), "softmax_scale": call.scale, "causal": call.is_causal,
-        "window_size": call.window, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
-        "mask": None, "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }  # fmt: skip
-    if call.dropout_p:
-        of_call |= {"dropout_p": call.dropout_p, "rng_state": call.rng_state[:1]}
+    lse = call.logsumexp.contiguous()
+    operands = BackwardOperands(q, k, v, call.out, lse, call.grad_out, NO_TENSOR)
+    options = BackwardOptions(
+        call.scale,
+        call.is_causal,
+        call.window,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        dropout_p=call.dropout_p,
+        rng_state=call.rng_state[:1] if call.dropout_p else None,
+    )
     if call.cum_seq_q is None:
-        *found, _ = gradients_of_call(**of_call)
+        *grads, _ = gradients_of_call(operands, options)
     else:
-        lengths: dict[str, Any] = {
-            "cu_seqlens_q": call.cum_seq_q, "cu_seqlens_k": call.cum_seq_k,
-            "max_seqlen_q": call.max_q, "max_seqlen_k": call.max_k,
-            "seqused_q": None, "seqused_k": None,
-        }  # fmt: skip
-        *found, _ = gradients_of_packed_call(**of_call, **lengths)
-    return tuple(map(laid_out_like, found, (q, k, v)))
+        keys: Any = call.cum_seq_k
+        lengths = PackedLengths(call.cum_seq_q, keys, None, None)
+        *grads, _ = gradients_of_call(operands, options, lengths, call.max_q, call.max_k)
+    return tuple(map(laid_out_like, grads, (q, k, v)))
 
 
 def laid_out_like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,7 @@ class Backward(AttentionKernel):
         is_ordered: whether key tiles add to dQ in a fixed order.
         has_used_q: whether packed sequences have `seqused_q`.
         splits: whether CTAs share key tiles, see `fa3.primitives.gradient_parts`.
+        writes_fp32: whether dK and dV are fp32. Then `splits` is True, if only with one part.
     """
 
     spec: AttentionSpec
@@ -120,6 +121,7 @@ class Backward(AttentionKernel):
     is_ordered: bool = False
     has_used_q: bool = False
     splits: bool = False
+    writes_fp32: bool = False
 
     entry_name: ClassVar[str] = "fa3_backward"
 
@@ -181,8 +183,8 @@ class Backward(AttentionKernel):
             TmaTensor.of(load, k, layouts.k),
             TmaTensor.of(load, v, layouts.v),
             TmaTensor.of(load, d_out, layouts.d_out),
-            TmaTensor.of(store, dk, layouts.dk),
-            TmaTensor.of(store, dv, layouts.dv),
+            None if self.writes_fp32 else TmaTensor.of(store, dk, layouts.dk),
+            None if self.writes_fp32 else TmaTensor.of(store, dv, layouts.dv),
             RowStatistics(preprocess.statistics, tiles),
             preprocess.dq(tiles),
             heads_q // heads_kv,
@@ -242,7 +244,8 @@ class Backward(AttentionKernel):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in tensors[:6]:
-                cpasync.prefetch_descriptor(tma.atom)
+                if cutlass.const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma.atom)
         smem, pipelines, schedule = self.setup_shared_memory(schedule)
         cluster, _, _ = cute.arch.block_idx()
         cursor = schedule.first(cluster)

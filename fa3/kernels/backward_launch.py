@@ -211,7 +211,7 @@ class BackwardArguments(NamedTuple):
         q: (batch, seqlen_q, heads_q, head_dim).
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
-        dq, dk, dv: like q, k and v, receive the gradients.
+        dq, dk, dv: like q, k and v, receive the gradients; dk and dv in fp32 with `writes_fp32`.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
@@ -257,8 +257,8 @@ class BackwardArguments(NamedTuple):
             k=keys,
             v=values,
             dq=sizes.of_queries(spec, spec.head_dim),
-            dk=sizes.of_keys(spec, spec.head_dim),
-            dv=sizes.of_keys(spec, spec.head_dim_v),
+            dk=sizes.of_keys(spec, spec.head_dim, kernel.writes_fp32),
+            dv=sizes.of_keys(spec, spec.head_dim_v, kernel.writes_fp32),
             modifiers=modifiers or None,
             softmax_scale=Float32(0.0),
             window_left=Int32(0),
@@ -390,9 +390,9 @@ class CallSizes(NamedTuple):
         shape = *self.of_batch, self.seqlen_q, self.heads_q, columns
         return arguments.tma_tensor(spec.dtype, shape)
 
-    def of_keys(self, spec: AttentionSpec, columns: int) -> object:
+    def of_keys(self, spec: AttentionSpec, columns: int, is_fp32: bool = False) -> object:
         shape = *self.of_batch, self.seqlen_k, self.heads_kv, columns
-        return arguments.tma_tensor(spec.dtype, shape)
+        return arguments.tma_tensor("float32" if is_fp32 else spec.dtype, shape)
 
 
 def symbolic_f32() -> object:

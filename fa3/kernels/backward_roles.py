@@ -63,7 +63,8 @@ class BackwardTensors(NamedTuple):
     """The global tensors.
 
     Fields:
-        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `with_movable_end`.
+        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `with_movable_end`. dk and
+            dv are None where no TMA store writes them, in fp32.
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
         dropout: None without.
@@ -75,8 +76,8 @@ class BackwardTensors(NamedTuple):
     k: TmaTensor
     v: TmaTensor
     d_out: TmaTensor
-    dk: TmaTensor
-    dv: TmaTensor
+    dk: TmaTensor | None
+    dv: TmaTensor | None
     statistics: RowStatistics
     dq: DqAccumulator
     qhead_per_kvhead: int

@@ -133,9 +133,10 @@ class BackwardKernels:
     Fields:
         spec: what the backward kernel is compiled for, besides its tiling.
         is_ordered: whether key tiles add to dQ in a fixed order.
-        splits: whether CTAs share key tiles.
+        splits: whether the backward kernel can share key tiles among CTAs.
         is_packed: whether sequences are packed; a kernel then makes the table of key tiles.
         has_used_q, has_used_k: whether packed sequences have `seqused_q` and `seqused_k`.
+        writes_fp32: whether dK and dV are fp32, which needs `splits`.
     """
 
     spec: AttentionSpec
@@ -144,6 +145,7 @@ class BackwardKernels:
     is_packed: bool = False
     has_used_q: bool = False
     has_used_k: bool = False
+    writes_fp32: bool = False
 
     @functools.cached_property
     def config(self) -> BackwardConfig:
@@ -154,7 +156,8 @@ class BackwardKernels:
         """What launches the kernels."""
         spec, config, table = self.spec, self.config, None
         schedule = RaggedKeyTiles if self.is_packed else InTurn
-        main = Backward(spec, config, schedule, self.is_ordered, self.has_used_q, self.splits)
+        kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32
+        main = Backward(spec, config, schedule, *kind)
         preprocessed = preprocess_spec(spec), config
         if not self.is_packed:
             return BackwardPass(BackwardPreprocess(*preprocessed), main)
@@ -240,27 +243,37 @@ class BackwardPlan:
     Fields:
         is_ordered: whether key tiles add to dQ in a fixed order.
         shares: how CTAs share key tiles.
+        writes_fp32: whether dK and dV are fp32.
     """
 
     problem: Problem
     is_ordered: bool = False
     shares: KeyShares = KeyShares()  # noqa: RUF009
+    writes_fp32: bool = False
 
     @classmethod
     def of(
-        cls, problem: Problem, is_ordered: bool = False, num_sms: int = H200.num_sms
+        cls,
+        problem: Problem,
+        is_ordered: bool = False,
+        num_sms: int = H200.num_sms,
+        writes_fp32: bool = False,
     ) -> "BackwardPlan":
-        whole, heads = cls(problem, is_ordered), problem.num_heads_kv * problem.batch
+        whole = cls(problem, is_ordered, writes_fp32=writes_fp32)
+        heads = problem.num_heads_kv * problem.batch
         if not may_split(whole.num_key_tiles, num_sms):
             return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
         blocks = blocks_of_key_tiles(problem.spec, whole.config, sequence, is_ordered)
         group = problem.qhead_per_kvhead
-        return cls(problem, is_ordered, choose_shares(blocks, heads, group, num_sms, is_ordered))
+        return replace(whole, shares=choose_shares(blocks, heads, group, num_sms, is_ordered))
 
     @property
     def kernels(self) -> BackwardKernels:
-        return BackwardKernels(self.problem.spec, self.is_ordered, self.shares.parts > 1)
+        splits = self.writes_fp32 or self.shares.parts > 1
+        return BackwardKernels(
+            self.problem.spec, self.is_ordered, splits, writes_fp32=self.writes_fp32
+        )
 
     @property
     def config(self) -> BackwardConfig:
@@ -270,7 +283,8 @@ class BackwardPlan:
     def sizes(self) -> BackwardSizes:
         """What a launch takes of the problem's sizes."""
         tiles, groups = self.num_query_tiles, self.num_head_groups
-        layout = self.kernels.layout(tiles, self.num_parts, groups)
+        num_parts = self.num_parts if self.shares.parts > 1 else 0
+        layout = self.kernels.layout(tiles, num_parts, groups)
         most_ctas = max(self.num_parts, convert_ctas(tiles))
         before = self.heads_per_group, self.groups_preprocessed
         return BackwardSizes(tiles, *before, most_ctas, self.dq_is_zeroed, layout)
@@ -440,6 +454,8 @@ def sizes_of_packed(
     num_parts = heads_kv * shares.parts
     most_ctas = max(capacity * num_parts, convert_ctas(tiles))
     num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
+    if shares.parts == 1:
+        num_parts = 0
     return BackwardSizes(
         tiles,
         heads // groups * shares.block_parts,

@@ -26,7 +26,7 @@ class GradientStore:
         written: a named barrier of the warps that write and the warps that wait for it.
     """
 
-    tma: TmaTensor
+    tma: TmaTensor | None
     smem: cute.Tensor
     groups: int
     warpgroups_share_keys: bool

@@ -26,12 +26,17 @@ QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted."""
+    """The gradients that are wanted.
+
+    Fields:
+        fp32_dkv: whether dK and dV are wanted in fp32, to add up the gradients of several calls.
+    """
 
     q: bool = True
     k: bool = True
     v: bool = True
     sinks: bool = True
+    fp32_dkv: bool = False
 
 
 class Gradients(NamedTuple):
@@ -98,8 +103,9 @@ def execute_backward(
     delta = (d_out.float() * out.float()).sum(dim=3).transpose(1, 2) - d_lse
     delta = delta.masked_fill(is_empty, 0.0)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=CPU) if wanted.q else None
-    dk = torch.zeros(k.shape, dtype=k.dtype, device=CPU) if wanted.k else None
-    dv = torch.zeros(v.shape, dtype=v.dtype, device=CPU) if wanted.v else None
+    dtype = torch.float32 if wanted.fp32_dkv else k.dtype
+    dk = torch.zeros(k.shape, dtype=dtype, device=CPU) if wanted.k else None
+    dv = torch.zeros(v.shape, dtype=dtype, device=CPU) if wanted.v else None
     places = sequences
     if places is None:
         places = SequenceRows.dense(len(q), q.shape[1], k.shape[1])
