@@ -202,7 +202,7 @@ class DifferentiableCall(NamedTuple):
     returns_lse: bool
 
 
-class Attention(torch.autograd.Function):
+class DifferentiableAttention(torch.autograd.Function):
     """Attention, differentiable once by q, k, v and the sinks."""
 
     @staticmethod
@@ -253,9 +253,9 @@ class Attention(torch.autograd.Function):
         return None, *grads, *([d_sinks] if tensors else ())
 
 
-attend_differentiably = super(torch.autograd.Function, Attention).apply
-"""`Attention.apply` without a search for transforms and their wrapped tensors, which calls
-have refused before; the search would take 2 us."""
+attend_differentiably = super(torch.autograd.Function, DifferentiableAttention).apply
+"""`DifferentiableAttention.apply` without a search for transforms and their wrapped tensors, which
+calls have refused before; the search would take 2 us."""
 
 
 def no_derivative_of_score(name: str) -> NotImplementedError:

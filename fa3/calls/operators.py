@@ -48,7 +48,7 @@ CACHED = "flash_attn_with_kvcache"
 
 # Options in torch's words. Torch is not told their defaults: it would leave out of a call what has
 # its default, and lists of tensors must be in their places for autograd.
-LENGTHS = (
+LENGTH_ARGUMENTS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
     "SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
 )
@@ -64,7 +64,7 @@ CACHE = (
     "int num_splits=0"
 )
 ATTENTION_OPTIONS = (
-    f"{LENGTHS}, {SCORES}, {MASK}, {TRAINING}, {CACHE}, str? score=None, "
+    f"{LENGTH_ARGUMENTS}, {SCORES}, {MASK}, {TRAINING}, {CACHE}, str? score=None, "
     "Tensor[] score_tensors=[], str? schedule=None, bool? pack_gqa=None"
 )
 APPEND_OPTIONS = (
@@ -227,8 +227,8 @@ ATTENTION_OUT = Operator(
 )
 BACKWARD = Operator(
     "backward",
-    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTHS}, {SCORES}, {MASK}, "
-    f"{TRAINING}, bool fp32_dkv=False",
+    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, {SCORES}, "
+    f"{MASK}, {TRAINING}, bool fp32_dkv=False",
     4,
     fake_gradients,
 )
@@ -273,7 +273,7 @@ def keep_operands(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor])
     ctx.set_materialize_grads(False)
 
 
-def differentiate(ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple:
+def gradients_in_graphs(ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None) -> tuple:
     """The gradients of q, k, v and the sinks; nothing else has one."""
     out, lse, *saved = ctx.saved_tensors
     count = len(ctx.names)
@@ -294,9 +294,11 @@ def keep_function(ctx, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
     ctx.function = DENSE if BACKWARD.by_name(inputs)["cu_seqlens_q"] is None else PACKED
 
 
-def refuse_gradients(ctx, *gradients: torch.Tensor):
+def refuse_second_derivative(ctx, *gradients: torch.Tensor):
     raise no_second_derivative(ctx.function)
 
 
-torch.library.register_autograd(ATTENTION.name, differentiate, setup_context=keep_operands)
-torch.library.register_autograd(BACKWARD.name, refuse_gradients, setup_context=keep_function)
+torch.library.register_autograd(ATTENTION.name, gradients_in_graphs, setup_context=keep_operands)
+torch.library.register_autograd(
+    BACKWARD.name, refuse_second_derivative, setup_context=keep_function
+)

@@ -54,7 +54,7 @@ class Option(NamedTuple):
     complaint: str = "it is not supported"
 
 
-OPTIONS = {
+OPTION_TABLE = {
     "attention_chunk": Option(int, 0),
     "batch_invariant": Option(bool, False),
     "causal": Option(bool, False),
@@ -85,7 +85,7 @@ class Options:
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        self.types = tuple(OPTIONS[name].kind for name in names)
+        self.types = tuple(OPTION_TABLE[name].kind for name in names)
 
     def converted(self, *values: object, note: str = "") -> tuple:
         """The values of a call in their types; attention_chunk is 0 for None.
@@ -106,7 +106,7 @@ class Options:
 
 def converted(name: str, value: object, note: str = "") -> bool | int | float:
     """The value of an option in its type."""
-    kind = OPTIONS[name].kind
+    kind = OPTION_TABLE[name].kind
     if kind is bool:
         return flag(name, value, note)
     return integer(name, value, 0) if kind is int else real(name, value)
@@ -239,7 +239,7 @@ def reject_unsupported(
         )
     for name, value in given.items():
         if value is not None:
-            complaint = OPTIONS[name].complaint
+            complaint = OPTION_TABLE[name].complaint
             raise NotImplementedError(f"{name} must be None, got {shown(value)}: {complaint}")
 
 

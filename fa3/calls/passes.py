@@ -119,7 +119,7 @@ IN_CACHE = {
 """Arguments of a call on a cache, and what `flash_attn_with_kvcache` calls them."""
 
 
-LENGTHS = (
+LENGTH_NAMES = (
     "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k",
     "scheduler_metadata",
 )  # fmt: skip
@@ -168,7 +168,7 @@ def _flash_attn_forward(
         TypeError, ValueError, NotImplementedError: as the public function, or if an argument is
             given that it does not have.
     """
-    lengths = {name: arguments.pop(name, None) for name in LENGTHS}
+    lengths = {name: arguments.pop(name, None) for name in LENGTH_NAMES}
     cached = {name: arguments.pop(name, None) for name in IN_CACHE}
     interleaved = arguments.pop("rotary_interleaved", True)
     arguments |= {"window_size": (window_size_left, window_size_right), "return_lse": True}
