@@ -20,7 +20,7 @@ from fa3.calls import autograd, backward
 from fa3.calls.forward import PreparedCall
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
-from fa3.reference.backward import BackwardOperands
+from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
 
 # -------------------------------------------------------------------------------- right results
@@ -360,7 +360,7 @@ def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
     problem = make_problem(2, 5, 0, 4, head_dim=64)
     for d_out in (None, out):
         operands = BackwardOperands(q, k, k, out, lse, d_out, None)
-        found = backward.gradients(problem, operands, 1.0, (sinks,), True, False, None, 132)
+        found = backward.gradients(problem, operands, 1.0, (sinks,), Wanted(), False, None, 132)
         assert all(x.is_contiguous() and not x.any() for x in found)
         assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]
 
