@@ -130,7 +130,8 @@ def check_gradients(
     if "sinks" in inputs:
         beside["sinks"] = error_of_sinks(q, k, v, d_out, window, modifiers)
     seen = visible(seqlen_q, k.shape[1], window).sum(dim=1)
-    if (seen < FEW_KEYS).all() and (q.is_cuda or "dropout_p" in modifiers):
+    is_rounded = q.is_cuda or "dropout_p" in modifiers or "sinks" in inputs
+    if is_rounded and (seen < FEW_KEYS).all():
         beside |= dict.fromkeys("qk", error_of_delta(q, k, v, d_out))
     relative = 4 * capped
     if q.is_cuda and weights[1]:

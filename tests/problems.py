@@ -44,6 +44,25 @@ def make_problem(
     return Problem(spec, batch, seqlen_q, seqlen_k, num_heads_kv, qhead_per_kvhead, window)
 
 
+HEAD_DIMS = head_dims()
+
+
+@st.composite
+def problems(draw, least: int = 0, longest: int = 300, sizes=HEAD_DIMS) -> Problem:
+    """Draw problems of `least` or more sequences and rows."""
+    return make_problem(
+        batch=draw(st.integers(least, 2)),
+        seqlen_q=draw(st.integers(least, longest)),
+        seqlen_k=draw(st.integers(least, longest)),
+        num_heads_kv=draw(st.integers(1, 2)),
+        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3])),
+        head_dim=draw(sizes),
+        window=draw(windows(longest + 20)),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        head_dim_v=draw(st.none() | sizes),
+    )
+
+
 def make_operands(
     problem: Problem, seed: int = 0, device="cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
