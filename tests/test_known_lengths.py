@@ -1,8 +1,6 @@
 """Lengths that the host knows: tables made on the host, metadata, and calls that use them."""
 
-import copy
 import heapq
-import pickle
 import random
 import re
 from dataclasses import replace
@@ -14,7 +12,7 @@ from kvcache_bad_values import OnGpu
 from score_problems import Recipe
 from test_varlen import caches
 from torch.fx.experimental.proxy_tensor import make_fx
-from varlen_problems import VarlenProblem, integers, make_call, random_problem, unused
+from varlen_problems import VarlenProblem, integers, make_call, random_problem
 
 from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 from fa3.calls import scheduler_metadata, varlen_gpu
@@ -81,6 +79,54 @@ def makespan(problem: VarlenProblem, kind: TableKind, records: list[TileRecord])
     return max(free)
 
 
+# ------------------------------------------------------------------------------------- calls
+
+
+def metadata_of(call: dict, **options):
+    """Metadata of a call on packed keys."""
+    _, heads_q, head_dim = call["q"].shape
+    _, heads_kv, head_dim_v = call["v"].shape
+    given = {
+        "qkv_dtype": call["q"].dtype,
+        "headdim_v": head_dim_v,
+        "cu_seqlens_q": call["cu_seqlens_q"],
+        "cu_seqlens_k": call["cu_seqlens_k"],
+        "seqused_q": call.get("seqused_q"),
+        "causal": call["causal"],
+        "window_size": call["window_size"],
+        "has_softcap": bool(call["softcap"]),
+    }
+    longest = max(1, call["max_seqlen_q"]), call["max_seqlen_k"]
+    sizes = len(call["cu_seqlens_q"]) - 1, *longest, heads_q, heads_kv, head_dim
+    return get_scheduler_metadata(*sizes, call.get("seqused_k"), **given | options)
+
+
+def on_host(call: dict) -> dict:
+    """The lengths of a call once more."""
+    return {name: call[other] for name, other in ON_HOST.items() if call.get(other) is not None}
+
+
+def cached_call(lengths_q, lengths_k, page_size: int = 16, where="cpu") -> dict:
+    """A call on pages."""
+    torch.manual_seed(0)
+    pages = -(-max(lengths_k) // page_size)
+    table = torch.randperm(len(lengths_k) * pages).view(len(lengths_k), pages).int()
+    caches = torch.randn(2, table.numel(), page_size, 2, 64).bfloat16()
+    call = {
+        "q": torch.randn(sum(lengths_q), 4, 64).bfloat16(),
+        "k_cache": caches[0], "v_cache": caches[1], "page_table": table, "causal": True,
+        "cache_seqlens": integers(*lengths_k), "max_seqlen_q": max(lengths_q),
+        "cu_seqlens_q": integers(0, *np.cumsum(lengths_q).tolist()),
+    }  # fmt: skip
+    return {k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+
+
+def metadata_of_cache(call: dict, **options):
+    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 12, 4, 2, 64
+    given = {"cu_seqlens_q": call["cu_seqlens_q"], "page_size": 16, "causal": True}
+    return get_scheduler_metadata(*sizes, call["cache_seqlens"], **given | options)
+
+
 # ------------------------------------------------------------------------------------- tables
 
 
@@ -120,162 +166,6 @@ def test_longest_first_where_the_kernel_tells_no_difference():
     kind = TableKind(128, 96, Band(), Window(), 0, 1, 132)
     table = known(VarlenProblem((1,) * len(lengths), lengths)).make(kind)
     assert [one.seqlen_k for one in records_of(table)] == sorted(lengths, reverse=True)
-
-
-# ------------------------------------------------------------------------------------- results
-
-
-class OfThisProcess:
-    """Stands for a kernel that was loaded, which nobody can copy."""
-
-    def __reduce_ex__(self, protocol: int):
-        raise TypeError("cannot be pickled")
-
-
-COPIES = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda metadata: pickle.loads(pickle.dumps(metadata)),
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_copies_have_the_lengths_and_no_kernels(way):
-    call = make_call(MIXED)
-    metadata = metadata_of(call)
-    expected = flash_attn_varlen_func(**call, scheduler_metadata=metadata)
-    lengths = metadata.lengths
-    metadata.fitting = OfThisProcess()
-    lengths.latest = OfThisProcess(), 0, True, None
-    lengths.route = OfThisProcess(), False, None
-    lengths.tables = {(OfThisProcess(), None): None}
-    found = COPIES[way](metadata)
-    assert found.fitting is None and found.calls == metadata.calls
-    if way != "copy":
-        assert found.lengths is not lengths and not found.lengths.tables
-        assert torch.equal(flash_attn_varlen_func(**call, scheduler_metadata=found), expected)
-
-
-def test_metadata_of_equal_queries_can_be_copied():
-    metadata = get_scheduler_metadata(2, 1, 64, 4, 2, 64, integers(3, 64))
-    for way in COPIES.values():
-        assert way(metadata) == metadata
-
-
-def metadata_of(call: dict, **options):
-    """Metadata of a call on packed keys."""
-    _, heads_q, head_dim = call["q"].shape
-    _, heads_kv, head_dim_v = call["v"].shape
-    given = {
-        "qkv_dtype": call["q"].dtype,
-        "headdim_v": head_dim_v,
-        "cu_seqlens_q": call["cu_seqlens_q"],
-        "cu_seqlens_k": call["cu_seqlens_k"],
-        "seqused_q": call.get("seqused_q"),
-        "causal": call["causal"],
-        "window_size": call["window_size"],
-        "has_softcap": bool(call["softcap"]),
-    }
-    longest = max(1, call["max_seqlen_q"]), call["max_seqlen_k"]
-    sizes = len(call["cu_seqlens_q"]) - 1, *longest, heads_q, heads_kv, head_dim
-    return get_scheduler_metadata(*sizes, call.get("seqused_k"), **given | options)
-
-
-def on_host(call: dict) -> dict:
-    """The lengths of a call once more."""
-    return {name: call[other] for name, other in ON_HOST.items() if call.get(other) is not None}
-
-
-def check_same(problem: VarlenProblem, call: dict, **given) -> None:
-    """Assert that a call has the same bits with more arguments."""
-    rows = ~unused(problem, len(call["q"]))
-    (out, lse), (other, of_other) = (
-        flash_attn_varlen_func(**call | one, return_lse=True) for one in ({}, given)
-    )
-    assert torch.equal(out[rows], other[rows]) and torch.equal(lse[:, rows], of_other[:, rows])
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_calls_have_the_bits_of_calls_without(seed):
-    problem = random_problem(seed, ("bfloat16", "float16")[seed % 2], seed // 2)
-    # By rows of no sequence, the plain call may take other kernels.
-    problem = replace(problem, spare=0)
-    call = make_call(problem, seed)
-    check_same(problem, call, **on_host(call))
-    check_same(problem, call, scheduler_metadata=metadata_of(call))
-
-
-def test_decode_rows_beside_long_ones():
-    call = make_call(MIXED)
-    check_same(MIXED, call, scheduler_metadata=metadata_of(call))
-    check_same(MIXED, call, **on_host(call))
-
-
-def test_gradients():
-    gradients = []
-    for given in ({}, {"scheduler_metadata": None}, {"cu_seqlens_q_cpu": None}):
-        call = make_call(replace(MIXED, seqlens_k=MIXED.seqlens_q))
-        if "scheduler_metadata" in given:
-            given = {"scheduler_metadata": metadata_of(call)}
-        elif given:
-            given = on_host(call)
-        leaves = [call[name].requires_grad_() for name in "qkv"]
-        out = flash_attn_varlen_func(**call, **given)
-        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
-    for found in gradients[1:]:
-        assert all(map(torch.equal, gradients[0], found))
-
-
-def cached_call(lengths_q, lengths_k, page_size: int = 16) -> dict:
-    """A call on pages."""
-    torch.manual_seed(0)
-    pages = -(-max(lengths_k) // page_size)
-    table = torch.randperm(len(lengths_k) * pages).view(len(lengths_k), pages).int()
-    caches = torch.randn(2, table.numel(), page_size, 2, 64).bfloat16()
-    return {
-        "q": torch.randn(sum(lengths_q), 4, 64).bfloat16(),
-        "k_cache": caches[0], "v_cache": caches[1], "page_table": table, "causal": True,
-        "cache_seqlens": integers(*lengths_k), "max_seqlen_q": max(lengths_q),
-        "cu_seqlens_q": integers(0, *np.cumsum(lengths_q).tolist()),
-    }  # fmt: skip
-
-
-def metadata_of_cache(call: dict, **options):
-    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 12, 4, 2, 64
-    given = {"cu_seqlens_q": call["cu_seqlens_q"], "page_size": 16, "causal": True}
-    return get_scheduler_metadata(*sizes, call["cache_seqlens"], **given | options)
-
-
-@pytest.mark.parametrize(
-    "lengths_q", [(100, 1, 40, 1), (100, 90, 80, 70), (3, 1, 1, 2)], ids=["mixed", "long", "short"]
-)
-def test_calls_on_pages(lengths_q):
-    call = cached_call(lengths_q, (300, 90, 80, 500))
-    call["max_seqlen_q"] = 128
-    metadata = metadata_of_cache(call)
-    out = flash_attn_with_kvcache(**call)
-    assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
-    packed = {"k": call["k_cache"], "v": call["v_cache"], "seqused_k": call["cache_seqlens"]}
-    packed |= {name: call[name] for name in ("q", "page_table", "causal", "max_seqlen_q")}
-    packed |= {name: call[name] for name in ("cu_seqlens_q",)}
-    packed |= {"cu_seqlens_k": None, "max_seqlen_k": 500, "scheduler_metadata": metadata}
-    assert torch.equal(out, flash_attn_varlen_func(**packed))
-
-
-def test_new_tokens_count():
-    call = cached_call((40, 1), (300, 90))
-    room = integers(200, 80)
-    new = {"k": torch.randn(2, 5, 2, 64).bfloat16(), "v": torch.randn(2, 5, 2, 64).bfloat16()}
-    call |= {"cache_seqlens": room, **new}
-    metadata = metadata_of_cache(call, max_seqlen_k_new=5)
-    assert metadata.lengths.longest_k == 205
-    out = flash_attn_with_kvcache(**call)
-    assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
-    wrong = metadata_of_cache(call, max_seqlen_k_new=4)
-    with pytest.raises(
-        ValueError, match=r"^scheduler_metadata was made for cache_seqlens with 204"
-    ):
-        flash_attn_with_kvcache(**call, scheduler_metadata=wrong)
 
 
 # ------------------------------------------------------------------------------------ bad input

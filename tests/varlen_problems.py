@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from cuda_graphs import captured
 from free_counters import used_counters
 from problems import DTYPES, poisoned_allocations
 from reference import FEW_KEYS, check_attention
@@ -209,15 +210,54 @@ def check_call(problem: VarlenProblem, device, seed: int = 0, few_keys: int = FE
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
 
 
-def check_beside_what_is_not_finite(problem: VarlenProblem, device) -> None:
+def check_beside_what_is_not_finite(problem: VarlenProblem, where) -> None:
     """Assert that what is not finite in some sequences reaches their outputs, and no others."""
-    call = make_call(problem, 0, device)
+    call = make_call(problem, 0, where)
     poisoned = poison(problem, call)
-    for _ in range(2):
+    assert len(poisoned) >= 3
+    for _ in range(1 if where == "cpu" else 2):
         out, lse = attend(call)
         check_varlen(problem, call, out, lse, skipped=poisoned)
         assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
         assert not used_counters()
+
+
+WRONG_ENDS = [
+    *((0, 200, 100, 300), (-50, 90, 900, 300)),
+    *((0, 2**30, -(2**30), 9), (0, 100, -(2**31), 300)),
+]
+"""Lengths of three sequences that are none."""
+
+
+def check_wrong_ends(call: dict, ends: tuple[int, ...], **options) -> None:
+    """Assert that a call whose lengths are none writes nothing outside of out."""
+    device, rows = call["q"].device, len(call["q"])
+    around = torch.full((3 * rows, *call["q"].shape[1:]), 7.0, device=device).to(call["q"].dtype)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), integers(*ends, device=device))
+    fa3.flash_attn_varlen_func(**call | lengths | options, out=around[rows : 2 * rows])
+    torch.cuda.synchronize()
+    assert (around[:rows] == 7).all() and (around[2 * rows :] == 7).all()
+    assert not used_counters()
+
+
+def check_graph(problems: list[VarlenProblem], device, every: int = 0, **options) -> None:
+    """Assert that a graph of the first call serves the tensors of all calls.
+
+    Args:
+        every: which sequences are poisoned; 0 for none.
+    """
+    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
+    calls = [make_call(problem, seed, device) for seed, problem in enumerate(problems)]
+    values = [{name: call[name].clone() for name in names} for call in calls]
+    call = calls[0] | options
+    fa3.flash_attn_varlen_func(**call)
+    graph, (out, lse) = captured(lambda: fa3.flash_attn_varlen_func(**call, return_lse=True))
+    for problem, tensors in zip(problems, values, strict=True):
+        for name, tensor in tensors.items():
+            call[name].copy_(tensor)
+        poisoned = poison(problem, call, every) if every else ()
+        graph.replay()
+        check_varlen(problem, call, out, lse, skipped=poisoned)
 
 
 def random_problem(seed: int, dtype: str, family: int, longest: int = 150) -> VarlenProblem:
