@@ -581,6 +581,7 @@ SANITIZED = """
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.sanitizer
 @pytest.mark.timeout(900)
 def test_compute_sanitizer_finds_nothing():

@@ -539,6 +539,7 @@ SANITIZED = """
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.sanitizer
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", TOOLS)

@@ -125,6 +125,50 @@ def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
     return call | problem.recipe.make(problem.longest, call["q"], seed, steepest=0.5)
 
 
+def on_pages(problem: VarlenProblem, call: dict, page_size: int, capacity: int = 0) -> dict:
+    """The call with its keys in pages, in no order. What no sequence uses is NaN, and -1 where the
+    table has no page."""
+    device, lengths = call["q"].device, [len(rows.k) for rows in problem.rows]
+    pages = -(-max(*lengths, capacity, 1) // page_size)
+    taken = [-(-length // page_size) for length in lengths]
+    free = iter(torch.randperm(sum(taken) + 2, generator=torch.Generator().manual_seed(0)).tolist())
+    table = torch.full((len(lengths), pages), -1, dtype=torch.int32)
+    for row, count in zip(table, taken, strict=True):
+        row[:count] = integers(*(next(free) for _ in range(count)))
+    table = table.to(device)
+    caches = {}
+    for name in "kv":
+        packed = call[name]
+        cache = packed.new_full((sum(taken) + 2, page_size, *packed.shape[1:]), torch.nan)
+        for row, rows in zip(table, problem.rows, strict=True):
+            at = torch.arange(len(rows.k), device=device)
+            cache[row[at // page_size].long(), at % page_size] = packed[rows.k.start : rows.k.stop]
+        caches[name] = cache
+    of_pages = {"page_table": table, "seqused_k": integers(*lengths, device=device)}
+    return call | caches | of_pages | {"cu_seqlens_k": None}
+
+
+def on_cache(
+    problem: VarlenProblem, call: dict, page_size: int | None, capacity: int = 0,
+    is_indexed: bool = False,
+) -> dict:  # fmt: skip
+    """The call as one of `flash_attn_with_kvcache`. Without pages a sequence has the row of its
+    number, or any row if that `is_indexed`."""
+    longest = max(capacity, 1, *(len(rows.k) for rows in problem.rows))
+    paged = on_pages(problem, call, page_size or longest, capacity)
+    table = paged["page_table"]
+    names = "q", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size"
+    arguments = {name: call[name] for name in (*names, "softcap", "alibi_slopes", "sinks")}
+    arguments |= {"k_cache": paged["k"], "v_cache": paged["v"], "cache_seqlens": paged["seqused_k"]}
+    if page_size is not None:
+        return arguments | {"page_table": table}
+    # A sequence without keys has a row all the same.
+    rows = table[:, 0].clamp(min=0)
+    if is_indexed:
+        return arguments | {"cache_batch_idx": rows}
+    return arguments | {name: arguments[name][rows] for name in ("k_cache", "v_cache")}
+
+
 @dataclass(frozen=True)
 class OfSequence:
     """The torch half of a score or a mask of the user's, for a batch of one sequence."""
