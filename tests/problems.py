@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 from reference import NO_WINDOW
 
+import fa3
 from fa3.planning.plan import Plan
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.reference.forward import execute
@@ -88,6 +89,12 @@ def run_plan(
     out, lse = q.new_empty(batch, seqlen_q, heads, v.shape[3]), torch.empty(batch, heads, seqlen_q)
     execute(plan, (q, k, v, out, lse), softmax_scale, tensors)
     return out, lse
+
+
+def attend(q, k, v, window: Window = NO_WINDOW, **arguments):
+    """Call `flash_attn_func` into NaN memory; return out and the log-sum-exp."""
+    with poisoned_allocations():
+        return fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **arguments)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from cuda_graphs import captured
 from free_counters import used_counters
 from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import check_call
@@ -17,8 +18,6 @@ from problems import poisoned_allocations
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.varlen import flash_attn_varlen_func
-
-pytestmark = pytest.mark.gpu
 
 SEEDS = range(24)
 
@@ -140,9 +139,7 @@ def test_packed_keys_merge_in_the_launch(device):
 def test_graphs_of_many_calls_replayed_many_times(device):
     calls = [make_call(problem_of(seed), seed, device) for seed in SEEDS]
     expected = [run(call) for call in calls]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [run(call) for call in calls]
+    graph, results = captured(lambda: [run(call) for call in calls])
     for _ in range(200):
         for tensors in results:
             for tensor in tensors:
@@ -158,21 +155,19 @@ def test_graphs_of_many_calls_replayed_many_times(device):
 def test_two_graphs_and_eager_calls_side_by_side(device):
     calls = [make_call(problem_of(seed), seed, device) for seed in range(20)]
     expected = [run(call) for call in calls]
-    captured = []
+    replayed = []
     for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = [run(call) for call in calls]
-        captured.append((graph, results, torch.cuda.Stream()))
+        graph, results = captured(lambda: [run(call) for call in calls])
+        replayed.append((graph, results, torch.cuda.Stream()))
     torch.cuda.synchronize()
     for _ in range(100):
-        for graph, _, stream in captured:
+        for graph, _, stream in replayed:
             with torch.cuda.stream(stream):
                 graph.replay()
         eager = [run(call) for call in calls[:5]]
     torch.cuda.synchronize()
     assert all(map(same, eager, expected[:5]))
-    for _, results, _ in captured:
+    for _, results, _ in replayed:
         assert all(map(same, results, expected))
     assert not used_counters()
 

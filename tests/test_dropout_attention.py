@@ -20,9 +20,7 @@ from varlen_problems import VarlenProblem, check_varlen, make_call
 
 import fa3
 from fa3.calls.dropout import draw_rng_state
-from fa3.calls.forward import prepare_forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning import tilings
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
@@ -310,15 +308,6 @@ def test_packed_sequences_in_graphs():
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
     tensors = [call[name] for name in names]
     assert torch.equal(make_fx(run)(*tensors)(*tensors), expected)
-
-
-@pytest.fixture
-def always_fixed(monkeypatch):
-    """Calls of any size get a fixed reference."""
-    monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
-    prepare_forward.cache_clear()
-    yield
-    prepare_forward.cache_clear()
 
 
 @pytest.mark.parametrize("dropout_p", [2**-16, 0.1, 0.4979, 0.5, 0.9, 0.999])

@@ -12,8 +12,8 @@ from cuda_graphs import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairs import pairs, places
-from problems import make_operands, make_problem, poisoned_allocations, problems, run_plan
-from reference import NO_WINDOW, check_attention, largest_difference
+from problems import attend, make_operands, make_problem, problems, run_plan
+from reference import check_attention, largest_difference
 from sanitizer import TOOLS, check_sanitized
 
 import fa3
@@ -54,12 +54,6 @@ def run(problem: Problem, plan=None, softmax_scale: float = 0.125, seed: int = 0
     out, lse = run_plan(plan, q, k, v, softmax_scale)
     check_attention(out, lse, q, k, v, softmax_scale, problem.window, lse_tolerance=1e-5)
     return out, lse
-
-
-def attend(q, k, v, window: Window = NO_WINDOW, **arguments):
-    """Call into memory that is NaN."""
-    with poisoned_allocations():
-        return fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **arguments)
 
 
 def check(problem: Problem, where, seed: int = 0, **arguments) -> None:

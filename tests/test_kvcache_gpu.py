@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_graphs import captured
 from kvcache_bad_values import (
     BAD_VALUES_OF_TENSORS,
     FAR_VALUES,
@@ -343,9 +344,7 @@ def test_a_cuda_graph_goes_on_while_lengths_grow(page_size, mode, device):
     reference = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
     warm = call | {name: call[name].clone() for name in ("k_cache", "v_cache")}
     flash_attn_with_kvcache(**warm, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = flash_attn_with_kvcache(**call, **options)
+    graph, (out, lse) = captured(lambda: flash_attn_with_kvcache(**call, **options))
     generator = torch.Generator(device).manual_seed(1)
     for step in range(0, 640, 13):
         jump = step % 39 == 0
