@@ -38,12 +38,17 @@ def problem_of(seed: int) -> CacheProblem:
     heads_kv, group = draw.choice(HEADS)
     seqlens = lengths(draw)
     return CacheProblem(
-        seqlens, draw.choice((1, 1, 2, 5)), heads_kv=heads_kv, group=group, head_dim=128,
-        head_dim_v=128, page_size=draw.choice((None, None, 64, 16)),
+        seqlens,
+        draw.choice((1, 1, 2, 5)),
+        heads_kv=heads_kv,
+        group=group,
+        head_dim=128,
+        page_size=draw.choice((None, None, 64, 16)),
         leftpads=tuple(n // 3 for n in seqlens) if draw.random() < 0.3 else None,
-        causal=draw.random() < 0.5, sinks=draw.choice((None, "float32")),
+        causal=draw.random() < 0.5,
+        sinks=draw.choice((None, "float32")),
         **appended(draw, seqlens),
-    )  # fmt: skip
+    )
 
 
 def appended(draw: random.Random, seqlens: tuple[int, ...]) -> dict:
@@ -203,8 +208,9 @@ def test_threads_and_streams(device):
 
 def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
     """The next call's CTAs are there early: they must not begin, nor take numbers, before."""
-    call = make_call(CacheProblem((3000, 30, 500), heads_kv=4, group=2, head_dim=128,
-                                  head_dim_v=128), device=device)  # fmt: skip
+    call = make_call(
+        CacheProblem((3000, 30, 500), heads_kv=4, group=2, head_dim=128), device=device
+    )
 
     def layers(wait: bool) -> torch.Tensor:
         x, outputs = call["q"], []
@@ -223,9 +229,7 @@ def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
 
 def test_fewer_sms_and_long_sequences(device):
     for seqlens, heads_kv, group in (((1 << 17,), 8, 4), ((60_000, 5), 2, 4)):
-        problem = CacheProblem(
-            seqlens, heads_kv=heads_kv, group=group, head_dim=128, head_dim_v=128
-        )
+        problem = CacheProblem(seqlens, heads_kv=heads_kv, group=group, head_dim=128)
         call = make_call(problem, device=device)
         for sm_margin in (0, 1, 60, 130, 131):
             out, lse = run(call, sm_margin=sm_margin)

@@ -48,7 +48,7 @@ STATE = torch.tensor([SEED])
 DROPPED = {"dropout_p": 0.3, "rng_state": STATE}
 
 PACKED = (
-    VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=32, head_dim_v=32),
+    VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=32),
     VarlenProblem((100, 50), (100, 80), (90, 50), (64, 70), 7, causal=True),
     VarlenProblem((33, 150), (150, 33), head_dim=64, window=(30, 5), recipe=Recipe(sinks="q")),
 )

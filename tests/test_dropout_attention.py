@@ -127,11 +127,9 @@ def test_gradients_with_modifiers(recipe, deterministic, where):
 
 PACKED_ON_GPU = (
     VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=64),
-    VarlenProblem((300, 50), (300, 80), (90, 50), (64, 70), 7, head_dim=128, head_dim_v=128),
-    VarlenProblem(
-        (600, 1, 257), (600, 1, 257), heads_kv=2, head_dim=128, head_dim_v=128, causal=True
-    ),
-    VarlenProblem((33, 150), (150, 33), head_dim=256, head_dim_v=256, window=(30, 5)),
+    VarlenProblem((300, 50), (300, 80), (90, 50), (64, 70), 7, head_dim=128),
+    VarlenProblem((600, 1, 257), (600, 1, 257), heads_kv=2, head_dim=128, causal=True),
+    VarlenProblem((33, 150), (150, 33), head_dim=256, window=(30, 5)),
     VarlenProblem((20,) * 100, (20,) * 100, causal=True, recipe=Recipe(sinks="q")),
 )
 

@@ -378,7 +378,7 @@ def test_no_length_is_remembered():
 
     def call(use_metadata: bool) -> None:
         lengths = tuple(draw.randint(1, 200) for _ in range(3))
-        made = make_call(VarlenProblem(lengths, lengths, head_dim=8, head_dim_v=8, causal=True))
+        made = make_call(VarlenProblem(lengths, lengths, head_dim=8, causal=True))
         made |= {"max_seqlen_q": 200, "max_seqlen_k": 200}
         given = {"scheduler_metadata": metadata_of(made)} if use_metadata else on_host(made)
         flash_attn_varlen_func(**made, **given)

@@ -74,10 +74,10 @@ FAMILIES = 14
 
 SKEWED = VarlenProblem(
     (700, 5, 0, 1300, 130, 64), (700, 900, 3, 1300, 4000, 64), heads_kv=2, group=2, causal=True,
-    head_dim=128, head_dim_v=128,
+    head_dim=128,
 )  # fmt: skip
 
-CHUNK = VarlenProblem((500,), (9000,), group=8, causal=True, head_dim=128, head_dim_v=128)
+CHUNK = VarlenProblem((500,), (9000,), group=8, causal=True, head_dim=128)
 """Has few tiles, which metadata cuts."""
 
 

@@ -20,7 +20,7 @@ from kvcache_reference import as_bits, check_call
 from pairs import combine, pairs
 from problems import DTYPES, poisoned_allocations
 from reference import dense, largest_difference
-from test_kvcache_results import MODES, WIDE, assert_same_bits, check, run
+from test_kvcache_results import MODES, assert_same_bits, check, run
 
 from fa3.calls import assertions as calls_assertions
 from fa3.calls import kvcache
@@ -66,7 +66,7 @@ def test_head_dims(head_dims, mode, dtype, device):
 
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_pages_before_a_window_may_be_gone(page_size, device):
-    problem = CacheProblem((3000, 130), group=4, page_size=page_size, window=(100, 0), **WIDE)
+    problem = CacheProblem((3000, 130), group=4, page_size=page_size, window=(100, 0), head_dim=128)
     call = make_call(problem, device=device)
     table = call["page_table"].clone()
     for row, seqlen in zip(table, problem.seqlens, strict=True):
@@ -77,7 +77,7 @@ def test_pages_before_a_window_may_be_gone(page_size, device):
 @pairs(seqlen=(1 << 17, 1 << 20), num_splits=(0, 1, 16), page_size=(None, 16, 256))
 @pytest.mark.timeout(600)
 def test_long_sequences(seqlen, num_splits, page_size, device):
-    sizes = {"head_dim": 128, "head_dim_v": 128, "group": 8}
+    sizes = {"head_dim": 128, "group": 8}
     problem = CacheProblem((seqlen, 77), counts=(1, 1), page_size=page_size, **sizes)
     check(problem, device, num_splits=num_splits)
 
@@ -328,7 +328,7 @@ def test_a_cuda_graph_goes_on_while_lengths_grow(page_size, mode, device):
     """Captured once at lengths 0 and 1; sequences grow to the end of the cache, end and restart."""
     problem = CacheProblem(
         (0, 1, 0, 1), counts=(1, 1, 1, 1), heads_kv=2, group=4, page_size=page_size, room=639,
-        head_dim=128, head_dim_v=128, causal=True, rotary=(128, True, "bfloat16"),
+        head_dim=128, causal=True, rotary=(128, True, "bfloat16"),
     )  # fmt: skip
     call = make_call(problem, device=device)
     if page_size is not None:

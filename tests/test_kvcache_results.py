@@ -34,8 +34,6 @@ MODES = {
 }
 """Ways to cut the keys."""
 
-WIDE = {"head_dim": 128, "head_dim_v": 128}
-
 
 def run(call: dict, **options):
     """Call into NaN memory on copies of the caches; return out, LSE and the caches."""
@@ -91,11 +89,11 @@ def test_the_cut_changes_rounding_only(options, seqlen_q, where):
 
 CUT = [
     *(
-        CacheProblem(seqlens, heads_kv=2, group=4, causal=True, **WIDE)
+        CacheProblem(seqlens, heads_kv=2, group=4, causal=True, head_dim=128)
         for seqlens in ((1,), (63, 64, 65), (1000, 1, 0, 4097), (0,), (0, 0, 5))
     ),
     *(
-        CacheProblem((700, 90), heads_kv=heads_kv, group=group, **WIDE)
+        CacheProblem((700, 90), heads_kv=heads_kv, group=group, head_dim=128)
         for heads_kv, group in ((8, 1), (2, 3), (1, 128), (2, 5))
     ),
     *(
@@ -119,15 +117,15 @@ CUT = [
     *(
         CacheProblem(
             (1500, 20, 0), 3, heads_kv=2, group=4, softcap=2.0, alibi=1, sinks="float32",
-            window=window, **WIDE,
+            window=window, head_dim=128,
         )
         for window in ((-1, 0), (300, 0))
     ),
 ]  # fmt: skip
 
 LARGE = [
-    CacheProblem((40_000,), group=16, causal=True, **WIDE),
-    CacheProblem((30_000, 20, 100, 9000), 8, heads_kv=2, group=4, causal=True, **WIDE),
+    CacheProblem((40_000,), group=16, causal=True, head_dim=128),
+    CacheProblem((30_000, 20, 100, 9000), 8, heads_kv=2, group=4, causal=True, head_dim=128),
     *(
         CacheProblem(tuple((0, 1, 70, 200)[37 * n % 11 % 4] for n in range(batch)), group=2)
         for batch in (33, 1000, 1025, 3000)
@@ -155,13 +153,13 @@ def test_every_cut(problem, mode, where):
 )
 def test_several_queries(seqlen_q, window, mode, where):
     problem = CacheProblem((300, 1, 64, seqlen_q), seqlen_q, heads_kv=2, group=4, window=window)
-    check(replace(problem, **WIDE), where, **MODES[mode])
+    check(replace(problem, head_dim=128), where, **MODES[mode])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_keys_that_grow(mode, where):
     """The reference of the softmax moves in every block."""
-    call = make_call(CacheProblem((3000,), group=4, causal=True, **WIDE), device=where)
+    call = make_call(CacheProblem((3000,), group=4, causal=True, head_dim=128), device=where)
     factor = torch.linspace(0.1, 8, call["k_cache"].shape[1], device=where)
     call["k_cache"] = (call["k_cache"] * factor[:, None, None]).bfloat16()
     check_call(call, *run(call, **MODES[mode]))
@@ -170,7 +168,7 @@ def test_keys_that_grow(mode, where):
 @pairs(seqlen=(0, 1, 2, 64, 65, 127, 128, 129, 1000), page_size=PAGE_SIZES, append=(False, True))
 def test_lengths(seqlen, page_size, append, where):
     counts = (2, 2, 2) if append else None
-    problem = CacheProblem((seqlen, 5, 300), counts=counts, page_size=page_size, **WIDE)
+    problem = CacheProblem((seqlen, 5, 300), counts=counts, page_size=page_size, head_dim=128)
     check(replace(problem, heads_kv=2, group=4), where)
 
 

@@ -74,9 +74,14 @@ def test_random_calls(seed, longest, where):
 
 
 STEP = VarlenProblem(
-    (140, 1, 0, 70, 5, 1, 40), (200, 300, 40, 70, 0, 1, 100), heads_kv=2, group=4, head_dim=128,
-    head_dim_v=128, causal=True, spare=5,
-)  # fmt: skip
+    (140, 1, 0, 70, 5, 1, 40),
+    (200, 300, 40, 70, 0, 1, 100),
+    heads_kv=2,
+    group=4,
+    head_dim=128,
+    causal=True,
+    spare=5,
+)
 """Chunks of prompts beside sequences that decode: both kernels attend."""
 
 USED = (130, 1, 0, 40, 5, 0, 9)
@@ -100,9 +105,8 @@ def test_a_step_of_an_engine(page_size, functions, used, window, dtype, where):
 def test_head_sizes_with_everything(head_dim, functions, device):
     recipe = Recipe(30.0, 2, "float32", **functions)
     problem = replace(
-        STEP, used_q=USED, recipe=recipe, head_dim=head_dim, head_dim_v=head_dim, window=(200, 3),
-        causal=False,
-    )  # fmt: skip
+        STEP, used_q=USED, recipe=recipe, head_dim=head_dim, window=(200, 3), causal=False
+    )
     check(problem, 16, device)
 
 
@@ -171,9 +175,8 @@ def test_long_chunks_have_the_bits_of_packed_keys(page_size, functions, device):
 def test_chunks_with_huge_scores(options, device):
     """The fixed reference of long sequences fails, and their rows are computed once more."""
     problem = VarlenProblem(
-        (300, 2, 200), (900, 500, 200), heads_kv=2, group=4, head_dim=128, head_dim_v=128,
-        causal=True,
-    )  # fmt: skip
+        (300, 2, 200), (900, 500, 200), heads_kv=2, group=4, head_dim=128, causal=True
+    )
     problem = replace(problem, **options)
     call = make_call(problem, 0, device)
     call |= {name: 40 * call[name] for name in "qk"}
@@ -187,22 +190,61 @@ def test_chunks_with_huge_scores(options, device):
         torch.testing.assert_close(out[None, at_q], expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("queries", [(130, 70), (3, 1)], ids=["long", "short"])
-def test_pages_before_a_window_may_hold_anything(queries, where):
-    """An engine frees them; a mask of the user's does not change that."""
+@pairs(
+    queries=[(200, 300, 1), (1, 3, 0)],
+    page_size=[5, 16, 64],
+    functions=[{}, {"score": "relative", "mask": "prefix"}],
+)
+def test_pages_before_a_window_may_hold_anything(queries, page_size, functions, where):
+    """An engine frees them, and others write there; NaN times a weight of 0 would be NaN."""
+    lengths, left = (700, 650, 90), 100
     problem = VarlenProblem(
-        queries, (400, 300), heads_kv=2, group=4, causal=True, window=(100, 0),
-        recipe=Recipe(score="relative", mask="prefix"),
+        queries, lengths, heads_kv=2, group=4, causal=True, window=(left, 0),
+        recipe=Recipe(**functions),
     )  # fmt: skip
     call = make_call(problem, 0, where)
-    paged = on_pages(problem, call, 16)
-    for row, count, length in zip(paged["page_table"], queries, (400, 300), strict=True):
-        freed = (length - count - 100) // 16
+    paged = on_pages(problem, call, page_size)
+    for row, count, length in zip(paged["page_table"], queries, lengths, strict=True):
+        freed = max(0, length - max(1, count) - left) // page_size
         paged["k"][row[:freed].long()] = torch.nan
         paged["v"][row[:freed].long()] = torch.nan
         if where != "cpu":
             row[:freed] = -1
     out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
+    check_varlen(problem, call, out, lse)
+
+
+LAYOUTS = {
+    "one after the other": lambda n, page, heads, dim: empty(2, n, page, heads, dim),
+    "in turns": lambda n, page, heads, dim: empty(n, 2, page, heads, dim).transpose(0, 1),
+    "by head": lambda n, page, heads, dim: empty(2, n, heads, page, dim).transpose(2, 3),
+    "in turns, by head": lambda n, page, heads, dim: (
+        empty(n, 2, heads, page, dim).transpose(0, 1).transpose(2, 3)
+    ),
+    "side by side, by head": lambda n, page, heads, dim: empty(n, heads, page, 2, dim).permute(
+        3, 0, 2, 1, 4
+    ),
+}
+"""How engines lay keys and values in memory, as (2, pages, page_size, heads, head_dim)."""
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("queries", [(1, 3, 0), (200, 300, 1)], ids=["short", "long"])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_as_engines_lay_them(layout, page_size, queries, where):
+    problem = VarlenProblem(queries, (700, 650, 90), heads_kv=2, group=4, causal=True)
+    call = make_call(problem, 0, where)
+    paged = on_pages(problem, call, page_size)
+    with torch.device(where):
+        cache = LAYOUTS[layout](*paged["k"].shape)
+    for name, part in zip("kv", cache, strict=True):
+        paged[name] = part.copy_(paged[name])
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
     check_varlen(problem, call, out, lse)
 
 

@@ -173,15 +173,14 @@ PROBLEMS = {
     "two": VarlenProblem((300, 700), (5000, 9000), heads_kv=2, group=2, causal=True),
     "full": VarlenProblem((200, 300), (7000, 100), heads_kv=3, dtype="float16"),
     "window": VarlenProblem(
-        (900, 200), (12000, 7000), group=4, window=(4000, 0), head_dim=128, head_dim_v=128
+        (900, 200), (12000, 7000), group=4, window=(4000, 0), head_dim=128
     ),
     "unequal": VarlenProblem(
         (400,), (8000,), group=2, causal=True, head_dim=192, head_dim_v=128, spare=9
     ),
-    "large": VarlenProblem((257,), (5001,), group=2, causal=True, head_dim=256, head_dim_v=256),
+    "large": VarlenProblem((257,), (5001,), group=2, causal=True, head_dim=256),
     "used": VarlenProblem(
         (700, 300), (9000, 300), (650, 300), (8000, 300), heads_kv=2, causal=True, head_dim=96,
-        head_dim_v=96,
     ),
 }  # fmt: skip
 

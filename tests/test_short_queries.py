@@ -416,9 +416,8 @@ def test_wrong_lengths_touch_nothing_outside(ends, longest, num_splits, device):
 
 
 CHUNKS = VarlenProblem(
-    (300, 5, 300), (9000, 0, 5000), heads_kv=1, group=8, head_dim=128, head_dim_v=128, spare=3,
-    causal=True,
-)  # fmt: skip
+    (300, 5, 300), (9000, 0, 5000), heads_kv=1, group=8, head_dim=128, spare=3, causal=True
+)
 """Chunks of prompts, whose tiles are few; a sequence has queries and no keys."""
 
 ROWS_129 = replace(CHUNKS, seqlens_q=(129,), seqlens_k=(20_000,), heads_kv=2)
@@ -430,9 +429,9 @@ ROWS_129 = replace(CHUNKS, seqlens_q=(129,), seqlens_k=(20_000,), heads_kv=2)
         CHUNKS,
         replace(CHUNKS, seqlens_q=(512,), seqlens_k=(1 << 15,)),
         replace(ROWS_129, causal=False, window=(4000, 60), recipe=Recipe(softcap=20.0)),
-        replace(ROWS_129, dtype="float16", head_dim=64, head_dim_v=64, recipe=Recipe(alibi_rank=2)),
-        replace(CHUNKS, head_dim=256, head_dim_v=256, recipe=Recipe(sinks="float32")),
-        replace(CHUNKS, head_dim=192, used_q=(290, 9, 200), used_k=(8000, 9, 100)),
+        replace(ROWS_129, dtype="float16", head_dim=64, recipe=Recipe(alibi_rank=2)),
+        replace(CHUNKS, head_dim=256, recipe=Recipe(sinks="float32")),
+        replace(CHUNKS, head_dim=192, head_dim_v=128, used_q=(290, 9, 200), used_k=(8000, 9, 100)),
     ],
     ids=["chunks", "512 of 32k", "window, softcap", "ALiBi", "sinks, 256", "used, (192, 128)"],
 )

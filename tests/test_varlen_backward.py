@@ -49,10 +49,6 @@ def check(problem: VarlenProblem, where="cpu", weights=(True, False), seed: int 
     return check_varlen_gradients(problem, make_call(problem, seed, where), weights, seed)
 
 
-def of_size(head_dim: int, **options) -> dict:
-    return {"head_dim": head_dim, "head_dim_v": head_dim, **options}
-
-
 @places(
     "seed,family,longest",
     cpu=[(seed, seed // 2, 150) for seed in range(60)],
@@ -272,14 +268,14 @@ def test_the_table_has_every_tile_of_keys_once(has_used, lengths, device):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [(64,), (128,), (500, 500), (1, 1, 1)])
 def test_few_sequences(lengths, head_dim, device):
-    check(VarlenProblem(lengths, lengths, **of_size(head_dim)), device)
+    check(VarlenProblem(lengths, lengths, head_dim=head_dim), device)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (40, 20), (70, -1), (-1, 100)])
 def test_lengths_around_tiles(window, head_dim, device):
     lengths = (127, 128, 129, 1, 0, 255, 64, 300, 2, 192, 63, 65)
-    options = of_size(head_dim, heads_kv=2, group=2, window=window)
+    options = {"head_dim": head_dim, "heads_kv": 2, "group": 2, "window": window}
     check(VarlenProblem(lengths, lengths, **options), device)
     check(VarlenProblem(lengths, lengths[::-1], **options), device)
 
@@ -290,16 +286,16 @@ def test_sums_with_and_without_zeros(causal, head_dim, device):
     """Of one call, around the lengths from which on there are zeros; and of unlike lengths."""
     keys = keys_without_zeros(Window(right=0 if causal else NO_BOUND))
     lengths = (keys, keys + 1, 1, keys - 1, 0, keys + 64)
-    check(VarlenProblem(lengths, lengths, causal=causal, **of_size(head_dim)), device)
+    check(VarlenProblem(lengths, lengths, causal=causal, head_dim=head_dim), device)
     unlike = (keys + 1, 40, 700, 1, keys, 300)
-    check(VarlenProblem(lengths, unlike, causal=causal, **of_size(head_dim)), device)
+    check(VarlenProblem(lengths, unlike, causal=causal, head_dim=head_dim), device)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_without_queries_or_keys(causal, head_dim, device):
     problem = VarlenProblem(
-        (0, 100, 0, 70, 200, 0), (90, 0, 0, 300, 5, 200), causal=causal, **of_size(head_dim)
+        (0, 100, 0, 70, 200, 0), (90, 0, 0, 300, 5, 200), causal=causal, head_dim=head_dim
     )
     check(problem, device, (True, True))
 
@@ -309,7 +305,7 @@ def test_sequences_without_queries_or_keys(causal, head_dim, device):
 def test_rows_that_are_not_used(causal, head_dim, device):
     problem = VarlenProblem(
         (70, 9, 300, 130, 500), (200, 50, 333, 64, 700), (70, 0, 150, 999, 64), (0, 50, 3, 64, 100),
-        spare=300, causal=causal, heads_kv=2, **of_size(head_dim),
+        spare=300, causal=causal, heads_kv=2, head_dim=head_dim,
     )  # fmt: skip
     check(problem, device, (True, True))
     check(replace(problem, used_q=None), device)
@@ -369,7 +365,7 @@ def test_more_heads_than_a_grid_has_rows(device):
 def test_many_short_sequences(head_dim, device):
     draw = random.Random(0)
     lengths = tuple(draw.randint(0, 16) for _ in range(1200))
-    check(VarlenProblem(lengths, lengths, causal=True, heads_kv=2, **of_size(head_dim)), device)
+    check(VarlenProblem(lengths, lengths, causal=True, heads_kv=2, head_dim=head_dim), device)
 
 
 def test_a_graph_serves_other_lengths(device):
@@ -432,7 +428,7 @@ def test_deterministic_gradients_have_the_same_bits_every_time(window, head_dim,
     other = (1000, 300, 0, *(draw.randint(0, 600) for _ in range(40)), 2500, 0, 129)
     problem = VarlenProblem(
         lengths, other, None, tuple(count * 2 // 3 for count in other), 200, heads_kv=2, group=2,
-        window=window, **of_size(head_dim),
+        window=window, head_dim=head_dim,
     )  # fmt: skip
     call = make_call(problem, 0, device)
     check_varlen_gradients(problem, call | {"deterministic": True}, (True, False))

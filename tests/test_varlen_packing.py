@@ -115,9 +115,9 @@ OPTIONS = [
     {"window": (0, 0)},
     {"window": (20, -1)},
     {"window": (-1, 5)},
-    {"head_dim": 128, "head_dim_v": 128, "causal": True},
+    {"head_dim": 128, "causal": True},
     {"head_dim": 192, "head_dim_v": 128, "causal": True},
-    {"head_dim": 256, "head_dim_v": 256},
+    {"head_dim": 256},
     {"head_dim": 8, "head_dim_v": 40},
     {"group": 1, "heads_kv": 3, "dtype": "float16", "softmax_scale": 0.7},
     {"recipe": Recipe(softcap=5.0, sinks="q"), "causal": True},
@@ -156,10 +156,7 @@ def test_rows_that_are_not_used_stay_as_they_are(walks, poisoned_memory):
     gpu=combine([(MIXED, EVEN), (False, True), (64, 128, 256)]),
 )
 def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head_dim, where, walks):
-    problem = VarlenProblem(
-        lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
-        causal=causal,
-    )  # fmt: skip
+    problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
     check_beside_what_is_not_finite(problem, where)
 
 
@@ -397,10 +394,7 @@ def test_what_is_launched(monkeypatch):
 
 @pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
 def test_many_short_sequences(lengths, causal, head_dim, device, walks):
-    problem = VarlenProblem(
-        lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
-        causal=causal,
-    )  # fmt: skip
+    problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
     check(problem, device)
 
 

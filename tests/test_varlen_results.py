@@ -183,9 +183,8 @@ def test_what_is_not_finite_does_not_reach_long_neighbours(causal, head_dim, whe
     if where != "cpu":
         lengths = (300, 129, 700, 1, 500, 64, 333, 2000, 95, 128, 257, 640)
     problem = VarlenProblem(
-        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
-        causal=causal,
-    )  # fmt: skip
+        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, causal=causal
+    )
     check_beside_what_is_not_finite(problem, where)
 
 
@@ -240,9 +239,7 @@ def test_gradients_may_be_on_if_they_are_not_asked_for():
 )
 def test_equal_lengths_have_the_bits_of_a_dense_call(causal, head_dim, length, where):
     batch, lengths = 4, (length,) * 4
-    problem = VarlenProblem(
-        lengths, lengths, heads_kv=1, group=2, head_dim=head_dim, head_dim_v=head_dim, causal=causal
-    )
+    problem = VarlenProblem(lengths, lengths, heads_kv=1, group=2, head_dim=head_dim, causal=causal)
     call = make_call(problem, 0, where)
     out, lse = attend(call)
     window = Window(right=0) if causal else Window()
@@ -273,9 +270,8 @@ def test_wrong_lengths_touch_nothing_outside(ends, device):
 def test_lengths_around_tiles(causal, head_dim, device):
     lengths = (127, 128, 129, 1, 0, 255, 64, 300, 2, 192)
     problem = VarlenProblem(
-        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
-        causal=causal,
-    )  # fmt: skip
+        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, causal=causal
+    )
     check_call(problem, device)
 
 
@@ -296,9 +292,8 @@ def test_many_short_sequences(device):
 def test_rows_whose_reference_fails_are_computed_again(factor, head_dim, device):
     lengths = (700, 0, 130, 1, 64, 333)
     problem = VarlenProblem(
-        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, head_dim_v=head_dim,
-        causal=True,
-    )  # fmt: skip
+        lengths, lengths[::-1], heads_kv=2, group=2, head_dim=head_dim, causal=True
+    )
     call = make_call(problem, 0, device)
     # Queries of some sequences only, so that some tiles fail in part, some wholly, some not.
     call["q"][::3] *= factor

@@ -39,12 +39,17 @@ class VarlenProblem:
     heads_kv: int = 1
     group: int = 1
     head_dim: int = 64
-    head_dim_v: int = 64
+    head_dim_v: int | None = None
     dtype: str = "bfloat16"
     causal: bool = False
     window: tuple[int, int] = (NO_BOUND, NO_BOUND)
     softmax_scale: float | None = None
     recipe: Recipe = UNCHANGED
+
+    @property
+    def columns_v(self) -> int:
+        """Values are as wide as keys unless told."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def rows(self) -> list["Rows"]:
@@ -59,7 +64,7 @@ class VarlenProblem:
     def longest(self) -> Problem:
         """A batch of sequences as long as the longest, for which modifiers are drawn."""
         lengths = [(0, 0), *((len(rows.q), len(rows.k)) for rows in self.rows)]
-        spec = AttentionSpec(self.dtype, self.head_dim, self.head_dim_v, Band())
+        spec = AttentionSpec(self.dtype, self.head_dim, self.columns_v, Band())
         sizes = map(max, zip(*lengths, strict=True))
         return Problem(spec, len(self.seqlens_q), *sizes, self.heads_kv, self.group)
 
@@ -107,7 +112,7 @@ def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
     call = {
         "q": packed(rows_q, total_q, heads_q, problem.head_dim),
         "k": packed(rows_k, total_k, problem.heads_kv, problem.head_dim),
-        "v": packed(rows_k, total_k, problem.heads_kv, problem.head_dim_v),
+        "v": packed(rows_k, total_k, problem.heads_kv, problem.columns_v),
         "cu_seqlens_q": ends(problem.seqlens_q),
         "cu_seqlens_k": ends(problem.seqlens_k),
         "max_seqlen_q": max(map(len, rows_q), default=0),
