@@ -10,17 +10,17 @@ import pytest
 import torch
 from cutlass import Int32, Uint32
 from cutlass.cute.runtime import from_dlpack
+from fake_gpu import noting_launches
 from problems import make_operands, make_problem
 from reference import check_attention
 from score_problems import Recipe
 from test_compile import spec_of
-from test_varlen_packing import Counters
 from varlen_problems import VarlenProblem, make_call
 
 import fa3
-from fa3.calls import forward, varlen_gpu
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS
+from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.backward import choose_backward_config
 from fa3.primitives.attention import Mmas
@@ -37,9 +37,7 @@ from fa3.primitives.dropout import (
 from fa3.primitives.gradient_mmas import GradientMmas
 from fa3.primitives.philox import PHILOX_ROUNDS, key_steps, philox
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
-from fa3.problem import Window
 from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import RaggedOperands
 from fa3.schedules import Dynamic, Tile
 
 SEED = 0x3A1F_5C77_90AB_CDEF
@@ -463,37 +461,24 @@ def test_the_kernel_of_decoding_has_no_dropout():
     torch.testing.assert_close(found[:, None], out, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("runs_again", [False, True])
-def test_what_is_launched(runs_again, monkeypatch):
-    """Both kernels of a call draw the same, in the place of `ForwardArguments`."""
-    for module in (forward, varlen_gpu):
-        monkeypatch.setattr(module, "current_device", lambda: None)
-        for name in ("current_stream", "capture_of"):
-            monkeypatch.setattr(module, name, lambda place: None)
-        monkeypatch.setattr(module, "counters_of", lambda *place: Counters())
-    launched, drawn = [], Dropout(STATE, 0.3).arguments
-
-    def note(*given):
-        launched.append(ForwardArguments(*given))
-
-    def ignore(*given):
-        pass
-
-    q, k, v = (x.detach() for x in leaves())
-    launches = ((note, (0, 0, 1, 132), 0),) * (1 + runs_again)
-    counters = {"num_counters": (8, 0, 0), "total_counters": 8} if runs_again else {}
-    dense = forward.PreparedCall(None, None, (), launches, **counters)
-    dense.launch(q, k, v, q, None, None, 0.5, None, drawn)
-    call = make_call(PACKED[0])
-    ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
-    operands = RaggedOperands(call["q"], call["k"], call["v"], call["q"], None, *ends, None, None)
-    kernels = ignore, note, note if runs_again else None, None
-    packed = varlen_gpu.PreparedVarlen(None, *kernels, Window(), 128, 128, 132, 1)
-    packed.launch(operands, len(call["k"]), 130, None, 0.5, None, None, drawn)
-    assert len(launched) == 2 * (1 + runs_again)
-    assert all(one.dropout is drawn and one.page_table is None for one in launched)
-    beside = [one.is_beside for one in launched]
-    assert beside == [None] * len(launches) + [0] * len(launches)
+@pytest.mark.parametrize(("is_packed", "seqlen", "count"), [(0, 64, 1), (0, 4096, 2), (1, 64, 2)])
+def test_what_is_launched(is_packed, seqlen, count):
+    """Both kernels of a call draw the same."""
+    q = torch.empty(4, seqlen, 16, 128).bfloat16()
+    ends = torch.arange(5, dtype=torch.int32) * seqlen
+    with noting_launches() as notes:
+        if is_packed:
+            q = q.flatten(0, 1)
+            fa3.flash_attn_varlen_func(q, q, q, ends, ends, seqlen, seqlen, **DROPPED)
+        else:
+            fa3.flash_attn_func(q, q, q, **DROPPED)
+    launched = [
+        ForwardArguments(*given) for kernel, given in notes.launches if type(kernel) is Forward
+    ]
+    assert len(launched) == count
+    assert all(one.dropout is launched[0].dropout is not None for one in launched)
+    assert all(one.page_table is None for one in launched)
+    assert [one.is_beside for one in launched] == [0 if is_packed else None] * count
 
 
 def test_pages_have_no_dropout():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_gpu import noting_launches
 from free_counters import used_counters
 from pairs import combine, pairs, places
 from score_problems import Recipe
@@ -27,8 +28,7 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.calls import varlen_call, varlen_gpu
-from fa3.calls.varlen_gpu import PreparedJoined
+from fa3.calls import varlen_call
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import JoinedTableArguments
 from fa3.planning.gpu import H200
@@ -40,7 +40,7 @@ from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Window
 from fa3.reference import joined
 from fa3.reference.joined import record_of_tile, records_of_rows
-from fa3.reference.varlen import PackedLengths, RaggedOperands
+from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
 from fa3.schedules.joined import JoinedRecord, JoinedTile
 from fa3.schedules.marked import words_of_marks
@@ -346,50 +346,33 @@ def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
 # ------------------------------------------------------------------------------------- on a GPU
 
 
-class Counters:
-    """Stands for the counters of a stream."""
-
-    taken = None
-
-    def take(self, count: int) -> torch.Tensor:
-        self.taken = torch.zeros(count, dtype=torch.int32)
-        return self.taken
-
-    def give_back(self, counters: torch.Tensor) -> None:
-        assert counters is self.taken
-
-
 def test_what_is_launched(monkeypatch):
-    counters, launched = Counters(), []
-    monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
-    for name in ("current_stream", "capture_of"):
-        monkeypatch.setattr(varlen_gpu, name, lambda place: None)
-    monkeypatch.setattr(varlen_gpu, "counters_of", lambda *place: counters)
-    plan, window, sinks = replace(PLAN, spec=replace(SPEC, sinks="float32")), Window(9, 0), object()
-    kernels = (
-        lambda *given: launched.append(JoinedTableArguments(*given)),
-        *(2 * (lambda *given: launched.append(ForwardArguments(*given)),)),
+    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: True)
+    call = make_call(
+        replace(USED, window=(9, 0), softmax_scale=0.3, recipe=Recipe(sinks="float32"))
     )
-    call = make_call(USED)
+    out, window = torch.empty_like(call["q"]), Window(9, 0)
+    with noting_launches() as notes:
+        fa3.flash_attn_varlen_func(**call, out=out)
+    kinds = JoinedTableArguments, ForwardArguments, ForwardArguments
+    table, forward, again = (
+        kind(*given) for kind, (_, given) in zip(kinds, notes.launches, strict=True)
+    )
     names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    lengths, out = tuple(call[name] for name in names), torch.empty_like(call["q"])
-    operands = RaggedOperands(*(call[name] for name in "qkv"), out, None, *lengths)
-    sizes = operands.sizes(60, 130)
-    PreparedJoined(*kernels, plan, window, 132, 1000).launch(operands, sizes, (sinks,), 0.3)
-    table, forward, again = launched
-    assert table[:4] == lengths and table[7:] == (263, 352, 3, *window)
+    assert table[:4] == tuple(call[name] for name in names)
+    assert table[7:] == (263, 352, 3, *window)
     for launch in (forward, again):
         assert launch[:5] == (call["q"], call["k"], call["v"], out, 0)
-        assert launch[6:10] == (0.3, *window, 1000) and launch.table is table.table
+        assert launch[6:9] == (0.3, *window) and launch.table is table.table
         assert launch[12:15] == (None, None, 0) and launch.recording is None
         assert (launch.page_table, launch.is_beside, launch.dropout) == (None, 0, None)
-    assert forward.modifiers == (table.rows, sinks) and again.modifiers == (sinks,)
-    assert forward.schedule_state is table.tiles and again.schedule_state is counters.taken
-    assert forward.marks is counters.taken and again.marks is None
+    assert forward.modifiers == (table.rows, call["sinks"]) and again.modifiers == (call["sinks"],)
+    assert forward.schedule_state is table.tiles and again.schedule_state is forward.marks
+    assert again.marks is None and notes.lent == 0
     assert (forward.num_clusters, again.num_clusters) == (3 * 4, 10 * 4)
     assert table.rows.shape == (3 * 128, 4)
     assert (len(table.tiles), len(table.table)) == (words_of_table(3), words_of_table(10))
-    assert len(counters.taken) == words_of_marks(10 * 4)
+    assert notes.counters == [words_of_marks(10 * 4)]
 
 
 @pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
