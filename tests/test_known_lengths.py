@@ -412,10 +412,8 @@ class Kernel:
 def launches(monkeypatch):
     """Kernels of a plan, launched on CPU tensors; streams and captures are what a test says."""
     plan = RaggedPlan(AttentionSpec("bfloat16", 64, 64, Band(right=True)), False, False, H200)
-    split = Kernel()
-    kernels = varlen_gpu.PreparedVarlen(
-        plan, Kernel(), Kernel(), Kernel(), lambda: split, Window(right=0), 128, 112, 132, 1000
-    )
+    monkeypatch.setattr(varlen_gpu, "load_kernel", lambda kernel: Kernel())
+    kernels = varlen_gpu.prepare_alone(plan, Window(right=0))
     state = {"stream": 7, "capture": None, "streams": {}}
     monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
     monkeypatch.setattr(varlen_gpu, "current_stream", lambda index: state["stream"])
@@ -437,10 +435,13 @@ def launch(kernels, lengths: KnownLengths | None, problem=MIXED, may_cut: bool =
     call = make_call(problem)
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
-    forward, count = kernels.split() if may_cut else kernels.forward, len(kernels.forward.given)
+    forward, count = (
+        kernels.split() if may_cut else kernels.forward,
+        len(kernels.forward.kernel.given),
+    )
     kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths, may_cut=may_cut)
-    assert not may_cut or len(kernels.forward.given) == count
-    given = ForwardArguments(*forward.given[-1])
+    assert not may_cut or len(kernels.forward.kernel.given) == count
+    given = ForwardArguments(*forward.kernel.given[-1])
     taken, marks, table = given.schedule_state, given.marks, given.table
     return taken, marks, table
 
@@ -449,12 +450,12 @@ def test_a_table_that_is_known_is_not_made_again(launches):
     kernels, state = launches
     lengths = known(MIXED)
     taken, marks, table = launch(kernels, lengths)
-    assert not kernels.tile_table.given
+    assert not kernels.tile_table.kernel.given
     assert records_of(table.numpy())[0].seqlen_k == 2000
     assert taken is not marks and taken is not table
     heads, records = 4, int(table[NUM_RECORDS])
     assert len(marks) >= words_of_marks(records * heads)
-    launched = ForwardArguments(*kernels.forward.given[0])
+    launched = ForwardArguments(*kernels.forward.kernel.given[0])
     assert launched.num_clusters == min(132, records * heads)
     again = launch(kernels, lengths)
     assert again[2] is table
@@ -464,7 +465,7 @@ def test_a_table_that_is_known_is_not_made_again(launches):
     other = launch(kernels, lengths)
     assert other[2] is table and other[0] is not taken and other[1] is not marks
     taken, _, table = launch(kernels, None)
-    assert taken is table and len(kernels.tile_table.given) == 1
+    assert taken is table and len(kernels.tile_table.kernel.given) == 1
 
 
 def test_tiles_that_are_cut(launches):
@@ -473,7 +474,7 @@ def test_tiles_that_are_cut(launches):
     problem = VarlenProblem((300, 100), (9000, 9000), heads_kv=2, group=2, causal=True)
     lengths = known(problem)
     state, marks, table = launch(kernels, lengths, problem, may_cut=True)
-    given = ForwardArguments(*kernels.split().given[0])
+    given = ForwardArguments(*kernels.split().kernel.given[0])
     tiles = lengths.latest[-1]
     assert state is tiles.segments.numbers and table is tiles.table.numbers
     assert 0 < given.num_clusters <= 132 and given.num_slots > given.num_clusters // 2
@@ -482,7 +483,7 @@ def test_tiles_that_are_cut(launches):
     assert len(given.part_counters) >= memory.num_counters
     assert given.part_counters is not marks
     launch(kernels, lengths, problem, may_cut=True)
-    again = ForwardArguments(*kernels.split().given[1])
+    again = ForwardArguments(*kernels.split().kernel.given[1])
     assert again.part_counters is given.part_counters and again.marks is marks
     # As calls that want gradients have them.
     whole = launch(kernels, lengths, problem)
@@ -494,12 +495,12 @@ def test_captures_take_tables_that_there_are(launches):
     lengths = known(MIXED)
     state["capture"] = "first"
     taken, _, table = launch(kernels, lengths)
-    assert taken is table and len(kernels.tile_table.given) == 1
+    assert taken is table and len(kernels.tile_table.kernel.given) == 1
     state["capture"] = None
     made = launch(kernels, lengths)[2]
     state["capture"] = "second"
     taken, _, table = launch(kernels, lengths)
-    assert table is made and taken is not table and len(kernels.tile_table.given) == 1
+    assert table is made and taken is not table and len(kernels.tile_table.kernel.given) == 1
 
 
 def test_kernels_without_work_are_not_launched(launches):
@@ -516,5 +517,9 @@ def test_kernels_without_work_are_not_launched(launches):
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
     short = varlen_gpu.Short(32, start)
     kernels.launch(operands, 1100, 600, None, 1.0, short, known=known(problem))
-    assert not (kernels.forward.given or kernels.again.given or kernels.tile_table.given)
+    assert not (
+        kernels.forward.kernel.given
+        or kernels.again.kernel.given
+        or kernels.tile_table.kernel.given
+    )
     assert started[0][CTAS_BESIDE] == 132 and started[1] == "merged"

@@ -7,7 +7,6 @@ import torch
 from kvcache_bad_values import (
     BAD_VALUES,
     BAD_VALUES_OF_TENSORS,
-    FAR_VALUES,
     INDEXED,
     PAGED,
     PLAIN,
@@ -284,15 +283,6 @@ def test_assertions_refuse_short_rotary_tables(assertions):
     refused(PLAIN, unread(call) | tables, ValueError, complaint)
 
 
-@pytest.mark.parametrize(
-    ("problem", "argument", "change"), [case[:3] for case in BAD_VALUES_OF_TENSORS] + FAR_VALUES
-)
-def test_whatever_it_is_a_call_ends(problem, argument, change):
-    call = changed(make_call(problem), argument, change)
-    out, lse, _ = run(unread(call))
-    assert out.shape == call["q"].shape and lse.shape == out.shape[0:3:2] + out.shape[1:2]
-
-
 @pairs(
     value=(-(2**31), -5000, 2**31 - 1),
     argument=("cache_seqlens", "cache_leftpad"),
@@ -309,48 +299,6 @@ def test_lengths_and_paddings_count_as_if_cut(value, argument, page_size, mode, 
     wrong = changed(call, argument, lambda x: torch.full_like(x, value))
     cut = changed(wrong, argument, lambda x: x.clamp(0, problem.capacity))
     assert_same_bits(run(unread(wrong), **MODES[mode]), run(unread(cut), **MODES[mode]))
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_what_does_not_fit_the_cache_is_dropped(page_size, where):
-    """On the CPU with rotary tables too, of which a position past the end uses the last row."""
-    rotary = (32, True, "bfloat16") if where == "cpu" else None
-    problem = CacheProblem((30, 9, 0), 2, (4, 4, 4), page_size=page_size, room=0, rotary=rotary)
-    call, capacity = make_call(problem, device=where), problem.capacity
-    for name in ("k_cache", "v_cache"):
-        call[name] = call[name].nan_to_num(1.0)
-    if page_size is not None:
-        pages = torch.arange(3 * (capacity // page_size), dtype=torch.int32, device=where)
-        call["page_table"] = pages.view(3, -1)
-        for name in ("k_cache", "v_cache"):
-            call[name] = torch.randn(len(pages), page_size, 1, 64, device=where).bfloat16()
-    call["cache_seqlens"] = integers(capacity - 1, capacity + 100, -5).to(where)
-    short = {name: call[name][:20] for name in ("rotary_cos", "rotary_sin") if rotary}
-    long = {name: torch.cat((t, t[-1:].expand(200, -1))) for name, t in short.items()}
-    check_call(call | long, *run(unread(call | short)))
-
-
-@pytest.mark.parametrize(
-    ("problem", "argument", "values"),
-    [
-        (
-            CacheProblem((3, 4), 1, (2, 2), batch_idx=(1, 0), rows=2),
-            "cache_batch_idx",
-            integers(-1, 2),
-        ),
-        (
-            CacheProblem((3, 4), 1, (2, 2), page_size=16),
-            "page_table",
-            integers(-1, 1 << 20).view(2, 1),
-        ),
-    ],
-    ids=["rows", "pages"],
-)
-def test_tokens_without_a_place_are_dropped(problem, argument, values, where):
-    call = changed(make_call(problem, device=where), argument, values)
-    _, _, caches = run(unread(call))
-    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-        assert torch.equal(as_bits(cache), as_bits(call[name]))
 
 
 def test_assertions_let_right_calls_through(assertions):

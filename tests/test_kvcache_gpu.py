@@ -14,6 +14,7 @@ from kvcache_bad_values import (
     PLAIN,
     RAGGED,
     changed,
+    integers,
 )
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call
@@ -202,6 +203,45 @@ def test_views(device):
     out, lse = flash_attn_with_kvcache(**(call | views | caches), out=given, return_lse=True)
     assert out is given
     check_call(call, out, lse, tuple(caches.values()))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_what_does_not_fit_the_cache_is_dropped(page_size, device):
+    """Lengths on the GPU are not checked: they count as if cut to the cache."""
+    problem = CacheProblem((30, 9, 0), 2, (4, 4, 4), page_size=page_size, room=0)
+    call, capacity = make_call(problem, device=device), problem.capacity
+    for name in ("k_cache", "v_cache"):
+        call[name] = call[name].nan_to_num(1.0)
+    if page_size is not None:
+        pages = torch.arange(3 * (capacity // page_size), dtype=torch.int32, device=device)
+        call["page_table"] = pages.view(3, -1)
+        for name in ("k_cache", "v_cache"):
+            call[name] = torch.randn(len(pages), page_size, 1, 64, device=device).bfloat16()
+    call["cache_seqlens"] = integers(capacity - 1, capacity + 100, -5).to(device)
+    check_call(call, *run(call))
+
+
+@pytest.mark.parametrize(
+    ("problem", "argument", "values"),
+    [
+        (
+            CacheProblem((3, 4), 1, (2, 2), batch_idx=(1, 0), rows=2),
+            "cache_batch_idx",
+            integers(-1, 2),
+        ),
+        (
+            CacheProblem((3, 4), 1, (2, 2), page_size=16),
+            "page_table",
+            integers(-1, 1 << 20).view(2, 1),
+        ),
+    ],
+    ids=["rows", "pages"],
+)
+def test_tokens_without_a_place_are_dropped(problem, argument, values, device):
+    call = changed(make_call(problem, device=device), argument, values)
+    _, _, caches = run(call)
+    for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
+        assert torch.equal(as_bits(cache), as_bits(call[name]))
 
 
 MARGIN = 1 << 16

@@ -165,7 +165,7 @@ def test_without_a_second_walk_it_would(walks, monkeypatch):
     call = make_call(problem)
     poisoned, again = poison(problem, call), []
 
-    def attend_alone(walk, window, sequences):
+    def attend_alone(walk, sequences):
         again.extend(one.batch for one in sequences)
         walk.out.fill_(torch.nan)
 
