@@ -401,7 +401,7 @@ def test_short_sequences_are_the_decode_kernels(kernels):
     sinks = torch.zeros(4)
     call = make_call(decoding) | {"sinks": sinks}
     flash_attn_varlen_func(**call)
-    ((most, is_beside, q, *_, longest, modifiers, scale),) = kernels.short
+    ((most, is_beside, q, *_, modifiers, scale, _, longest),) = kernels.short
     assert (most, longest, scale) == (1, 500, 0.125) and q is call["q"] and modifiers[0] is sinks
     assert not is_beside
     assert not kernels.given
@@ -423,9 +423,7 @@ def test_few_tiles_are_the_decode_kernels(kernels):
     flash_attn_varlen_func(**call)
     flash_attn_varlen_func(**call | {"max_seqlen_q": 305, "max_seqlen_k": 5090})
     assert not kernels.given
-    for (most, is_beside, q, *_, longest, _, _), keys in zip(
-        kernels.short, (5000, 5090), strict=True
-    ):
+    for (most, is_beside, q, *_, longest), keys in zip(kernels.short, (5000, 5090), strict=True):
         assert (most, is_beside, longest) == (1024, False, keys) and q is call["q"]
     flash_attn_varlen_func(**call, num_splits=1)
     ((*_, short, _, _, _, _),) = kernels.given
