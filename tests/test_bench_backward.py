@@ -3,8 +3,6 @@
 import importlib.metadata
 import json
 import math
-import pickle
-import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,28 +12,23 @@ import torch
 from bench_stubs import draw, without_gpu
 
 import fa3
-from benchmarks import bench_backward, gradients, harness, results, runs, shapes
-from benchmarks.bench_backward import CSV_NAME, HOST_CELL, HOST_NAME, QUICK, GradientRow
+from benchmarks import bench_backward, gradients, harness, results, shapes
+from benchmarks.bench_backward import CSV_NAME, HOST_NAME, GradientRow
 from benchmarks.gradients import (
-    BY_NAME,
-    CELLS,
     DROPPED_OURS,
     FEW,
     ORDERED_FA4,
     ORDERED_OURS,
     PASSES,
-    SHAPES,
     Found,
     Gradients,
-    Nothing,
     reference_of,
     with_passes,
 )
 from benchmarks.harness import WrongOutput
-from benchmarks.meter import Meter
 from benchmarks.packed import PackedCell, pack
-from benchmarks.results import FAILED, OK
-from fa3.tools.timing import REGIMES, Block, run_block
+from benchmarks.results import OK
+from fa3.tools.timing import run_block
 
 DENSE = shapes.named("dense", 2, (50, 50), (4, 2), (64, 32))
 FULL = shapes.named("full", 1, (40, 70), (2, 2), (64, 64), causal=False)
@@ -48,21 +41,6 @@ def without_gradients():
     """As runs have it."""
     with torch.no_grad():
         yield
-
-
-def test_cells_have_unique_names_and_their_operations():
-    assert len(BY_NAME) == len(CELLS) == 2 * (len(SHAPES) + 1) == 2 * 70
-    assert set(QUICK) < set(BY_NAME)
-    for cell in SHAPES:
-        backward, both = (BY_NAME[f"{passes}-{cell.name}"] for passes in PASSES)
-        assert (backward.flops, both.flops) == (2.5 * cell.flops, 3.5 * cell.flops)
-        assert backward.graph is False
-    assert {cell.name for cell in SHAPES} > gradients.ORDERED | gradients.DROPPED
-    labels = [(cell.passes, gradients.label_of(cell)) for cell in CELLS]
-    assert len(set(labels)) == len(CELLS)
-    assert [cell.name for cell in CELLS if cell.graph] == [
-        f"{passes}-{FEW.name}-graph" for passes in PASSES
-    ]
 
 
 def attend(q, k, v, causal):
@@ -185,67 +163,6 @@ def test_peers_are_differentiated(cell, fake_peer, monkeypatch):
         assert len(fake_peer) == (1 if cell.passes == "backward" else 2)
 
 
-def test_providers_are_named(fake_peer, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    found = Found(["fa3", ORDERED_OURS, DROPPED_OURS, "cudnn"])
-
-    def names(cell: str) -> list[str]:
-        return [one.name for one in found.providers_of(BY_NAME[cell])]
-
-    assert names("both-d128-causal-4096") == ["fa3", ORDERED_OURS, DROPPED_OURS, "cudnn"]
-    assert names("both-d64-full-4096") == ["fa3", DROPPED_OURS, "cudnn"]
-    assert names("backward-d256-full-512") == ["fa3", "cudnn"]
-    assert names("backward-lognormal-64k") == ["fa3", ORDERED_OURS]
-    assert [one.name for one in found.providers_of(HOST_CELL)] == ["fa3", "cudnn"]
-    providers = [found.providers_of(cell) for cell in CELLS]
-    assert len({id(one) for of_cell in providers for one in of_cell}) == 6
-
-
-def test_options_choose_cells_and_regimes():
-    def cells(*arguments: str) -> list[str]:
-        options = bench_backward.parse_arguments(arguments)
-        return [cell.name for cell in runs.chosen_cells(CELLS, QUICK, options)]
-
-    assert cells() == list(BY_NAME)
-    assert set(cells("--quick")) == set(QUICK)
-    assert len(cells("--quick", "--cells", "both-few")) == 2
-    regimes = runs.chosen_regimes(bench_backward.parse_arguments([]))
-    assert [regime.name for regime in regimes] == ["burst"]
-    with pytest.raises(SystemExit):
-        bench_backward.parse_arguments(["--only", "fa3-cpp"])
-
-
-def test_small_cells_stand_for_large_ones():
-    ours, peer = (SimpleNamespace(name=name) for name in ("fa3", "fa4-cute"))
-    few = {gradients.shrink(peer, cell) for cell in CELLS if cell.group == "grid"}
-    assert {(cell.batch, cell.seqlen_q) for cell in few} == {(1, 512), (1, 1024)}
-    assert len(few) == 18 and len({gradients.shrink(ours, cell) for cell in CELLS}) == 69
-    one = Gradients(gradients.DENSE_KINDS[gradients.OURS]())
-    assert pickle.loads(pickle.dumps(one)).attention.attend is fa3.flash_attn_func
-
-
-def test_a_cell_is_checked_for_everyone(monkeypatch):
-    monkeypatch.setattr(harness, "draw_inputs", lambda cell, data, sets: [draw(cell)] * sets)
-    monkeypatch.setattr(harness, "poison_freed_memory", lambda cell: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
-    def broken(cell, tensors):
-        raise NotImplementedError("not yet")
-
-    refused = SimpleNamespace(
-        name="refused", version="1", is_peer=False, supports=lambda cell: None, prepare=broken
-    )
-    ours, dropped = (
-        Gradients(gradients.DENSE_KINDS[name]()) for name in (gradients.OURS, DROPPED_OURS)
-    )
-    job = runs.Job(with_passes(DENSE, "both"), [ours, dropped, Gradients(refused)], [])
-    verdicts = bench_backward.check_cell(SimpleNamespace(data="normal"), job)
-    assert {name: verdict.status for name, verdict in verdicts.items()} == {
-        "fa3": OK, "refused": FAILED, DROPPED_OURS: OK
-    }  # fmt: skip
-    assert verdicts["refused"].reason == "NotImplementedError: not yet"
-
-
 def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peer):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(gradients, "ORDERED", {DENSE.name, RAGGED.name})
@@ -264,29 +181,6 @@ def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peer):
     assert "host, us a call: fa3 25.0" in capsys.readouterr().out
     bench_backward.main(options)
     assert len(results.read(tmp_path / CSV_NAME, GradientRow)) == len(rows)
-
-
-def test_the_floor_is_a_function_with_the_tensors_of_a_call():
-    tensors = draw(HOST_CELL)
-    for one in (Gradients(Nothing()), gradients.InOneThread(Gradients(Nothing()))):
-        assert not one.is_peer and one.supports(HOST_CELL) is None
-        found = one.prepare(HOST_CELL, tensors)[""]()
-        assert [x.shape for x in found] == [x.shape for x in tensors]
-    assert one.name == "autograd-one-thread"
-
-
-def test_reasons_say_what_failed_first():
-    def fail():
-        try:
-            raise ValueError("not in a capture")
-        finally:
-            raise RuntimeError("the capture is broken")
-
-    with pytest.raises(RuntimeError) as found:
-        fail()
-    expected = "RuntimeError: the capture is broken, after ValueError: not in a capture"
-    assert runs.reason_of(found.value) == expected
-    assert runs.reason_of(ValueError("no")) == "ValueError: no"
 
 
 @pytest.fixture
@@ -309,61 +203,3 @@ def test_gradients_are_replayed_from_graphs(passes, name, backends):
     harness.check_provider(one, cell, tensors, reference_of(cell, tensors))
     runner = harness.choose_runner(one, cell, [tensors]).runner
     assert runner.launch == "graph" and 0 < run_block(runner, block_ms=1).us < 1000
-
-
-def timed_rows(cell: shapes.Cell, us: dict[str, list[float]]) -> list[GradientRow]:
-    """Rows of providers that took these microseconds, and of cuDNN, which failed."""
-    providers = [
-        SimpleNamespace(name=name, version="1", is_peer=name == "fa4-cute")
-        for name in (*us, "cudnn")
-    ]
-    verdicts = {one.name: runs.Verdict(OK) for one in providers}
-    verdicts["cudnn"] = runs.Verdict(FAILED, "no")
-    runner = SimpleNamespace(launch="eager", calls=["call"])
-    contenders = {one.name: harness.Contender(one, "", runner) for one in providers[:-1]}
-    job = runs.Job(cell, providers, [REGIMES["burst"]])
-    blocks = {name: [Block(time, 10, 0, 1) for time in times] for name, times in us.items()}
-    timed = runs.Timed(
-        SimpleNamespace(data="normal"), job, job.regimes[0], verdicts, contenders, blocks,
-        Meter(None),
-    )  # fmt: skip
-    return bench_backward.make_rows(timed)
-
-
-def test_report_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(harness, "peak_bytes", lambda call: 300 << 20)
-    us = {
-        "fa3": [400.0, 500.0],
-        ORDERED_OURS: [500.0, 625.0],
-        "fa4-cute": [440.0, 550.0],
-        ORDERED_FA4: [880.0, 1100.0],
-        DROPPED_OURS: [440.0, 550.0],
-    }
-    rows = timed_rows(BY_NAME["backward-d128-causal-4096"], us)
-    rows += timed_rows(BY_NAME["both-lognormal-64k"], us)
-    rows += timed_rows(BY_NAME[f"both-{FEW.name}-graph"], {"fa3": [200.0]})
-    assert rows[0].peak_mib == 300 and rows[0].passes == "backward" and rows[5].peak_mib is None
-    assert rows[0].tflops == pytest.approx(BY_NAME["backward-d128-causal-4096"].flops / 450 / 1e6)
-    results.append(tmp_path / CSV_NAME, rows)
-    assert results.read(tmp_path / CSV_NAME, GradientRow)[0].peak_mib == 300
-    bench_backward.main(["--report", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert f"| 128, causal, 4 x 4k, 16/16 | 450.0 ({rows[0].tflops:.0f}) |" in printed
-    assert "| failed | 1.10 (1.10-1.10) fa4-cute |  /  /  | 300 / 300 /  |" in printed
-    assert bench_backward.joules_text(replace(rows[0], joules=0.0123)) == "12"
-    assert "| 128 | causal | 1.100 | 1-0-0 |" in printed
-    assert "| 0.80 (0.80-0.80) |" in printed and "| 0.50 (0.50-0.50) |" in printed
-    assert "| fa3-dropout | over fa3 |" in printed and "| 0.91 (0.91-0.91) |" in printed
-    assert "64, causal, 8 x 1k, 12/12, graph" in printed
-    assert "lognormal-64k, 16/16, causal" in printed
-    assert "cudnn failed, no: backward-d128-causal-4096, both-lognormal-64k, both-few" in printed
-    kept = results.read(tmp_path / CSV_NAME, GradientRow)
-    for passes in PASSES:
-        for table in bench_backward.markdown(kept, passes).split("\n\n"):
-            assert len({len(re.findall(r"\|", line)) for line in table.splitlines()}) == 1
-    assert (tmp_path / "backward-burst.png").stat().st_size > 10000
-
-
-def test_listing_needs_no_gpu(capsys):
-    bench_backward.main(["--list", "--cells", "d192.128"])
-    assert "both-d192.128-causal-4096" in capsys.readouterr().out

@@ -1,13 +1,11 @@
 """The benchmark of first calls, as far as it needs no GPU."""
 
-import json
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
-from benchmarks import bench_first_call, first_call, runs
+from benchmarks import bench_first_call, first_call
 from benchmarks.first_call import CALLS, DONE, FIRST, SECOND
 from fa3.tools import models
 
@@ -52,25 +50,3 @@ def test_new_processes_are_measured():
     (found,) = times["paged"]
     assert sorted(found) == sorted(STEPS)
     assert found["import torch"] > 10
-
-
-def of_processes(*first: float) -> list[dict[str, float]]:
-    return [dict.fromkeys(STEPS, 1.0) | {FIRST: milliseconds} for milliseconds in first]
-
-
-def test_what_is_said_of_the_times(monkeypatch, tmp_path, capsys):
-    times = {"dense": of_processes(40, 90, 50), "cache": of_processes(151, 160, 140)}
-    console = Console(width=runs.WIDTH, record=True)
-    console.print(bench_first_call.table_of(times))
-    assert "50.0 (90.0)" in console.export_text()
-    assert bench_first_call.verdict(times).endswith("at most 151 ms (cache): above 150 ms")
-    del times["cache"]
-    assert bench_first_call.verdict(times).endswith("at most 50 ms (dense): within 150 ms")
-
-    monkeypatch.setattr(runs, "need_gpu", lambda: None)
-    monkeypatch.setattr(bench_first_call, "measure", lambda calls, processes: times)
-    monkeypatch.setattr(bench_first_call, "about", lambda: {"gpu": "none"})
-    bench_first_call.main(["--calls", "dense", "--out", str(tmp_path)])
-    assert "within 150 ms" in capsys.readouterr().out
-    written = json.loads((tmp_path / bench_first_call.FILE_NAME).read_text())
-    assert written == {"environment": {"gpu": "none"}, "milliseconds": times}

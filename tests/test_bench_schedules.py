@@ -3,27 +3,21 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks import (
-    bench_forward,
     bench_schedules,
     fit_costs,
     harness,
     plans,
-    problems,
     regret,
     results,
-    runs,
     shapes,
 )
 from benchmarks.cost_parameters import comparable_schedules, predicted_us
 from benchmarks.fit_costs import START, Accuracy
-from benchmarks.meter import Meter
 from benchmarks.peers import Tensors
 from benchmarks.results import OK, PlanRow, Row
 from fa3.planning.costs import H200_COSTS, parse_costs
@@ -31,7 +25,6 @@ from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.schedules import SCHEDULES
-from fa3.tools.timing import REGIMES, Block
 
 CELLS = shapes.grid([64, 128], list(shapes.MASKS), [512, 1024, 2048, 4096])
 SMALL = [
@@ -43,39 +36,18 @@ SMALL = [
 
 
 def plan_row(cell: shapes.Cell, plan, us: float, regime: str = "steady") -> PlanRow:
-    config = plan.config
-    return PlanRow(
-        cell=cell.name,
-        group=cell.group,
-        data="normal",
-        regime=regime,
-        provider=plan.name,
-        status=OK,
-        reason="",
-        version="1.0",
-        choice="",
-        launch="graph",
-        batch=cell.batch,
-        seqlen_q=cell.seqlen_q,
-        seqlen_k=cell.seqlen_k,
-        heads_q=cell.heads_q,
-        heads_kv=cell.heads_kv,
-        head_dim=cell.head_dim,
-        head_dim_v=cell.head_dim_v,
-        causal=cell.causal,
-        window_left=cell.window_left,
-        dtype=cell.dtype,
-        us=us,
-        schedule=plan.schedule.name,
-        tile_m=config.tile_m,
-        tile_n=config.tile_n,
-        q_stages=config.q_stages,
-        kv_stages=config.kv_stages,
-        cluster_m=config.cluster_m,
-        own_o=config.own_o,
-        cluster_h=config.cluster_h,
-        fixed_reference=config.fixed_reference,
-    )
+    known = {
+        name: getattr(source, name)
+        for source in (cell, plan.config)
+        for name in results.header_of(PlanRow)
+        if hasattr(source, name)
+    }
+    measured = {
+        "cell": cell.name, "data": "normal", "regime": regime, "provider": plan.name, "status": OK,
+        "reason": "", "version": "1.0", "choice": "", "launch": "graph", "us": us,
+        "schedule": plan.schedule.name,
+    }  # fmt: skip
+    return PlanRow(**known | measured)
 
 
 def rows_of(cells, model, schedules=("list", "static", "single")) -> list[PlanRow]:
@@ -151,15 +123,6 @@ def test_a_row_s_plan_is_read_back():
 # --------------------------------------------------------------------------------- rows
 
 
-def test_plan_rows_survive_the_file(tmp_path):
-    path = tmp_path / "schedules.csv"
-    rows = rows_of(CELLS[:2], START)
-    results.append(path, rows)
-    read = results.read(path, PlanRow)
-    assert [row.key for row in read] == [row.key for row in rows]
-    assert [row.us for row in read] == pytest.approx([row.us for row in rows], rel=1e-5)
-
-
 def test_rows_go_into_a_file_by_the_names_of_its_columns(tmp_path):
     path = tmp_path / "forward.csv"
     columns = results.header_of(Row)
@@ -187,14 +150,6 @@ def test_the_fit_finds_a_model_again():
     held_out = fit_costs.held_out_errors(START, seen)
     assert len(held_out) == len(seen)
     assert Accuracy.of(error for _, error in held_out).largest < 0.03
-
-
-def test_halves_are_halves():
-    seen = [fit_costs.observe(row, H200) for row in rows_of(CELLS, START)]
-    first, second = fit_costs.halves(seen)
-    assert not first & second
-    assert first | second == {cell.name for cell in CELLS}
-    assert abs(len(first) - len(second)) <= len({one.key for one in seen})
 
 
 def test_a_schedule_is_compared_where_both_were_measured():
@@ -282,73 +237,4 @@ def test_a_record_is_reported_without_a_gpu(tmp_path, capsys):
     assert "| all (16) | 100%, 0.0%, 0.0% |" in (tmp_path / "schedules.md").read_text()
 
 
-def test_what_would_be_measured_is_listed(capsys):
-    bench_schedules.main(["--list", "--cells", "flux", "d64-causal-512"])
-    printed = capsys.readouterr().out
-    assert "flux" in printed and "d64-causal-512" in printed and "vit-l" not in printed
-    options = bench_schedules.parse_arguments([])
-    names = {cell.name for cell in bench_schedules.chosen_cells(options)}
-    assert {"d256-causal-16384", "llama3-70b-tp8-h8.1-1x2k"} <= names
-
-
-def test_only_some_plans_are_measured_when_asked():
-    cell = CELLS[5]
-    every = bench_schedules.plans_of(cell, ())
-    some = bench_schedules.plans_of(cell, ("static",))
-    assert {one.name for one in some} == {one.name for one in every if "static" in one.name}
-    assert H200.costs.tiles
-
-
 # --------------------------------------------------------------------------------- a run
-
-
-def timed(cell: shapes.Cell, providers: list, us: dict[str, float]) -> runs.Timed:
-    """What a run has of a cell when its blocks are done; those without a time have failed."""
-    regime = REGIMES["steady"]
-    verdicts = {
-        one.name: runs.Verdict(OK, errors=harness.Errors(0.01, 0.02))
-        if one.name in us
-        else runs.Verdict(results.FAILED, "no")
-        for one in providers
-    }
-    runner = SimpleNamespace(launch="graph")
-    contenders = {
-        one.name: harness.Contender(one, "", runner) for one in providers if one.name in us
-    }
-    blocks = {
-        name: [Block(time * factor, 10, 0.0, 1.0) for factor in (1.0, 1.1, 0.9)]
-        for name, time in us.items()
-    }
-    run = runs.Run(Console(), "normal", 3, Path(), math.inf, None)
-    job = runs.Job(cell, providers, [regime])
-    return runs.Timed(run, job, regime, verdicts, contenders, blocks, Meter(None))
-
-
-def test_blocks_become_rows_of_plans():
-    cell = CELLS[5]
-    providers = bench_schedules.plans_of(cell, ())
-    us = {one.name: 100.0 + i for i, one in enumerate(providers[:-1])}
-    rows = bench_schedules.make_rows(timed(cell, providers, us))
-    assert [row.provider for row in rows] == [one.name for one in providers]
-    assert [row.us for row in rows[:-1]] == list(us.values())
-    assert (rows[-1].us, rows[-1].status, rows[-1].reason) == (None, results.FAILED, "no")
-    assert rows[0].rounds_us == pytest.approx((100, 110, 90))
-    assert rows[0].predicted_us == pytest.approx(providers[0].plan.predict().us)
-    assert rows[0].launch == "graph" and rows[0].max_error == 0.01
-    assert rows[0].provider in bench_schedules.summary_line(rows)
-
-
-def test_blocks_become_rows_of_providers():
-    peer = SimpleNamespace(name="fa3-cpp", version="0.0.3", is_peer=True)
-    ours = SimpleNamespace(name="fa3", version="1", is_peer=False)
-    rows = bench_forward.make_rows(timed(CELLS[0], [ours, peer], {"fa3": 50, "fa3-cpp": 100}))
-    assert [(row.provider, row.vs_fa3_cpp, row.best_peer) for row in rows] == [
-        ("fa3", 2, "fa3-cpp"),
-        ("fa3-cpp", 1, "fa3-cpp"),
-    ]
-    assert rows[0].tflops == pytest.approx(CELLS[0].flops / 50e6)
-
-
-def test_a_forward_row_says_which_plan_ran():
-    name = problems.plan_name(CELLS[0])
-    assert name == plan_forward(plans.problem_of(CELLS[0])).name

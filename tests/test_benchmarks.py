@@ -1,20 +1,23 @@
 """The parts of the benchmarks that need no GPU: shapes, ratios, results, meter, report, plot."""
 
-import datetime
 import math
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from benchmarks import (
+    bench_backward,
+    bench_decode,
     bench_forward,
-    environment,
+    bench_varlen,
     harness,
     meter,
     plot,
     ratios,
-    report,
     results,
     runs,
     shapes,
@@ -54,22 +57,6 @@ def make_row(provider: str = "fa3", **changes) -> Row:
     return Row(**(values | changes))
 
 
-def test_grid_keeps_tokens_and_columns():
-    cells = shapes.grid(list(shapes.HEAD_DIMS), list(shapes.MASKS), list(shapes.SEQLENS))
-    assert len({cell.name for cell in cells}) == len(cells) == 60
-    assert {cell.batch * cell.seqlen_q for cell in cells} == {16384}
-    assert {cell.head_dim: cell.heads_q for cell in cells} == {
-        64: 32, 96: 21, 128: 16, 192: 10, 256: 8
-    }  # fmt: skip
-
-
-def test_named_cells_have_unique_names_and_known_groups():
-    cells = [(group, cell) for group, found in shapes.NAMED.items() for cell in found]
-    assert len({cell.name for _, cell in cells}) == len(cells)
-    assert all(cell.group == group for group, cell in cells)
-    assert all(cell.heads_q % cell.heads_kv == 0 for _, cell in cells)
-
-
 def test_flops_follow_the_protocol():
     full, causal = shapes.grid([128], ["full", "causal"], [1024])
     assert full.flops == 4 * 16 * 16 * 1024 * 1024 * 128
@@ -87,29 +74,11 @@ def test_pairs_are_those_that_the_mask_shows(seqlens, window):
     assert cell.pairs == (seqlens[0] ** 2 / 2 if square_causal else visible)
 
 
-def test_decode_rotates_more_than_four_caches():
-    for cell in shapes.NAMED["decode"]:
-        assert cell.num_sets * cell.kv_bytes >= 4 * shapes.CACHE_BYTES
-    assert shapes.NAMED["llama3-8b"][0].num_sets == 1
-
-
-def test_summaries():
-    assert ratios.summarise([3.0]) == (3, 3, 3)
-    assert ratios.summarise([1.0, 2, 3, 4, 5]) == (3, 2, 4)
-
-
 def test_speedup_is_paired_by_round():
     # Both slow down together: each round's ratio is 2 whatever the clock did.
     assert ratios.paired_speedup([1.0, 2, 4], [2.0, 4, 8]) == (2, 2, 2)
     with pytest.raises(ValueError):
         ratios.paired_speedup([1.0], [1.0, 2.0])
-
-
-def test_ties_and_geometric_mean():
-    assert ratios.is_tie(1.014) and ratios.is_tie(0.986)
-    assert not ratios.is_tie(1.016) and not ratios.is_tie(0.984)
-    assert ratios.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2)
-    assert math.isnan(ratios.geometric_mean([]))
 
 
 def test_rows_survive_the_file(tmp_path):
@@ -144,44 +113,6 @@ def test_resuming_measures_what_is_missing():
     assert pending("normal", rows, providers) == everything | {cells[0].name: ["burst"]}
     assert pending("scaled", rows, providers) == everything
     assert pending("normal", rows, [*providers, SimpleNamespace(name="new")]) == everything
-
-
-def test_arguments_choose_cells_and_regimes():
-    options = bench_forward.parse_arguments(
-        ["--shapes", "flux", "vit-l", "--regimes", "steady", "--block-ms", "300"]
-    )
-    assert [cell.group for cell in bench_forward.chosen_cells(options)] == ["flux", "vit-l"]
-    assert [regime.block_ms for regime in runs.chosen_regimes(options)] == [300]
-    everything = bench_forward.parse_arguments(["--shapes", "all"])
-    assert {cell.group for cell in bench_forward.chosen_cells(everything)} == {
-        "grid",
-        *shapes.NAMED,
-    }
-    few = bench_forward.parse_arguments(["--shapes", "low-wave", "--cells", "70b", "x640x"])
-    assert {cell.group for cell in bench_forward.chosen_cells(few)} == {
-        "llama3-70b-tp8",
-        "cached-prefill",
-    }
-
-
-def test_quick_runs_are_short():
-    options = bench_forward.parse_arguments(["--quick"])
-    for quick, usual in zip(runs.chosen_regimes(options), REGIMES.values(), strict=True):
-        assert quick.name == usual.name
-        assert quick.block_ms < usual.block_ms / 3
-
-
-def test_no_cell_is_chosen_twice():
-    cells = shapes.choose(["all", "low-wave", "grid"], shapes.grid([64], ["full"], [512]))
-    assert len({cell.name for cell in cells}) == len(cells)
-    low_wave = shapes.choose(["low-wave"], [])
-    assert {cell.name for cell in low_wave} < {cell.name for cell in cells}
-    assert "llama3-8b-h32.8-1x16k" not in {cell.name for cell in low_wave}
-
-
-def test_listing_needs_no_gpu(capsys):
-    bench_forward.main(["--list", "--head-dims", "64", "--masks", "causal"])
-    assert "d64-causal-16384" in capsys.readouterr().out
 
 
 def test_meter_reads_an_interval():
@@ -220,49 +151,34 @@ def test_reference_is_attention(group):
         reference.check(expected)
 
 
-def test_checked_heads_are_spread():
-    small, large = shapes.grid([128], ["full"], [512, 16384])
-    assert harness.checked_heads(large) == [(0, 0), (0, 15)]
-    heads = harness.checked_heads(small)
-    assert len(set(heads)) == 8 and heads[0] == (0, 0) and heads[-1] == (31, 15)
+RECORDS = Path(results.__file__).parent / "results"
+REPORTS = {
+    bench_backward: RECORDS / "h100-2026-11-25/backward.csv",
+    bench_decode: RECORDS / "h200-2026-11-23/decode.csv",
+    bench_varlen: RECORDS / "h200-2026-11-23-parts/varlen.csv",
+}
 
 
-def test_standing_counts_wins_ties_and_losses():
-    rows = [
-        make_row(vs_fa3_cpp=ratio, vs_best_peer=ratio) for ratio in (1.21, 1.0, 1 / 1.21, 1.014)
-    ]
-    result = report.standing([*rows, make_row(status=FAILED)])
-    assert result[2:] == (1, 2, 1)
-    assert result.vs_best_peer == pytest.approx(1.014**0.25)
+@pytest.mark.parametrize("bench", [bench_forward, *REPORTS])
+def test_cells_are_listed_without_a_gpu(bench, capsys):
+    bench.main(["--list"])
+    assert len(capsys.readouterr().out.splitlines()) > 10
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--cells"])
 
 
-def test_tables_and_pictures(tmp_path):
-    rows = []
-    for cell in shapes.grid([64, 128], ["full", "causal"], [512, 1024]):
-        sizes = {
-            "cell": cell.name,
-            "seqlen_q": cell.seqlen_q,
-            "head_dim": cell.head_dim,
-            "causal": cell.causal,
-        }
-        ratio = {
-            "vs_fa3_cpp": 1.1, "vs_fa3_cpp_q1": 1.09, "vs_fa3_cpp_q3": 1.11,
-            "vs_best_peer": 1.0, "vs_best_peer_q1": 0.99, "vs_best_peer_q3": 1.01,
-            "best_peer": "cudnn",
-        }  # fmt: skip
-        rows += [make_row(**sizes, **ratio), make_row("cudnn", **sizes)]
-        rows.append(make_row("fa3-cpp", **sizes, status=UNSUPPORTED))
-    assert report.providers_of(rows) == ["fa3", "fa3-cpp", "cudnn"]
-    assert report.cells_table(rows, "steady").row_count == 8
-    assert report.standings_table(rows, "steady").row_count == 9
-    assert plot.draw_all(rows, tmp_path) == [tmp_path / "forward-steady.png"]
-    assert (tmp_path / "forward-steady.png").stat().st_size > 10000
-    # A head size that was measured with one of the masks only.
-    some = [row for row in rows if not row.causal or row.head_dim == 128]
-    assert plot.draw_all(some, tmp_path) == [tmp_path / "forward-steady.png"]
+@pytest.mark.parametrize("bench", REPORTS)
+def test_committed_rows_are_printed_and_drawn(bench, tmp_path, capsys):
+    shutil.copy(REPORTS[bench], tmp_path)
+    bench.main(["--report", str(tmp_path)])
+    assert "fa3" in capsys.readouterr().out
+    (png, *_) = tmp_path.glob("*.png")
+    assert png.stat().st_size > 10000
 
 
-def test_results_directory_is_named_for_gpu_and_day():
-    day = datetime.date(2026, 1, 31)
-    assert environment.directory_name("NVIDIA H200", day) == "h200-2026-01-31"
-    assert environment.directory_name("NVIDIA H100 80GB HBM3", day) == "h100-80gb-hbm3-2026-01-31"
+def test_committed_rows_of_the_forward_grid_are_printed_and_drawn(tmp_path):
+    rows = results.read(RECORDS / "h200-2026-11-21/forward.csv")
+    console = Console(record=True, width=200)
+    bench_forward.print_report(console, rows, ["steady"])
+    assert "fa3-cpp" in console.export_text()
+    assert plot.draw_all(rows, tmp_path)

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 
 from fa3.__main__ import main
-from fa3.running import cache_upkeep, code_cache
-from fa3.tools.arguments import byte_count
+from fa3.running import code_cache
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 HOUR, DAY = 3600, 86400
 CODE = bytes(1000)
 SIZE = len(CODE) + 32
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     """A cache with three kernels, "0" used last; each has its lock."""
     tmp_path.chmod(0o755)
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
-    for key, seconds in (("0", 10), ("1", 5 * HOUR), ("2", 3 * DAY)):
+    for key, seconds in (("0", 600), ("1", 5 * HOUR), ("2", 3 * DAY)):
         code_cache.fetch(key, lambda: CODE)
         set_age(code_cache.path_of(key), seconds)
     return tmp_path
@@ -48,7 +46,7 @@ def test_show(folder, capsys, arguments):
     lines = dict(line.split(maxsplit=1) for line in printed(capsys, *arguments).splitlines())
     assert lines["folder"] == str(folder)
     assert (lines["kernels"], lines["size"]) == ("3", "0.0 MB")
-    assert lines["last"] == "used 10 seconds ago; the one unused for longest 3 days ago"
+    assert lines["last"] == "used 10 minutes ago; the one unused for longest 3 days ago"
     assert "not" not in lines
 
 
@@ -73,14 +71,8 @@ def test_no_folder_is_explained(monkeypatch):
         main(["cache"])
 
 
-def test_verify_keeps_what_is_whole(folder, capsys):
-    assert printed(capsys, "verify") == "removed 0 kernels, 0.0 MB; 3 remain, 0.0 MB\n"
-    assert present() == "012"
-    assert len(list(folder.iterdir())) == 6
-
-
-@pytest.mark.parametrize("spoil", ["torn", "changed", "empty", "another's name", "mode", "link"])
-def test_verify_removes_what_would_not_be_loaded(folder, spoil):
+@pytest.mark.parametrize("spoil", ["torn", "another's name", "mode", "link"])
+def test_verify_removes_what_would_not_be_loaded(folder, spoil, capsys):
     path = code_cache.path_of("1")
     content = path.read_bytes()
     if spoil == "link":
@@ -90,11 +82,8 @@ def test_verify_removes_what_would_not_be_loaded(folder, spoil):
         path.chmod(0o666)
     else:
         others = code_cache.path_of("2").read_bytes()
-        changed = b"x" + content[1:]
-        spoiled = {"torn": content[:-9], "changed": changed, "empty": b"", "another's name": others}
-        path.write_bytes(spoiled[spoil])
-    done = cache_upkeep.verify()
-    assert (done.removed, done.kept) == (1, 2)
+        path.write_bytes(content[:-9] if spoil == "torn" else others)
+    assert printed(capsys, "verify").startswith("removed 1 kernels, 0.0 MB; 2 remain")
     assert present() == "02"
     assert not path.with_suffix(".lock").exists()
     assert spoil != "link" or (folder / "elsewhere" / path.name).exists()
@@ -109,52 +98,33 @@ def test_only_what_is_abandoned_is_removed_beside_kernels(folder):
     strange = [folder / name for name in ("notes.txt", "kernel.o", f"{'g' * 64}.o")]
     for other in strange:
         other.write_text("of somebody else")
-    cache_upkeep.clear()
+    main(["cache", "clear"])
     assert sorted(folder.iterdir()) == sorted([young, *strange])
-
-
-def test_clear(folder, capsys):
-    assert printed(capsys, "clear") == "removed 3 kernels, 0.0 MB; 0 remain, 0.0 MB\n"
-    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("size", "remain"),
     [(3 * SIZE, "012"), (3 * SIZE - 1, "01"), (2 * SIZE, "01"), (SIZE, "0"), (SIZE - 1, "")],
 )
-def test_bound_keeps_what_was_used_last(folder, size, remain):
-    done = cache_upkeep.bound(size)
+def test_bound_keeps_what_was_used_last(folder, size, remain, capsys):
+    done = printed(capsys, "bound", str(size))
     assert present() == remain
-    assert (done.kept, done.kept_bytes) == (len(remain), len(remain) * SIZE)
-    assert done.removed_bytes == (3 - len(remain)) * SIZE
+    assert (
+        done.startswith(f"removed {3 - len(remain)} kernels") and f" {len(remain)} remain" in done
+    )
 
 
 def test_a_kernel_that_is_loaded_counts_as_used(folder):
     assert code_cache.fetch("2", lambda: b"not asked for") == CODE
-    cache_upkeep.bound(2 * SIZE)
+    main(["cache", "bound", str(2 * SIZE)])
     assert present() == "02"
 
 
 def test_verifying_is_no_use(folder):
-    cache_upkeep.verify()
+    main(["cache", "verify"])
     assert code_cache.holds("2")
-    cache_upkeep.bound(2 * SIZE)
+    main(["cache", "bound", str(2 * SIZE)])
     assert present() == "01"
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("1234", 1234), ("500M", 500_000_000), ("1.5g", 1_500_000_000), ("2KB", 2000)],
-)
-def test_sizes(text, size):
-    assert byte_count(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "M", "-1", "5x", "1,5G"])
-def test_wrong_sizes_are_explained(text, capsys):
-    with pytest.raises(SystemExit):
-        main(["cache", "bound", text])
-    assert "500M" in capsys.readouterr().err or text == "-1"
 
 
 @pytest.mark.parametrize("action", ["verify", "clear", "bound"])
@@ -163,30 +133,3 @@ def test_nothing_is_removed_where_others_may_write(folder, action):
     with pytest.raises(SystemExit, match=f"others may write to {folder}"):
         main(["cache", action, *(["0"] if action == "bound" else [])])
     assert present() == "012"
-
-
-def test_a_cache_that_may_only_be_read_is_read_without_locks(folder, monkeypatch):
-    """As an image's that root has filled: no lock, no note of the use, no warning."""
-    for path in folder.glob("*.lock"):
-        path.unlink()
-    files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    user = os.geteuid()
-    folder.chmod(0o555)
-    # Somebody who is not root, and so may not write. Folders above are pytest's, and closed.
-    parents = [one for one in folder.parents if one.stat().st_uid == user and one != Path("/")]
-    modes = {one: one.stat().st_mode for one in parents}
-    monkeypatch.setattr(code_cache, "exclusive", lambda path: pytest.fail("takes a lock"))
-    try:
-        if user == 0:
-            for one in parents:
-                one.chmod(one.stat().st_mode | 0o011)
-            os.seteuid(NOBODY)
-        assert code_cache.fetch("2", lambda: b"not asked for") == CODE
-        assert code_cache.holds("0") and not code_cache.holds("another")
-        assert len(cache_upkeep.kernel_files(folder)) == 3
-    finally:
-        os.seteuid(user)
-        for one, mode in modes.items():
-            one.chmod(mode)
-        folder.chmod(0o755)
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files

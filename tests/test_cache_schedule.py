@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvcache_bad_values import OnGpu, integers
 from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import check_call
+from valid_calls import OnGpu
 
 from fa3.calls import assertions as calls_assertions
 from fa3.calls import decode as calls
@@ -106,68 +106,6 @@ def test_calls_follow_it(num_splits, cut, monkeypatch):
     assert [type(cut) for cut in cuts] == [cut]
 
 
-@pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("dtype", {"qkv_dtype": torch.float16}),
-        ("head_dim_v", {"headdim_v": 128}),
-        ("page_size", {"page_size": 16}),
-        ("window", {"causal": True}),
-        ("window", {"window_size": (3, 3)}),
-        ("has_softcap", {"has_softcap": True}),
-    ],
-)
-def test_a_call_must_be_what_it_was_made_for(field, options):
-    call = make_call(CacheProblem((50, 3)))
-    with pytest.raises(ValueError, match=f"^scheduler_metadata was made for {field} "):
-        flash_attn_with_kvcache(**call, scheduler_metadata=made_for(call, **options))
-    other = make_call(CacheProblem((50, 3, 4)))
-    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for batch 3, .* 2"):
-        flash_attn_with_kvcache(**call, scheduler_metadata=made_for(other))
-
-
-def test_nothing_else_is_metadata():
-    call = make_call(CacheProblem((50, 3)))
-    with pytest.raises(TypeError, match=r"^scheduler_metadata must come from"):
-        flash_attn_with_kvcache(**call, scheduler_metadata=torch.zeros(3))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "complaint"),
-    [
-        ({"seqlen_q": 0}, ValueError, "^max_seqlen_q must"),
-        ({"heads": (8, 3)}, ValueError, "^num_heads_q must be a multiple of 3, got 8"),
-        ({"heads": (8, 0)}, ValueError, "^num_heads_kv must"),
-        ({"num_splits": -1}, ValueError, "^num_splits must"),
-        ({"sm_margin": 132}, ValueError, "^sm_margin must"),
-        ({"window_size": (-2, 0)}, ValueError, "^window_size must"),
-        ({"qkv_dtype": torch.float32}, TypeError, "^qkv_dtype must"),
-        ({"page_size": 0}, ValueError, "^page_size must"),
-        ({"page_size": 1 << 31}, ValueError, "^page_size must be at most 2146435072"),
-        ({"headdim_v": 60}, ValueError, "^headdim_v must be a multiple of 8 up to 256, got 60"),
-        ({"headdim_v": 264}, ValueError, "^headdim_v must be a multiple of 8 up to 256, got 264"),
-        ({"max_seqlen_k_new": 1 << 31}, ValueError, "^max_seqlen_k_new must be at most"),
-        ({"cache_leftpad": torch.zeros(2)}, TypeError, "^cache_leftpad must be torch.int32"),
-        (
-            {"cache_leftpad": torch.zeros(3, dtype=torch.int32)},
-            ValueError,
-            "^cache_leftpad must have shape",
-        ),
-        ({"attention_chunk": 4}, NotImplementedError, "^attention_chunk"),
-        ({"pack_gqa": False, "heads": (8, 2)}, NotImplementedError, "^pack_gqa"),
-    ],
-)
-def test_bad_arguments(options, error, complaint):
-    with pytest.raises(error, match=complaint):
-        metadata([30, 40], **options)
-
-
-def test_a_length_above_the_longest_is_refused():
-    lengths = torch.tensor([30, 40], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^max_seqlen_k must be .* 41, .* got 40"):
-        get_scheduler_metadata(2, 1, 40, 8, 8, 128, lengths, max_seqlen_k_new=1)
-
-
 @pytest.mark.parametrize("assertions", [False, True])
 def test_lengths_on_a_gpu_decide_nothing(assertions, monkeypatch):
     monkeypatch.setattr(calls_assertions, "ASSERTIONS", assertions)
@@ -220,52 +158,3 @@ def test_a_forced_split_is_kept_in_the_batch_invariant_mode():
     forced = decode.choose_cut(sizes, Window(), 132, 3, True)
     assert forced == decode.choose_cut(sizes, Window(), 132, 3, False)
     assert forced != decode.choose_cut(sizes, Window(), 132, 0, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "complaint"),
-    [
-        (
-            (2, 1, 64, 8, 8, 128, integers(-3, 4)),
-            {},
-            ValueError,
-            "^cache_seqlens .* got -3 for sequence 0",
-        ),
-        ((2, 1, 64, 8, 8, 128, None), {}, TypeError, "^cache_seqlens must be an int"),
-        ((2, 1, 64, 8, 8, 100, 4), {}, ValueError, "^headdim must be a multiple of 8"),
-        (("2", 1, 64, 8, 8, 128, 4), {}, TypeError, "^batch_size must be an integer, got '2'"),
-        (
-            (2, 1, 64, 8, 8, 128, integers(3, 4)),
-            {"cache_leftpad": integers(0, 5)},
-            ValueError,
-            "^cache_leftpad must be from 0 to .* of 4, got 5 for sequence 1",
-        ),
-        (
-            (2, 1, 64, 8, 8, 128, integers(3, 70)),
-            {"cache_leftpad": integers(0, 10)},
-            ValueError,
-            "^max_seqlen_k must be .* 70, or more, got 64",
-        ),
-        (
-            (2, 1, 64, 8, 8, 128, integers(3, 4)),
-            {"cu_seqlens_k_new": integers(0, 3, 2), "max_seqlen_k_new": 3},
-            ValueError,
-            "^cu_seqlens_k_new must not decrease",
-        ),
-        (
-            (2, 1, 64, 8, 8, 128, integers(3, 4)),
-            {"cu_seqlens_k_new": integers(1, 2, 3), "max_seqlen_k_new": 3},
-            ValueError,
-            "^cu_seqlens_k_new must begin with 0, got 1",
-        ),
-        (
-            (2, 1, 64, 8, 8, 128, integers(3, 4)),
-            {"cu_seqlens_k_new": integers(0, 2, 5), "max_seqlen_k_new": 2},
-            ValueError,
-            "^max_seqlen_k_new must be .* 3, or more, got 2: sequence 1",
-        ),
-    ],
-)
-def test_impossible_lengths_are_refused(arguments, options, error, complaint):
-    with pytest.raises(error, match=complaint):
-        get_scheduler_metadata(*arguments, **options)

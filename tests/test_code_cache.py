@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,6 @@ from fa3.running import code_cache
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-ROOT = Path(__file__).parents[1]
 NOBODY = 65534
 OBJECT = b"\x7fELF and so on"
 
@@ -98,7 +98,6 @@ def test_an_object_is_made_once_for_each_key(folder, make):
 
 DAMAGE = {
     "emptied": lambda content: b"",
-    "cut at the end": lambda content: content[:-1],
     "cut in two": lambda content: content[: len(content) // 2],
     "longer": lambda content: content + b"x",
     "other object": lambda content: b"x" + content[1:],
@@ -160,12 +159,17 @@ def test_a_full_disk_costs_a_warning(folder, make):
 
 
 def test_a_folder_that_cannot_be_written_is_read(folder, make, monkeypatch):
+    """As an image's that root has filled: no lock, no note of the use, no warning."""
     code_cache.fetch("a kernel", make)
     for path in folder.glob("*.lock"):
         path.unlink()
+    path, now = code_cache.path_of("a kernel"), time.time()
+    os.utime(path, (now - 86400,) * 2)
+    monkeypatch.setattr(code_cache, "exclusive", lambda path: pytest.fail("takes a lock"))
     with read_only(folder, monkeypatch):
         assert code_cache.fetch("a kernel", make) == OBJECT
-    assert make.count == 1
+        assert code_cache.holds("a kernel") and not code_cache.holds("another")
+    assert make.count == 1 and path.stat().st_mtime < now - 80000
 
 
 def test_what_a_folder_cannot_take_is_made_with_one_warning(folder, make, monkeypatch):
@@ -297,38 +301,6 @@ def test_processes_that_start_together_make_an_object_once():
     printed = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * 8
     assert "".join(printed).split() == ["made"] * 2
-
-
-COMPILING_PROCESS = """
-import hashlib
-from fa3.kernels.tile_table import TileTable
-from fa3.running import compiler
-from fa3.scores.masks import Band
-
-compiled = compiler.compiled
-
-def noted(*given):
-    print("compiled", flush=True)
-    return compiled(*given)
-
-compiler.compiled = noted
-kernel = TileTable(128, 112, Band(right=True), False, False)
-print(hashlib.sha256(compiler.object_code(kernel)).hexdigest())
-"""
-
-
-@pytest.mark.compiles
-def test_processes_that_start_together_compile_a_kernel_once(folder):
-    command = [sys.executable, "-c", COMPILING_PROCESS]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    printed = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3
-    words = "".join(printed).split()
-    assert words.count("compiled") == 1
-    assert len(words) == 4 and len(set(words)) == 2
-    assert len(list(folder.glob("*.o"))) == 1
 
 
 def test_the_lock_of_a_process_that_died_is_free(folder, make):

@@ -191,50 +191,48 @@ def test_a_table_is_that_of_when_it_was_given(schedule):
     assert made == schedule
 
 
-def cut_off(table):
-    """Leave out the round with the clusters' last END."""
-    return table[:-4]
+def longer(table, place: int, number: int):
+    """Add a round, and put an entry to a place."""
+    table = np.append(table, [END] * 4).astype(np.int32)
+    assert table[place] == END
+    table[place] = number
+    return table
 
 
-def behind_the_end(table):
-    """Put an entry below the END of the last cluster."""
-    longer = np.append(table, [END] * 4).astype(np.int32)
-    assert longer[-9] == END
-    longer[-5] = table[0]
-    return longer
-
-
-def outside(number):
-    def change(table):
-        table[0] = number
-
-    return change
+def first(number: int):
+    return lambda table: np.array([number, *table[1:]], np.int32)
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (cut_off, r"^schedule must have END \(-1\) after the entries of every cluster"),
-        (behind_the_end, r"^schedule has entries after END \(-1\) of cluster 3$"),
-        (outside(6), "^schedule has tile number 6, but its order does not have it: there are 6$"),
-        (outside(-2), "^schedule has tile number -2, but its order does not have it"),
-        (outside(LISTED.table[1]), r"^schedule leaves out Tile\("),
+        (lambda table: table[:-4], r"must have END \(-1\) after the entries of every cluster"),
+        (lambda table: longer(table, -5, table[0]), r"has entries after END \(-1\) of cluster 3$"),
+        (first(6), "has tile number 6, but its order does not have it: there are 6$"),
+        (first(-2), "has tile number -2, but its order does not have it"),
+        (first(LISTED.table[1]), r"leaves out Tile\("),
+        (
+            lambda table: longer(table, np.flatnonzero(table == END)[0], table[0]),
+            r"has Tile\(.*\) 2 times$",
+        ),
     ],
 )
 def test_entries(change, complaint):
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=f"^schedule {complaint}"):
         check(table_of(LISTED, change))
 
 
-def test_an_entry_that_comes_twice():
-    table = np.append(LISTED.table, [END] * 4).astype(np.int32)
-    ends = np.flatnonzero(table == END)
-    table[ends[0]] = table[0]
-    with pytest.raises(ValueError, match=r"^schedule has Tile\(.*\) 2 times$"):
-        check(replace(LISTED, table=table))
-
-
 # -------------------------------------------------------------------------------------- parts
+
+
+def moved(column: int, by: int, part: int | None = None):
+    """A change that adds to a number of a part of the first tile, or of all parts."""
+
+    def change(units, places):
+        at = np.concatenate(places) if part is None else places[0][part]
+        units[at, column] += by
+
+    return change
 
 
 def same_slots(units, places):
@@ -243,68 +241,36 @@ def same_slots(units, places):
     units[second, 3] = units[first, 3]
 
 
-def later_slots(units, places):
-    """Move all slots behind those that there are."""
-    for place in np.concatenate(places):
-        units[place, 3] += MOST_PARTS**2
-
-
-def negative_slots(units, places):
-    for place in np.concatenate(places):
-        units[place, 3] -= 3 * MOST_PARTS**2
-
-
-def other_part(units, places):
-    units[places[0][0], 3] += MOST_PARTS
-
-
-def one_part_more(units, places):
-    units[places[0][0], 3] += 1
-
-
 def whole_in_a_slot(units, places):
-    whole = np.flatnonzero(units[:, 3] == 1)[0]
-    units[whole, 3] += MOST_PARTS**2
-
-
-def overlap(units, places):
-    units[places[0][1], 1] -= 1
-
-
-def gap(units, places):
-    units[places[0][1], 1] += 1
+    units[np.flatnonzero(units[:, 3] == 1)[0], 3] += MOST_PARTS**2
 
 
 def no_blocks(units, places):
     units[places[0][0], 2] = units[places[0][0], 1]
 
 
-def too_short(units, places):
-    units[places[0][-1], 2] -= 1
-
-
-def too_long(units, places):
-    units[places[0][-1], 2] += 1
+BEGIN, STOP, NUMBERS = 1, 2, 3
+"""Columns of units."""
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (same_slots, "^schedule must give its parts the slots from 0 to 3, each once"),
-        (later_slots, "^schedule must give its parts the slots from 0 to 3, each once"),
-        (negative_slots, "^schedule must give its parts the slots from 0 to 3, each once"),
-        (other_part, "^schedule numbers the parts of .* inconsistently"),
-        (one_part_more, "^schedule numbers the parts of .* inconsistently"),
-        (whole_in_a_slot, "^schedule numbers the parts of .* inconsistently"),
-        (overlap, "^schedule has key blocks"),
-        (gap, "^schedule has key blocks"),
-        (no_blocks, "^schedule has key blocks"),
-        (too_long, "^schedule has key blocks"),
-        (too_short, "^schedule leaves out key blocks 9 to 9"),
+        (same_slots, "must give its parts the slots from 0 to 3, each once"),
+        (moved(NUMBERS, MOST_PARTS**2), "must give its parts the slots from 0 to 3, each once"),
+        (moved(NUMBERS, -3 * MOST_PARTS**2), "must give its parts the slots from 0 to 3"),
+        (moved(NUMBERS, MOST_PARTS, part=0), "numbers the parts of .* inconsistently"),
+        (moved(NUMBERS, 1, part=0), "numbers the parts of .* inconsistently"),
+        (whole_in_a_slot, "numbers the parts of .* inconsistently"),
+        (moved(BEGIN, -1, part=1), "has key blocks"),
+        (moved(BEGIN, 1, part=1), "has key blocks"),
+        (no_blocks, "has key blocks"),
+        (moved(STOP, 1, part=-1), "has key blocks"),
+        (moved(STOP, -1, part=-1), "leaves out key blocks 9 to 9"),
     ],
 )
 def test_parts(change, complaint):
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=f"^schedule {complaint}"):
         check(parts_of(change))
 
 

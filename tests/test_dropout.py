@@ -15,7 +15,7 @@ from problems import make_operands, make_problem
 from reference import check_attention
 from score_problems import Recipe
 from test_compile import spec_of
-from varlen_problems import VarlenProblem, make_call
+from varlen_problems import VarlenProblem
 
 import fa3
 from fa3.kernels.backward import Backward
@@ -412,42 +412,6 @@ def test_what_threads_of_the_backward_kernel_draw(head_dim, head_dim_v, exchange
 # ------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0 and less than 1, got 1.0"),
-        ({"dropout_p": -0.1}, ValueError, "dropout_p must be at least 0 and less than 1"),
-        ({"dropout_p": float("nan")}, ValueError, "dropout_p must be at least 0 and less than 1"),
-        ({"dropout_p": "a"}, TypeError, "dropout_p must be a float"),
-        ({"dropout_p": True}, TypeError, "dropout_p must be a float"),
-        ({"rng_state": STATE}, ValueError, "rng_state must be None without dropout_p"),
-        ({"dropout_p": 0.1, "rng_state": 3}, TypeError, "rng_state must be a torch.Tensor"),
-        (
-            {"dropout_p": 0.1, "rng_state": torch.zeros(1)},
-            TypeError,
-            "rng_state must be torch.int64, got torch.float32",
-        ),
-        (
-            {"dropout_p": 0.1, "rng_state": torch.zeros(2).long()},
-            ValueError,
-            r"rng_state must have shape \(1,\), got \(2,\)",
-        ),
-        (
-            {"dropout_p": 0.1, "rng_state": torch.zeros(1, device="meta").long()},
-            ValueError,
-            "rng_state must be on cpu like q, got meta",
-        ),
-    ],
-)
-def test_errors(options, error, message):
-    q, k, v = (x.detach() for x in leaves())
-    with pytest.raises(error, match=message):
-        fa3.flash_attn_func(q, k, v, **options)
-    call = make_call(PACKED[0])
-    with pytest.raises(error, match=message):
-        fa3.flash_attn_varlen_func(**call, **options)
-
-
 def test_the_kernel_of_decoding_has_no_dropout():
     """However few the queries are."""
     q, k, v = make_operands(make_problem(2, 1, 5000, 1, 8, 64))
@@ -479,29 +443,3 @@ def test_what_is_launched(is_packed, seqlen, count):
     assert all(one.dropout is launched[0].dropout is not None for one in launched)
     assert all(one.page_table is None for one in launched)
     assert [one.is_beside for one in launched] == [0 if is_packed else None] * count
-
-
-def test_pages_have_no_dropout():
-    q, cache = torch.zeros(3, 2, 32).bfloat16(), torch.zeros(4, 8, 2, 32).bfloat16()
-    lengths, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
-    ends = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="dropout_p is not supported with page_table"):
-        fa3.flash_attn_varlen_func(
-            q, cache, cache, ends, None, 3, 3, seqused_k=lengths, page_table=table, dropout_p=0.1
-        )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((STATE, 1.0, 1, 1, 1, 1), ValueError, "dropout_p must be at least 0"),
-        ((STATE, "a", 1, 1, 1, 1), TypeError, "dropout_p must be a float"),
-        ((STATE, 0.5, -1, 1, 1, 1), ValueError, "batch must be 0 or more"),
-        ((STATE, 0.5, 1, 1.5, 1, 1), TypeError, "heads must be an integer"),
-        ((7, 0.5, 1, 1, 1, 1), TypeError, "rng_state must be a torch.Tensor"),
-        ((torch.zeros(1), 0.5, 1, 1, 1, 1), TypeError, "rng_state must be torch.int64"),
-    ],
-)
-def test_errors_of_masks(arguments, error, message):
-    with pytest.raises(error, match=message):
-        fa3.dropout_mask(*arguments)

@@ -152,33 +152,6 @@ def test_qkv_of_shared_heads():
     assert torch.equal(out, fa3.flash_attn_func(q, k, v, window_size=(5, 0), softcap=9.0))
 
 
-@pytest.mark.parametrize(
-    ("shape", "heads", "error", "complaint"),
-    [
-        ((2, 20, 8, 64), None, ValueError, "num_heads_q must be given with qkv of 4 dimensions"),
-        (
-            (2, 20, 8, 64),
-            5,
-            ValueError,
-            "num_heads_q must leave k and v the same number of qkv's 8",
-        ),
-        ((2, 20, 8, 64), 10, ValueError, "num_heads_q must leave k and v the same number of qkv's"),
-        ((2, 20, 8, 64), 4.0, TypeError, "num_heads_q must be an integer, got 4.0"),
-        ((2, 20, 2, 4, 64), None, ValueError, "qkv must have shape .batch, seqlen, 3, heads, head"),
-        ((2, 20, 3, 4, 64), 2, ValueError, "num_heads_q must be 4 like qkv, or None, got 2"),
-        ((20, 8, 64), 4, ValueError, "qkv must have shape"),
-    ],
-)
-def test_other_tensors_of_qkv(shape, heads, error, complaint):
-    with pytest.raises(error, match=f"^{complaint}"):
-        interface.flash_attn_qkvpacked_func(torch.zeros(shape).bfloat16(), num_heads_q=heads)
-
-
-def test_qkv_must_be_a_tensor():
-    with pytest.raises(TypeError, match=r"^qkv must be a torch\.Tensor, got list"):
-        interface.flash_attn_qkvpacked_func([])
-
-
 # --------------------------------------------------------------------------- passes by themselves
 
 ENDS = torch.tensor([0, 7, 20], dtype=torch.int32)
@@ -251,21 +224,6 @@ def test_the_forward_pass_by_itself(case, has_out):
     assert [x.numel() for x in rest] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"seqused_q": ENDS}, "seqused_q must be None without cu_seqlens_q, cu_seqlens_k and seq"),
-        ({"max_seqlen_k": 20}, "max_seqlen_k must be None without cu_seqlens_q"),
-        ({"scheduler_metadata": 1}, "scheduler_metadata must be None without"),
-        ({"cu_seqlens_k": ENDS, "page_table": ENDS}, "page_table must be None with cu_seqlens_k"),
-        ({"seqused_k": ENDS[:2], "seqused_q": ENDS[:2]}, "seqused_q must be None without cu_seql"),
-    ],
-)
-def test_arguments_that_do_not_go_together(options, complaint):
-    with pytest.raises(ValueError, match=f"^{complaint}"):
-        interface._flash_attn_forward(*operands(), **options)
-
-
 def test_a_ring_of_two_blocks_of_keys():
     """What libraries for context parallelism do, against a call on all keys."""
     q, k, v = (x.requires_grad_() for x in operands())
@@ -329,52 +287,6 @@ def test_passes_in_a_graph():
     given = (*operands(), torch.randn(2, 20, 4, 64).bfloat16())
     compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
     assert all(map(torch.equal, compiled(*given), both(*given)))
-
-
-WRONG = {
-    "dq": (None, TypeError, "dq must be a torch.Tensor, got NoneType"),
-    "dk": (
-        torch.zeros(2, 20, 4, 64).bfloat16(),
-        ValueError,
-        r"dk must have shape \(2, 20, 2, 64\)",
-    ),
-    "dv": (torch.zeros(2, 20, 2, 64), TypeError, "dv must be torch.bfloat16"),
-    "out": (torch.zeros(2, 19, 4, 64).bfloat16(), ValueError, "out must have shape"),
-    "softmax_lse": (torch.zeros(2, 20, 4), ValueError, "the log-sum-exp must have shape"),
-    "dout": (torch.zeros(2, 20, 4, 64), TypeError, "the gradient of out must be torch.bfloat16"),
-    "dout ": (None, TypeError, "dout must be a torch.Tensor, got NoneType"),
-    "dout  ": (torch.zeros(2, 20, 4, 64).bfloat16().to("meta"), ValueError, "dout must be on cpu"),
-    "out ": ("x", TypeError, "out must be a torch.Tensor, got str"),
-    "softmax_lse ": (None, TypeError, "softmax_lse must be a torch.Tensor, got NoneType"),
-    "softmax_lse  ": (torch.zeros(2, 4, 20, device="meta"), ValueError, "softmax_lse must be on"),
-    "max_seqlen_q": (5, ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
-    "cu_seqlens_k": (ENDS, ValueError, "cu_seqlens_k must be None without cu_seqlens_q"),
-    "cu_seqlens_q": (ENDS, ValueError, "cu_seqlens_k must be given with cu_seqlens_q"),
-    "is_causal": (1, TypeError, "is_causal must be a bool, got 1"),
-    "sm_margin": (-1, ValueError, "sm_margin must be 0 or more, got -1"),
-    "softmax_scale": ("1", TypeError, "softmax_scale must be a float, got '1'"),
-    "softcap": (-1.0, ValueError, "softcap must be 0"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_of_the_backward_pass(name):
-    q, k, v = operands()
-    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
-    given = {"dout": out, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse}
-    given |= {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
-    interface._flash_attn_backward(**given)
-    value, error, complaint = WRONG[name]
-    with pytest.raises(error, match=f"^{complaint}"):
-        interface._flash_attn_backward(**given | {name.strip(): value})
-
-
-def test_gradients_are_not_written_over_each_other():
-    q, k, v = operands()
-    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
-    dk = torch.empty_like(k)
-    with pytest.raises(ValueError, match=r"^dk must not overlap dv"):
-        interface._flash_attn_backward(out, q, k, v, out, lse, dq=torch.empty_like(q), dk=dk, dv=dk)
 
 
 # ---------------------------------------------------------------------------------------- install

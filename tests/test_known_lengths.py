@@ -2,19 +2,18 @@
 
 import heapq
 import random
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from kvcache_bad_values import OnGpu
 from score_problems import Recipe
 from test_varlen import caches
 from torch.fx.experimental.proxy_tensor import make_fx
+from valid_calls import OnGpu
 from varlen_problems import VarlenProblem, integers, make_call, random_problem
 
-from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
+from fa3 import flash_attn_varlen_func, get_scheduler_metadata
 from fa3.calls import scheduler_metadata, varlen_gpu
 from fa3.calls.known_lengths import KnownLengths, LatestLengths
 from fa3.calls.part_memory import PartMemory
@@ -171,41 +170,6 @@ def test_longest_first_where_the_kernel_tells_no_difference():
 # ------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"qkv_dtype": torch.float16}, "made for dtype torch.float16, the call has torch.bfloat16"),
-        ({"headdim_v": 128}, "made for head_dim_v 128, the call has 64"),
-        ({"causal": False}, "made for window Window(left=-1, right=-1), the call has"),
-        ({"has_softcap": True}, "made for has_softcap True, the call has False"),
-    ],
-)
-def test_a_call_must_be_what_metadata_was_made_for(options, complaint):
-    call = make_call(MIXED)
-    with pytest.raises(ValueError, match="^scheduler_metadata was " + re.escape(complaint)):
-        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(call, **options))
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"seqlens_q": (70, 1, 200, 9), "seqlens_k": (90, 900, 2000, 700)}, "made for batch 5"),
-        ({"heads_kv": 4}, "made for heads_q 4, the call has 8"),
-        (
-            {"seqlens_q": (69, 0, 1, 200, 9)},
-            "must have its sequences in the 279 rows of q",
-        ),
-        ({"seqlens_q": (70, 0, 2, 200, 8)}, "was made for cu_seqlens_q"),
-        ({"seqlens_k": (90, 6, 899, 2000, 700)}, "was made for cu_seqlens_k"),
-        ({"used_k": (90, 4, 899, 2000, 700)}, "was made for seqused_k None, the call has"),
-    ],
-)
-def test_a_call_must_have_the_lengths(changes, complaint):
-    call = make_call(replace(MIXED, **changes))
-    with pytest.raises(ValueError, match=f"^scheduler_metadata .*{complaint}|^sch.*{complaint}"):
-        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(make_call(MIXED)))
-
-
 @pytest.mark.parametrize("is_of_call", [False, True])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_rows_that_are_used_are_said_to_both_or_none(side, is_of_call):
@@ -219,105 +183,6 @@ def test_rows_that_are_used_are_said_to_both_or_none(side, is_of_call):
     complaint = f"scheduler_metadata was made for seqused_{side} {made}, the call has {came}"
     with pytest.raises(ValueError, match=f"^{complaint}$"):
         flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(of_metadata))
-
-
-def test_a_call_may_have_shorter_sequences_only_if_it_says_so():
-    call = make_call(MIXED)
-    with pytest.raises(ValueError, match=r"^scheduler_metadata must have sequences of at most 199"):
-        flash_attn_varlen_func(**call | {"max_seqlen_q": 199}, scheduler_metadata=metadata_of(call))
-
-
-def test_metadata_of_something_else():
-    call, cached = make_call(MIXED), cached_call((40, 1), (300, 90))
-    of_equal = get_scheduler_metadata(5, 1, 2000, 4, 2, 64, 7)
-    with pytest.raises(ValueError, match=r"^scheduler_metadata must be made with .* cu_seqlens_q"):
-        flash_attn_varlen_func(**call, scheduler_metadata=of_equal)
-    with pytest.raises(TypeError, match=r"^scheduler_metadata must come from"):
-        flash_attn_varlen_func(**call, scheduler_metadata=3)
-    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for packed keys, .* cache"):
-        flash_attn_with_kvcache(**cached, scheduler_metadata=metadata_of(call))
-    with pytest.raises(ValueError, match=r"^scheduler_metadata was made for a cache, .* packed"):
-        flash_attn_varlen_func(**call, scheduler_metadata=metadata_of_cache(cached))
-    with pytest.raises(ValueError, match=r"^scheduler_metadata must have its sequences in the 40"):
-        flash_attn_with_kvcache(
-            **cached | {"q": cached["q"][:40]}, scheduler_metadata=metadata_of_cache(cached)
-        )
-    metadata = metadata_of_cache(cached)
-    with pytest.raises(ValueError, match=r"^scheduler_metadata must have sequences of at most 288"):
-        flash_attn_with_kvcache(
-            **cached | {"page_table": cached["page_table"][:, :18]}, scheduler_metadata=metadata
-        )
-    equal = {name: value for name, value in cached.items() if name != "max_seqlen_q"}
-    equal |= {"cu_seqlens_q": None, "q": cached["q"][:2, None]}
-    with pytest.raises(ValueError, match=r"^cu_seqlens_q must be given as to scheduler_metadata"):
-        flash_attn_with_kvcache(**equal, scheduler_metadata=metadata)
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"cu_seqlens_q": integers(0, 70, 60, 71, 271, 280)}, "cu_seqlens_q must not decrease"),
-        ({"cu_seqlens_k": integers(1, 2, 3, 4, 5, 6)}, "cu_seqlens_k must begin with 0, got 1"),
-        ({"cu_seqlens_q": integers(0, 1)}, r"cu_seqlens_q must have shape \(6,\)"),
-        ({"cu_seqlens_q": integers(0, 0, 0, 0, 0, 201)}, "cu_seqlens_q must have sequences of at"),
-        ({"cu_seqlens_k": integers(*range(0, 18001, 3600))}, "cu_seqlens_q must have sequences of"),
-        ({"page_size": 16}, "page_size must be None with cu_seqlens_k"),
-        ({"num_splits": 2}, "num_splits must be 0 or 1 with cu_seqlens_k"),
-        ({"cu_seqlens_q": None}, "cu_seqlens_k must be None without cu_seqlens_q"),
-    ],
-)
-def test_impossible_lengths_are_refused(options, complaint):
-    with pytest.raises(ValueError, match=f"^{complaint}"):
-        metadata_of(make_call(MIXED), **options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "complaint"),
-    [
-        (
-            {"cu_seqlens_k_cpu": None},
-            ValueError,
-            "cu_seqlens_k_cpu must be given like cu_",
-        ),
-        ({"cu_seqlens_q_cpu": None}, ValueError, "cu_seqlens_q_cpu must be given like"),
-        ({"seqused_q_cpu": integers(1)}, ValueError, "seqused_q_cpu must be None like seqused_q"),
-        ({"cu_seqlens_q_cpu": [0, 3]}, TypeError, "cu_seqlens_q_cpu must be a torch.Tensor"),
-        ({"cu_seqlens_q_cpu": torch.arange(6)}, TypeError, "cu_seqlens_q_cpu must be torch.int32"),
-        *(
-            ({"cu_seqlens_q_cpu": ends}, ValueError, r"cu_seqlens_q_cpu must have shape \(6,\)")
-            for ends in (integers(0, 280), integers(280)[0], integers(0, 280)[None])
-        ),
-        (
-            {"cu_seqlens_q_cpu": integers(0, 1, 2, 3, 4, 280)},
-            ValueError,
-            "cu_seqlens_q_cpu must have sequences of at most 200",
-        ),
-        (
-            {"cu_seqlens_q_cpu": integers(0, 100, 100, 100, 100, 280)},
-            ValueError,
-            "cu_seqlens_q_cpu was made for cu_seqlens_q",
-        ),
-        *(
-            ({"cu_seqlens_k_cpu": ends}, ValueError, f"cu_seqlens_k_cpu {complaint}")
-            for ends, complaint in (
-                (integers(0, 1, 2, 3, 4, 5), "was made for cu_seqlens_k with 1 at 1, the call"),
-                (integers(0, 1, 2, 3, 4, 9999), "must have its sequences in the"),
-                (integers(0, 0, 0, 0, 0, 2001), "must have sequences of at most"),
-            )
-        ),
-    ],
-)
-def test_lengths_on_the_host_that_are_no_lengths(changes, error, complaint):
-    call = make_call(MIXED)
-    for _ in range(2):
-        with pytest.raises(error, match=f"^{complaint}"):
-            flash_attn_varlen_func(**call, **on_host(call) | changes)
-
-
-def test_not_twice():
-    call = make_call(MIXED)
-    with pytest.raises(ValueError, match=r"^cu_seqlens_q_cpu.* must be None with scheduler_metad"):
-        flash_attn_varlen_func(**call, **on_host(call), scheduler_metadata=metadata_of(call))
 
 
 @pytest.mark.parametrize("name", ["scheduler_metadata", "cu_seqlens_q_cpu"])

@@ -6,22 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_graphs import captured
-from kvcache_bad_values import (
-    BAD_VALUES_OF_TENSORS,
-    FAR_VALUES,
-    INDEXED,
-    PAGED,
-    PLAIN,
-    RAGGED,
-    changed,
-    integers,
-)
+from invalid_arguments import VALUES_OF_CACHES
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call
 from pairs import combine, pairs
 from problems import DTYPES, poisoned_allocations
 from reference import dense, largest_difference
 from test_kvcache_results import MODES, assert_same_bits, check, run
+from valid_calls import PROBLEMS, cases, changed
+from varlen_problems import integers
 
 from fa3.calls import assertions as calls_assertions
 from fa3.calls import kvcache
@@ -238,39 +231,24 @@ def test_what_does_not_fit_the_cache_is_dropped(page_size, device):
     ids=["rows", "pages"],
 )
 def test_tokens_without_a_place_are_dropped(problem, argument, values, device):
-    call = changed(make_call(problem, device=device), argument, values)
+    call = changed(make_call(problem, device=device), {argument: values})
     _, _, caches = run(call)
     for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
         assert torch.equal(as_bits(cache), as_bits(call[name]))
 
 
-MARGIN = 1 << 16
-"""Elements around a tensor that is watched."""
+@pytest.mark.parametrize("case", [*cases(VALUES_OF_CACHES)])
+def test_assertions_refuse_bad_values(case, device, monkeypatch):
+    monkeypatch.setattr(calls_assertions, "ASSERTIONS", True)
+    call = changed(make_call(PROBLEMS[case.call], device=device), case.changes)
+    caches = {name: call[name].clone() for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=f"^{case.pattern}"):
+        flash_attn_with_kvcache(**(call | caches))
+    for name, cache in caches.items():
+        assert torch.equal(as_bits(cache), as_bits(call[name]))
 
 
-def watched(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a copy of a tensor with NaN around it, and all of that memory."""
-    memory = tensor.new_full((tensor.numel() + 2 * MARGIN,), torch.nan)
-    copy = memory[MARGIN:-MARGIN].view(tensor.shape)
-    return copy.copy_(tensor), memory
-
-
-@pytest.mark.parametrize(
-    ("problem", "argument", "change"), [case[:3] for case in BAD_VALUES_OF_TENSORS] + FAR_VALUES
-)
-def test_nothing_is_written_outside_of_the_cache(problem, argument, change, device):
-    call = changed(make_call(problem, device=device), argument, change)
-    call["out"] = torch.zeros_like(call["q"])
-    memories = []
-    for name in ("k_cache", "v_cache", "out"):
-        call[name], memory = watched(call[name])
-        memories.append(memory)
-    flash_attn_with_kvcache(**call)
-    for memory in memories:
-        assert memory[:MARGIN].isnan().all() and memory[-MARGIN:].isnan().all()
-
-
-@pytest.mark.parametrize("problem", [PLAIN, PAGED, INDEXED, RAGGED], ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=str)
 def test_assertions_change_no_bit_and_cannot_be_captured(problem, device, monkeypatch):
     call = make_call(problem, device=device)
     results = run(call)

@@ -8,14 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvcache_bad_values import (
-    OnGpu,
-    integers,
-)
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call
 from pairs import pairs, places
 from problems import poisoned_allocations
+from valid_calls import OnGpu
+from varlen_problems import integers
 
 from fa3 import flash_attn_func
 from fa3.calls.combine import flash_attn_combine
@@ -414,29 +412,3 @@ def test_parts_of_a_call_combine_to_the_call():
     )
     torch.testing.assert_close(merged, out.float(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(merged_lse.transpose(1, 2), lse)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "complaint"),
-    [
-        ({"out_partial": torch.zeros(2, 2, 2, 8)}, ValueError, "^out_partial must have 5 dim"),
-        ({"out_partial": torch.zeros(0, 2, 5, 4, 64)}, ValueError, "^out_partial must have a part"),
-        ({"out_partial": [1.0]}, TypeError, "^out_partial must be a torch.Tensor, got list"),
-        ({"out_partial": torch.zeros(3, 2, 5, 4, 12)}, ValueError, "^out_partial has head_dim 12"),
-        ({"out_partial": torch.zeros(3, 2, 5, 4, 64).half()}, TypeError, "^out_partial must be"),
-        ({"lse_partial": torch.zeros(3, 2, 4, 5)}, ValueError, "^lse_partial must have shape"),
-        ({"lse_partial": torch.zeros(3, 2, 5, 4).half()}, TypeError, "^lse_partial must be"),
-        ({"lse_partial": torch.zeros(3, 2, 5, 4).to("meta")}, ValueError, "^lse_partial must be"),
-        ({"out": torch.zeros(2, 5, 4, 32)}, ValueError, "^out must have shape"),
-        (
-            {"out": torch.zeros(2, 5, 4, 64), "out_dtype": torch.float16},
-            TypeError,
-            "^out must be torch.float16 like out_dtype, got torch.float32",
-        ),
-        ({"out_dtype": torch.float64}, TypeError, "^out_dtype must be"),
-    ],
-)
-def test_bad_parts(changes, error, complaint):
-    parts, lses = partial_results()
-    with pytest.raises(error, match=complaint):
-        flash_attn_combine(**({"out_partial": parts, "lse_partial": lses} | changes))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcache_bad_values import integers
 from kvcache_problems import CacheProblem, make_call
+from varlen_problems import integers
 
 from fa3.calls import combine, decode, prepared_cache
 from fa3.calls.cache_call import CacheCall, check_tensors
@@ -249,7 +249,7 @@ def test_lines_that_may_be_long_have_long_places(batch, heads_kv, options, is_lo
 @pytest.mark.parametrize("num_splits", [1 << 20, 1 << 31, 1 << 60])
 def test_more_splits_than_blocks_are_as_many_as_blocks(num_splits, prepared):
     call, _ = prepared(pages=4, num_splits=num_splits)
-    assert call.integers[2:5] == (64, 1, 64)
+    assert call.plan.cut == Units(64, 1, 64, 1)
     sizes = Sizes(3, 1, 2, 4, 4096)
     assert choose_cut(sizes, Window(), 132, num_splits, False) == Units(64, 1, 64, 6)
 
@@ -356,28 +356,6 @@ def test_a_merge_that_32_bits_do_not_count_is_refused(parts, seqlen, what):
     partial, lse = operand(*shape, 8, dtype=torch.float32), operand(*shape, dtype=torch.float32)
     with pytest.raises(ValueError, match=rf"^out_partial must have at most {MOST_COMBINED} {what}"):
         combine.prepare_combine(partial, lse, None, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ((1 << 63, 1, 100, 8, 8, 128, 5), r"^batch_size must be at most 2147483647"),
-        ((1, 1 << 40, 100, 8, 8, 128, 5), r"^max_seqlen_q must be at most 2147483647"),
-        ((1, 1, 100, 1 << 63, 8, 128, 5), r"^num_heads_q must be at most 2147483647"),
-        ((1 << 30, 1, 100, 8, 8, 128, 5), r"^batch_size, .* heads must give at most \d+ tiles of"),
-        ((1, LARGEST, 100, 8, 8, 128, 5), r"^batch_size, max_seqlen_q .* must give a key/value"),
-        ((1, 1, 100, 1 << 30, 1 << 29, 128, 5), r"^batch_size, .* heads must give at most \d+ til"),
-        ((1, 1, 1 << 40, 8, 8, 128, 1 << 39), r"^cache_seqlens must be from 0 to 2146435072"),
-        ((1, 1, 1 << 40, 8, 8, 128, -(1 << 39)), r"^cache_seqlens must be from 0 to 2146435072"),
-        (
-            (1, 1, 1 << 40, 8, 8, 128, integers(LARGEST)),
-            r"^cache_seqlens must be at most 2146435072",
-        ),
-    ],
-)
-def test_metadata_of_what_32_bits_do_not_count_is_refused(arguments, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        get_scheduler_metadata(*arguments)
 
 
 def test_metadata_of_a_wide_page_table():

@@ -1,7 +1,6 @@
 """Packed queries with keys in a cache: each sequence against attention to its keys alone."""
 
 import random
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +14,6 @@ from varlen_problems import VarlenProblem, check_varlen, make_call, on_cache, ra
 
 import fa3
 from fa3.calls import cache_call, decode, kvcache, mixed, operands, overlap, varlen_gpu
-from fa3.calls.ragged import MOST_RAGGED_ROWS
-from fa3.kernels.append import MOST_VECTORS
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
@@ -25,7 +22,6 @@ from fa3.planning.short_queries import (
     leaves_sms_idle,
     most_queries_of_few,
 )
-from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.workspace import RECORD_STRIDE
@@ -200,29 +196,6 @@ def test_wrong_ends_touch_nothing_outside(ends, options, device):
     )  # fmt: skip
     torch.cuda.synchronize()
     assert (around[:60] == 7).all() and (around[120:] == 7).all()
-
-
-BAD_CALLS = {
-    "max_seqlen_q must be given with cu_seqlens_q": {"max_seqlen_q": None},
-    "max_seqlen_q must be 3 or more": {"max_seqlen_q": 2},
-    "cu_seqlens_q must rise from 0": {"cu_seqlens_q": torch.tensor([0, 9, 2]).int()},
-    "cu_seqlens_q must have shape": {"cu_seqlens_q": torch.zeros(0).int()},
-    "cu_seqlens_q has dtype|cu_seqlens_q must": {"cu_seqlens_q": torch.tensor([0, 1, 4])},
-    "q must have 3 dimensions": {"q": torch.zeros(2, 2, 2, 64).bfloat16()},
-    "cache_seqlens must have shape|cache_seqlens": {"cache_seqlens": torch.zeros(3).int()},
-}
-
-
-@pytest.mark.parametrize("complaint", BAD_CALLS)
-def test_bad_calls(complaint):
-    cache = torch.zeros(2, 8, 2, 64).bfloat16()
-    call = {
-        "q": torch.zeros(4, 2, 64).bfloat16(), "k_cache": cache, "v_cache": cache,
-        "cache_seqlens": torch.tensor([4, 8]).int(), "max_seqlen_q": 3,
-        "cu_seqlens_q": torch.tensor([0, 1, 4]).int(),
-    }  # fmt: skip
-    with pytest.raises((TypeError, ValueError), match=f"^({complaint})"):
-        fa3.flash_attn_with_kvcache(**call | BAD_CALLS[complaint])
 
 
 def plan_of(is_packed: bool, **options) -> DecodePlan:
@@ -503,26 +476,6 @@ def test_a_total_of_0(where):
         assert out.shape == call["q"].shape and lse.shape == (2, len(call["q"]))
 
 
-BAD_OUTS = {
-    "must have shape (4, 2, 64) to go with q": lambda call: torch.empty(5, 2, 64).bfloat16(),
-    "must have 3 dimensions": lambda call: torch.empty(1, 4, 2, 64).bfloat16(),
-    "must be torch.bfloat16 like q": lambda call: torch.empty(4, 2, 64),
-    "must not overlap k_cache": lambda call: call["k_cache"][0, 4:],
-    "must not overlap q": lambda call: call["q"],
-    "must not overlap itself": lambda call: torch.empty(1, 2, 64).bfloat16().expand(4, -1, -1),
-    "starts 2 bytes after": lambda call: torch.empty(513).bfloat16()[1:].view(4, 2, 64),
-}
-
-
-@pytest.mark.parametrize("complaint", BAD_OUTS)
-def test_bad_outputs_of_a_known_call(complaint):
-    call = call_of_total(4)
-    fa3.flash_attn_with_kvcache(**call)
-    fa3.flash_attn_with_kvcache(**call, out=torch.empty_like(call["q"]))
-    with pytest.raises((TypeError, ValueError), match=f"^out {re.escape(complaint)}"):
-        fa3.flash_attn_with_kvcache(**call, out=BAD_OUTS[complaint](call))
-
-
 def test_caches_of_packed_calls_share_no_memory():
     new = {name: torch.zeros(3, 2, 64).bfloat16() for name in "kv"}
     call = call_of_total(4, **new, cu_seqlens_k_new=torch.tensor([0, 2, 3]).int())
@@ -537,23 +490,6 @@ def test_caches_of_packed_calls_share_no_memory():
             fa3.flash_attn_with_kvcache(**call | {other: tensor})
     with pytest.raises(ValueError, match=r"^out must not overlap v_cache"):
         fa3.flash_attn_with_kvcache(**call, out=call["v_cache"][1, :4])
-
-
-def test_totals_that_32_bits_do_not_count_are_refused():
-    row, new = torch.zeros(1, 2, 64).bfloat16(), torch.zeros(3, 2, 64).bfloat16()
-    q, ends = row.expand(LARGEST + 1, -1, -1), torch.tensor([0, 2, 3]).int()
-    with pytest.raises(ValueError, match=rf"^q must have sizes of at most {LARGEST}, got shape"):
-        fa3.flash_attn_with_kvcache(**call_of_total(4) | {"q": q})
-    call = call_of_total(4, k=new, v=new, cu_seqlens_k_new=ends)
-    with pytest.raises(ValueError, match=rf"^q must have at most {MOST_VECTORS} vectors of 16"):
-        fa3.flash_attn_with_kvcache(**call | {"q": q[: MOST_VECTORS // 16 + 1]})
-
-
-def test_more_rows_than_the_forward_kernel_counts_are_refused():
-    row = torch.zeros(1, 2, 64).bfloat16()
-    call = call_of_total(4) | {"max_seqlen_q": 500}
-    with pytest.raises(ValueError, match=rf"^q must have at most {MOST_RAGGED_ROWS} rows"):
-        fa3.flash_attn_with_kvcache(**call | {"q": row.expand(MOST_RAGGED_ROWS + 1, -1, -1)})
 
 
 @pytest.mark.parametrize("reserved", [{}, {"sm_margin": 8}], ids=str)

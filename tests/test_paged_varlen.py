@@ -8,7 +8,7 @@ import torch
 from cuda_graphs import captured
 from pairs import pairs, places
 from problems import poisoned_allocations
-from score_problems import Documents, Recipe, RelativeBias, Stairs
+from score_problems import Documents, Recipe, RelativeBias
 from varlen_problems import (
     VarlenProblem,
     check_varlen,
@@ -275,23 +275,6 @@ def test_a_captured_graph_serves_other_lengths(device):
 def paged() -> dict:
     problem = VarlenProblem((3, 2), (9, 4), heads_kv=2, group=2)
     return on_pages(problem, make_call(problem), 16)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "complaint"),
-    [
-        ({"seqused_q": 3}, TypeError, "seqused_q must be a torch.Tensor, got int"),
-        ({"seqused_q": torch.zeros(2)}, TypeError, "seqused_q must be torch.int32"),
-        ({"seqused_q": integers(1)}, ValueError, r"seqused_q must have shape \(2,\)"),
-        ({"score": 3}, TypeError, "score must be a fa3.Score, got int"),
-        ({"mask": Stairs}, TypeError, "mask must be a fa3.Mask, got the class Stairs. Pass"),
-        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be 3 or more"),
-        ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a torch.Tensor, got NoneType"),
-    ],
-)
-def test_complaints(changes, error, complaint, paged):
-    with pytest.raises(error, match=f"^{complaint}"):
-        fa3.flash_attn_varlen_func(**paged | changes)
 
 
 @pytest.mark.compiles

@@ -11,7 +11,7 @@ from problems import head_dims, make_problem, windows
 
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
-from fa3.planning.gpu import H200, Gpu
+from fa3.planning.gpu import H200
 from fa3.planning.plan import check_plan
 from fa3.planning.planner import choose, plan_forward
 from fa3.planning.tilings import TILINGS, choose_config
@@ -21,12 +21,10 @@ from fa3.schedules import (
     SCHEDULES,
     Dynamic,
     SingleTile,
-    SplitTiles,
     StaticPersistent,
     TileList,
     walk,
 )
-from fa3.schedules.marked import Marked
 from fa3.scores.masks import Band
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
@@ -49,28 +47,6 @@ def problems(draw):
         window=draw(windows(largest=2000)),
         head_dim_v=draw(st.none() | head_dims()),
     )
-
-
-@given(
-    problems(),
-    st.sampled_from([None, CLUSTER_OF_2]),
-    st.sampled_from(SCHEDULE_TYPES),
-    st.sampled_from([H200, Gpu("small", num_sms=5, l2_bytes=1 << 20), Gpu("tiny", 2, 1)]),
-)
-def test_a_plan_covers_every_row_of_every_head_once(problem, config, schedule_type, gpu):
-    if config is not None:
-        problem = replace(problem, spec=replace(problem.spec, head_dim=64, head_dim_v=64))
-    plan = plan_forward(problem, gpu, config, schedule_type)
-    rows = plan.config.tile_m * plan.config.cluster_m
-    tiles = [
-        segment.tile
-        for cluster in range(plan.schedule.num_clusters)
-        for segment in walk(plan.schedule, cluster)
-    ]
-    assert plan.schedule.splits or len(tiles) == len(set(tiles))
-    heads = plan.config.cluster_h
-    covered = sum(heads * min(rows, problem.seqlen_q - tile.m_block * rows) for tile in set(tiles))
-    assert covered == problem.batch * problem.num_heads_q * problem.seqlen_q
 
 
 @given(problems(), st.sampled_from(SCHEDULE_TYPES))
@@ -132,12 +108,6 @@ def test_every_schedule_has_a_plan(schedule, head_dim):
     assert plan_forward(problem, H200, schedule=schedule).schedule.name == schedule
 
 
-def test_given_config_and_schedule_are_kept():
-    plan = plan_forward(make_problem(), config=TILES, schedule=SingleTile)
-    assert plan.config is TILES
-    assert type(plan.schedule) is SingleTile
-
-
 def test_keys_and_values_of_a_section_fit_in_the_budget():
     problem = make_problem(batch=4, seqlen_k=8192, num_heads_kv=8, qhead_per_kvhead=4, head_dim=128)
     plan = plan_forward(problem)
@@ -160,24 +130,6 @@ def test_kernel_arguments_are_the_window_and_the_schedule():
     arguments = ForwardArguments(*launch.template)
     assert (arguments.window_left, arguments.window_right) == (5, 7)
     assert (arguments.heads_per_section, arguments.num_clusters) == (6, 12)
-
-
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
-        (ForwardConfig(64, 64), "tile_m"),
-        (ForwardConfig(256, 64), "tile_m"),
-        (ForwardConfig(160, 64), "tile_m"),
-        (ForwardConfig(128, 0), "tile_n"),
-        (ForwardConfig(128, 72), "tile_n"),
-        (ForwardConfig(128, 272), "tile_n"),
-        (ForwardConfig(128, 64, cluster_m=4), "cluster_m"),
-        (ForwardConfig(192, 256, q_stages=2, kv_stages=4), "shared memory"),
-    ],
-)
-def test_a_config_that_cannot_run_is_refused(config, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        plan_forward(make_problem(), config=config)
 
 
 def test_o_can_only_take_qs_place_if_it_has_its_size():
@@ -218,64 +170,6 @@ def test_a_schedule_that_was_made_before_is_kept(name):
     plan = plan_forward(FEW, schedule=made.schedule)
     assert plan.schedule is made.schedule
     assert plan.config == made.config
-
-
-def broken(change) -> TileList:
-    schedule = plan_forward(FEW, schedule="list").schedule
-    table = schedule.table.copy()
-    change(table)
-    return TileList(schedule.order, schedule.num_clusters, table)
-
-
-def broken_parts(change) -> SplitTiles:
-    schedule = plan_forward(FEW, schedule="split").schedule
-    units = schedule.table.copy().reshape(-1, 4)
-    change(units)
-    return SplitTiles(schedule.order, schedule.num_clusters, units.reshape(-1), schedule.num_slots)
-
-
-def twice(table):
-    table[1] = table[0]
-
-
-def foreign(table):
-    table[0] = 1 << 20
-
-
-def shorter(units):
-    units[0, 2] -= 1
-
-
-def other_slot(units):
-    first_part = (units[:, 3] != 1).argmax()
-    units[first_part, 3] += 1
-
-
-@pytest.mark.parametrize(
-    ("schedule", "complaint"),
-    [
-        (broken(twice), r"leaves out Tile\(m_block=\d+, head=\d+, batch=0\)|has .* 2 times"),
-        (broken(foreign), "its order does not have it"),
-        (broken_parts(shorter), "key blocks"),
-        (broken_parts(other_slot), "inconsistently"),
-        (plan_forward(make_problem(), schedule="list").schedule, "of another problem or tiling"),
-    ],
-)
-def test_a_schedule_that_does_not_fit_is_refused(schedule, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        plan_forward(FEW, schedule=schedule)
-
-
-@pytest.mark.parametrize("schedule", [int, Marked, 3, 1.5])
-def test_what_is_no_schedule_is_refused(schedule):
-    with pytest.raises(TypeError, match=r"^schedule must be one of .*'list'.* or a function"):
-        plan_forward(FEW, schedule=schedule)
-
-
-@pytest.mark.parametrize("name", ["problem", "gpu", "config"])
-def test_arguments_of_other_types_are_refused(name):
-    with pytest.raises(TypeError, match=f"^{name} must be a"):
-        plan_forward(**({"problem": FEW} | {name: 90}))
 
 
 def test_parts_under_a_bias_follow_their_scores():

@@ -100,44 +100,8 @@ def test_scores_sinks_and_dropout_are_those_of_the_call():
     assert fa3.Problem.of(q, k, v, dropout_p=0.1).spec.has_dropout
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "error", "message"),
-    [
-        ({"q": (1, 70, 4)}, {}, ValueError, "q must have 4 dimensions"),
-        ({"q": ()}, {}, ValueError, "q must have 4 dimensions"),
-        ({"k": (1, 90, 3, 64), "v": (1, 90, 3, 64)}, {}, ValueError, "multiple of k's heads"),
-        ({"v": (1, 90, 2, 260)}, {}, ValueError, "v has head_dim 260"),
-        ({"v": (1, 90, 2, 60)}, {}, ValueError, "v has head_dim 60"),
-        ({"v": (1, 80, 2, 64)}, {}, ValueError, "v must have shape"),
-        ({"q": (1, 70.0, 4, 64)}, {}, TypeError, "q must be an integer, got 70.0"),
-        ({"q": 3}, {}, TypeError, "q must be a torch.Tensor or a shape, got int"),
-        ({}, {"causal": 1}, TypeError, "causal must be a bool, got 1"),
-        ({}, {"window_size": (-2, 0)}, ValueError, "window_size must be two integers"),
-        ({}, {"softcap": -1.0}, ValueError, "softcap must be 0"),
-        ({}, {"dropout_p": 1.0}, ValueError, "dropout_p must be at least 0"),
-        ({}, {"dtype": "float32"}, ValueError, "dtype must be one of .* got 'float32'"),
-        ({}, {"sinks": torch.zeros(3)}, ValueError, "sinks must have shape"),
-        ({"q": torch.zeros(1, 70, 4, 64)}, {}, TypeError, "q must be torch.bfloat16 or"),
-        (
-            {"q": torch.zeros(1, 70, 4, 64).half()},
-            {"dtype": "float16"},
-            ValueError,
-            "dtype must be None with tensors",
-        ),
-    ],
-)
-def test_what_no_call_could_have_is_refused(changes, options, error, message):
-    given = {"q": (1, 70, 4, 64), "k": (1, 90, 2, 64), "v": (1, 90, 2, 64)} | changes
-    with pytest.raises(error, match=message):
-        fa3.Problem.of(**given, **options)
-
-
 def test_gpus_have_names():
     problem = fa3.Problem.of(*[(1, 70, 4, 64)] * 3)
     for plan in (fa3.plan_forward, plan_dense):
         assert plan(problem, gpu="H100") == plan(problem, H100)
         assert plan(problem, gpu="H100").gpu is H100
-        with pytest.raises(ValueError, match=r"gpu must be a Gpu or one of .*'H200'.*got 'A100'"):
-            plan(problem, gpu="A100")
-    with pytest.raises(TypeError, match=r"gpu must be a Gpu or one of .*got 90"):
-        fa3.plan_forward(problem, gpu=90)

@@ -23,7 +23,6 @@ from fa3.schedules import SCHEDULES, Segment, Tile
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
-from fa3.tools import plan_command
 from fa3.tools.drawing import draw_tile_order
 from fa3.tools.recording import timeline_of
 
@@ -59,12 +58,6 @@ def test_every_unit_is_a_span_of_every_cta_of_its_cluster(plan):
     assert all(len(sms) == plan.config.cluster for sms in lanes.values())
     assert len(recorded.spans) == len(planned) * plan.config.cluster
     assert recorded.blocks == plan.simulate().blocks * plan.config.cluster
-
-
-def test_these_plans_have_parts_and_three_consumers():
-    assert any(not span.segment.is_whole for span in PLANS["split"].simulate().spans)
-    assert PLANS["split"].schedule.num_slots > 10
-    assert PLANS["three consumers"].config.consumers == 3
 
 
 @every_plan
@@ -139,11 +132,6 @@ def test_sms_beyond_those_of_the_plan_are_lanes_too():
     assert timeline_of([note(99, 0, tile, 0, 9)], plan).num_lanes == 100
 
 
-def test_no_notes_are_an_empty_timeline():
-    recorded = timeline_of([], PLANS["list"])
-    assert (recorded.us, recorded.mean, recorded.balance) == (0.0, 0.0, 1.0)
-
-
 def events_of(trace: dict, phase: str, pid: int | None = None) -> list[dict]:
     events = json.loads(json.dumps(trace))["traceEvents"]
     return [e for e in events if e["ph"] == phase and pid in (None, e["pid"])]
@@ -175,20 +163,7 @@ def test_a_trace_has_what_was_predicted_and_what_was_recorded(plan):
                 assert start + length <= following
 
 
-def test_a_trace_says_which_keys_a_part_has():
-    plan = PLANS["split"]
-    for timeline in (plan.simulate(), timeline_of(made_up_notes(plan), plan)):
-        names = {event["name"] for event in events_of(timeline.trace_events("", "SM"), "X")}
-        for span in timeline.spans:
-            tile, segment = span.segment.tile, span.segment
-            name = f"rows {tile.m_block}, head {tile.head}, batch {tile.batch}"
-            if not segment.is_whole:
-                name += f", key blocks {segment.begin} to {segment.end - 1}"
-            assert name in names
-        assert len(names) == len(timeline.spans)
-
-
-@pytest.mark.parametrize("name", ["list", "split", "pairs of rows"])
+@pytest.mark.parametrize("name", ["split", "pairs of rows"])
 def test_both_are_drawn_above_each_other(name, tmp_path):
     plan = PLANS[name]
     recorded = timeline_of(made_up_notes(plan), plan)
@@ -200,12 +175,6 @@ def test_both_are_drawn_above_each_other(name, tmp_path):
         assert png.startswith(PNG_SIGNATURE)
         heights.append(int.from_bytes(png[20:24], "big"))
     assert heights[1] > 1.4 * heights[0]
-
-
-def test_a_recording_in_a_sentence():
-    plan = PLANS["list"]
-    sentence = plan_command.describe_recording(timeline_of(made_up_notes(plan), plan), plan)
-    assert "balance" in sentence and "predicted under steady load" in sentence
 
 
 def test_the_command_line_records_and_shows_both(tmp_path, capsys, monkeypatch):
@@ -259,9 +228,3 @@ def test_what_cannot_be_recorded_is_rejected(monkeypatch):
         plan = plan_forward(replace(problem, **{size: 0}))
         with pytest.raises(ValueError, match="nothing to record"):
             fa3.record_timeline(plan)
-
-
-@pytest.mark.parametrize(("given", "came"), [(fa3.Plan, "the class Plan"), ("list", "'list'")])
-def test_what_is_no_plan_is_not_recorded(given, came):
-    with pytest.raises(TypeError, match=f"^plan must come from fa3.plan_forward, got {came}$"):
-        fa3.record_timeline(given)

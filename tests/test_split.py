@@ -236,12 +236,3 @@ def test_among_equal_sequences_a_division_finds_the_place(
         for walk in walks(cut, lengths, num_m_blocks, num_heads, num_ctas):
             place = locate_among_equals(type(cut), lengths, *sizes, walk.crew.number, int)
             assert place == walk.place
-
-
-def test_more_ctas_than_blocks():
-    assert len(list(segments(StreamK(132, 1), [(0, 1)], 1, 1, 132))) == 1
-
-
-@pytest.mark.parametrize("num_ctas", [1, 132])
-def test_whole_tiles_need_no_merge(num_ctas):
-    assert not list(records(Whole(), [(0, 100), (2, 3)], 2, 3, num_ctas))

@@ -1,6 +1,5 @@
 """Tiles in parts: every key block of every tile once, and clusters that end together."""
 
-import itertools
 from collections import defaultdict
 
 import numpy as np
@@ -16,45 +15,12 @@ from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
 from fa3.problem import Window
-from fa3.schedules import KeyRanges, Segment, SplitTiles, Tile, TileOrder, walk
+from fa3.schedules import KeyRanges, Segment, SplitTiles, TileOrder, walk
+from fa3.schedules.coverage import check_schedule
 from fa3.schedules.split import TimedSegments
 from fa3.scores.masks import Sequence
 
 OVERHEADS = TILE, MERGE, LEAVE = 1.5, 1.4, 0.6
-
-
-def parts_of(schedule: SplitTiles) -> dict[Tile, list]:
-    """The segments of every tile, by their key blocks."""
-    segments = defaultdict(list)
-    for cluster in range(schedule.num_clusters):
-        for segment in walk(schedule, cluster):
-            segments[segment.tile].append(segment)
-    return {
-        tile: sorted(parts, key=lambda segment: segment.begin) for tile, parts in segments.items()
-    }
-
-
-def check_cover(schedule: SplitTiles, ranges: KeyRanges) -> None:
-    """Assert that segments are the tiles' key blocks, and that parts have slots of their own."""
-    order, parts = schedule.order, parts_of(schedule)
-    assert set(parts) == {order.tile(index) for index in range(order.num_tiles)}
-    slots = []
-    for tile, segments in parts.items():
-        index = order.index(tile)
-        assert segments[0].begin == ranges.first_blocks[index]
-        assert segments[-1].end == ranges.end_blocks[index]
-        assert all(segment.begin < segment.end for segment in segments)
-        assert all(a.end == b.begin for a, b in itertools.pairwise(segments))
-        if len(segments) == 1:
-            assert segments[0].is_whole
-            continue
-        assert {segment.part.num_parts for segment in segments} == {len(segments)}
-        (first,) = {segment.part.first_slot for segment in segments}
-        assert [segment.part.slot for segment in segments] == list(
-            range(first, first + len(segments))
-        )
-        slots += [segment.part.slot for segment in segments]
-    assert sorted(slots) == list(range(schedule.num_slots))
 
 
 def time_of(segment: Segment, ranges: KeyRanges) -> float:
@@ -83,7 +49,8 @@ def cuts(draw):
 @given(cuts())
 def test_every_key_block_of_every_tile_once(case):
     order, ranges, num_clusters = case
-    check_cover(SplitTiles.cut(order, num_clusters, ranges), ranges)
+    schedule = SplitTiles.cut(order, num_clusters, ranges)
+    check_schedule(schedule, ranges.first_blocks, ranges.end_blocks)
 
 
 @given(
@@ -103,8 +70,7 @@ def test_plans_cover_what_the_mask_touches(batch, seqlen_q, seqlen_k, heads, win
         problem.spec.mask.key_blocks(m_block * rows, rows, config.tile_n, sequence)
         for m_block in order.m_blocks().tolist()
     ]
-    first, end = (np.array([getattr(b, name) for b in blocks]) for name in ("begin", "end"))
-    check_cover(plan.schedule, KeyRanges(first, end, *OVERHEADS, np.zeros_like(end)))
+    check_schedule(plan.schedule, *np.array([(one.begin, one.end) for one in blocks]).T)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +94,7 @@ def test_parts_are_packed_beside_short_tiles():
     masks = np.full(order.num_tiles, 0.1)
     ranges = KeyRanges(np.zeros_like(end), end, 1.0, 2.5, 1.1, masks)
     schedule = SplitTiles.cut(order, 66, ranges)
-    check_cover(schedule, ranges)
+    check_schedule(schedule, ranges.first_blocks, end)
     work, there, merged = [], defaultdict(float), {}
     for cluster in range(schedule.num_clusters):
         segments = list(walk(schedule, cluster))

@@ -1,4 +1,7 @@
-"""fa3 as an attention implementation of Transformers: five families of models, made small."""
+"""fa3 as an attention implementation of Transformers: small models of all architectures."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,23 +119,25 @@ def check_logits(model: torch.nn.Module, run) -> None:
     assert (found - exact).abs().max() <= allowed
 
 
-@families
-@devices
-@torch.no_grad()
-def test_prefill(family, device_type):
-    model, ids = make_model(family, device_type), tokens(2, 40, device_type=device_type)
-    check_logits(model, lambda: model(ids).logits)
+PADDED = {"left": slice(0, 11), "right": slice(29, 40), "holes": slice(9, 13)}
 
 
-@families
-@devices
-@pytest.mark.parametrize("side", ["left", "right", "holes"])
-@torch.no_grad()
-def test_padding(family, device_type, side):
-    model, ids = make_model(family, device_type), tokens(2, 40, device_type=device_type)
+def padded(ids: torch.Tensor, side: str | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return an attention mask, or None, and which tokens count."""
     kept = torch.ones_like(ids)
-    kept[0, {"left": slice(0, 11), "right": slice(29, 40), "holes": slice(9, 13)}[side]] = 0
-    check_logits(model, lambda: model(ids, attention_mask=kept).logits[kept.bool()])
+    if side is not None:
+        kept[0, PADDED[side]] = 0
+    return None if side is None else kept, kept.bool()
+
+
+@families
+@devices
+@pytest.mark.parametrize("side", [None, *PADDED])
+@torch.no_grad()
+def test_prefill(family, device_type, side):
+    model, ids = make_model(family, device_type), tokens(2, 40, device_type=device_type)
+    mask, seen = padded(ids, side)
+    check_logits(model, lambda: model(ids, attention_mask=mask).logits[seen])
 
 
 @families
@@ -387,12 +392,9 @@ def test_dropout(family, device_type, side, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "dropout", drop)
     model = with_dropout(make_model(family, device_type), 0.25)
-    ids, kept = tokens(2, 40, device_type=device_type), None
-    if side is not None:
-        kept = torch.ones_like(ids)
-        kept[0, {"left": slice(0, 11), "holes": slice(9, 13)}[side]] = 0
-    seen = slice(None) if kept is None else kept.bool()
-    check_logits(model, lambda: model(ids, attention_mask=kept).logits[seen])
+    ids = tokens(2, 40, device_type=device_type)
+    mask, seen = padded(ids, side)
+    check_logits(model, lambda: model(ids, attention_mask=mask).logits[seen])
 
 
 def test_dropout_of_packed_sequences(monkeypatch):
@@ -459,3 +461,48 @@ def test_ranges_of_masks_hide_nothing_that_is_seen(mask):
         q, k, v, attn_mask=seen, enable_gqa=True
     ).nan_to_num()
     torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=2e-2, rtol=2e-2)
+
+
+# ------------------------------------------------------------------------- all architectures
+
+PAGE = Path(__file__).parents[1] / "docs" / "transformers.md"
+ARCHITECTURES = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+
+EXPERTS = {
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "n_routed_experts": 2,
+    # All experts are taken: a choice among them would depend on rounding.
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def test_the_page_lists_about_twenty():
+    assert len(set(ARCHITECTURES)) == len(ARCHITECTURES) >= 20
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_every_layer_of_an_architecture_is_a_call(name, monkeypatch):
+    pytest.importorskip("transformers", minversion="5.23", reason="needs Transformers 5.23")
+    calls, attend = [], integration.flash_attn_func
+
+    def counted(*operands, **options):
+        calls.append(options)
+        return attend(*operands, **options)
+
+    monkeypatch.setattr(integration, "flash_attn_func", counted)
+    model_class = getattr(transformers, name)
+    default = model_class.config_class()
+    experts = {key: value for key, value in EXPERTS.items() if hasattr(default, key)}
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**SMALL, **experts)).to(torch.bfloat16).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, 0, 0.08)
+    model.set_attn_implementation("fa3")
+    check_logits(model, lambda: model(tokens(2, 40)).logits)
+    assert len(calls) == model.config.num_hidden_layers

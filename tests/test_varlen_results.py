@@ -137,15 +137,6 @@ def test_sinks_of_queries_that_see_no_key():
     assert (out[70] == 0).all() and torch.equal(lse[:, 70], call["sinks"].float())
 
 
-def test_lse_has_flash_attentions_other_name_too():
-    call = make_call(RAGGED)
-    out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    same_out, same = flash_attn_varlen_func(**call, return_attn_probs=True)
-    assert lse.dtype == torch.float32 and lse.shape == (4, 201)
-    assert torch.equal(lse, same) and torch.equal(out, same_out)
-    assert torch.equal(flash_attn_varlen_func(**call), out)
-
-
 def test_views():
     packed = torch.randn(120, 3, 2, 64).half()
     call = make_call(VarlenProblem((50, 70), (50, 70), heads_kv=2, dtype="float16"))

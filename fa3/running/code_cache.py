@@ -121,7 +121,7 @@ def holds(key: str) -> bool:
 
 
 def note_use(path: Path) -> None:
-    """Set a file's modification time, by which `cache_upkeep` knows when it was last used.
+    """Set a file's modification time, by which `fa3 cache` knows when it was last used.
 
     Not more often than once in `USE_SECONDS`; in a cache that may only be read nothing happens.
     """
@@ -213,10 +213,9 @@ def exclusive(path: Path) -> Iterator[None]:
     """Keep other processes from making this object. A process that dies frees its lock."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            check_trust(path.parent, path.parent.stat())
+            check_can_keep(path.parent)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            # Whoever can open the file can hold the lock for ever, so only the user may open it.
+            # A process that can open the file can hold the lock for ever, so only the user may.
             lock = stack.enter_context(open(os.open(path.with_suffix(".lock"), flags, 0o600), "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -6,6 +6,7 @@
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +18,8 @@ DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 GPU_NAMES = ("H100", "H200")
 """What `fa3.planning.gpu.GPUS` has."""
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-"""What a size may end with -> bytes."""
+BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+"""What a size may end with."""
 
 USAGE_ERROR = 2
 """Exit status after wrong arguments."""
@@ -28,14 +29,14 @@ Shape = tuple[int, int, int, int, int, int]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command, whose help ends with examples."""
+    """A parser of one command; its help ends with examples."""
 
     def __init__(self, *, examples: str = "", **options) -> None:
         if examples:
             options["epilog"] = f"examples:\n{examples.rstrip()}"
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        formatter = argparse.RawDescriptionHelpFormatter
         # `--head-dim` of `fa3 compile` must not be taken for `--head-dim-v` of `fa3 plan`.
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does, but each command refuses what it does not know by itself."""
@@ -65,11 +66,12 @@ def make_parser(version: str) -> Parser:
     )
     top.add_argument("--version", action="version", version=f"fa3 {version}")
     commands = top.add_subparsers(required=True, metavar="command", dest="command")
-    commands.add_parser(
+    info = commands.add_parser(
         "info",
         help="show the GPU, versions and the folder of compiled kernels",
         examples="  fa3 info",
     )
+    info.set_defaults(version=version)
     add_plan(commands)
     add_compile(commands)
     add_tune(commands)
@@ -79,14 +81,24 @@ def make_parser(version: str) -> Parser:
         help="a short tour: on a Hopper GPU it checks and times a call, else it compiles one",
         examples="  fa3 demo\n  fa3 demo --png order.png",
     )
-    demo.add_argument(
-        "--png",
-        type=Path,
-        metavar="FILE",
-        default=Path("tile_order.png"),
-        help="where the picture of the plan goes (default: %(default)s)",
-    )
+    where = "where the picture of the plan goes (default: %(default)s)"
+    add_option(demo, "--png", Path, where, default=Path("tile_order.png"))
     return top
+
+
+def add_option(command: Any, flag: str, kind: Any, text: str, **settings: Any) -> None:
+    """Add an option of a kind: `bool` for a flag, choices, or what reads the text of a value.
+
+    Args:
+        text: its help.
+    """
+    if kind is bool:
+        settings.setdefault("action", "store_true")
+    elif isinstance(kind, tuple | dict):
+        settings["choices"] = kind
+    else:
+        settings |= {"type": kind, "metavar": METAVARS.get(kind)}
+    command.add_argument(flag, help=text, **settings)
 
 
 def add_plan(commands) -> None:
@@ -105,52 +117,35 @@ def add_plan(commands) -> None:
   fa3 plan --causal --png order.png --trace order.json   # what each SM does when
 """.lstrip("\n"),
     )
-    plan.add_argument(
+    add_option(
+        plan,
         "--call",
-        choices=("dense", "packed", "cache", "backward"),
+        ("dense", "packed", "cache", "backward"),
+        "dense: flash_attn_func; packed: flash_attn_varlen_func with sequences of equal lengths; "
+        "cache: flash_attn_with_kvcache, seqlen_k being what the cache has room for; backward: the "
+        "gradients of flash_attn_func (default: dense)",
         default="dense",
-        help="dense: flash_attn_func; packed: flash_attn_varlen_func with sequences of equal "
-        "lengths; cache: flash_attn_with_kvcache, seqlen_k being what the cache has room for; "
-        "backward: the gradients of flash_attn_func (default: dense)",
     )
-    plan.add_argument(
-        "--shape",
-        type=shape,
-        metavar="B,SQ,SK,HQ,HKV,D",
-        default=DEFAULT_SHAPE,
-        help="batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)",
-    )
-    plan.add_argument("--head-dim-v", type=int, metavar="D", help="columns of v, if not head_dim")
+    sizes = "batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim (default: %(default)s)"
+    add_option(plan, "--shape", shape, sizes, default=DEFAULT_SHAPE)
+    add_option(plan, "--head-dim-v", int, HEAD_DIM_V_HELP)
     add_mask(plan)
-    plan.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
-    plan.add_argument(
-        "--gpu",
-        choices=GPU_NAMES,
-        help="plan for this GPU (default: the Hopper GPU of this machine, else an H200)",
-    )
-    plan.add_argument(
-        "--page-size", type=int, default=0, metavar="N", help="the cache has pages of N tokens"
-    )
-    plan.add_argument("--append", action="store_true", help="the call appends tokens to the cache")
-    plan.add_argument(
-        "--schedule",
-        metavar="NAME",
-        help="run the forward kernel with this schedule: single, static, list, dynamic or split "
-        "(default: the planner chooses)",
-    )
-    plan.add_argument(
-        "--record",
-        action="store_true",
-        help="also run the plan on the Hopper GPU of this machine, and show what each SM did when",
-    )
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--png", type=Path, metavar="FILE", help="draw what each SM does when")
-    plan.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the same as JSON for ui.perfetto.dev"
-    )
+    add_option(plan, "--dtype", SHORT_DTYPES, "default: bf16", default="bf16")
+    gpu = "plan for this GPU (default: the Hopper GPU of this machine, else an H200)"
+    add_option(plan, "--gpu", GPU_NAMES, gpu)
+    add_option(plan, "--page-size", int, "the cache has pages of N tokens", default=0)
+    add_option(plan, "--append", bool, "the call appends tokens to the cache")
+    schedules = "run the forward kernel with this schedule: single, static, list, dynamic or split "
+    add_option(plan, "--schedule", str, f"{schedules}(default: the planner chooses)")
+    record = "also run the plan on the Hopper GPU of this machine, and show what each SM did when"
+    add_option(plan, "--record", bool, record)
+    add_option(plan, "--json", bool, "print the plan as JSON")
+    add_option(plan, "--png", Path, "draw what each SM does when")
+    add_option(plan, "--trace", Path, "write the same as JSON for ui.perfetto.dev")
 
 
 def add_compile(commands) -> None:
+    """The options of `fa3.warmup`, under their names there as far as these differ from flags."""
     model = commands.add_parser(
         "compile",
         help="compile all kernels of a model ahead of time",
@@ -163,67 +158,32 @@ def add_compile(commands) -> None:
   fa3 compile --heads 32,8 --head-dim 128 --dry-run       # list the kernels, compile nothing
 """.lstrip("\n"),
     )
-    model.add_argument(
-        "--preset",
-        type=preset,
-        metavar="MODEL",
-        help=f"one of {', '.join(PRESETS)}, or the path of a model's config.json; instead of its "
-        "sizes",
-    )
-    model.add_argument(
-        "--heads", type=head_counts, metavar="HQ,HKV", help="query heads, and key/value heads"
-    )
-    model.add_argument("--head-dim", type=int, metavar="D", help="columns of q and k")
-    model.add_argument("--head-dim-v", type=int, metavar="D", help="columns of v, if not head_dim")
-    model.add_argument(
-        "--dtype", choices=SHORT_DTYPES, help="default: the dtype of config.json, else bf16"
-    )
+    presets = f"one of {', '.join(PRESETS)}, or the path of a model's config.json"
+    add_option(model, "--preset", preset, f"{presets}; instead of its sizes")
+    add_option(model, "--heads", head_counts, "query heads, and key/value heads")
+    add_option(model, "--head-dim", int, "columns of q and k")
+    add_option(model, "--head-dim-v", int, HEAD_DIM_V_HELP)
+    add_option(model, "--dtype", SHORT_DTYPES, "default: the dtype of config.json, else bf16")
     mask = model.add_mutually_exclusive_group()
-    mask.add_argument("--causal", action="store_true", help="hide keys after a query's position")
-    mask.add_argument("--full", action="store_true", help="hide no keys (default: --causal)")
-    mask.add_argument(
-        "--window",
-        nargs=2,
-        type=window_bound,
-        metavar=("L", "R"),
-        help="keys that a query sees to the left and to the right of its position, -1 for all",
+    add_option(mask, "--causal", bool, CAUSAL_HELP, default=True)
+    full = "hide no keys (default: --causal)"
+    add_option(mask, "--full", bool, full, dest="causal", action="store_false")
+    add_option(mask, "--window", window_bound, WINDOW_HELP, nargs=2, dest="window_size")
+    add_option(model, "--softcap", float, "bound of scores")
+    add_option(model, "--sinks", bool, "the heads have attention sinks")
+    calls = "; ".join(f"{name}: {call}" for name, call in CALLS.items())
+    calls = f"the functions that the model calls; {calls} (default: all)"
+    add_option(model, "--calls", CALLS, calls, nargs="+")
+    pages = "tokens of a page of the cache, 0 for no pages; may be repeated (default: 0 and 64)"
+    add_option(model, "--page-size", int, pages, dest="page_sizes", action="append")
+    rotary = "the rotary embedding turns both halves of a head against each other, as Llama does, "
+    add_option(
+        model, "--rotary", ROTARIES, f"{rotary}or neighbouring pairs of columns (default: halves)"
     )
-    model.add_argument("--softcap", type=float, default=0.0, metavar="X", help="bound of scores")
-    model.add_argument("--sinks", action="store_true", help="the heads have attention sinks")
-    model.add_argument(
-        "--calls",
-        nargs="+",
-        choices=CALLS,
-        default=tuple(CALLS),
-        help="the functions that the model calls; "
-        + "; ".join(f"{name}: {call}" for name, call in CALLS.items())
-        + " (default: all)",
-    )
-    model.add_argument(
-        "--page-size",
-        type=int,
-        action="append",
-        metavar="N",
-        help="tokens of a page of the cache, 0 for no pages; may be repeated (default: 0 and 64)",
-    )
-    model.add_argument(
-        "--rotary",
-        choices=ROTARIES,
-        default="halves",
-        help="the rotary embedding turns both halves of a head against each other, as Llama does, "
-        "or neighbouring pairs of columns (default: %(default)s)",
-    )
-    model.add_argument(
-        "--rotary-dtype",
-        choices=(*SHORT_DTYPES, "float32"),
-        help="dtype of the rotary embedding's tables (default: the model's)",
-    )
-    model.add_argument(
-        "--processes", type=int, metavar="N", help="compile in N processes (default: one per core)"
-    )
-    model.add_argument(
-        "--dry-run", action="store_true", help="list the kernels and compile nothing"
-    )
+    tables = "dtype of the rotary embedding's tables (default: the model's)"
+    add_option(model, "--rotary-dtype", (*SHORT_DTYPES, "float32"), tables)
+    add_option(model, "--processes", int, "compile in N processes (default: one per core)")
+    add_option(model, "--dry-run", bool, "list the kernels and compile nothing")
 
 
 def add_tune(commands) -> None:
@@ -249,17 +209,15 @@ def add_tune(commands) -> None:
     tune.add_argument("--dtype", choices=SHORT_DTYPES, default="bf16", help="default: bf16")
 
 
+HEAD_DIM_V_HELP = "columns of v, if not head_dim"
+CAUSAL_HELP = "hide keys after a query's position"
+WINDOW_HELP = "keys that a query sees to the left and to the right of its position, -1 for all"
+
+
 def add_mask(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--causal", action="store_true", help="hide keys after a query's position")
-    command.add_argument(
-        "--window",
-        nargs=2,
-        type=window_bound,
-        metavar=("L", "R"),
-        default=(NO_BOUND, NO_BOUND),
-        help="keys that a query sees to the left and to the right of its position, -1 for all; "
-        "--causal sets R to 0",
-    )
+    add_option(command, "--causal", bool, CAUSAL_HELP)
+    window = f"{WINDOW_HELP}; --causal sets R to 0"
+    add_option(command, "--window", window_bound, window, nargs=2, default=(NO_BOUND, NO_BOUND))
 
 
 def add_cache(commands) -> None:
@@ -268,35 +226,24 @@ def add_cache(commands) -> None:
         help="look after the compiled kernels on disk",
         examples="  fa3 cache\n  fa3 cache bound 500M\n  fa3 cache clear",
     )
-    actions = cache.add_subparsers(metavar="action")
     cache.set_defaults(action="show")
-    for action, help_text in (
+    actions = cache.add_subparsers(metavar="action")
+    for action, does in (
         ("show", "folder, number of kernels, bytes and ages; the default"),
         ("verify", "remove what is damaged, or can have been written by others"),
         ("clear", "remove all kernels"),
-        ("bound", "remove the kernels that were not used for longest"),
+        ("bound 500M", "remove the kernels that were not used for longest"),
     ):
-        size = " 500M" if action == "bound" else ""
+        name, *size = action.split()
         added = actions.add_parser(
-            action, help=help_text, description=help_text, examples=f"  fa3 cache {action}{size}"
+            name, help=does, description=does, examples=f"  fa3 cache {action}"
         )
-        added.set_defaults(action=action)
-        if action == "bound":
+        added.set_defaults(action=name)
+        if size:
             added.add_argument("size", type=byte_count, help="most bytes that stay, as in 500M")
 
 
 # ------------------------------------------------------------------------------ kinds of values
-
-
-def shape(text: str) -> Shape:
-    """The six sizes in "1,4096,4096,32,8,128"."""
-    sizes = text.split(",")
-    if len(sizes) != 6 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(
-            f"needs six positive integers B,SQ,SK,HQ,HKV,D, got {text!r}"
-        )
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, sizes)
-    return batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim
 
 
 def preset(text: str) -> str:
@@ -308,27 +255,43 @@ def preset(text: str) -> str:
     return text
 
 
-def window_bound(text: str) -> int:
-    """A bound of a window."""
-    if not re.fullmatch(r"-1|\d+", text):
-        raise argparse.ArgumentTypeError(f"needs integers of -1 or more, got {text!r}")
-    return int(text)
+def kind(pattern: str, needs: str, convert: Callable[[re.Match], Any]) -> Callable[[str], Any]:
+    """What reads values that match a pattern, and says what is needed where they do not."""
+
+    def read(text: str) -> Any:
+        match = re.fullmatch(pattern, text, re.IGNORECASE)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"needs {needs}, got {text!r:.200}")
+        return convert(match)
+
+    return read
 
 
-def head_counts(text: str) -> tuple[int, int]:
-    """The numbers of query heads and of key/value heads in "32,8"."""
-    if not re.fullmatch(r"\d+,\d+", text):
-        raise argparse.ArgumentTypeError(f"needs two integers HQ,HKV, got {text!r}")
-    query_heads, kv_heads = map(int, text.split(","))
-    return query_heads, kv_heads
+def all_integers(match: re.Match) -> tuple[int, ...]:
+    return tuple(map(int, match[0].split(",")))
 
 
-def byte_count(text: str) -> int:
-    """The bytes in "500M" or "1.5G", in powers of 1000."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)b?", text.lower())
-    if not match:
-        raise argparse.ArgumentTypeError(f"needs bytes as in 500M or 1.5G, got {text!r}")
-    count = float(match[1]) * UNITS[match[2]]
-    if count == float("inf"):
-        raise argparse.ArgumentTypeError(f"needs a finite number of bytes, got {text!r:.200}")
-    return int(count)
+POSITIVE = r"\d*[1-9]\d*"
+
+shape = kind(
+    rf"{POSITIVE}(,{POSITIVE}){{5}}", "six positive integers B,SQ,SK,HQ,HKV,D", all_integers
+)
+head_counts = kind(r"\d+,\d+", "two integers HQ,HKV", all_integers)
+window_bound = kind(r"-1|\d+", "integers of -1 or more", lambda match: int(match[0]))
+byte_count = kind(
+    r"(\d{1,30}(?:\.\d+)?)([kmgt]?)b?",
+    "bytes as in 500M or 1.5G",
+    lambda match: int(float(match[1]) * BYTES[match[2].lower()]),
+)
+
+METAVARS: dict[Callable, str | tuple[str, str]] = {
+    int: "N",
+    float: "X",
+    str: "NAME",
+    Path: "FILE",
+    preset: "MODEL",
+    shape: "B,SQ,SK,HQ,HKV,D",
+    head_counts: "HQ,HKV",
+    window_bound: ("L", "R"),
+}
+"""How help shows a value."""

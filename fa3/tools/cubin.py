@@ -31,6 +31,16 @@ OPCODE = re.compile(r"(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 WAIT_WGMMA = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 
 
+class Count:
+    """An attribute of a report: how many instructions have these opcodes."""
+
+    def __init__(self, *prefixes: str) -> None:
+        self.prefixes = prefixes
+
+    def __get__(self, report: "CubinReport", owner: type) -> int:
+        return sum(map(report.count, self.prefixes))
+
+
 @dataclass(frozen=True)
 class CubinReport:
     """Resources and instructions of the one kernel in a cubin.
@@ -65,48 +75,22 @@ class CubinReport:
         return sum(n for name, n in self.opcodes.items() if name.startswith(prefix))
 
     @property
-    def wgmma(self) -> int:
-        """Warpgroup matrix multiplications with 16-bit operands."""
-        return self.count("HGMMA")
-
-    @property
-    def wgmma_waits(self) -> int:
-        """Waits for WGMMA groups. As many as WGMMAs means that the compiler serialised them."""
-        return self.count("WARPGROUP.DEPBAR")
-
-    @property
     def multicast_loads(self) -> int:
         """TMA loads into the shared memory of several CTAs of a cluster."""
-        return sum(
-            n
-            for name, n in self.opcodes.items()
-            if name.startswith("UTMALDG") and "MULTICAST" in name
-        )
+        return sum(n for name, n in self.opcodes.items() if re.match("UTMALDG.*MULTICAST", name))
 
     @property
     def tma_loads(self) -> int:
         """TMA loads into a CTA's own shared memory."""
         return self.count("UTMALDG") - self.multicast_loads
 
-    @property
-    def tma_stores(self) -> int:
-        """TMA stores."""
-        return self.count("UTMASTG")
-
-    @property
-    def setmaxnreg(self) -> int:
-        """Moves of registers between warpgroups, in either direction."""
-        return self.count("USETMAXREG")
-
-    @property
-    def exponentials(self) -> int:
-        """Base-2 exponentials on the special function unit."""
-        return self.count("MUFU.EX2")
-
-    @property
-    def spill_instructions(self) -> int:
-        """Loads and stores of local memory."""
-        return self.count("STL") + self.count("LDL")
+    wgmma = Count("HGMMA")
+    # As many waits as WGMMAs mean that the compiler serialised these.
+    wgmma_waits = Count("WARPGROUP.DEPBAR")
+    tma_stores = Count("UTMASTG")
+    setmaxnreg = Count("USETMAXREG")
+    exponentials = Count("MUFU.EX2")
+    spill_instructions = Count("STL", "LDL")
 
     def under_wgmma(self) -> Iterator[Counter[str]]:
         """Yield the opcodes of each stretch of code that runs while one WGMMA group is in flight.

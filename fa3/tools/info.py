@@ -1,7 +1,7 @@
 """What `python -m fa3 info` prints: GPU, versions, the kernel cache, how many shapes are tuned, and
 the environment variables that fa3 reads."""
 
-import contextlib
+import argparse
 import importlib.metadata
 import os
 from pathlib import Path
@@ -10,12 +10,13 @@ import torch
 
 from fa3.running.code_cache import cache_dir
 from fa3.settings import ACCEPTED, SETTINGS
+from fa3.tools.cache_command import kernel_files, megabytes
 
 CACHE_DIR = "FA3_CACHE_DIR"
 
 
-def show_info(version: str) -> None:
-    """Print all of it; `version` is fa3's."""
+def show_info(options: argparse.Namespace) -> None:
+    """Print all of it; takes the options of the command line, with fa3's version among them."""
     gpu, tuned = "none", "no shape"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -25,7 +26,7 @@ def show_info(version: str) -> None:
             gpu += "; the kernels need 9.0"
         tuned = describe_tuned(properties.name)
     for name, value in (
-        ("fa3", version),
+        ("fa3", options.version),
         ("GPU", gpu),
         ("driver", driver_version()),
         ("torch", torch.__version__),
@@ -73,8 +74,5 @@ def describe_cache() -> str:
         folder = cache_dir()
     except RuntimeError as error:
         return f"none: {error}"
-    sizes = []
-    for path in folder.glob("*.o"):
-        with contextlib.suppress(OSError):  # a link to nowhere, or just removed
-            sizes.append(path.stat().st_size)
-    return f"{folder}, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
+    files = kernel_files(folder)
+    return f"{folder}, {len(files)} kernels, {megabytes(files)}"

@@ -123,29 +123,29 @@ def model_of_file(path: Path) -> Model:
     config = {**config, **(field_of(path, config, "text_config", "an object", dict) or {})}
 
     def number(name: str) -> int:
-        found = field_of(path, config, name, "an integer", int)
-        if found is None:
+        value = field_of(path, config, name, "an integer", int)
+        if value is None:
             raise ValueError(f"{path} must have an integer {name!r}, got None")
-        return found
+        return value
+
+    def has(name: str) -> bool:
+        return config.get(name) is not None
 
     heads_q = number("num_attention_heads")
-    heads_kv = heads_q
-    if config.get("num_key_value_heads") is not None:
-        heads_kv = number("num_key_value_heads")
     if config.get("qk_rope_head_dim"):
         # Multi-head latent attention, as DeepSeek's.
         head_dim = number("qk_nope_head_dim") + number("qk_rope_head_dim")
         head_dim_v = number("v_head_dim")
     else:
-        given = config.get("head_dim") is not None
-        head_dim = number("head_dim") if given else number("hidden_size") // max(1, heads_q)
-        head_dim_v = head_dim
+        head_dim_v = head_dim = (
+            number("head_dim") if has("head_dim") else number("hidden_size") // max(1, heads_q)
+        )
     softcap = field_of(path, config, "attn_logit_softcapping", "a number", int, float) or 0.0
     if abs(softcap) > MOST_FLOAT:
         raise ValueError(f"{path} has a softcap above {MOST_FLOAT:.3g}, got {softcap!r:.50}")
     return Model(
         heads_q,
-        heads_kv,
+        number("num_key_value_heads") if has("num_key_value_heads") else heads_q,
         head_dim,
         head_dim_v,
         config.get("dtype") or config.get("torch_dtype") or "bfloat16",
@@ -161,10 +161,10 @@ def field_of(path: Path, config: dict[str, Any], name: str, what: str, *kinds: t
     Raises:
         ValueError: it is something else than an object of these types, which `what` describes.
     """
-    found = config.get(name)
-    if found is not None and type(found) not in kinds:
-        raise ValueError(f"{path} must have {what} {name!r}, got {found!r:.200}")
-    return found
+    value = config.get(name)
+    if value is not None and type(value) not in kinds:
+        raise ValueError(f"{path} must have {what} {name!r}, got {value!r:.200}")
+    return value
 
 
 def windows_of_layers(path: Path, config: dict[str, Any]) -> tuple[Window, ...]:
@@ -198,48 +198,40 @@ def preset_of(preset: str | Path) -> Model:
     )
 
 
-def model_of(
-    preset: str | Path | None,
-    heads: tuple[int, int] | None,
-    head_dim: int | None,
-    head_dim_v: int | None,
-    dtype: str | None,
-    window: Window | None,
-    softcap: float,
-    sinks: bool,
-) -> Model:
+def model_of(preset: str | Path | None, dtype: str | None = None, **options: object) -> Model:
     """The model that the options describe; `warmup` says what they mean.
+
+    Args:
+        options: heads, head_dim, head_dim_v, mask, softcap and sinks; None for those not given.
 
     Raises:
         ValueError: options are missing, do not go together, or no kernel can run the model.
     """
-    dtype = None if dtype is None else SHORT_DTYPES.get(dtype, dtype)
+    named: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     if preset is not None:
-        options: dict[str, object] = {
-            "heads": heads,
-            "head_dim": head_dim,
-            "head_dim_v": head_dim_v,
-            "mask": window,
-            "softcap": softcap or None,
-            "sinks": sinks or None,
-        }
-        given = [f"{name} {value}" for name, value in options.items() if value is not None]
-        if given:
+        if named:
             raise ValueError(
                 f"preset {str(preset)!r} says heads, head_dim, mask, softcap and sinks; it does "
-                f"not go with {', '.join(given)}"
+                f"not go with {', '.join(f'{name} {one}' for name, one in named.items())}"
             )
         model = preset_of(preset)
-        model = model if dtype is None else replace(model, dtype=dtype)
+    elif "heads" in named and "head_dim" in named:
+        heads_q, heads_kv = named["heads"]
+        model = Model(
+            heads_q,
+            heads_kv,
+            named["head_dim"],
+            named.get("head_dim_v", named["head_dim"]),
+            windows=(named.get("mask", CAUSAL),),
+            softcap=named.get("softcap", 0.0),
+            sinks=named.get("sinks", False),
+        )
     else:
-        if heads is None or head_dim is None:
-            raise ValueError(
-                f"heads and head_dim must be given, or a preset; got heads {heads} and head_dim "
-                f"{head_dim}"
-            )
-        windows = (CAUSAL if window is None else window,)
-        columns_v = head_dim if head_dim_v is None else head_dim_v
-        kind = dtype or "bfloat16"
-        model = Model(*heads, head_dim, columns_v, kind, windows, softcap, sinks)
+        raise ValueError(
+            f"heads and head_dim must be given, or a preset; got heads {options.get('heads')} and "
+            f"head_dim {options.get('head_dim')}"
+        )
+    if dtype is not None:
+        model = replace(model, dtype=SHORT_DTYPES.get(dtype, dtype))
     model.check()
     return model

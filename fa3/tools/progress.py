@@ -19,45 +19,26 @@ class Bar:
 
     def __init__(self, total: int, stream: TextIO | None) -> None:
         self.total, self.done, self.stream = total, 0, stream
-        self.note, self.drawn = "", 0
-        self.begin = time.perf_counter()
-        if stream and total:
-            self.draw(stream)
+        self.drawn, self.begin = 0, time.perf_counter()
+        if total:
+            self.show(0)
+
+    def __str__(self) -> str:
+        seconds = time.perf_counter() - self.begin
+        return f"{self.done} of {self.total} kernels, {seconds:.0f} s"
 
     def show(self, done: int, note: str = "") -> None:
         """Draw so many as done, with a note after the seconds."""
-        self.done, self.note = done, note
+        self.done = done
         if self.stream:
-            self.draw(self.stream)
+            line = f"[{'#' * (BAR * done // self.total):{BAR}}] {self}" + (note and f": {note}")
+            line = line[: shutil.get_terminal_size().columns - 1]
+            # Spaces cover what a longer line has left.
+            self.stream.write(f"\r{line:{self.drawn}}" + ("\n" if done == self.total else ""))
+            self.stream.flush()
+            self.drawn = len(line)
 
     def end(self) -> None:
         """Leave the line of a bar that is not full."""
         if self.stream and self.done < self.total:
             self.stream.write("\n")
-
-    def draw(self, stream: TextIO) -> None:
-        full = BAR * self.done // self.total
-        seconds = time.perf_counter() - self.begin
-        line = f"[{'#' * full:{BAR}}] {self.done} of {self.total} kernels, {seconds:.0f} s"
-        line += f": {self.note}" if self.note else ""
-        line = line[: shutil.get_terminal_size().columns - 1]
-        # Spaces cover what a longer line has left.
-        stream.write(f"\r{line:{self.drawn}}" + ("\n" if self.done == self.total else ""))
-        stream.flush()
-        self.drawn = len(line)
-
-
-class Lines:
-    """A line for each thing that is done, for what is no terminal; silent without a stream."""
-
-    def __init__(self, total: int, stream: TextIO | None) -> None:
-        self.total, self.done, self.stream = total, 0, stream
-        self.begin = time.perf_counter()
-
-    def add(self, name: str) -> None:
-        """Tell that one more is done."""
-        self.done += 1
-        if self.stream:
-            seconds = time.perf_counter() - self.begin
-            line = f"{self.done} of {self.total}, {seconds:.0f} s: {name}"
-            print(line, file=self.stream, flush=True)

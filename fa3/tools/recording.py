@@ -126,8 +126,9 @@ def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
     first = min((note.began for note in notes), default=0)
     by_cta: dict[tuple, list[Note]] = {}
     for note in notes:
-        place = note.m_block, note.head, note.batch, note.first_block, note.end_block
-        by_cta.setdefault((note.sm, segment_key(plan, *place)), []).append(note)
+        tile = Tile(note.m_block, note.head, note.batch)
+        key = segment_key(plan, tile, note.first_block, note.end_block)
+        by_cta.setdefault((note.sm, key), []).append(note)
     spans = []
     for (sm, key), group in by_cta.items():
         began, ended = min(note.began for note in group), max(note.ended for note in group)
@@ -143,14 +144,14 @@ def timeline_of(notes: list[Note], plan: Plan) -> Timeline:
 
 def planned_segments(plan: Plan) -> dict[tuple, tuple[Segment, Cost]]:
     """The segments of a plan, with what they should cost."""
-    found = {}
-    for span in plan.simulate().spans:
-        tile, begin, end, *_ = span.segment
-        found[segment_key(plan, *tile, begin, end)] = span.segment, span.cost
-    return found
+    return {
+        segment_key(plan, span.segment.tile, span.segment.begin, span.segment.end): (
+            span.segment, span.cost,
+        )
+        for span in plan.simulate().spans
+    }  # fmt: skip
 
 
-def segment_key(plan: Plan, m_block: int, head: int, batch: int, begin: int, end: int) -> tuple:
+def segment_key(plan: Plan, tile: Tile, begin: int, end: int) -> tuple:
     """What tells a segment of a plan from the others."""
-    tile = Tile(m_block, head, batch)
     return (tile, begin, end) if plan.schedule.splits else (tile,)

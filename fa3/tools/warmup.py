@@ -5,6 +5,7 @@ plans of packed sequences and of decoding. Several processes compile them; they 
 disk. No GPU is needed.
 """
 
+import argparse
 import contextlib
 import itertools
 import os
@@ -40,7 +41,7 @@ from fa3.scores.templates import Template
 from fa3.settings import check_settings
 from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
-from fa3.tools.progress import Bar, Lines, terminal
+from fa3.tools.progress import Bar, terminal
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 
@@ -154,31 +155,24 @@ def warmup(
     """
     check_settings()
     begin = time.perf_counter()
-    if rotary not in ROTARIES:
-        raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")
-    if heads is not None:
-        heads = as_heads(heads)
-    head_dim = None if head_dim is None else integer("head_dim", head_dim)
-    head_dim_v = None if head_dim_v is None else integer("head_dim_v", head_dim_v)
-    softcap = real("softcap", softcap)
+    calls, page_sizes = as_calls(calls), integers("page_sizes", page_sizes, 0)
     processes = None if processes is None else integer("processes", processes, 1)
-    page_sizes = integers("page_sizes", page_sizes, 0)
-    causal, sinks = flag("causal", causal), flag("sinks", sinks)
-    calls = as_calls(calls)
-    window = None
-    if window_size is not None or not causal:
-        window = check_window(as_pair(window_size or Window()), causal)
-    name = None if dtype is None else name_of_dtype(dtype)
-    model = model_of(preset, heads, head_dim, head_dim_v, name, window, softcap, sinks)
-    tables = model.dtype if rotary_dtype is None else name_of_dtype(rotary_dtype)
-    if tables not in (model.dtype, "float32"):
-        raise ValueError(f"rotary_dtype must be {model.dtype} or float32, got {tables!r}")
-    if rotary != "none" and model.head_dim % ROTARY_UNIT:
-        raise ValueError(
-            f"rotary must be 'none' with head_dim {model.head_dim}, got {rotary!r}: an embedding "
-            f"turns a multiple of {ROTARY_UNIT} columns"
-        )
-    kernels = tuple(kernels_of(model, calls, page_sizes, rotary_of(model, rotary, tables)))
+    mask = None
+    if window_size is not None or not flag("causal", causal):
+        mask = check_window(as_pair(window_size or Window()), flag("causal", causal))
+    model = model_of(
+        preset,
+        None if dtype is None else name_of_dtype(dtype),
+        heads=None if heads is None else as_heads(heads),
+        head_dim=None if head_dim is None else integer("head_dim", head_dim),
+        head_dim_v=None if head_dim_v is None else integer("head_dim_v", head_dim_v),
+        mask=mask,
+        softcap=real("softcap", softcap) or None,
+        sinks=flag("sinks", sinks) or None,
+    )
+    tables = None if rotary_dtype is None else name_of_dtype(rotary_dtype)
+    embedding = rotary_of(model, rotary, tables)
+    kernels = tuple(dict.fromkeys(kernels_of(model, calls, page_sizes, embedding)))
     if not kernels:
         raise ValueError(
             f"page_sizes must have a size for calls {calls}, got {page_sizes}: 'paged' takes 1 or "
@@ -193,23 +187,29 @@ def warmup(
     return Warmup(kernels, absent, compiled, time.perf_counter() - begin)
 
 
+def run_compile(options: argparse.Namespace) -> None:
+    """What `fa3 compile` does: `warmup` with the options of the command line."""
+    named = {name: one for name, one in vars(options).items() if one is not None}
+    del named["command"]
+    print(warmup(**named | {"causal": options.causal and options.window_size is None}))
+
+
 def as_calls(calls: Iterable[str]) -> tuple[str, ...]:
     """The option `calls`: one or more kinds of `CALLS`."""
     if isinstance(calls, str) or not isinstance(calls, Iterable):
         raise TypeError(f"calls must be a tuple of names, got {shown(calls)}")
-    given = tuple(calls)
-    if not given or not all(call in tuple(CALLS) for call in given):
-        raise ValueError(f"calls must be some of {list(CALLS)}, got {given}")
-    return given
+    kinds = tuple(calls)
+    if not kinds or not all(kind in tuple(CALLS) for kind in kinds):
+        raise ValueError(f"calls must be some of {list(CALLS)}, got {kinds}")
+    return kinds
 
 
 def as_heads(heads: Sequence[int]) -> tuple[int, int]:
     """The option `heads` in its type; whether there are kernels for them, the model says."""
-    given = integers("heads", heads)
-    if len(given) != 2:
-        raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {given}")
-    heads_q, heads_kv = given
-    return heads_q, heads_kv
+    counts = integers("heads", heads)
+    if len(counts) != 2:
+        raise ValueError(f"heads must be two integers (heads_q, heads_kv), got {counts}")
+    return counts[0], counts[1]
 
 
 def integers(name: str, values: Sequence[int], least: int | None = None) -> tuple[int, ...]:
@@ -255,28 +255,37 @@ def check_kept(kernels: Sequence[Kernel]) -> None:
 
 def kernels_of(
     model: Model, calls: Sequence[str], page_sizes: Sequence[int], rotary: Rotary | None
-) -> dict[Kernel, None]:
-    """All kernels that a model can need, each once; the largest come first.
+) -> Iterator[Kernel]:
+    """All kernels that a model can need, some of them repeatedly.
 
     Args:
         calls: kinds of calls, of `CALLS`.
         page_sizes: of the caches, 0 for one without pages.
         rotary: the embedding as tokens are appended.
     """
-    found: dict[Kernel, None] = {}
     if "dense" in calls:
-        found.update(dict.fromkeys(dense_kernels(model)))
+        yield from dense_kernels(model)
     for window in model.windows:
         if "packed" in calls:
-            found.update(dict.fromkeys(packed_kernels(model, window)))
+            yield from packed_kernels(model, window)
         for page_size in page_sizes:
             if "cache" in calls:
-                found.update(dict.fromkeys(decode_kernels(model, window, page_size)))
+                # With tiles cut, and whole.
+                for num_splits in (0, 1):
+                    yield from kernels_on_cache(model, window, CacheLayout(page_size), num_splits)
             if "paged" in calls and page_size:
-                found.update(dict.fromkeys(paged_kernels(model, window, page_size)))
+                yield from paged_kernels(model, window, page_size)
     if "cache" in calls:
-        found.update(dict.fromkeys(append_kernels(model, page_sizes, rotary)))
-    return found
+        head_dims = model.head_dim, model.head_dim_v
+        for page_size in page_sizes:
+            yield Append(
+                model.dtype,
+                *head_dims,
+                page_size > 0,
+                batch_indexed=False,
+                ragged=False,
+                rotary=rotary,
+            )
 
 
 def spec_of(model: Model, window: Window) -> AttentionSpec:
@@ -289,11 +298,11 @@ def spec_of(model: Model, window: Window) -> AttentionSpec:
 
 def known_gpus() -> list[Gpu]:
     """What kernels are chosen for: this machine's GPUs, or else those that the planner knows."""
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         with contextlib.suppress(ValueError):  # no Hopper GPU
-            found.append(gpu_of(torch.device("cuda", index)))
-    return list(dict.fromkeys(found)) or [H200, H100]
+            gpus.append(gpu_of(torch.device("cuda", index)))
+    return list(dict.fromkeys(gpus)) or [H200, H100]
 
 
 def dense_kernels(model: Model) -> Iterator[Kernel]:
@@ -338,12 +347,6 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
         yield joined.joined_table()
 
 
-def decode_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
-    """What is launched for calls on a cache, with tiles cut or whole."""
-    for num_splits in (0, 1):
-        yield from kernels_on_cache(model, window, CacheLayout(page_size), num_splits)
-
-
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
     """What is launched for packed queries on pages, be they few of a sequence or many."""
     cache = CacheLayout(page_size)
@@ -381,22 +384,25 @@ def kernels_on_cache(
             yield from filter(None, (plan.kernel(), plan.combine()))
 
 
-def rotary_of(model: Model, rotary: str, dtype: str) -> Rotary | None:
-    """The rotary embedding by its name in `ROTARIES`, with tables of a dtype."""
+def rotary_of(model: Model, rotary: str, dtype: str | None = None) -> Rotary | None:
+    """The rotary embedding by its name in `ROTARIES`, with tables of a dtype, else the model's.
+
+    Raises:
+        ValueError: there is none of this name, for this dtype or for the model's head size.
+    """
+    if rotary not in ROTARIES:
+        raise ValueError(f"rotary must be one of {list(ROTARIES)}, got {rotary!r}")
+    if dtype not in (None, model.dtype, "float32"):
+        raise ValueError(f"rotary_dtype must be {model.dtype} or float32, got {dtype!r}")
     interleaved = ROTARIES[rotary]
-    return None if interleaved is None else Rotary(model.head_dim, interleaved, dtype)
-
-
-def append_kernels(
-    model: Model, page_sizes: Sequence[int], rotary: Rotary | None
-) -> Iterator[Kernel]:
-    """What appends tokens to caches."""
-    head_dims = model.head_dim, model.head_dim_v
-    for page_size in page_sizes:
-        paged = page_size > 0
-        yield Append(
-            model.dtype, *head_dims, paged, batch_indexed=False, ragged=False, rotary=rotary
+    if interleaved is None:
+        return None
+    if model.head_dim % ROTARY_UNIT:
+        raise ValueError(
+            f"rotary must be 'none' with head_dim {model.head_dim}, got {rotary!r}: an embedding "
+            f"turns a multiple of {ROTARY_UNIT} columns"
         )
+    return Rotary(model.head_dim, interleaved, dtype or model.dtype)
 
 
 # ------------------------------------------------------------------------------------ compile
@@ -408,17 +414,16 @@ def compile_all(kernels: Sequence[Kernel], processes: int, progress: bool) -> No
     Args:
         progress: whether to tell of them on the standard error.
     """
-    stream = sys.stderr if progress else None
     screen = terminal() if progress else None
+    stream = sys.stderr if progress and screen is None else None
     bar = Bar(len(kernels), screen)
-    lines = Lines(len(kernels), None if screen else stream)
     try:
         with CompilePool(kernels, processes) as pool:
             while bar.done < len(kernels):
                 kernel = pool.next_done(REDRAWN_S)
-                if kernel is not None:
-                    lines.add(describe_kernel(kernel))
-                current = [describe_kernel(one) for one in list(pool.current)[:1]]
-                bar.show(bar.done + (kernel is not None), *(current or ["compilers start"]))
+                current = next(map(describe_kernel, pool.current.values()), "")
+                bar.show(bar.done + (kernel is not None), current)
+                if kernel is not None and stream:
+                    print(f"{bar}: {describe_kernel(kernel)}", file=stream, flush=True)
     finally:
         bar.end()
