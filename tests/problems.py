@@ -56,7 +56,7 @@ def problems(draw, least: int = 0, longest: int = 300, sizes=HEAD_DIMS) -> Probl
         seqlen_q=draw(st.integers(least, longest)),
         seqlen_k=draw(st.integers(least, longest)),
         num_heads_kv=draw(st.integers(1, 2)),
-        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3])),
+        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3, 8])),
         head_dim=draw(sizes),
         window=draw(windows(longest + 20)),
         dtype=draw(st.sampled_from(["bfloat16", "float16"])),

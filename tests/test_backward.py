@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fa3
 from fa3.calls import autograd, backward
-from fa3.planning.backward import BackwardPlan, keys_without_zeros
+from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
 from fa3.planning.planner import plan_forward
 from fa3.problem import NO_BOUND, Problem, Window
 from fa3.reference.backward import BackwardOperands
@@ -432,7 +432,7 @@ def test_more_ctas_than_tiles_of_keys(head_dim, window, device):
 @pytest.mark.parametrize("window", [Window(), CAUSAL])
 def test_sums_with_and_without_zeros(window, head_dim, device):
     """As many keys as sums without zeros have, one more, and queries that see no key."""
-    keys = keys_without_zeros(window)
+    keys = most_keys_unzeroed(window)
     for lengths in ((keys, keys), (keys + 1, keys + 1), (keys, 300), (300, keys + 1)):
         check(make_problem(1, *lengths, 2, 2, head_dim, window), device)
 

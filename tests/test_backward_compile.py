@@ -1,7 +1,7 @@
 """The backward kernels, compiled for sm_90a and read back as machine code; no GPU is needed.
 
-And where their threads find what: views of shared memory and the order of the sums of dQ are
-computed on the CPU, where jit code runs as well.
+And where threads have which numbers: views of shared memory and the layout of the dQ accumulator
+are computed on the CPU, where jit code runs as well.
 """
 
 import re
@@ -18,20 +18,19 @@ from reference import visible
 from test_compile import AROUND, BEHIND_BY_BATCH, CAP, DOCUMENTS, modified, spec_of
 
 from fa3.kernels.backward import Backward
-from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_launch import MMA_GROUPS, WIDEST_PIECE, BackwardConfig
 from fa3.kernels.backward_pass import BackwardPass
+from fa3.kernels.backward_preprocess import BackwardPreprocess
+from fa3.kernels.backward_roles import score_coords, visited_blocks
 from fa3.planning.backward import (
     BACKWARD_TILINGS,
     BackwardKernels,
     BackwardPlan,
     choose_backward_config,
 )
+from fa3.primitives.dq_accumulator import DqAccumulator, DqPieces
 from fa3.primitives.gradient_mmas import GradientMmas, columns_of, columns_of_keys, rows_of
 from fa3.primitives.query_tiles import (
-    PackedQueryTiles,
-    QueryGradients,
-    QueryPieces,
     QueryTiles,
     RowStatistics,
     first_packed_tile,
@@ -42,7 +41,6 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, Tile
-from fa3.schedules.query_work import PackedQueryWork
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Sequence
 from fa3.tools.cubin import CubinReport, elf_sections
@@ -97,21 +95,21 @@ def test_machine_code(spec):
     assert report.count("USETMAXREG.DEALLOC") == 2
     assert report.count("USETMAXREG.TRY_ALLOC") == 1
     check_wgmma(report, spec, config)
-    # A piece of dQ is stored by who claims a tile of queries first, and added by all others, who
-    # wait for it; then its word says so.
+    # A piece of dQ is stored by the CTA that claims a query tile first, and added by all others,
+    # which wait for it; then its flag says so.
     assert report.count("UBLKRED") == report.count("UBLKCP.G.S") == 1
     assert report.count("ATOMG.E.OR") == report.count("REDG.E.OR") == 1
-    # Words of a section: what a warp has begun, which the producer waits for, and what has been
-    # added, which those that end queries wait for, too, in two places; where they look at a tile's
-    # word as well.
+    # Flags of a head group: what a warp has preprocessed, which the producer waits for, and key
+    # tiles that have added, which the conversion waits for, too, in two places; there it loads a
+    # tile's flag as well.
     assert report.count("REDG") == report.count("MEMBAR.ALL.GPU") == 1 + 2
     assert report.count("LDG.E.STRONG.GPU") == 1 + 1 + 2 * 3
     assert report.count("UBLKCP") == 2
     # P stays in registers unless warpgroups share keys; dS does not.
-    written = (2 if config.shares_keys else 1) * loops(spec) * ROWS * config.queries
+    written = (2 if config.warpgroups_share_keys else 1) * loops(spec) * ROWS * config.queries
     # Parts of a block are one piece of code.
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
-    written += ROWS * columns // config.shares
+    written += ROWS * columns // config.column_splits
     assert report.count("STSM") == written // (8 * WARPGROUP)
 
 
@@ -124,7 +122,7 @@ SHARED = (
     (spec_of(192, "full", head_dim_v=128), Dynamic, False, 4),
     (spec_of(256, "causal"), RaggedKeyTiles, True, 0),
 )
-"""Kernels in which CTAs share key tiles: spec, schedule, whether sums have a fixed order, and how
+"""Kernels in which CTAs share key tiles: spec, schedule, whether the order is fixed, and how
 many instructions may spill: between key tiles, not between query blocks."""
 
 
@@ -146,8 +144,8 @@ def test_machine_code_where_ctas_share_key_tiles(spec, schedule, is_ordered, spi
     assert report.count("UTMASTG") == 0
     # A sum is stored, or read and added, in vectors of 16 bytes; all of dK's and dV's columns.
     quads = (padded(spec.head_dim) + padded(spec.head_dim_v)) * ROWS // WARPGROUP // 4
-    assert report.count("STG.E.128") >= quads // config.shares
-    assert report.count("LDG.E.128") >= quads // config.shares
+    assert report.count("STG.E.128") >= quads // config.column_splits
+    assert report.count("LDG.E.128") >= quads // config.column_splits
 
 
 @pytest.mark.compiles
@@ -195,11 +193,11 @@ def check_resources(report: CubinReport, ptxas_log: str, threads: int):
 
 def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
     head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-    of_step = (head_dim + head_dim_v + 2 * config.tile_m // config.parts) // WGMMA_K
+    of_step = (head_dim + head_dim_v + 2 * config.tile_m // config.q_splits) // WGMMA_K
     # dQ stands in the code once, for one piece after another.
     assert report.wgmma == of_step * loops(spec) + config.tile_n // WGMMA_K
     # Serialised, each would have a wait of its own. Parts are waited for as a whole.
-    assert report.wgmma_waits == (4 if config.parts == 1 else 3) * loops(spec) + 1
+    assert report.wgmma_waits == (4 if config.q_splits == 1 else 3) * loops(spec) + 1
 
 
 @pytest.mark.compiles
@@ -219,7 +217,7 @@ def test_machine_code_for_packed_sequences(head_dim, head_dim_v):
 
 def kernels_of(entry: BackwardPass) -> list:
     """Return the kernels of an entry in the order of their launches."""
-    of_all = entry.table, entry.begin, entry.main
+    of_all = entry.table, entry.preprocess, entry.main
     return [kernel for kernel in of_all if kernel is not None]
 
 
@@ -256,9 +254,9 @@ def test_machine_code_with_sums_in_order(head_dim, schedule):
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log, config.threads)
     check_wgmma(report, spec, config)
-    # Who adds looks at the next word, waits for it, and another warp raises it; others wait for
-    # those of sections, and would look at a tile's word in two places. Nothing is stored: sums
-    # begin with zeros.
+    # The reduce warp loads the next semaphore, waits for it, and another warp raises it; others
+    # wait for flags of head groups, and would load a tile's flag in two places. Nothing is stored:
+    # the accumulator starts with zeros.
     assert report.count("LDG.E.STRONG.GPU") == 1 + 6 + 2
     assert report.count("REDG.E.MAX") == 1
     assert (report.count("UBLKRED"), report.count("UBLKCP")) == (1, 1)
@@ -268,7 +266,7 @@ def test_machine_code_with_sums_in_order(head_dim, schedule):
 @pytest.mark.parametrize("head_dim", [8, 64, 256])
 def test_machine_code_of_the_kernel_before(head_dim):
     spec = spec_of(head_dim, "full")
-    compiled = compile_kernel(BackwardBegin(spec, choose_backward_config(spec)))
+    compiled = compile_kernel(BackwardPreprocess(spec, choose_backward_config(spec)))
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log, report.threads)
     assert report.count("LDG.E.128") >= 1
@@ -288,13 +286,16 @@ def test_every_head_size_has_a_config(head_dim, head_dim_v):
     ("config", "message"),
     [
         (BackwardConfig(64, 256), "tile_n must be 128"),
-        (BackwardConfig(64, 128, shares_keys=True), "tile_n must be 64"),
+        (BackwardConfig(64, 128, warpgroups_share_keys=True), "tile_n must be 64"),
         (BackwardConfig(96, 128), "tile_m must be 64, or a multiple"),
         (BackwardConfig(128, 128), "64 columns or fewer"),
         (BackwardConfig(64, 128, do_stages=0), "do_stages must be 1 or 2"),
-        (BackwardConfig(64, 128, statistics_at_once=3), "statistics_at_once must be 2 or 4"),
-        (BackwardConfig(64, 128, parts=3), r"parts must be one of \(1, 2\)"),
-        (BackwardConfig(64, 64, shares_keys=True, parts=2), r"parts must be one of \(1,\)"),
+        (BackwardConfig(64, 128, stats_vector=3), "stats_vector must be 2 or 4"),
+        (BackwardConfig(64, 128, q_splits=3), r"q_splits must be one of \(1, 2\)"),
+        (
+            BackwardConfig(64, 64, warpgroups_share_keys=True, q_splits=2),
+            r"q_splits must be one of \(1,\)",
+        ),
     ],
 )
 def test_validate_rejects(config, message):
@@ -306,7 +307,11 @@ def test_validate_rejects(config, message):
     ("config", "spec", "message"),
     [
         (BackwardConfig(128, 128), modified(64, "causal", (CAP,)), "registers"),
-        (BackwardConfig(64, 64, shares_keys=True), spec_of(256, "full"), "bytes of shared memory"),
+        (
+            BackwardConfig(64, 64, warpgroups_share_keys=True),
+            spec_of(256, "full"),
+            "bytes of shared memory",
+        ),
     ],
 )
 def test_validate_rejects_what_does_not_fit(config, spec, message):
@@ -335,8 +340,8 @@ def test_memory_of_a_plan():
     assert plan.config.tile_m == 64 and plan.config.tile_n == 128
     assert plan.num_query_tiles == 2 * 12 * 2 and plan.num_key_tiles == 2 * 3 * 3
     layout = plan.sizes.layout
-    assert layout.sums_at == 2 * 12 * 2 * 64 * 2
-    assert layout.table_at - layout.sums_at == 2 * 12 * 2 * 64 * 96
+    assert layout.dq_at == 2 * 12 * 2 * 64 * 2
+    assert layout.table_at - layout.dq_at == 2 * 12 * 2 * 64 * 96
 
 
 @pytest.mark.parametrize("lengths", [(0,), (1,), (64,), (65, 0, 63, 128), (1,) * 300, (0, 0, 70)])
@@ -349,16 +354,6 @@ def test_tiles_of_packed_sequences_are_apart(lengths, spare):
     for first, end, rows in zip(firsts, ends, owned, strict=True):
         # A sequence without rows has a tile too: keys without queries walk one block.
         assert first + max(1, -(-rows // 64)) <= end
-
-
-@pytest.mark.parametrize("heads", [1, 70_000])
-@pytest.mark.parametrize("total_q", [1, 64 * 70_000])
-def test_a_grid_holds_any_number_of_heads_and_tiles(total_q, heads):
-    """CUDA takes 2^31 - 1 CTAs in a grid's first dimension, and 65,535 in the others."""
-    tiles = PackedQueryTiles.of(total_q, 3, 64)
-    width, height, depth = PackedQueryWork(None, tiles, heads).grid
-    assert width == number_of_packed_tiles(total_q, 3, 64) * heads
-    assert height == depth == 1
 
 
 # ---------------------------------------------------------------------- where threads find what
@@ -420,7 +415,7 @@ def write_owners(
     tile_m: cutlass.Constexpr,
     pieces: cutlass.Constexpr,
 ):
-    """Number what the threads find in the sums, thread by thread; count what is kept of rows."""
+    """Number the threads' elements of the accumulator, thread by thread; count rows' statistics."""
     tiles = QueryTiles(num_m_blocks, num_heads)
     number = Int32(0)
     for b in cutlass.range(batch):
@@ -429,7 +424,9 @@ def write_owners(
                 tile = m, h, b
                 for piece in cutlass.range(pieces.count):
                     for thread in cutlass.range(WARPGROUP):
-                        quads = QueryGradients(sums, tiles).quads_of(pieces, thread, piece, tile)
+                        quads = DqAccumulator(sums, tiles, None).quads_of(
+                            pieces, thread, piece, tile
+                        )
                         for i in cutlass.range(cute.size(quads)):
                             quads[i] += number
                             number += 1
@@ -441,7 +438,7 @@ def write_owners(
 @pytest.mark.parametrize("widest", WIDEST_PIECE.values())
 @pytest.mark.parametrize("columns", range(32, 257, 32))
 def test_pieces_of_dq(columns, widest):
-    pieces = QueryPieces.of(64, columns, widest)
+    pieces = DqPieces.of(64, columns, widest)
     assert pieces.columns * pieces.width == columns
     assert pieces.width <= widest and pieces.width % 16 == 0
     assert 1 <= pieces.in_flight <= pieces.count
@@ -450,7 +447,7 @@ def test_pieces_of_dq(columns, widest):
 @pytest.mark.compiles
 @pytest.mark.parametrize(("tile_m", "columns"), [(64, 96), (128, 64)])
 def test_every_number_of_a_query_tile_has_one_place(tile_m, columns):
-    pieces = QueryPieces.of(tile_m, columns, WIDEST_PIECE[1])
+    pieces = DqPieces.of(tile_m, columns, WIDEST_PIECE[1])
     assert pieces.numbers == tile_m * columns
     num_m_blocks, heads, batch = 3, 2, 2
     count = num_m_blocks * heads * batch
@@ -477,7 +474,7 @@ def write_masks(
     sequence = Sequence(seqlen_q, seqlen_k, Window(left, right))
     config = kernel.config
     for n_block in cutlass.range(blocks.shape[0]):
-        found = kernel.query_blocks(kernel.spec.mask, n_block, sequence)
+        found = visited_blocks(kernel, kernel.spec.mask, n_block, sequence)
         for i in cutlass.range_constexpr(4):
             blocks[n_block, i] = found[i]
     mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
@@ -487,8 +484,8 @@ def write_masks(
             for group in cutlass.range_constexpr(MMA_GROUPS):
                 for thread in cutlass.range(WARPGROUP):
                     tile = Tile(n_block, Int32(0), Int32(0))
-                    first = kernel.coords(mmas, thread, group, tile)
-                    for part in cutlass.range(config.parts):
+                    first = score_coords(config, mmas, thread, group, tile)
+                    for part in cutlass.range(config.q_splits):
                         coords = first.shifted(part * config.queries)
                         rows, columns = len(coords.row_steps), len(coords.column_steps)
                         scores = cute.make_rmem_tensor((rows, columns), Float32)

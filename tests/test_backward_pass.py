@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from problems import make_problem
 
 from fa3.calls import backward
-from fa3.kernels.backward_launch import ADDED, BackwardConfig, place_of_word
+from fa3.kernels.backward_launch import ACCUMULATED, BackwardConfig, place_of_group_flag
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
     BackwardPlan,
+    head_groups_of_packed,
     numbers_of_key_parts,
-    sections_of_heads,
     shares_of_packed,
     words_of_counters,
 )
@@ -67,14 +67,14 @@ def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
     assert given.has_d_lse == has_d_lse
     assert given.d_lse is (operands.d_lse if has_d_lse else operands.lse)
     assert all(map(torch.Tensor.is_set_to, (given.dq, given.dk, given.dv), gradients))
-    places = 0, given.sums_at, given.table_at, given.counters_at, given.words_at
+    places = 0, given.dq_at, given.table_at, given.counters_at, given.dq_flags_at
     places = *places, given.buffer.numel()
     assert list(places) == sorted(places) and not any(place % 4 for place in places[:-1])
-    # One for each tile of queries, which has two numbers of each of its rows.
-    tiles = given.sums_at // (2 * entry.main.config.tile_m)
-    end_of_words = given.parts_at if entry.main.splits else places[-1]
-    words = tiles if entry.main.has_words else 0
-    assert 0 <= end_of_words - given.words_at - words < (4 if entry.main.splits else 1)
+    # One flag for each query tile, which has two numbers of each of its rows.
+    tiles = given.dq_at // (2 * entry.main.config.tile_m)
+    end_of_flags = given.parts_at if entry.main.splits else places[-1]
+    flags = tiles if entry.main.has_dq_flags else 0
+    assert 0 <= end_of_flags - given.dq_flags_at - flags < (4 if entry.main.splits else 1)
     config = entry.main.config
     return given, config.tile_m, config.tile_n
 
@@ -91,11 +91,11 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
     assert (given.window_left, given.window_right) == problem.window
     rows = 2 * 6 * -(-70 // tile_m) * tile_m
-    assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
+    assert (given.dq_at, given.table_at) == (rows * 2, rows * (2 + 64))
     assert given.num_clusters == 2 * 2 * -(-90 // tile_n)
-    # Counters of the schedule, two more, and two words of the one section.
-    assert given.words_at - given.table_at == 8
-    assert given.has_zeros == is_ordered
+    # Counters of the schedule, two more, and two flags of the one head group.
+    assert given.dq_flags_at - given.table_at == 8
+    assert given.dq_is_zeroed == is_ordered
 
 
 @pytest.mark.parametrize("has_used", [(False, False), (True, False), (False, True)])
@@ -114,19 +114,19 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
     assert given[-8:-4] == tuple(lengths)
     rows = 6 * (300 // tile_m + 2) * tile_m
-    assert (given.sums_at, given.table_at) == (rows * 2, rows * (2 + 64))
+    assert (given.dq_at, given.table_at) == (rows * 2, rows * (2 + 64))
     # A header of 8 words, and 8 of each record.
     assert given.counters_at - given.table_at == 8 * (1 + given.capacity)
     # So few key tiles are shared. Two words of a schedule that has its own, two more, and two for
-    # each section; one for each part of a key tile and each of 8 warps.
+    # each head group; one for each part of a key tile and each of 8 warps.
     parts = given.head_parts * given.block_parts
     assert parts > 1 and given.head_parts in (1, 3)
     assert given.part_counters_at - given.counters_at == 8
     num_parts = 2 * (500 // tile_n + 2) * parts
-    assert given.words_at - given.part_counters_at == 8 * num_parts
+    assert given.dq_flags_at - given.part_counters_at == 8 * num_parts
     assert given.buffer.numel() - given.parts_at == num_parts * tile_n * 2 * 64
-    assert given.has_zeros
-    assert (given.heads_per_section, given.sections_before) == (2 * parts, 1)
+    assert given.dq_is_zeroed
+    assert (given.heads_per_group, given.groups_preprocessed) == (2 * parts, 1)
     assert given.capacity == 500 // tile_n + 2
     assert given.num_clusters == min(132, 2 * given.capacity * parts)
 
@@ -137,7 +137,7 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
         pytest.param((16, 1024, 16, 1), Window(), 8, id="half as many tiles as run"),
         pytest.param((16, 1024, 16, 1), CAUSAL, 8, id="short, causal"),
         pytest.param((16, 4096, 16, 1), CAUSAL, 4, id="long, causal"),
-        pytest.param((1, 4096, 16, 1), CAUSAL, 8, id="the last section is no small part"),
+        pytest.param((1, 4096, 16, 1), CAUSAL, 8, id="the last group is no small part"),
         pytest.param((16, 16384, 16, 1), CAUSAL, 2, id="tiles of few heads are enough"),
         pytest.param((16, 65536, 16, 1), Window(), 1, id="one head has more"),
         pytest.param((2, 4096, 8, 4), CAUSAL, 8, id="shared heads are taken one after another"),
@@ -146,22 +146,22 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
         pytest.param((1, 4096, 3, 1), CAUSAL, 3, id="few"),
     ],
 )
-def test_sections_of_heads(shape, window, heads):
+def test_head_groups(shape, window, heads):
     batch, seqlen, heads_kv, group = shape
     problem = make_problem(batch, seqlen, seqlen, heads_kv, group, 128, window)
     plan = BackwardPlan.of(problem)
-    assert plan.heads_per_section == heads * plan.shares.block_parts
+    assert plan.heads_per_group == heads * plan.shares.block_parts
 
 
 @pytest.mark.parametrize(("window", "heads"), [(Window(), 4), (CAUSAL, 8)])
-def test_sections_are_larger_where_tiles_wait_for_one_another(window, heads):
+def test_head_groups_are_larger_in_a_fixed_order(window, heads):
     problem = make_problem(4, 4096, 4096, 16, 1, 128, window)
-    assert BackwardPlan.of(problem).heads_per_section == heads // 2
-    assert BackwardPlan.of(problem, is_ordered=True).heads_per_section == heads
+    assert BackwardPlan.of(problem).heads_per_group == heads // 2
+    assert BackwardPlan.of(problem, is_ordered=True).heads_per_group == heads
 
 
 @pytest.mark.parametrize(
-    ("heads_kv", "tiles", "fitting", "sections"),
+    ("heads_kv", "tiles", "fitting", "groups"),
     [
         pytest.param(16, 512, 7, 4, id="a quarter of the queries before"),
         pytest.param(16, 512, 1, 16, id="a head of it fits into L2"),
@@ -175,10 +175,10 @@ def test_sections_are_larger_where_tiles_wait_for_one_another(window, heads):
         pytest.param(4, 0, 12, 1, id="fewer than a tile"),
     ],
 )
-def test_sections_of_packed_heads(heads_kv, tiles, fitting, sections):
-    assert sections_of_heads(heads_kv, tiles, fitting) == sections
-    assert words_of_counters(sections) % 4 == 0
-    assert words_of_counters(sections) > place_of_word(sections - 1, ADDED)
+def test_head_groups_of_packed_sequences(heads_kv, tiles, fitting, groups):
+    assert head_groups_of_packed(heads_kv, tiles, fitting) == groups
+    assert words_of_counters(groups) % 4 == 0
+    assert words_of_counters(groups) > place_of_group_flag(groups - 1, ACCUMULATED)
 
 
 @pytest.mark.parametrize(

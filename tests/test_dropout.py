@@ -358,7 +358,7 @@ def write_transposed_words(
     config = kernel.config
     mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
     for is_over in cutlass.range_constexpr(2):
-        for i in cutlass.range_constexpr(config.parts * MMA_GROUPS):
+        for i in cutlass.range_constexpr(config.q_splits * MMA_GROUPS):
             part, group = i // MMA_GROUPS, i % MMA_GROUPS
             for thread in cutlass.range(WARPGROUP):
                 coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
@@ -399,7 +399,7 @@ def test_what_threads_of_the_backward_kernel_draw(head_dim, head_dim_v, exchange
     kernel = Backward(spec, choose_backward_config(spec), Dynamic)
     config, tile, num_blocks = kernel.config, (5, 3, 7), 3
     pairs = ROWS * config.queries // WARPGROUP // 2
-    threads = config.parts * MMA_GROUPS * WARPGROUP
+    threads = config.q_splits * MMA_GROUPS * WARPGROUP
     words, places, given = to_write(pairs, threads, num_blocks)
     tensors = [from_dlpack(x) for x in (words, places, given, STATE)]
     sizes = tuple(map(Int32, tile))

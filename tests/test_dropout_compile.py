@@ -182,7 +182,7 @@ def test_what_a_score_costs_in_the_backward_kernel(head_dim):
 def test_the_kernel_before_the_backward_kernel(head_dim):
     problem = Problem(dropped(spec_of(head_dim, "full")), 1, 100, 100, 1, 1, Window())
     entry = BackwardPlan.of(problem).kernels.entry
-    begin = entry.begin
+    begin = entry.preprocess
     assert begin.spec.has_dropout
     compiled = compile_kernel(begin)
     report = inspect(compiled.cubin)

@@ -67,9 +67,9 @@ def check(problem: Problem, where, seed: int = 0, **arguments) -> None:
 
 
 @settings(max_examples=80)
-@given(st.data(), problems(), st.integers(0, 1000))
-def test_matches_dense_attention(data, problem, seed):
-    run(problem, data.draw(plans(problem)), seed=seed)
+@given(st.data(), problems(), st.sampled_from([1e-4, 0.125, 1.0]), st.integers(0, 1000))
+def test_matches_dense_attention(data, problem, softmax_scale, seed):
+    run(problem, data.draw(plans(problem)), softmax_scale, seed)
 
 
 def test_rows_without_keys_are_zero(poisoned_memory):

@@ -24,7 +24,7 @@ from fa3.calls.modifiers import Structure
 from fa3.calls.varlen_autograd import attend_packed
 from fa3.calls.varlen_call import RaggedCall
 from fa3.kernels.tile_table import TileTable
-from fa3.planning.backward import keys_without_zeros
+from fa3.planning.backward import most_keys_unzeroed
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
 from fa3.problem import NO_BOUND, Window
@@ -284,7 +284,7 @@ def test_lengths_around_tiles(window, head_dim, device):
 @pytest.mark.parametrize("causal", [False, True])
 def test_sums_with_and_without_zeros(causal, head_dim, device):
     """Of one call, around the lengths from which on there are zeros; and of unlike lengths."""
-    keys = keys_without_zeros(Window(right=0 if causal else NO_BOUND))
+    keys = most_keys_unzeroed(Window(right=0 if causal else NO_BOUND))
     lengths = (keys, keys + 1, 1, keys - 1, 0, keys + 64)
     check(VarlenProblem(lengths, lengths, causal=causal, head_dim=head_dim), device)
     unlike = (keys + 1, 40, 700, 1, keys, 300)

@@ -37,7 +37,7 @@ TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
 SCALE, HAS_D_LSE, DROPOUT, MODIFIERS = slots(
     PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers"
 )
-(SUMS_AT,) = slots(PassArguments, "sums_at")
+(DQ_AT,) = slots(PassArguments, "dq_at")
 LENGTH_SLOTS = slice(*slots(PassArguments, "cu_seqlens_q", "head_parts"))
 
 
@@ -71,16 +71,16 @@ class PreparedBackward:
         head_parts, block_parts = shares if kernels.splits else (None, None)
         template = template_of(
             PassArguments,
-            has_zeros=sizes.has_zeros,
+            dq_is_zeroed=sizes.dq_is_zeroed,
             window_left=window.left,
             window_right=window.right,
-            heads_per_section=sizes.heads_per_section,
+            heads_per_group=sizes.heads_per_group,
             num_clusters=min(sizes.most_ctas, num_sms),
-            sums_at=layout.sums_at,
+            dq_at=layout.dq_at,
             table_at=layout.table_at,
             counters_at=layout.counters_at,
-            words_at=layout.words_at,
-            sections_before=sizes.sections_before,
+            dq_flags_at=layout.dq_flags_at,
+            groups_preprocessed=sizes.groups_preprocessed,
             capacity=sizes.capacity,
             shift=sizes.shift,
             head_parts=head_parts,
@@ -104,7 +104,7 @@ class PreparedBackward:
 
         Args:
             lengths: of packed sequences; None without.
-            tensors: those of the spec's scores, mask and sinks.
+            tensors: of the spec's scores, mask and sinks.
         """
         q, k, v, out, lse, d_out, d_lse = operands
         if q.device.index != current_device():
@@ -145,7 +145,7 @@ class PreparedBackward:
             lse: of the call, (batch, heads, seqlen_q), or (heads, total_q) of packed sequences.
         """
         batch, heads = lse.shape[:-1] if lse.dim() == 3 else (1, lse.shape[0])
-        statistics = buffer[: self.template[SUMS_AT]]
+        statistics = buffer[: self.template[DQ_AT]]
         tiles = statistics.view(batch, heads, -1, STATISTICS, self.tile_m)
         lse, delta = (tiles[:, :, :, i].flatten(2) for i in range(STATISTICS))
         return lse, delta
@@ -176,15 +176,15 @@ def gradients(
 
     Args:
         operands: `d_out` and `d_lse` may be laid out in any way, and None for zeros.
-        tensors: those of the spec's scores, mask and sinks.
+        tensors: of the spec's scores, mask and sinks.
         wants_sinks: whether the gradient of the sinks is wanted.
         deterministic: whether dQ is to have the same bits every time; the others always have.
-        dropout: that of the forward pass, where the problem's spec has it.
-        num_sms: SMs that may be used, at most those of the GPU.
+        dropout: of the forward pass, where the problem's spec has it.
+        num_sms: SMs that may be used, not more than the GPU has.
 
     Returns:
-        those of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds nothing
-        if what came for it is finite.
+        the gradients of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds
+        nothing if what came for it is finite.
     """
     if operands.d_out is None and operands.d_lse is None:
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wants_sinks else None)
@@ -211,14 +211,14 @@ def packed_gradients(
 
     Args:
         operands: `d_out` and `d_lse` may be laid out in any way; one of them may be None for zeros.
-        tensors: those of the spec's scores, mask and sinks.
+        tensors: of the spec's scores, mask and sinks.
         wanted: of the sinks nothing is computed unless it is; the others come all together.
         deterministic: whether dQ is to have the same bits every time; the others always have.
-        dropout: that of the forward pass, where the spec has it.
-        num_sms: SMs that may be used, at most those of the GPU.
+        dropout: of the forward pass, where the spec has it.
+        num_sms: SMs that may be used, not more than the GPU has.
 
     Returns:
-        those of q, k, v and the sinks, contiguous. Rows that are not used get 0.
+        the gradients of q, k, v and the sinks, contiguous. Rows that are not used get 0.
     """
     q, k = operands.q, operands.k
     num_sms = min(num_sms, gpu_of(q.device).num_sms)

@@ -8,8 +8,9 @@ from cutlass import Float32, Int32
 
 from fa3.complaints import shown
 from fa3.primitives import arguments
+from fa3.primitives.dq_accumulator import DqAccumulator, DqPieces
 from fa3.primitives.dropout import DropoutArguments
-from fa3.primitives.query_tiles import PAIR, STATISTICS, QueryPieces
+from fa3.primitives.query_tiles import PAIR, STATISTICS
 from fa3.primitives.rows_of_sequence import in_batch
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
@@ -29,69 +30,67 @@ class Registers(NamedTuple):
 
 
 SPARE_REGISTERS = {QUAD: 16, PAIR: 0}
-"""Registers of a thread of an MMA warpgroup that its fragments must leave, by
-`statistics_at_once`."""
+"""Registers of an MMA thread that its fragments must leave, by `stats_vector`."""
 
 MANY_GRADIENTS = 144
-"""Registers of dK and dV beside which what hides or changes scores takes some more."""
+"""From so many registers of dK and dV on, what hides or changes scores takes some more."""
 
 STAGES = 2
 """Blocks of Q and of dS in shared memory, and of P if there."""
 
-REGISTERS_BY_PARTS = {1: Registers(32, 208, 64), 2: Registers(24, 216, 56)}
-"""Those of the roles, by the parts of a block's queries."""
+REGISTERS_BY_SPLITS = {1: Registers(32, 208, 64), 2: Registers(24, 216, 56)}
+"""Registers of the roles, by `q_splits`."""
 
 WIDEST_PIECE = {1: 64, 2: 48}
-"""Columns at most of a piece of dQ, which takes half as many registers of dQ's warpgroup."""
+"""Most columns of a piece of dQ, which takes half as many registers, by `q_splits`."""
 
-TO_BEGIN, TO_END, FIRST_OF_SECTIONS = 2, 3, 4
-"""Words of the counters after the schedule's two: how often CTAs have asked for queries to begin,
-how often warps have for pieces of dQ to write, and from which on each section has two."""
+PREPROCESS_TICKET, CONVERT_TICKET, FIRST_GROUP_FLAG = 2, 3, 4
+"""Counters after the two of the schedule: the next share of the preprocessing; the next piece of dQ
+to convert; the first of the flags of head groups."""
 
-BEGUN, ADDED, WORDS_OF_SECTION = 0, 1, 2
-"""Words of a section: how much of its queries is begun, and how many of its tiles of keys have
-added all that they add to dQ."""
+PREPROCESSED, ACCUMULATED, FLAGS_OF_GROUP = 0, 1, 2
+"""Flags of a head group: how much of its queries is preprocessed, and how many of its key tiles
+have added all their dQ."""
 
 LISTENING_WARPS = WARPS * (1 + MMA_GROUPS) + 2
-"""Warps that are told which tile comes next: all but the producer's that fetches them, and those
-that have nothing to do."""
+"""Warps that are told the next tile: all but the producer warp that fetches it, and idle warps."""
 
 
-def place_of_word(section, which: int):
-    """The place of a section's word among the counters."""
-    return FIRST_OF_SECTIONS + WORDS_OF_SECTION * section + which
+def place_of_group_flag(group, which: int):
+    """The place of a head group's flag among the counters."""
+    return FIRST_GROUP_FLAG + FLAGS_OF_GROUP * group + which
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
     """Tiling of the backward kernel.
 
-    Either each MMA warpgroup has 64 keys of the tile, and P and dS are operands from registers;
-    or, with `shares_keys`, both have the same 64 keys: they share the queries of S and dP and the
-    columns of dK and dV, and P goes through shared memory as dS does.
+    Either each MMA warpgroup has 64 keys of the tile, and P and dS are operands from registers. Or,
+    with `warpgroups_share_keys`, both have the same 64 keys: they share the queries of S and dP and
+    the columns of dK and dV, and P goes through shared memory as dS does.
 
-    With `parts` a block's queries go through S and dP some at a time: what is live beside dK and dV
-    is less, so groups have keys of their own at larger heads; but a product is narrower, and reads
-    K and V from shared memory once for each part.
+    `q_splits=2` computes S and dP for half of the queries at a time. That halves the live
+    accumulators, so warpgroups can have keys of their own at larger heads. But products are
+    narrower, and read K and V from shared memory twice.
 
     Fields:
         tile_m: queries of a block.
         tile_n: keys of a CTA's tile.
         do_stages: blocks of dO in shared memory.
-        k_stages: tiles of K in shared memory; with 2 the next one's comes before this one is done.
-        shares_keys: see above.
-        parts: see above; 1, or 2 where groups have keys of their own.
-        statistics_at_once: of how many rows a thread reads the statistics at once: 4, all before
-            they are needed, or 2, which takes fewer registers.
+        k_stages: tiles of K in shared memory; with 2 the next K arrives before this tile is done.
+        warpgroups_share_keys: see above.
+        q_splits: see above; 1, or 2 where warpgroups have keys of their own.
+        stats_vector: rows whose statistics a thread reads at once: 4, all before they are needed,
+            or 2, which takes fewer registers.
     """
 
     tile_m: int
     tile_n: int
     do_stages: int = STAGES
     k_stages: int = STAGES
-    shares_keys: bool = False
-    parts: int = 1
-    statistics_at_once: int = QUAD
+    warpgroups_share_keys: bool = False
+    q_splits: int = 1
+    stats_vector: int = QUAD
 
     @property
     def threads(self) -> int:
@@ -104,42 +103,42 @@ class BackwardConfig:
 
     @property
     def slabs(self) -> int:
-        """Times 64 keys."""
+        """Times 64 keys, a slab each."""
         return self.tile_n // ROWS
 
     @property
-    def shares(self) -> int:
-        """Groups that share a slab's columns of dK and dV."""
-        return MMA_GROUPS if self.shares_keys else 1
+    def column_splits(self) -> int:
+        """Warpgroups that share the columns of dK and dV of the same keys."""
+        return MMA_GROUPS if self.warpgroups_share_keys else 1
 
     @property
     def queries(self) -> int:
-        """Queries of a block that are at once in a group's S and dP."""
-        return self.tile_m // self.shares // self.parts
+        """Columns of a warpgroup's S^T and dP^T."""
+        return self.tile_m // self.column_splits // self.q_splits
 
-    def pieces(self, columns: int) -> QueryPieces:
+    def pieces(self, columns: int) -> DqPieces:
         """The pieces of a tile of dQ, which are computed one after another."""
-        return QueryPieces.of(self.tile_m, columns, WIDEST_PIECE[self.parts])
+        return DqPieces.of(self.tile_m, columns, WIDEST_PIECE[self.q_splits])
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the MMA warpgroups compute S and P in turns: where P takes them long.
+        """Whether the MMA warpgroups take turns for S and P: where P takes long.
 
-        At head size 64 it takes as long as a product. Where it takes half of that turns gained
+        At head size 64 it takes as long as a product. Where it takes half as long, turns gained
         nothing (docs/experiments.md).
         """
         return self.queries > ROWS
 
     @property
     def registers_of_roles(self) -> Registers:
-        return REGISTERS_BY_PARTS[self.parts]
+        return REGISTERS_BY_SPLITS[self.q_splits]
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
         kv = self.tile_n * (self.k_stages * head_dim + head_dim_v)
         queries = self.tile_m * (self.stages * head_dim + self.do_stages * head_dim_v)
-        scores = self.tile_m * self.tile_n * self.stages * (2 if self.shares_keys else 1)
+        scores = self.tile_m * self.tile_n * self.stages * (2 if self.warpgroups_share_keys else 1)
         sums = self.pieces(head_dim).numbers_in_flight
         numbers = STATISTICS * self.tile_m * self.stages + sums
         return spec.element.bytes * (kv + queries + scores) + FLOAT_BYTES * numbers + 1024
@@ -147,23 +146,23 @@ class BackwardConfig:
     def registers(self, spec: AttentionSpec) -> int:
         """Registers of a thread of an MMA warpgroup for its fragments, where most are live."""
         element = spec.element.bytes
-        gradients = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 // self.shares
+        gradients = (padded(spec.head_dim) + padded(spec.head_dim_v)) // 2 // self.column_splits
         scores = ROWS * self.queries // WARPGROUP
         rounded = scores * element // FLOAT_BYTES
         factors = sum(score.kind.bends for score in spec.scores) * rounded
-        # Beside dP: P and dS in 16 bits. With dropout also what dV takes of P, of which half is
+        # Live with dP: P and dS in 16 bits. With dropout also what dV takes of P, of which half is
         # counted: by what spills, not all of it is live at once.
-        beside = 2 * rounded + (rounded // 2 if spec.has_dropout else 0)
-        # What a user's mask computes with beside S, or what dropout does with what hides scores.
-        beside += scores if spec.mask.templates else 0
+        live = 2 * rounded + (rounded // 2 if spec.has_dropout else 0)
+        # What a user's mask computes with, or what dropout does with what hides scores.
+        live += scores if spec.mask.templates else 0
         hides = spec.scores or spec.mask.templates or spec.mask.left
-        beside += rounded if hides and (spec.has_dropout or gradients >= MANY_GRADIENTS) else 0
+        live += rounded if hides and (spec.has_dropout or gradients >= MANY_GRADIENTS) else 0
         # With 64 scores or more, what is added to them takes another one.
-        beside += scores // ROWS if spec.scores else 0
-        if self.parts > 1:
-            # The part's number, and what hides or changes scores, which is found anew for each.
-            beside += rounded * (2 if hides else 1) + (scores if spec.scores else 0)
-        return gradients + scores + beside + factors
+        live += scores // ROWS if spec.scores else 0
+        if self.q_splits > 1:
+            # The number of the half, and what hides or changes scores, which is computed anew.
+            live += rounded * (2 if hides else 1) + (scores if spec.scores else 0)
+        return gradients + scores + live + factors
 
     def validate(self, spec: AttentionSpec) -> None:
         """Check that the kernel can run this config for this spec.
@@ -179,24 +178,23 @@ class BackwardConfig:
         for name in ("do_stages", "k_stages"):
             if getattr(self, name) not in (1, STAGES):
                 raise ValueError(f"{name} must be 1 or {STAGES}, got {getattr(self, name)}")
-        keys = ROWS if self.shares_keys else ROWS * MMA_GROUPS
+        keys = ROWS if self.warpgroups_share_keys else ROWS * MMA_GROUPS
         if self.tile_n != keys:
             raise ValueError(
-                f"tile_n must be {keys} with shares_keys={self.shares_keys}, got {self.tile_n}"
+                f"tile_n must be {keys} with "
+                f"warpgroups_share_keys={self.warpgroups_share_keys}, got {self.tile_n}"
             )
-        parts = (1,) if self.shares_keys else tuple(REGISTERS_BY_PARTS)
-        if self.parts not in parts:
+        splits = (1,) if self.warpgroups_share_keys else tuple(REGISTERS_BY_SPLITS)
+        if self.q_splits not in splits:
             raise ValueError(
-                f"parts must be one of {parts} with shares_keys={self.shares_keys}, got "
-                f"{self.parts}"
+                f"q_splits must be one of {splits} with "
+                f"warpgroups_share_keys={self.warpgroups_share_keys}, got {self.q_splits}"
             )
-        if self.statistics_at_once not in (PAIR, QUAD):
-            raise ValueError(
-                f"statistics_at_once must be {PAIR} or {QUAD}, got {self.statistics_at_once}"
-            )
-        self.pieces(padded(spec.head_dim))  # raises if dQ has none
+        if self.stats_vector not in (PAIR, QUAD):
+            raise ValueError(f"stats_vector must be {PAIR} or {QUAD}, got {self.stats_vector}")
+        self.pieces(padded(spec.head_dim))  # raises if dQ has no pieces
         check_fits(self.smem_bytes(spec), self, spec)
-        registers = self.registers_of_roles.mma - SPARE_REGISTERS[self.statistics_at_once]
+        registers = self.registers_of_roles.mma - SPARE_REGISTERS[self.stats_vector]
         if self.registers(spec) > registers:
             raise ValueError(
                 f"{self} takes {self.registers(spec)} registers a thread for the fragments of "
@@ -213,44 +211,38 @@ class BackwardArguments(NamedTuple):
         q: (batch, seqlen_q, heads_q, head_dim).
         k: (batch, seqlen_k, heads_kv, head_dim).
         v: (batch, seqlen_k, heads_kv, head_dim_v).
-        d_out: (batch, seqlen_q, heads_q, head_dim_v).
         dq, dk, dv: like q, k and v, receive the gradients.
-        statistics: of `RowStatistics`.
-        sums: of `QueryGradients`, receives the sums of dQ.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        heads_per_section: key/value heads of a section, see `TileOrder` and `RaggedKeyOrder`. Parts
-            of key tiles count as heads.
+        heads_per_group: key/value heads of a head group, see `TileOrder` and `RaggedKeyOrder`.
+            Parts of key tiles count as heads.
         num_clusters: the number of CTAs to launch.
+        preprocess: what preprocessing takes and writes.
         schedule_state: int32; the schedule's table.
         table: int32, the tiles of packed sequences; None without.
-        num_sequences: how many are packed; None without.
+        num_sequences: number of packed sequences; None without.
         dropout: see `DropoutArguments`; None without.
-        begin: what it takes to begin queries, see `BeginArguments`.
-        split: how CTAs share key tiles; None if each has its own.
+        split: how CTAs share key tiles; None if each CTA has key tiles alone.
     """
 
     q: object
     k: object
     v: object
-    d_out: object
     dq: object
     dk: object
     dv: object
-    statistics: object
-    sums: object
     modifiers: tuple | None
     softmax_scale: float
     window_left: int
     window_right: int
-    heads_per_section: int
+    heads_per_group: int
     num_clusters: int
+    preprocess: "PreprocessArguments"
     schedule_state: object = None
     table: object = None
     num_sequences: int | None = None
     dropout: DropoutArguments | None = None
-    begin: "BeginArguments | None" = None
     split: "SplitArguments | None" = None
 
     @classmethod
@@ -258,34 +250,26 @@ class BackwardArguments(NamedTuple):
         """Types of a `Backward`'s arguments without sizes; equal sizes share a symbol."""
         spec, schedule = kernel.spec, kernel.schedule_type
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
+        kinds = kernel.has_dq_flags, schedule.is_ragged, kernel.has_used_q
         keys, values = sizes.of_keys(spec, spec.head_dim), sizes.of_keys(spec, spec.head_dim_v)
         return cls(
             q=sizes.of_queries(spec, spec.head_dim),
             k=keys,
             v=values,
-            d_out=sizes.of_queries(spec, spec.head_dim_v),
             dq=sizes.of_queries(spec, spec.head_dim),
             dk=sizes.of_keys(spec, spec.head_dim),
             dv=sizes.of_keys(spec, spec.head_dim_v),
-            statistics=numbers(),
-            sums=numbers(),
             modifiers=modifiers or None,
             softmax_scale=Float32(0.0),
             window_left=Int32(0),
             window_right=Int32(0),
-            heads_per_section=Int32(0),
+            heads_per_group=Int32(0),
             num_clusters=Int32(0),
-            schedule_state=arguments.compact_tensor("int32", (cute.sym_int(),))
-            if schedule.reads_state
-            else None,
-            table=arguments.compact_tensor("int32", (cute.sym_int(),))
-            if schedule.is_ragged
-            else None,
+            preprocess=PreprocessArguments.symbolic(spec, sizes, *kinds),
+            schedule_state=symbolic_i32() if schedule.reads_state else None,
+            table=symbolic_i32() if schedule.is_ragged else None,
             num_sequences=Int32(0) if schedule.is_ragged else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
-            begin=BeginArguments.symbolic(
-                spec, sizes, kernel.has_words, schedule.is_ragged, kernel.has_used_q
-            ),
             split=SplitArguments.symbolic() if kernel.splits else None,
         )
 
@@ -307,26 +291,27 @@ class SplitArguments(NamedTuple):
 
     @classmethod
     def symbolic(cls) -> "SplitArguments":
-        return cls(Int32(0), Int32(0), numbers(), words_of_tiles())
+        return cls(Int32(0), Int32(0), symbolic_f32(), symbolic_i32(64))
 
 
-class BeginArguments(NamedTuple):
-    """The arguments of a launch of `BackwardBegin`, in this order; the stream comes last.
+class PreprocessArguments(NamedTuple):
+    """The arguments of a launch of `BackwardPreprocess`, in this order; the stream comes last.
 
     Fields:
         out, d_out: (batch, seqlen_q, heads_q, head_dim_v).
         lse: (batch, heads_q, seqlen_q) float32, natural logarithm.
-        d_lse: like lse; anything if there is no gradient of the log-sum-exp, lse say.
-        has_d_lse: 1 if there is one, else 0.
+        d_lse: like lse; without a gradient of the log-sum-exp any such tensor, for example lse.
+        has_d_lse: 1 with a gradient of the log-sum-exp, else 0.
         statistics: receives `RowStatistics`.
-        sums: of `QueryGradients`, receives zeros if they begin with them.
+        dq_accumulator: buffer of `DqAccumulator`, receives zeros if `dq_is_zeroed`.
         counters: of the backward kernel, int32: its schedule's, unless a table has them, then those
-            from `TO_BEGIN` on; receives zeros.
-        num_tiles: how many tiles of queries to begin, the first ones.
-        has_zeros: 1 if sums begin with zeros, else 0; 1 if there are no words, or a fixed order.
-        cu_seqlens_q, seqused_q: of packed sequences, whose tensors are (total_q, heads_q, ...) and
+            from `PREPROCESS_TICKET` on; receives zeros.
+        num_tiles: the number of query tiles to preprocess, the first ones.
+        dq_is_zeroed: 1 if the accumulator starts with zeros, as without flags and in a fixed order;
+            else 0.
+        cu_seqlens_q, seqused_q: of packed sequences, with tensors (total_q, heads_q, ...) and
             (heads_q, total_q); None without.
-        words: of `SumWords`, receives zeros; None without `has_words`, see `Backward`.
+        dq_flags: flags of `DqAccumulator`, receives zeros; None without.
         kept: the share of P that dropout keeps; None without.
     """
 
@@ -336,13 +321,13 @@ class BeginArguments(NamedTuple):
     d_lse: object
     has_d_lse: int
     statistics: object
-    sums: object
+    dq_accumulator: object
     counters: object
     num_tiles: int
-    has_zeros: int
+    dq_is_zeroed: int
     cu_seqlens_q: object = None
     seqused_q: object = None
-    words: object = None
+    dq_flags: object = None
     kept: float | None = None
 
     @classmethod
@@ -350,10 +335,10 @@ class BeginArguments(NamedTuple):
         cls,
         spec: AttentionSpec,
         sizes: "CallSizes",
-        has_words: bool,
+        has_dq_flags: bool,
         is_ragged: bool = False,
         has_used_q: bool = False,
-    ) -> "BeginArguments":
+    ) -> "PreprocessArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         rows = *sizes.of_batch, sizes.heads_q, sizes.seqlen_q
         return cls(
@@ -362,28 +347,32 @@ class BeginArguments(NamedTuple):
             lse=arguments.compact_tensor("float32", rows),
             d_lse=arguments.compact_tensor("float32", rows),
             has_d_lse=Int32(0),
-            statistics=numbers(),
-            sums=numbers(),
-            counters=words_of_tiles(),
+            statistics=symbolic_f32(),
+            dq_accumulator=symbolic_f32(),
+            counters=symbolic_i32(64),
             num_tiles=Int32(0),
-            has_zeros=Int32(0),
-            cu_seqlens_q=lengths() if is_ragged else None,
-            seqused_q=lengths() if has_used_q else None,
-            words=words_of_tiles() if has_words else None,
+            dq_is_zeroed=Int32(0),
+            cu_seqlens_q=symbolic_i32() if is_ragged else None,
+            seqused_q=symbolic_i32() if has_used_q else None,
+            dq_flags=symbolic_i32(64) if has_dq_flags else None,
             kept=Float32(0.0) if spec.has_dropout else None,
         )
 
-    def in_batch(self) -> "BeginArguments":
-        """Those of packed sequences, with tensors in a batch of one."""
+    def in_batch(self) -> "PreprocessArguments":
+        """The arguments for packed sequences, with tensors in a batch of one."""
         out, d_out, lse, d_lse = map(in_batch, self[:4])
         return self._replace(out=out, d_out=d_out, lse=lse, d_lse=d_lse)
+
+    def dq(self, tiles) -> DqAccumulator:
+        """The dQ accumulator; `tiles` numbers the query tiles."""
+        return DqAccumulator(self.dq_accumulator, tiles, self.dq_flags)
 
 
 class CallSizes(NamedTuple):
     """Symbols for the sizes of a call.
 
     Fields:
-        of_batch: (batch,), or () of packed sequences, whose rows are all in one line.
+        of_batch: (batch,); () for packed sequences.
     """
 
     of_batch: tuple
@@ -406,16 +395,12 @@ class CallSizes(NamedTuple):
         return arguments.tma_tensor(spec.dtype, shape)
 
 
-def numbers() -> object:
-    """A buffer of float32."""
+def symbolic_f32() -> object:
+    """A buffer of float32 of any size."""
     return arguments.compact_tensor("float32", (cute.sym_int64(),))
 
 
-def words_of_tiles() -> object:
-    """A buffer of int32."""
-    return arguments.compact_tensor("int32", (cute.sym_int64(),))
-
-
-def lengths() -> object:
-    """Lengths of packed sequences, or where they end."""
-    return arguments.compact_tensor("int32", (cute.sym_int(),))
+def symbolic_i32(bits: int = 32) -> object:
+    """A buffer of int32, its size a number of 32 or 64 bits."""
+    size = cute.sym_int() if bits == 32 else cute.sym_int64()
+    return arguments.compact_tensor("int32", (size,))

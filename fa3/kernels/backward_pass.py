@@ -1,8 +1,8 @@
-"""The kernels of a backward pass in one entry, which launches them one after another on a stream.
+"""One entry that launches the kernels of a backward pass one after another on a stream.
 
-`fa3.calls.backward` calls it; `fa3.planning` says which kernels are
-in it. They always run together and take mostly the same tensors, which are handed over and checked
-once here. What they write for each other lies in one buffer, which is cut here.
+`fa3.calls.backward` calls it; `fa3.planning` chooses the kernels. They always run together and take
+mostly the same tensors, which are handed over and checked once here. What they write for each other
+is in one buffer, which is cut here.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from fa3.kernels.backward import Backward
-from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_launch import (
     BackwardArguments,
-    BeginArguments,
     CallSizes,
+    PreprocessArguments,
     SplitArguments,
-    numbers,
+    symbolic_f32,
 )
+from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.tile_table import TileTable, TileTableArguments
 from fa3.primitives import arguments
 from fa3.primitives.dropout import DropoutArguments
@@ -30,17 +30,17 @@ from fa3.problem import AttentionSpec
 class PassArguments(NamedTuple):
     """The arguments of a backward pass, in this order; the stream comes last.
 
-    Those that are not named here are a kernel's, and have the name that it gives them.
+    Arguments that are not named here belong to a kernel, and have the name that it gives them.
 
     Fields:
-        buffer: float32, for what the kernels write for each other: statistics, sums, the table of
-            packed sequences or the counters, words of the sums.
-        sums_at, table_at, counters_at, words_at: where the latter begin, multiples of 4; as far as
-            they exist. Without a table `table_at` is that of the counters.
-        sections_before: how many sections `BackwardBegin` begins.
+        buffer: float32, for what the kernels write for each other: statistics, the dQ accumulator,
+            the table of packed sequences, counters, flags of the accumulator.
+        dq_at, table_at, counters_at, dq_flags_at: where the last four begin, multiples of 4; as far
+            as they exist. Without a table `table_at` is `counters_at`.
+        groups_preprocessed: head groups that `BackwardPreprocess` does.
         capacity, shift, and the four after them: of packed sequences; None without.
         head_parts, block_parts, part_counters_at, parts_at: of a split, see `SplitArguments`, and
-            where its counters, behind the others, and its sums begin; None without.
+            where its counters, after the others, and its sums begin; None without.
     """
 
     q: object
@@ -57,17 +57,17 @@ class PassArguments(NamedTuple):
     modifiers: tuple | None
     softmax_scale: float
     has_d_lse: int
-    has_zeros: int
+    dq_is_zeroed: int
     window_left: int
     window_right: int
-    heads_per_section: int
+    heads_per_group: int
     num_clusters: int
-    sums_at: int
+    dq_at: int
     table_at: int
     counters_at: int
-    words_at: int
+    dq_flags_at: int
     dropout: DropoutArguments | None
-    sections_before: int
+    groups_preprocessed: int
     capacity: int | None = None
     shift: int | None = None
     cu_seqlens_q: object = None
@@ -80,17 +80,19 @@ class PassArguments(NamedTuple):
     parts_at: int | None = None
 
     @classmethod
-    def symbolic(cls, of: "BackwardPass") -> "PassArguments":
+    def symbolic(cls, entry: "BackwardPass") -> "PassArguments":
         """Types of a pass's arguments without sizes; equal sizes share a symbol."""
-        sizes = CallSizes.symbolic(of.table is not None)
+        sizes = CallSizes.symbolic(entry.table is not None)
         named = (
-            BeginArguments.symbolic(of.spec, sizes, of.main.has_words, *of.kind)._asdict()
-            | BackwardArguments.symbolic(of.main, sizes)._asdict()
-            | ({} if of.table is None else TileTableArguments.symbolic(of.table)._asdict())
-            | {"buffer": numbers(), "sections_before": Int32(0)}
-            | dict.fromkeys(("sums_at", "table_at", "counters_at", "words_at"), Int64(0))
+            PreprocessArguments.symbolic(
+                entry.spec, sizes, entry.main.has_dq_flags, *entry.kind
+            )._asdict()
+            | BackwardArguments.symbolic(entry.main, sizes)._asdict()
+            | ({} if entry.table is None else TileTableArguments.symbolic(entry.table)._asdict())
+            | {"buffer": symbolic_f32(), "groups_preprocessed": Int32(0)}
+            | dict.fromkeys(("dq_at", "table_at", "counters_at", "dq_flags_at"), Int64(0))
         )
-        if of.main.splits:
+        if entry.main.splits:
             named |= dict.fromkeys(("head_parts", "block_parts"), Int32(0))
             named |= dict.fromkeys(("part_counters_at", "parts_at"), Int64(0))
         return cls(**{name: named[name] for name in cls._fields if name in named})
@@ -104,7 +106,7 @@ class BackwardPass:
         table: makes the table of packed sequences; None without.
     """
 
-    begin: BackwardBegin
+    preprocess: BackwardPreprocess
     main: Backward
     table: TileTable | None = None
 
@@ -117,7 +119,7 @@ class BackwardPass:
     @property
     def kind(self) -> tuple[bool, bool]:
         """Whether sequences are packed, and whether these have `seqused_q`."""
-        return self.begin.is_ragged, self.begin.has_used_q
+        return self.preprocess.is_ragged, self.preprocess.has_used_q
 
     @property
     def is_storable(self) -> bool:
@@ -128,28 +130,31 @@ class BackwardPass:
         return [*PassArguments.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
-    def __call__(self, *given):
+    def __call__(self, *call):
         """Launch on `PassArguments` and a stream."""
-        *given, stream = given
-        call = PassArguments(*given)
+        *call, stream = call
+        call = PassArguments(*call)
         buffer = call.buffer.iterator
         named = call._asdict() | {
-            "statistics": numbers_from(buffer, call.sums_at),
-            "sums": numbers_from(buffer + call.sums_at, call.table_at - call.sums_at),
-            "words": None,
+            "statistics": numbers_from(buffer, call.dq_at),
+            "dq_accumulator": numbers_from(buffer + call.dq_at, call.table_at - call.dq_at),
+            "dq_flags": None,
             "kept": None,
             "table": None,
             "num_sequences": None,
             "split": None,
         }
-        if cutlass.const_expr(self.main.has_words):
-            count = call.buffer.shape[0] - call.words_at
-            named["words"] = integers_from(buffer + call.words_at, count)
+        if cutlass.const_expr(self.main.has_dq_flags):
+            count = call.buffer.shape[0] - call.dq_flags_at
+            named["dq_flags"] = integers_from(buffer + call.dq_flags_at, count)
         if cutlass.const_expr(self.spec.has_dropout):
             named["kept"] = DropoutArguments(*call.dropout).kept
         counters, state = (
             integers_from(buffer + begin, Int32(end - begin))
-            for begin, end in ((call.counters_at, call.words_at), (call.table_at, call.counters_at))
+            for begin, end in (
+                (call.counters_at, call.dq_flags_at),
+                (call.table_at, call.counters_at),
+            )
         )
         named |= {"counters": counters, "schedule_state": counters}
         if cutlass.const_expr(self.table is not None):
@@ -165,23 +170,23 @@ class BackwardPass:
             }
             self.table(*chosen(TileTableArguments, named), stream)
         if cutlass.const_expr(self.main.splits):
-            count = Int32(call.words_at - call.part_counters_at)
+            count = Int32(call.dq_flags_at - call.part_counters_at)
             named["split"] = SplitArguments(
                 call.head_parts,
                 call.block_parts,
                 numbers_from(buffer + call.parts_at, call.buffer.shape[0] - call.parts_at),
                 integers_from(buffer + call.part_counters_at, count),
             )
-        of_call = call.heads_per_section, named["num_sequences"], named["split"]
-        sections = self.main.sections(call.q, call.k, *of_call)
-        named["num_tiles"] = sections.tiles_before(call.sections_before)
-        named["begin"] = BeginArguments(*chosen(BeginArguments, named))
-        self.begin(*chosen(BeginArguments, named), stream)
+        sizes = call.heads_per_group, named["num_sequences"], named["split"]
+        groups = self.main.query_head_groups(call.q, call.k, *sizes)
+        named["num_tiles"] = groups.tiles_before(call.groups_preprocessed)
+        named["preprocess"] = PreprocessArguments(*chosen(PreprocessArguments, named))
+        self.preprocess(*chosen(PreprocessArguments, named), stream)
         self.main(*chosen(BackwardArguments, named), stream)
 
 
 def numbers_from(first: cute.Pointer, count) -> cute.Tensor:
-    """So many numbers from the first on."""
+    """A tensor of `count` numbers from the first on."""
     return cute.make_tensor(first, cute.make_layout((count,)))
 
 

@@ -1,7 +1,7 @@
 """Plans of the backward pass: the tiling, the order of the key tiles, and what is launched.
 
-A CTA of the backward kernel has a tile of keys of one key/value head and of all query heads that
-share it. The tiles of the first keys come first: with a causal mask most queries see them.
+A CTA of the backward kernel has a key tile of one key/value head, and all query heads that share
+it. The tiles of the first keys come first: with a causal mask most queries see them.
 """
 
 import functools
@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fa3.kernels.backward import Backward
-from fa3.kernels.backward_begin import BackwardBegin
-from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_word
+from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_group_flag
 from fa3.kernels.backward_pass import BackwardPass
+from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
 from fa3.planning.key_split import KeyShares, choose_shares, may_have_parts, may_split
@@ -26,48 +26,45 @@ from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Intersection, Sequence
 
 L2_BYTES = 48 << 20
-"""Of Q, dO and dQ that tiles which run beside one another should share in L2. They take the query
-heads of their key/value head one after another, at about the same time."""
+"""Bytes of Q, dO and dQ that tiles which run at the same time should share in L2. They take the
+query heads of their key/value head one after another, at about the same time."""
 
-TILES_OF_SECTION = 64
-"""Tiles of keys of a section, unless a head alone has more: half as many as run beside one another.
-With more of them sums of dQ wait longer for what is added to them, and leave L2 before: 1 to 5% of
-the time of sequences of up to 2k (docs/experiments.md). If sums have a fixed order, twice as many:
-of fewer heads all tiles run at once, and wait for one another; that cost up to 7%."""
+TILES_PER_GROUP = 64
+"""Key tiles of a head group, unless a head alone has more: half as many as run at the same time.
+With more, dQ leaves L2 between two additions: 1 to 5% of the time of sequences of up to 2k
+(docs/experiments.md). Twice as many in a fixed order: with fewer heads all their tiles run at once
+and wait for one another; that cost up to 7%."""
 
-HEADS_OF_SECTION, MORE_HEADS_OF_SECTION = 4, 8
-"""Heads of a section, at least, where queries see keys up to some point only, as with a causal
-mask: its longest tiles come first, one of each head, and those of the last section would end long
-after all others. The latter if there are not many tiles, where it took 6 to 12%, or if sums have a
-fixed order (docs/experiments.md)."""
+HEADS_PER_GROUP, MORE_HEADS_PER_GROUP = 4, 8
+"""Fewest heads of a head group with a bound to the right, as with a causal mask. A group's longest
+tiles come first, one of each head, and the ones of the last group would end long after all others.
+The latter with few tiles, where it took 6 to 12%, or in a fixed order (docs/experiments.md)."""
 
 ENOUGH_TILES = 1536
-"""Tiles of keys of all sections, from which on the last section is a small part."""
+"""Key tiles of all head groups, from which on the last group is a small part."""
 
-MOST_TILES_OF_SECTION = 256
-"""Tiles of keys that these heads have at most; of longer sequences there are fewer heads."""
+MOST_TILES_PER_GROUP = 256
+"""Most key tiles of these heads; with longer sequences there are fewer heads."""
 
-TILES_BEFORE = 128
-"""Tiles of keys of the sections that the kernel before begins: what other CTAs work on while some
-of the backward kernel's begin the next ones."""
+TILES_PREPROCESSED = 128
+"""Key tiles of the head groups that the preprocess kernel does: work for other CTAs while some CTAs
+of the backward kernel preprocess the next groups."""
 
 KEYS_OF_QUERY = 384
-"""Keys that a query sees in the mean, from which on the backward kernel begins queries itself. With
+"""Keys that a query sees in the mean, from which on the backward kernel preprocesses queries. With
 256 it lost 7 to 10%, with 512 it gained 4 to 6% (docs/experiments.md)."""
 
-KEYS_WITHOUT_ZEROS, MORE_KEYS_WITHOUT_ZEROS = 512, 1024
-"""Keys of a sequence, at most, whose sums of dQ do not begin with zeros; the latter where queries
-see keys up to some point only, so that tiles of keys begin at different queries. Without zeros 512
-keys gained 5 to 22% and 1024 up to 9%, at head size 256 nothing; longer ones lost up to 19%
-(docs/experiments.md)."""
+KEYS_UNZEROED, MORE_KEYS_UNZEROED = 512, 1024
+"""Most keys of a sequence for which the dQ accumulator is not zeroed; the latter with a bound to
+the right, where key tiles begin at different queries. Without zeros 512 keys gained 5 to 22% and
+1024 up to 9%, at head size 256 nothing; longer ones lost up to 19% (docs/experiments.md)."""
 
 
-SECTIONS = 4
-"""Sections of heads of packed sequences, so that a quarter of the queries is begun before the
-backward kernel."""
+HEAD_GROUPS = 4
+"""Head groups of packed sequences, so that the preprocess kernel does a quarter of the queries."""
 
 FEWEST_TILES = 512
-"""Tiles of keys of a section of packed sequences: some four for each SM, so that no tile alone is
+"""Key tiles of a head group of packed sequences: some four for each SM, so that no tile alone is
 much of its work."""
 
 
@@ -92,21 +89,23 @@ class BackwardTiling(NamedTuple):
 BACKWARD_TILINGS = (
     BackwardTiling(32, 32, BackwardConfig(64, 128)),
     BackwardTiling(64, 64, BackwardConfig(128, 128)),
-    BackwardTiling(64, 64, BackwardConfig(128, 128, statistics_at_once=2)),
+    BackwardTiling(64, 64, BackwardConfig(128, 128, stats_vector=2)),
     BackwardTiling(192, 192, BackwardConfig(64, 128)),
     BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, statistics_at_once=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, statistics_at_once=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, parts=2)),
-    BackwardTiling(192, 128, BackwardConfig(64, 128, k_stages=1, parts=2, statistics_at_once=2)),
-    BackwardTiling(128, 192, BackwardConfig(64, 128, k_stages=1, parts=2, statistics_at_once=2)),
-    BackwardTiling(192, 192, BackwardConfig(64, 64, shares_keys=True)),
-    BackwardTiling(192, 192, BackwardConfig(64, 64, k_stages=1, shares_keys=True)),
-    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, shares_keys=True)),
-    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, k_stages=1, shares_keys=True)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, stats_vector=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, stats_vector=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 128, k_stages=1, q_splits=2)),
+    BackwardTiling(192, 128, BackwardConfig(64, 128, k_stages=1, q_splits=2, stats_vector=2)),
+    BackwardTiling(128, 192, BackwardConfig(64, 128, k_stages=1, q_splits=2, stats_vector=2)),
+    BackwardTiling(192, 192, BackwardConfig(64, 64, warpgroups_share_keys=True)),
+    BackwardTiling(192, 192, BackwardConfig(64, 64, k_stages=1, warpgroups_share_keys=True)),
+    BackwardTiling(256, 256, BackwardConfig(64, 64, do_stages=1, warpgroups_share_keys=True)),
+    BackwardTiling(
+        256, 256, BackwardConfig(64, 64, do_stages=1, k_stages=1, warpgroups_share_keys=True)
+    ),
 )
-"""The first row that fits is taken. Sizes of tiles are those of FlashAttention-3 where they fit; of
-them only parts have been compared with others (docs/experiments.md)."""
+"""The first row that fits is taken. Tiles have FlashAttention-3's sizes where they fit; only some
+have been compared with others (docs/experiments.md)."""
 
 
 def choose_backward_config(spec: AttentionSpec) -> BackwardConfig:
@@ -133,7 +132,7 @@ class BackwardKernels:
 
     Fields:
         spec: what the backward kernel is compiled for, besides its tiling.
-        is_ordered: whether the sums of dQ are added up in a fixed order.
+        is_ordered: whether key tiles add to dQ in a fixed order.
         splits: whether CTAs share key tiles.
         is_packed: whether sequences are packed; a kernel then makes the table of key tiles.
         has_used_q, has_used_k: whether packed sequences have `seqused_q` and `seqused_k`.
@@ -156,57 +155,57 @@ class BackwardKernels:
         spec, config, table = self.spec, self.config, None
         schedule = RaggedKeyTiles if self.is_packed else InTurn
         main = Backward(spec, config, schedule, self.is_ordered, self.has_used_q, self.splits)
-        preprocessed = begin_spec(spec), config
+        preprocessed = preprocess_spec(spec), config
         if not self.is_packed:
-            return BackwardPass(BackwardBegin(*preprocessed), main)
+            return BackwardPass(BackwardPreprocess(*preprocessed), main)
         table = TileTable(
             config.tile_m, config.tile_n, band_of(spec), self.has_used_q, self.has_used_k,
             is_of_keys=True,
         )  # fmt: skip
-        begin = BackwardBegin(*preprocessed, True, self.has_used_q, main.has_words)
-        return BackwardPass(begin, main, table)
+        kinds = True, self.has_used_q, main.has_dq_flags
+        return BackwardPass(BackwardPreprocess(*preprocessed, *kinds), main, table)
 
     @functools.cached_property
     def numbers_of_tile(self) -> tuple[int, int, int]:
-        """32-bit numbers of a query tile: its rows' statistics, its sum of dQ, its word."""
+        """32-bit numbers of a query tile: its rows' statistics, its dQ, its flag."""
         tile_m = self.config.tile_m
-        sums = self.config.pieces(padded(self.spec.head_dim)).numbers
-        return tile_m * STATISTICS, sums, int(self.entry.main.has_words)
+        dq = self.config.pieces(padded(self.spec.head_dim)).numbers
+        return tile_m * STATISTICS, dq, int(self.entry.main.has_dq_flags)
 
     def layout(
-        self, num_query_tiles: int, num_parts: int, num_sections: int, table_words: int = 0
+        self, num_query_tiles: int, num_parts: int, num_head_groups: int, table_words: int = 0
     ) -> "BufferLayout":
         """Lay out the buffer of a call of these sizes."""
-        statistics, sums, words = self.numbers_of_tile
-        sums_at = num_query_tiles * statistics
-        table_at = sums_at + num_query_tiles * sums
+        statistics, dq, flags = self.numbers_of_tile
+        dq_at = num_query_tiles * statistics
+        table_at = dq_at + num_query_tiles * dq
         counters_at = table_at + table_words
-        words_at = counters_at + words_of_counters(num_sections)
-        end = words_at + num_query_tiles * words
+        dq_flags_at = counters_at + words_of_counters(num_head_groups)
+        end = dq_flags_at + num_query_tiles * flags
         if not self.splits:
-            return BufferLayout(sums_at, table_at, counters_at, words_at, None, None, end)
+            return BufferLayout(dq_at, table_at, counters_at, dq_flags_at, None, None, end)
         part_counters = words_of_key_parts(num_parts)
         parts_at = part_counters + -(-end // QUAD) * QUAD
         end = parts_at + numbers_of_key_parts(num_parts, self.spec, self.config)
-        words = words_at + part_counters
-        return BufferLayout(sums_at, table_at, counters_at, words, words_at, parts_at, end)
+        flags_at = dq_flags_at + part_counters
+        return BufferLayout(dq_at, table_at, counters_at, flags_at, dq_flags_at, parts_at, end)
 
 
 class BufferLayout(NamedTuple):
-    """Where the buffer that the kernels share holds what, in 32-bit numbers.
+    """The places in the buffer that the kernels share, in 32-bit numbers.
 
     Fields:
-        sums_at: the sums of dQ; before them are the rows' statistics.
+        dq_at: the dQ accumulator; before it are the rows' statistics.
         table_at: the table of packed key tiles.
-        counters_at, words_at: counters, and the words of the sums.
+        counters_at, dq_flags_at: counters, and the flags of the accumulator.
         part_counters_at, parts_at: counters and sums of shared key tiles; None without.
         end: numbers of the whole buffer.
     """
 
-    sums_at: int
+    dq_at: int
     table_at: int
     counters_at: int
-    words_at: int
+    dq_flags_at: int
     part_counters_at: int | None
     parts_at: int | None
     end: int
@@ -217,18 +216,18 @@ class BackwardSizes(NamedTuple):
 
     Fields:
         num_query_tiles: of all query heads.
-        heads_per_section, sections_before: as `PassArguments` has them.
-        most_ctas: CTAs of the backward kernel that find work.
-        has_zeros: whether sums of dQ begin with zeros.
+        heads_per_group, groups_preprocessed: as `PassArguments` has them.
+        most_ctas: CTAs of the backward kernel that have work.
+        dq_is_zeroed: whether the dQ accumulator starts with zeros.
         layout: of the buffer that the kernels share.
         capacity, shift: of the table of packed key tiles; None without.
     """
 
     num_query_tiles: int
-    heads_per_section: int
-    sections_before: int
+    heads_per_group: int
+    groups_preprocessed: int
     most_ctas: int
-    has_zeros: bool
+    dq_is_zeroed: bool
     layout: BufferLayout
     capacity: int | None = None
     shift: int | None = None
@@ -239,7 +238,7 @@ class BackwardPlan:
     """How the gradients of a problem are computed; it has at least one query and one key.
 
     Fields:
-        is_ordered: whether the sums of dQ are added up in a fixed order.
+        is_ordered: whether key tiles add to dQ in a fixed order.
         shares: how CTAs share key tiles.
     """
 
@@ -270,11 +269,11 @@ class BackwardPlan:
     @property
     def sizes(self) -> BackwardSizes:
         """What a launch takes of the problem's sizes."""
-        tiles, sections = self.num_query_tiles, self.num_sections
-        layout = self.kernels.layout(tiles, self.num_parts, sections)
-        most_ctas = max(self.num_parts, ctas_that_end(tiles))
-        before = self.heads_per_section, self.sections_before
-        return BackwardSizes(tiles, *before, most_ctas, self.has_zeros, layout)
+        tiles, groups = self.num_query_tiles, self.num_head_groups
+        layout = self.kernels.layout(tiles, self.num_parts, groups)
+        most_ctas = max(self.num_parts, convert_ctas(tiles))
+        before = self.heads_per_group, self.groups_preprocessed
+        return BackwardSizes(tiles, *before, most_ctas, self.dq_is_zeroed, layout)
 
     @property
     def num_query_tiles(self) -> int:
@@ -283,7 +282,7 @@ class BackwardPlan:
 
     @property
     def key_tiles_of_head(self) -> int:
-        """Tiles of keys of a head."""
+        """Key tiles of a head."""
         return -(-self.problem.seqlen_k // self.config.tile_n)
 
     @property
@@ -296,18 +295,18 @@ class BackwardPlan:
         return self.num_key_tiles * self.shares.parts
 
     @property
-    def sections_before(self) -> int:
-        """How many sections the kernel before begins."""
-        if not begins_inside(self.problem.seqlen_k, self.problem.window):
-            return self.num_sections
-        of_section = self.heads_per_section * self.key_tiles_of_head
-        return min(self.num_sections, -(-TILES_BEFORE // of_section))
+    def groups_preprocessed(self) -> int:
+        """Head groups that the preprocess kernel does."""
+        if not fuses_preprocess(self.problem.seqlen_k, self.problem.window):
+            return self.num_head_groups
+        tiles_per_group = self.heads_per_group * self.key_tiles_of_head
+        return min(self.num_head_groups, -(-TILES_PREPROCESSED // tiles_per_group))
 
     @property
-    def has_zeros(self) -> bool:
-        """Whether sums begin with zeros."""
+    def dq_is_zeroed(self) -> bool:
+        """Whether the dQ accumulator starts with zeros."""
         problem = self.problem
-        return self.is_ordered or problem.seqlen_k > keys_without_zeros(problem.window)
+        return self.is_ordered or problem.seqlen_k > most_keys_unzeroed(problem.window)
 
     @property
     def query_heads_of_cta(self) -> int:
@@ -315,14 +314,14 @@ class BackwardPlan:
         return self.problem.qhead_per_kvhead // self.shares.head_parts
 
     @property
-    def query_heads_together(self) -> int:
-        """Query heads of a section."""
-        heads = self.heads_per_section // self.shares.block_parts * self.query_heads_of_cta
+    def query_heads_of_group(self) -> int:
+        """Query heads of a head group."""
+        heads = self.heads_per_group // self.shares.block_parts * self.query_heads_of_cta
         return min(heads, self.problem.num_heads_q * self.problem.batch)
 
     @property
-    def num_sections(self) -> int:
-        return -(-self.heads * self.shares.block_parts // self.heads_per_section)
+    def num_head_groups(self) -> int:
+        return -(-self.heads * self.shares.block_parts // self.heads_per_group)
 
     @property
     def heads(self) -> int:
@@ -330,24 +329,24 @@ class BackwardPlan:
         return self.problem.num_heads_kv * self.problem.batch * self.shares.head_parts
 
     @property
-    def heads_per_section(self) -> int:
-        """Heads whose Q, dO and dQ fit into L2 together, and whose tiles of keys run beside one
-        another: so a head's tiles add to dQ at the same time. Parts of key tiles count as heads.
+    def heads_per_group(self) -> int:
+        """Heads with Q, dO and dQ that fit into L2 together, and key tiles that run together.
 
-        A few more or less, where sections are about equal then: the last one is not to be small.
+        So a head's tiles add to dQ at the same time. Parts of key tiles count as heads. A few heads
+        more or less make groups about equal, so that the last one is not small.
         """
         problem = self.problem
         fitting = rows_in_l2(problem.spec) // problem.seqlen_q
-        # Parts of query blocks of the same heads are in one section.
-        of_head = self.key_tiles_of_head * self.shares.block_parts
+        # Parts of query blocks of the same heads are in one head group.
+        tiles = self.key_tiles_of_head * self.shares.block_parts
         if problem.window.right == NO_BOUND:
-            beside = TILES_OF_SECTION * (2 if self.is_ordered else 1) // of_head
+            wanted = TILES_PER_GROUP * (2 if self.is_ordered else 1) // tiles
         else:
             is_small = self.num_parts >= ENOUGH_TILES and not self.is_ordered
-            least = HEADS_OF_SECTION if is_small else MORE_HEADS_OF_SECTION
-            beside = max(TILES_OF_SECTION // of_head, min(least, MOST_TILES_OF_SECTION // of_head))
-        sections = max(1, round(self.heads / max(1, min(fitting, beside))))
-        return -(-self.heads // sections) * self.shares.block_parts
+            least = HEADS_PER_GROUP if is_small else MORE_HEADS_PER_GROUP
+            wanted = max(TILES_PER_GROUP // tiles, min(least, MOST_TILES_PER_GROUP // tiles))
+        groups = max(1, round(self.heads / max(1, min(fitting, wanted))))
+        return -(-self.heads // groups) * self.shares.block_parts
 
 
 def words_of_key_parts(num_parts: int) -> int:
@@ -366,23 +365,23 @@ def blocks_of_key_tiles(
     """Query blocks of a head that see each key tile, in the order in which CTAs take the tiles."""
     tile_m, tile_n, band = config.tile_m, config.tile_n, band_of(spec)
     begins = range(0, sequence.seqlen_k, tile_n)
-    of_tiles = (band.query_blocks(begin, tile_n, tile_m, sequence) for begin in begins)
-    counts = tuple(max(0, blocks.end - blocks.begin) for blocks in of_tiles)
+    visited = (band.query_blocks(begin, tile_n, tile_m, sequence) for begin in begins)
+    counts = tuple(max(0, blocks.end - blocks.begin) for blocks in visited)
     return counts[::-1] if is_ordered else counts
 
 
-def words_of_counters(sections: int) -> int:
-    """int32 that the backward kernel counts in, a multiple of 4."""
-    return -(-place_of_word(sections, 0) // QUAD) * QUAD
+def words_of_counters(groups: int) -> int:
+    """int32 that the backward kernel counts in for so many head groups, a multiple of 4."""
+    return -(-place_of_group_flag(groups, 0) // QUAD) * QUAD
 
 
-def ctas_that_end(tiles: int) -> int:
-    """CTAs whose warps write dQ of so many tiles of queries, one at least for each warp."""
+def convert_ctas(tiles: int) -> int:
+    """CTAs that convert dQ of so many query tiles, at least one for each warp."""
     return -(-tiles // (WARPS * MMA_GROUPS))
 
 
-def begins_inside(seqlen_k: float, window: Window) -> bool:
-    """Whether queries see so many keys that the backward kernel has time to begin some itself.
+def fuses_preprocess(seqlen_k: float, window: Window) -> bool:
+    """Whether queries see so many keys that the backward kernel has time to preprocess some.
 
     Args:
         seqlen_k: keys of a sequence, in the mean.
@@ -394,9 +393,9 @@ def begins_inside(seqlen_k: float, window: Window) -> bool:
     return keys >= KEYS_OF_QUERY
 
 
-def keys_without_zeros(window: Window) -> int:
-    """Keys of a sequence, at most, whose sums of dQ do not begin with zeros."""
-    return KEYS_WITHOUT_ZEROS if window.right == NO_BOUND else MORE_KEYS_WITHOUT_ZEROS
+def most_keys_unzeroed(window: Window) -> int:
+    """Most keys of a sequence for which the dQ accumulator is not zeroed."""
+    return KEYS_UNZEROED if window.right == NO_BOUND else MORE_KEYS_UNZEROED
 
 
 def band_of(spec: AttentionSpec) -> Band:
@@ -404,14 +403,14 @@ def band_of(spec: AttentionSpec) -> Band:
     return spec.mask.band if isinstance(spec.mask, Intersection) else spec.mask
 
 
-def begin_spec(spec: AttentionSpec) -> AttentionSpec:
-    """A spec for the kernel before: what masks and scores change is in the backward kernel only."""
+def preprocess_spec(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of the preprocess kernel: only the backward kernel depends on masks and scores."""
     plain = AttentionSpec(spec.dtype, spec.head_dim, spec.head_dim_v, Band())
     return replace(plain, has_dropout=spec.has_dropout)
 
 
 def rows_in_l2(spec: AttentionSpec) -> int:
-    """Queries whose Q, dO and dQ fit into L2 together."""
+    """Queries with Q, dO and dQ that fit into L2 together."""
     return L2_BYTES // (spec.key_bytes + FLOAT_BYTES * padded(spec.head_dim))
 
 
@@ -435,19 +434,19 @@ def sizes_of_packed(
     fitting = rows_in_l2(kernels.spec) // max(1, min(max_seqlen_q, total_q))
     heads = heads_kv * shares.head_parts
     tiles_of_head = total_k // config.tile_n * shares.block_parts
-    sections = sections_of_heads(heads, tiles_of_head, fitting)
-    is_inside = begins_inside(total_k / max(1, num_sequences), window)
+    groups = head_groups_of_packed(heads, tiles_of_head, fitting)
+    is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
     capacity = capacity_of_table(total_k, num_sequences, config.tile_n)
     num_parts = heads_kv * shares.parts
-    most_ctas = max(capacity * num_parts, ctas_that_end(tiles))
+    most_ctas = max(capacity * num_parts, convert_ctas(tiles))
     num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
     return BackwardSizes(
         tiles,
-        heads // sections * shares.block_parts,
-        1 if is_inside else sections,
+        heads // groups * shares.block_parts,
+        1 if is_fused else groups,
         most_ctas,
         True,
-        kernels.layout(tiles, num_parts, sections, words_of_table(capacity)),
+        kernels.layout(tiles, num_parts, groups, words_of_table(capacity)),
         capacity,
         shift_of_work(max_seqlen_q, config.tile_m),
     )
@@ -465,7 +464,7 @@ def shares_of_packed(
     is_ordered: bool,
     num_sms: int,
 ) -> KeyShares:
-    """How CTAs share the key tiles of packed sequences, whose lengths the host does not know.
+    """How CTAs share the key tiles of packed sequences; the host does not know their lengths.
 
     It is chosen for as many sequences of the longest length as the rows hold: long sequences have
     most of the work. Lengths are rounded, so that steps of a training lead to few choices.
@@ -509,15 +508,17 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
-def sections_of_heads(heads_kv: int, tiles: int, fitting: int) -> int:
-    """How many sections of equally many key/value heads there are: so many that L2 holds what a
-    section's tiles share, and `SECTIONS` if their tiles are not few then.
+def head_groups_of_packed(heads_kv: int, tiles: int, fitting: int) -> int:
+    """The number of head groups, with equally many key/value heads each.
+
+    So many that L2 holds what the tiles of a group share, and up to `HEAD_GROUPS` if each has many
+    tiles.
 
     Args:
-        tiles: of keys, of a head.
-        fitting: heads whose Q, dO and dQ of the longest sequence fit into L2 together.
+        tiles: key tiles of a head.
+        fitting: heads with Q, dO and dQ of the longest sequence that fit into L2 together.
     """
     counts = divisors(heads_kv)
     for_l2 = next(n for n in counts if n * fitting >= heads_kv or n == heads_kv)
-    most = min(SECTIONS, max(1, tiles * heads_kv // FEWEST_TILES))
+    most = min(HEAD_GROUPS, max(1, tiles * heads_kv // FEWEST_TILES))
     return max(for_l2, *(n for n in counts if n <= most))

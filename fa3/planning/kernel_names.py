@@ -4,8 +4,8 @@ from typing import Any
 
 from fa3.kernels.append import Append
 from fa3.kernels.backward import Backward
-from fa3.kernels.backward_begin import BackwardBegin
 from fa3.kernels.backward_pass import BackwardPass
+from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
@@ -73,8 +73,8 @@ def describe_kernel(kernel: Any) -> str:
             words = ["shared-tile table", name_of_mask(kernel.band)]
         case BackwardPass():
             return describe_kernel(kernel.main)
-        case BackwardBegin():
-            # It has no mask, whatever the call has: see `fa3.planning.backward.begin_spec`.
+        case BackwardPreprocess():
+            # It has no mask, whatever the call has: see `fa3.planning.backward.preprocess_spec`.
             of_spec = [word for word in words_of_spec(kernel.spec) if word != "no mask"]
             words = ["backward preprocess", *of_spec]
         case Backward():

@@ -71,7 +71,7 @@ def choose_shares(
         blocks: query blocks of one head that see each key tile, in the order of the tiles.
         heads: key/value heads, of all sequences.
         group: query heads that share a key/value head.
-        is_ordered: whether the sums of dQ are added up in a fixed order.
+        is_ordered: whether key tiles add to dQ in a fixed order.
     """
     whole = KeyShares()
     best, least = whole, time_of(blocks, heads, group, num_sms, whole) * MOST_OF_TIME

@@ -1,5 +1,4 @@
-"""The WGMMAs of the backward kernel: layouts in shared memory, operands and accumulators; but for
-dQ, which `fa3.primitives.query_gradient_step` has.
+"""The WGMMAs of the backward kernel, without dQ: shared memory layouts, operands, accumulators.
 
 Every buffer in shared memory is read in two ways. Q, K and dO are rows of a head for S and dP, and
 columns of it for dK, dQ and dV; dS (keys, queries) is an operand of dK as it is and of dQ
@@ -36,10 +35,10 @@ class GradientLayouts(NamedTuple):
 
     Fields:
         q, d_out: queries, counted in stages.
-        k, v: slabs of 64 keys; of K all slabs of a stage and then those of the next.
+        k, v: slabs of 64 keys; of K all slabs of a stage, then of the next stage.
         scores: of dS, and of P: slabs of 64 keys with queries as columns, all slabs of a stage and
-            then those of the next.
-        dk, dv: what each group writes at the end, in the place of K and V.
+            then of the next stage.
+        dk, dv: what each warpgroup writes at the end, in the place of K and V.
     """
 
     q: cute.ComposedLayout
@@ -53,7 +52,7 @@ class GradientLayouts(NamedTuple):
     @classmethod
     def of(cls, dtype, config, columns: int, columns_v: int) -> "GradientLayouts":
         """Layouts for a `BackwardConfig`, padded head sizes."""
-        tile_m, slabs, shares = config.tile_m, config.slabs, config.shares
+        tile_m, slabs, shares = config.tile_m, config.slabs, config.column_splits
         dk, dv = columns // shares, columns_v // shares
         # K is an operand of a piece of dQ, and dK's memory.
         width_k = math.gcd(config.pieces(columns).width, dk)
@@ -85,7 +84,7 @@ class GradientMmas(NamedTuple):
         """The WGMMAs for a `BackwardConfig` and padded head sizes."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
-        of_p = source.SMEM if config.shares_keys else source.RMEM
+        of_p = source.SMEM if config.warpgroups_share_keys else source.RMEM
 
         def mma(a_major, b_major, width: int, a_source=source.SMEM):
             return sm90.make_trivial_tiled_mma(
@@ -94,8 +93,8 @@ class GradientMmas(NamedTuple):
 
         return cls(
             mma(k_major, k_major, config.queries),
-            mma(k_major, mn_major, columns_v // config.shares, of_p),
-            mma(k_major, mn_major, columns // config.shares, of_p),
+            mma(k_major, mn_major, columns_v // config.column_splits, of_p),
+            mma(k_major, mn_major, columns // config.column_splits, of_p),
         )
 
 
@@ -123,14 +122,16 @@ class GradientOperands(NamedTuple):
     @classmethod
     def of(cls, mmas: GradientMmas, config, smem, group) -> "GradientOperands":
         """The operands of a group; `smem` has the buffers of `GradientLayouts`."""
-        slab, share = (0, group) if config.shares_keys else (group, 0)
+        slab, share = (0, group) if config.warpgroups_share_keys else (group, 0)
         k = cute.logical_divide(smem.k, (None, None, config.slabs))[None, None, (slab, None)]
-        dk, dv = (cute.size(buffer, mode=[1]) // config.shares for buffer in (smem.k, smem.v))
-        rows = config.tile_m // config.parts
+        dk, dv = (
+            cute.size(buffer, mode=[1]) // config.column_splits for buffer in (smem.k, smem.v)
+        )
+        rows = config.tile_m // config.q_splits
         qt, d_out_t = columns_of(smem.q, dk, rows), columns_of(smem.d_out, dv, rows)
-        # A part of a block is a group's share of it, or one after another is everybody's.
+        # A part of a block is a warpgroup's share; or all warpgroups compute part after part.
         q, d_out = (
-            cute.logical_divide(rows_of(buffer, config.queries), (None, None, config.parts))[
+            cute.logical_divide(rows_of(buffer, config.queries), (None, None, config.q_splits))[
                 None, None, (None, share), None
             ]
             for buffer in (smem.q, smem.d_out)
@@ -142,8 +143,8 @@ class GradientOperands(NamedTuple):
             operand_b(mmas.scores, d_out),
             operand_b(mmas.dk, qt[None, share, None, None, None]),
             operand_b(mmas.dv, d_out_t[None, share, None, None, None]),
-            operand_a(mmas.dv, smem.p) if config.shares_keys else None,
-            operand_a(mmas.dk, smem.ds) if config.shares_keys else None,
+            operand_a(mmas.dv, smem.p) if config.warpgroups_share_keys else None,
+            operand_a(mmas.dk, smem.ds) if config.warpgroups_share_keys else None,
             cute.make_rmem_tensor(mmas.dk.partition_shape_C((ROWS, dk)), Float32),
             cute.make_rmem_tensor(mmas.dv.partition_shape_C((ROWS, dv)), Float32),
         )

@@ -1,5 +1,4 @@
-"""Key tiles that several CTAs share in the backward kernel: who does what, and the sum of their dK
-and dV.
+"""Key tiles that several CTAs share in the backward kernel: their parts, and the sum of the parts.
 
 With few key/value heads there are fewer key tiles than SMs. Then several CTAs take the same key
 tile, each with some of its query heads, and of a head with some of its query blocks (`KeySplit`).
@@ -11,7 +10,7 @@ Each has a part of dK and dV, and `GradientParts` adds the parts up in a binary 
     third level   0 ............+ 4          own sum to memory and is done.
 
 So no warp waits for another. The last warp at the root writes dK and dV. A sum of two numbers does
-not depend on their order, so the bits do not depend on who is last.
+not depend on their order, so the bits do not depend on which warp is last.
 
 Each warp adds up its own accumulator rows: the same warps of all CTAs have counters of their own.
 """
@@ -24,14 +23,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from fa3.primitives.divisor import Divisor
+from fa3.primitives.dq_accumulator import in_quads, quads_of_lane
 from fa3.primitives.fragments import as_rows_and_columns
-from fa3.primitives.query_tiles import (
-    PAIR,
-    PackedQueryTiles,
-    QueryTiles,
-    in_quads,
-    quads_of_lane,
-)
+from fa3.primitives.query_tiles import PAIR, PackedQueryTiles, QueryTiles
 from fa3.primitives.vectors import QUAD, vector_of
 from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
 
@@ -126,13 +120,13 @@ class GradientParts:
     Fields:
         tensors: the buffers and the gradients.
         warp: this warp among the MMA warps of a CTA, and `warps` their number.
-        shares_keys: whether both MMA warpgroups have the same keys, and half of the columns each.
+        warpgroups_share_keys: see `fa3.kernels.backward_launch.BackwardConfig`.
     """
 
     tensors: SharedKeyTiles
     warp: Int32
     warps: int
-    shares_keys: bool
+    warpgroups_share_keys: bool
 
     @cute.jit
     def finish(self, accs: tuple, work: KeyWork, tiles, rows: KeyRows):
@@ -208,7 +202,7 @@ class GradientParts:
         """Write this warp's rows of an accumulator to a gradient, as far as there are keys."""
         group, fragment = self.warp // WARPS, as_rows_and_columns(acc)
         slab, share = work.n_block * (self.warps // WARPS) + group, 0
-        if cutlass.const_expr(self.shares_keys):
+        if cutlass.const_expr(self.warpgroups_share_keys):
             slab, share = work.n_block, group
         pairs = cute.size(fragment, mode=[1]) // PAIR
         first = share * pairs * 4 + lane % 4

@@ -1,8 +1,7 @@
-"""The backward kernel's loop over query blocks: what a tile of keys gives and gets in each step.
+"""An MMA warpgroup's loop over query blocks in the backward kernel.
 
-Q, dO and the rows' statistics come from shared memory, where the producer's TMA wrote them; dK and
-dV stay in registers for the epilogue, and dS goes to shared memory, where
-`fa3.primitives.query_gradient_step` makes dQ of it.
+Q, dO and the rows' statistics come from shared memory, where the producer's TMA wrote them. dK and
+dV stay in registers for the epilogue. dS goes to shared memory for `fa3.primitives.dq_step`.
 
 A thread has 208 registers, of which dK and dV take 128 at head size 128. So P is kept in 16 bits
 while dP is there, and is read again for dS: it is rounded for dV in any case.
@@ -32,15 +31,15 @@ from fa3.primitives.wgmma import ROWS
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The steps of one tile of keys and one query head, for one MMA warpgroup.
+    """The steps of one key tile and one query head, for one MMA warpgroup.
 
     Fields:
         config: a `fa3.kernels.backward_launch.BackwardConfig`.
-        smem, pipelines: the kernel's buffers, and what delivers Q, V, dO and dS in them.
-        k_stage, v_state: where the tile's K is, and when its V has come.
+        smem, pipelines: the kernel's buffers, and pipelines that deliver Q, V, dO and dS.
+        k_stage, v_state: the stage of the tile's K, and the state in which its V arrives.
         rules: score functions and masks; their coordinates name query head and batch.
         barrier: of all MMA warpgroups.
-        turns: whose turn it is to compute S and P.
+        turns: ping-pong for S and P.
         dropout: what is dropped, or None.
     """
 
@@ -83,21 +82,21 @@ class GradientStep:
         if cutlass.const_expr(config.do_stages == config.stages):
             do_state = q_state
         states = q_state, do_state, ds_state
-        # Before the wait: behind it ptxas loads them only when all WGMMAs of S have been issued.
+        # Before the wait: after it ptxas loads them only when all WGMMAs of S have been issued.
         statistics = self.statistics(q_state)
         pipelines.q.consumer_wait(q_state)
-        if cutlass.const_expr(config.parts == 1):
-            self.products(0, m_block, states, statistics, masked)
+        if cutlass.const_expr(config.q_splits == 1):
+            self.mma_part(0, m_block, states, statistics, masked)
             warpgroup.wait_group(1)
             pipelines.d_out.consumer_release(do_state)
             warpgroup.wait_group(0)
         else:
             # A loop: in one piece of code what the second part reads would be read before the
             # first, for which there are no registers.
-            for part in cutlass.range(config.parts, unroll=1):
+            for part in cutlass.range(config.q_splits, unroll=1):
                 of_part = self.of_part(part)
                 statistics = of_part.statistics(q_state)
-                of_part.products(part, m_block, states, statistics, masked)
+                of_part.mma_part(part, m_block, states, statistics, masked)
                 warpgroup.wait_group(0)
             pipelines.d_out.consumer_release(do_state)
         pipelines.q.consumer_release(q_state)
@@ -114,7 +113,7 @@ class GradientStep:
         return replace(self, rules=rules, dropout=dropout)
 
     @cute.jit
-    def products(
+    def mma_part(
         self, part, m_block, states, statistics: ColumnStatistics, masked: cutlass.Constexpr
     ):
         """One part of a block: S and P, then dP and dV, then dS and dK, which are not waited for.
@@ -143,10 +142,10 @@ class GradientStep:
         of_dv = self.kept_of(rP, masks)
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]
         qt = regs.qt[None, None, None, part, q_state.index]
-        # dQ's warpgroup has read the dS that was here. So has the other MMA warpgroup, with
+        # The dQ warpgroup has read the dS that was here. So has the other MMA warpgroup, with
         # shared keys, and P too: the two have met in the step between.
         pipelines.ds.producer_acquire(ds_state)
-        if cutlass.const_expr(config.shares_keys):
+        if cutlass.const_expr(config.warpgroups_share_keys):
             self.write(of_dv, self.smem.p, part, ds_state)
             warpgroup.wait_group(0)
         else:
@@ -157,14 +156,14 @@ class GradientStep:
         statistics.differentiate(p, dP, deltas, factors, self.dropout is not None)
         rdS = self.rounded(acc_dP)
         self.write(rdS, self.smem.ds, part, ds_state)
-        if cutlass.const_expr(not config.shares_keys):
+        if cutlass.const_expr(not config.warpgroups_share_keys):
             # Before the fence, which waits until dS is in shared memory.
             wgmma.issue(mmas.dk.op, regs.acc_dK, as_operand_a(rdS), qt, accumulate=True)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             pipelines.ds.producer_commit(ds_state)
-        if cutlass.const_expr(config.shares_keys):
+        if cutlass.const_expr(config.warpgroups_share_keys):
             self.barrier.arrive_and_wait()
             of_p = regs.p[None, None, None, ds_state.index]
             of_dk = regs.ds[None, None, None, ds_state.index]
@@ -177,10 +176,10 @@ class GradientStep:
         return pipeline.PipelineState(stages, state.count, state.index, state.phase ^ 1)
 
     def statistics(self, q_state) -> ColumnStatistics:
-        """What is known of the queries of a block."""
+        """The statistics of a block's queries."""
         coords, numbers = self.rules.coords, self.smem.statistics[None, None, q_state.index]
         columns = coords.column, len(coords.column_steps)
-        return ColumnStatistics(numbers, *columns, self.config.statistics_at_once)
+        return ColumnStatistics(numbers, *columns, self.config.stats_vector)
 
     def issue_scores(self, a, b) -> cute.Tensor:
         """Start a product with the shape of this group's scores."""
@@ -193,7 +192,7 @@ class GradientStep:
         """What dropout keeps of a block, for words of P in 16 bits; None without dropout."""
         if self.dropout is None:
             return None
-        return self.dropout.masks(m_block, cute.size(acc_S) // 2, self.config.parts)
+        return self.dropout.masks(m_block, cute.size(acc_S) // 2, self.config.q_splits)
 
     def kept_of(self, rP: cute.Tensor, masks: list[Uint32] | None) -> cute.Tensor:
         """What of P dV takes; with dropout P becomes negative where it is dropped."""
@@ -212,7 +211,7 @@ class GradientStep:
     @cute.jit
     def write(self, fragment: cute.Tensor, buffer: cute.Tensor, part, state):
         """Write this group's part of P^T or dS^T to shared memory."""
-        slab, columns = (0, self.group) if self.config.shares_keys else (self.group, part)
+        slab, columns = (0, self.group) if self.config.warpgroups_share_keys else (self.group, part)
         of_slab = buffer[None, None, state.index * self.config.slabs + slab]
         target = cute.local_tile(of_slab, (ROWS, self.config.queries), (0, columns))
         write_fragment(fragment, self.mmas.scores, self.thread, target)

@@ -1,6 +1,6 @@
 """Backward's epilogue: dK and dV from registers through shared memory to global memory.
 
-The MMA warpgroups write them where K and V were, and go on to their next tile. A warp of dQ's
+The MMA warpgroups write them where K and V were, and go on to their next tile. A warp of the dQ
 warpgroup, which has nothing to do before there are scores of that tile, issues the copies and waits
 until TMA has read the buffer.
 """
@@ -22,30 +22,30 @@ class GradientStore:
     Fields:
         smem: what each MMA warpgroup writes, (64, columns, groups * stages).
         groups: MMA warpgroups.
-        shares_keys: whether they have columns of the same keys, or each its own keys.
-        written: a named barrier, of those who write and those who wait for it.
+        warpgroups_share_keys: whether they have columns of the same keys, or each its own keys.
+        written: a named barrier of the warps that write and the warps that wait for it.
     """
 
     tma: TmaTensor
     smem: cute.Tensor
     groups: int
-    shares_keys: bool
+    warpgroups_share_keys: bool
     written: pipeline.NamedBarrier
 
     @property
     def groups_that_store(self) -> int:
-        """MMA warpgroups with columns of the head: of 16 or fewer the second one has only padding.
+        """MMA warpgroups with columns of the head; with 16 or fewer the second has only padding.
 
         Shared memory has at least 32 columns, of which each of two warpgroups has half.
         """
-        if not self.shares_keys:
+        if not self.warpgroups_share_keys:
             return self.groups
         width, columns = cute.size(self.smem, mode=[1]), cute.size(self.tma.coords, mode=[1])
         return min(self.groups, -(-columns // width))
 
     @cute.jit
     def write(self, acc: cute.Tensor, tiled_mma: cute.TiledMma, thread, group, stage=0):
-        """Write a warpgroup's accumulator, whose part of the buffer nobody reads any more."""
+        """Write a warpgroup's accumulator to its part of the buffer, which is not read any more."""
         converted = cute.make_rmem_tensor_like(acc, self.smem.element_type)
         convert(acc, converted)
         target = self.smem[None, None, stage * self.groups + group]
@@ -59,10 +59,10 @@ class GradientStore:
 
         Returns when TMA has read the buffer.
         """
-        slabs = 1 if self.shares_keys else self.groups
+        slabs = 1 if self.warpgroups_share_keys else self.groups
         if cute.arch.lane_idx() == 0:
             for group in cutlass.range_constexpr(self.groups_that_store):
-                slab, column = (0, group) if self.shares_keys else (group, 0)
+                slab, column = (0, group) if self.warpgroups_share_keys else (group, 0)
                 source, target = self.tma.tiles_of_head(self.smem, head, rows, column=column)
                 place, row = stage * self.groups + group, n_block * slabs + slab
                 cute.copy(self.tma.atom, source[None, place], target[None, row])

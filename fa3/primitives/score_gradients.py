@@ -1,7 +1,7 @@
 """From S^T and dP^T in registers to P^T and dS^T, for the backward kernel.
 
-Both are accumulators (keys, queries). What is known of a query stands in shared memory, where the
-producer put it: a thread reads that of 2 or 4 columns at once.
+Both are accumulators (keys, queries). The statistics of queries are in shared memory, where the
+producer put them. A thread reads the statistics of 2 or 4 columns at once.
 """
 
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128
 
 
 class Wanted(NamedTuple):
-    """Whose gradients are wanted."""
+    """Which gradients are wanted."""
 
     q: bool = True
     k: bool = True
@@ -102,7 +102,7 @@ def execute_backward(
     dv = torch.zeros(v.shape, dtype=v.dtype, device=CPU) if wanted.v else None
     places = sequences
     if places is None:
-        places = SequenceRows.of_batch(len(q), q.shape[1], k.shape[1])
+        places = SequenceRows.dense(len(q), q.shape[1], k.shape[1])
     for place, head_kv, positions in key_tiles(places, k.shape[2]):
         k_tile, v_tile = walk.load(place.keys(head_kv), positions)
         acc_dK, acc_dV = torch.zeros_like(k_tile), torch.zeros_like(v_tile)

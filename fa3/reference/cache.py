@@ -16,7 +16,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.reference.varlen import RaggedOperands
 from fa3.reference.walker import CPU, HostTensor, SequenceRows, Step, Walk, on_pages
-from fa3.schedules.sequences import Cached, PackedQueries
+from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import segments
 from fa3.scores.masks import Blocks
 
@@ -31,37 +31,45 @@ class HostAppend:
     kernel: Append
 
     @torch.autocast("cpu", enabled=False)
-    def __call__(self, *given) -> None:
+    def __call__(self, *arguments) -> None:
         """Take `AppendArguments`: write k and v to the cache, the new lengths, rotated queries."""
-        call, rotary = AppendArguments(*given), self.kernel.rotary
-        for sequence, seqlen in enumerate(call.seqlens.tolist()):
+        call, rotary = AppendArguments(*arguments), self.kernel.rotary
+        (places, page_size), table = call.k_cache.shape[:2], call.page_table
+        capacity = capacity_of(page_size, 1 if table is None else table.shape[1])
+        rows = places if table is None else len(table)
+        # Tokens without a place in the cache are not appended.
+        for sequence, seqlen in enumerate(call.seqlens.clamp(0, capacity).tolist()):
             tokens = rows_of(sequence, call.cu_seqlens)
-            new_k, new_v = call.k[tokens], call.v[tokens]
+            new_k, new_v = (x[tokens][: capacity - seqlen] for x in (call.k, call.v))
             if rotary is not None:
                 turns, queries = call.rotary_seqlens, rows_of(sequence, call.cu_seqlens_q)
-                turn = seqlen if turns is None else int(turns[sequence])
+                turn = seqlen if turns is None else max(0, int(turns[sequence]))
                 tables, q = (call.cos, call.sin), call.q[queries]
                 new_k = rotate(new_k, turn + torch.arange(len(new_k), device=CPU), *tables, rotary)
                 positions = turn + call.query_step * torch.arange(len(q), device=CPU)
                 call.rotated[queries] = rotate(q, positions, *tables, rotary)
             row = sequence if call.batch_idx is None else int(call.batch_idx[sequence])
             inner = torch.arange(seqlen, seqlen + len(new_k), device=CPU)
-            if call.page_table is not None:
-                row, inner = on_pages(call.page_table[row], inner, call.k_cache.shape[1])
-            call.k_cache[row, inner], call.v_cache[row, inner] = new_k, new_v
+            outer = torch.full_like(inner, row)
+            if table is not None and 0 <= row < rows:
+                outer, inner = on_pages(table[row], inner, page_size)
+            exists = (outer >= 0) & (outer < places) & (0 <= row < rows)
+            place = outer[exists], inner[exists]
+            call.k_cache[place], call.v_cache[place] = new_k[exists], new_v[exists]
             if call.new_seqlens is not None:
                 call.new_seqlens[sequence] = seqlen + len(new_k)
 
 
 def rows_of(sequence: int, ends: torch.Tensor | None) -> int | slice:
     """The index of a sequence's rows in a tensor that is dense, or packed with these ends."""
-    return sequence if ends is None else slice(*ends[sequence : sequence + 2].tolist())
+    return sequence if ends is None else slice(*ends[sequence : sequence + 2].clamp(min=0).tolist())
 
 
 def rotate(
     x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: Rotary
 ) -> torch.Tensor:
     """Turn the first columns of x (tokens, heads, head_dim) to its positions."""
+    positions = positions.clamp(max=len(cos) - 1)
     cos, sin = (table[positions, None].float() for table in (cos, sin))
     turning, rest = x.split([rotary.dim, x.shape[2] - rotary.dim], dim=2)
     pairs, dim = ((-1, 2), 3) if rotary.interleaved else ((2, -1), 2)

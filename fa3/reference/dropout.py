@@ -55,11 +55,13 @@ def word_of(seed: torch.Tensor, at: Position) -> torch.Tensor:
     halves = seed & WORD_MASK, seed >> WORD_BITS & WORD_MASK
     keys = [tuple(halves[i] + steps[i] & WORD_MASK for i in range(2)) for steps in key_steps()]
     lane = at.query % 8 * 4 + at.key % 8 // 2
-    of_keys, of_queries = at.key // SQUARE, at.query // SQUARE
-    words = philox((at.head, of_keys * COUNTERS + lane // 2, at.batch, of_queries), keys, multiply)
+    key_squares, query_squares = at.key // SQUARE, at.query // SQUARE
+    words = philox(
+        (at.head, key_squares * COUNTERS + lane // 2, at.batch, query_squares), keys, multiply
+    )
     is_left, is_upper = at.key % SQUARE < 8, at.query % SQUARE < 8
     word = torch.where(
-        (lane + of_keys + of_queries) % 2 == 0,
+        (lane + key_squares + query_squares) % 2 == 0,
         torch.where(is_left, words[0], words[1]),
         torch.where(is_left, words[2], words[3]),
     )

@@ -40,7 +40,7 @@ def steps(
     """
     problem, schedule, config = plan.problem, plan.schedule, plan.config
     if sequences is None:
-        sequences = SequenceRows.of_batch(problem.batch, problem.seqlen_q, problem.seqlen_k)
+        sequences = SequenceRows.dense(problem.batch, problem.seqlen_q, problem.seqlen_k)
     mask = problem.spec.mask
     if tensors or not problem.spec.modifier_types:
         _, mask, _ = bind(problem.spec, map(HostTensor, tensors))
@@ -64,8 +64,8 @@ def steps(
             head_rank, row_rank = divmod(rank, config.cluster_m)
             first = row_rank * config.tile_m
             queries = range(begin, sequence.seqlen_q)[first : first + config.tile_m]
-            of_rank = place, queries, head + head_rank
-            yield Step(segment, *of_rank, blocks, config.tile_n, cluster, rank)
+            work = place, queries, head + head_rank, blocks
+            yield Step(segment, *work, config.tile_n, cluster, rank)
 
 
 def execute(

@@ -1,8 +1,7 @@
-"""Scores and masks on the CPU: their torch halves are called here, and what goes wrong is said.
+"""Scores and masks on the CPU: calls their torch halves and explains what goes wrong.
 
-A user's method may raise anything, or return what no kernel would get. `fa3.reference.block_loop`
-and `fa3.reference.forward` call it through this module, so that the error names the argument of the
-call, the class and the method. On a GPU `fa3.scores.diagnostics` does the same.
+A user's method may raise anything, or return what no kernel would get. The error names the
+argument of the call, the class and the method. On a GPU `fa3.scores.diagnostics` does the same.
 """
 
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from fa3.scores.scores import Score
 
 @contextmanager
 def errors_of(argument: str, function: object, method: str) -> Iterator[None]:
-    """Say whose method it was if one fails inside.
+    """Name the method that fails inside.
 
     Args:
         argument: the call's, which `function` came with.
@@ -45,8 +44,8 @@ def changed(score: Score, logits: torch.Tensor, at: Position) -> torch.Tensor:
         ValueError: the score's method failed, or did not return them.
     """
     with errors_of("score", score, "reference"):
-        found = score.reference(logits, at)
-    return as_matrix("score", score, found, logits.shape, "floats")
+        result = score.reference(logits, at)
+    return as_matrix("score", score, result, logits.shape, "floats")
 
 
 def lets_through(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tensor:
@@ -56,25 +55,26 @@ def lets_through(mask: Mask, at: Position, shape: tuple[int, ...]) -> torch.Tens
         ValueError: the mask's method failed, or did not return them.
     """
     with errors_of("mask", mask, "reference"):
-        found = mask.reference(at)
-    if isinstance(found, bool):
-        found = torch.tensor(found, device=at.query.device)
-    return as_matrix("mask", mask, found, shape, "bools")
+        result = mask.reference(at)
+    if isinstance(result, bool):
+        result = torch.tensor(result, device=at.query.device)
+    return as_matrix("mask", mask, result, shape, "bools")
 
 
 def as_matrix(
-    argument: str, function: object, found: object, shape: tuple[int, ...], elements: str
+    argument: str, function: object, result: object, shape: tuple[int, ...], elements: str
 ) -> torch.Tensor:
     """What a method returned, as a matrix of floats or bools; raises ValueError if it is none."""
-    if isinstance(found, torch.Tensor):
-        is_right = found.is_floating_point() if elements == "floats" else found.dtype == torch.bool
+    if isinstance(result, torch.Tensor):
+        types = {"floats": result.is_floating_point(), "bools": result.dtype == torch.bool}
         # Sizes from the right that are 1 or the same.
-        sizes = zip(reversed(found.shape), reversed(shape), strict=False)
-        if is_right and found.ndim <= len(shape) and all(one in (1, size) for one, size in sizes):
-            return found.expand(shape)
-        got = f"a tensor of {found.dtype} with shape {tuple(found.shape)}"
+        sizes = zip(reversed(result.shape), reversed(shape), strict=False)
+        fits = result.ndim <= len(shape) and all(one in (1, size) for one, size in sizes)
+        if types[elements] and fits:
+            return result.expand(shape)
+        got = f"a tensor of {result.dtype} with shape {tuple(result.shape)}"
     else:
-        got = shown(found)
+        got = shown(result)
     raise ValueError(
         f"{argument} must have a {type(function).__name__}.reference that returns a tensor of "
         f"{elements} which broadcasts to (queries, keys), here {tuple(shape)}, got {got}"

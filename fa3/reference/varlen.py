@@ -19,6 +19,7 @@ from fa3.reference.dropout import Dropout
 from fa3.reference.forward import steps
 from fa3.reference.walker import SequenceRows, Walk
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
+from fa3.schedules.sequences import capacity_of
 
 
 class PackedLengths(NamedTuple):
@@ -121,6 +122,13 @@ def execute_varlen(
         table: what `fa3.planning.host_table` made; says where sequences are, and their order.
     """
     walk = Walk(plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table)
+    if operands.seqused_k is not None and operands.cu_seqlens_k is None:
+        # The host may not have checked them.
+        pages = 1 if page_table is None else page_table.shape[1]
+        operands = operands._replace(
+            cu_seqlens_q=operands.cu_seqlens_q.clamp(0, len(operands.q)),
+            seqused_k=operands.seqused_k.clamp(0, capacity_of(operands.k.shape[1], pages)),
+        )
     sequences = operands.lengths.sequences() if table is None else sequences_of_table(table)
     if operands.cu_seqlens_k is None:
         # Pages before the window may hold anything.

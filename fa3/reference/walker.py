@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class HostTensor:
-    """A tensor whose elements are Python numbers, as a mask's ranges read them."""
+    """A tensor with Python numbers as elements, as a mask's ranges read them."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor
@@ -76,7 +76,7 @@ class SequenceRows(NamedTuple):
     first_key: int = 0
 
     @classmethod
-    def of_batch(cls, batch: int, seqlen_q: int, seqlen_k: int) -> list["SequenceRows"]:
+    def dense(cls, batch: int, seqlen_q: int, seqlen_k: int) -> list["SequenceRows"]:
         """The sequences of a dense call."""
         return [cls(i, range(seqlen_q), range(seqlen_k), i, i) for i in range(batch)]
 
@@ -184,8 +184,8 @@ class Walk:
             seen = self.mask.key_range(query.numpy(), place.sequence(self.window))
         first, end = (torch.as_tensor(x, device=CPU).expand(len(query))[:, None] for x in seen)
         index: Any = head if heads == 1 else head * heads + turn
-        of_score = index if heads == 1 else index[:, None]
-        at = Position(place.batch, of_score, query[:, None], None, len(place.q), len(place.k))
+        column = index if heads == 1 else index[:, None]
+        at = Position(place.batch, column, query[:, None], None, len(place.q), len(place.k))
         return Rows((place.entry_q, place.q.start + query, index), at, first, end)
 
     def attend(self, step: Step, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,10 +229,13 @@ class Walk:
         """
         first = min(max(positions.start, keys.first), positions.stop)
         end = max(first, min(positions.stop, keys.last + 1))
-        place: tuple = keys.row, slice(keys.leftpad + first, keys.leftpad + end)
+        # What the host did not check may name a row or a page that does not exist.
+        row = min(max(keys.row, 0), len(self.k) - 1)
+        place: tuple = row, slice(keys.leftpad + first, keys.leftpad + end)
         if self.page_table is not None:
             tokens = torch.arange(keys.leftpad + first, keys.leftpad + end, device=CPU)
-            place = on_pages(self.page_table[keys.row], tokens, self.k.shape[1])
+            page, token = on_pages(self.page_table[keys.row], tokens, self.k.shape[1])
+            place = page.clamp(0, len(self.k) - 1), token
         place = *place, keys.head
         hidden = 0, 0, first - positions.start, positions.stop - end
         return [pad(x[place], hidden).float() for x in (self.k, self.v)]

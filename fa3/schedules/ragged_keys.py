@@ -2,7 +2,7 @@
 
 `fa3.kernels.tile_table` writes the table on the GPU, the backward kernel walks it once for each
 head group, sequence by sequence. So it can preprocess the queries of later head groups, convert dQ
-of earlier ones (`fa3.schedules.query_sections`), and Q, dO and dQ of a sequence's heads fit in L2
+of earlier ones (`fa3.schedules.query_index`), and Q, dO and dQ of a sequence's heads fit in L2
 together.
 """
 
@@ -26,10 +26,10 @@ from fa3.schedules.ragged import (
 
 
 class KeyTileRecord(NamedTuple):
-    """A tile of keys of a packed sequence, for every key/value head.
+    """A key tile of a packed sequence, for every key/value head.
 
     Fields:
-        m_block, batch: the tile: `m_block` counts tiles of keys inside the sequence `batch`.
+        m_block, batch: the tile: `m_block` counts key tiles inside the sequence `batch`.
         begin_q, seqlen_q: the sequence's first row in q, and its number of queries.
         begin_k, seqlen_k: the sequence's first row in k and v, and its number of keys.
         num_m_blocks: tiles of the sequence.
@@ -51,47 +51,47 @@ class RaggedKeyOrder(TableOrder):
     """Numbers the key tiles of packed sequences, in head groups. Each has all sequences.
 
     Fields:
-        heads: key/value heads of a section.
-        sections: how many there are.
+        heads: key/value heads of a head group.
+        groups: the number of head groups.
     """
 
-    sections: Divisor
+    groups: Divisor
 
     record_type: ClassVar[type] = KeyTileRecord
 
     @classmethod
-    def of(cls, table, heads_kv, heads_per_section) -> "RaggedKeyOrder":
-        """The order of a table; sections have equally many heads."""
-        return cls(table, Divisor.of(heads_per_section), Divisor.of(heads_kv // heads_per_section))
+    def of(cls, table, heads_kv, heads_per_group) -> "RaggedKeyOrder":
+        """The order of a table; head groups have equally many heads."""
+        return cls(table, Divisor.of(heads_per_group), Divisor.of(heads_kv // heads_per_group))
 
     @property
     def num_tiles(self):
-        return super().num_tiles * self.sections.value
+        return super().num_tiles * self.groups.value
 
     @property
     def num_used(self):
-        return super().num_used * self.sections.value
+        return super().num_used * self.groups.value
 
-    def section_of(self, head: Int32) -> Int32:
-        """The section of a head."""
+    def group_of(self, head: Int32) -> Int32:
+        """The head group of a head."""
         return self.heads.quotient(head)
 
-    def tiles_in(self, section) -> Int32:
-        """How many tiles a section has: all have equally many."""
-        return self.sections.quotient(self.num_used)
+    def tiles_in(self, group) -> Int32:
+        """How many tiles a head group has: all have equally many."""
+        return self.groups.quotient(self.num_used)
 
     @cute.jit
     def locate(self, index: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """The first head of a tile's section, and the tile's number there.
+        """The first head of a tile's head group, and the tile's number there.
 
-        Sections are few: a division would take more registers than the producer has.
+        There are few head groups: a division would take more registers than the producer has.
 
         Args:
-            end: tiles of all sections.
+            end: tiles of all head groups.
         """
-        of_section, first_head = larger(self.sections.quotient(end), 1), 0 * end
-        while index >= of_section:
-            index -= of_section
+        per_group, first_head = larger(self.groups.quotient(end), 1), 0 * end
+        while index >= per_group:
+            index -= per_group
             first_head += self.heads.value
         return first_head, index
 
@@ -132,7 +132,7 @@ class RaggedKeyProducer(RaggedKeyTiles, RaggedProducer):
     """`RaggedKeyTiles` as the producer warp walks it."""
 
     asks_early: ClassVar[bool] = False
-    """Sums in a fixed order wait for tiles with lower numbers."""
+    """In a fixed order CTAs wait for tiles with lower numbers."""
 
     def begin(self, cursor: RaggedCursor) -> ProducerCursor:
         return self.next(ProducerCursor(cursor._replace(end=self.order.num_used), Int32(0)))

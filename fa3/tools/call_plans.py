@@ -83,7 +83,7 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     """How the gradients of a dense call are computed."""
     plan = BackwardPlan.of(problem, num_sms=gpu.num_sms)
     flops, entry = int(BACKWARD_PRODUCTS * problem.flops), plan.kernels.entry
-    names = [describe_kernel(kernel) for kernel in (entry.begin, entry.main)]
+    names = [describe_kernel(kernel) for kernel in (entry.preprocess, entry.main)]
     config, shares = plan.config, plan.shares
     workspace = FLOAT_BYTES * plan.sizes.layout.end
     parts = ""
@@ -96,8 +96,8 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         f"{config.threads} threads.",
         "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys{parts}, "
         f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
-        "Order": f"{counted(plan.query_heads_together, 'query head')} together, whose Q, dO and dQ "
-        f"stay in L2; {counted(plan.num_sections, 'head group')} one after another.",
+        "Order": f"{counted(plan.query_heads_of_group, 'query head')} together, whose Q, dO and dQ "
+        f"stay in L2; {counted(plan.num_head_groups, 'head group')} one after another.",
         "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator, parts "
         "of dK and dV, and row statistics, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,

@@ -1,4 +1,4 @@
-"""Sums without zeros: whoever comes first to a tile stores, nobody adds before, none is lost.
+"""First stores to the dQ accumulator: one key tile stores, none adds before, no dQ is lost.
 
 Threads run the kernel's code on plain numbers, one for each CTA that adds.
 """
@@ -11,8 +11,8 @@ from types import FunctionType, SimpleNamespace
 import cutlass.cute as cute
 import pytest
 
-from fa3.primitives import first_additions
-from fa3.primitives.first_additions import CLAIMED, NOTHING, STORED, FirstAdditions
+from fa3.primitives import dq_accumulator
+from fa3.primitives.dq_accumulator import CLAIMED, NOTHING, STORED, DqAccumulator
 
 
 def written(method):
@@ -20,22 +20,24 @@ def written(method):
     return FunctionType(method.__wrapped__.__code__, method.__wrapped__.__globals__)
 
 
-CLAIM, HAS_SUMS = written(FirstAdditions.claim), written(FirstAdditions.has_sums)
+CLAIM, HAS_VALUE = written(DqAccumulator.claim), written(DqAccumulator.has_value)
 
 
 class Memory:
-    """Words in device memory, which count how often one is read or changed."""
+    """Flags in device memory, which count how often one is read or changed."""
 
     def __init__(self, words: list[int], monkeypatch):
         self.words, self.lock, self.accesses = words, threading.Lock(), 0
         monkeypatch.setattr(cute.arch, "atomic_or", self.atomic_or)
         monkeypatch.setattr(cute.arch, "load", self.load)
         monkeypatch.setattr(cute.arch, "fence_proxy", lambda kind: None)
-        monkeypatch.setattr(first_additions, "Int32", int)
-        monkeypatch.setattr(first_additions, "Boolean", bool)
+        monkeypatch.setattr(dq_accumulator, "Int32", int)
+        monkeypatch.setattr(dq_accumulator, "Boolean", bool)
 
-    def of_tile(self, tiles, tile: int) -> int:
-        return tile
+    def accumulator(self) -> DqAccumulator:
+        """An accumulator with these flags; the address of a tile's flag is its number."""
+        tiles = SimpleNamespace(number=lambda tile: tile)
+        return DqAccumulator(None, tiles, SimpleNamespace(iterator=0))
 
     def atomic_or(self, word: int, bits: int, sem: str, scope: str) -> int:
         assert sem == {CLAIMED: "acquire", STORED: "release"}[bits] and scope == "gpu"
@@ -64,18 +66,18 @@ def test_the_first_stores_and_all_others_add(seed, monkeypatch):
     start = threading.Barrier(ctas)
 
     def cta(first: int):
-        """Walk the tiles upwards from some tile on, as a tile of keys does."""
-        claims = FirstAdditions(memory, None, has_zeros=0)
+        """Walk the tiles upwards from some tile on, as a key tile does."""
+        dq = memory.accumulator()
         start.wait()
         for tile in range(first, tiles):
-            is_first = CLAIM(claims, tile)
+            is_first = CLAIM(dq, tile, 0)
             if is_first:
-                time.sleep(0.002)  # What it takes until sums are there; others come meanwhile.
+                time.sleep(0.002)  # Until the value has arrived; others come meanwhile.
             with locks[tile]:
                 stores[tile] += is_first
                 sums[tile] = 1 if is_first else sums[tile] + 1
             if is_first:
-                claims.make_known(tile)
+                dq.publish_first_store(tile)
 
     begins = [draw.choice((0, draw.randrange(tiles))) for _ in range(ctas)]
     threads = [threading.Thread(target=cta, args=(first,), daemon=True) for first in begins]
@@ -85,35 +87,35 @@ def test_the_first_stores_and_all_others_add(seed, monkeypatch):
         thread.join(timeout=60)
         assert not thread.is_alive()
     expected = [sum(first <= tile for first in begins) for tile in range(tiles)]
-    # NaN is equal to nothing: what nobody has come to is left out.
+    # NaN is equal to nothing: tiles without a key tile are left out.
     assert [n for n, count in zip(sums, expected, strict=True) if count] == [
         n for n in expected if n
     ]
     assert stores == [min(1, count) for count in expected]
     assert memory.words == [STORED if count else NOTHING for count in expected]
-    claims = FirstAdditions(memory, None, has_zeros=0)
-    assert [HAS_SUMS(claims, tile) for tile in range(tiles)] == [count > 0 for count in expected]
+    dq = memory.accumulator()
+    assert [HAS_VALUE(dq, tile, 0) for tile in range(tiles)] == [count > 0 for count in expected]
 
 
-def test_sums_that_begin_with_zeros_are_only_added_to(monkeypatch):
+def test_an_accumulator_of_zeros_is_only_added_to(monkeypatch):
     memory = Memory([NOTHING] * 3, monkeypatch)
-    claims = FirstAdditions(memory, None, has_zeros=1)
-    assert not any(CLAIM(claims, tile) for tile in range(3))
-    assert all(HAS_SUMS(claims, tile) for tile in range(3))
+    dq = memory.accumulator()
+    assert not any(CLAIM(dq, tile, 1) for tile in range(3))
+    assert all(HAS_VALUE(dq, tile, 1) for tile in range(3))
     assert memory.accesses == 0
 
 
-def test_whoever_finds_a_tile_claimed_waits(monkeypatch):
+def test_a_claimed_tile_is_waited_for(monkeypatch):
     memory = Memory([CLAIMED], monkeypatch)
-    claims, found = FirstAdditions(memory, None, has_zeros=0), SimpleNamespace(is_first=None)
+    dq, found = memory.accumulator(), SimpleNamespace(is_first=None)
 
     def wait():
-        found.is_first = CLAIM(claims, 0)
+        found.is_first = CLAIM(dq, 0, 0)
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(timeout=0.2)
     assert thread.is_alive() and found.is_first is None
-    claims.make_known(0)
+    dq.publish_first_store(0)
     thread.join(timeout=60)
     assert found.is_first is False

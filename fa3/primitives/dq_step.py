@@ -1,9 +1,9 @@
-"""What dQ's warpgroup of the backward kernel does: dQ = dS K of every block of queries.
+"""The dQ warpgroup's step in the backward kernel: dQ = dS K of a query block.
 
-The MMA warpgroups write dS of all keys of the tile to shared memory. This one multiplies it by K,
-one piece of dQ after another, and writes each to shared memory, from where a warp of the producer's
-has it added to the sums in global memory. So nobody else has registers for dQ, and nobody who
-multiplies waits for memory.
+The MMA warpgroups write dS for all keys of the tile to shared memory. The dQ warpgroup multiplies
+it by K, one piece of dQ after another, and writes each piece to shared memory, from where the
+reduce warp adds it to the accumulator. So no other warpgroup needs registers for dQ, and no
+warpgroup that multiplies waits for memory.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
+from fa3.primitives.dq_accumulator import DqPieces, stage_piece
 from fa3.primitives.gradient_mmas import columns_of_keys, operand_a, operand_b
-from fa3.primitives.query_tiles import QueryPieces, stage_piece
 from fa3.primitives.wgmma import ROWS
 
 
-class QueryGradientOperands(NamedTuple):
+class DqOperands(NamedTuple):
     """Views of shared memory, and the WGMMA of a piece of dQ.
 
     Fields:
-        kt: (width, pieces beside one another, keys, stages), columns of K.
-        dst: (64, pieces below one another, keys, stages), columns of dS^T.
+        kt: (width, pieces in a row, keys, stages), columns of K.
+        dst: (64, pieces in a column, keys, stages), columns of dS^T.
     """
 
     mma: cute.TiledMma
@@ -34,7 +34,7 @@ class QueryGradientOperands(NamedTuple):
     dst: cute.Tensor
 
     @classmethod
-    def of(cls, dtype, config, smem) -> "QueryGradientOperands":
+    def of(cls, dtype, config, smem) -> "DqOperands":
         """The operands for a `BackwardConfig`; `smem` has the buffers of `GradientLayouts`."""
         pieces = config.pieces(cute.size(smem.k, mode=[1]))
         major, shape = OperandMajorMode.MN, (ROWS, pieces.width)
@@ -46,38 +46,37 @@ class QueryGradientOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QueryGradientStep:
-    """The steps of one tile of keys and one query head.
+class DqStep:
+    """The steps of one key tile and one query head.
 
     Fields:
         config: a `fa3.kernels.backward_launch.BackwardConfig`.
-        smem, pipelines: the kernel's buffers, and what delivers dS in them, and pieces of dQ to who
-            adds them.
-        k_stage: where the tile's K is.
+        smem, pipelines: the kernel's buffers; pipelines that deliver dS, and pieces of dQ.
+        k_stage: the stage of the tile's K.
         thread: of the warpgroup.
     """
 
     config: object
-    regs: QueryGradientOperands
+    operands: DqOperands
     smem: object
     pipelines: object
     k_stage: Int32
     thread: Int32
 
     @property
-    def pieces(self) -> QueryPieces:
+    def pieces(self) -> DqPieces:
         return self.config.pieces(cute.size(self.smem.k, mode=[1]))
 
     @cute.jit
     def next(self, ds_state, staged_state):
-        """dQ of one block of queries."""
+        """dQ of one query block."""
         ds, staged = self.pipelines.ds, self.pipelines.staged
         ds.consumer_wait(ds_state)
         for piece in cutlass.range(self.pieces.count, unroll=1):
             acc = self.product(piece, ds_state)
             warpgroup.wait_group(0)
             if piece == self.pieces.count - 1:
-                # dS has been read: its room is free before the last piece is written.
+                # dS has been read: its buffer is free before the last piece is written.
                 with cute.arch.elect_one():
                     ds.consumer_release(ds_state)
             staged.producer_acquire(staged_state)
@@ -92,10 +91,10 @@ class QueryGradientStep:
 
     def product(self, piece, ds_state) -> cute.Tensor:
         """Start a piece of dQ into a fresh accumulator."""
-        down, right = (piece, 0) if self.pieces.rows > 1 else (0, piece)
-        mma = self.regs.mma
-        dst = operand_a(mma, self.regs.dst[None, down, None, ds_state.index])
-        kt = operand_b(mma, self.regs.kt[None, right, None, self.k_stage])
+        row, column = self.pieces.place(piece)
+        mma = self.operands.mma
+        dst = operand_a(mma, self.operands.dst[None, row, None, ds_state.index])
+        kt = operand_b(mma, self.operands.kt[None, column, None, self.k_stage])
         shape = mma.partition_shape_C((ROWS, self.pieces.width))
         acc = cute.make_rmem_tensor(shape, Float32)
         wgmma.issue(mma.op, acc, dst, kt, accumulate=False)

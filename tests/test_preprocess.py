@@ -12,17 +12,21 @@ import cutlass.cute as cute
 import numpy as np
 import pytest
 
-from fa3.kernels.backward_begin import BEGIN_THREADS
+from fa3.kernels import backward_preprocess
 from fa3.kernels.backward_launch import BackwardConfig
-from fa3.primitives import query_begin
-from fa3.primitives.query_begin import QueryBegin, lanes_of_row, warps_of_tile
+from fa3.kernels.backward_preprocess import (
+    PREPROCESS_THREADS,
+    TilePreprocess,
+    lanes_of_row,
+    warps_of_tile,
+)
 from fa3.primitives.vectors import VECTOR
 from fa3.primitives.wgmma import WARP
 from fa3.problem import AttentionSpec
 from fa3.schedules import Tile
 from fa3.scores.masks import Band
 
-JITTED = QueryBegin.totals_of_rows.__wrapped__
+JITTED = TilePreprocess.totals_of_rows.__wrapped__
 TOTALS_OF_ROWS = FunctionType(JITTED.__code__, JITTED.__globals__)
 """With the code as it is written, taken before any test runs: the DSL puts its own in the place of
 it when it first compiles the function."""
@@ -54,7 +58,7 @@ class Lanes:
         monkeypatch.setattr(cute.arch, "lane_idx", lambda: self.own.lane)
         monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", self.shuffle)
         monkeypatch.setattr(cutlass, "range_constexpr", range)
-        monkeypatch.setattr(query_begin, "Float32", float)
+        monkeypatch.setattr(backward_preprocess, "Float32", float)
 
     def shuffle(self, number: float, offset: int) -> float:
         self.given[self.own.lane] = number
@@ -85,17 +89,17 @@ def test_each_row_has_its_statistics_once(head_dim_v, tile_m, monkeypatch, pool)
     spec, config = AttentionSpec("bfloat16", 64, head_dim_v, Band()), BackwardConfig(tile_m, 128)
     lanes, own = Lanes(monkeypatch, pool), SimpleNamespace(tile=Tile(0, 0, 0))
     products = np.random.default_rng(0).integers(0, 100, (tile_m, head_dim_v))
-    for warps in {warps_of_tile(spec, tile_m), BEGIN_THREADS // WARP}:
+    for warps in {warps_of_tile(spec, tile_m), PREPROCESS_THREADS // WARP}:
         assert tile_m % warps == 0
         of_row = lanes_of_row(spec, tile_m // warps)
         count = tile_m // warps * of_row // WARP
-        monkeypatch.setattr(QueryBegin, "count", count)
+        monkeypatch.setattr(TilePreprocess, "count", count)
 
         def statistics(number: int, warps=warps, of_row=of_row, count=count) -> list:
             """(row, sum) of what a lane of the tile's warps writes."""
             warp, lane = divmod(number, WARP)
             vectors = np.ones((VECTOR, count, 2)).view(Vectors)
-            begin = QueryBegin(spec, config, None, warps, vectors, None)
+            begin = TilePreprocess(spec, config, None, warps, vectors, None)
             column = min(lane % of_row * VECTOR, head_dim_v - VECTOR)
             for i in range(count):
                 row = begin.query(own, warp, i)

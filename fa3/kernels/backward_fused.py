@@ -1,0 +1,375 @@
+"""Preprocessing and dQ conversion inside the backward kernel.
+
+`fa3.schedules.query_index` says which query tiles are preprocessed here. The CTAs that run first do
+it, share by share, before their warps have roles. The producers of all CTAs wait until the head
+group of their key tile is preprocessed.
+
+All of dQ is converted here. The MMA warpgroups of a CTA that finds no more key tiles take pieces of
+dQ, head group by head group, while others still work on key tiles. They wait until the piece's head
+group is complete. What is left when the last key tile is done, at least the last head group, is
+shared by all CTAs.
+
+Two flags for each head group say how far it is. They are words in device memory, to which warps add
+what they have done.
+
+Timeline of a warp that preprocesses
+    loads of a unit | stores of the unit before | after each head group: fences, adds to its flag
+
+Timeline of a warp that converts dQ
+    loads a piece's second half | takes the next piece | writes the first half | waits for the head
+    group of the next piece | loads its first half | writes the second half of the present piece
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32
+
+from fa3.kernels.backward_launch import (
+    ACCUMULATED,
+    CONVERT_TICKET,
+    PREPROCESS_TICKET,
+    PREPROCESSED,
+    BackwardConfig,
+    PreprocessArguments,
+    place_of_group_flag,
+)
+from fa3.kernels.backward_preprocess import TilePreprocess, warps_of_tile
+from fa3.primitives.dq_accumulator import DqPieces
+from fa3.primitives.fragments import convert_words, words_of
+from fa3.primitives.query_tiles import PAIR
+from fa3.primitives.shared_memory import padded
+from fa3.primitives.vectors import QUAD, VECTOR, vector_of
+from fa3.primitives.wgmma import ROWS, ROWS_OF_WARP, WARP, WARPS
+from fa3.problem import AttentionSpec
+from fa3.schedules.query_index import (
+    PREPROCESS_SHARES,
+    DenseQueryIndex,
+    PackedQueryIndex,
+    QueryHeadGroups,
+    QueryTile,
+)
+
+LOADED_AT_ONCE = 2
+"""Of the four times 16 rows of a piece, how many a warp loads at once."""
+
+
+class FusedPrePostprocess(NamedTuple):
+    """Preprocessing and dQ conversion of a call's query tiles, inside the backward kernel.
+
+    Fields:
+        call: the preprocess kernel does the first `num_tiles` query tiles.
+        queries: the query tiles by number.
+        groups: their head groups.
+        dq: (batch, rows, heads, head_dim), receives dQ; packed sequences in a batch of one.
+        scale: factor of the accumulator.
+    """
+
+    call: PreprocessArguments
+    queries: DenseQueryIndex | PackedQueryIndex
+    groups: QueryHeadGroups
+    dq: cute.Tensor
+    scale: Float32
+
+    # ------------------------------------------------------------------------------- preprocessing
+
+    @cute.jit
+    def preprocess(
+        self,
+        spec: cutlass.Constexpr[AttentionSpec],
+        config: cutlass.Constexpr[BackwardConfig],
+        ticket: cute.Tensor,
+        warp_idx: Int32,
+    ):
+        """Preprocess the remaining queries, if this CTA is one of the first; all warps call this.
+
+        A CTA that is done takes another share, which may belong to a CTA that cannot run yet.
+
+        Args:
+            ticket: (1,), int32 in shared memory, for the number of the next share.
+        """
+        if self.call.num_tiles < self.groups.num_tiles:
+            shares = cutlass.min(Int32(PREPROCESS_SHARES), cute.arch.grid_dim()[0])
+            warps = config.threads // WARP
+            share = self.take_share(ticket, warp_idx)
+            while share < shares:
+                self.preprocess_units(spec, config, share * warps + warp_idx, shares * warps)
+                share = self.take_share(ticket, warp_idx)
+
+    @cute.jit
+    def take_share(self, ticket: cute.Tensor, warp_idx: Int32) -> Int32:
+        """The number of this CTA's next share; all its warps call this."""
+        cute.arch.sync_threads()  # all have read the previous number
+        if warp_idx == 0:
+            with cute.arch.elect_one():
+                counter = self.call.counters.iterator + PREPROCESS_TICKET
+                ticket[0] = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+        cute.arch.sync_threads()
+        return ticket[0]
+
+    @cute.jit
+    def preprocess_units(
+        self,
+        spec: cutlass.Constexpr[AttentionSpec],
+        config: cutlass.Constexpr[BackwardConfig],
+        index: Int32,
+        step: Int32,
+    ):
+        """Preprocess every `step`-th unit, a warp's part of a tile; one warp calls this.
+
+        The next unit's loads are in flight while the stores of the present one are waited for.
+        """
+        call, queries, groups = self.call, self.queries, self.groups
+        tile_m, units = config.tile_m, warps_of_tile(spec, config.tile_m)
+        rows = TilePreprocess.of(spec, config, call, units)
+        end = groups.num_tiles * units
+        unit = call.num_tiles * units + index
+        tile = cutlass.min(unit, end - 1) // units
+        group, count = groups.group_of(tile), Int32(0)
+        rows.load(queries.at(tile, tile_m), unit % units)
+        while unit < end:
+            rows.write(queries.at(unit // units, tile_m), unit % units)
+            count += 1
+            unit += step
+            tile = cutlass.min(unit, end - 1) // units
+            rows.load(queries.at(tile, tile_m), unit % units)
+            if unit >= end or groups.group_of(tile) != group:
+                # Bulk copies and additions will read and change what was written.
+                cute.arch.fence_proxy("async.global")
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() == 0:
+                    self.add_to_flag(group, PREPROCESSED, count)
+                group, count = groups.group_of(tile), Int32(0)
+
+    @cute.jit
+    def wait_until_preprocessed(
+        self,
+        spec: cutlass.Constexpr[AttentionSpec],
+        config: cutlass.Constexpr[BackwardConfig],
+        group: Int32,
+    ):
+        """Wait until all queries of a head group are preprocessed; one warp calls this."""
+        if self.groups.tiles_before(group) >= self.call.num_tiles:
+            count = self.groups.tiles_in(group) * warps_of_tile(spec, config.tile_m)
+            self.wait_for_flag(group, PREPROCESSED, count)
+            cute.arch.fence_proxy("async.global")
+
+    # ------------------------------------------------------------------------------ flags of groups
+
+    def add_to_flag(self, group, which: int, count) -> None:
+        """Add to a head group's flag; releases what this thread has done or seen before."""
+        flag = self.call.counters.iterator + place_of_group_flag(group, which)
+        cute.arch.atomic_add(flag, Int32(count), sem="release", scope="gpu")
+
+    @cute.jit
+    def wait_for_flag(self, group: Int32, which: cutlass.Constexpr, count: Int32):
+        """Wait until a head group's flag is at least `count`; a warp calls this."""
+        flag, value = place_of_group_flag(group, which), Int32(-1)
+        while value < count:
+            value = cute.arch.load(
+                self.call.counters.iterator + flag, Int32, sem="acquire", scope="gpu"
+            )
+        cute.arch.sync_warp()
+
+    def signal_key_tile_added(self, group):
+        """Say that a key tile has added all its dQ, for which this thread has waited."""
+        self.add_to_flag(group, ACCUMULATED, 1)
+
+    @cute.jit
+    def wait_until_accumulated(
+        self,
+        spec: cutlass.Constexpr[AttentionSpec],
+        config: cutlass.Constexpr[BackwardConfig],
+        tile: Int32,
+        complete: Int32,
+        order,
+    ) -> Int32:
+        """Wait until all key tiles of a query tile's head group have added, unless `complete`.
+
+        Where packed sequences use no keys, no key tile has waited for the preprocessing. So this
+        waits for it, too.
+
+        Returns:
+            the head group.
+        """
+        group = self.groups.group_of(tile)
+        if group != complete:
+            self.wait_until_preprocessed(spec, config, group)
+            tiles = order.tiles_in(group)
+            self.wait_for_flag(group, ACCUMULATED, tiles)
+        return group
+
+    # -------------------------------------------------------------------------------- dQ conversion
+
+    @cute.jit
+    def convert_dq(
+        self,
+        spec: cutlass.Constexpr[AttentionSpec],
+        config: cutlass.Constexpr[BackwardConfig],
+        order,
+    ):
+        """Write dQ piece by piece until none is left; one warp calls this.
+
+        Half of a piece is always on its way from memory.
+
+        Args:
+            order: of the key tiles.
+        """
+        pieces = config.pieces(padded(spec.head_dim))
+        convert = ConvertDq.of(pieces, config.tile_m, self.call, self.dq, self.scale)
+        count = self.groups.num_tiles * pieces.count
+        number, complete = self.first_lanes(self.take_piece()), Int32(-1)
+        tile, piece = self.piece(config, pieces, cutlass.min(number, count - 1))
+        has_value = Boolean(True)
+        if number < count:
+            complete = self.wait_until_accumulated(
+                spec, config, number // pieces.count, complete, order
+            )
+            has_value = self.has_value(tile)
+            convert.load(tile, piece, 0)
+        while number < count:
+            convert.load(tile, piece, 1)
+            taken = self.take_piece()
+            convert.write(tile, piece, has_value, 0)
+            number = self.first_lanes(taken)
+            next_has_value = has_value
+            next_tile, next_piece = self.piece(config, pieces, cutlass.min(number, count - 1))
+            if number < count:
+                complete = self.wait_until_accumulated(
+                    spec, config, number // pieces.count, complete, order
+                )
+                next_has_value = self.has_value(next_tile)
+                convert.load(next_tile, next_piece, 0)
+            convert.write(tile, piece, has_value, 1)
+            tile, piece, has_value = next_tile, next_piece, next_has_value
+
+    def has_value(self, tile: QueryTile) -> Boolean:
+        """Whether the accumulator has a value for a tile of a complete head group."""
+        if self.call.dq_flags is None:
+            return Boolean(True)
+        return self.call.dq(tile.tiles).has_value(tile.tile, self.call.dq_is_zeroed)
+
+    def piece(self, config: BackwardConfig, pieces: DqPieces, number) -> tuple[QueryTile, Int32]:
+        """The tile of the piece with a number, and the piece's index in it."""
+        tile = number // pieces.count
+        return self.queries.at(tile, config.tile_m), number - tile * pieces.count
+
+    @cute.jit
+    def take_piece(self) -> Int32:
+        """Take the next piece; lane 0 gets its number, other lanes anything."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            counter = self.call.counters.iterator + CONVERT_TICKET
+            number = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+        return number
+
+    def first_lanes(self, number: Int32) -> Int32:
+        """Lane 0's number, for all lanes."""
+        return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(number, 0))
+
+
+@dataclass(frozen=True)
+class ConvertDq:
+    """Converts pieces of dQ, for one warp: scales the accumulator and writes rows in 16 bits.
+
+    The accumulator is as the dQ warpgroup held it: a lane's quad is two neighbouring columns of two
+    rows, 8 apart. Four lanes exchange, so that each has 8 columns of a row and writes them at once.
+
+    Of two quads, what lanes 4 i to 4 i + 3 have of row i (and of row i + 8), in pairs of columns:
+        as loaded                            0, 4 (0, 4) | 1, 5 (1, 5) | 2, 6 (2, 6) | 3, 7 (3, 7)
+        after the exchange with the next     0, 1, 4, 5  |(0, 1, 4, 5) | 2, 3, 6, 7  |(2, 3, 6, 7)
+        after the exchange with the second   0, 1, 2, 3  |(0, 1, 2, 3) | 4, 5, 6, 7  |(4, 5, 6, 7)
+
+    Fields:
+        pieces: of a tile.
+        tile_m: rows of a tile.
+        dq, scale: of `FusedPrePostprocess`.
+        values: (4, quads, parts, 2), the loaded elements; two halves, so that the next rows are on
+            their way while the present ones are written.
+    """
+
+    pieces: DqPieces
+    tile_m: int
+    call: PreprocessArguments
+    dq: cute.Tensor
+    scale: Float32
+    values: cute.Tensor
+
+    @classmethod
+    def of(cls, pieces: DqPieces, tile_m: int, call, dq, scale) -> "ConvertDq":
+        halves = WARPS // LOADED_AT_ONCE
+        values = cute.make_rmem_tensor((QUAD, pieces.quads, LOADED_AT_ONCE, halves), Float32)
+        return cls(pieces, tile_m, call, dq, scale, values)
+
+    @cute.jit
+    def load(self, tile: QueryTile, piece, half: cutlass.Constexpr):
+        """Load half of a piece, all of it in flight at once."""
+        accumulator, lane = self.call.dq(tile.tiles), cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(LOADED_AT_ONCE):
+            thread = (half * LOADED_AT_ONCE + i) * WARP + lane
+            source = accumulator.quads_of(self.pieces, thread, piece, tile.tile)
+            for j in cutlass.range_constexpr(self.pieces.quads):
+                cute.autovec_copy(source[None, j], self.values[None, j, i, half])
+
+    @cute.jit
+    def write(self, tile: QueryTile, piece, has_value, half: cutlass.Constexpr):
+        """Write the existing rows of a loaded half of a piece; zeros without a value."""
+        for i in cutlass.range_constexpr(LOADED_AT_ONCE):
+            part, values = half * LOADED_AT_ONCE + i, self.values[None, None, i, half]
+            self.write_part(tile, piece, part, values, has_value)
+
+    @cute.jit
+    def write_part(self, tile: QueryTile, piece, part: cutlass.Constexpr, values, has_value):
+        """Write 16 rows of a piece."""
+        lane = cute.arch.lane_idx()
+        is_lower, is_right = lane % 2 == 1, lane // 2 % 2 == 1
+        down, right = self.pieces.place(piece)
+        row = down * ROWS + part * ROWS_OF_WARP + lane // QUAD + (8 if is_lower else 0)
+        query = tile.tile.m_block * self.tile_m + row
+        words = self.words(values)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = words[i] if has_value else Uint32(0)
+        for i in cutlass.range_constexpr(0, self.pieces.quads, PAIR):
+            pairs = [four_columns(words, j, is_lower) for j in (i, i + 1)]
+            vector = eight_columns(*pairs, is_right)
+            column = right * (self.pieces.width // VECTOR) + i + (1 if is_right else 0)
+            if query >= 0 and query < tile.owned and column * VECTOR < cute.size(self.dq, mode=[3]):
+                target = vector_of(
+                    self.dq[tile.batch, tile.begin + query, tile.tile.head, None], column
+                )
+                place = cute.recast_ptr(target.iterator.align(16), dtype=Uint32)
+                cute.autovec_copy(vector, cute.make_tensor(place, cute.make_layout(QUAD)))
+
+    def words(self, values: cute.Tensor) -> cute.Tensor:
+        """A lane's elements of 16 rows, scaled and in 16 bits: a word for each row of a quad."""
+        scaled = cute.make_rmem_tensor((QUAD, self.pieces.quads), Float32)
+        scaled.store(values.load() * self.scale)
+        rounded = cute.make_rmem_tensor_like(scaled, self.dq.element_type)
+        convert_words(scaled, rounded)
+        return words_of(rounded)
+
+
+@cute.jit
+def four_columns(words: cute.Tensor, quad: cutlass.Constexpr, is_lower) -> tuple[Uint32, Uint32]:
+    """Four columns of a row, from this lane and the next; the second of two has the lower row."""
+    upper, lower = words[2 * quad], words[2 * quad + 1]
+    kept, sent = (lower if is_lower else upper), (upper if is_lower else lower)
+    received = cute.arch.shuffle_sync_bfly(sent, offset=1)
+    return (received if is_lower else kept), (kept if is_lower else received)
+
+
+@cute.jit
+def eight_columns(left: tuple, right: tuple, is_right) -> cute.Tensor:
+    """Eight columns of a row, in words, from four columns of each of two quads.
+
+    Of two lanes, two apart, the second one gets the right quad.
+    """
+    vector = cute.make_rmem_tensor(QUAD, Uint32)
+    for i in cutlass.range_constexpr(PAIR):
+        kept, sent = (right[i] if is_right else left[i]), (left[i] if is_right else right[i])
+        received = cute.arch.shuffle_sync_bfly(sent, offset=2)
+        vector[i] = received if is_right else kept
+        vector[i + PAIR] = kept if is_right else received
+    return vector

@@ -1,0 +1,486 @@
+"""The roles of a CTA of the backward kernel: each is a loop over the CTA's key tiles.
+
+All roles find a key tile, its query heads and their query blocks in the same way. What a role does
+with a query block is in `fa3.primitives`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+
+from fa3.kernels.backward_fused import FusedPrePostprocess
+from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig
+from fa3.primitives.bulk import load_run
+from fa3.primitives.coords import TransposedCoords
+from fa3.primitives.dq_accumulator import DqAccumulator, DqReduction, DqSemaphore
+from fa3.primitives.dq_step import DqOperands, DqStep
+from fa3.primitives.dropout import DropoutArguments, TransposedDropout
+from fa3.primitives.gradient_mmas import GradientMmas, GradientOperands
+from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, SharedKeyTiles
+from fa3.primitives.gradient_step import GradientStep
+from fa3.primitives.gradient_store import GradientStore
+from fa3.primitives.query_tiles import RowStatistics
+from fa3.primitives.tile_load import tile_loader
+from fa3.primitives.tma import TmaTensor
+from fa3.primitives.turns import NoTurns, Turns
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
+from fa3.schedules import Tile
+from fa3.scores.masks import Blocks
+from fa3.scores.scores import TransposedRules
+
+KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER, FIRST_TURN_BARRIER = 1, 2, 3, 4, 5
+"""Named barriers."""
+
+
+def keys_barrier() -> pipeline.NamedBarrier:
+    """Where K has been read for the last time."""
+    return pipeline.NamedBarrier(KEYS_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
+
+
+def scores_barrier() -> pipeline.NamedBarrier:
+    """Where P and dS of both MMA warpgroups are in shared memory."""
+    return pipeline.NamedBarrier(SCORES_BARRIER, WARPGROUP * MMA_GROUPS)
+
+
+def dk_barrier() -> pipeline.NamedBarrier:
+    """Where dK is in shared memory.
+
+    The whole dQ warpgroup waits. Otherwise it could reach the `keys_barrier` of the next tile
+    before the MMA warpgroups have left the one of this tile.
+    """
+    return pipeline.NamedBarrier(DK_BARRIER, WARPGROUP * (MMA_GROUPS + 1))
+
+
+def dv_barrier() -> pipeline.NamedBarrier:
+    """Where dV is in shared memory, for the warp that stores it."""
+    return pipeline.NamedBarrier(DV_BARRIER, WARPGROUP * MMA_GROUPS + WARP)
+
+
+class BackwardTensors(NamedTuple):
+    """The global tensors.
+
+    Fields:
+        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `with_movable_end`.
+        qhead_per_kvhead: query heads that share one key/value head.
+        modifiers: the tensors of the spec's scores, mask and sinks.
+        dropout: None without.
+        fused: the preprocessing and the dQ conversion inside this kernel.
+        shared: the key tiles that CTAs share; None if each CTA has key tiles alone.
+    """
+
+    q: TmaTensor
+    k: TmaTensor
+    v: TmaTensor
+    d_out: TmaTensor
+    dk: TmaTensor
+    dv: TmaTensor
+    statistics: RowStatistics
+    dq: DqAccumulator
+    qhead_per_kvhead: int
+    modifiers: tuple | None
+    dropout: DropoutArguments | None
+    fused: FusedPrePostprocess
+    shared: SharedKeyTiles | None
+
+
+class BackwardBuffers(NamedTuple):
+    """The buffers in shared memory, with the layouts of `GradientLayouts`.
+
+    Fields:
+        ds, p: blocks of scores; no P if it stays in registers.
+        dk, dv: share their memory with K and V.
+        statistics: (tile_m, STATISTICS, q_stages), float32.
+        staged: pieces of dQ on their way to the accumulator, float32.
+        ticket: (1,), int32: the next share of the preprocessing.
+    """
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    d_out: cute.Tensor
+    ds: cute.Tensor
+    p: cute.Tensor | None
+    dk: cute.Tensor
+    dv: cute.Tensor
+    statistics: cute.Tensor
+    staged: cute.Tensor
+    ticket: cute.Tensor
+
+
+class BackwardPipelines(NamedTuple):
+    """The mbarrier pipelines; `added` is None without a fixed order."""
+
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    d_out: pipeline.PipelineTmaAsync
+    ds: pipeline.PipelineAsync
+    staged: pipeline.PipelineAsync
+    added: pipeline.PipelineAsync | None
+
+
+class KeyTile(NamedTuple):
+    """A CTA's work on a key tile, the segment that says so, and the lengths of its sequence."""
+
+    work: KeyWork
+    segment: object
+    sequence: object
+
+
+class QueryHead(NamedTuple):
+    """A query head of a key tile, with its mask and the query blocks that the CTA visits."""
+
+    head: Int32
+    mask: object
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class BackwardRoles:
+    """The roles of a CTA.
+
+    Fields:
+        kernel: the `Backward` kernel.
+        schedule: for the warp that fetches tiles, its `for_producer`.
+        cursor: the schedule's first one.
+        scores, mask: bound to their tensors.
+    """
+
+    kernel: object
+    tensors: BackwardTensors
+    smem: BackwardBuffers
+    pipelines: BackwardPipelines
+    sequences: object
+    schedule: object
+    cursor: object
+    scores: tuple
+    mask: object
+
+    @property
+    def config(self) -> BackwardConfig:
+        return self.kernel.config
+
+    # ------------------------------------------------------------------- what roles have in common
+
+    def tile(self, cursor) -> KeyTile:
+        """The key tile of a cursor."""
+        segment = self.schedule.segment(cursor)
+        work = self.work(segment, *self.keys_of(segment))
+        return KeyTile(work, segment, self.sequences.sequence(segment))
+
+    def query_head(self, tile: KeyTile, h) -> QueryHead:
+        """Query head `h` of a key tile."""
+        work = tile.work
+        head = work.first_head + h
+        mask = self.mask.at(work.batch, head)
+        blocks = visited_blocks(self.kernel, mask, work.n_block, tile.sequence)
+        if self.kernel.splits:
+            blocks = self.tensors.shared.split.blocks(blocks, work.part)
+        return QueryHead(head, mask, blocks)
+
+    def keys_of(self, segment) -> Tile:
+        """The key tile of a segment; `m_block` is its index among the sequence's key tiles.
+
+        The order counts from the last tile down. The first keys have most queries, so it is turned
+        around; in a fixed order the last keys must come first, as they add to dQ first.
+        """
+        m_block, head, batch = segment.tile
+        if self.kernel.is_ordered:
+            return segment.tile
+        return Tile(self.num_key_tiles(segment) - 1 - m_block, head, batch)
+
+    def work(self, segment, n_block, head, batch) -> KeyWork:
+        """A CTA's work on a key tile: all of it, or a part."""
+        ratio = self.tensors.qhead_per_kvhead
+        if self.kernel.splits:
+            return self.tensors.shared.split.work(n_block, head, batch, ratio)
+        return KeyWork(n_block, head, batch, head * ratio, ratio, 0)
+
+    def key_rows(self, segment) -> KeyRows:
+        """Where dK and dV have the rows of a segment's sequence."""
+        if self.kernel.is_ragged:
+            return KeyRows(Int32(0), segment.record.begin_k, segment.record.owned_k)
+        return KeyRows(segment.tile.batch, Int32(0), self.sequences.seqlen_k)
+
+    def head_group(self, cursor):
+        """The head group of a key tile."""
+        if self.kernel.is_ragged:
+            return self.schedule.order.group_of(self.schedule.segment(cursor).tile.head)
+        return self.schedule.order.section_of(cursor.index)
+
+    def num_key_tiles(self, segment):
+        """Key tiles of a segment's sequence and head."""
+        if self.kernel.is_ragged:
+            return segment.record.num_m_blocks
+        return self.schedule.order.num_m_blocks
+
+    def pipeline_states(self, user: pipeline.PipelineUserType):
+        """Initial pipeline states of a producer or a consumer: Q, dO, K, V."""
+        stages = self.config.stages, self.config.do_stages, self.config.k_stages, 1
+        return tuple(pipeline.make_pipeline_state(user, n) for n in stages)
+
+    def semaphore(self, tile: KeyTile, mask) -> DqSemaphore:
+        """The semaphores of a fixed order, for a key tile and the mask of a query head."""
+        segment = tile.segment
+        n_block, _, _ = self.keys_of(segment)
+        dq = self.tensors.dq.at(self.config.tile_m, segment)
+        last = self.num_key_tiles(segment) - 1
+        before = visited_blocks(self.kernel, mask, n_block + 1, tile.sequence)
+        # The last keys wait for no other tile.
+        end = before.end * Int32(n_block < last)
+        return DqSemaphore(dq, last - n_block + 1, before.begin, end)
+
+    def stores(self) -> tuple[GradientStore, GradientStore]:
+        """The stores of dK and dV."""
+        shared = MMA_GROUPS, self.config.warpgroups_share_keys
+        return (
+            GradientStore(self.tensors.dk, self.smem.dk, *shared, dk_barrier()),
+            GradientStore(self.tensors.dv, self.smem.dv, *shared, dv_barrier()),
+        )
+
+    # -------------------------------------------------------------------------- producer warpgroup
+
+    @cute.jit
+    def load_queries(self):
+        """Load Q and dO of the query blocks that see the keys of each tile."""
+        tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
+        config, schedule, sequences = self.config, self.schedule, self.sequences
+        q_state, do_state, _, _ = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        cursor = schedule.begin(self.cursor)
+        while schedule.is_valid(cursor):
+            tile = self.tile(cursor)
+            statistics = tensors.statistics.at(config.tile_m, tile.segment)
+            group = self.head_group(cursor)
+            tensors.fused.wait_until_preprocessed(self.kernel.spec, config, group)
+            for h in cutlass.range(tile.work.num_heads, unroll=1):
+                head, _, blocks = self.query_head(tile, h)
+
+                def load_statistics(m_block, state, head=head, tile=tile, statistics=statistics):
+                    query_tile = m_block, head, tile.work.batch
+                    source = statistics.of_tile(config.tile_m, query_tile)
+                    target = smem.statistics[None, None, state.index]
+                    load_run(source, target, pipelines.q.producer_get_barrier(state))
+
+                rows = head, sequences.queries(tile.segment)
+                load_q = tile_loader(tensors.q, smem.q, pipelines.q, *rows, beside=load_statistics)
+                load_do = tile_loader(tensors.d_out, smem.d_out, pipelines.d_out, *rows)
+                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    q_state = load_q(m_block, q_state)
+                    do_state = load_do(m_block, do_state)
+            cursor = schedule.next(cursor)
+        schedule.finish()
+
+    @cute.jit
+    def load_keys(self):
+        """Load K and V of each tile as soon as their buffers are free.
+
+        A warp of its own does it, so that the first Q loads do not wait for a free V buffer.
+        """
+        tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
+        schedule, sequences = self.schedule, self.sequences
+        _, _, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Producer)
+        cursor = schedule.begin(self.cursor)
+        while schedule.is_valid(cursor):
+            tile = self.tile(cursor)
+            n_block = tile.work.n_block
+            rows = tile.work.head_kv, sequences.keys(tile.segment), self.config.slabs
+            k_state = tile_loader(tensors.k, smem.k, pipelines.k, *rows)(n_block, k_state)
+            v_state = tile_loader(tensors.v, smem.v, pipelines.v, *rows)(n_block, v_state)
+            cursor = schedule.next(cursor)
+
+    @cute.jit
+    def reduce_dq(self):
+        """Add each piece of dQ to the accumulator; signal each key tile that has added all."""
+        config, schedule, tensors = self.config, self.schedule, self.tensors
+        user = pipeline.PipelineUserType
+        state = pipeline.make_pipeline_state(user.Consumer, self.kernel.pieces.in_flight)
+        added_state = pipeline.make_pipeline_state(user.Producer, config.stages)
+        cursor = schedule.begin(self.cursor)
+        while schedule.is_valid(cursor):
+            tile = self.tile(cursor)
+            dq = tensors.dq.at(config.tile_m, tile.segment)
+            is_zeroed = tensors.fused.call.dq_is_zeroed
+            for h in cutlass.range(tile.work.num_heads, unroll=1):
+                head, mask, blocks = self.query_head(tile, h)
+                semaphore = self.semaphore(tile, mask) if self.kernel.is_ordered else None
+                memory = self.smem.staged, self.pipelines
+                reduction = DqReduction(self.kernel.pieces, dq, *memory, semaphore, is_zeroed)
+                states = state, added_state
+                state, added_state = reduction.all(blocks, head, tile.work.batch, *states)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.cp_async_bulk_wait_group(0)
+                tensors.fused.signal_key_tile_added(self.head_group(cursor))
+            cursor = schedule.next(cursor)
+
+    @cute.jit
+    def signal_blocks(self):
+        """In a fixed order: let the next key tile add to a query block after this tile has."""
+        schedule, pipelines, stages = self.schedule, self.pipelines, self.config.stages
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+        cursor = schedule.begin(self.cursor)
+        while schedule.is_valid(cursor):
+            tile = self.tile(cursor)
+            for h in cutlass.range(tile.work.num_heads, unroll=1):
+                head, mask, blocks = self.query_head(tile, h)
+                semaphore = self.semaphore(tile, mask)
+                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    pipelines.added.consumer_wait(state)
+                    with cute.arch.elect_one():
+                        semaphore.signal((m_block, head, tile.work.batch))
+                        pipelines.added.consumer_release(state)
+                    state.advance()
+            cursor = schedule.next(cursor)
+
+    # ------------------------------------------------------------------------------ MMA warpgroups
+
+    @cute.jit
+    def mma(self, softmax_scale: Float32):
+        """Compute this warpgroup's part of dK and dV of each tile, and of dS; then convert dQ."""
+        kernel, config, schedule = self.kernel, self.config, self.schedule
+        tensors, smem, pipelines = self.tensors, self.smem, self.pipelines
+        thread_idx, _, _ = cute.arch.thread_idx()
+        thread = thread_idx % WARPGROUP
+        group = cute.arch.make_warp_uniform(thread_idx // WARPGROUP) - 1
+        mmas = GradientMmas.of(kernel.dtype, config, kernel.columns, kernel.columns_v)
+        regs = GradientOperands.of(mmas, config, smem, group)
+        states = self.pipeline_states(pipeline.PipelineUserType.Consumer)
+        q_state, do_state, k_state, v_state = states
+        dk, dv = self.stores()
+        if cutlass.const_expr(kernel.splits):
+            warp = cute.arch.make_warp_uniform(thread_idx // WARP) - WARPS
+            groups = WARPS * MMA_GROUPS, config.warpgroups_share_keys
+            parts = GradientParts(tensors.shared, warp, *groups)
+        seed = None
+        if cutlass.const_expr(kernel.spec.has_dropout):
+            # Once: each step would wait for the load.
+            seed = tensors.dropout.seed()
+        turns = NoTurns()
+        if cutlass.const_expr(config.takes_turns):
+            turns = Turns(FIRST_TURN_BARRIER, MMA_GROUPS, group)
+        turns.start()
+        cursor = schedule.begin(self.cursor)
+        while schedule.is_valid(cursor):
+            tile = self.tile(cursor)
+            regs.acc_dK.fill(0.0)
+            regs.acc_dV.fill(0.0)
+            pipelines.k.consumer_wait(k_state)
+            for h in cutlass.range(tile.work.num_heads, unroll=1):
+                scores = Tile(tile.work.n_block, tile.work.first_head + h, tile.work.batch)
+                coords = score_coords(config, mmas, thread, group, scores)
+                _, mask, blocks = self.query_head(tile, h)
+                rules = TransposedRules.of(self.scores, mask, coords, tile.sequence, softmax_scale)
+                dropout = None
+                if cutlass.const_expr(kernel.spec.has_dropout):
+                    dropout = TransposedDropout(tensors.dropout, seed, coords)
+                keys = k_state.index, v_state
+                place = thread, group, scores_barrier(), turns, dropout
+                step = GradientStep(config, mmas, regs, smem, pipelines, *keys, rules, *place)
+                q_state, do_state = step.all(blocks, q_state, do_state)
+            if cutlass.const_expr(not kernel.splits):
+                cursor = schedule.next(cursor)
+            # Where no query sees the keys, V may still be on its way.
+            pipelines.v.consumer_wait(v_state)
+            if cutlass.const_expr(not kernel.splits):
+                dv.write(regs.acc_dV, mmas.dv, thread, group)
+            else:
+                dv.written.arrive()
+            regs.acc_dK.store(regs.acc_dK.load() * softmax_scale)
+            keys_barrier().arrive_and_wait()
+            if cutlass.const_expr(not kernel.splits):
+                dk.write(regs.acc_dK, mmas.dk, thread, group, k_state.index)
+            else:
+                # The next K and V may be loaded while parts are added up.
+                dk.written.arrive()
+                tiles = tensors.shared.tiles.at_keys(config.tile_n, tile.segment)
+                rows = self.key_rows(tile.segment)
+                parts.finish((regs.acc_dK, regs.acc_dV), tile.work, tiles, rows)
+                # Not earlier: the next tile takes registers, too.
+                cursor = schedule.next(cursor)
+            k_state.advance()
+            v_state.advance()
+        turns.finish()
+        tensors.fused.convert_dq(kernel.spec, config, schedule.order)
+
+    # -------------------------------------------------------------------------------- dQ warpgroup
+
+    @cute.jit
+    def compute_dq(self):
+        """Compute dQ of each block; store dK and dV of each tile, and release V and K."""
+        config, schedule, pipelines = self.config, self.schedule, self.pipelines
+        sequences = self.sequences
+        thread_idx, _, _ = cute.arch.thread_idx()
+        thread = thread_idx % WARPGROUP
+        is_storing = cute.arch.make_warp_uniform(thread // WARP) == 0
+        user = pipeline.PipelineUserType
+        regs = DqOperands.of(self.kernel.dtype, config, self.smem)
+        dk, dv = self.stores()
+        _, _, k_state, v_state = self.pipeline_states(user.Consumer)
+        ds_state = pipeline.make_pipeline_state(user.Consumer, config.stages)
+        staged_state = pipeline.make_pipeline_state(user.Producer, self.kernel.pieces.in_flight)
+        cursor = schedule.begin(self.cursor)
+        while schedule.is_valid(cursor):
+            tile = self.tile(cursor)
+            pipelines.k.consumer_wait(k_state)
+            for h in cutlass.range(tile.work.num_heads, unroll=1):
+                _, _, blocks = self.query_head(tile, h)
+                step = DqStep(config, regs, self.smem, pipelines, k_state.index, thread)
+                for _ in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                    ds_state, staged_state = step.next(ds_state, staged_state)
+            keys_barrier().arrive()
+            cursor = schedule.next(cursor)
+            rows = sequences.gradients_of_keys(tile.segment)
+            place = tile.work.n_block, tile.work.head_kv, rows
+            if is_storing:
+                dv.written.arrive_and_wait()
+                if cutlass.const_expr(not self.kernel.splits):
+                    dv.store(*place)
+                pipelines.v.consumer_release(v_state)
+            dk.written.arrive_and_wait()
+            if is_storing:
+                if cutlass.const_expr(not self.kernel.splits):
+                    dk.store(*place, k_state.index)
+                pipelines.k.consumer_release(k_state)
+            k_state.advance()
+            v_state.advance()
+        # TMA must have read shared memory before the CTA ends.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def score_coords(
+    config: BackwardConfig, mmas: GradientMmas, thread, group, tile: Tile
+) -> TransposedCoords:
+    """The coordinates of a thread's scores; `tile` is a key tile with a query head."""
+    key, column = tile.m_block * config.tile_n, 0
+    if config.warpgroups_share_keys:
+        column = group * config.queries
+    else:
+        key += group * ROWS
+    shape = ROWS, config.queries
+    return TransposedCoords.of(mmas.scores, thread, shape, (key, column), config.tile_m, tile)
+
+
+@cute.jit
+def visited_blocks(kernel: cutlass.Constexpr, mask, n_block, sequence) -> Blocks:
+    """Query blocks that see keys of a tile; all are masked where the keys end.
+
+    A block in which the queries end needs no mask for that: its rows' statistics hide them.
+    """
+    config = kernel.config
+    begin = n_block * config.tile_n
+    blocks = mask.query_blocks(begin, config.tile_n, config.tile_m, sequence)
+    full_begin, full_end = blocks.full_begin, blocks.full_end
+    is_masked = begin + config.tile_n > sequence.seqlen_k
+    if cutlass.const_expr(kernel.is_ragged):
+        # Unused keys: their gradients are 0, for which one block is enough.
+        end = blocks.end if begin < sequence.seqlen_k else blocks.begin + 1
+        blocks = blocks.between(blocks.begin, end)
+    if cutlass.const_expr(not mask.left):
+        # Without a full block it is not known whether the diagonal masks the last one.
+        is_masked = is_masked or full_begin == full_end
+        full_end = blocks.end
+    full_begin = blocks.end if is_masked else full_begin
+    full_end = blocks.end if is_masked else full_end
+    return Blocks(blocks.begin, full_begin, full_end, blocks.end)

@@ -1,0 +1,355 @@
+"""The dQ accumulator: fp32 sums in global memory, to which all key tiles add.
+
+The dQ warpgroup puts its accumulators into shared memory piece by piece (`stage_piece`). The reduce
+warp adds each piece to global memory in bulk (`DqReduction`). Only the dQ conversion reads the
+accumulator (`fa3.kernels.backward_fused`), so its layout is free: a warp's elements of a piece are
+one run, with 4 elements of each lane after another.
+
+What an accumulator starts with, and the order in which key tiles add, is one of three modes:
+
+    zeroed        Preprocessing writes zeros. Key tiles add in any order.
+    first store   There are no zeros. A flag for each query tile says whether it has a value. A
+                  reduce warp claims the query tile by an atomic. The first one stores, the others
+                  wait until the value has arrived, and add. A CTA that holds a claim waits for no
+                  other CTA before it has stored, so there is no deadlock.
+    ordered       As zeroed, but key tiles add in a fixed order, the last keys first, so that the
+                  bits never change. A semaphore for each query tile counts the key tiles that have
+                  added. CTAs take key tiles in the same order, so each tile that is waited for is
+                  done or runs. A warp other than the reduce warp raises semaphores: a release takes
+                  long.
+
+Short sequences have no zeros: writing and reading them took up to a fifth of the backward pass. In
+long sequences key tiles keep step, and the first one would hold up the others
+(docs/experiments.md).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from fa3.primitives.bulk import add_run, store_run
+from fa3.primitives.query_tiles import PackedQueryTiles, QueryTiles
+from fa3.primitives.vectors import QUAD
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
+
+UNIT_OF_PIECE = 16
+"""Columns of a piece are a multiple of this, which is the smallest swizzled unit."""
+
+NOTHING, CLAIMED, STORED = 0, 1, 3
+"""Values of a query tile's flag for its first store. Bits are only added, also by later claims."""
+
+
+class DqPieces(NamedTuple):
+    """A tile of dQ in pieces of 64 rows, which a warpgroup computes one after another.
+
+    Fields:
+        rows, columns: pieces below and next to one another; one of the two is 1.
+        width: columns of a piece.
+    """
+
+    rows: int
+    columns: int
+    width: int
+
+    @classmethod
+    def of(cls, tile_m: int, columns: int, widest: int) -> "DqPieces":
+        """The fewest pieces of a (tile_m, columns) tile with at most `widest` columns each.
+
+        Raises:
+            ValueError: there are no such pieces.
+        """
+        units = columns // UNIT_OF_PIECE
+        fits = (n for n in range(1, units + 1) if units % n == 0)
+        in_row = next(n for n in fits if columns // n <= widest)
+        if tile_m % ROWS or (tile_m > ROWS and in_row > 1):
+            raise ValueError(
+                f"tile_m must be {ROWS}, or a multiple of it with {widest} columns or fewer, "
+                f"got {tile_m} with {columns} columns"
+            )
+        return cls(tile_m // ROWS, in_row, columns // in_row)
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def quads(self) -> int:
+        """Groups of 4 elements that a thread has of a piece."""
+        return ROWS * self.width // WARPGROUP // QUAD
+
+    @property
+    def numbers(self) -> int:
+        """Elements of a tile."""
+        return self.count * ROWS * self.width
+
+    @property
+    def in_flight(self) -> int:
+        """Pieces in shared memory at once, on their way to the accumulator.
+
+        It divides the number of pieces; other numbers would do, and have not been measured.
+        """
+        return next(n for n in (3, 2, 1) if self.count % n == 0)
+
+    @property
+    def numbers_in_flight(self) -> int:
+        """Elements of these pieces."""
+        return self.in_flight * ROWS * self.width
+
+    def place(self, piece) -> tuple:
+        """The row and the column of a piece among the pieces."""
+        return (piece, 0) if self.rows > 1 else (0, piece)
+
+
+class DqAccumulator(NamedTuple):
+    """dQ of all query tiles.
+
+    Fields:
+        buffer: (tiles * pieces.numbers,), float32.
+        tiles: numbers the query tiles of the present sequence.
+        flags: (tiles,), int32, for first stores, or the semaphores of a fixed order; else None.
+    """
+
+    buffer: cute.Tensor
+    tiles: QueryTiles | PackedQueryTiles
+    flags: cute.Tensor | None
+
+    def at(self, tile_m: int, segment) -> "DqAccumulator":
+        """The accumulator for a segment's sequence."""
+        return self._replace(tiles=self.tiles.at(tile_m, segment))
+
+    def quads_of(self, pieces: DqPieces, thread, piece, tile) -> cute.Tensor:
+        """(4, quads): a thread's elements of one piece of a tile."""
+        begin = self.tiles.number(tile) * pieces.numbers
+        run = (piece * WARPS + thread // WARP) * (pieces.quads * WARP * QUAD)
+        return quads_of_lane(self.buffer.iterator + (begin + run), thread % WARP, pieces.quads)
+
+    @cute.jit
+    def reduce(self, pieces: cutlass.Constexpr, piece, tile, place, memory, is_first):
+        """Add a piece in shared memory to the accumulator, or store it if `is_first`.
+
+        One thread calls this. It returns at once; the thread's bulk groups say when it is done.
+        """
+        numbers = pieces.numbers // pieces.count
+        source = (memory.iterator + place * numbers).align(16)
+        target = self.quads_of(pieces, 0, piece, tile).iterator
+        run = cute.make_tensor(source, cute.make_layout(numbers))
+        if is_first:
+            store_run(run, target)
+        else:
+            add_run(run, target)
+
+    @cute.jit
+    def clear(self, pieces: cutlass.Constexpr, thread, threads: cutlass.Constexpr, tile):
+        """Set a tile to zero; `threads` threads share the work."""
+        quads = pieces.numbers // QUAD
+        begin = self.quads_of(pieces, 0, 0, tile).iterator
+        target = cute.make_tensor(begin, cute.make_layout((QUAD, quads)))
+        zeros = cute.make_rmem_tensor(QUAD, Float32)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(-(-quads // threads)):
+            quad = thread + i * threads
+            if quad < quads:
+                cute.autovec_copy(zeros, target[None, quad])
+
+    def flag_of(self, tile) -> cute.Pointer:
+        """The flag or the semaphore of a tile."""
+        return self.flags.iterator + self.tiles.number(tile)
+
+    @cute.jit
+    def clear_flag(self, tile, thread):
+        """Set a tile's flag to zero."""
+        if thread == 0:
+            cute.arch.store(self.flag_of(tile), Int32(0))
+
+    @cute.jit
+    def claim(self, tile, is_zeroed: Int32) -> Boolean:
+        """Claim a tile for the first store, or wait until it has a value; one thread calls this.
+
+        Returns:
+            whether this thread must store; otherwise it may add.
+        """
+        is_first = Boolean(False)
+        if is_zeroed == 0:
+            flag = self.flag_of(tile)
+            value = cute.arch.atomic_or(flag, Int32(CLAIMED), sem="acquire", scope="gpu")
+            is_first = value == NOTHING
+            while value == CLAIMED:
+                value = cute.arch.load(flag, Int32, sem="acquire", scope="gpu")
+            # Bulk additions follow a bulk store.
+            cute.arch.fence_proxy("async.global")
+        return is_first
+
+    def publish_first_store(self, tile):
+        """Say that a tile has the value that this thread has stored."""
+        cute.arch.atomic_or(self.flag_of(tile), Int32(STORED), sem="release", scope="gpu")
+
+    @cute.jit
+    def has_value(self, tile, is_zeroed: Int32) -> Boolean:
+        """Whether a tile has a value after all key tiles have added; there may be none for it."""
+        has_value = Boolean(True)
+        if is_zeroed == 0:
+            flag = cute.arch.load(self.flag_of(tile), Int32, sem="relaxed", scope="gpu")
+            has_value = flag != NOTHING
+        return has_value
+
+
+@dataclass(frozen=True)
+class DqSemaphore:
+    """The turn of one key tile and one query head in a fixed order.
+
+    Fields:
+        dq: the accumulator of the tile's sequence.
+        rank: 1 + the number of key tiles that add before this one.
+        begin, end: the query blocks that the key tile after this one visits. It adds before.
+    """
+
+    dq: DqAccumulator
+    rank: Int32
+    begin: Int32
+    end: Int32
+
+    @cute.jit
+    def wait(self, tile, rank: Int32):
+        """Wait until all earlier key tiles have added to a query tile.
+
+        Args:
+            rank: the semaphore's value as it was loaded before.
+        """
+        if self.has_predecessor(tile):
+            semaphore = self.dq.flag_of(tile)
+            while rank < self.rank - 1:
+                rank = cute.arch.load(semaphore, Int32, sem="acquire", scope="gpu")
+
+    @cute.jit
+    def load(self, tile) -> Int32:
+        """Load a semaphore without waiting; the later comparison waits for the value.
+
+        No acquire, which would wait. An addition is issued only after a branch on the value, and
+        made in L2, where the additions that it counts have been made.
+        """
+        rank = Int32(0)
+        if self.has_predecessor(tile):
+            rank = cute.arch.load(self.dq.flag_of(tile), Int32, sem="relaxed", scope="gpu")
+        return rank
+
+    @cute.jit
+    def has_predecessor(self, tile) -> Boolean:
+        """Whether another key tile adds to a query tile before this one."""
+        m_block, _, _ = tile
+        return m_block >= self.begin and m_block < self.end
+
+    def signal(self, tile):
+        """Say that this key tile has added to a query tile; one thread calls this.
+
+        By a maximum: key tiles that no query sees add zeros at any time.
+        """
+        cute.arch.atomic_max(self.dq.flag_of(tile), self.rank, sem="release", scope="gpu")
+
+
+@dataclass(frozen=True)
+class DqReduction:
+    """The reduce warp's additions of one key tile and one query head.
+
+    The warp does nothing else. With additions, too, the dQ warpgroup waited twice as long at the
+    fence that hands a piece over (docs/experiments.md).
+
+    Fields:
+        pieces: of a tile.
+        dq: the accumulator of the key tile's sequence.
+        memory: pieces in shared memory, one for each stage of `pipelines.staged`.
+        pipelines: `staged` delivers pieces; `added` tells of blocks that have been added.
+        semaphore: of a fixed order; else None.
+        is_zeroed: 1 if the accumulator starts with zeros, else 0.
+    """
+
+    pieces: DqPieces
+    dq: DqAccumulator
+    memory: cute.Tensor
+    pipelines: object
+    semaphore: DqSemaphore | None
+    is_zeroed: Int32
+
+    @property
+    def has_first_store(self) -> bool:
+        return self.dq.flags is not None and self.semaphore is None
+
+    @cute.jit
+    def all(self, blocks, head, batch, state, added_state):
+        """Add all query blocks, upwards, each when it is this key tile's turn."""
+        rank = Int32(0)
+        for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+            tile, following = (m_block, head, batch), (m_block + 1, head, batch)
+            is_first = self.wait(tile, rank, state)
+            for piece in cutlass.range(self.pieces.count, unroll=1):
+                self.pipelines.staged.consumer_wait(state)
+                self.sync()
+                if cute.arch.lane_idx() == 0:
+                    self.dq.reduce(self.pieces, piece, tile, state.index, self.memory, is_first)
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    self.pipelines.staged.consumer_release(state)
+                cute.arch.sync_warp()
+                state.advance()
+            if cutlass.const_expr(self.has_first_store):  # noqa: SIM102
+                if is_first:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    self.dq.publish_first_store(tile)
+            if cutlass.const_expr(self.semaphore is not None):
+                # It arrives while the warp waits for dQ.
+                rank = self.semaphore.load(following)
+                self.pipelines.added.producer_acquire(added_state)
+                self.sync()
+                if cute.arch.lane_idx() == 0:
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    self.pipelines.added.producer_commit(added_state)
+                added_state.advance()
+        return state, added_state
+
+    @cute.jit
+    def wait(self, tile, rank, state) -> Boolean:
+        """Wait until a block may be added; not before dQ is there, as flags may not be zero yet.
+
+        Args:
+            rank: the tile's semaphore as it was loaded before, in a fixed order.
+
+        Returns:
+            for lane 0 whether the block must be stored.
+        """
+        is_first = Boolean(False)
+        if cutlass.const_expr(self.semaphore is not None):
+            self.pipelines.staged.consumer_wait(state)
+            self.semaphore.wait(tile, rank)
+        if cutlass.const_expr(self.has_first_store):
+            self.pipelines.staged.consumer_wait(state)
+            self.sync()
+            if cute.arch.lane_idx() == 0:
+                is_first = self.dq.claim(tile, self.is_zeroed)
+        return is_first
+
+    def sync(self):
+        """Sync the warp before lane 0 releases a stage.
+
+        A lane that polls late could see the barrier two phases on, with the same parity, and hang.
+        """
+        cute.arch.sync_warp()
+
+
+@cute.jit
+def stage_piece(pieces: cutlass.Constexpr, acc: cute.Tensor, thread, place, memory: cute.Tensor):
+    """Write a warp's accumulators of a piece to shared memory, for `DqAccumulator.reduce`."""
+    first = cute.arch.make_warp_uniform(place * WARPS + thread // WARP) * (WARP * QUAD)
+    run = (memory.iterator + first * pieces.quads).align(16)
+    cute.autovec_copy(in_quads(acc), quads_of_lane(run, thread % WARP, pieces.quads))
+
+
+def quads_of_lane(first: cute.Pointer, lane, quads: int) -> cute.Tensor:
+    """(4, quads): a lane's elements of a warp's run that begins at `first`."""
+    layout = cute.make_layout((QUAD, quads), stride=(1, QUAD * WARP))
+    return cute.make_tensor((first + lane * QUAD).align(16), layout)
+
+
+def in_quads(acc: cute.Tensor) -> cute.Tensor:
+    """View an accumulator as (4, quads): of each quad two columns of two rows."""
+    return cute.logical_divide(cute.flatten(acc), cute.make_layout(QUAD))
