@@ -19,7 +19,7 @@ import torch
 from fa3.primitives.softmax import LOG2_E
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.dropout import Dropout
-from fa3.reference.walker import CPU, Rows, SequenceRows, Walk, batched
+from fa3.reference.walker import CPU, BlockRows, SequenceRows, Walker, batched
 
 QUERIES_OF_BLOCK, KEYS_OF_BLOCK = 64, 128
 """Sizes of the blocks."""
@@ -90,7 +90,7 @@ def execute_backward(
         sequence. A row that sees no key gets 0 and adds nothing, whatever came for it.
     """
     q, k, v, out, lse, d_out, d_lse = batched(operands)
-    walk = Walk(spec, window, (q, k, v, out, lse), softmax_scale, tensors, dropout)
+    walk = Walker(spec, window, (q, k, v, out, lse), softmax_scale, tensors, dropout)
     is_empty = lse == -torch.inf
     # exp2(score - inf) is the 0 that all P of an empty row are.
     lse = lse.masked_fill(is_empty, torch.inf)
@@ -154,8 +154,8 @@ def key_tiles(
 
 
 def query_blocks(
-    walk: Walk, place: SequenceRows, head_kv: int, keys: range
-) -> Iterator[tuple[Rows, bool]]:
+    walk: Walker, place: SequenceRows, head_kv: int, keys: range
+) -> Iterator[tuple[BlockRows, bool]]:
     """Yield the query blocks that may see keys, and whether some pairs are hidden."""
     sequence, group = place.sequence(walk.window), walk.q.shape[2] // walk.k.shape[2]
     for head in range(head_kv * group, (head_kv + 1) * group):

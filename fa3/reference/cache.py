@@ -15,7 +15,7 @@ from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.reference.varlen import RaggedOperands
-from fa3.reference.walker import CPU, HostTensor, SequenceRows, Step, Walk, on_pages
+from fa3.reference.walker import CPU, HostTensor, SequenceRows, Step, Walker, on_pages
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import segments
 from fa3.scores.masks import Blocks
@@ -39,10 +39,10 @@ class HostAppend:
         rows = places if table is None else len(table)
         # Tokens without a place in the cache are not appended.
         for sequence, seqlen in enumerate(call.seqlens.clamp(0, capacity).tolist()):
-            tokens = rows_of(sequence, call.cu_seqlens)
+            tokens = rows_of_sequence(sequence, call.cu_seqlens)
             new_k, new_v = (x[tokens][: capacity - seqlen] for x in (call.k, call.v))
             if rotary is not None:
-                turns, queries = call.rotary_seqlens, rows_of(sequence, call.cu_seqlens_q)
+                turns, queries = call.rotary_seqlens, rows_of_sequence(sequence, call.cu_seqlens_q)
                 turn = seqlen if turns is None else max(0, int(turns[sequence]))
                 tables, q = (call.cos, call.sin), call.q[queries]
                 new_k = rotate(new_k, turn + torch.arange(len(new_k), device=CPU), *tables, rotary)
@@ -60,7 +60,7 @@ class HostAppend:
                 call.new_seqlens[sequence] = seqlen + len(new_k)
 
 
-def rows_of(sequence: int, ends: torch.Tensor | None) -> int | slice:
+def rows_of_sequence(sequence: int, ends: torch.Tensor | None) -> int | slice:
     """The index of a sequence's rows in a tensor that is dense, or packed with these ends."""
     return sequence if ends is None else slice(*ends[sequence : sequence + 2].clamp(min=0).tolist())
 
@@ -95,7 +95,7 @@ def execute_decode(
             keys of each sequence, all if None; without cu_seqlens_q, sequences have equally many
             queries, and q and out are (batch, seqlen_q, ...), lse is (batch, heads_q, seqlen_q).
         max_seqlen_k: no sequence has more keys.
-        softmax_scale, tensors: as `fa3.reference.walker.Walk` takes them.
+        softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
         tables: where sequences are in a cache, as tensors.
         seqlen_new: keys that each sequence has in addition to seqused_k.
     """
@@ -103,26 +103,27 @@ def execute_decode(
     sizes, queries, keys = plan.sizes, None, None
     batch = sizes.batch if ends_q is None else len(ends_q) - 1
     if ends_q is not None:
-        rows = RaggedLengths(HostTensor(ends_q), on_host(used_q), len(q))
+        rows = RaggedLengths(HostTensor(ends_q), host_tensor(used_q), len(q))
         queries = PackedQueries(rows, sizes.qhead_per_kvhead, ROWS)
     if ends_k is not None:
-        keys = RaggedLengths(HostTensor(ends_k), on_host(used_k), len(k))
+        keys = RaggedLengths(HostTensor(ends_k), host_tensor(used_k), len(k))
     sequences = Cached(
-        batch, on_host(used_k), seqlen_new, CacheTables(*map(on_host, tables)), plan.spec.mask,
-        sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N, packed=queries, packed_keys=keys,
+        batch, host_tensor(used_k), seqlen_new, CacheTables(*map(host_tensor, tables)),
+        plan.spec.mask, sizes.seqlen_q, max_seqlen_k, plan.window, TILE_N, packed=queries,
+        packed_keys=keys,
     )  # fmt: skip
-    walk = Walk(
+    walk = Walker(
         plan.spec, plan.window, operands[:5], softmax_scale, tensors, page_table=tables.page_table
     )
-    walk.run(steps(plan, sequences))
+    walk.run(steps_of_decode(plan, sequences))
 
 
-def on_host(tensor: torch.Tensor | None) -> HostTensor | None:
+def host_tensor(tensor: torch.Tensor | None) -> HostTensor | None:
     """A table that the host reads."""
     return None if tensor is None else HostTensor(tensor)
 
 
-def steps(plan: DecodePlan, sequences: Cached) -> Iterator[Step]:
+def steps_of_decode(plan: DecodePlan, sequences: Cached) -> Iterator[Step]:
     """Yield a plan's work CTA by CTA. A tile has rows of all heads of a key/value head."""
     sizes, group, packed = plan.sizes, plan.sizes.qhead_per_kvhead, sequences.packed
     lengths = list(map(sequences.read, range(sequences.num_sequences)))

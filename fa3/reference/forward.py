@@ -18,7 +18,7 @@ import torch
 from fa3.planning.plan import Plan
 from fa3.reference.dropout import Dropout
 from fa3.reference.functions import errors_of
-from fa3.reference.walker import HostTensor, SequenceRows, Step, Walk
+from fa3.reference.walker import HostTensor, SequenceRows, Step, Walker
 from fa3.schedules import walk
 from fa3.scores.masks import Blocks, Intersection
 from fa3.scores.scores import bind
@@ -80,8 +80,8 @@ def execute(
     A row that sees no key gets 0 with log-sum-exp -inf, or with its sink.
 
     Args:
-        operands, softmax_scale, tensors, dropout: as `fa3.reference.walker.Walk` takes them.
+        operands, softmax_scale, tensors, dropout: as `fa3.reference.walker.Walker` takes them.
     """
     problem = plan.problem
-    call = Walk(problem.spec, problem.window, operands, softmax_scale, tensors, dropout)
+    call = Walker(problem.spec, problem.window, operands, softmax_scale, tensors, dropout)
     call.run(steps(plan, call.tensors))

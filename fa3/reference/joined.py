@@ -13,7 +13,7 @@ from fa3.planning.joined import JoinedPlan
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.reference.varlen import PackedLengths, RaggedOperands, attend_alone
-from fa3.reference.walker import CPU, SequenceRows, Step, Walk
+from fa3.reference.walker import CPU, SequenceRows, Step, Walker
 from fa3.schedules.joined import HALVES, JoinedRecord, JoinedTile, keys_seen
 from fa3.schedules.segment import Segment, Tile
 from fa3.scores.intervals import NOBODY, RowRecord
@@ -31,17 +31,17 @@ def execute_joined(
     Args:
         plan: of the call's spec.
         window: keys that a query sees before and after its own position.
-        softmax_scale, tensors: as `fa3.reference.walker.Walk` takes them.
+        softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
     """
     q, k, v, out, lse = operands[:5]
     rows = records_of_rows(plan, operands.lengths, window, len(q))
     is_used = torch.tensor([row.is_used for row in rows[: len(q)]], device=CPU)
     results = torch.empty(out.shape, device=CPU), torch.empty(out.shape[1::-1], device=CPU)
-    walk = Walk(plan.spec, window, (q, k, v, *results), softmax_scale, tensors)
-    walk.run(steps(plan, walk, rows))
+    walk = Walker(plan.spec, window, (q, k, v, *results), softmax_scale, tensors)
+    walk.run(steps_of_shared_tiles(plan, walk, rows))
     is_marked = is_used[:, None] & ~results[0].isfinite().all(dim=2)
     again = torch.empty_like(out), torch.empty_like(results[1])
-    walk = Walk(plan.spec, window, (q, k, v, *again), softmax_scale, tensors)
+    walk = Walker(plan.spec, window, (q, k, v, *again), softmax_scale, tensors)
     sequences = operands.lengths.sequences()
     failed = (x for x in sequences if is_marked[x.q.start : x.q.stop].any())
     attend_alone(walk, failed)
@@ -50,7 +50,7 @@ def execute_joined(
         lse[:, is_used] = torch.where(is_marked.T, again[1], results[1])[:, is_used]
 
 
-def steps(plan: JoinedPlan, walk: Walk, rows: list[RowRecord]) -> Iterator[Step]:
+def steps_of_shared_tiles(plan: JoinedPlan, walk: Walker, rows: list[RowRecord]) -> Iterator[Step]:
     """Yield the work on every half of a tile, for each head.
 
     Args:

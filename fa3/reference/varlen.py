@@ -17,7 +17,7 @@ from fa3.planning.ragged import RaggedPlan
 from fa3.problem import Problem, Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import steps
-from fa3.reference.walker import SequenceRows, Walk
+from fa3.reference.walker import SequenceRows, Walker
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, TileRecord
 from fa3.schedules.sequences import capacity_of
 
@@ -117,11 +117,11 @@ def execute_varlen(
         plan: of the call's spec.
         window: keys that a query sees before and after its own position.
         operands: without cu_seqlens_k, k and v are a cache.
-        softmax_scale, tensors, dropout, page_table: as `fa3.reference.walker.Walk` takes them.
+        softmax_scale, tensors, dropout, page_table: as `fa3.reference.walker.Walker` takes them.
         short_queries: sequences with so many queries or fewer are left out.
         table: what `fa3.planning.host_table` made; says where sequences are, and their order.
     """
-    walk = Walk(plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table)
+    walk = Walker(plan.spec, window, operands[:5], softmax_scale, tensors, dropout, page_table)
     if operands.seqused_k is not None and operands.cu_seqlens_k is None:
         # The host may not have checked them.
         pages = 1 if page_table is None else page_table.shape[1]
@@ -140,7 +140,7 @@ def execute_varlen(
     attend_alone(walk, long)
 
 
-def attend_alone(walk: Walk, sequences: Iterable[SequenceRows]) -> None:
+def attend_alone(walk: Walker, sequences: Iterable[SequenceRows]) -> None:
     """Attend inside of sequences with queries, each in tiles of its own."""
     heads_q, heads_kv = walk.q.shape[2], walk.k.shape[2]
     for one in sequences:

@@ -1,9 +1,9 @@
 """The walker: attention and its gradients on the CPU, segment by segment in torch.
 
 `fa3.reference.forward`, `cache` and `joined` turn the segments of a plan into steps: rows that
-attend to key blocks. `Walk.run` computes them as a kernel does, with online softmax in base 2 and
+attend to key blocks. `Walker.run` computes them as a kernel does, with online softmax in base 2 and
 fp32 sums, and merges the parts of tiles. `fa3.reference.backward` lets query blocks pass key tiles.
-Both passes compute a block's scores in `Walk.logits`, and both round P to the input dtype.
+Both passes compute a block's scores in `Walker.logits`, and both round P to the input dtype.
 """
 
 import math
@@ -42,7 +42,7 @@ class HostTensor:
         return self.tensor[index].item()
 
 
-class Rows(NamedTuple):
+class BlockRows(NamedTuple):
     """Query rows that are computed together.
 
     Fields:
@@ -116,7 +116,7 @@ class Step(NamedTuple):
     seen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-class Walk:
+class Walker:
     """The tensors of a call, and what is computed with them."""
 
     def __init__(
@@ -176,7 +176,7 @@ class Walk:
         head: int,
         heads: int = 1,
         seen: tuple | None = None,
-    ) -> Rows:
+    ) -> BlockRows:
         """The rows of a sequence with these numbers; the arguments are as in `Step`."""
         number = torch.arange(numbers.start, numbers.stop, device=CPU)
         query, turn = number // heads, number % heads
@@ -186,9 +186,9 @@ class Walk:
         index: Any = head if heads == 1 else head * heads + turn
         column = index if heads == 1 else index[:, None]
         at = Position(place.batch, column, query[:, None], None, len(place.q), len(place.k))
-        return Rows((place.entry_q, place.q.start + query, index), at, first, end)
+        return BlockRows((place.entry_q, place.q.start + query, index), at, first, end)
 
-    def attend(self, step: Step, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, step: Step, rows: BlockRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Output (rows, head_dim_v) and log-sum-exp (rows,) of a step, in fp32, without sinks.
 
         Keys are taken from the last block to the first. With dropout the sums are of all
@@ -242,7 +242,7 @@ class Walk:
 
     def logits(
         self,
-        rows: Rows,
+        rows: BlockRows,
         positions: range,
         q: torch.Tensor,
         k: torch.Tensor,
