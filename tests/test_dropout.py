@@ -20,6 +20,7 @@ from varlen_problems import VarlenProblem
 import fa3
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS
+from fa3.kernels.backward_roles import score_coords
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.backward import choose_backward_config
@@ -361,7 +362,7 @@ def write_transposed_words(
         for i in cutlass.range_constexpr(config.q_splits * MMA_GROUPS):
             part, group = i // MMA_GROUPS, i % MMA_GROUPS
             for thread in cutlass.range(WARPGROUP):
-                coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
+                coords = score_coords(config, mmas, thread, group, Tile(n_block, head, batch))
                 arguments = DropoutArguments(rng_state, Int32(0), 0.0)
                 of_part = coords.shifted(part * config.queries)
                 dropout = TransposedDropout(arguments, arguments.seed(), of_part)
