@@ -45,6 +45,11 @@ def missing_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
+    """Tests that take `device` need a GPU; tests are skipped where they lack what they need."""
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if "device" in getattr(item, "fixturenames", ()) and "device" not in parameters:
+            item.add_marker(pytest.mark.gpu)
     no_gpu = missing_gpu()
     no_sanitizer = None if shutil.which("compute-sanitizer") else "compute-sanitizer is not in PATH"
     for item in items:
@@ -116,10 +121,28 @@ def only_marked_tests_compile(request, no_kernels):
 
 @pytest.fixture
 def device():
-    """The GPU that a test runs on, a `torch.device`."""
+    """The GPU that a test runs on, a `torch.device`; the test is marked `gpu`."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request) -> str:
+    """Run a test on the CPU, and once more on a GPU; see also `pairs.places`."""
+    return request.param
+
+
+@pytest.fixture
+def always_fixed(monkeypatch):
+    """Have calls of any size take a fixed reference."""
+    from fa3.calls.forward import prepare_forward
+    from fa3.planning import tilings
+
+    monkeypatch.setattr(tilings, "FIXED_FLOPS", 0)
+    prepare_forward.cache_clear()
+    yield
+    prepare_forward.cache_clear()
 
 
 @pytest.fixture

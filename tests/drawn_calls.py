@@ -298,6 +298,18 @@ def splits(draw: Draw) -> dict:
     )  # fmt: skip
 
 
+def cache_metadata(draw: Draw, heads: Heads, call: dict, queries: int) -> object:
+    """Metadata of a call on a cache, made from its lengths on the host."""
+    return fa3.get_scheduler_metadata(
+        len(call["cache_seqlens"]), queries, 70000, heads.q, heads.kv, heads.dim,
+        draw.on_host(call["cache_seqlens"]), heads.dtype, heads.dim_v,
+        draw.on_host(call.get("cu_seqlens_q")),
+        page_size=call["k_cache"].shape[1] if "page_table" in call else None,
+        causal=call["causal"], window_size=call.get("window_size", (-1, -1)),
+        has_softcap="softcap" in call,
+    )  # fmt: skip
+
+
 def decode(draw: Draw) -> Call:
     """Equal numbers of queries on a cache, with or without an append."""
     heads, batch, queries = Heads.drawn(draw), draw.pick(1, 3, 64), draw.pick(1, 1, 4, 200)
@@ -322,14 +334,7 @@ def decode(draw: Draw) -> Call:
             arguments["cu_seqlens_k_new"] = ends_of([queries] * batch)
         arguments |= appended(draw, heads, new)
     elif kind == "metadata" and not {"num_splits", "sm_margin"} & arguments.keys():
-        table = arguments.get("page_table")
-        arguments["scheduler_metadata"] = fa3.get_scheduler_metadata(
-            batch, queries, 70000, heads.q, heads.kv, heads.dim,
-            draw.on_host(arguments["cache_seqlens"]), heads.dtype, heads.dim_v,
-            page_size=None if table is None else arguments["k_cache"].shape[1],
-            causal=arguments["causal"], window_size=arguments.get("window_size", (-1, -1)),
-            has_softcap="softcap" in arguments,
-        )  # fmt: skip
+        arguments["scheduler_metadata"] = cache_metadata(draw, heads, arguments, queries)
     return Call(fa3.flash_attn_with_kvcache, arguments)
 
 
@@ -357,14 +362,7 @@ def mixed(draw: Draw) -> Call:
         if "rotary_cos" in arguments and draw.maybe(0.5):
             arguments["rotary_seqlens"] = integers(*lengths)
     elif not {"num_splits", "sm_margin"} & arguments.keys() and draw.maybe(0.5):
-        table = arguments.get("page_table")
-        arguments["scheduler_metadata"] = fa3.get_scheduler_metadata(
-            batch, max(queries), 70000, heads.q, heads.kv, heads.dim,
-            draw.on_host(arguments["cache_seqlens"]), heads.dtype, heads.dim_v, draw.on_host(ends),
-            page_size=None if table is None else arguments["k_cache"].shape[1],
-            causal=arguments["causal"], window_size=arguments.get("window_size", (-1, -1)),
-            has_softcap="softcap" in arguments,
-        )  # fmt: skip
+        arguments["scheduler_metadata"] = cache_metadata(draw, heads, arguments, max(queries))
     return Call(fa3.flash_attn_with_kvcache, arguments)
 
 

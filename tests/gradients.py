@@ -1,6 +1,6 @@
-"""Dense attention that torch differentiates, and how far gradients may be from its."""
+"""How far gradients may be from those of dense attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,10 +9,9 @@ from reference import (
     FEW_KEYS,
     NO_WINDOW,
     cap_error,
+    dense,
     largest_difference,
-    positions,
     visible,
-    weights_of,
 )
 from torch.overrides import TorchFunctionMode
 
@@ -23,57 +22,27 @@ FLOOR = 2e-5
 """Error that is always allowed, of gradients of size 1: the PyTorch computation can be exact."""
 
 
-def dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: Window,
-    dtype: torch.dtype,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    score: None = None,
-    mask: fa3.Mask | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    **dropout,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention as it is written down, products in `dtype`, differentiable.
+OPTIONS = "deterministic", "sm_margin"
+"""Arguments of a call that make no difference to what should come of it."""
 
-    `reference.dense` writes in place and has NaN for rows without keys, before it hides them.
+
+def differentiate(
+    run: Callable, inputs: dict, given: tuple, weights: tuple, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Return gradients of a call's inputs.
 
     Args:
-        deterministic, sm_margin: whatever; neither makes a difference here.
-        dropout: arguments of `weights_of`.
+        run: takes the inputs by name; returns out and the log-sum-exp.
+        given: the gradients of both.
+        weights: whether each is part of the loss.
+        dtype: of the inputs; None for theirs.
     """
-    (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
-    group = heads_q // heads_kv
-    k, v = (tensor.to(dtype).repeat_interleave(group, dim=2) for tensor in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.to(dtype) * head_dim**-0.5, k)
-    if softcap or alibi_slopes is not None or sinks is not None:
-        scores = scores.to(torch.promote_types(dtype, torch.float32))
-    at = positions(batch, torch.arange(heads_q, device=q.device), seqlen_q, seqlen_k)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.expand(batch, heads_q)[..., None, None].to(scores.dtype)
-        scores = scores - slopes * (at.query + seqlen_k - seqlen_q - at.key).abs()
-    seen = visible(seqlen_q, seqlen_k, window, q.device).expand(scores.shape)
-    if mask is not None:
-        seen = seen & mask.reference(at)
-    of_sinks = scores.new_full((heads_q, 1, 1), -torch.inf)
-    if sinks is not None:
-        of_sinks = sinks[:, None, None].to(scores.dtype)
-    of_sinks = of_sinks.expand(batch, heads_q, seqlen_q, 1)
-    logits = torch.cat([scores.masked_fill(~seen, -torch.inf), of_sinks], dim=3)
-    # Rows without a logit are computed from zeros, and replaced.
-    is_empty = (logits == -torch.inf).all(dim=3, keepdim=True)
-    logits = logits.masked_fill(is_empty, 0.0)
-    p = logits.softmax(dim=3)[..., :seqlen_k].masked_fill(is_empty, 0.0)
-    if dropout:
-        p = p * weights_of(batch, heads_q, seqlen_q, seqlen_k, **dropout)
-    lse = logits.logsumexp(dim=3).masked_fill(is_empty[..., 0], -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", p.to(dtype), v), lse
+    leaves = {name: x.detach().to(dtype or x.dtype) for name, x in inputs.items()}
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    pairs = zip(run(**leaves), given, weights, strict=True)
+    outputs, of_outputs = zip(*((x, d.to(x.dtype)) for x, d, on in pairs if on), strict=True)
+    wanted = list(leaves.values())
+    return list(torch.autograd.grad(outputs, wanted, of_outputs, materialize_grads=True))
 
 
 def check_gradients(
@@ -104,33 +73,28 @@ def check_gradients(
         return torch.randn(shape, generator=generator, device=q.device)
 
     d_out = randn(batch, seqlen_q, heads_q, v.shape[3]).to(q.dtype)
-    d_lse = randn(batch, heads_q, seqlen_q)
-
-    def gradients(run, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        leaves = {name: x.detach().to(dtype or x.dtype) for name, x in inputs.items()}
-        leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-        pairs = zip(run(**(modifiers | leaves)), (d_out, d_lse), weights, strict=True)
-        outputs, given = zip(*((x, d.to(x.dtype)) for x, d, on in pairs if on), strict=True)
-        wanted = tuple(leaves.values())
-        return torch.autograd.grad(outputs, wanted, given, materialize_grads=True)
+    given = d_out, randn(batch, heads_q, seqlen_q)
+    plain = {name: value for name, value in modifiers.items() if name not in OPTIONS}
 
     def of_dtype(dtype: torch.dtype):
-        return lambda **arguments: dense(**arguments, window=window, dtype=dtype)
+        return lambda **leaves: dense(**(plain | leaves), window=window, dtype=dtype)
 
-    def ours(**arguments):
-        return fa3.flash_attn_func(**arguments, window_size=tuple(window), return_lse=True)
+    def ours(**leaves):
+        options = {"window_size": tuple(window), "return_lse": True}
+        return fa3.flash_attn_func(**(modifiers | leaves), **options)
 
-    exact = gradients(of_dtype(torch.float64), torch.float64)
-    rounded = gradients(of_dtype(q.dtype))
+    exact = differentiate(of_dtype(torch.float64), inputs, given, weights, torch.float64)
+    rounded = differentiate(of_dtype(q.dtype), inputs, given, weights)
     with poisoned_allocations():
-        found = gradients(ours)
+        found = differentiate(ours, inputs, given, weights)
     # The error of a score is the relative error of its weight.
     capped = cap_error(q, k, q.shape[-1] ** -0.5, modifiers.get("softcap", 0.0) if q.is_cuda else 0)
     beside = {}
     if "sinks" in inputs:
-        beside["sinks"] = error_of_sinks(q, k, v, d_out, window, modifiers)
+        beside["sinks"] = error_of_sinks(q, k, v, d_out, window, plain)
     seen = visible(seqlen_q, k.shape[1], window).sum(dim=1)
-    if (seen < FEW_KEYS).all() and (q.is_cuda or "dropout_p" in modifiers):
+    is_rounded = q.is_cuda or "dropout_p" in modifiers or "sinks" in inputs
+    if is_rounded and (seen < FEW_KEYS).all():
         beside |= dict.fromkeys("qk", error_of_delta(q, k, v, d_out))
     relative = 4 * capped
     if q.is_cuda and weights[1]:
@@ -182,7 +146,7 @@ def error_of_sinks(q, k, v, d_out, window: Window, modifiers: dict) -> float:
     A sink has one number, the sum of P dO O over rows and columns. Few of them are no measure of
     what PyTorch's error could have been.
     """
-    out, lse = dense(q, k, v, window, torch.float64, **modifiers)
+    out, lse = dense(q, k, v, window=window, **modifiers)
     p = torch.exp(modifiers["sinks"].double()[:, None] - lse).transpose(1, 2)[..., None]
     terms = (p * d_out.double() * out).square().sum(dim=(0, 1, 3)).sqrt()
     return 2 * torch.finfo(q.dtype).eps * terms.amax().item()
@@ -194,8 +158,8 @@ def error_of_queries(q, k, v, d_out, window: Window, modifiers: dict) -> float:
     All of a row's gradient goes with its delta. Few rows are no measure of what PyTorch's error
     could have been.
     """
-    out, _ = dense(q, k, v, window, torch.float64, **modifiers)
-    keys, _ = dense(q, k, k, window, torch.float64, **modifiers)
+    out, _ = dense(q, k, v, window=window, **modifiers)
+    keys, _ = dense(q, k, k, window=window, **modifiers)
     of_rows = (d_out.double() * out).norm(dim=3) * keys.abs().amax(dim=3) * q.shape[3] ** -0.5
     return torch.finfo(q.dtype).eps * of_rows.amax().item() if of_rows.numel() else 0.0
 

@@ -36,7 +36,7 @@ class CacheProblem:
     heads_kv: int = 1
     group: int = 1
     head_dim: int = 64
-    head_dim_v: int = 64
+    head_dim_v: int | None = None
     page_size: int | None = None
     room: int = 7
     rotary: tuple[int, bool, str] | None = None
@@ -49,6 +49,11 @@ class CacheProblem:
     alibi: int | None = None
     sinks: str | None = None
     softmax_scale: float | None = None
+
+    @property
+    def columns_v(self) -> int:
+        """Values are as wide as keys unless told."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def batch(self) -> int:
@@ -101,7 +106,7 @@ def make_call(problem: CacheProblem, seed: int = 0, device="cpu") -> dict:
             ends = [sum(problem.counts[:n]) for n in range(problem.batch + 1)]
             call["cu_seqlens_k_new"] = integers(ends)
         call["k"] = normal(*shape, problem.heads_kv, problem.head_dim)
-        call["v"] = normal(*shape, problem.heads_kv, problem.head_dim_v)
+        call["v"] = normal(*shape, problem.heads_kv, problem.columns_v)
     if problem.rotary is not None:
         dim, interleaved, table_dtype = problem.rotary
         positions = max(problem.capacity, max(problem.seqlens) + problem.seqlen_q)
@@ -151,7 +156,7 @@ def make_cache(
     shape = num_pages, size, problem.heads_kv
     caches = [
         torch.full((*shape, columns), torch.nan, dtype=like.dtype, device=like.device)
-        for columns in (problem.head_dim, problem.head_dim_v)
+        for columns in (problem.head_dim, problem.columns_v)
     ]
     leftpads = problem.leftpads or [0] * problem.batch
     for row, seqlen, leftpad in zip(rows, problem.seqlens, leftpads, strict=True):

@@ -6,7 +6,7 @@ have the product of, and beside it the combinations of three and more that have 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -20,6 +20,22 @@ def pairs(*corners: dict, **values: Sequence) -> pytest.MarkDecorator:
     """
     given = [[corner[name] for name in values] for corner in corners]
     return pytest.mark.parametrize(tuple(values), combine(list(values.values()), given))
+
+
+def places(names: str, cpu: Iterable, gpu: Iterable) -> pytest.MarkDecorator:
+    """Parametrize a test with `where` and values: some on the CPU, others on a GPU.
+
+    Args:
+        names: of the values, with commas between them.
+        cpu, gpu: the values of each case: a tuple if there are several names.
+    """
+    few = "," not in names
+    cases = [
+        pytest.param(where, *((values,) if few else values), marks=marks)
+        for where, chosen, marks in (("cpu", cpu, ()), ("cuda", gpu, pytest.mark.gpu))
+        for values in chosen
+    ]
+    return pytest.mark.parametrize(["where", *names.split(",")], cases)
 
 
 def combine(values: Sequence[Sequence], corners: Sequence[Sequence] = ()) -> list[tuple]:

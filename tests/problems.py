@@ -7,6 +7,7 @@ import torch
 from hypothesis import strategies as st
 from reference import NO_WINDOW
 
+import fa3
 from fa3.planning.plan import Plan
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.reference.forward import execute
@@ -44,6 +45,25 @@ def make_problem(
     return Problem(spec, batch, seqlen_q, seqlen_k, num_heads_kv, qhead_per_kvhead, window)
 
 
+HEAD_DIMS = head_dims()
+
+
+@st.composite
+def problems(draw, least: int = 0, longest: int = 300, sizes=HEAD_DIMS) -> Problem:
+    """Draw problems of `least` or more sequences and rows."""
+    return make_problem(
+        batch=draw(st.integers(least, 2)),
+        seqlen_q=draw(st.integers(least, longest)),
+        seqlen_k=draw(st.integers(least, longest)),
+        num_heads_kv=draw(st.integers(1, 2)),
+        qhead_per_kvhead=draw(st.sampled_from([1, 2, 3, 8])),
+        head_dim=draw(sizes),
+        window=draw(windows(longest + 20)),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        head_dim_v=draw(st.none() | sizes),
+    )
+
+
 def make_operands(
     problem: Problem, seed: int = 0, device="cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -69,6 +89,12 @@ def run_plan(
     out, lse = q.new_empty(batch, seqlen_q, heads, v.shape[3]), torch.empty(batch, heads, seqlen_q)
     execute(plan, (q, k, v, out, lse), softmax_scale, tensors)
     return out, lse
+
+
+def attend(q, k, v, window: Window = NO_WINDOW, **arguments):
+    """Call `flash_attn_func` into NaN memory; return out and the log-sum-exp."""
+    with poisoned_allocations():
+        return fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **arguments)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def dense(
     mask: fa3.Mask | None = None,
     **dropout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention as it is written down, every step in `dtype`.
+    """Compute attention as it is written down, products in `dtype`; torch can differentiate it.
 
     What changes the scores between the products, and the softmax after it, is computed in float32
     at least.
@@ -61,28 +61,23 @@ def dense(
         dropout: arguments of `weights_of`.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) and the log-sum-exp (batch, heads_q, seqlen_q)
-        with natural logarithm, both of `dtype`; 0 and -inf for a query that sees no key, or 0 and
-        its head's sink.
+        out (batch, seqlen_q, heads_q, head_dim_v) of `dtype` and the log-sum-exp (batch, heads_q,
+        seqlen_q) with natural logarithm; 0 and -inf for a query that sees no key, or 0 and its
+        head's sink.
     """
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_kv = k.shape[1], k.shape[2]
+    (batch, seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv) = q.shape, k.shape[1:3]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    out = q.new_zeros(batch, seqlen_q, heads_q, v.shape[3], dtype=dtype)
-    lse = q.new_full((batch, heads_q, seqlen_q), -torch.inf, dtype=dtype)
-    if sinks is not None:
-        lse[:] = sinks[:, None]
-    if 0 in (batch, seqlen_q, heads_q, seqlen_k):
-        return out, lse
-    group = heads_q // heads_kv
-    is_modified = bool(softcap) or any(x is not None for x in (alibi_slopes, sinks, score, mask))
+    group = max(1, heads_q // max(1, heads_kv))
+    is_modified = bool(softcap) or any(x is not None for x in (alibi_slopes, sinks, score))
     seen = visible(seqlen_q, seqlen_k, window, q.device)
-    heads_at_once = max(1, MAX_SCORES // (batch * seqlen_q * seqlen_k))
+    weights = None
+    if dropout:
+        weights = weights_of(batch, heads_q, seqlen_q, seqlen_k, **dropout)
+    outs, lses = [], []
+    heads_at_once = max(1, MAX_SCORES // max(1, batch * seqlen_q * seqlen_k))
     for heads in torch.arange(heads_q, device=q.device).split(heads_at_once):
-        kv_heads = heads // group
-        scores = torch.einsum(
-            "bqhd,bkhd->bhqk", q[:, :, heads].to(dtype) * scale, k[:, :, kv_heads].to(dtype)
-        )
+        keys, values = (x[:, :, heads // group].to(dtype) for x in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, :, heads].to(dtype) * scale, keys)
         at = positions(batch, heads, seqlen_q, seqlen_k)
         if is_modified:
             scores = scores.to(torch.promote_types(dtype, torch.float32))
@@ -94,23 +89,20 @@ def dense(
             scores = scores - slopes.to(scores.dtype) * distance
         if score is not None:
             scores = score.reference(scores, at)
-        scores = scores.masked_fill(
-            ~(seen if mask is None else seen & mask.reference(at)), -torch.inf
-        )
-        # The softmax of a row without keys is NaN.
-        hidden = scores == -torch.inf
+        is_seen = seen if mask is None else seen & mask.reference(at)
+        logits = scores.masked_fill(~is_seen, -torch.inf)
         if sinks is not None:
             sink = sinks[heads, None, None].to(scores.dtype).expand(batch, -1, seqlen_q, 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        lse[:, heads] = scores.logsumexp(dim=-1).to(dtype)
-        probabilities = scores.softmax(dim=-1)[..., :seqlen_k].masked_fill_(hidden, 0.0)
-        if dropout:
-            weights = weights_of(batch, heads_q, seqlen_q, seqlen_k, **dropout)[:, heads]
-            probabilities *= weights
-        out[:, :, heads] = torch.einsum(
-            "bhqk,bkhd->bqhd", probabilities.to(dtype), v[:, :, kv_heads].to(dtype)
-        )
-    return out, lse
+            logits = torch.cat([logits, sink], dim=3)
+        # Rows without a logit are computed from zeros, and replaced.
+        is_empty = (logits == -torch.inf).all(dim=3, keepdim=True)
+        logits = logits.masked_fill(is_empty, 0.0)
+        lses.append(logits.logsumexp(dim=3).masked_fill(is_empty[..., 0], -torch.inf))
+        p = logits.softmax(dim=3)[..., :seqlen_k].masked_fill(is_empty, 0.0)
+        if weights is not None:
+            p = p * weights[:, heads]
+        outs.append(torch.einsum("bhqk,bkhd->bqhd", p.to(dtype), values))
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
 
 
 def weights_of(

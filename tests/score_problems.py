@@ -156,6 +156,9 @@ RECIPES = st.builds(
 )
 
 
+RECIPES_WITH_GRADIENTS = RECIPES.map(lambda recipe: recipe._replace(score=None))
+
+
 def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem, Modifiers]:
     """Give a problem the modifiers of a call: its spec, and what a kernel takes."""
     is_causal = problem.window.right == 0

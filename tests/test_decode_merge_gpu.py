@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from cuda_graphs import captured
 from free_counters import used_counters
 from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import check_call
@@ -17,8 +18,6 @@ from problems import poisoned_allocations
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.varlen import flash_attn_varlen_func
-
-pytestmark = pytest.mark.gpu
 
 SEEDS = range(24)
 
@@ -39,12 +38,17 @@ def problem_of(seed: int) -> CacheProblem:
     heads_kv, group = draw.choice(HEADS)
     seqlens = lengths(draw)
     return CacheProblem(
-        seqlens, draw.choice((1, 1, 2, 5)), heads_kv=heads_kv, group=group, head_dim=128,
-        head_dim_v=128, page_size=draw.choice((None, None, 64, 16)),
+        seqlens,
+        draw.choice((1, 1, 2, 5)),
+        heads_kv=heads_kv,
+        group=group,
+        head_dim=128,
+        page_size=draw.choice((None, None, 64, 16)),
         leftpads=tuple(n // 3 for n in seqlens) if draw.random() < 0.3 else None,
-        causal=draw.random() < 0.5, sinks=draw.choice((None, "float32")),
+        causal=draw.random() < 0.5,
+        sinks=draw.choice((None, "float32")),
         **appended(draw, seqlens),
-    )  # fmt: skip
+    )
 
 
 def appended(draw: random.Random, seqlens: tuple[int, ...]) -> dict:
@@ -140,9 +144,7 @@ def test_packed_keys_merge_in_the_launch(device):
 def test_graphs_of_many_calls_replayed_many_times(device):
     calls = [make_call(problem_of(seed), seed, device) for seed in SEEDS]
     expected = [run(call) for call in calls]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [run(call) for call in calls]
+    graph, results = captured(lambda: [run(call) for call in calls])
     for _ in range(200):
         for tensors in results:
             for tensor in tensors:
@@ -158,21 +160,19 @@ def test_graphs_of_many_calls_replayed_many_times(device):
 def test_two_graphs_and_eager_calls_side_by_side(device):
     calls = [make_call(problem_of(seed), seed, device) for seed in range(20)]
     expected = [run(call) for call in calls]
-    captured = []
+    replayed = []
     for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = [run(call) for call in calls]
-        captured.append((graph, results, torch.cuda.Stream()))
+        graph, results = captured(lambda: [run(call) for call in calls])
+        replayed.append((graph, results, torch.cuda.Stream()))
     torch.cuda.synchronize()
     for _ in range(100):
-        for graph, _, stream in captured:
+        for graph, _, stream in replayed:
             with torch.cuda.stream(stream):
                 graph.replay()
         eager = [run(call) for call in calls[:5]]
     torch.cuda.synchronize()
     assert all(map(same, eager, expected[:5]))
-    for _, results, _ in captured:
+    for _, results, _ in replayed:
         assert all(map(same, results, expected))
     assert not used_counters()
 
@@ -208,8 +208,9 @@ def test_threads_and_streams(device):
 
 def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
     """The next call's CTAs are there early: they must not begin, nor take numbers, before."""
-    call = make_call(CacheProblem((3000, 30, 500), heads_kv=4, group=2, head_dim=128,
-                                  head_dim_v=128), device=device)  # fmt: skip
+    call = make_call(
+        CacheProblem((3000, 30, 500), heads_kv=4, group=2, head_dim=128), device=device
+    )
 
     def layers(wait: bool) -> torch.Tensor:
         x, outputs = call["q"], []
@@ -228,9 +229,7 @@ def test_a_line_of_calls_that_read_what_the_one_before_wrote(device):
 
 def test_fewer_sms_and_long_sequences(device):
     for seqlens, heads_kv, group in (((1 << 17,), 8, 4), ((60_000, 5), 2, 4)):
-        problem = CacheProblem(
-            seqlens, heads_kv=heads_kv, group=group, head_dim=128, head_dim_v=128
-        )
+        problem = CacheProblem(seqlens, heads_kv=heads_kv, group=group, head_dim=128)
         call = make_call(problem, device=device)
         for sm_margin in (0, 1, 60, 130, 131):
             out, lse = run(call, sm_margin=sm_margin)

@@ -1,4 +1,4 @@
-"""Dropout: its random numbers, which of them a kernel's thread draws, and attention with it."""
+"""Dropout: its random numbers, which of them a kernel's thread draws, and what is refused."""
 
 import itertools
 from dataclasses import replace
@@ -10,24 +10,20 @@ import pytest
 import torch
 from cutlass import Int32, Uint32
 from cutlass.cute.runtime import from_dlpack
-from gradients import check_gradients
-from problems import make_operands, make_problem, poisoned_allocations
+from fake_gpu import noting_launches
+from problems import make_operands, make_problem
 from reference import check_attention
 from score_problems import Recipe
 from test_compile import spec_of
-from test_varlen_packing import Counters
-from torch.fx.experimental.proxy_tensor import make_fx
-from varlen_gradients import check_varlen_gradients
-from varlen_problems import VarlenProblem, check_varlen, make_call
+from varlen_problems import VarlenProblem
 
 import fa3
-from fa3.calls import forward, varlen_gpu
-from fa3.calls.dropout import draw_rng_state
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS
-from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
+from fa3.kernels.backward_roles import score_coords
+from fa3.kernels.forward import Forward
+from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.backward import choose_backward_config
-from fa3.planning.planner import plan_forward
 from fa3.primitives.attention import Mmas
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.dropout import (
@@ -42,15 +38,25 @@ from fa3.primitives.dropout import (
 from fa3.primitives.gradient_mmas import GradientMmas
 from fa3.primitives.philox import PHILOX_ROUNDS, key_steps, philox
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP
-from fa3.problem import Window
 from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import RaggedOperands
 from fa3.schedules import Dynamic, Tile
-
-CAUSAL = Window(right=0)
 
 SEED = 0x3A1F_5C77_90AB_CDEF
 STATE = torch.tensor([SEED])
+
+DROPPED = {"dropout_p": 0.3, "rng_state": STATE}
+
+PACKED = (
+    VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=32),
+    VarlenProblem((100, 50), (100, 80), (90, 50), (64, 70), 7, causal=True),
+    VarlenProblem((33, 150), (150, 33), head_dim=64, window=(30, 5), recipe=Recipe(sinks="q")),
+)
+
+
+def leaves(heads: int = 2) -> list[torch.Tensor]:
+    """Return q, k and v that require grad."""
+    return [x.requires_grad_() for x in make_operands(make_problem(2, 70, 90, heads, head_dim=32))]
+
 
 OPTIONS = "--gpu-arch sm_90a"
 
@@ -356,7 +362,7 @@ def write_transposed_words(
         for i in cutlass.range_constexpr(config.q_splits * MMA_GROUPS):
             part, group = i // MMA_GROUPS, i % MMA_GROUPS
             for thread in cutlass.range(WARPGROUP):
-                coords = kernel.coords(mmas, thread, group, Tile(n_block, head, batch))
+                coords = score_coords(config, mmas, thread, group, Tile(n_block, head, batch))
                 arguments = DropoutArguments(rng_state, Int32(0), 0.0)
                 of_part = coords.shifted(part * config.queries)
                 dropout = TransposedDropout(arguments, arguments.seed(), of_part)
@@ -404,248 +410,6 @@ def test_what_threads_of_the_backward_kernel_draw(head_dim, head_dim_v, exchange
     check_words(movmatrix(words), places, True, tile)
 
 
-# ---------------------------------------------------------------------------------- attention
-
-DROPPED = {"dropout_p": 0.3, "rng_state": STATE}
-
-PROBLEMS = (
-    make_problem(1, 1, 1, 1),
-    make_problem(2, 70, 90, 2, head_dim=32),
-    make_problem(2, 150, 150, 2, 2, 64, CAUSAL),
-    make_problem(1, 130, 300, 1, 3, 128, Window(40, 20)),
-    make_problem(1, 300, 100, 2, 1, 40, CAUSAL, "float16", 72),
-)
-
-
-def id_of(problem) -> str:
-    return f"{problem.seqlen_q}-{problem.seqlen_k}-{problem.spec.head_dim}"
-
-
-@pytest.mark.parametrize("dropout_p", [0.1, 0.9])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=id_of)
-def test_forward(problem, dropout_p):
-    q, k, v = make_operands(problem)
-    dropout = {"dropout_p": dropout_p, "rng_state": STATE}
-    options = {"window_size": tuple(problem.window), "return_lse": True}
-    with poisoned_allocations():
-        out, lse = fa3.flash_attn_func(q, k, v, **options, **dropout)
-    check_attention(out, lse, q, k, v, window=problem.window, **dropout)
-    # The log-sum-exp knows nothing of it.
-    assert torch.equal(lse, fa3.flash_attn_func(q, k, v, **options)[1])
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=id_of)
-def test_gradients(problem):
-    check_gradients(*make_operands(problem), problem.window, **DROPPED)
-
-
-def test_gradients_of_the_few_that_are_kept():
-    problem = make_problem(2, 300, 400, 2, 2, 32, CAUSAL)
-    dropout = DROPPED | {"dropout_p": 0.995}
-    check_gradients(*make_operands(problem), problem.window, **dropout)
-
-
-def test_no_dropout_is_none():
-    problem = make_problem(2, 70, 90, 2, head_dim=32)
-    inputs = [x.requires_grad_() for x in make_operands(problem)]
-    outs = [fa3.flash_attn_func(*inputs, **options) for options in ({}, {"dropout_p": 0})]
-    d_out = torch.randn_like(outs[0])
-    expected, found = (torch.autograd.grad(out, inputs, d_out) for out in outs)
-    assert torch.equal(*outs) and all(map(torch.equal, found, expected))
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [Recipe(softcap=2.0), Recipe(alibi_rank=2), Recipe(sinks="float32"), Recipe(mask="documents")],
-)
-def test_modifiers(recipe):
-    problem = make_problem(2, 100, 140, 2, 2, 32, CAUSAL)
-    q, k, v = make_operands(problem)
-    check_gradients(q, k, v, problem.window, **recipe.make(problem, q), **DROPPED)
-
-
-def test_values_that_say_which_keys_are_kept():
-    """With q = 0 all keys weigh the same, and each value names its key."""
-    q, k = torch.zeros(2, 1, 60, 2, 64).bfloat16()
-    v = torch.eye(60, 64).bfloat16().view(1, 60, 1, 64).expand(-1, -1, 2, -1).contiguous()
-    out = fa3.flash_attn_func(q, k, v, **DROPPED)
-    mask = fa3.dropout_mask(STATE, 0.3, 1, 2, 60, 60)
-    assert torch.equal(out[..., :60] != 0, mask.transpose(1, 2))
-    assert not out[..., 60:].any()
-
-
-@pytest.mark.parametrize("name", ["tiles", "split", "static"])
-def test_no_tiling_and_no_schedule_changes_the_mask(name):
-    problem = make_problem(1, 200, 1000, 1, 2, 64)
-    problem = replace(problem, spec=replace(problem.spec, has_dropout=True))
-    q, k, v = make_operands(problem)
-    expected = fa3.flash_attn_func(q, k, v, **DROPPED)
-    plan = plan_forward(problem, schedule=None if name == "tiles" else name)
-    if name == "tiles":
-        config = ForwardConfig(128, 80)
-        assert plan.config != config
-        plan = plan_forward(problem, config=config)
-    found = fa3.flash_attn_func(q, k, v, plan=plan, **DROPPED)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
-
-
-def test_a_plan_knows_whether_there_is_dropout():
-    problem = make_problem(1, 70, 70, 1)
-    q, k, v = make_operands(problem)
-    with pytest.raises(ValueError, match="has_dropout False; the call has has_dropout True"):
-        fa3.flash_attn_func(q, k, v, plan=plan_forward(problem), **DROPPED)
-    spec = replace(problem.spec, has_dropout=True)
-    assert "dropout" in str(plan_forward(replace(problem, spec=spec)).explain())
-
-
-# ---------------------------------------------------------------------------------- the seed
-
-
-def leaves(heads: int = 2) -> list[torch.Tensor]:
-    """Return q, k and v that require grad."""
-    return [x.requires_grad_() for x in make_operands(make_problem(2, 70, 90, heads, head_dim=32))]
-
-
-def test_the_seed_comes_from_the_generator_of_torch():
-    q, k, v = (x.detach() for x in leaves())
-    torch.manual_seed(5)
-    first, second = (fa3.flash_attn_func(q, k, v, dropout_p=0.5) for _ in range(2))
-    assert not torch.equal(first, second)
-    torch.manual_seed(5)
-    state = draw_rng_state(q.device)
-    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state), first)
-    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5), second)
-    before = torch.get_rng_state()
-    fa3.flash_attn_func(q, k, v)
-    fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_backward_pass_draws_the_same():
-    q, k, v = leaves()
-    torch.manual_seed(3)
-    out = fa3.flash_attn_func(q, k, v, dropout_p=0.4)
-    d_out = torch.randn_like(out)
-    torch.manual_seed(3)
-    state = draw_rng_state(q.device)
-    expected = torch.autograd.grad(
-        fa3.flash_attn_func(q, k, v, dropout_p=0.4, rng_state=state), (q, k, v), d_out
-    )
-    for _ in range(2):
-        found = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-        assert all(map(torch.equal, found, expected))
-
-
-def test_checkpoints_draw_it_again():
-    q, k, v = leaves()
-    d_out = torch.randn(2, 70, 2, 32).bfloat16()
-
-    def run(q, k, v):
-        return fa3.flash_attn_func(q, k, v, dropout_p=0.4)
-
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
-    torch.manual_seed(3)
-    out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
-    torch.manual_seed(4)
-    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), d_out), expected))
-
-
-def test_what_is_kept_until_the_backward_pass():
-    q, k, v = leaves()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
-        fa3.flash_attn_func(q, k, v, dropout_p=0.1)
-    assert sorted(kept) == sorted([(1,), q.shape, k.shape, v.shape, q.shape, (2, 2, 70)])
-
-
-@pytest.mark.parametrize("sizes", [(0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)])
-def test_nothing_to_compute(sizes):
-    batch, seqlen_q, seqlen_k, heads_kv = sizes
-    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
-    q, k, v = (x.requires_grad_() for x in make_operands(problem))
-    out = fa3.flash_attn_func(q, k, v, dropout_p=0.5)
-    assert not out.any()
-    assert not any(x.any() for x in torch.autograd.grad(out, (q, k, v), out))
-    assert fa3.dropout_mask(STATE, 0.5, *sizes).shape == sizes
-
-
-# --------------------------------------------------------------------------- packed sequences
-
-PACKED = (
-    VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=32, head_dim_v=32),
-    VarlenProblem((100, 50), (100, 80), (90, 50), (64, 70), 7, causal=True),
-    VarlenProblem((33, 150), (150, 33), head_dim=64, window=(30, 5), recipe=Recipe(sinks="q")),
-)
-
-
-@pytest.mark.parametrize("problem", PACKED)
-def test_packed_sequences(problem):
-    call = make_call(problem) | DROPPED
-    with poisoned_allocations():
-        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
-    check_varlen(problem, call, out, lse)
-    check_varlen_gradients(problem, call)
-
-
-def test_a_packed_sequence_has_the_mask_of_its_number():
-    q, k, v = (x.detach() for x in leaves())
-    ends = (
-        torch.tensor([0, 70, 140], dtype=torch.int32),
-        torch.tensor([0, 90, 180], dtype=torch.int32),
-    )
-    found = fa3.flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)), *ends, 70, 90, **DROPPED
-    )
-    assert torch.equal(found.unflatten(0, (2, 70)), fa3.flash_attn_func(q, k, v, **DROPPED))
-
-
-# ------------------------------------------------------------------------------------- graphs
-
-
-def test_graphs():
-    """A graph draws its seed; and another one when it runs again."""
-    q, k, v = (x.detach() for x in leaves())
-    given = make_fx(lambda q, k, v: fa3.flash_attn_func(q, k, v, **DROPPED))(q, k, v)
-    assert torch.equal(given(q, k, v), fa3.flash_attn_func(q, k, v, **DROPPED))
-    drawn = make_fx(lambda q, k, v: fa3.flash_attn_func(q, k, v, dropout_p=0.3))(q, k, v)
-    assert not torch.equal(drawn(q, k, v), drawn(q, k, v))
-    torch.manual_seed(7)
-    expected = fa3.flash_attn_func(q, k, v, dropout_p=0.3)
-    torch.manual_seed(7)
-    assert torch.equal(drawn(q, k, v), expected)
-
-
-def test_gradients_in_graphs():
-    q, k, v = leaves()
-
-    def run(q, k, v):
-        return fa3.flash_attn_func(q, k, v, **DROPPED)
-
-    d_out = torch.randn(2, 70, 2, 32).bfloat16()
-    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    assert all(map(torch.equal, torch.autograd.grad(compiled(q, k, v), (q, k, v), d_out), expected))
-
-
-def test_packed_sequences_in_graphs():
-    call = make_call(PACKED[0])
-    expected = fa3.flash_attn_varlen_func(**call, **DROPPED)
-
-    def run(q, k, v, ends_q, ends_k):
-        rest = {
-            "cu_seqlens_q": ends_q,
-            "cu_seqlens_k": ends_k,
-            "max_seqlen_q": 130,
-            "max_seqlen_k": 130,
-        }
-        return fa3.flash_attn_varlen_func(q, k, v, **rest, **DROPPED)
-
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    tensors = [call[name] for name in names]
-    assert torch.equal(make_fx(run)(*tensors)(*tensors), expected)
-
-
 # ------------------------------------------------------------------------------ what is refused
 
 
@@ -662,34 +426,21 @@ def test_the_kernel_of_decoding_has_no_dropout():
     torch.testing.assert_close(found[:, None], out, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("runs_again", [False, True])
-def test_what_is_launched(runs_again, monkeypatch):
-    """Both kernels of a call draw the same, in the place of `ForwardArguments`."""
-    for module in (forward, varlen_gpu):
-        monkeypatch.setattr(module, "current_device", lambda: None)
-        for name in ("current_stream", "capture_of"):
-            monkeypatch.setattr(module, name, lambda place: None)
-        monkeypatch.setattr(module, "counters_of", lambda *place: Counters())
-    launched, drawn = [], Dropout(STATE, 0.3).arguments
-
-    def note(*given):
-        launched.append(ForwardArguments(*given))
-
-    def ignore(*given):
-        pass
-
-    q, k, v = (x.detach() for x in leaves())
-    launches = ((note, (0, 0, 1, 132), 0),) * (1 + runs_again)
-    counters = {"num_counters": (8, 0, 0), "total_counters": 8} if runs_again else {}
-    dense = forward.PreparedCall(None, None, (), launches, **counters)
-    dense.launch(q, k, v, q, None, None, 0.5, None, drawn)
-    call = make_call(PACKED[0])
-    ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
-    operands = RaggedOperands(call["q"], call["k"], call["v"], call["q"], None, *ends, None, None)
-    kernels = ignore, note, note if runs_again else None, None
-    packed = varlen_gpu.PreparedVarlen(None, *kernels, Window(), 128, 128, 132, 1)
-    packed.launch(operands, len(call["k"]), 130, None, 0.5, None, None, drawn)
-    assert len(launched) == 2 * (1 + runs_again)
-    assert all(one.dropout is drawn and one.page_table is None for one in launched)
-    beside = [one.is_beside for one in launched]
-    assert beside == [None] * len(launches) + [0] * len(launches)
+@pytest.mark.parametrize(("is_packed", "seqlen", "count"), [(0, 64, 1), (0, 4096, 2), (1, 64, 2)])
+def test_what_is_launched(is_packed, seqlen, count):
+    """Both kernels of a call draw the same."""
+    q = torch.empty(4, seqlen, 16, 128).bfloat16()
+    ends = torch.arange(5, dtype=torch.int32) * seqlen
+    with noting_launches() as notes:
+        if is_packed:
+            q = q.flatten(0, 1)
+            fa3.flash_attn_varlen_func(q, q, q, ends, ends, seqlen, seqlen, **DROPPED)
+        else:
+            fa3.flash_attn_func(q, q, q, **DROPPED)
+    launched = [
+        ForwardArguments(*given) for kernel, given in notes.launches if type(kernel) is Forward
+    ]
+    assert len(launched) == count
+    assert all(one.dropout is launched[0].dropout is not None for one in launched)
+    assert all(one.page_table is None for one in launched)
+    assert [one.is_beside for one in launched] == [0 if is_packed else None] * count

@@ -1,14 +1,20 @@
-"""A softmax with a fixed reference: who gets it, and what of it runs on the host."""
+"""A softmax with a fixed reference: which calls take it, and what comes of it on a Hopper GPU."""
 
 import math
+import random
 import runpy
 from dataclasses import replace
 
 import pytest
 import torch
-from problems import make_problem
+from cuda_graphs import captured
+from free_counters import used_counters
+from pairs import pairs
+from problems import attend, make_operands, make_problem
+from reference import check_attention, dense
 from score_problems import RelativeBias
 
+import fa3
 from fa3 import settings
 from fa3.calls.forward import ALIGNED, PreparedCall
 from fa3.kernels.forward import Forward
@@ -21,15 +27,16 @@ from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
 from fa3.primitives.softmax import Reference
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
-from fa3.problem import Window
+from fa3.problem import Problem, Window
 from fa3.schedules import SCHEDULES, TileList, TileOrder
-from fa3.schedules.marked import MARKS_HEADER, MOST_WARPS, Marks
+from fa3.schedules.marked import ANY, MARKS_HEADER, MOST_WARPS, Marks
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
 CAUSAL = Window(right=0)
 LARGE = make_problem(4, 4096, 4096, 4, 4, 128, CAUSAL)
 SLOPES = torch.zeros(16)
+TWO_SLOPES = torch.zeros(2)
 BIAS = RelativeBias(torch.zeros(16, 33), reach=16)
 
 
@@ -148,3 +155,396 @@ def test_the_plan_says_so():
     plan = plan_forward(LARGE)
     assert plan.name.endswith("fixed row max")
     assert plan.predict().launch_us > H200.costs.launch_us
+
+
+WAYS = (
+    ("single", {}),
+    ("static", {"cluster_m": 2}),
+    ("list", {}),
+    ("list", {"cluster_h": 2}),
+    ("dynamic", {}),
+    ("split", {}),
+    ("split", {"cluster_h": 2}),
+)
+"""Schedules and clusters."""
+
+
+def plan_of(problem: Problem, schedule: str = "list", fixed: bool = True, **cluster):
+    config = replace(choose_config(problem, H200), cluster_m=1)
+    return plan_forward(
+        problem, config=replace(config, fixed_reference=fixed, **cluster), schedule=schedule
+    )
+
+
+def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, torch.Tensor]:
+    """What the first launch of a call marks, as (batch, head, query), and what it writes."""
+    batch, seqlen_q, heads, _ = q.shape
+    out = q.new_full((*q.shape[:3], v.shape[3]), torch.nan)
+    lse = q.new_full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32)
+    call, found = PreparedCall.on_gpu(plan, q.device, out.shape, lse.shape), set()
+
+    def look(*arguments):
+        (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
+        marks = Marks(words, plan.again.schedule.order)
+        numbers = words[: marks.size].tolist()
+        for index in range(marks.order.num_tiles):
+            tile, of_tile = marks.order.tile(index), set()
+            for warp in range(MOST_WARPS):
+                bits = numbers[marks.rows(index, warp)]
+                first = tile.m_block * plan.config.tile_m + warp * ROWS_OF_WARP
+                of_tile |= {first + row for row in range(ROWS_OF_WARP) if bits >> row & 1}
+            assert bool(of_tile) == bool(numbers[marks.group(index // 32)] >> index % 32 & 1)
+            found.update((tile.batch, tile.head, row) for row in of_tile)
+        assert bool(found) == bool(numbers[ANY])
+        words.zero_()
+
+    modifiers = None if alibi_slopes is None else (alibi_slopes,)
+    first, again = call.launches
+    replace(call, launches=(first, again._replace(kernel=look))).launch(
+        q, k, v, out, lse, modifiers, q.shape[3] ** -0.5
+    )
+    return found, out, lse
+
+
+def marked(plan, q, k, v) -> set:
+    """The rows that the first launch of a call marks, as (batch, head, query)."""
+    return first_launch(plan, q, k, v)[0]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window"),
+    [
+        *((128, window) for window in (Window(), CAUSAL, Window(300, 40))),
+        *((64, Window(300, 40)), (96, CAUSAL), (192, Window()), (256, CAUSAL)),
+    ],
+)
+def test_ordinary_scores(head_dim, window, device):
+    problem = make_problem(2, 1100, 1500, 2, 2, head_dim, window)
+    q, k, v = make_operands(problem, device=device)
+    seen = {}
+    for schedule, cluster in WAYS:
+        plan = plan_of(problem, schedule, **cluster)
+        assert not marked(plan, q, k, v)
+        out, lse = attend(q, k, v, window, plan=plan)
+        # Parts have references of their own, and pairs of rows that of the pair's first block.
+        key = plan.name if schedule == "split" else plan.config.cluster_m
+        if key not in seen:
+            check_attention(out, lse, q, k, v, window=window)
+        expected = seen.setdefault(key, (out, lse))
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]), plan.name
+    assert not used_counters()
+
+
+@pytest.mark.parametrize("schedule", ["list", "split"])
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(300, 40)])
+def test_one_kernel_has_both_references(window, schedule, device):
+    """Each launch has its own: one marks rows that outgrow it, the other has none to mark."""
+    problem = make_problem(2, 1100, 1500, 2, 2, 128, window)
+    q, k, v = make_operands(problem, device=device)
+    fixed, follows = (
+        plan_of(problem, schedule, is_fixed, cluster_h=2) for is_fixed in (True, False)
+    )
+    assert fixed.kernel() == follows.kernel() and fixed.kernel().has_both
+    for plan in (fixed, follows, fixed):
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window)
+    # Not in the first block that the row sees, whose keys the reference is made from.
+    row = q[0, 1099, 1].float()
+    k[0, 1250, 0] = 120 * 128**0.5 / row.norm() ** 2 * row
+    assert (0, 1, 1099) in marked(fixed, q, k, v)
+    for plan in (follows, fixed):
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window, lse_tolerance=3e-4)
+    assert not used_counters()
+
+
+@pytest.mark.parametrize(("schedule", "cluster"), WAYS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
+    head_dim, schedule, cluster, device
+):
+    problem = make_problem(2, 900, 1300, 2, 2, head_dim)
+    q, k, v = make_operands(problem, device=device)
+    rows = {(0, 5, 1), (0, 600, 3), (1, 899, 0), (1, 301, 2)}
+    for batch, row, head in rows:
+        toward = q[batch, row, head].float()
+        k[batch, 7 + row % 50, head // 2] = 120 * head_dim**0.5 / toward.norm() ** 2 * toward
+    plan = plan_of(problem, schedule, **cluster)
+    failed, first, first_lse = first_launch(plan, q, k, v)
+    assert failed == {(batch, head, row) for batch, row, head in rows}
+    follows, follows_lse = attend(q, k, v, Window(), plan=plan_of(problem, fixed=False))
+    for _ in range(2):
+        out, lse = attend(q, k, v, Window(), plan=plan)
+        check_attention(out, lse, q, k, v, lse_tolerance=3e-4)
+        for batch, head, row in failed:
+            first[batch, row, head] = follows[batch, row, head]
+            first_lse[batch, head, row] = follows_lse[batch, head, row]
+        # Of the rows that did not fail no bit has changed.
+        assert torch.equal(out, first) and torch.equal(lse, first_lse)
+        assert not used_counters()
+
+
+@pytest.mark.parametrize("seqlen_k", [255, 256, 257, 4095])
+def test_keys_that_are_not_there_are_no_guess(seqlen_k, device):
+    """All logits are near -60; the zeros behind the last key would have logits of 0."""
+    problem = make_problem(1, 300, seqlen_k, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    q, k = q.abs() + 1, k * 0.05 - 60 / (2**0.5 * 128**0.5 * 1.3)
+    plan = plan_of(problem)
+    assert not marked(plan, q, k, v)
+    out, lse = attend(q, k, v, Window(), plan=plan)
+    assert lse.max() < -20
+    check_attention(out, lse, q, k, v, lse_tolerance=1e-3)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63, 127, 128, 300])
+@pytest.mark.parametrize(("head_dim", "cluster"), [(64, {}), (128, {}), (128, {"cluster_m": 2})])
+def test_rows_that_see_nothing_of_their_tiles_first_block(head_dim, cluster, offset, device):
+    problem = make_problem(1, 700, 700 + offset, 1, 2, head_dim, CAUSAL)
+    q, k, v = make_operands(problem, device=device)
+    plan = plan_of(problem, **cluster)
+    assert not marked(plan, q, k, v)
+    out, lse = attend(q, k, v, CAUSAL, plan=plan)
+    check_attention(out, lse, q, k, v, window=CAUSAL)
+
+
+@pairs(
+    change=(1.0, 30.0, 3000.0, float("nan")),
+    fixed=(True, False),
+    head_dim=(64, 128),
+    alibi=(False, True),
+)
+def test_no_bit_of_a_row_depends_on_keys_that_it_does_not_see(
+    fixed, head_dim, change, alibi, device
+):
+    problem = make_problem(1, 1024, 1024, 2, 2, head_dim, CAUSAL)
+    modifiers = {"alibi_slopes": torch.rand(4, device=device)} if alibi else {}
+    if alibi:
+        spec = replace(problem.spec, scores=(Template.of(Alibi(TWO_SLOPES, is_causal=True)),))
+        problem = replace(problem, spec=spec)
+    q, k, v = make_operands(problem, device=device)
+    plan = plan_of(problem, fixed=fixed)
+    out, lse = attend(q, k, v, CAUSAL, plan=plan, **modifiers)
+    generator = torch.Generator(device).manual_seed(1)
+    for first in (601, 1000):
+        other = k.clone()
+        noise = torch.randn(k[:, first:].shape, device=device, generator=generator)
+        other[:, first:] = (noise * change).to(k.dtype)
+        changed, changed_lse = attend(q, other, v, CAUSAL, plan=plan, **modifiers)
+        assert torch.equal(out[:, :first], changed[:, :first])
+        assert torch.equal(lse[..., :first], changed_lse[..., :first])
+        assert not torch.equal(out[:, first:], changed[:, first:])
+
+
+@pairs(
+    power=(-110, -90, 30, 60, 100, 120),
+    logits=(-40.0, 0.0, 46.0),
+    softcap=(0.0, 60.0),
+)
+def test_values_of_any_size(power, logits, softcap, device, always_fixed):
+    problem = make_problem(1, 300, 700, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    # Scores of about 0 in the last block, and of `logits` before.
+    q, k = q.abs() + 1, k * 0.05
+    k[:, :500] += logits / (1.3 * 128**0.5 * 1.4)
+    v = v * 2.0**power
+    out, lse = attend(q, k, v, Window(), softcap=softcap)
+    expected, expected_lse = attend(q, k, v * 2.0**-power, Window(), softcap=softcap)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out.double() * 2.0**-power, expected.double(), rtol=2e-2, atol=4e-3)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-3)
+    check_attention(
+        expected, expected_lse, q, k, v * 2.0**-power, softcap=softcap, lse_tolerance=2e-2
+    )
+    assert not used_counters()
+
+
+@pairs(
+    count=(1, 128, 256, 300),
+    window=(Window(), CAUSAL, Window(600, -1)),
+    fixed=(True, False),
+)
+def test_visible_scores_of_minus_infinity(fixed, window, count, device):
+    """The last keys are as good as hidden, also where they are all of a row's first blocks."""
+    problem = make_problem(1, 640, 640, 1, 2, 128, window)
+    q, k, v = make_operands(problem, device=device)
+    q[..., 0] = 1
+    k[:, -count:, :, 0] = -torch.inf
+    out, lse = attend(q, k, v, window, plan=plan_of(problem, fixed=fixed))
+    at = torch.arange(640, device=device)
+    ahead = at - at[:, None]
+    seen = (at < 640 - count) & (ahead <= (window.right if window.right >= 0 else 640))
+    seen = seen & (-ahead <= (window.left if window.left >= 0 else 640))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat(1, 1, 2, 1)) * 128**-0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    exact_lse = scores.logsumexp(-1)
+    weights = (scores - exact_lse.masked_fill(exact_lse.isinf(), 0.0)[..., None]).exp()
+    exact = torch.einsum("bhqk,bkhd->bqhd", weights, v.double().repeat(1, 1, 2, 1))
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
+    assert not used_counters()
+
+
+@pytest.mark.parametrize("high", [0.0, -300.0, 300.0])
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(200, 0)])
+def test_keys_without_a_guess(window, high, device):
+    """Those that it is taken from have scores of -inf, in every block; others see to the row."""
+    problem = make_problem(1, 384, 640, 1, 2, 128, window)
+    q, k, v = make_operands(problem, device=device)
+    q, k = q.abs() + 1, k * 0.05 + high / (1.8 * 128**0.5)
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, torch.arange(640) % 128 < 32, :, 0] = -torch.inf
+    expected = attend(q, k, v, window, plan=plan_of(problem, fixed=False))
+    out, lse = attend(q, k, v, window, plan=plan_of(problem))
+    assert out.isfinite().all() and lse.isfinite().all()
+    torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-3)
+    assert not used_counters()
+
+
+@pairs(
+    seqlen_q=(1, 60, 64, 65, 200, 577),
+    window=(Window(), CAUSAL, Window(70, -1), Window(100, 10)),
+    tiling=((64, {}), (128, {"cluster_m": 2}), (256, {})),
+    fixed=(True, False),
+)
+def test_warpgroups_without_a_block_in_common(seqlen_q, window, tiling, fixed, device):
+    """Some skip blocks at the begin or at the end, some lie past the last query."""
+    head_dim, cluster = tiling
+    window = window.tighten(seqlen_q, seqlen_q + 190)
+    problem = make_problem(2, seqlen_q, seqlen_q + 190, 1, 2, head_dim, window)
+    q, k, v = make_operands(problem, device=device)
+    for schedule in ("list", "split"):
+        plan = plan_of(problem, schedule, fixed, **cluster)
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window)
+
+
+@pytest.mark.parametrize("config", [ForwardConfig(128, 16), ForwardConfig(192, 32)], ids=str)
+@pytest.mark.parametrize("fixed", [True, False])
+def test_more_blocks_to_skip_than_stages(config, fixed, device):
+    """Under a left bound, with blocks so small that a warpgroup's keys begin many of them later."""
+    window = Window(200, -1)
+    problem = make_problem(2, 700, 1500, 2, 2, 64, window)
+    q, k, v = make_operands(problem, device=device)
+    config = replace(config, fixed_reference=fixed)
+    for schedule in ("dynamic", "list"):
+        plan = plan_forward(problem, config=config, schedule=schedule)
+        out, lse = attend(q, k, v, window, plan=plan)
+        check_attention(out, lse, q, k, v, window=window)
+
+
+def test_values_as_large_as_the_sum_of_all_keys_allows(device):
+    """A following reference overflows here; sums of the fixed one are small: no row fails."""
+    problem = make_problem(1, 256, 1024, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    q, v = q * 0, v * 0 + 2.0**120
+    v[..., 0] = 0
+    plan = plan_of(problem)
+    assert not marked(plan, q, k, v)
+    out, _ = attend(q, k, v, Window(), plan=plan)
+    assert (out[..., 1:] == 2.0**120).all() and (out[..., 0] == 0).all()
+
+
+def test_sinks_far_above_the_first_keys(device, always_fixed):
+    problem = make_problem(1, 128, 512, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    q, k = q.abs() + 1, k * 0.01
+    k[:, :300] += 86 / (1.8 * 128**0.5)
+    sinks = torch.tensor([104.0, 20.0], device=device)
+    out, lse = attend(q, k, v * 2.0**15, Window(), sinks=sinks)
+    check_attention(out, lse, q, k, v * 2.0**15, sinks=sinks, lse_tolerance=1e-2)
+    assert out[:, :, 0].count_nonzero() > 0.9 * out[:, :, 0].numel()
+
+
+def test_sums_that_vanish(device):
+    """ALiBi: the guess is without biases, which put the keys that a row sees far below it."""
+    problem = make_problem(1, 128, 256, 1, 2, 128)
+    problem = replace(
+        problem,
+        spec=replace(problem.spec, scores=(Template.of(Alibi(TWO_SLOPES, is_causal=False)),)),
+    )
+    q, k, v = make_operands(problem, device=device)
+    slopes = torch.tensor([1.0, 0.0], device=device)
+    q, k = q.abs() + 5, -k.abs() - 2
+    k[:, 128] *= -1  # one of the keys that the guess is taken from
+    plan = plan_of(problem)
+    for power in (0, -100):
+        failed, *_ = first_launch(plan, q, k, v * 2.0**power, slopes)
+        # Such small values are looked at again under any guess.
+        assert {head for _, head, _ in failed} == ({0} if power == 0 else {0, 1})
+        out, _ = attend(q, k, v * 2.0**power, Window(), plan=plan, alibi_slopes=slopes)
+        exact, _ = dense(q, k, v * 2.0**power, alibi_slopes=slopes)
+        error = (out.double() - exact).abs().max() * 2.0**-power
+        assert error <= 2.0**-7 * v.abs().max()
+
+
+def test_rows_without_a_key(device):
+    problem = make_problem(2, 1000, 300, 2, 1, 128, CAUSAL)
+    q, k, v = make_operands(problem, device=device)
+    plan = plan_of(problem)
+    assert not marked(plan, q, k, v)
+    out, lse = attend(q, k, v, CAUSAL, plan=plan)
+    check_attention(out, lse, q, k, v, window=CAUSAL)
+    assert not used_counters()
+
+
+def test_nan_stays_in_its_sequence(device):
+    problem = make_problem(3, 500, 700, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    k[1, 650] = torch.nan
+    out, lse = attend(q, k, v, Window(), plan=plan_of(problem))
+    assert out[1].isnan().all()
+    for i in (0, 2):
+        one = slice(i, i + 1)
+        check_attention(out[one], lse[one], q[one], k[one], v[one])
+    assert not used_counters()
+
+
+def test_a_graph_marks_and_wipes_out(device):
+    problem = make_problem(1, 700, 900, 2, 2, 128, CAUSAL)
+    q, k, v = make_operands(problem, device=device)
+    plan = plan_of(problem, "dynamic")
+    attend(q, k, v, CAUSAL, plan=plan)
+    graph, (out, lse) = captured(
+        lambda: fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, plan=plan)
+    )
+    for factor in (1, 100, 1, 100, 100, 1):
+        q2, k2, _ = make_operands(problem, seed=factor, device=device)
+        q.copy_(q2 * factor), k.copy_(k2)
+        assert bool(marked(plan, q, k, v)) == (factor > 1)
+        out.fill_(torch.nan)
+        graph.replay()
+        check_attention(out, lse, q, k, v, window=CAUSAL, lse_tolerance=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_calls(seed, device, always_fixed):
+    draw = random.Random(seed)
+    heads_kv, ratio = draw.choice(((1, 1), (2, 1), (1, 4), (2, 3)))
+    seqlen_q, seqlen_k = draw.randint(1, 1200), draw.randint(1, 1500)
+    left, right = (draw.choice((-1, draw.randint(0, 600))) for _ in range(2))
+    window = draw.choice((Window(), CAUSAL, Window(left, right).tighten(seqlen_q, seqlen_k)))
+    head_dim = draw.choice((64, 128, 256, 8 * draw.randint(1, 32)))
+    batch = draw.randint(1, 3)
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, ratio, head_dim, window)
+    q, k, v = make_operands(problem, seed, device)
+    q = q * draw.choice((1, 1, 1, 5, 100))
+    modifiers = {}
+    if draw.random() < 0.4:
+        steepest = draw.choice((0.01, 0.2, 1.0))
+        modifiers["alibi_slopes"] = steepest * torch.rand(heads_kv * ratio, device=device)
+    if draw.random() < 0.3:
+        modifiers["sinks"] = 3 * torch.randn(heads_kv * ratio, device=device)
+    out, lse = attend(q, k, v, window, **modifiers)
+    check_attention(out, lse, q, k, v, window=window, lse_tolerance=1e-3, **modifiers)
+    assert not used_counters()
+
+
+def test_steep_alibi_on_both_sides_of_long_sequences(device, always_fixed):
+    """Far from a row's own position biases are below -10,000; the reference is guessed beyond."""
+    problem = make_problem(1, 16384, 16384, 1, 2, 128)
+    q, k, v = make_operands(problem, device=device)
+    slopes = torch.tensor([1.0, 2.0**-8], device=device)
+    out, lse = attend(q, k, v, Window(), alibi_slopes=slopes)
+    check_attention(out, lse, q, k, v, alibi_slopes=slopes)

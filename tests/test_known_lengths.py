@@ -1,8 +1,6 @@
 """Lengths that the host knows: tables made on the host, metadata, and calls that use them."""
 
-import copy
 import heapq
-import pickle
 import random
 from dataclasses import replace
 
@@ -13,9 +11,9 @@ from score_problems import Recipe
 from test_varlen import caches
 from torch.fx.experimental.proxy_tensor import make_fx
 from valid_calls import OnGpu
-from varlen_problems import VarlenProblem, integers, make_call, random_problem, unused
+from varlen_problems import VarlenProblem, integers, make_call, random_problem
 
-from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
+from fa3 import flash_attn_varlen_func, get_scheduler_metadata
 from fa3.calls import scheduler_metadata, varlen_gpu
 from fa3.calls.known_lengths import KnownLengths, LatestLengths
 from fa3.calls.part_memory import PartMemory
@@ -80,6 +78,54 @@ def makespan(problem: VarlenProblem, kind: TableKind, records: list[TileRecord])
     return max(free)
 
 
+# ------------------------------------------------------------------------------------- calls
+
+
+def metadata_of(call: dict, **options):
+    """Metadata of a call on packed keys."""
+    _, heads_q, head_dim = call["q"].shape
+    _, heads_kv, head_dim_v = call["v"].shape
+    given = {
+        "qkv_dtype": call["q"].dtype,
+        "headdim_v": head_dim_v,
+        "cu_seqlens_q": call["cu_seqlens_q"],
+        "cu_seqlens_k": call["cu_seqlens_k"],
+        "seqused_q": call.get("seqused_q"),
+        "causal": call["causal"],
+        "window_size": call["window_size"],
+        "has_softcap": bool(call["softcap"]),
+    }
+    longest = max(1, call["max_seqlen_q"]), call["max_seqlen_k"]
+    sizes = len(call["cu_seqlens_q"]) - 1, *longest, heads_q, heads_kv, head_dim
+    return get_scheduler_metadata(*sizes, call.get("seqused_k"), **given | options)
+
+
+def on_host(call: dict) -> dict:
+    """The lengths of a call once more."""
+    return {name: call[other] for name, other in ON_HOST.items() if call.get(other) is not None}
+
+
+def cached_call(lengths_q, lengths_k, page_size: int = 16, where="cpu") -> dict:
+    """A call on pages."""
+    torch.manual_seed(0)
+    pages = -(-max(lengths_k) // page_size)
+    table = torch.randperm(len(lengths_k) * pages).view(len(lengths_k), pages).int()
+    caches = torch.randn(2, table.numel(), page_size, 2, 64).bfloat16()
+    call = {
+        "q": torch.randn(sum(lengths_q), 4, 64).bfloat16(),
+        "k_cache": caches[0], "v_cache": caches[1], "page_table": table, "causal": True,
+        "cache_seqlens": integers(*lengths_k), "max_seqlen_q": max(lengths_q),
+        "cu_seqlens_q": integers(0, *np.cumsum(lengths_q).tolist()),
+    }  # fmt: skip
+    return {k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+
+
+def metadata_of_cache(call: dict, **options):
+    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 12, 4, 2, 64
+    given = {"cu_seqlens_q": call["cu_seqlens_q"], "page_size": 16, "causal": True}
+    return get_scheduler_metadata(*sizes, call["cache_seqlens"], **given | options)
+
+
 # ------------------------------------------------------------------------------------- tables
 
 
@@ -119,162 +165,6 @@ def test_longest_first_where_the_kernel_tells_no_difference():
     kind = TableKind(128, 96, Band(), Window(), 0, 1, 132)
     table = known(VarlenProblem((1,) * len(lengths), lengths)).make(kind)
     assert [one.seqlen_k for one in records_of(table)] == sorted(lengths, reverse=True)
-
-
-# ------------------------------------------------------------------------------------- results
-
-
-class OfThisProcess:
-    """Stands for a kernel that was loaded, which nobody can copy."""
-
-    def __reduce_ex__(self, protocol: int):
-        raise TypeError("cannot be pickled")
-
-
-COPIES = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda metadata: pickle.loads(pickle.dumps(metadata)),
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_copies_have_the_lengths_and_no_kernels(way):
-    call = make_call(MIXED)
-    metadata = metadata_of(call)
-    expected = flash_attn_varlen_func(**call, scheduler_metadata=metadata)
-    lengths = metadata.lengths
-    metadata.fitting = OfThisProcess()
-    lengths.latest = OfThisProcess(), 0, True, None
-    lengths.route = OfThisProcess(), False, None
-    lengths.tables = {(OfThisProcess(), None): None}
-    found = COPIES[way](metadata)
-    assert found.fitting is None and found.calls == metadata.calls
-    if way != "copy":
-        assert found.lengths is not lengths and not found.lengths.tables
-        assert torch.equal(flash_attn_varlen_func(**call, scheduler_metadata=found), expected)
-
-
-def test_metadata_of_equal_queries_can_be_copied():
-    metadata = get_scheduler_metadata(2, 1, 64, 4, 2, 64, integers(3, 64))
-    for way in COPIES.values():
-        assert way(metadata) == metadata
-
-
-def metadata_of(call: dict, **options):
-    """Metadata of a call on packed keys."""
-    _, heads_q, head_dim = call["q"].shape
-    _, heads_kv, head_dim_v = call["v"].shape
-    given = {
-        "qkv_dtype": call["q"].dtype,
-        "headdim_v": head_dim_v,
-        "cu_seqlens_q": call["cu_seqlens_q"],
-        "cu_seqlens_k": call["cu_seqlens_k"],
-        "seqused_q": call.get("seqused_q"),
-        "causal": call["causal"],
-        "window_size": call["window_size"],
-        "has_softcap": bool(call["softcap"]),
-    }
-    longest = max(1, call["max_seqlen_q"]), call["max_seqlen_k"]
-    sizes = len(call["cu_seqlens_q"]) - 1, *longest, heads_q, heads_kv, head_dim
-    return get_scheduler_metadata(*sizes, call.get("seqused_k"), **given | options)
-
-
-def on_host(call: dict) -> dict:
-    """The lengths of a call once more."""
-    return {name: call[other] for name, other in ON_HOST.items() if call.get(other) is not None}
-
-
-def check_same(problem: VarlenProblem, call: dict, **given) -> None:
-    """Assert that a call has the same bits with more arguments."""
-    rows = ~unused(problem, len(call["q"]))
-    (out, lse), (other, of_other) = (
-        flash_attn_varlen_func(**call | one, return_lse=True) for one in ({}, given)
-    )
-    assert torch.equal(out[rows], other[rows]) and torch.equal(lse[:, rows], of_other[:, rows])
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_calls_have_the_bits_of_calls_without(seed):
-    problem = random_problem(seed, ("bfloat16", "float16")[seed % 2], seed // 2)
-    # By rows of no sequence, the plain call may take other kernels.
-    problem = replace(problem, spare=0)
-    call = make_call(problem, seed)
-    check_same(problem, call, **on_host(call))
-    check_same(problem, call, scheduler_metadata=metadata_of(call))
-
-
-def test_decode_rows_beside_long_ones():
-    call = make_call(MIXED)
-    check_same(MIXED, call, scheduler_metadata=metadata_of(call))
-    check_same(MIXED, call, **on_host(call))
-
-
-def test_gradients():
-    gradients = []
-    for given in ({}, {"scheduler_metadata": None}, {"cu_seqlens_q_cpu": None}):
-        call = make_call(replace(MIXED, seqlens_k=MIXED.seqlens_q))
-        if "scheduler_metadata" in given:
-            given = {"scheduler_metadata": metadata_of(call)}
-        elif given:
-            given = on_host(call)
-        leaves = [call[name].requires_grad_() for name in "qkv"]
-        out = flash_attn_varlen_func(**call, **given)
-        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
-    for found in gradients[1:]:
-        assert all(map(torch.equal, gradients[0], found))
-
-
-def cached_call(lengths_q, lengths_k, page_size: int = 16) -> dict:
-    """A call on pages."""
-    torch.manual_seed(0)
-    pages = -(-max(lengths_k) // page_size)
-    table = torch.randperm(len(lengths_k) * pages).view(len(lengths_k), pages).int()
-    caches = torch.randn(2, table.numel(), page_size, 2, 64).bfloat16()
-    return {
-        "q": torch.randn(sum(lengths_q), 4, 64).bfloat16(),
-        "k_cache": caches[0], "v_cache": caches[1], "page_table": table, "causal": True,
-        "cache_seqlens": integers(*lengths_k), "max_seqlen_q": max(lengths_q),
-        "cu_seqlens_q": integers(0, *np.cumsum(lengths_q).tolist()),
-    }  # fmt: skip
-
-
-def metadata_of_cache(call: dict, **options):
-    sizes = len(call["cache_seqlens"]), call["max_seqlen_q"], 1 << 12, 4, 2, 64
-    given = {"cu_seqlens_q": call["cu_seqlens_q"], "page_size": 16, "causal": True}
-    return get_scheduler_metadata(*sizes, call["cache_seqlens"], **given | options)
-
-
-@pytest.mark.parametrize(
-    "lengths_q", [(100, 1, 40, 1), (100, 90, 80, 70), (3, 1, 1, 2)], ids=["mixed", "long", "short"]
-)
-def test_calls_on_pages(lengths_q):
-    call = cached_call(lengths_q, (300, 90, 80, 500))
-    call["max_seqlen_q"] = 128
-    metadata = metadata_of_cache(call)
-    out = flash_attn_with_kvcache(**call)
-    assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
-    packed = {"k": call["k_cache"], "v": call["v_cache"], "seqused_k": call["cache_seqlens"]}
-    packed |= {name: call[name] for name in ("q", "page_table", "causal", "max_seqlen_q")}
-    packed |= {name: call[name] for name in ("cu_seqlens_q",)}
-    packed |= {"cu_seqlens_k": None, "max_seqlen_k": 500, "scheduler_metadata": metadata}
-    assert torch.equal(out, flash_attn_varlen_func(**packed))
-
-
-def test_new_tokens_count():
-    call = cached_call((40, 1), (300, 90))
-    room = integers(200, 80)
-    new = {"k": torch.randn(2, 5, 2, 64).bfloat16(), "v": torch.randn(2, 5, 2, 64).bfloat16()}
-    call |= {"cache_seqlens": room, **new}
-    metadata = metadata_of_cache(call, max_seqlen_k_new=5)
-    assert metadata.lengths.longest_k == 205
-    out = flash_attn_with_kvcache(**call)
-    assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
-    wrong = metadata_of_cache(call, max_seqlen_k_new=4)
-    with pytest.raises(
-        ValueError, match=r"^scheduler_metadata was made for cache_seqlens with 204"
-    ):
-        flash_attn_with_kvcache(**call, scheduler_metadata=wrong)
 
 
 # ------------------------------------------------------------------------------------ bad input
@@ -353,7 +243,7 @@ def test_no_length_is_remembered():
 
     def call(use_metadata: bool) -> None:
         lengths = tuple(draw.randint(1, 200) for _ in range(3))
-        made = make_call(VarlenProblem(lengths, lengths, head_dim=8, head_dim_v=8, causal=True))
+        made = make_call(VarlenProblem(lengths, lengths, head_dim=8, causal=True))
         made |= {"max_seqlen_q": 200, "max_seqlen_k": 200}
         given = {"scheduler_metadata": metadata_of(made)} if use_metadata else on_host(made)
         flash_attn_varlen_func(**made, **given)
@@ -387,10 +277,8 @@ class Kernel:
 def launches(monkeypatch):
     """Kernels of a plan, launched on CPU tensors; streams and captures are what a test says."""
     plan = RaggedPlan(AttentionSpec("bfloat16", 64, 64, Band(right=True)), False, False, H200)
-    split = Kernel()
-    kernels = varlen_gpu.PreparedVarlen(
-        plan, Kernel(), Kernel(), Kernel(), lambda: split, Window(right=0), 128, 112, 132, 1000
-    )
+    monkeypatch.setattr(varlen_gpu, "load_kernel", lambda kernel: Kernel())
+    kernels = varlen_gpu.prepare_alone(plan, Window(right=0))
     state = {"stream": 7, "capture": None, "streams": {}}
     monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
     monkeypatch.setattr(varlen_gpu, "current_stream", lambda index: state["stream"])
@@ -412,10 +300,13 @@ def launch(kernels, lengths: KnownLengths | None, problem=MIXED, may_cut: bool =
     call = make_call(problem)
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
-    forward, count = kernels.split() if may_cut else kernels.forward, len(kernels.forward.given)
+    forward, count = (
+        kernels.split() if may_cut else kernels.forward,
+        len(kernels.forward.kernel.given),
+    )
     kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths, may_cut=may_cut)
-    assert not may_cut or len(kernels.forward.given) == count
-    given = ForwardArguments(*forward.given[-1])
+    assert not may_cut or len(kernels.forward.kernel.given) == count
+    given = ForwardArguments(*forward.kernel.given[-1])
     taken, marks, table = given.schedule_state, given.marks, given.table
     return taken, marks, table
 
@@ -424,12 +315,12 @@ def test_a_table_that_is_known_is_not_made_again(launches):
     kernels, state = launches
     lengths = known(MIXED)
     taken, marks, table = launch(kernels, lengths)
-    assert not kernels.tile_table.given
+    assert not kernels.tile_table.kernel.given
     assert records_of(table.numpy())[0].seqlen_k == 2000
     assert taken is not marks and taken is not table
     heads, records = 4, int(table[NUM_RECORDS])
     assert len(marks) >= words_of_marks(records * heads)
-    launched = ForwardArguments(*kernels.forward.given[0])
+    launched = ForwardArguments(*kernels.forward.kernel.given[0])
     assert launched.num_clusters == min(132, records * heads)
     again = launch(kernels, lengths)
     assert again[2] is table
@@ -439,7 +330,7 @@ def test_a_table_that_is_known_is_not_made_again(launches):
     other = launch(kernels, lengths)
     assert other[2] is table and other[0] is not taken and other[1] is not marks
     taken, _, table = launch(kernels, None)
-    assert taken is table and len(kernels.tile_table.given) == 1
+    assert taken is table and len(kernels.tile_table.kernel.given) == 1
 
 
 def test_tiles_that_are_cut(launches):
@@ -448,7 +339,7 @@ def test_tiles_that_are_cut(launches):
     problem = VarlenProblem((300, 100), (9000, 9000), heads_kv=2, group=2, causal=True)
     lengths = known(problem)
     state, marks, table = launch(kernels, lengths, problem, may_cut=True)
-    given = ForwardArguments(*kernels.split().given[0])
+    given = ForwardArguments(*kernels.split().kernel.given[0])
     tiles = lengths.latest[-1]
     assert state is tiles.segments.numbers and table is tiles.table.numbers
     assert 0 < given.num_clusters <= 132 and given.num_slots > given.num_clusters // 2
@@ -457,7 +348,7 @@ def test_tiles_that_are_cut(launches):
     assert len(given.part_counters) >= memory.num_counters
     assert given.part_counters is not marks
     launch(kernels, lengths, problem, may_cut=True)
-    again = ForwardArguments(*kernels.split().given[1])
+    again = ForwardArguments(*kernels.split().kernel.given[1])
     assert again.part_counters is given.part_counters and again.marks is marks
     # As calls that want gradients have them.
     whole = launch(kernels, lengths, problem)
@@ -469,12 +360,12 @@ def test_captures_take_tables_that_there_are(launches):
     lengths = known(MIXED)
     state["capture"] = "first"
     taken, _, table = launch(kernels, lengths)
-    assert taken is table and len(kernels.tile_table.given) == 1
+    assert taken is table and len(kernels.tile_table.kernel.given) == 1
     state["capture"] = None
     made = launch(kernels, lengths)[2]
     state["capture"] = "second"
     taken, _, table = launch(kernels, lengths)
-    assert table is made and taken is not table and len(kernels.tile_table.given) == 1
+    assert table is made and taken is not table and len(kernels.tile_table.kernel.given) == 1
 
 
 def test_kernels_without_work_are_not_launched(launches):
@@ -491,5 +382,9 @@ def test_kernels_without_work_are_not_launched(launches):
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
     short = varlen_gpu.Short(32, start)
     kernels.launch(operands, 1100, 600, None, 1.0, short, known=known(problem))
-    assert not (kernels.forward.given or kernels.again.given or kernels.tile_table.given)
+    assert not (
+        kernels.forward.kernel.given
+        or kernels.again.kernel.given
+        or kernels.tile_table.kernel.given
+    )
     assert started[0][CTAS_BESIDE] == 132 and started[1] == "merged"

@@ -1,11 +1,15 @@
-"""Dense calls in the kernel of decoding, whose tiles have all heads of a group: on CPU tensors."""
+"""Dense calls in the decode kernel, whose tiles have all query heads of a key/value head."""
 
+import random
 from itertools import product
 
 import pytest
 import torch
+from cuda_graphs import captured
+from pairs import places
 from problems import make_operands, make_problem, poisoned_allocations
 from reference import check_attention
+from score_problems import Recipe
 
 import fa3
 from fa3.calls import forward
@@ -26,9 +30,9 @@ FEW = make_problem(1, 1, 3000, 4, 4, 64)
 MANY = make_problem(1, 4096, 4096, 8, 4, 128, CAUSAL)
 
 
-def attend(problem: Problem, **options):
+def attend(problem: Problem, where="cpu", seed: int = 0, **options):
     """Operands, and what they give packed, in memory that is NaN wherever nothing is written."""
-    operands = make_operands(problem)
+    operands = make_operands(problem, seed, where)
     with poisoned_allocations():
         found = fa3.flash_attn_func(
             *operands, window_size=problem.window, pack_gqa=True, return_lse=True, **options
@@ -66,25 +70,38 @@ def test_matches_dense_attention(window, seqlen_q, seqlen_k, group):
     check_attention(out, lse, *operands, window=window)
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(40, 40), (128, 64), (256, 256)])
+@pytest.mark.parametrize("head_dims", [(40, 40), (96, 80), (192, 128), (64, 256), (256, 256)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_any_head_dim(head_dim, head_dim_v, dtype):
-    problem = make_problem(1, 3, 150, 1, 4, head_dim, CAUSAL, dtype, head_dim_v)
-    operands, (out, lse) = attend(problem)
+def test_any_head_dim(head_dims, dtype, where):
+    head_dim, head_dim_v = head_dims
+    problem = make_problem(3, 5, 777, 2, 4, head_dim, CAUSAL, dtype, head_dim_v)
+    operands, (out, lse) = attend(problem, where)
     check_attention(out, lse, *operands, window=CAUSAL)
 
 
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_scores_and_sinks(window, rank):
-    problem = make_problem(2, 5, 300, 2, 4, 64, window)
-    modifiers = {
-        "softcap": 3.0,
-        "alibi_slopes": torch.rand((2, 8)[-rank:]) / 10,
-        "sinks": torch.randn(8),
-    }
-    operands, (out, lse) = attend(problem, **modifiers)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("alibi_rank", [1, 2])
+def test_scores_and_sinks(window, alibi_rank, where):
+    problem = make_problem(3, 5, 1500, 2, 4, 128, window)
+    q, _, _ = make_operands(problem, device=where)
+    modifiers = Recipe(30.0, alibi_rank, "q").make(problem, q, steepest=0.05)
+    operands, (out, lse) = attend(problem, where, **modifiers)
     check_attention(out, lse, *operands, window=window, **modifiers)
+
+
+@places("problem", cpu=[FEW], gpu=[make_problem(4, 1, 8192, 8, 4, 128, CAUSAL)])
+def test_gradients_are_of_the_forward_kernel(problem, where):
+    q, k, v = (x.requires_grad_() for x in make_operands(problem, device=where))
+    window = {"window_size": problem.window}
+    out = fa3.flash_attn_func(q, k, v, **window)
+    with torch.no_grad():
+        assert torch.equal(out, fa3.flash_attn_func(q, k, v, **window, pack_gqa=False))
+        assert torch.equal(
+            fa3.flash_attn_func(q, k, v, **window),
+            fa3.flash_attn_func(q, k, v, **window, pack_gqa=True),
+        )
+    out.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
 def test_bits_are_those_of_a_cache_that_is_full():
@@ -144,19 +161,6 @@ def test_calls_choose():
     assert how(FEW, plan=plan_forward(FEW)).plan == plan_forward(FEW)
     margin = how(FEW, sm_margin=100).grouped.plan
     assert margin.num_ctas == margin.cut.num_ctas == H200.num_sms - 100
-
-
-def test_gradients_are_of_the_forward_kernel():
-    q, k, v = (x.requires_grad_() for x in make_operands(FEW))
-    out = fa3.flash_attn_func(q, k, v)
-    plain = fa3.flash_attn_func(*(x.detach() for x in (q, k, v)), pack_gqa=False)
-    assert torch.equal(out, plain)
-    out.sum().backward()
-    assert q.grad.isfinite().all()
-    with torch.no_grad():
-        assert torch.equal(
-            fa3.flash_attn_func(q, k, v), fa3.flash_attn_func(q, k, v, pack_gqa=True)
-        )
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -255,3 +259,77 @@ def test_graphs_with_gradients_do_not_pack():
             lambda *given: fa3.flash_attn_func(*given, pack_gqa=True),
             backend="aot_eager", fullgraph=True,
         )(*operands)  # fmt: skip
+
+
+GROUPS = (1, 2, 4, 7, 8, 16)
+
+
+def random_problem(seed: int) -> Problem:
+    """Draw a problem: few queries or some hundreds, keys of all orders of magnitude."""
+    draw = random.Random(seed)
+    seqlen_q = draw.randint(1, draw.choice((1, 16, 300)))
+    return make_problem(
+        batch=draw.randint(1, draw.choice((2, 40))),
+        seqlen_q=seqlen_q,
+        seqlen_k=draw.choice((seqlen_q, draw.randint(1, draw.choice((60, 1000, 9000))))),
+        num_heads_kv=draw.randint(1, 4),
+        qhead_per_kvhead=draw.choice(GROUPS),
+        head_dim=draw.choice((64, 128)),
+        window=draw.choice(WINDOWS),
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_shapes(seed, device):
+    problem = random_problem(seed)
+    operands, (out, lse) = attend(problem, device, seed)
+    check_attention(out, lse, *operands, window=problem.window)
+    cached = fa3.flash_attn_with_kvcache(*operands, window_size=problem.window, return_lse=True)
+    assert torch.equal(out, cached[0]) and torch.equal(lse, cached[1])
+
+
+@pytest.mark.parametrize("batch", [1, 33, 1500])
+def test_pieces_are_found_without_lengths(batch, device):
+    """In one step of the search, in two, and without looking ahead."""
+    problem = make_problem(batch, 1, 130, 2, 4, 64)
+    operands, (out, lse) = attend(problem, device)
+    check_attention(out, lse, *operands)
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_packed"),
+    [
+        (make_problem(4, 1, 8192, 8, 4, 128, CAUSAL), True),
+        (make_problem(2, 512, 8192, 8, 4, 128, CAUSAL), False),
+    ],
+)
+def test_calls_on_a_gpu_choose(problem, is_packed, device):
+    operands = make_operands(problem, device=device)
+    assert isinstance(plan_dense(problem), GroupedPlan) == is_packed
+    chosen, packed, other = (
+        fa3.flash_attn_func(*operands, causal=True, pack_gqa=pack) for pack in (None, True, False)
+    )
+    assert torch.equal(chosen, packed if is_packed else other)
+    torch.testing.assert_close(packed, other, rtol=0.02, atol=0.002)
+
+
+def test_a_cuda_graph_replays_on_new_inputs(device):
+    """Captured with other sizes than were called before: nothing is copied from the host."""
+    before, problem = (make_problem(n, 1, 5000, 8, 4, 128, CAUSAL) for n in (3, 4))
+    attend(before, device)
+    q, k, v = make_operands(problem, device=device)
+    graph, (out, lse) = captured(
+        lambda: fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, pack_gqa=True)
+    )
+    for seed in (1, 2):
+        for tensor, value in zip((q, k, v), make_operands(problem, seed, device), strict=True):
+            tensor.copy_(value)
+        out.fill_(torch.nan)
+        graph.replay()
+        check_attention(out, lse, q, k, v, window=CAUSAL)
+
+
+def test_sms_are_left_to_others(device):
+    problem = make_problem(4, 1, 5000, 8, 4, 128, CAUSAL)
+    operands, (out, lse) = attend(problem, device, sm_margin=100)
+    check_attention(out, lse, *operands, window=CAUSAL)

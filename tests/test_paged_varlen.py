@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from pairs import pairs
+from cuda_graphs import captured
+from pairs import pairs, places
 from problems import poisoned_allocations
 from score_problems import Documents, Recipe, RelativeBias
 from varlen_problems import (
@@ -13,6 +14,7 @@ from varlen_problems import (
     check_varlen,
     integers,
     make_call,
+    on_pages,
     random_problem,
     unused,
 )
@@ -21,8 +23,6 @@ import fa3
 from fa3.calls import decode, mixed, varlen_gpu
 from fa3.planning.short_queries import FEWEST_EARLIER_KEYS
 from fa3.problem import NO_BOUND
-
-WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 FAMILIES = 10
 """Sets of options that change the generated code; the dtypes take turns."""
@@ -34,29 +34,6 @@ FUNCTIONS = (
     {"mask": "documents"}, {},
 )  # fmt: skip
 """What of a recipe is the user's. A call without has `seqused_q`, as some of the others have."""
-
-
-def on_pages(problem: VarlenProblem, call: dict, page_size: int, capacity: int = 0) -> dict:
-    """The call with its keys in pages, in no order. What no sequence uses is NaN, and -1 where the
-    table has no page."""
-    device, lengths = call["q"].device, [len(rows.k) for rows in problem.rows]
-    pages = -(-max(*lengths, capacity, 1) // page_size)
-    taken = [-(-length // page_size) for length in lengths]
-    free = iter(torch.randperm(sum(taken) + 2, generator=torch.Generator().manual_seed(0)).tolist())
-    table = torch.full((len(lengths), pages), -1, dtype=torch.int32)
-    for row, count in zip(table, taken, strict=True):
-        row[:count] = integers(*(next(free) for _ in range(count)))
-    table = table.to(device)
-    caches = {}
-    for name in "kv":
-        packed = call[name]
-        cache = packed.new_full((sum(taken) + 2, page_size, *packed.shape[1:]), torch.nan)
-        for row, rows in zip(table, problem.rows, strict=True):
-            at = torch.arange(len(rows.k), device=device)
-            cache[row[at // page_size].long(), at % page_size] = packed[rows.k.start : rows.k.stop]
-        caches[name] = cache
-    of_pages = {"page_table": table, "seqused_k": integers(*lengths, device=device)}
-    return call | caches | of_pages | {"cu_seqlens_k": None}
 
 
 def check(
@@ -87,27 +64,29 @@ def random_call(seed: int, device, longest: int) -> None:
     check(problem, (16, 64, 5, 24)[family % 4], device, seed)
 
 
-@pytest.mark.parametrize("seed", range(FAMILIES))
-def test_random_calls(seed):
-    random_call(seed, "cpu", 150)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(3 * FAMILIES))
-def test_random_calls_on_a_gpu(seed, device):
-    random_call(seed, device, 40 if seed % 3 else 700)
+@places(
+    "seed,longest",
+    cpu=[(seed, 150) for seed in range(FAMILIES)],
+    gpu=[(seed, 40 if seed % 3 else 700) for seed in range(3 * FAMILIES)],
+)
+def test_random_calls(seed, longest, where):
+    random_call(seed, where, longest)
 
 
 STEP = VarlenProblem(
-    (140, 1, 0, 70, 5, 1, 40), (200, 300, 40, 70, 0, 1, 100), heads_kv=2, group=4, head_dim=128,
-    head_dim_v=128, causal=True, spare=5,
-)  # fmt: skip
+    (140, 1, 0, 70, 5, 1, 40),
+    (200, 300, 40, 70, 0, 1, 100),
+    heads_kv=2,
+    group=4,
+    head_dim=128,
+    causal=True,
+    spare=5,
+)
 """Chunks of prompts beside sequences that decode: both kernels attend."""
 
 USED = (130, 1, 0, 40, 5, 0, 9)
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pairs(
     page_size=[16, 64, 5],
     functions=FUNCTIONS,
@@ -121,19 +100,16 @@ def test_a_step_of_an_engine(page_size, functions, used, window, dtype, where):
     check(problem, page_size, where)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("functions", FUNCTIONS, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_head_sizes_with_everything(head_dim, functions, device):
     recipe = Recipe(30.0, 2, "float32", **functions)
     problem = replace(
-        STEP, used_q=USED, recipe=recipe, head_dim=head_dim, head_dim_v=head_dim, window=(200, 3),
-        causal=False,
-    )  # fmt: skip
+        STEP, used_q=USED, recipe=recipe, head_dim=head_dim, window=(200, 3), causal=False
+    )
     check(problem, 16, device)
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
     "options", [{"num_splits": 3}, {"sm_margin": 8}, {"capacity": FEWEST_EARLIER_KEYS}], ids=str
 )
@@ -149,7 +125,6 @@ def test_calls_of_the_decode_kernel_alone(functions, options, where, monkeypatch
     assert not launched
 
 
-@pytest.mark.parametrize("where", WHERE)
 def test_which_kernels_attend(where, monkeypatch):
     """Functions of the user's change nothing about it."""
     attending = []
@@ -177,13 +152,13 @@ def test_which_kernels_attend(where, monkeypatch):
     assert found[0] == (["PreparedMixed", "PreparedDecode"] if where == "cpu" else on_gpu)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_long_chunks_have_the_bits_of_packed_keys(page_size, device):
+@pairs(page_size=[16, 64, 128], functions=[{}, {"score": "relative", "mask": "documents"}])
+def test_long_chunks_have_the_bits_of_packed_keys(page_size, functions, device):
     """The same forward kernel with the same tiling, whose keys come in boxes."""
-    recipe = Recipe(score="relative", mask="documents")
-    problem = VarlenProblem((500, 129, 260), (500, 3000, 1111), (430, 129, 260), heads_kv=2,
-                            group=8, recipe=recipe, causal=True)  # fmt: skip
+    problem = VarlenProblem(
+        (500, 129, 260), (500, 3000, 1111), (430, 129, 260), heads_kv=2, group=8,
+        recipe=Recipe(**functions), causal=True,
+    )  # fmt: skip
     call = make_call(problem, 0, device)
     results = [
         fa3.flash_attn_varlen_func(**one, return_lse=True)
@@ -196,18 +171,41 @@ def test_long_chunks_have_the_bits_of_packed_keys(page_size, device):
         assert torch.equal(lse[:, at], lse_of_pages[:, at])
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("queries", [(130, 70), (3, 1)], ids=["long", "short"])
-def test_pages_before_a_window_may_hold_anything(queries, where):
-    """An engine frees them; a mask of the user's does not change that."""
+@pytest.mark.parametrize("options", [{}, {"window": (100, 0)}, {"recipe": Recipe(20.0)}], ids=str)
+def test_chunks_with_huge_scores(options, device):
+    """The fixed reference of long sequences fails, and their rows are computed once more."""
     problem = VarlenProblem(
-        queries, (400, 300), heads_kv=2, group=4, causal=True, window=(100, 0),
-        recipe=Recipe(score="relative", mask="prefix"),
+        (300, 2, 200), (900, 500, 200), heads_kv=2, group=4, head_dim=128, causal=True
+    )
+    problem = replace(problem, **options)
+    call = make_call(problem, 0, device)
+    call |= {name: 40 * call[name] for name in "qk"}
+    out = fa3.flash_attn_varlen_func(**on_pages(problem, call, 16))
+    for rows in problem.rows:
+        at_q, at_k = (slice(one.start, one.stop) for one in rows)
+        q, k, v = call["q"][None, at_q], call["k"][None, at_k], call["v"][None, at_k]
+        expected = fa3.flash_attn_func(
+            q, k, v, causal=True, window_size=problem.window, softcap=problem.recipe.softcap
+        )
+        torch.testing.assert_close(out[None, at_q], expected, rtol=2e-2, atol=2e-2)
+
+
+@pairs(
+    queries=[(200, 300, 1), (1, 3, 0)],
+    page_size=[5, 16, 64],
+    functions=[{}, {"score": "relative", "mask": "prefix"}],
+)
+def test_pages_before_a_window_may_hold_anything(queries, page_size, functions, where):
+    """An engine frees them, and others write there; NaN times a weight of 0 would be NaN."""
+    lengths, left = (700, 650, 90), 100
+    problem = VarlenProblem(
+        queries, lengths, heads_kv=2, group=4, causal=True, window=(left, 0),
+        recipe=Recipe(**functions),
     )  # fmt: skip
     call = make_call(problem, 0, where)
-    paged = on_pages(problem, call, 16)
-    for row, count, length in zip(paged["page_table"], queries, (400, 300), strict=True):
-        freed = (length - count - 100) // 16
+    paged = on_pages(problem, call, page_size)
+    for row, count, length in zip(paged["page_table"], queries, lengths, strict=True):
+        freed = max(0, length - max(1, count) - left) // page_size
         paged["k"][row[:freed].long()] = torch.nan
         paged["v"][row[:freed].long()] = torch.nan
         if where != "cpu":
@@ -216,7 +214,40 @@ def test_pages_before_a_window_may_hold_anything(queries, where):
     check_varlen(problem, call, out, lse)
 
 
-@pytest.mark.gpu
+LAYOUTS = {
+    "one after the other": lambda n, page, heads, dim: empty(2, n, page, heads, dim),
+    "in turns": lambda n, page, heads, dim: empty(n, 2, page, heads, dim).transpose(0, 1),
+    "by head": lambda n, page, heads, dim: empty(2, n, heads, page, dim).transpose(2, 3),
+    "in turns, by head": lambda n, page, heads, dim: (
+        empty(n, 2, heads, page, dim).transpose(0, 1).transpose(2, 3)
+    ),
+    "side by side, by head": lambda n, page, heads, dim: empty(n, heads, page, 2, dim).permute(
+        3, 0, 2, 1, 4
+    ),
+}
+"""How engines lay keys and values in memory, as (2, pages, page_size, heads, head_dim)."""
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("queries", [(1, 3, 0), (200, 300, 1)], ids=["short", "long"])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_as_engines_lay_them(layout, page_size, queries, where):
+    problem = VarlenProblem(queries, (700, 650, 90), heads_kv=2, group=4, causal=True)
+    call = make_call(problem, 0, where)
+    paged = on_pages(problem, call, page_size)
+    with torch.device(where):
+        cache = LAYOUTS[layout](*paged["k"].shape)
+    for name, part in zip("kv", cache, strict=True):
+        paged[name] = part.copy_(paged[name])
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
+    check_varlen(problem, call, out, lse)
+
+
 def test_a_captured_graph_serves_other_lengths(device):
     problem = replace(STEP, used_q=USED, recipe=Recipe(score="relative", mask="documents"))
     call = make_call(problem, 0, device)
@@ -226,10 +257,7 @@ def test_a_captured_graph_serves_other_lengths(device):
     given["seqused_q"].zero_()
     given["seqused_k"].zero_()
     fa3.flash_attn_varlen_func(**paged)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fa3.flash_attn_varlen_func(**paged, return_lse=True)
+    graph, (out, lse) = captured(lambda: fa3.flash_attn_varlen_func(**paged, return_lse=True))
     for name, tensor in kept.items():
         given[name].copy_(tensor)
     out.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Tiles of packed sequences that are cut where the host knows the lengths: which, and how."""
+"""Tiles of packed sequences that are cut where the host knows the lengths: which, how, results."""
 
 import random
 from dataclasses import replace
@@ -6,8 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_known_lengths import cached_call, known, metadata_of, metadata_of_cache, records_of
-from varlen_problems import VarlenProblem, make_call
+from cuda_graphs import captured
+from free_counters import used_counters
+from pairs import places
+from test_known_lengths import (
+    cached_call,
+    known,
+    metadata_of,
+    metadata_of_cache,
+    on_host,
+    records_of,
+)
+from test_known_lengths_results import CHUNK, made_for, on_cpu, run
+from varlen_problems import VarlenProblem, check_varlen, make_call, unused
 
 from fa3 import flash_attn_varlen_func
 from fa3.planning.gpu import H200
@@ -157,9 +168,102 @@ def test_who_says_that_tiles_may_be_cut():
     assert not metadata_of_cache(paged).lengths.may_cut
 
 
-def test_results_do_not_depend_on_it():
-    call = make_call(VarlenProblem((300, 40), (900, 40), heads_kv=2, causal=True))
-    on_host = {f"{name}_cpu": call[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    outs = [flash_attn_varlen_func(**call, **on_host, num_splits=n) for n in (0, 1)]
-    outs += [flash_attn_varlen_func(**call, scheduler_metadata=metadata_of(call))]
-    assert all(torch.equal(outs[0], out) for out in outs)
+PROBLEMS = {
+    "chunk": CHUNK,
+    "two": VarlenProblem((300, 700), (5000, 9000), heads_kv=2, group=2, causal=True),
+    "full": VarlenProblem((200, 300), (7000, 100), heads_kv=3, dtype="float16"),
+    "window": VarlenProblem(
+        (900, 200), (12000, 7000), group=4, window=(4000, 0), head_dim=128
+    ),
+    "unequal": VarlenProblem(
+        (400,), (8000,), group=2, causal=True, head_dim=192, head_dim_v=128, spare=9
+    ),
+    "large": VarlenProblem((257,), (5001,), group=2, causal=True, head_dim=256),
+    "used": VarlenProblem(
+        (700, 300), (9000, 300), (650, 300), (8000, 300), heads_kv=2, causal=True, head_dim=96,
+    ),
+}  # fmt: skip
+
+
+def has_cuts(metadata) -> bool:
+    return any(tiles.segments is not None for tiles in metadata.lengths.tables.values())
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_results_are_those_of_dense_attention(name, device):
+    problem = PROBLEMS[name]
+    call = make_call(problem, 0, device)
+    metadata, plain = made_for(call), run(call)
+    assert has_cuts(metadata)
+    out, lse = run(call, scheduler_metadata=metadata)
+    check_varlen(problem, call, out, lse)
+    rows = ~unused(problem, len(out), device)
+    torch.testing.assert_close(out[rows], plain[0][rows], rtol=2e-2, atol=2e-2)
+    # Parts are added up in their order, whoever is last.
+    for _ in range(20):
+        again, of_again = run(call, scheduler_metadata=metadata)
+        assert torch.equal(again[rows], out[rows])
+        assert torch.equal(of_again[:, rows], lse[:, rows])
+    assert not used_counters()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_lengths(seed, device):
+    draw = random.Random(seed)
+    lengths_q = tuple(draw.randint(0, 700) for _ in range(draw.randint(1, 4)))
+    lengths_k = tuple(n + draw.choice((0, draw.randint(0, 9000))) for n in lengths_q)
+    heads_kv, group = draw.choice(((1, 8), (2, 2), (1, 5)))
+    problem = VarlenProblem(
+        lengths_q, lengths_k, heads_kv=heads_kv, group=group, causal=seed % 2 == 0,
+        head_dim=(64, 128)[seed // 2 % 2], head_dim_v=(64, 128)[seed // 2 % 2],
+    )  # fmt: skip
+    call = make_call(problem, seed, device)
+    out, lse = run(call, scheduler_metadata=made_for(call))
+    check_varlen(problem, call, out, lse)
+    assert not used_counters()
+
+
+def test_streams_and_graphs_share_the_segments(device):
+    call = make_call(CHUNK, 0, device)
+    metadata = made_for(call)
+    expected = flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+    torch.cuda.synchronize()
+    graph, outs = captured(
+        lambda: [flash_attn_varlen_func(**call, scheduler_metadata=metadata) for _ in range(3)]
+    )
+    streams, found = [torch.cuda.Stream(device) for _ in range(3)], []
+    for turn in range(30):
+        graph.replay()
+        with torch.cuda.stream(streams[turn % 3]):
+            found.append(flash_attn_varlen_func(**call, scheduler_metadata=metadata))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in (*found, *outs))
+    assert not used_counters()
+
+
+def test_gradients_have_whole_tiles(device):
+    problem = VarlenProblem((500,), (9000,), heads_kv=1, group=4, causal=True)
+    found = []
+    for has_metadata in (False, True):
+        call = make_call(problem, 0, device)
+        given = {"scheduler_metadata": made_for(call)} if has_metadata else {}
+        leaves = [call[name].requires_grad_() for name in "qkv"]
+        out = flash_attn_varlen_func(**call, **given, deterministic=True)
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    assert all(map(torch.equal, *found))
+
+
+@places(
+    "problem",
+    cpu=[VarlenProblem((300, 40), (900, 40), heads_kv=2, causal=True)],
+    gpu=[CHUNK],
+)
+def test_calls_with_lengths_on_the_host(problem, where):
+    """On the CPU results do not depend on it."""
+    call = make_call(problem, 0, where)
+    given = on_host(on_cpu(call))
+    cut = run(call, scheduler_metadata=made_for(call))
+    whole = run(call, num_splits=1)
+    for num_splits, expected in ((0, cut), (1, whole)):
+        assert all(map(torch.equal, run(call, **given, num_splits=num_splits), expected))
+    assert where != "cpu" or all(map(torch.equal, cut, whole))

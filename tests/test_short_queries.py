@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairs import places
 from problems import poisoned_allocations
 from score_problems import Recipe
 from varlen_problems import (
+    WRONG_ENDS,
     VarlenProblem,
+    check_graph,
     check_varlen,
+    check_wrong_ends,
     integers,
     make_call,
     poison,
@@ -87,12 +91,19 @@ def check(
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
 
 
-@pytest.mark.parametrize("num_splits", [0, 1])
-@pytest.mark.parametrize("seed", range(20))
+@places(
+    "seed,num_splits,dtype,longest,most_sequences",
+    cpu=[(seed, num_splits, "bfloat16", 150, 6) for seed in range(20) for num_splits in (0, 1)],
+    gpu=[
+        # One of the three calls of a family is split.
+        (n, int(n >= FAMILIES), DTYPES[n % FAMILIES % 2], 150 if n % 3 else 3000, 40)
+        for n in range(3 * FAMILIES)
+    ],
+)
 @pytest.mark.usefixtures("with_few_keys")
-def test_random_calls(seed, num_splits):
-    problem = mixed_problem(seed, "bfloat16", 150, 6)
-    check(problem, seed, poisoned=seed % 2 == 1, num_splits=num_splits)
+def test_random_calls(seed, num_splits, dtype, longest, most_sequences, where):
+    problem = mixed_problem(seed, dtype, longest, most_sequences)
+    check(problem, seed, where, poisoned=seed % 2 == 1, num_splits=num_splits)
 
 
 @pytest.mark.usefixtures("with_few_keys")
@@ -334,17 +345,6 @@ def test_no_number_of_queries_changes_what_is_compiled():
 # ------------------------------------------------------------------------------------ on a GPU
 
 
-@pytest.mark.gpu
-@pytest.mark.usefixtures("with_few_keys")
-@pytest.mark.parametrize("seed", range(3 * FAMILIES))
-def test_random_calls_on_a_gpu(seed, device):
-    problem = mixed_problem(seed, DTYPES[seed % FAMILIES % 2], 150 if seed % 3 else 3000, 40)
-    # One of the three calls of a family.
-    num_splits = 0 if seed < FAMILIES else 1
-    check(problem, seed, device, poisoned=seed % 2 == 1, num_splits=num_splits)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("long", [(), (200,), (513, 40, 0, 2000)], ids=str)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_decoding_beside_long_sequences(head_dims, long, device):
@@ -358,7 +358,6 @@ def test_decoding_beside_long_sequences(head_dims, long, device):
     check(problem, device=device, poisoned=True)
 
 
-@pytest.mark.gpu
 def test_long_sequences_have_the_bits_that_they_have_alone(device):
     problem = VarlenProblem(
         (1, 700, 1, 40), (5000, 900, 3000, 300), heads_kv=2, group=4, causal=True
@@ -376,7 +375,6 @@ def test_long_sequences_have_the_bits_that_they_have_alone(device):
         assert torch.equal(out[of_q], fa3.flash_attn_varlen_func(**alone))
 
 
-@pytest.mark.gpu
 def test_a_graph_serves_other_lengths(device):
     """Sequences become short, long and empty."""
     lengths = (
@@ -384,23 +382,9 @@ def test_a_graph_serves_other_lengths(device):
         ((1, 1, 149, 149), (50, 5000, 200, 750)), ((32, 33, 34, 201), (32, 3300, 2467, 201)),
     )  # fmt: skip
     problems = [VarlenProblem(*of, heads_kv=2, group=4, causal=True) for of in lengths]
-    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
-    calls = [make_call(problem, seed, device) for seed, problem in enumerate(problems)]
-    values = [{name: call[name].clone() for name in names} for call in calls]
-    call = calls[0] | {"max_seqlen_q": 300, "max_seqlen_k": 5600}
-    fa3.flash_attn_varlen_func(**call)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
-    for problem, of_call in zip(problems, values, strict=True):
-        for name in names:
-            call[name].copy_(of_call[name])
-        graph.replay()
-        check_varlen(problem, call, out, lse)
+    check_graph(problems, device, max_seqlen_q=300, max_seqlen_k=5600)
 
 
-@pytest.mark.gpu
 def test_threads_share_a_stream(device):
     problem = VarlenProblem(
         (*(1,) * 60, 300), (*range(0, 6000, 100), 900), heads_kv=2, group=4, causal=True
@@ -423,44 +407,31 @@ def test_threads_share_a_stream(device):
     assert not wrong
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("with_few_keys")
 @pytest.mark.parametrize(("longest", "num_splits"), [(1, 1), (300, 1), (300, 0)])
-@pytest.mark.parametrize(
-    "ends",
-    [(0, 200, 100, 300), (-50, 90, 900, 300), (0, 2**30, -(2**30), 9), (0, 100, -(2**31), 300)],
-)
+@pytest.mark.parametrize("ends", WRONG_ENDS)
 def test_wrong_lengths_touch_nothing_outside(ends, longest, num_splits, device):
     call = make_call(VarlenProblem((100,) * 3, (300,) * 3, group=4, causal=True), 0, device)
-    call["cu_seqlens_q"] = call["cu_seqlens_k"] = integers(*ends, device=device)
-    around = torch.full((3 * len(call["q"]), *call["q"].shape[1:]), 7.0, device=device)
-    around = around.to(call["q"].dtype)
-    out = around[len(call["q"]) : 2 * len(call["q"])]
-    options = {"max_seqlen_q": longest, "num_splits": num_splits, "out": out}
-    fa3.flash_attn_varlen_func(**call | options)
-    torch.cuda.synchronize()
-    assert (around[: len(out)] == 7).all() and (around[2 * len(out) :] == 7).all()
+    check_wrong_ends(call, ends, max_seqlen_q=longest, num_splits=num_splits)
 
 
 CHUNKS = VarlenProblem(
-    (300, 5, 300), (9000, 0, 5000), heads_kv=1, group=8, head_dim=128, head_dim_v=128, spare=3,
-    causal=True,
-)  # fmt: skip
+    (300, 5, 300), (9000, 0, 5000), heads_kv=1, group=8, head_dim=128, spare=3, causal=True
+)
 """Chunks of prompts, whose tiles are few; a sequence has queries and no keys."""
 
 ROWS_129 = replace(CHUNKS, seqlens_q=(129,), seqlens_k=(20_000,), heads_kv=2)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "problem",
     [
         CHUNKS,
         replace(CHUNKS, seqlens_q=(512,), seqlens_k=(1 << 15,)),
         replace(ROWS_129, causal=False, window=(4000, 60), recipe=Recipe(softcap=20.0)),
-        replace(ROWS_129, dtype="float16", head_dim=64, head_dim_v=64, recipe=Recipe(alibi_rank=2)),
-        replace(CHUNKS, head_dim=256, head_dim_v=256, recipe=Recipe(sinks="float32")),
-        replace(CHUNKS, head_dim=192, used_q=(290, 9, 200), used_k=(8000, 9, 100)),
+        replace(ROWS_129, dtype="float16", head_dim=64, recipe=Recipe(alibi_rank=2)),
+        replace(CHUNKS, head_dim=256, recipe=Recipe(sinks="float32")),
+        replace(CHUNKS, head_dim=192, head_dim_v=128, used_q=(290, 9, 200), used_k=(8000, 9, 100)),
     ],
     ids=["chunks", "512 of 32k", "window, softcap", "ALiBi", "sinks, 256", "used, (192, 128)"],
 )
@@ -478,7 +449,6 @@ def test_chunks_of_few_tiles(problem, attending, device):
     assert len(attending) == 4 and set(attending) == {66 // expected.shape[1] * 128}
 
 
-@pytest.mark.gpu
 def test_a_graph_of_few_tiles_serves_other_lengths(attending, device):
     """A sequence has all rows, none, or none that sees a key."""
     lengths = (
@@ -486,18 +456,5 @@ def test_a_graph_of_few_tiles_serves_other_lengths(attending, device):
         ((1, 4, 600), (1, 13_999, 0)), ((0, 250, 100), (50, 200, 13_000)),
     )  # fmt: skip
     problems = [replace(CHUNKS, seqlens_q=of_q, seqlens_k=of_k, spare=0) for of_q, of_k in lengths]
-    names = "cu_seqlens_q", "cu_seqlens_k"
-    calls = [make_call(problem, 0, device) for problem in problems]
-    values = [{name: call[name].clone() for name in names} for call in calls]
-    call = calls[0] | {"max_seqlen_q": 605, "max_seqlen_k": 14_000, "num_splits": 0}
-    fa3.flash_attn_varlen_func(**call)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    check_graph(problems, device, max_seqlen_q=605, max_seqlen_k=14_000, num_splits=0)
     assert attending == [1024, 1024]
-    for problem, of_call in zip(problems, values, strict=True):
-        for name, ends in of_call.items():
-            call[name].copy_(ends)
-        graph.replay()
-        check_varlen(problem, call, out, lse)

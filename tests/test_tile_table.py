@@ -1,18 +1,31 @@
-"""The machine code of the kernels that make tables of tiles, and the sizes of a table."""
+"""Tables of tiles: machine code, sizes, and tables on a Hopper GPU against those of the host."""
 
 import itertools
+import random
 
 import numpy as np
 import pytest
+import torch
 from machine_code import inspect
+from pairs import pairs
 
 from fa3.kernels.joined_table import JoinedTable
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
+from fa3.planning.host_table import TableKind
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.primitives.divisor import PlainDivisor
-from fa3.primitives.ragged_lengths import RaggedLengths
-from fa3.running.compiler import compile_kernel
-from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedOrder, TileRecord
+from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
+from fa3.primitives.wgmma import WARP
+from fa3.problem import Window
+from fa3.running.compiler import compile_kernel, load_kernel
+from fa3.schedules.ragged import (
+    CTAS_BESIDE,
+    NUM_RECORDS,
+    RECORD,
+    TABLE_HEADER,
+    RaggedOrder,
+    TileRecord,
+)
 from fa3.scores.masks import Band
 from fa3.tools.cubin import opcode
 
@@ -130,3 +143,141 @@ def test_heads_whose_keys_all_fit_lie_as_their_records_do(seqlen_k, rows_of_sect
     ]
     in_line = [(head, left) for left in reversed(range(num_m_blocks)) for head in range(heads)]
     assert (found == in_line) == (max(seqlen_k, 1) <= order.rows_at_once)
+
+
+TILE_M, TILE_N, NUM_CTAS = 128, 96, 132
+
+
+def ends_of(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def table_of(
+    kernel: TileTable, window: Window, short: int, lengths, totals, device, shift: int = 0
+):
+    """The header of a table made on the GPU, and its records.
+
+    Args:
+        lengths: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k; None for what there is not.
+    """
+    capacity = capacity_of_table(totals[0], len(lengths[0]) - 1, kernel.tile_m)
+    table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
+    on_gpu = (None if one is None else one.int().to(device) for one in lengths)
+    load_kernel(kernel)(*on_gpu, table, *totals, capacity, shift, *window, short, 4, NUM_CTAS)
+    header, records = table[:TABLE_HEADER].tolist(), table[TABLE_HEADER:].view(-1, RECORD)
+    return header, records[: header[NUM_RECORDS]].tolist(), capacity
+
+
+def batches() -> list[list[int]]:
+    draw = random.Random(0)
+    drawn = [
+        [draw.choice((0, draw.randint(1, longest), longest)) for _ in range(count)]
+        for count in (1, 2, 5, 16, 31, WARP)
+        for longest in (3, 300, 3000)
+    ]
+    # More records than a CTA has threads.
+    return [[1024] * 16, [0] * WARP, [TILE_M * SORTERS // 20] * WARP, *drawn]
+
+
+@pytest.mark.parametrize("short", [0, 64, 1 << 30])
+@pytest.mark.parametrize("has_used", [False, True])
+@pytest.mark.parametrize("window", [Window(), Window(right=0), Window(200, 5)], ids=str)
+@pytest.mark.parametrize("lengths", batches(), ids=lambda lengths: f"{len(lengths)}x{lengths[-1]}")
+def test_few_sequences_have_the_table_of_the_host(lengths, window, has_used, short, device):
+    draw, band = random.Random(1), Band.of(window)
+    keys = [max(0, length + draw.randint(-100, 500)) for length in lengths]
+    ends = [ends_of(lengths), ends_of(keys)]
+    used = [None, None]
+    if has_used:
+        used = [torch.tensor([draw.randint(-2, n + 3) for n in each]) for each in (lengths, keys)]
+    totals = sum(lengths), sum(keys)
+    kernel = TileTable(TILE_M, TILE_N, band, has_used, has_used)
+    header, records, _ = table_of(kernel, window, short, [*ends, *used], totals, device)
+    queries, of_keys = (
+        RaggedLengths(end.numpy(), None if of_side is None else of_side.numpy(), total)
+        for end, of_side, total in zip(ends, used, totals, strict=True)
+    )
+    kind = TableKind(TILE_M, TILE_N, band, window, short, 4, NUM_CTAS)
+    expected = kind.table(queries, of_keys)
+    own = expected[:TABLE_HEADER].tolist()
+    # Sums of fp32 and of fp64.
+    assert abs(header.pop(CTAS_BESIDE) - own.pop(CTAS_BESIDE)) <= 1
+    assert header == own
+    assert records == expected[TABLE_HEADER:].reshape(-1, RECORD)[: len(records)].tolist()
+
+
+@pytest.mark.parametrize("lengths", batches(), ids=lambda lengths: f"{len(lengths)}x{lengths[-1]}")
+def test_few_sequences_on_a_cache(lengths, device):
+    window, capacity = Window(right=0), 4000
+    keys = torch.tensor([length + 500 for length in lengths])
+    kernel = TileTable(TILE_M, TILE_N, Band.of(window), False, True, has_cache=True)
+    given = ends_of(lengths), None, None, keys
+    _, records, _ = table_of(kernel, window, 0, given, (sum(lengths), capacity), device)
+    kind = TableKind(TILE_M, TILE_N, Band.of(window), window, 0, 4, NUM_CTAS)
+    queries = RaggedLengths(given[0].numpy(), None, sum(lengths))
+    expected = kind.table(queries, CacheLengths(keys.numpy(), capacity))
+    assert records == expected[TABLE_HEADER:].reshape(-1, RECORD)[: len(records)].tolist()
+    assert len(records) == expected[NUM_RECORDS]
+
+
+@pytest.mark.parametrize(
+    "ends", [(0, 300) * 8, (0, 2**30, -(2**30), 9), (0, 100, -(2**31), 300), (-50, 90, 900, 300)]
+)
+def test_all_records_of_lengths_that_overlap_are_written_and_inside(ends, device):
+    """As many as there is room for, where they have more tiles than that."""
+    window, total = Window(right=0), 300
+    kernel = TileTable(TILE_M, TILE_N, Band.of(window), False, False)
+    given = torch.tensor(ends), torch.tensor(ends), None, None
+    header, records, capacity = table_of(kernel, window, 0, given, (total, total), device)
+    assert 0 < header[NUM_RECORDS] == len(records) <= capacity
+    for words in records:
+        record = TileRecord(*words[: len(TileRecord._fields)])
+        assert 0 <= record.batch < len(ends) - 1 and 0 <= record.m_block < record.num_m_blocks
+        assert 0 <= record.begin_q <= record.begin_q + record.seqlen_q <= total
+        assert 0 <= record.begin_k <= record.begin_k + record.seqlen_k <= total
+
+
+def many() -> list[list[list[int]]]:
+    """Queries and keys of sequences: few, and more than a warp has lanes."""
+    draw = random.Random(0)
+    equal = [
+        *([300, 0, 5, 129, 128, 1000], [17], [0, 0], [3] * 500 + [1 << 20]),
+        [draw.randint(0, 2000) for _ in range(1000)],
+        [draw.randint(1, 16) for _ in range(8192)],
+    ]
+    unequal = [
+        [[draw.choice((0, 1, draw.randint(0, longest))) for _ in range(count)] for _ in range(2)]
+        for longest in (40, 700, 3000)
+        for count in (2, 5, 40, 300)
+    ]
+    return [[one, one] for one in equal] + unequal
+
+
+@pairs(
+    lengths=many(),
+    window=(Window(right=0), Window(), Window(200, 5)),
+    short=(0, 1, 32, 128, 1 << 30),
+)
+def test_many_sequences_have_every_tile_once_and_the_longest_first(lengths, window, short, device):
+    band, totals = Band.of(window), tuple(map(sum, lengths))
+    ends = [ends_of(one) for one in lengths]
+    shift = shift_of_work(max(1, *lengths[1]), TILE_N)
+    kernel, given = TileTable(TILE_M, TILE_N, band, False, False), (*ends, None, None)
+    header, records, _ = table_of(kernel, window, short, given, totals, device, shift)
+    kind = TableKind(TILE_M, TILE_N, band, window, short, 4, NUM_CTAS)
+    of_host = kind.table(
+        *(RaggedLengths(end.numpy(), None, total) for end, total in zip(ends, totals, strict=True))
+    )
+    found, expected = (
+        [TileRecord(*words[: len(TileRecord._fields)]) for words in one]
+        for one in (records, of_host[TABLE_HEADER:].reshape(-1, RECORD).tolist())
+    )
+    assert sorted(found) == sorted(expected[: of_host[NUM_RECORDS]]) and header[0] == 0
+    assert abs(header[CTAS_BESIDE] - int(of_host[CTAS_BESIDE])) <= 1
+    # Sequence by sequence, the last rows first, and sequences in order of their longest tile.
+    for one, other in itertools.pairwise(found):
+        assert one.m_block == (other.m_block + 1 if one.batch == other.batch else 0)
+    if window == Window(right=0) and lengths[0] == lengths[1]:
+        lasts = [tile for tile in found if tile.m_block == tile.num_m_blocks - 1]
+        work = [-(-tile.seqlen_k // TILE_N) >> shift for tile in lasts]
+        assert work == sorted(work, reverse=True)

@@ -1,14 +1,24 @@
-"""Short packed sequences that share tiles: which calls do, the tables, and the walk on the CPU."""
+"""Short packed sequences that share tiles: which calls do, the tables, and attention."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from fake_gpu import noting_launches
+from free_counters import used_counters
+from pairs import combine, pairs, places
 from score_problems import Recipe
 from varlen_problems import (
+    WRONG_ENDS,
     VarlenProblem,
+    attend,
+    check_beside_what_is_not_finite,
+    check_call,
+    check_graph,
     check_varlen,
+    check_wrong_ends,
     integers,
     make_call,
     poison,
@@ -18,8 +28,7 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.calls import varlen_call, varlen_gpu
-from fa3.calls.varlen_gpu import PreparedJoined
+from fa3.calls import varlen_call
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import JoinedTableArguments
 from fa3.planning.gpu import H200
@@ -30,11 +39,13 @@ from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec, Window
 from fa3.reference import joined
-from fa3.reference.varlen import PackedLengths, RaggedOperands
-from fa3.schedules.joined import JoinedTile
+from fa3.reference.joined import record_of_tile, records_of_rows
+from fa3.reference.varlen import PackedLengths
+from fa3.running.compiler import load_kernel
+from fa3.schedules.joined import JoinedRecord, JoinedTile
 from fa3.schedules.marked import words_of_marks
-from fa3.schedules.ragged import RaggedOrder
-from fa3.scores.intervals import NOBODY
+from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder, TileRecord
+from fa3.scores.intervals import NOBODY, ROW_RECORD, RowRecord
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
@@ -65,46 +76,69 @@ def walks(monkeypatch):
     return made
 
 
-def run(problem: VarlenProblem, seed: int = 0):
-    call = make_call(problem, seed)
-    out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
-    check_varlen(problem, call, out, lse)
-    return out, lse
-
-
 # -------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_shared_tiles_match_dense_attention(seed, walks):
-    """Rows that are not used are NaN, so many rows are computed twice."""
-    problem = random_short_problem(seed, ("bfloat16", "float16")[seed % 2], seed // 2)
-    out, _ = run(problem, seed)
-    longest_k = max(len(rows.k) for rows in problem.rows)
-    assert len(walks) == (min(len(out), longest_k) > 0)
+FAMILIES = 10
+"""Sets of options that change the generated code; the dtypes take turns."""
+
+FEW_KEYS = 32
+"""Sequences with fewer keys are checked one by one, and many have but a row or two."""
+
+MIXED = tuple(length for _ in range(40) for length in range(17))
+EVEN = (34,) * 300
 
 
-@pytest.mark.parametrize("problem", [SHORT, USED], ids=["all", "used"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"causal": True},
-        {"window": (10, 3)},
-        {"window": (0, 0)},
-        {"window": (20, -1)},
-        {"window": (-1, 5)},
-        {"head_dim": 128, "head_dim_v": 128, "causal": True},
-        {"head_dim": 256, "head_dim_v": 256},
-        {"group": 1, "heads_kv": 3, "dtype": "float16", "softmax_scale": 0.7},
-        {"recipe": Recipe(softcap=5.0, sinks="q"), "causal": True},
-        {"recipe": Recipe(softcap=40.0, sinks="float32"), "window": (4, 40)},
-    ],
-    ids=str,
+def check(problem: VarlenProblem, where, seed: int = 0) -> None:
+    check_call(problem, where, seed, few_keys=FEW_KEYS)
+
+
+@places(
+    "seed,family,longest",
+    cpu=[(seed, seed // 2, 40) for seed in range(60)],
+    gpu=[(seed, seed % FAMILIES, (16, 40, 64)[seed % 3]) for seed in range(3 * FAMILIES)],
 )
-def test_options_of_shared_tiles(problem, options, walks):
-    run(replace(problem, **options))
-    assert walks
+def test_random_calls(seed, family, longest, where, walks):
+    """Rows that are not used are NaN, so many rows are marked and computed twice."""
+    problem = random_short_problem(seed, ("bfloat16", "float16")[seed % 2], family, longest)
+    check(problem, where, seed)
+    if where == "cpu":
+        few = min(max(len(rows.k) for rows in problem.rows), len(make_call(problem)["q"]))
+        assert len(walks) == (few > 0)
+    else:
+        assert not used_counters()
+
+
+OPTIONS = [
+    {"causal": True},
+    {"window": (10, 3), "group": 4},
+    {"window": (0, 0)},
+    {"window": (20, -1)},
+    {"window": (-1, 5)},
+    {"head_dim": 128, "causal": True},
+    {"head_dim": 192, "head_dim_v": 128, "causal": True},
+    {"head_dim": 256},
+    {"head_dim": 8, "head_dim_v": 40},
+    {"group": 1, "heads_kv": 3, "dtype": "float16", "softmax_scale": 0.7},
+    {"recipe": Recipe(softcap=5.0, sinks="q"), "causal": True},
+    {"recipe": Recipe(softcap=40.0, sinks="float32"), "window": (4, 40)},
+]
+
+
+@pytest.mark.parametrize("has_used", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(has_used, options, where, walks):
+    """More queries than keys in some sequences, fewer in others."""
+    problem = USED if has_used else SHORT
+    if where != "cpu":
+        draw = random.Random(0)
+        lengths = [tuple(draw.randint(0, 40) for _ in range(200)) for _ in range(2)]
+        used = [tuple(draw.randint(-1, 50) for _ in range(200)) for _ in range(2)]
+        problem = VarlenProblem(*lengths, heads_kv=2)
+        if has_used:
+            problem = replace(problem, used_q=used[0], used_k=used[1], spare=70)
+    check(replace(problem, **options), where)
+    assert walks or where != "cpu"
 
 
 def test_rows_that_are_not_used_stay_as_they_are(walks, poisoned_memory):
@@ -116,15 +150,14 @@ def test_rows_that_are_not_used_stay_as_they_are(walks, poisoned_memory):
     assert untouched.any() and (out[untouched] == 7).all() and lse[:, untouched].isnan().all()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [tuple(range(17)) * 4, (34,) * 20])
-def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, walks):
-    problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, causal=causal)
-    call = make_call(problem)
-    poisoned = poison(problem, call)
-    out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
-    check_varlen(problem, call, out, lse, skipped=poisoned)
-    assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
+@places(
+    "lengths,causal,head_dim",
+    cpu=itertools.product((MIXED[:68], EVEN[:20]), (False, True), (64,)),
+    gpu=combine([(MIXED, EVEN), (False, True), (64, 128, 256)]),
+)
+def test_what_is_not_finite_does_not_reach_other_sequences(lengths, causal, head_dim, where, walks):
+    problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
+    check_beside_what_is_not_finite(problem, where)
 
 
 def test_without_a_second_walk_it_would(walks, monkeypatch):
@@ -141,13 +174,19 @@ def test_without_a_second_walk_it_would(walks, monkeypatch):
     assert set(again) > poisoned and out.isnan().any(dim=2).all()
 
 
-def test_tiles_without_it_keep_their_bits(walks):
-    problem = VarlenProblem((34,) * 20, (34,) * 20, causal=True)
-    call = make_call(problem)
-    clean = fa3.flash_attn_varlen_func(**call)
+@places("lengths", cpu=[EVEN[:20]], gpu=[EVEN])
+def test_tiles_without_it_keep_their_bits(lengths, where, walks):
+    problem = VarlenProblem(lengths, lengths, heads_kv=2, causal=True)
+    call = make_call(problem, 0, where)
+    clean, clean_lse = attend(call)
     call["v"][problem.rows[-1].k.start] = torch.nan
-    out = fa3.flash_attn_varlen_func(**call)
-    assert torch.equal(out[: 5 * 128], clean[: 5 * 128]) and not torch.equal(out, clean)
+    out, lse = attend(call)
+    # Rows of all tiles but the last.
+    rows = len(out) // 128 * 128
+    assert torch.equal(out[:rows], clean[:rows]) and torch.equal(lse[:, :rows], clean_lse[:, :rows])
+    assert not torch.equal(out, clean)
+    again, _ = attend(call)
+    assert torch.equal(out.nan_to_num(), again.nan_to_num())
 
 
 def test_gradients_of_sequences_that_share_tiles(walks, monkeypatch):
@@ -307,47 +346,106 @@ def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
 # ------------------------------------------------------------------------------------- on a GPU
 
 
-class Counters:
-    """Stands for the counters of a stream."""
-
-    taken = None
-
-    def take(self, count: int) -> torch.Tensor:
-        self.taken = torch.zeros(count, dtype=torch.int32)
-        return self.taken
-
-    def give_back(self, counters: torch.Tensor) -> None:
-        assert counters is self.taken
-
-
 def test_what_is_launched(monkeypatch):
-    counters, launched = Counters(), []
-    monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
-    for name in ("current_stream", "capture_of"):
-        monkeypatch.setattr(varlen_gpu, name, lambda place: None)
-    monkeypatch.setattr(varlen_gpu, "counters_of", lambda *place: counters)
-    plan, window, sinks = replace(PLAN, spec=replace(SPEC, sinks="float32")), Window(9, 0), object()
-    kernels = (
-        lambda *given: launched.append(JoinedTableArguments(*given)),
-        *(2 * (lambda *given: launched.append(ForwardArguments(*given)),)),
+    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: True)
+    call = make_call(
+        replace(USED, window=(9, 0), softmax_scale=0.3, recipe=Recipe(sinks="float32"))
     )
-    call = make_call(USED)
+    out, window = torch.empty_like(call["q"]), Window(9, 0)
+    with noting_launches() as notes:
+        fa3.flash_attn_varlen_func(**call, out=out)
+    kinds = JoinedTableArguments, ForwardArguments, ForwardArguments
+    table, forward, again = (
+        kind(*given) for kind, (_, given) in zip(kinds, notes.launches, strict=True)
+    )
     names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    lengths, out = tuple(call[name] for name in names), torch.empty_like(call["q"])
-    operands = RaggedOperands(*(call[name] for name in "qkv"), out, None, *lengths)
-    sizes = operands.sizes(60, 130)
-    PreparedJoined(*kernels, plan, window, 132, 1000).launch(operands, sizes, (sinks,), 0.3)
-    table, forward, again = launched
-    assert table[:4] == lengths and table[7:] == (263, 352, 3, *window)
+    assert table[:4] == tuple(call[name] for name in names)
+    assert table[7:] == (263, 352, 3, *window)
     for launch in (forward, again):
         assert launch[:5] == (call["q"], call["k"], call["v"], out, 0)
-        assert launch[6:10] == (0.3, *window, 1000) and launch.table is table.table
+        assert launch[6:9] == (0.3, *window) and launch.table is table.table
         assert launch[12:15] == (None, None, 0) and launch.recording is None
         assert (launch.page_table, launch.is_beside, launch.dropout) == (None, 0, None)
-    assert forward.modifiers == (table.rows, sinks) and again.modifiers == (sinks,)
-    assert forward.schedule_state is table.tiles and again.schedule_state is counters.taken
-    assert forward.marks is counters.taken and again.marks is None
+    assert forward.modifiers == (table.rows, call["sinks"]) and again.modifiers == (call["sinks"],)
+    assert forward.schedule_state is table.tiles and again.schedule_state is forward.marks
+    assert again.marks is None and notes.lent == 0
     assert (forward.num_clusters, again.num_clusters) == (3 * 4, 10 * 4)
     assert table.rows.shape == (3 * 128, 4)
     assert (len(table.tiles), len(table.table)) == (words_of_table(3), words_of_table(10))
-    assert len(counters.taken) == words_of_marks(10 * 4)
+    assert notes.counters == [words_of_marks(10 * 4)]
+
+
+@pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))
+def test_many_short_sequences(lengths, causal, head_dim, device, walks):
+    problem = VarlenProblem(lengths, lengths, heads_kv=2, group=2, head_dim=head_dim, causal=causal)
+    check(problem, device)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129])
+def test_rows_around_tiles_and_halves(rows, device, walks):
+    check(VarlenProblem((1,) * rows, (3,) * rows, heads_kv=1, group=2), device)
+
+
+def test_few_queries_of_many_keys(device, walks):
+    check(VarlenProblem((1, 2, 0, 3) * 50, (200, 1, 90, 255) * 50, causal=True), device)
+
+
+def test_a_graph_serves_other_lengths(device, walks):
+    draw, total, problems = random.Random(0), 200 * 16, []
+    for _ in range(3):
+        lengths = tuple(draw.randint(0, 16) for _ in range(200))
+        spare = total - sum(lengths)
+        problems.append(VarlenProblem(lengths, lengths, spare=spare, causal=True, heads_kv=2))
+    check_graph(problems, device, every=50, max_seqlen_q=16, max_seqlen_k=16)
+
+
+@pytest.mark.parametrize("ends", WRONG_ENDS)
+def test_wrong_lengths_touch_nothing_outside(ends, device, walks):
+    call = make_call(VarlenProblem((100,) * 3, (100,) * 3, causal=True), 0, device)
+    call["v"][::7] = torch.nan
+    check_wrong_ends(call, ends)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)])
+@pytest.mark.parametrize("has_used", [False, True])
+def test_the_tables_are_those_of_the_reference(has_used, window, device):
+    draw, window = random.Random(0), Window(*window)
+    seqlens_q, seqlens_k = ([draw.randint(0, 30) for _ in range(700)] for _ in range(2))
+    problem = VarlenProblem(tuple(seqlens_q), tuple(seqlens_k), spare=90)
+    if has_used:
+        used = [tuple(draw.randint(-1, 40) for _ in range(700)) for _ in range(2)]
+        problem = replace(problem, used_q=used[0], used_k=used[1])
+    spec = AttentionSpec("bfloat16", 128, 128, Band.of(window))
+    plan = JoinedPlan.of(spec, has_used, has_used, H200)
+    call = make_call(problem, 0, device)
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+    lengths = PackedLengths(*(call.get(name) for name in names))
+    (total_q, total_k), batch = map(len, (call["q"], call["k"])), lengths.batch
+    num_tiles = plan.num_tiles(total_q)
+
+    def memory(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -7, dtype=torch.int32, device=device)
+
+    rows = memory(num_tiles * plan.config.tile_m, ROW_RECORD)
+    tiles, table = memory(words_of_table(num_tiles)), memory(words_of_table(batch))
+    load_kernel(plan.joined_table())(
+        *lengths, rows, tiles, table, total_q, total_k, num_tiles, *window
+    )
+    on_host = PackedLengths(*(x if x is None else x.cpu() for x in lengths))
+    expected = records_of_rows(plan, on_host, window, total_q)
+    found = [RowRecord(*words) for words in rows.tolist()]
+    # Of a row that is not used nobody reads its place, nor where the keys are that it does not see.
+    assert [row for row in found if row.is_used] == [row for row in expected if row.is_used]
+    assert [row.is_used for row in found] == [row.is_used for row in expected]
+    assert all(row.is_used or row.first_key == row.end_key for row in found)
+    header = tiles[:TABLE_HEADER].tolist()
+    assert header == [num_tiles if i == NUM_RECORDS else 0 for i in range(TABLE_HEADER)]
+    records = tiles[TABLE_HEADER:].view(-1, RECORD).tolist()
+    assert [JoinedRecord(*words[:6]) for words in records] == [
+        record_of_tile(plan, m_block, expected, total_q, total_k) for m_block in range(num_tiles)
+    ]
+    records = table[TABLE_HEADER:].view(-1, RECORD).tolist()
+    assert [TileRecord(*words[:7]) for words in records] == [
+        TileRecord(0, i, of_q.start, len(of_q), of_k.start, len(of_k), 1)
+        for i, (of_q, of_k) in enumerate(problem.rows)
+    ]

@@ -6,13 +6,13 @@ import torch
 from gradients import (
     FEW_KEYS,
     check_errors,
-    dense,
+    differentiate,
     error_of_delta,
     error_of_queries,
     error_of_sinks,
 )
 from problems import poisoned_allocations
-from reference import cap_error
+from reference import cap_error, dense
 from varlen_problems import VarlenProblem, modifiers_of
 
 import fa3
@@ -52,35 +52,29 @@ def check_varlen_gradients(
             part.copy_(torch.randn(part.shape, generator=generator, device=q.device))
     d_out = d_out.to(q.dtype)
 
-    def given(outputs: tuple, gradients: tuple) -> tuple[list, list]:
-        pairs = zip(outputs, gradients, weights, strict=True)
-        chosen = [(x, d.to(x.dtype)) for x, d, on in pairs if on]
-        return [x for x, _ in chosen], [d for _, d in chosen]
+    used = torch.cat([torch.arange(len(q))[of_q] for of_q, _ in rows])
 
-    def leaves_of(dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        made = {name: x.detach().to(dtype or x.dtype) for name, x in inputs.items()}
-        return {name: x.requires_grad_() for name, x in made.items()}
+    def of_dtype(dtype: torch.dtype):
+        def run(**leaves):
+            outs, lses = [], []
+            for sequence, (of_q, of_k) in enumerate(rows):
+                modifiers = modifiers_of(call, sequence) | {"sinks": leaves.get("sinks")}
+                parts = leaves["q"][None, of_q], leaves["k"][None, of_k], leaves["v"][None, of_k]
+                out, lse = dense(*parts, window=window, dtype=dtype, **modifiers)
+                outs.append(out[0])
+                lses.append(lse[0])
+            return torch.cat(outs), torch.cat(lses, dim=1)
 
-    def expected(dtype: torch.dtype, of_leaves: torch.dtype | None) -> list[torch.Tensor]:
-        leaves, outputs, gradients = leaves_of(of_leaves), [], []
-        for sequence, (of_q, of_k) in enumerate(rows):
-            modifiers = modifiers_of(call, sequence) | {"sinks": leaves.get("sinks")}
-            operands = leaves["q"][None, of_q], leaves["k"][None, of_k], leaves["v"][None, of_k]
-            results = dense(*operands, window, dtype, **modifiers)
-            results, of_results = given(results, (d_out[None, of_q], d_lse[None, :, of_q]))
-            outputs += results
-            gradients += of_results
-        wanted = list(leaves.values())
-        return list(torch.autograd.grad(outputs, wanted, gradients, materialize_grads=True))
+        return run
 
-    exact = expected(torch.float64, torch.float64)
-    rounded = expected(q.dtype, None)
-    leaves = leaves_of(None)
+    def ours(**leaves):
+        return fa3.flash_attn_varlen_func(**(call | leaves), return_lse=True)
+
+    of_used = d_out[used], d_lse[:, used]
+    exact = differentiate(of_dtype(torch.float64), inputs, of_used, weights, torch.float64)
+    rounded = differentiate(of_dtype(q.dtype), inputs, of_used, weights)
     with poisoned_allocations():
-        results = fa3.flash_attn_varlen_func(**(call | leaves), return_lse=True)
-        outputs, gradients = given(results, (d_out, d_lse))
-        wanted = list(leaves.values())
-        found = list(torch.autograd.grad(outputs, wanted, gradients, materialize_grads=True))
+        found = differentiate(ours, inputs, (d_out, d_lse), weights)
     capped, of_queries, of_delta, of_sinks = 0.0, 0.0, 0.0, []
     for sequence, (of_q, of_k) in enumerate(rows):
         operands = q[None, of_q], k[None, of_k], v[None, of_k]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from cuda_graphs import captured
 from free_counters import used_counters
 from problems import DTYPES, poisoned_allocations
 from reference import FEW_KEYS, check_attention
@@ -38,12 +39,17 @@ class VarlenProblem:
     heads_kv: int = 1
     group: int = 1
     head_dim: int = 64
-    head_dim_v: int = 64
+    head_dim_v: int | None = None
     dtype: str = "bfloat16"
     causal: bool = False
     window: tuple[int, int] = (NO_BOUND, NO_BOUND)
     softmax_scale: float | None = None
     recipe: Recipe = UNCHANGED
+
+    @property
+    def columns_v(self) -> int:
+        """Values are as wide as keys unless told."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def rows(self) -> list["Rows"]:
@@ -58,7 +64,7 @@ class VarlenProblem:
     def longest(self) -> Problem:
         """A batch of sequences as long as the longest, for which modifiers are drawn."""
         lengths = [(0, 0), *((len(rows.q), len(rows.k)) for rows in self.rows)]
-        spec = AttentionSpec(self.dtype, self.head_dim, self.head_dim_v, Band())
+        spec = AttentionSpec(self.dtype, self.head_dim, self.columns_v, Band())
         sizes = map(max, zip(*lengths, strict=True))
         return Problem(spec, len(self.seqlens_q), *sizes, self.heads_kv, self.group)
 
@@ -106,7 +112,7 @@ def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
     call = {
         "q": packed(rows_q, total_q, heads_q, problem.head_dim),
         "k": packed(rows_k, total_k, problem.heads_kv, problem.head_dim),
-        "v": packed(rows_k, total_k, problem.heads_kv, problem.head_dim_v),
+        "v": packed(rows_k, total_k, problem.heads_kv, problem.columns_v),
         "cu_seqlens_q": ends(problem.seqlens_q),
         "cu_seqlens_k": ends(problem.seqlens_k),
         "max_seqlen_q": max(map(len, rows_q), default=0),
@@ -122,6 +128,50 @@ def make_call(problem: VarlenProblem, seed: int = 0, device="cpu") -> dict:
                 counts = [max(0, count) for count in counts]
             call[f"seqused_{side}"] = integers(*counts, device=device)
     return call | problem.recipe.make(problem.longest, call["q"], seed, steepest=0.5)
+
+
+def on_pages(problem: VarlenProblem, call: dict, page_size: int, capacity: int = 0) -> dict:
+    """The call with its keys in pages, in no order. What no sequence uses is NaN, and -1 where the
+    table has no page."""
+    device, lengths = call["q"].device, [len(rows.k) for rows in problem.rows]
+    pages = -(-max(*lengths, capacity, 1) // page_size)
+    taken = [-(-length // page_size) for length in lengths]
+    free = iter(torch.randperm(sum(taken) + 2, generator=torch.Generator().manual_seed(0)).tolist())
+    table = torch.full((len(lengths), pages), -1, dtype=torch.int32)
+    for row, count in zip(table, taken, strict=True):
+        row[:count] = integers(*(next(free) for _ in range(count)))
+    table = table.to(device)
+    caches = {}
+    for name in "kv":
+        packed = call[name]
+        cache = packed.new_full((sum(taken) + 2, page_size, *packed.shape[1:]), torch.nan)
+        for row, rows in zip(table, problem.rows, strict=True):
+            at = torch.arange(len(rows.k), device=device)
+            cache[row[at // page_size].long(), at % page_size] = packed[rows.k.start : rows.k.stop]
+        caches[name] = cache
+    of_pages = {"page_table": table, "seqused_k": integers(*lengths, device=device)}
+    return call | caches | of_pages | {"cu_seqlens_k": None}
+
+
+def on_cache(
+    problem: VarlenProblem, call: dict, page_size: int | None, capacity: int = 0,
+    is_indexed: bool = False,
+) -> dict:  # fmt: skip
+    """The call as one of `flash_attn_with_kvcache`. Without pages a sequence has the row of its
+    number, or any row if that `is_indexed`."""
+    longest = max(capacity, 1, *(len(rows.k) for rows in problem.rows))
+    paged = on_pages(problem, call, page_size or longest, capacity)
+    table = paged["page_table"]
+    names = "q", "cu_seqlens_q", "max_seqlen_q", "softmax_scale", "causal", "window_size"
+    arguments = {name: call[name] for name in (*names, "softcap", "alibi_slopes", "sinks")}
+    arguments |= {"k_cache": paged["k"], "v_cache": paged["v"], "cache_seqlens": paged["seqused_k"]}
+    if page_size is not None:
+        return arguments | {"page_table": table}
+    # A sequence without keys has a row all the same.
+    rows = table[:, 0].clamp(min=0)
+    if is_indexed:
+        return arguments | {"cache_batch_idx": rows}
+    return arguments | {name: arguments[name][rows] for name in ("k_cache", "v_cache")}
 
 
 @dataclass(frozen=True)
@@ -209,15 +259,54 @@ def check_call(problem: VarlenProblem, device, seed: int = 0, few_keys: int = FE
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
 
 
-def check_beside_what_is_not_finite(problem: VarlenProblem, device) -> None:
+def check_beside_what_is_not_finite(problem: VarlenProblem, where) -> None:
     """Assert that what is not finite in some sequences reaches their outputs, and no others."""
-    call = make_call(problem, 0, device)
+    call = make_call(problem, 0, where)
     poisoned = poison(problem, call)
-    for _ in range(2):
+    assert len(poisoned) >= 3
+    for _ in range(1 if where == "cpu" else 2):
         out, lse = attend(call)
         check_varlen(problem, call, out, lse, skipped=poisoned)
         assert all(not out[problem.rows[i].q[-1]].isfinite().all() for i in poisoned)
         assert not used_counters()
+
+
+WRONG_ENDS = [
+    *((0, 200, 100, 300), (-50, 90, 900, 300)),
+    *((0, 2**30, -(2**30), 9), (0, 100, -(2**31), 300)),
+]
+"""Lengths of three sequences that are none."""
+
+
+def check_wrong_ends(call: dict, ends: tuple[int, ...], **options) -> None:
+    """Assert that a call whose lengths are none writes nothing outside of out."""
+    device, rows = call["q"].device, len(call["q"])
+    around = torch.full((3 * rows, *call["q"].shape[1:]), 7.0, device=device).to(call["q"].dtype)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), integers(*ends, device=device))
+    fa3.flash_attn_varlen_func(**call | lengths | options, out=around[rows : 2 * rows])
+    torch.cuda.synchronize()
+    assert (around[:rows] == 7).all() and (around[2 * rows :] == 7).all()
+    assert not used_counters()
+
+
+def check_graph(problems: list[VarlenProblem], device, every: int = 0, **options) -> None:
+    """Assert that a graph of the first call serves the tensors of all calls.
+
+    Args:
+        every: which sequences are poisoned; 0 for none.
+    """
+    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
+    calls = [make_call(problem, seed, device) for seed, problem in enumerate(problems)]
+    values = [{name: call[name].clone() for name in names} for call in calls]
+    call = calls[0] | options
+    fa3.flash_attn_varlen_func(**call)
+    graph, (out, lse) = captured(lambda: fa3.flash_attn_varlen_func(**call, return_lse=True))
+    for problem, tensors in zip(problems, values, strict=True):
+        for name, tensor in tensors.items():
+            call[name].copy_(tensor)
+        poisoned = poison(problem, call, every) if every else ()
+        graph.replay()
+        check_varlen(problem, call, out, lse, skipped=poisoned)
 
 
 def random_problem(seed: int, dtype: str, family: int, longest: int = 150) -> VarlenProblem:

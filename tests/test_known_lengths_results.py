@@ -1,4 +1,4 @@
-"""Lengths that the host knows, on a Hopper GPU: tables, bits, streams, graphs, other lengths."""
+"""Lengths that the host knows: results, streams, graphs, copies and other lengths."""
 
 import copy
 import pickle
@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_graphs import captured
 from free_counters import used_counters
+from pairs import places
 from problems import poisoned_allocations
 from test_known_lengths import (
     MIXED,
     cached_call,
-    known,
     metadata_of,
     metadata_of_cache,
     on_host,
-    records_of,
 )
 from varlen_problems import (
     VarlenProblem,
@@ -27,28 +27,57 @@ from varlen_problems import (
     unused,
 )
 
-from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache
-from fa3.kernels.tile_table import TileTable
-from fa3.planning.host_table import TableKind
-from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
-from fa3.problem import Window
-from fa3.running.compiler import load_kernel
-from fa3.schedules.ragged import CTAS_BESIDE
-from fa3.scores.masks import Band
+from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
 
-pytestmark = pytest.mark.gpu
+# ------------------------------------------------------------------------------------- results
+
+
+class OfThisProcess:
+    """Stands for a kernel that was loaded, which nobody can copy."""
+
+    def __reduce_ex__(self, protocol: int):
+        raise TypeError("cannot be pickled")
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda metadata: pickle.loads(pickle.dumps(metadata)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_have_the_lengths_and_no_kernels(way):
+    call = make_call(MIXED)
+    metadata = metadata_of(call)
+    expected = flash_attn_varlen_func(**call, scheduler_metadata=metadata)
+    lengths = metadata.lengths
+    metadata.fitting = OfThisProcess()
+    lengths.latest = OfThisProcess(), 0, True, None
+    lengths.route = OfThisProcess(), False, None
+    lengths.tables = {(OfThisProcess(), None): None}
+    found = COPIES[way](metadata)
+    assert found.fitting is None and found.calls == metadata.calls
+    if way != "copy":
+        assert found.lengths is not lengths and not found.lengths.tables
+        assert torch.equal(flash_attn_varlen_func(**call, scheduler_metadata=found), expected)
+
+
+def test_metadata_of_equal_queries_can_be_copied():
+    metadata = get_scheduler_metadata(2, 1, 64, 4, 2, 64, integers(3, 64))
+    for way in COPIES.values():
+        assert way(metadata) == metadata
+
 
 FAMILIES = 14
 """Sets of options that change the generated code; the dtypes take turns."""
 
-DTYPES = "bfloat16", "float16"
-
 SKEWED = VarlenProblem(
     (700, 5, 0, 1300, 130, 64), (700, 900, 3, 1300, 4000, 64), heads_kv=2, group=2, causal=True,
-    head_dim=128, head_dim_v=128,
+    head_dim=128,
 )  # fmt: skip
 
-CHUNK = VarlenProblem((500,), (9000,), group=8, causal=True, head_dim=128, head_dim_v=128)
+CHUNK = VarlenProblem((500,), (9000,), group=8, causal=True, head_dim=128)
 """Has few tiles, which metadata cuts."""
 
 
@@ -72,21 +101,87 @@ def run(call: dict, **given):
         return flash_attn_varlen_func(**call, **given, return_lse=True)
 
 
-@pytest.mark.parametrize("seed", range(2 * FAMILIES))
-def test_calls_have_the_bits_of_calls_without(seed, device):
-    """Problems of `test_varlen_gpu`, whose kernels are there."""
-    problem = random_problem(seed, DTYPES[seed % 2], seed % FAMILIES, 40 if seed % 3 else 700)
-    problem = replace(problem, spare=0)
-    call = make_call(problem, seed, device)
+def check_same(problem: VarlenProblem, where, seed: int = 0, **options) -> None:
+    """Assert that calls of three layers with metadata, and one with lengths, have a call's bits."""
+    call = make_call(problem, seed, where)
     out, lse = run(call)
-    rows = ~unused(problem, len(out), device)
-    metadata = made_for(call, num_splits=1)
-    # Three layers, and a call that plans by itself.
+    rows, metadata = ~unused(problem, len(out), where), made_for(call, **options)
     for given in (*[{"scheduler_metadata": metadata}] * 3, on_host(on_cpu(call))):
         again, of_again = run(call, **given)
         assert torch.equal(again[rows], out[rows])
         assert torch.equal(of_again[:, rows], lse[:, rows])
     assert not used_counters()
+
+
+@places(
+    "seed,family,longest",
+    cpu=[(seed, seed // 2, 150) for seed in range(60)],
+    gpu=[(seed, seed % FAMILIES, 40 if seed % 3 else 700) for seed in range(2 * FAMILIES)],
+)
+def test_calls_have_the_bits_of_calls_without(seed, family, longest, where):
+    problem = random_problem(seed, ("bfloat16", "float16")[seed % 2], family, longest)
+    # By rows of no sequence, the plain call may take other kernels.
+    options = {} if where == "cpu" else {"num_splits": 1}
+    check_same(replace(problem, spare=0), where, seed, **options)
+
+
+def test_decode_rows_beside_long_ones():
+    check_same(MIXED, "cpu")
+
+
+@places(
+    "problem",
+    cpu=[replace(MIXED, seqlens_k=MIXED.seqlens_q)],
+    gpu=[replace(SKEWED, seqlens_k=SKEWED.seqlens_q)],
+)
+def test_gradients(problem, where):
+    gradients = []
+    for given in ({}, made_for, lambda call: on_host(on_cpu(call))):
+        call = make_call(problem, 0, where)
+        if given is made_for:
+            given = {"scheduler_metadata": made_for(call)}
+        elif given:
+            given = given(call)
+        leaves = [call[name].requires_grad_() for name in "qkv"]
+        out = flash_attn_varlen_func(**call, **given, deterministic=True)
+        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
+    for found in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], found))
+
+
+@pytest.mark.parametrize(
+    "lengths_q", [(100, 1, 40, 1), (100, 90, 80, 70), (3, 1, 1, 2)], ids=["mixed", "long", "short"]
+)
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_calls_on_pages(lengths_q, page_size, where):
+    call = cached_call(lengths_q, (300, 90, 80, 500), page_size, where)
+    call["max_seqlen_q"] = 128
+    metadata = metadata_of_cache(on_cpu(call), page_size=page_size)
+    assert metadata.lengths.tables or where == "cpu"
+    out = flash_attn_with_kvcache(**call)
+    for _ in range(3):
+        assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
+    assert len(metadata.lengths.tables) == (where != "cpu") and not used_counters()
+    packed = {name: call[name] for name in ("q", "page_table", "causal", "max_seqlen_q")}
+    packed |= {"k": call["k_cache"], "v": call["v_cache"], "seqused_k": call["cache_seqlens"]}
+    packed |= {"cu_seqlens_q": call["cu_seqlens_q"], "cu_seqlens_k": None, "max_seqlen_k": 500}
+    assert torch.equal(out, flash_attn_varlen_func(**packed, scheduler_metadata=metadata))
+
+
+def test_new_tokens_count():
+    call = cached_call((40, 1), (300, 90))
+    room = integers(200, 80)
+    new = {"k": torch.randn(2, 5, 2, 64).bfloat16(), "v": torch.randn(2, 5, 2, 64).bfloat16()}
+    call |= {"cache_seqlens": room, **new}
+    metadata = metadata_of_cache(call, max_seqlen_k_new=5)
+    assert metadata.lengths.longest_k == 205
+    out = flash_attn_with_kvcache(**call)
+    assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
+    wrong = metadata_of_cache(call, max_seqlen_k_new=4)
+    with pytest.raises(
+        ValueError, match=r"^scheduler_metadata was made for cache_seqlens with 204"
+    ):
+        flash_attn_with_kvcache(**call, scheduler_metadata=wrong)
 
 
 @pytest.mark.parametrize("problem", [SKEWED, MIXED], ids=["skewed", "mixed"])
@@ -106,27 +201,6 @@ def test_rows_whose_reference_fails_are_computed_again(problem, device):
         out, lse = run(call, scheduler_metadata=metadata)
         check_varlen(problem, call, out, lse)
     assert not used_counters()
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("short", [0, 32])
-def test_the_table_is_that_of_the_kernel(seed, short, device):
-    problem = random_problem(seed, "bfloat16", seed, longest=(40, 700, 3000)[seed % 3])
-    problem = replace(problem, used_q=None, used_k=None, spare=0)
-    window = Window(problem.window[0], 0 if problem.causal else problem.window[1])
-    window = window.tighten(1 << 29, 1 << 29)
-    kind = TableKind(128, 96, Band.of(window), window, short, problem.group, 132)
-    call = make_call(problem, 0, device)
-    ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
-    totals = len(call["q"]), len(call["k"])
-    capacity = capacity_of_table(totals[0], len(ends[0]) - 1, kind.tile_m)
-    table = torch.full((words_of_table(capacity),), -7, dtype=torch.int32, device=device)
-    shift = shift_of_work(max(1, call["max_seqlen_k"]), kind.tile_n)
-    kernel = load_kernel(TileTable(kind.tile_m, kind.tile_n, kind.band, False, False))
-    kernel(*ends, None, None, table, *totals, capacity, shift, *window, short, problem.group, 132)
-    found, own = table.cpu().numpy(), known(problem).make(kind)
-    assert sorted(records_of(found)) == sorted(records_of(own))
-    assert abs(int(found[CTAS_BESIDE]) - int(own[CTAS_BESIDE])) <= 1
 
 
 def test_two_streams_at_once(device):
@@ -152,11 +226,13 @@ def test_captured_graphs(device):
     expected, _ = run(call)
     metadata = made_for(call)
     run(call, scheduler_metadata=metadata)
-    torch.cuda.synchronize()
-    graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], []
-    for graph in graphs:
-        with torch.cuda.graph(graph):
-            outs += [flash_attn_varlen_func(**call, scheduler_metadata=metadata) for _ in range(3)]
+    given, graphs, outs = call | {"scheduler_metadata": metadata}, [], []
+    for _ in range(2):
+        graph, results = captured(lambda: [flash_attn_varlen_func(**given) for _ in range(3)])
+        graphs.append(graph)
+        outs += results
+    # The graphs keep their table.
+    given.clear()
     del metadata
     streams = [torch.cuda.Stream(device) for _ in graphs]
     for _ in range(20):
@@ -175,10 +251,7 @@ def test_a_graph_that_is_captured_before_there_is_a_table_makes_its_own(device):
     call = make_call(SKEWED, 0, device)
     expected, _ = run(call)
     lengths = on_host(on_cpu(call))
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = flash_attn_varlen_func(**call, **lengths)
+    graph, out = captured(lambda: flash_attn_varlen_func(**call, **lengths))
     graph.replay()
     assert torch.equal(out, expected)
 
@@ -200,22 +273,6 @@ def test_other_lengths_than_planned_touch_nothing_outside(seed, device):
     assert not used_counters()
 
 
-@pytest.mark.parametrize(
-    "lengths_q", [(100, 1, 40, 1), (100, 90, 80, 70), (3, 1, 1, 2)], ids=["mixed", "long", "short"]
-)
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_calls_on_pages(lengths_q, page_size, device):
-    call = cached_call(lengths_q, (300, 90, 80, 500), page_size)
-    call = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
-    call["max_seqlen_q"] = 128
-    metadata = metadata_of_cache(on_cpu(call), page_size=page_size)
-    assert metadata.lengths.tables
-    out = flash_attn_with_kvcache(**call)
-    for _ in range(3):
-        assert torch.equal(out, flash_attn_with_kvcache(**call, scheduler_metadata=metadata))
-    assert len(metadata.lengths.tables) == 1 and not used_counters()
-
-
 def test_metadata_of_ever_new_lengths_keeps_no_memory(device):
     draw = random.Random(0)
 
@@ -230,17 +287,6 @@ def test_metadata_of_ever_new_lengths_keeps_no_memory(device):
 
     sizes = [sweep(100) for _ in range(4)]
     assert sizes[-1] - sizes[0] < 1 << 20
-
-
-def test_gradients(device):
-    problem, gradients = replace(SKEWED, seqlens_k=SKEWED.seqlens_q), []
-    for has_metadata in (False, True):
-        call = make_call(problem, 0, device)
-        given = {"scheduler_metadata": made_for(call)} if has_metadata else {}
-        leaves = [call[name].requires_grad_() for name in "qkv"]
-        out = flash_attn_varlen_func(**call, **given, deterministic=True)
-        gradients.append(torch.autograd.grad(out.float().square().sum(), leaves))
-    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize(

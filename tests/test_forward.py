@@ -1,51 +1,203 @@
-"""The forward kernel on a Hopper GPU, against dense attention in float64."""
+"""Forward attention on the CPU and on a Hopper GPU, against dense attention in float64."""
 
 import math
 import random
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
-from pairs import pairs
-from problems import make_operands, make_problem, poisoned_allocations
-from reference import NO_WINDOW, check_attention, largest_difference
+from cuda_graphs import captured
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pairs import pairs, places
+from problems import attend, make_operands, make_problem, problems, run_plan
+from reference import check_attention, largest_difference
 from sanitizer import TOOLS, check_sanitized
 
 import fa3
+from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.gpu import Gpu
 from fa3.planning.planner import plan_forward
-from fa3.problem import NO_BOUND, Problem, Window
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.reference.forward import steps
 from fa3.schedules import SingleTile, StaticPersistent, TileList
+from fa3.scores.masks import Intersection
+from fa3.scores.templates import Template
 
-pytestmark = pytest.mark.gpu
+SCHEDULE_TYPES = (SingleTile, StaticPersistent, TileList)
+SMALL_TILES = ForwardConfig(128, 32)
+CONFIGS = (None, SMALL_TILES, ForwardConfig(192, 48), ForwardConfig(128, 16, cluster_m=2))
+SMALL_GPU = Gpu("small", num_sms=6, l2_bytes=1 << 17)
 
-DTYPES = ("bfloat16", "float16")
+
+def plans(problem: Problem):
+    return st.builds(
+        lambda config, schedule_type: plan_forward(problem, SMALL_GPU, config, schedule_type),
+        st.sampled_from([config for config in CONFIGS if is_legal(config, problem.spec)]),
+        st.sampled_from(SCHEDULE_TYPES),
+    )
+
+
+def is_legal(config: ForwardConfig | None, spec: AttentionSpec) -> bool:
+    try:
+        return config is None or config.validate(spec) is None
+    except ValueError:
+        return False
+
+
+def run(problem: Problem, plan=None, softmax_scale: float = 0.125, seed: int = 0):
+    """Execute a problem on drawn operands, and check the result."""
+    q, k, v = make_operands(problem, seed)
+    plan = plan or plan_forward(problem, SMALL_GPU, SMALL_TILES)
+    out, lse = run_plan(plan, q, k, v, softmax_scale)
+    check_attention(out, lse, q, k, v, softmax_scale, problem.window, lse_tolerance=1e-5)
+    return out, lse
+
+
+def check(problem: Problem, where, seed: int = 0, **arguments) -> None:
+    q, k, v = make_operands(problem, seed, where)
+    out, lse = attend(q, k, v, problem.window, **arguments)
+    scale = arguments.get("softmax_scale")
+    check_attention(out, lse, q, k, v, scale, problem.window)
+
+
+# ------------------------------------------------------------------- the walk of the CPU: plans
+
+
+@settings(max_examples=80)
+@given(st.data(), problems(), st.sampled_from([1e-4, 0.125, 1.0]), st.integers(0, 1000))
+def test_matches_dense_attention(data, problem, softmax_scale, seed):
+    run(problem, data.draw(plans(problem)), softmax_scale, seed)
+
+
+def test_rows_without_keys_are_zero(poisoned_memory):
+    out, lse = run(make_problem(seqlen_q=200, seqlen_k=60, window=Window(right=0)))
+    assert (out[:, :140] == 0).all() and (lse[:, :, :140] == -math.inf).all()
+    assert (out[:, 140:] != 0).any(dim=-1).all() and lse[:, :, 140:].isfinite().all()
+
+
+def test_probabilities_are_rounded_before_they_meet_the_values():
+    """Two keys with scores 0 and -x: the output is P(x) / (1 + P(x)), its numerator rounded."""
+    problem = make_problem(seqlen_q=128, seqlen_k=2)
+    q, k, v = (torch.zeros_like(tensor) for tensor in make_operands(problem))
+    q[0, :, 0, 0] = torch.linspace(4.0, 0.25, 128)
+    k[0, 1, 0, 0] = -1.0
+    v[0, 1] = 1.0
+    out, _ = run_plan(plan_forward(problem), q, k, v, 1.0)
+    p = torch.exp(-q[0, :, 0, 0].float())
+    rounded = (p.bfloat16().float() / (1 + p)).bfloat16()
+    assert torch.equal(out[0, :, 0, 0], rounded)
+    assert not torch.equal((p / (1 + p)).bfloat16(), rounded)
+
+
+def test_large_scores_do_not_overflow():
+    problem = make_problem(seqlen_q=130, seqlen_k=200)
+    q, k, v = make_operands(problem)
+    q, k = q * 60, k * 60
+    out, lse = run_plan(plan_forward(problem, config=SMALL_TILES), q, k, v, 1.0)
+    assert out.isfinite().all() and lse.isfinite().all()
+    check_attention(out, None, q, k, v, 1.0)
+
+
+@settings(max_examples=15)
+@given(problems(), st.integers(1, 12), st.integers(1, 4))
+def test_the_order_of_tiles_does_not_change_a_bit(problem, num_sms, heads_in_l2):
+    operands = make_operands(problem)
+    row_bytes = 2 * (problem.spec.head_dim + problem.spec.head_dim_v)
+    key_head_bytes = row_bytes * max(1, problem.seqlen_k)
+    gpu = Gpu("small", num_sms, heads_in_l2 * key_head_bytes)
+    results = [
+        run_plan(plan_forward(problem, gpu, SMALL_TILES, schedule_type), *operands, 0.125)
+        for schedule_type in SCHEDULE_TYPES
+    ]
+    for single_tile, *others in zip(*results, strict=True):
+        assert all(torch.equal(single_tile, other) for other in others)
+
+
+@given(st.data(), problems())
+def test_steps_visit_every_row_once(data, problem):
+    plan = data.draw(plans(problem))
+    visits = Counter(
+        (step.segment.tile.batch, step.segment.tile.head, row)
+        for step in steps(plan)
+        for row in step.rows
+    )
+    assert len(visits) == problem.batch * problem.num_heads_q * problem.seqlen_q
+    assert set(visits.values()) <= {1}
+
+
+def test_steps_go_round_by_round():
+    problem = make_problem(seqlen_q=9 * 128)
+    gpu = Gpu("small", num_sms=4, l2_bytes=1 << 20)
+    plan = plan_forward(problem, gpu, SMALL_TILES, StaticPersistent)
+    assert [step.cluster for step in steps(plan)] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert [step.rows.start // 128 for step in steps(plan)] == [8, 7, 6, 5, 1, 2, 3, 4, 0]
+
+
+def test_ctas_of_a_cluster_share_their_key_blocks():
+    problem = make_problem(seqlen_q=300, seqlen_k=300, window=Window(right=0))
+    plan = plan_forward(problem, config=replace(SMALL_TILES, cluster_m=2))
+    visits = [(step.rank, step.rows, step.blocks.end) for step in steps(plan)]
+    assert visits == [
+        *((0, range(256, 300), 10), (1, range(300, 300), 10)),
+        *((0, range(128), 8), (1, range(128, 256), 8)),
+    ]
+
+
+@dataclass(frozen=True)
+class FirstKeys(fa3.Mask):
+    """The first keys, and ranges that may say less."""
+
+    end: int
+
+    def visible(self, at):
+        return at.key < 100
+
+    def key_range(self, rows):
+        return 0, self.end
+
+    def reference(self, at):
+        return at.key < 100
+
+
+def test_ranges_of_a_mask_without_tensors_count():
+    q, k, v = make_operands(make_problem(1, 64, 1000, 1))
+    out = fa3.flash_attn_func(q, k, v, mask=FirstKeys(100))
+    few = fa3.flash_attn_func(q, k[:, :100], v[:, :100])
+    torch.testing.assert_close(out, few, atol=1e-2, rtol=1e-2)
+    steps_of = steps(plan_forward(problem_of_mask(FirstKeys(100))))
+    config = plan_forward(problem_of_mask(FirstKeys(100))).config
+    assert {step.blocks.end for step in steps_of} == {-(-100 // config.tile_n)}
+
+
+def problem_of_mask(mask: fa3.Mask) -> Problem:
+    problem = make_problem(1, 64, 1000, 1)
+    joined = Intersection(problem.spec.mask, Template.of(mask))
+    return replace(problem, spec=replace(problem.spec, mask=joined))
+
+
+# ------------------------------------------------------------------------------------- calls
+
 HEAD_DIMS = (64, 128, 256)
+
+
 PADDED_HEAD_DIMS = ((40, 40), (96, 80), (192, 128))
 """Sizes (of q and k, of v) that take more columns in shared memory than they have, or differ."""
+
 
 RANDOM_HEAD_DIMS = (
     *((size, size) for size in 2 * HEAD_DIMS),
     *((size, size) for size in (40, 96, 160, 192)),
     *((192, 128), (64, 128), (128, 64), (96, 80), (64, 256), (256, 64)),
 )
+
+
 CAUSAL = Window(right=0)
+
+
 WINDOWS = (Window(), CAUSAL, Window(100, 30), Window(left=70))
-
-
-def attend(q, k, v, window: Window = NO_WINDOW, **arguments):
-    """Run the kernel into memory that is NaN wherever it does not write."""
-    with poisoned_allocations():
-        return fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **arguments)
-
-
-def check(problem: Problem, device, seed: int = 0) -> None:
-    q, k, v = make_operands(problem, seed, device)
-    out, lse = attend(q, k, v, problem.window)
-    check_attention(out, lse, q, k, v, window=problem.window)
-
-
-# ------------------------------------------------------------------------------------- shapes
 
 
 def random_problem(seed: int, dtype: str) -> Problem:
@@ -81,7 +233,7 @@ def random_problem(seed: int, dtype: str) -> Problem:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("seed", range(2 * len(RANDOM_HEAD_DIMS)))
 def test_random_shapes(seed, dtype, device):
     check(random_problem(seed, dtype), device, seed)
@@ -102,16 +254,51 @@ EDGES = (
     head_dim=HEAD_DIMS,
     window=WINDOWS,
 )
-def test_edges_of_tiles(lengths, head_dim, window, device):
-    check(make_problem(2, *lengths, 2, head_dim=head_dim, window=window), device)
+def test_edges_of_tiles(lengths, head_dim, window, where):
+    head_dim = head_dim // 4 if where == "cpu" else head_dim
+    check(make_problem(2, *lengths, 2, head_dim=head_dim, window=window), where)
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_every_head_dim(head_dim, device):
+@places("head_dim", cpu=[8, 40, 64, 72, 96, 128, 192, 256], gpu=range(8, 257, 8))
+def test_every_head_dim(head_dim, where):
     """The dtypes take turns."""
     dtype = ("bfloat16", "float16")[head_dim // 8 % 2]
     problem = make_problem(2, 200, 333, 2, head_dim=head_dim, window=CAUSAL, dtype=dtype)
-    check_in_poison(problem, device)
+    check_in_poison(problem, where)
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(left=3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"num_heads_kv": 0}], ids=str
+)
+def test_empty_tensors(sizes, window, where):
+    q, k, v = make_operands(make_problem(**sizes), device=where)
+    out, lse = attend(q, k, v, window)
+    assert out.shape == q.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softmax_scale": 1e-4},
+        {"softmax_scale": 0.5},
+        {"softmax_scale": 3.0},
+        # Wider than any sequence: hides nothing.
+        {"window": Window(1 << 40, 1 << 40)},
+    ],
+    ids=str,
+)
+def test_extreme_options(options, where):
+    q, k, v = make_operands(make_problem(1, 300, 400, 2), device=where)
+    out, lse = attend(q, k, v, **options)
+    check_attention(out, lse, q, k, v, options.get("softmax_scale"))
+
+
+def test_the_lse_is_optional(where):
+    q, k, v = make_operands(make_problem(2, 300, 400, 2), device=where)
+    out, _ = attend(q, k, v)
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v))
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL, Window(1000, 0)])
@@ -119,34 +306,6 @@ def test_every_head_dim(head_dim, device):
 def test_many_tiles_for_every_cluster(head_dim, window, device):
     """Several rounds of a persistent schedule, and several sections of heads."""
     check(make_problem(2, 8192, 8192, 8, head_dim=head_dim, window=window), device)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}], ids=str)
-def test_empty_tensors(sizes, causal, device):
-    q, k, v = make_operands(make_problem(**sizes), device=device)
-    out, lse = attend(q, k, v, causal=causal)
-    assert out.shape == q.shape and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
-    assert (out == 0).all() and (lse == -math.inf).all()
-
-
-def test_a_window_wider_than_any_sequence_hides_nothing(device):
-    q, k, v = make_operands(make_problem(1, 300, 400, 2), device=device)
-    out, lse = attend(q, k, v, (1 << 40, 1 << 40))
-    check_attention(out, lse, q, k, v)
-
-
-@pytest.mark.parametrize("softmax_scale", [1e-4, 0.5, 3.0])
-def test_softmax_scale(softmax_scale, device):
-    q, k, v = make_operands(make_problem(1, 300, 400, 2), device=device)
-    out, lse = attend(q, k, v, softmax_scale=softmax_scale)
-    check_attention(out, lse, q, k, v, softmax_scale)
-
-
-def test_the_lse_is_optional(device):
-    q, k, v = make_operands(make_problem(2, 300, 400, 2), device=device)
-    out, _ = attend(q, k, v)
-    assert torch.equal(out, fa3.flash_attn_func(q, k, v))
 
 
 @pytest.mark.timeout(600)
@@ -159,9 +318,6 @@ def test_more_elements_than_int32_counts(device):
         check_attention(out[batch], lse[batch], q[batch], k[batch], v[batch])
 
 
-# ------------------------------------------------------------------------------------- memory
-
-
 def in_poison(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy a tensor into the middle of a NaN buffer; return the view and the buffer."""
     batch, seqlen, heads, head_dim = tensor.shape
@@ -171,9 +327,9 @@ def in_poison(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return view, buffer
 
 
-def check_in_poison(problem: Problem, device) -> None:
+def check_in_poison(problem: Problem, where) -> None:
     """Check a problem whose tensors all lie in NaN, and that only the output's has changed."""
-    q, k, v = (in_poison(tensor)[0] for tensor in make_operands(problem, device=device))
+    q, k, v = (in_poison(tensor)[0] for tensor in make_operands(problem, device=where))
     out_shape = (*q.shape[:3], v.shape[3])
     out, buffer = in_poison(q.new_full(out_shape, torch.nan))
     _, lse = attend(q, k, v, problem.window, out=out)
@@ -184,20 +340,22 @@ def check_in_poison(problem: Problem, device) -> None:
 
 
 @pairs(
-    head_dims=(*((size, size) for size in HEAD_DIMS), *PADDED_HEAD_DIMS),
+    head_dims=(*((size, size) for size in HEAD_DIMS), *PADDED_HEAD_DIMS, (8, 96), (256, 8)),
     lengths=((1, 1), (130, 70), (200, 333)),
     window=(CAUSAL, Window(100, 30)),
 )
-def test_nothing_outside_is_read_or_written(head_dims, lengths, window, device):
+def test_nothing_outside_is_read_or_written(head_dims, lengths, window, where):
     head_dim, head_dim_v = head_dims
     problem = make_problem(2, *lengths, 2, 2, head_dim, window, head_dim_v=head_dim_v)
-    check_in_poison(problem, device)
+    check_in_poison(problem, where)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), PADDED_HEAD_DIMS)
-def test_clusters_of_padded_heads_give_the_same_bits(head_dim, head_dim_v, device):
-    problem = make_problem(2, 1500, 700, 4, 2, head_dim, CAUSAL, head_dim_v=head_dim_v)
-    q, k, v = make_operands(problem, device=device)
+def test_clusters_of_padded_heads_give_the_same_bits(head_dim, head_dim_v, where):
+    """Rows above the diagonal blocks of their own CTA walk blocks that hide them altogether."""
+    lengths = (500, 450) if where == "cpu" else (1500, 700)
+    problem = make_problem(2, *lengths, 4, 2, head_dim, CAUSAL, head_dim_v=head_dim_v)
+    q, k, v = make_operands(problem, device=where)
     config = plan_forward(problem).config
     one, two = (
         plan_forward(problem, config=replace(config, cluster_m=cluster_m)) for cluster_m in (1, 2)
@@ -208,40 +366,23 @@ def test_clusters_of_padded_heads_give_the_same_bits(head_dim, head_dim_v, devic
     assert torch.equal(out, same) and torch.equal(lse, same_lse)
 
 
-def packed(problem: Problem, device):
-    """Give q, k and v as slices of one tensor (batch, seqlen, 3, heads, head_dim)."""
-    return torch.stack(make_operands(problem, device=device), dim=2).unbind(2)
-
-
-def heads_first(problem: Problem, device):
-    """Give tensors that lie in memory as (batch, heads, seqlen, head_dim)."""
-    operands = make_operands(problem, device=device)
-    return tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in operands)
-
-
-def sequence_first(problem: Problem, device):
-    """Give tensors that lie in memory as (seqlen, batch, heads, head_dim)."""
-    operands = make_operands(problem, device=device)
-    return tuple(tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in operands)
-
-
-def shared_keys(problem: Problem, device):
-    """Give keys and values with stride 0 over the batch."""
-    q, k, v = make_operands(problem, device=device)
-    return q, k[:1].expand_as(k), v[:1].expand_as(v)
-
-
-def shared_head(problem: Problem, device):
-    """Give keys and values with stride 0 over the heads."""
-    q, k, v = make_operands(problem, device=device)
-    return q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)
+LAYOUTS = {
+    # Slices of one tensor (batch, seqlen, 3, heads, head_dim).
+    "packed": lambda *qkv: torch.stack(qkv, dim=2).unbind(2),
+    "heads first": lambda *qkv: (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv),
+    "sequence first": lambda *qkv: (x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv),
+    "every other row": lambda *qkv: (x.repeat_interleave(2, dim=1)[:, ::2] for x in qkv),
+    "shared keys": lambda q, k, v: (q, k[:1].expand_as(k), v[:1].expand_as(v)),
+    "shared head": lambda q, k, v: (q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)),
+}
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL])
-@pytest.mark.parametrize("layout", [packed, heads_first, sequence_first, shared_keys, shared_head])
-def test_strides(layout, window, device):
-    problem = make_problem(3, 333, 333, 4, head_dim=128, window=window)
-    q, k, v = layout(problem, device)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout, window, where):
+    head_dim = 32 if where == "cpu" else 128
+    problem = make_problem(3, 333, 333, 4, head_dim=head_dim, window=window)
+    q, k, v = LAYOUTS[layout](*make_operands(problem, device=where))
     assert not k.is_contiguous()
     out, lse = attend(q, k, v, window)
     check_attention(out, lse, q, k, v, window=window)
@@ -249,23 +390,20 @@ def test_strides(layout, window, device):
     assert torch.equal(out, dense_out) and torch.equal(lse, dense_lse)
 
 
-def test_size_one_dimensions_may_have_any_stride(device):
-    operands = make_operands(make_problem(1, 200, 200, 1), device=device)
+def test_size_one_dimensions_may_have_any_stride(where):
+    operands = make_operands(make_problem(1, 200, 200, 1), device=where)
     q, k, v = (tensor.as_strided(tensor.shape, (3, 64, 5, 1)) for tensor in operands)
     out, lse = attend(q, k, v)
     check_attention(out, lse, q, k, v)
 
 
-def test_out_may_be_a_view(device):
+def test_out_may_be_a_view(where):
     problem = make_problem(2, 200, 300, 4)
-    q, k, v = make_operands(problem, device=device)
-    out = torch.full((2, 4, 200, 64), torch.nan, dtype=q.dtype, device=device).transpose(1, 2)
+    q, k, v = make_operands(problem, device=where)
+    out = torch.full((2, 4, 200, 64), torch.nan, dtype=q.dtype, device=where).transpose(1, 2)
     returned, lse = attend(q, k, v, out=out)
     assert returned is out
     check_attention(out, lse, q, k, v)
-
-
-# -------------------------------------------------------------------------------- determinism
 
 
 @pytest.mark.parametrize("window", [Window(), CAUSAL])
@@ -323,9 +461,6 @@ def test_the_executor_computes_the_same(device):
     assert largest_difference(out.cpu(), cpu_out) <= spacing
 
 
-# ---------------------------------------------------------------- streams, graphs and devices
-
-
 def test_runs_on_the_current_stream(device):
     """The operands arrive late on a side stream; a launch elsewhere would read NaN."""
     late = make_operands(make_problem(1, 500, 500, 4), device=device)
@@ -347,9 +482,9 @@ def test_a_cuda_graph_replays_on_new_inputs(causal, device):
     problem = make_problem(2, 700, 700, 4, head_dim=128, window=CAUSAL if causal else Window())
     q, k, v = make_operands(problem, device=device)
     fa3.flash_attn_func(q, k, v, causal=causal, return_lse=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fa3.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    graph, (out, lse) = captured(
+        lambda: fa3.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    )
     for seed in (1, 2):
         new = make_operands(problem, seed, device)
         for tensor, value in zip((q, k, v), new, strict=True):
@@ -378,8 +513,6 @@ def test_operands_on_two_devices_are_refused(device):
         fa3.flash_attn_func(q, k.cpu(), v)
 
 
-# ---------------------------------------------------------------------------------- sanitizer
-
 SANITIZED = """
     import torch
     from problems import make_operands, make_problem
@@ -400,14 +533,12 @@ SANITIZED = """
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.sanitizer
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_compute_sanitizer_finds_nothing(tool):
     check_sanitized(tool, SANITIZED)
-
-
-# ------------------------------------------------------------------------------ tile orders
 
 
 def test_no_order_of_the_tiles_changes_a_bit(device):

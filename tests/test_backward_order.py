@@ -1,0 +1,304 @@
+"""In which order CTAs add to dQ on a Hopper GPU: whatever it is, and where it is fixed.
+
+Also where several CTAs share a key tile.
+"""
+
+import random
+
+import pytest
+import torch
+from cuda_graphs import captured
+from gradients import check_gradients
+from problems import make_operands, make_problem, poisoned_allocations
+from test_backward import leaves
+from varlen_gradients import check_varlen_gradients
+from varlen_problems import VarlenProblem, make_call
+
+import fa3
+from fa3.calls import backward
+from fa3.planning import backward as planning
+from fa3.planning.key_split import KeyShares
+from fa3.problem import Window
+
+CAUSAL = Window(right=0)
+WINDOWS = (Window(), CAUSAL, Window(300, 0), Window(40, 20), Window(left=70))
+
+FORCED = (
+    *((1, 1, KeyShares(1, n)) for n in (2, 3, 8)),
+    *((2, 2, KeyShares(2, n)) for n in (1, 2, 6)),
+    *((1, 7, KeyShares(7, n)) for n in (1, 3)),
+    *((2, 6, KeyShares(n, 1)) for n in (2, 3)),
+    *((1, 8, KeyShares(n, 1)) for n in (2, 4, 8)),
+    (1, 8, KeyShares(8, 8)),
+)
+"""(key/value heads, query heads of each, shares of a key tile)."""
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Make all backward passes share key tiles in a given way."""
+
+    def force(shares: KeyShares):
+        monkeypatch.setattr(planning, "choose_shares", lambda *given: shares)
+        monkeypatch.setattr(planning, "may_split", lambda *given: True)
+        backward.prepare_backward.cache_clear()
+
+    yield force
+    backward.prepare_backward.cache_clear()
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256), (72, 40)])
+@pytest.mark.parametrize("forced", FORCED, ids=str)
+def test_dense(forced, head_dims, force, device):
+    heads_kv, group, shares = forced
+    force(shares)
+    for seed, window in enumerate(WINDOWS):
+        lengths = random.Random(seed).choice([(700, 700), (130, 1000), (900, 300), (1, 200)])
+        problem = make_problem(
+            2, *lengths, heads_kv, group, head_dims[0], window, head_dim_v=head_dims[1]
+        )
+        q, k, v = make_operands(problem, seed, device)
+        check_gradients(q, k, v, window, (True, False), seed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("forced", FORCED, ids=str)
+def test_packed(forced, head_dim, force, device):
+    heads_kv, group, shares = forced
+    force(shares)
+    for seed, lengths in enumerate(([300, 0, 5, 129, 128, 1000], [17], [700, 1])):
+        sizes = {"heads_kv": heads_kv, "group": group, "head_dim": head_dim}
+        sizes |= {"head_dim_v": head_dim, "causal": seed != 1}
+        problem = VarlenProblem(tuple(lengths), tuple(lengths), **sizes)
+        check_varlen_gradients(problem, make_call(problem, seed, device), (True, False), seed)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "seqlen", "head_dim"),
+    [(8, 1, 2000, 128), (16, 1, 1500, 64), (8, 2, 1000, 256), (64, 8, 1024, 128)],
+)
+def test_the_same_bits_every_time(heads_q, heads_kv, seqlen, head_dim, deterministic, device):
+    """The planner splits these. dK and dV have the same bits always, dQ if asked for."""
+    problem = make_problem(1, seqlen, seqlen, heads_kv, heads_q // heads_kv, head_dim, CAUSAL)
+    assert planning.BackwardPlan.of(problem).shares.parts > 1
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    out = fa3.flash_attn_func(*operands, causal=True, deterministic=deterministic)
+    d_out = torch.randn_like(out)
+    first = torch.autograd.grad(out, operands, d_out, retain_graph=True)
+    check_gradients(*operands, CAUSAL, (True, False), deterministic=deterministic)
+    for _ in range(100):
+        with poisoned_allocations():
+            found = torch.autograd.grad(out, operands, d_out, retain_graph=True)
+        assert all(map(torch.equal, found[1:], first[1:]))
+        assert not deterministic or torch.equal(found[0], first[0])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_modifiers(dropout_p, force, device):
+    """With sinks, a softcap and ALiBi, or dropout, in parts of heads and of blocks."""
+    problem = make_problem(1, 500, 600, 1, 4, 128, CAUSAL)
+    q, k, v = make_operands(problem, 3, device)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
+    modifiers = {"softcap": 20.0, "alibi_slopes": slopes, "sinks": torch.zeros(4, device=device)}
+    for shares in (KeyShares(2, 1), KeyShares(4, 3)):
+        force(shares)
+        if dropout_p:
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            state = torch.tensor([7], dtype=torch.int64, device=device)
+            out = fa3.flash_attn_func(*leaves, causal=True, dropout_p=dropout_p, rng_state=state)
+            found = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+            force(KeyShares())
+            whole = torch.autograd.grad(out, leaves, torch.ones_like(out))
+            for ours, theirs in zip(found, whole, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-2)
+        else:
+            check_gradients(q, k, v, CAUSAL, (True, True), 3, **modifiers)
+
+
+def test_captured_graph(device):
+    """Counters of parts are zero in every replay."""
+    problem = make_problem(1, 2048, 2048, 1, 8, 128, CAUSAL)
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    d_out = torch.randn(1, 2048, 8, 128, device=device).to(operands[0].dtype)
+
+    def step():
+        out = fa3.flash_attn_func(*operands, causal=True)
+        return torch.autograd.grad(out, operands, d_out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = step()
+        graph, found = captured(step, stream=stream)
+        for _ in range(5):
+            for gradient in found:
+                gradient.fill_(torch.nan)
+            graph.replay()
+            stream.synchronize()
+            assert all(map(torch.equal, found[1:], expected[1:]))
+            torch.testing.assert_close(found[0], expected[0], atol=1e-3, rtol=2e-2)
+
+
+MANY = (
+    make_problem(16, 512, 512, 8, head_dim=64),
+    make_problem(8, 1024, 1024, 8, head_dim=64, window=CAUSAL),
+    make_problem(16, 512, 512, 8, head_dim=128),
+    make_problem(8, 1024, 1024, 8, head_dim=128, window=CAUSAL),
+    make_problem(8, 1024, 1024, 2, 4, 128, CAUSAL),
+    make_problem(8, 1024, 1024, 8, head_dim=256, window=CAUSAL),
+    # Begun by the backward kernel, and tiles of queries that no key comes to.
+    make_problem(4, 3000, 1000, 16, head_dim=128, window=CAUSAL),
+)
+
+
+@pytest.mark.parametrize("problem", MANY, ids=lambda p: f"{p.seqlen_q}-{p.spec.head_dim}")
+def test_many_tiles_of_keys_come_first(problem, device):
+    """None of them is lost, however often; only the order of the additions differs. In a fixed
+    order sums begin with zeros."""
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    options = {"window_size": tuple(problem.window)}
+    out = fa3.flash_attn_func(*operands, **options)
+    d_out = torch.randn_like(out)
+    ordered = fa3.flash_attn_func(*operands, **options, deterministic=True)
+    with poisoned_allocations():
+        expected = torch.autograd.grad(ordered, operands, d_out)
+    hidden = max(0, problem.seqlen_q - problem.seqlen_k) if problem.window == CAUSAL else 0
+    for _ in range(50):
+        with poisoned_allocations():
+            found = torch.autograd.grad(out, operands, d_out, retain_graph=True)
+        assert all(map(torch.equal, found[1:], expected[1:]))
+        torch.testing.assert_close(found[0], expected[0], atol=1e-3, rtol=2e-2)
+        assert not found[0][:, :hidden].any()
+
+
+def test_many_come_first_on_two_streams(device):
+    """Launches that share the SMs do not wait for one another's CTAs."""
+    problem = MANY[3]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    calls = []
+    for seed in range(2):
+        operands = [x.requires_grad_() for x in make_operands(problem, seed, device)]
+        out = fa3.flash_attn_func(*operands, causal=True)
+        d_out = torch.randn_like(out)
+        calls.append((out, operands, d_out))
+    expected = [torch.autograd.grad(*call, retain_graph=True) for call in calls]
+    torch.cuda.synchronize()
+    found: tuple[list, list] = ([], [])
+    for _ in range(20):
+        for stream, call, results in zip(streams, calls, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(torch.autograd.grad(*call, retain_graph=True))
+    torch.cuda.synchronize()
+    for results, wanted in zip(found, expected, strict=True):
+        for result in results:
+            assert all(map(torch.equal, result[1:], wanted[1:]))
+            torch.testing.assert_close(result[0], wanted[0], atol=1e-3, rtol=2e-2)
+
+
+def test_dk_and_dv_have_the_same_bits_every_time(device):
+    """Only dQ is added up in no fixed order."""
+    q, k, v = leaves(1000, 1000, device)
+    out = fa3.flash_attn_func(q, k, v, causal=True)
+    d_out = torch.randn_like(out)
+    first = torch.autograd.grad(out, (k, v), d_out, retain_graph=True)
+    for _ in range(20):
+        again = torch.autograd.grad(out, (k, v), d_out, retain_graph=True)
+        assert all(map(torch.equal, again, first))
+
+
+DETERMINISTIC = (
+    make_problem(1, 300, 300, 2, head_dim=64),
+    make_problem(2, 1000, 1000, 2, 2, 128, CAUSAL),
+    make_problem(1, 2000, 1500, 2, head_dim=64, window=CAUSAL),
+    make_problem(2, 777, 1500, 1, 3, 128, Window(200, 30)),
+    make_problem(1, 1500, 700, 2, head_dim=128, window=Window(left=100)),
+    make_problem(1, 1000, 1000, 3, head_dim=256, window=CAUSAL),
+    make_problem(1, 700, 900, 2, head_dim=192),
+    make_problem(4, 2048, 2048, 8, head_dim=128, window=CAUSAL),
+    make_problem(4, 2048, 2048, 8, head_dim=64),
+    make_problem(1, 20000, 20000, 1, head_dim=128),
+)
+
+
+@pytest.mark.parametrize("problem", DETERMINISTIC, ids=lambda p: f"{p.seqlen_q}-{p.spec.head_dim}")
+def test_deterministic_gradients_have_the_same_bits_every_time(problem, device):
+    """More tiles than fit on the GPU too: tiles wait for each other, and none may wait forever."""
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    options = {"window_size": tuple(problem.window), "return_lse": True}
+    out, lse = fa3.flash_attn_func(*operands, **options, deterministic=True)
+    plain, _ = fa3.flash_attn_func(*operands, **options)
+    given = torch.randn_like(out), torch.randn_like(lse)
+    first = torch.autograd.grad((out, lse), operands, given, retain_graph=True)
+    expected = torch.autograd.grad(plain, operands, given[0])
+    without_lse = torch.autograd.grad(out, operands, given[0], retain_graph=True)
+    for ours, theirs in zip(without_lse, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
+    for _ in range(200):
+        again = torch.autograd.grad((out, lse), operands, given, retain_graph=True)
+        assert all(map(torch.equal, again, first))
+
+
+@pytest.mark.parametrize("window", [Window(), CAUSAL, Window(40, 20), Window(left=70)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients(head_dim, window, device):
+    problem = make_problem(2, 500, 700, 2, 2, head_dim, window)
+    q, k, v = make_operands(problem, 0, device)
+    check_gradients(q, k, v, window, (True, True), deterministic=True)
+
+
+def test_deterministic_gradients_on_two_streams(device):
+    """Launches that share the SMs do not wait for one another's CTAs."""
+    problem = make_problem(2, 1500, 1500, 8, 1, 64, CAUSAL)
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    out = fa3.flash_attn_func(*operands, causal=True, deterministic=True)
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, operands, grad)
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    found = []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream in streams:
+            # Autograd runs what is behind a call on the call's stream, so each has its own.
+            with torch.cuda.stream(stream):
+                again = fa3.flash_attn_func(*operands, causal=True, deterministic=True)
+                found.append(torch.autograd.grad(again, operands, grad))
+    torch.cuda.synchronize()
+    assert all(torch.equal(*pair) for one in found for pair in zip(one, expected, strict=True))
+
+
+def test_deterministic_gradients_captured_in_a_graph(device):
+    """Words that tiles wait for are zero again at each replay."""
+    problem = make_problem(2, 1500, 1500, 4, head_dim=128, window=CAUSAL)
+    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
+    d_out = torch.randn_like(operands[0])
+
+    def run():
+        out = fa3.flash_attn_func(*operands, causal=True, deterministic=True)
+        return torch.autograd.grad(out, operands, d_out)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = run()
+    graph, found = captured(run)
+    for _ in range(5):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, found, expected))
+
+
+def test_captured_in_a_graph(device):
+    q, k, v = leaves(170, 190, device)
+    d_out = torch.randn_like(q)
+
+    def run():
+        return torch.autograd.grad(fa3.flash_attn_func(q, k, v, causal=True), (q, k, v), d_out)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected = run()
+    graph, found = captured(run)
+    for _ in range(3):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)

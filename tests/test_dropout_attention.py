@@ -1,0 +1,545 @@
+"""Attention and gradients with dropout, on the CPU and on a Hopper GPU, and which keys are kept."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from cuda_graphs import captured
+from gradients import check_gradients
+from pairs import combine, pairs, places
+from problems import make_operands, make_problem, poisoned_allocations
+from reference import check_attention, visible
+from score_problems import Recipe
+from test_dropout import DROPPED, PACKED, SEED, STATE, leaves
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+from varlen_gradients import check_varlen_gradients
+from varlen_problems import VarlenProblem, check_varlen, make_call
+
+import fa3
+from fa3.calls.dropout import draw_rng_state
+from fa3.kernels.forward_launch import ForwardConfig
+from fa3.planning.gpu import H200
+from fa3.planning.planner import plan_forward
+from fa3.planning.tilings import choose_config
+from fa3.problem import Problem, Window
+
+CAUSAL = Window(right=0)
+WINDOWS = (Window(), CAUSAL, Window(40, 20), Window(left=70))
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+def on(where, **changes) -> dict:
+    """Arguments of a call with dropout."""
+    return DROPPED | {"rng_state": STATE.to(where)} | changes
+
+
+@pytest.fixture
+def dropped(device) -> dict:
+    """Arguments of a call with dropout on a GPU."""
+    return on(device)
+
+
+# ----------------------------------------------------------------------------------- attention
+
+PROBLEMS = (
+    make_problem(1, 1, 1, 1),
+    make_problem(2, 70, 90, 2, head_dim=32),
+    make_problem(2, 150, 150, 2, 2, 64, CAUSAL),
+    make_problem(1, 130, 300, 1, 3, 128, Window(40, 20)),
+    make_problem(1, 300, 100, 2, 1, 40, CAUSAL, "float16", 72),
+)
+
+
+@places(
+    "problem,dropout_p",
+    cpu=itertools.product(PROBLEMS, (0.1, 0.9)),
+    gpu=[
+        (make_problem(2, 300, 500, 2, 2, head_dim, window, dtype), 0.3)
+        for head_dim, window, dtype in combine([HEAD_DIMS, WINDOWS, ("bfloat16", "float16")])
+    ],
+)
+def test_forward(problem, dropout_p, where):
+    q, k, v = make_operands(problem, 0, where)
+    dropout, window = on(where, dropout_p=dropout_p), tuple(problem.window)
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True, **dropout)
+    check_attention(out, lse, q, k, v, window=problem.window, **dropout)
+    if where == "cpu":
+        # The log-sum-exp knows nothing of it.
+        _, same = fa3.flash_attn_func(q, k, v, window_size=window, return_lse=True)
+        assert torch.equal(lse, same)
+
+
+LENGTHS_OF_GRADIENTS = ((64, 64), (300, 500), (500, 300), (1024, 1000))
+
+
+@places(
+    "problem,weights,dropout_p",
+    cpu=[
+        *((problem, (True, True), 0.3) for problem in PROBLEMS),
+        (make_problem(2, 300, 400, 2, 2, 32, CAUSAL), (True, True), 0.995),
+    ],
+    gpu=[
+        *(
+            (make_problem(2, *lengths, 2, 1, head_dim, window), (True, False), 0.3)
+            for head_dim, window, lengths in combine(
+                [(64, 128, 256), WINDOWS, LENGTHS_OF_GRADIENTS]
+            )
+        ),
+        *(
+            (make_problem(2, 200, 333, 2, group, head_dim, CAUSAL, "float16"), (True, True), 0.3)
+            for group in (2, 8)
+            for head_dim in (64, 128, 256)
+        ),
+    ],
+)
+def test_gradients(problem, weights, dropout_p, where):
+    dropout = on(where, dropout_p=dropout_p)
+    check_gradients(*make_operands(problem, 0, where), problem.window, weights, **dropout)
+
+
+RECIPES = [
+    Recipe(softcap=2.0),
+    Recipe(softcap=20.0),
+    Recipe(alibi_rank=2),
+    Recipe(sinks="float32"),
+    Recipe(softcap=20.0, alibi_rank=2, sinks="q"),
+    Recipe(mask="documents"),
+]
+
+
+@places(
+    "recipe,deterministic",
+    cpu=[(recipe, False) for recipe in RECIPES],
+    gpu=itertools.product(RECIPES[1:], (False, True)),
+)
+def test_gradients_with_modifiers(recipe, deterministic, where):
+    problem = make_problem(2, 100, 140, 2, 2, 32, CAUSAL)
+    if where != "cpu":
+        problem = make_problem(2, 300, 400, 2, 2, 64, CAUSAL)
+    q, k, v = make_operands(problem, 0, where)
+    modifiers = recipe.make(problem, q) | on(where, deterministic=deterministic)
+    check_gradients(q, k, v, CAUSAL, (True, True), **modifiers)
+
+
+PACKED_ON_GPU = (
+    VarlenProblem((70, 0, 130), (90, 20, 130), heads_kv=2, group=2, head_dim=64),
+    VarlenProblem((300, 50), (300, 80), (90, 50), (64, 70), 7, head_dim=128),
+    VarlenProblem((600, 1, 257), (600, 1, 257), heads_kv=2, head_dim=128, causal=True),
+    VarlenProblem((33, 150), (150, 33), head_dim=256, window=(30, 5)),
+    VarlenProblem((20,) * 100, (20,) * 100, causal=True, recipe=Recipe(sinks="q")),
+)
+
+
+@places("problem", cpu=PACKED, gpu=PACKED_ON_GPU)
+def test_packed_sequences(problem, where):
+    """Short ones too, which share tiles without dropout."""
+    call = make_call(problem, 0, where) | on(where)
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_varlen_func(**call, return_lse=True)
+    check_varlen(problem, call, out, lse)
+    check_varlen_gradients(problem, call)
+
+
+def test_the_seed_comes_from_the_generator_of_torch(where):
+    q, k, v = make_operands(make_problem(2, 500, 600, 2, head_dim=128), 0, where)
+    get_rng_state = torch.get_rng_state if where == "cpu" else torch.cuda.get_rng_state
+    torch.manual_seed(5)
+    first, second = (fa3.flash_attn_func(q, k, v, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(5)
+    state = draw_rng_state(q.device)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state), first)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, dropout_p=0.5), second)
+    before = get_rng_state()
+    fa3.flash_attn_func(q, k, v)
+    fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+    assert torch.equal(get_rng_state(), before)
+
+
+def test_what_is_kept_until_the_backward_pass(where):
+    problem = make_problem(2, 70, 90, 2, head_dim=32)
+    q, k, v = (x.requires_grad_() for x in make_operands(problem, 0, where))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        fa3.flash_attn_func(q, k, v, dropout_p=0.1)
+    assert sorted(kept) == sorted([(1,), q.shape, k.shape, v.shape, q.shape, (2, 2, 70)])
+
+
+def test_no_dropout_is_none():
+    problem = make_problem(2, 70, 90, 2, head_dim=32)
+    inputs = [x.requires_grad_() for x in make_operands(problem)]
+    outs = [fa3.flash_attn_func(*inputs, **options) for options in ({}, {"dropout_p": 0})]
+    d_out = torch.randn_like(outs[0])
+    expected, found = (torch.autograd.grad(out, inputs, d_out) for out in outs)
+    assert torch.equal(*outs) and all(map(torch.equal, found, expected))
+
+
+def test_values_that_say_which_keys_are_kept():
+    """With q = 0 all keys weigh the same, and each value names its key."""
+    q, k = torch.zeros(2, 1, 60, 2, 64).bfloat16()
+    v = torch.eye(60, 64).bfloat16().view(1, 60, 1, 64).expand(-1, -1, 2, -1).contiguous()
+    out = fa3.flash_attn_func(q, k, v, **DROPPED)
+    mask = fa3.dropout_mask(STATE, 0.3, 1, 2, 60, 60)
+    assert torch.equal(out[..., :60] != 0, mask.transpose(1, 2))
+    assert not out[..., 60:].any()
+
+
+@pytest.mark.parametrize("name", ["tiles", "split", "static"])
+def test_no_tiling_and_no_schedule_changes_the_mask(name):
+    problem = make_problem(1, 200, 1000, 1, 2, 64)
+    problem = replace(problem, spec=replace(problem.spec, has_dropout=True))
+    q, k, v = make_operands(problem)
+    expected = fa3.flash_attn_func(q, k, v, **DROPPED)
+    plan = plan_forward(problem, schedule=None if name == "tiles" else name)
+    if name == "tiles":
+        config = ForwardConfig(128, 80)
+        assert plan.config != config
+        plan = plan_forward(problem, config=config)
+    found = fa3.flash_attn_func(q, k, v, plan=plan, **DROPPED)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_a_plan_knows_whether_there_is_dropout():
+    problem = make_problem(1, 70, 70, 1)
+    q, k, v = make_operands(problem)
+    with pytest.raises(ValueError, match="has_dropout False; the call has has_dropout True"):
+        fa3.flash_attn_func(q, k, v, plan=plan_forward(problem), **DROPPED)
+    spec = replace(problem.spec, has_dropout=True)
+    assert "dropout" in str(plan_forward(replace(problem, spec=spec)).explain())
+
+
+def test_the_backward_pass_draws_the_same():
+    q, k, v = leaves()
+    torch.manual_seed(3)
+    out = fa3.flash_attn_func(q, k, v, dropout_p=0.4)
+    d_out = torch.randn_like(out)
+    torch.manual_seed(3)
+    state = draw_rng_state(q.device)
+    expected = torch.autograd.grad(
+        fa3.flash_attn_func(q, k, v, dropout_p=0.4, rng_state=state), (q, k, v), d_out
+    )
+    for _ in range(2):
+        found = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_checkpoints_draw_it_again():
+    q, k, v = leaves()
+    d_out = torch.randn(2, 70, 2, 32).bfloat16()
+
+    def run(q, k, v):
+        return fa3.flash_attn_func(q, k, v, dropout_p=0.4)
+
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
+    torch.manual_seed(3)
+    out = torch.utils.checkpoint.checkpoint(run, q, k, v, use_reentrant=False)
+    torch.manual_seed(4)
+    assert all(map(torch.equal, torch.autograd.grad(out, (q, k, v), d_out), expected))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5, 1), (1, 0, 5, 1), (1, 5, 0, 1), (1, 5, 5, 0)])
+def test_nothing_to_compute(sizes):
+    batch, seqlen_q, seqlen_k, heads_kv = sizes
+    problem = make_problem(batch, seqlen_q, seqlen_k, heads_kv, 2, 32)
+    q, k, v = (x.requires_grad_() for x in make_operands(problem))
+    out = fa3.flash_attn_func(q, k, v, dropout_p=0.5)
+    assert not out.any()
+    assert not any(x.any() for x in torch.autograd.grad(out, (q, k, v), out))
+    assert fa3.dropout_mask(STATE, 0.5, *sizes).shape == sizes
+
+
+def test_a_packed_sequence_has_the_mask_of_its_number():
+    q, k, v = (x.detach() for x in leaves())
+    ends = (
+        torch.tensor([0, 70, 140], dtype=torch.int32),
+        torch.tensor([0, 90, 180], dtype=torch.int32),
+    )
+    found = fa3.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), *ends, 70, 90, **DROPPED
+    )
+    assert torch.equal(found.unflatten(0, (2, 70)), fa3.flash_attn_func(q, k, v, **DROPPED))
+
+
+def test_graphs():
+    """A graph draws its seed; and another one when it runs again."""
+    q, k, v = (x.detach() for x in leaves())
+    given = make_fx(lambda q, k, v: fa3.flash_attn_func(q, k, v, **DROPPED))(q, k, v)
+    assert torch.equal(given(q, k, v), fa3.flash_attn_func(q, k, v, **DROPPED))
+    drawn = make_fx(lambda q, k, v: fa3.flash_attn_func(q, k, v, dropout_p=0.3))(q, k, v)
+    assert not torch.equal(drawn(q, k, v), drawn(q, k, v))
+    torch.manual_seed(7)
+    expected = fa3.flash_attn_func(q, k, v, dropout_p=0.3)
+    torch.manual_seed(7)
+    assert torch.equal(drawn(q, k, v), expected)
+
+
+def test_gradients_in_graphs():
+    q, k, v = leaves()
+
+    def run(q, k, v):
+        return fa3.flash_attn_func(q, k, v, **DROPPED)
+
+    d_out = torch.randn(2, 70, 2, 32).bfloat16()
+    expected = torch.autograd.grad(run(q, k, v), (q, k, v), d_out)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, torch.autograd.grad(compiled(q, k, v), (q, k, v), d_out), expected))
+
+
+def test_packed_sequences_in_graphs():
+    call = make_call(PACKED[0])
+    expected = fa3.flash_attn_varlen_func(**call, **DROPPED)
+
+    def run(q, k, v, ends_q, ends_k):
+        rest = {
+            "cu_seqlens_q": ends_q,
+            "cu_seqlens_k": ends_k,
+            "max_seqlen_q": 130,
+            "max_seqlen_k": 130,
+        }
+        return fa3.flash_attn_varlen_func(q, k, v, **rest, **DROPPED)
+
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    tensors = [call[name] for name in names]
+    assert torch.equal(make_fx(run)(*tensors)(*tensors), expected)
+
+
+@pytest.mark.parametrize("dropout_p", [2**-16, 0.1, 0.4979, 0.5, 0.9, 0.999])
+def test_masks_are_those_of_the_cpu(dropout_p, device):
+    state = torch.tensor([SEED])
+    expected = fa3.dropout_mask(state, dropout_p, 2, 3, 100, 170)
+    found = fa3.dropout_mask(state.to(device), dropout_p, 2, 3, 100, 170)
+    assert torch.equal(found.cpu(), expected)
+
+
+def kept_by_forward(sizes: tuple, head_dim: int, device, **call) -> torch.Tensor:
+    """Return which keys the forward kernel keeps, (batch, heads, queries, keys).
+
+    All keys weigh the same, and the values of some of them name their keys.
+    """
+    batch, heads, seqlen_q, seqlen_k = sizes
+    q = torch.zeros(batch, seqlen_q, heads, head_dim, dtype=torch.bfloat16, device=device)
+    k = torch.zeros(batch, seqlen_k, heads, head_dim, dtype=torch.bfloat16, device=device)
+    parts = []
+    for begin in range(0, seqlen_k, head_dim):
+        v = torch.zeros_like(k)
+        named = torch.arange(min(head_dim, seqlen_k - begin), device=device)
+        v[:, begin + named, :, named] = 1.0
+        out = fa3.flash_attn_func(q, k, v, **call)
+        parts.append(out[..., : len(named)].transpose(1, 2) != 0)
+    return torch.cat(parts, dim=3)
+
+
+def kept_by_backward(sizes: tuple, head_dim: int, device, **call) -> torch.Tensor:
+    """Return which keys the backward kernel keeps, by dV of gradients that name their queries."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    q = torch.zeros(batch, seqlen_q, heads, head_dim, dtype=torch.bfloat16, device=device)
+    k = torch.zeros(batch, seqlen_k, heads, head_dim, dtype=torch.bfloat16, device=device)
+    v = torch.zeros_like(k).requires_grad_()
+    out = fa3.flash_attn_func(q, k, v, **call)
+    parts = []
+    for begin in range(0, seqlen_q, head_dim):
+        d_out = torch.zeros_like(out)
+        named = torch.arange(min(head_dim, seqlen_q - begin), device=device)
+        d_out[:, begin + named, :, named] = 1.0
+        (dv,) = torch.autograd.grad(out, v, d_out, retain_graph=True)
+        parts.append(dv[..., : len(named)].permute(0, 2, 3, 1) != 0)
+    return torch.cat(parts, dim=2)
+
+
+LENGTHS = ((1, 1), (64, 128), (200, 333), (333, 200), (513, 513))
+
+
+@pairs(head_dim=HEAD_DIMS, lengths=LENGTHS, window=(Window(), CAUSAL), dropout_p=(0.3, 0.5))
+def test_the_forward_kernel_draws_the_mask(head_dim, lengths, window, dropout_p, device, dropped):
+    sizes, call = (2, 3, *lengths), dropped | {"dropout_p": dropout_p}
+    found = kept_by_forward(sizes, head_dim, device, window_size=tuple(window), **call)
+    expected = fa3.dropout_mask(call["rng_state"], dropout_p, *sizes)
+    assert torch.equal(found, expected & visible(*lengths, window, device))
+
+
+@pairs(head_dim=HEAD_DIMS, lengths=LENGTHS, window=(Window(), CAUSAL))
+def test_the_backward_kernel_draws_the_mask(head_dim, lengths, window, device, dropped):
+    sizes = (2, 3, *lengths)
+    found = kept_by_backward(sizes, head_dim, device, window_size=tuple(window), **dropped)
+    expected = fa3.dropout_mask(dropped["rng_state"], dropped["dropout_p"], *sizes)
+    assert torch.equal(found, expected & visible(*lengths, window, device))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "schedule"),
+    [
+        *((128, schedule) for schedule in ("single", "static", "list", "dynamic", "split")),
+        *((64, "dynamic"), (256, "split")),
+    ],
+)
+def test_no_schedule_changes_the_mask(head_dim, schedule, device, dropped):
+    sizes = (1, 2, 700, 900)
+    found = kept_by_forward(sizes, head_dim, device, schedule=schedule, **dropped)
+    assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
+
+
+@pytest.mark.parametrize("tile_n", [48, 64, 80, 112, 128])
+def test_no_tiling_changes_the_mask(tile_n, device, dropped):
+    sizes = (1, 2, 300, 500)
+    problem = with_dropout(make_problem(1, 300, 500, 2))
+    config = replace(choose_config(problem, H200), tile_m=128, tile_n=tile_n, cluster_m=1)
+    plan = plan_forward(problem, config=config)
+    found = kept_by_forward(sizes, 64, device, plan=plan, **dropped)
+    assert torch.equal(found, fa3.dropout_mask(dropped["rng_state"], 0.3, *sizes))
+
+
+def with_dropout(problem: Problem) -> Problem:
+    return replace(problem, spec=replace(problem.spec, has_dropout=True))
+
+
+@pytest.mark.parametrize("window", [CAUSAL, Window(40, 20)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_fixed_references(head_dim, window, device, dropped, always_fixed):
+    """Scores that rise far above the first ones: rows are computed again, with the same mask."""
+    problem = make_problem(2, 400, 700, 2, 1, head_dim, window)
+    q, k, v = make_operands(problem, 0, device)
+    k[:, :300] *= 40
+    options = {"window_size": tuple(window), "return_lse": True}
+    with poisoned_allocations():
+        out, lse = fa3.flash_attn_func(q, k, v, **options, **dropped)
+    check_attention(out, lse, q, k, v, window=window, lse_tolerance=2e-3, **dropped)
+
+
+@pytest.mark.parametrize("dropout_p", [0.5, 0.9, 0.99])
+def test_rows_of_which_nothing_is_kept(dropout_p, device, dropped, always_fixed):
+    """Their output is 0, and their log-sum-exp what it always is."""
+    problem = make_problem(2, 300, 300, 2, head_dim=128, window=CAUSAL)
+    q, k, v = make_operands(problem, 0, device)
+    call = dropped | {"dropout_p": dropout_p}
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_lse=True, **call)
+    check_attention(out, lse, q, k, v, window=CAUSAL, **call)
+    mask = fa3.dropout_mask(call["rng_state"], dropout_p, 2, 2, 300, 300)
+    is_empty = ~(mask & visible(300, 300, CAUSAL, device)).any(dim=3)
+    assert is_empty.any() and not out.transpose(1, 2)[is_empty].any()
+
+
+@pytest.mark.parametrize("schedule", ["list", "split"])
+def test_long_sequences(schedule, device, dropped):
+    problem = make_problem(1, 3000, 5000, 4, 2, 128, CAUSAL)
+    q, k, v = make_operands(problem, 0, device)
+    out = fa3.flash_attn_func(q, k, v, causal=True, schedule=schedule, **dropped)
+    check_attention(out, None, q, k, v, window=CAUSAL, **dropped)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls(seed, device):
+    draw = random.Random(seed)
+    head_dim = HEAD_DIMS[seed % len(HEAD_DIMS)]
+    lengths = (draw.randint(1, draw.choice((40, 300, 1100))) for _ in range(2))
+    heads_kv, group = draw.randint(1, 2), draw.choice((1, 2, 4))
+    window = WINDOWS[seed % len(WINDOWS)]
+    problem = make_problem(draw.randint(1, 3), *lengths, heads_kv, group, head_dim, window)
+    q, k, v = make_operands(problem, seed, device)
+    state = torch.tensor([draw.randrange(-(2**63), 2**63)], device=device)
+    dropout = {"dropout_p": draw.choice((0.01, 0.1, 0.5, 0.8)), "rng_state": state}
+    check_gradients(q, k, v, window, (True, True), seed, **dropout)
+
+
+def leaves_on(device) -> list[torch.Tensor]:
+    """Return q, k and v that require grad."""
+    problem = make_problem(2, 500, 600, 2, head_dim=128)
+    return [x.requires_grad_() for x in make_operands(problem, 0, device)]
+
+
+def test_the_host_waits_for_nothing(device):
+    q, k, v = leaves_on(device)
+    fa3.flash_attn_func(q, k, v, dropout_p=0.5).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fa3.flash_attn_func(q, k, v, dropout_p=0.5).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_same_bits_every_time(device, dropped):
+    q, k, v = leaves_on(device)
+    first = fa3.flash_attn_func(q, k, v, causal=True, **dropped)
+    d_out = torch.randn_like(first)
+    expected = torch.autograd.grad(first, (k, v), d_out)
+    for _ in range(20):
+        out = fa3.flash_attn_func(q, k, v, causal=True, **dropped)
+        assert torch.equal(out, first)
+        found = torch.autograd.grad(out, (k, v), d_out)
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients_have_the_same_bits_every_time(
+    head_dim, is_packed, device, dropped
+):
+    """Those of q and of sinks too, and those that a checkpoint computes anew."""
+    problem = make_problem(2, 900, 1000, 2, 2, head_dim, CAUSAL)
+    operands = make_operands(problem, 0, device)
+    options = {"causal": True, "deterministic": True, **dropped}
+    lengths, attend = (), fa3.flash_attn_func
+    if is_packed:
+        operands, attend = [x.flatten(0, 1) for x in operands], fa3.flash_attn_varlen_func
+        ends = (torch.tensor((0, n, 2 * n), device=device).int() for n in (900, 1000))
+        lengths = *ends, 900, 1000
+    inputs = [x.requires_grad_() for x in (*operands, torch.randn(4, device=device))]
+
+    def run(q, k, v, sinks):
+        return attend(q, k, v, *lengths, sinks=sinks, **options)
+
+    d_out = torch.randn_like(operands[0])
+    expected = torch.autograd.grad(run(*inputs), inputs, d_out)
+    for _ in range(20):
+        found = torch.autograd.grad(run(*inputs), inputs, d_out)
+        assert all(map(torch.equal, found, expected))
+    again = checkpoint(run, *inputs, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(again, inputs, d_out), expected))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_graph_draws_another_mask_at_each_replay(is_packed, device):
+    """The backward pass in it draws that mask again."""
+    sizes = 2, 2, 128, 128
+    q, k = (torch.zeros(2, 128, 2, 128, device=device).bfloat16() for _ in range(2))
+    v = torch.eye(128, device=device).bfloat16()[None, :, None].repeat(2, 1, 2, 1)
+    lengths, attend = (), fa3.flash_attn_func
+    if is_packed:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        ends = torch.tensor((0, 128, 256), device=device).int()
+        lengths, attend = (ends, ends, 128, 128), fa3.flash_attn_varlen_func
+    v.requires_grad_()
+
+    def run():
+        out = attend(q, k, v, *lengths, dropout_p=0.5)
+        (dv,) = torch.autograd.grad(out, v, v.detach())
+        return out, dv
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+    graph, results = captured(lambda: [x.detach().view(2, 128, 2, 128) for x in run()])
+    seen = []
+    for _ in range(5):
+        graph.replay()
+        of_out, of_gradients = (x != 0 for x in results)
+        of_out, of_gradients = of_out.transpose(1, 2), of_gradients.permute(0, 2, 3, 1)
+        assert of_out.shape == sizes and torch.equal(of_out, of_gradients)
+        assert 0.4 < of_out.float().mean() < 0.6
+        assert not any(torch.equal(of_out, before) for before in seen)
+        seen.append(of_out)
+
+
+def test_a_graph_reads_the_seed_that_it_is_given(device):
+    q, k, v = (x.detach() for x in leaves_on(device))
+    state = torch.tensor([1], device=device)
+    fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+    graph, out = captured(lambda: fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state))
+    for seed in (1, 2, SEED):
+        state.fill_(seed)
+        graph.replay()
+        expected = fa3.flash_attn_func(q, k, v, dropout_p=0.5, rng_state=state)
+        assert torch.equal(out, expected)

@@ -1,0 +1,414 @@
+"""`flash_attn_with_kvcache` on the CPU and on a Hopper GPU, against the reference in float64."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcache_problems import CacheProblem, make_call, random_problem
+from kvcache_reference import as_bits, check_call
+from pairs import pairs, places
+from problems import poisoned_allocations
+from valid_calls import OnGpu
+from varlen_problems import integers
+
+from fa3 import flash_attn_func
+from fa3.calls.combine import flash_attn_combine
+from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.scheduler_metadata import get_scheduler_metadata
+
+DTYPES = ("bfloat16", "float16")
+
+PAGE_SIZES = (None, 1, 2, 16, 48, 64, 128, 256)
+
+MODES = {
+    "stream": {},
+    "whole": {"num_splits": 1},
+    "splits": {"num_splits": 5},
+    "invariant": {"batch_invariant": True},
+}
+"""Ways to cut the keys."""
+
+
+def run(call: dict, **options):
+    """Call into NaN memory on copies of the caches; return out, LSE and the caches."""
+    caches = call["k_cache"].clone(), call["v_cache"].clone()
+    arguments = call | dict(zip(("k_cache", "v_cache"), caches, strict=True)) | options
+    with poisoned_allocations():
+        out, lse = flash_attn_with_kvcache(**arguments, return_lse=True)
+    return out, lse, caches
+
+
+def check(problem: CacheProblem, where="cpu", seed: int = 0, **options) -> None:
+    call = make_call(problem, seed, where)
+    check_call(call, *run(call, **options))
+
+
+def assert_same_bits(results, others) -> None:
+    out, lse, caches = results
+    other_out, other_lse, other_caches = others
+    assert torch.equal(out, other_out) and torch.equal(lse, other_lse)
+    for cache, other in zip(caches, other_caches, strict=True):
+        assert torch.equal(as_bits(cache), as_bits(other))
+
+
+def unread(call: dict) -> dict:
+    """Return the call with integer tensors that the host does not read."""
+    return call | {
+        name: value.as_subclass(OnGpu)
+        for name, value in call.items()
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int32 and value.is_cpu
+    }
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 1 << 32), st.sampled_from(DTYPES))
+def test_random_calls(seed, dtype):
+    check(random_problem(seed, dtype, seed, lengths=(0, 1, 20, 300)), seed=seed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_splits": 1}, {"num_splits": 3}, {"num_splits": 1 << 40}]
+    + [{"sm_margin": n} for n in (1, 100, 131)],
+    ids=str,
+)
+@pytest.mark.parametrize("seqlen_q", [1, 40])
+def test_the_cut_changes_rounding_only(options, seqlen_q, where):
+    problem = CacheProblem((700, 3, 0, 299), seqlen_q, heads_kv=2, group=4, causal=True)
+    check(problem, where, **options)
+
+
+CUT = [
+    *(
+        CacheProblem(seqlens, heads_kv=2, group=4, causal=True, head_dim=128)
+        for seqlens in ((1,), (63, 64, 65), (1000, 1, 0, 4097), (0,), (0, 0, 5))
+    ),
+    *(
+        CacheProblem((700, 90), heads_kv=heads_kv, group=group, head_dim=128)
+        for heads_kv, group in ((8, 1), (2, 3), (1, 128), (2, 5))
+    ),
+    *(
+        CacheProblem((1, 500, 0, 64, 4113), heads_kv=2, group=4, page_size=page_size, causal=True)
+        for page_size in (7, 16, 24, 192)
+    ),
+    *(
+        CacheProblem(
+            (333, 65), 4, heads_kv=2, group=4, page_size=page_size, batch_idx=(3, 0), rows=5,
+            causal=True,
+        )
+        for page_size in (7, 16, 24, 192)
+    ),
+    *(
+        CacheProblem(
+            (200, 500, 64, 65, 1000, 500), 2, heads_kv=2, group=4, page_size=page_size,
+            leftpads=(0, 1, 63, 64, 100, 500), causal=True,
+        )
+        for page_size in (None, 16)
+    ),
+    *(
+        CacheProblem(
+            (1500, 20, 0), 3, heads_kv=2, group=4, softcap=2.0, alibi=1, sinks="float32",
+            window=window, head_dim=128,
+        )
+        for window in ((-1, 0), (300, 0))
+    ),
+]  # fmt: skip
+
+LARGE = [
+    CacheProblem((40_000,), group=16, causal=True, head_dim=128),
+    CacheProblem((30_000, 20, 100, 9000), 8, heads_kv=2, group=4, causal=True, head_dim=128),
+    *(
+        CacheProblem(tuple((0, 1, 70, 200)[37 * n % 11 % 4] for n in range(batch)), group=2)
+        for batch in (33, 1000, 1025, 3000)
+    ),
+]
+"""Keys for all CTAs, and sequences for each way to search them."""
+
+
+@places(
+    "problem,mode",
+    cpu=zip(CUT, itertools.cycle(MODES)),
+    gpu=itertools.product(CUT + LARGE, MODES),
+)
+def test_every_cut(problem, mode, where):
+    check(problem, where, **MODES[mode])
+
+
+@pairs(
+    # Several tiles of rows: those of the middle see other key blocks than the first and the last.
+    {"seqlen_q": 40, "window": (-1, 0), "mode": "stream"},
+    {"seqlen_q": 40, "window": (100, 3), "mode": "splits"},
+    seqlen_q=(3, 8, 17, 40),
+    window=((-1, -1), (-1, 0), (100, 3), (70, -1)),
+    mode=tuple(MODES),
+)
+def test_several_queries(seqlen_q, window, mode, where):
+    problem = CacheProblem((300, 1, 64, seqlen_q), seqlen_q, heads_kv=2, group=4, window=window)
+    check(replace(problem, head_dim=128), where, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_keys_that_grow(mode, where):
+    """The reference of the softmax moves in every block."""
+    call = make_call(CacheProblem((3000,), group=4, causal=True, head_dim=128), device=where)
+    factor = torch.linspace(0.1, 8, call["k_cache"].shape[1], device=where)
+    call["k_cache"] = (call["k_cache"] * factor[:, None, None]).bfloat16()
+    check_call(call, *run(call, **MODES[mode]))
+
+
+@pairs(seqlen=(0, 1, 2, 64, 65, 127, 128, 129, 1000), page_size=PAGE_SIZES, append=(False, True))
+def test_lengths(seqlen, page_size, append, where):
+    counts = (2, 2, 2) if append else None
+    problem = CacheProblem((seqlen, 5, 300), counts=counts, page_size=page_size, head_dim=128)
+    check(replace(problem, heads_kv=2, group=4), where)
+
+
+@pairs(
+    # The consumer once walked the key blocks of its own rows, the producer those of all.
+    {"seqlen_q": 64, "group": 16, "page_size": None},
+    {"seqlen_q": 65, "group": 8, "page_size": 64},
+    seqlen_q=(1, 2, 4, 5, 8, 9, 16, 17, 64, 65, 80),
+    group=(1, 4, 8, 16),
+    page_size=(None, 16, 64),
+)
+def test_rows_of_a_head_may_take_several_tiles(seqlen_q, group, page_size, where):
+    problem = CacheProblem(
+        (300, 10, 0, 64), seqlen_q, heads_kv=2, group=group, page_size=page_size, causal=True
+    )
+    check(problem, where)
+
+
+@pairs(
+    dtype=DTYPES,
+    table_dtype=("same", "float32"),
+    interleaved=(False, True),
+    dim=(16, 64, 128),
+    causal=(False, True),
+)
+def test_rotary(dtype, table_dtype, interleaved, dim, causal, where):
+    """Queries turn to positions of their own only under a mask that tells them apart."""
+    table_dtype = dtype if table_dtype == "same" else table_dtype
+    problem = CacheProblem(
+        (500, 0, 7), 4, (4, 4, 4), dtype=dtype, heads_kv=2, group=4, head_dim=128,
+        rotary=(dim, interleaved, table_dtype), causal=causal,
+    )  # fmt: skip
+    check(problem, where)
+
+
+def test_queries_turn_without_new_tokens():
+    check(CacheProblem((50, 7), 3, (0, 0), rotary=(64, True, "bfloat16")))
+
+
+def test_left_padding_hides_keys_and_moves_none():
+    problem = CacheProblem((50, 40), 3, leftpads=(50, 11), alibi=1, window=(20, 0))
+    check(problem)
+    call = make_call(problem)
+    _, lse, _ = run(call)
+    assert (lse[0] == -math.inf).all()
+
+
+def test_sequences_may_share_a_row():
+    problem = CacheProblem((30, 60, 0), batch_idx=(2, 2, 0), rows=4)
+    check(problem)
+
+
+def test_a_row_of_the_page_table_may_be_chosen():
+    problem = CacheProblem((30, 60), counts=(2, 2), batch_idx=(3, 1), rows=5, page_size=16)
+    check(problem)
+
+
+def test_ragged_tokens():
+    problem = CacheProblem((30, 0, 9), 2, (0, 7, 1), ragged=True, rotary=(16, False, "bfloat16"))
+    check(problem)
+
+
+@pytest.mark.parametrize("sinks", ["float32", "bfloat16"])
+def test_sinks_join_the_denominator(sinks):
+    problem = CacheProblem((30, 0), group=4, sinks=sinks)
+    check(problem)
+    call = make_call(problem)
+    out, lse, _ = run(call)
+    assert (out[1] == 0).all() and torch.equal(lse[1, :, 0], call["sinks"].float())
+
+
+@pytest.mark.parametrize("seqlen", [0, 30, None])
+def test_a_length_may_be_one_number(seqlen, where):
+    call = make_call(CacheProblem((37, 37), room=0, group=4), device=where)
+    tensor = torch.full((2,), 37 if seqlen is None else seqlen, dtype=torch.int32, device=where)
+    assert_same_bits(run(call, cache_seqlens=tensor), run(call, cache_seqlens=seqlen))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_lse_is_optional(mode, where):
+    call = make_call(CacheProblem((700, 30), group=4), device=where)
+    out, _, _ = run(call, **MODES[mode])
+    assert torch.equal(out, flash_attn_with_kvcache(**call, **MODES[mode]))
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        CacheProblem((3, 4), seqlen_q=0, counts=(2, 2)),
+        CacheProblem((0, 0), room=0),
+        CacheProblem((0, 0), room=0, page_size=16),
+        CacheProblem((0, 0), room=0, page_size=16, sinks="float32"),
+        CacheProblem((3, 4), heads_kv=0),
+        CacheProblem((3, 4), counts=(0, 0), rotary=(16, True, "bfloat16")),
+        CacheProblem((3, 4), counts=(0, 0), ragged=True),
+    ],
+    ids=str,
+)
+def test_empty_tensors(problem, where):
+    check(problem, where)
+
+
+@pytest.mark.parametrize(
+    ("problem", "empty"),
+    [
+        (CacheProblem((5, 9), 1, (1, 1), page_size=16), ("k_cache", "v_cache")),
+        (CacheProblem((5, 9), page_size=16, sinks="float32"), ("k_cache", "v_cache")),
+        (CacheProblem((5, 9), 1, (1, 1), batch_idx=(1, 0), rows=2), ("k_cache", "v_cache")),
+        (CacheProblem((5, 9), batch_idx=(1, 0), rows=2, page_size=16), ("page_table",)),
+    ],
+    ids=["pages", "sinks", "rows", "rows of pages"],
+)
+def test_a_cache_without_pages_or_rows(problem, empty, where):
+    """Lengths on a GPU may say that there is something in it."""
+    call = make_call(problem, device=where)
+    out, lse, _ = run(unread(call | {name: call[name][:0] for name in empty}))
+    sinks = call.get("sinks", torch.tensor([-math.inf], device=where))
+    assert (out == 0).all() and (lse == sinks[:, None]).all()
+
+
+def test_returns():
+    call = make_call(CacheProblem((30, 9), group=4, head_dim_v=96))
+    out = flash_attn_with_kvcache(**call)
+    assert isinstance(out, torch.Tensor) and out.is_contiguous() and out.shape == (2, 1, 4, 96)
+    same, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
+    assert torch.equal(out, same) and lse.shape == (2, 4, 1) and lse.dtype == torch.float32
+    given = torch.full_like(out, torch.nan)
+    assert flash_attn_with_kvcache(**call, out=given) is given
+    assert torch.equal(given, out)
+
+
+def test_arguments_that_go_by_two_names():
+    call = make_call(CacheProblem((5, 9), page_size=16))
+    call["sinks"] = torch.zeros(call["q"].shape[2])
+    names = {"page_table": "block_table", "sinks": "s_aux"}
+    other_names = {names.get(name, name): x for name, x in call.items()}
+    out = flash_attn_with_kvcache(**other_names)
+    assert torch.equal(out, flash_attn_with_kvcache(**call))
+    assert not torch.equal(out, flash_attn_with_kvcache(**call | {"sinks": None}))
+    for name, other in names.items():
+        with pytest.raises(ValueError, match=f"^{other} must be None with {name}, for which it is"):
+            flash_attn_with_kvcache(**call, **{other: call[name]})
+    with pytest.raises(TypeError, match=r"^sinks must be a torch\.Tensor, got list"):
+        flash_attn_with_kvcache(**call | {"sinks": None}, s_aux=[0.0])
+
+
+def test_an_empty_batch():
+    call = make_call(CacheProblem((3, 4), counts=(1, 1)))
+    names = ("q", "k", "v", "cache_seqlens", "k_cache", "v_cache")
+    empty = call | {name: call[name][:0] for name in names}
+    out, lse, _ = run(empty)
+    assert out.shape == (0, 1, 1, 64) and lse.shape == (0, 1, 1)
+    for seqlen in (-5, 1 << 31):
+        with pytest.raises(ValueError, match=rf"^cache_seqlens must be from 0 .* got {seqlen}$"):
+            run(empty, cache_seqlens=seqlen)
+
+
+def test_another_default_device_changes_nothing():
+    call = make_call(CacheProblem((150, 9), 2, (2, 2), page_size=16, rotary=(32, False, "float32")))
+    before = run(call, num_splits=3, cache_seqlens=9)
+    torch.set_default_device("meta")
+    try:
+        after = run(call, num_splits=3, cache_seqlens=9)
+        metadata = get_scheduler_metadata(2, 2, 200, 8, 1, 64, 9)
+        full = flash_attn_func(call["q"], call["k"], call["v"])
+    finally:
+        torch.set_default_device(None)
+    assert_same_bits(before, after)
+    assert metadata == get_scheduler_metadata(2, 2, 200, 8, 1, 64, 9)
+    assert torch.equal(full, flash_attn_func(call["q"], call["k"], call["v"]))
+
+
+@pairs(
+    page_size=(None, 16, 64),
+    seqlen_q=(1, 9),
+    group=(1, 8),
+    options=({"batch_invariant": True}, {"num_splits": 1}, {"num_splits": 5}),
+)
+def test_batch_invariance(group, seqlen_q, page_size, options, where):
+    """A sequence gives the same bits alone and anywhere among others."""
+    few, many = (900, 41, 0, 333, 128), (20_000, 41, 0, 3333, 512, 513, *range(1, 2000, 50))
+    seqlens = few if where == "cpu" else many
+    problem = CacheProblem(
+        seqlens, seqlen_q, heads_kv=2, group=group, page_size=page_size, causal=True
+    )
+    call = make_call(problem, device=where)
+    out, lse, _ = run(call, **options)
+    by_sequence = ["q", "cache_seqlens"] + (["page_table"] if page_size else ["k_cache", "v_cache"])
+    last = len(seqlens) - 1
+    for chosen in ([0], [3], [3, 0], [4, 3, 2, 1, 0], [1] * len(seqlens) + [0], [last, 3, 3]):
+        some = call | {name: call[name][chosen] for name in by_sequence}
+        some_out, some_lse, _ = run(some, **options)
+        assert torch.equal(some_out, out[chosen]) and torch.equal(some_lse, lse[chosen])
+    fewer_sms_out, fewer_sms_lse, _ = run(call, **options, sm_margin=77)
+    assert torch.equal(fewer_sms_out, out) and torch.equal(fewer_sms_lse, lse)
+
+
+# -------------------------------------------------------------------------------------- merge
+
+
+def partial_results(num_splits=3, head_dim=64, where="cpu"):
+    """Draw parts of which some are hidden; one row is hidden altogether."""
+    generator, shape = torch.Generator(where).manual_seed(0), (num_splits, 2, 5, 4)
+    out = torch.randn(*shape, head_dim, generator=generator, device=where)
+    lse = 5 * torch.randn(num_splits, 2, 4, 5, generator=generator, device=where).transpose(2, 3)
+    lse[torch.rand(lse.shape, generator=generator, device=where) < 0.3] = -torch.inf
+    lse[:, 0, 0, 0] = -torch.inf
+    return out, lse
+
+
+@pairs(
+    head_dim=(8, 64, 128, 256, 512),
+    num_splits=(1, 2, 40, 300),
+    out_dtype=(None, torch.float32, torch.bfloat16, torch.float16),
+)
+def test_combine(num_splits, out_dtype, head_dim, where):
+    parts, lses = partial_results(num_splits, head_dim, where)
+    with poisoned_allocations():
+        out, lse = flash_attn_combine(parts, lses, out_dtype=out_dtype)
+    assert out.dtype == (out_dtype or torch.float32)
+    exact = lses.double().logsumexp(0)
+    shares = (lses.double() - exact).exp().nan_to_num(0.0)
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
+    merged = (shares[..., None] * parts.double()).sum(0)
+    torch.testing.assert_close(out, merged.to(out.dtype), rtol=2e-2, atol=1e-5)
+    assert (out[0, 0, 0] == 0).all() and lse[0, 0, 0] == -math.inf
+    given = torch.full_like(out, torch.nan)
+    assert flash_attn_combine(parts, lses, given)[0] is given
+    assert torch.equal(given, out)
+
+
+def test_parts_of_a_call_combine_to_the_call():
+    """Attention to the first and to the other keys, merged, is attention to all of them."""
+    call = make_call(CacheProblem((100, 130), room=0))
+    out, lse, _ = run(call)
+    halves = [
+        call | {"cache_seqlens": integers(40, 50)},
+        call | {"cache_leftpad": integers(40, 50)},
+    ]
+    parts, lses = zip(*(run(half)[:2] for half in halves), strict=True)
+    merged, merged_lse = flash_attn_combine(
+        torch.stack(parts).float(), torch.stack(lses).transpose(2, 3)
+    )
+    torch.testing.assert_close(merged, out.float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(merged_lse.transpose(1, 2), lse)
