@@ -194,7 +194,7 @@ class Explanation:
             f"{'An' if self.lane == 'SM' else 'A'} {self.lane} works for "
             f"{duration(min(timeline.busy, default=0.0))} to "
             f"{duration(max(timeline.busy, default=0.0))}, on average "
-            f"{duration(timeline.mean)}: {timeline.balance:.1%} of the time."
+            f"{duration(timeline.mean)}: {timeline.balance:.1%} of the longest."
         )
 
     @property

@@ -86,9 +86,9 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     names = [describe_kernel(kernel) for kernel in (entry.preprocess, entry.main)]
     config, shares = plan.config, plan.shares
     workspace = FLOAT_BYTES * plan.sizes.layout.end
-    parts = ""
-    if shares.parts > 1:
-        parts = f", each shared by {shares.parts} CTAs"
+    parts = f", each shared by {shares.parts} CTAs" * (shares.parts > 1)
+    groups = counted(plan.num_head_groups, "head group")
+    one_by_one = " one after another" * (plan.num_head_groups > 1)
     sentences = {
         **sentences_of(problem, flops, gpu, names),
         "CTA": f"A tile of {config.tile_n} keys of one key/value head, against blocks of "
@@ -97,7 +97,7 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         "Grid": f"{counted(plan.num_key_tiles, 'tile')} of keys{parts}, "
         f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
         "Order": f"{counted(plan.query_heads_of_group, 'query head')} together, whose Q, dO and dQ "
-        f"stay in L2; {counted(plan.num_head_groups, 'head group')} one after another.",
+        f"stay in L2; {groups}{one_by_one}.",
         "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator, parts "
         "of dK and dV, and row statistics, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,

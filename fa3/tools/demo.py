@@ -80,7 +80,7 @@ def plan_in_words(plan: Plan) -> str:
         f"{counted(plan.grid, 'CTA')} on {plan.gpu.num_sms} SMs share the tiles. In each, one "
         f"warpgroup loads while {config.consumers} others compute.",
         f"Predicted time: {duration(prediction.us)}, {rate}. It is limited by {prediction.bound}; "
-        f"SMs are busy for {plan.simulate().balance:.1%} of the time.",
+        f"SMs are busy for {prediction.busy:.1%} of the time.",
         "`fa3 plan --causal` shows the same with all numbers.",
     ]
     return "\n".join(lines)
