@@ -73,3 +73,5 @@ def test_the_api_reference_has_the_public_names_and_no_others():
     shown = re.findall(r"^::: fa3[.](.+)$", text, re.MULTILINE)
     libraries = [f"integrations.{name}.register" for name in ("torch", "transformers", "vllm")]
     assert sorted(shown) == sorted([*fa3.__all__, *libraries])
+    table = re.findall(r"^[|] (\[.*) [|] ", text, re.MULTILINE)
+    assert sorted(re.findall(r"\]\[fa3[.](.+?)\]", "".join(table))) == sorted(fa3.__all__)
