@@ -6,7 +6,9 @@ The tensors are never written, so they take no memory however large the caches a
 
 import math
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +26,7 @@ from fa3.running.compiler import key_of
 from fa3.schedules import SplitTiles, TileList
 from fa3.schedules.marked import Marked
 from fa3.tools import warmup
-from fa3.tools.models import CAUSAL, PRESETS
+from fa3.tools.models import CALLS, CAUSAL, PAGE_SIZES, PRESETS
 
 MODEL = PRESETS["llama3-8b"]
 
@@ -174,6 +176,20 @@ def test_a_server_meets_few_kernels(server, gpu, met, compiled, monkeypatch):
     forward.prepare_forward.cache_clear()
     assert len({key_of(kernel) for kernel in met}) == EXPECTED[server]
     assert met.keys() <= compiled
+
+
+def test_the_documentation_counts_what_is_compiled(monkeypatch):
+    monkeypatch.setattr(warmup, "known_gpus", lambda: [H200, H100])
+    page = (Path(__file__).parents[1] / "docs" / "environment.md").read_text()
+    written = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
+    rotary = warmup.rotary_of(MODEL, "halves")
+    made = {call: set(warmup.kernels_of(MODEL, (call,), PAGE_SIZES, rotary)) for call in CALLS}
+    assert {call: int(count) for call, count in written.items()} == {
+        call: len(kernels) for call, kernels in made.items()
+    }
+    assert f"has {len(set().union(*made.values()))} kernels in all" in page
+    guide = (Path(__file__).parents[1] / "docs" / "decoding.md").read_text()
+    assert f"compiles {len(made['cache'] | made['dense'])} kernels" in guide
 
 
 def draw_problem(draw: random.Random) -> Problem:
