@@ -176,10 +176,11 @@ def add_compile(commands) -> None:
     add_option(model, "--calls", CALLS, calls, nargs="+")
     pages = "tokens of a page of the cache, 0 for no pages; may be repeated (default: 0 and 64)"
     add_option(model, "--page-size", int, pages, dest="page_sizes", action="append")
-    rotary = "the rotary embedding turns both halves of a head against each other, as Llama does, "
-    add_option(
-        model, "--rotary", ROTARIES, f"{rotary}or neighbouring pairs of columns (default: halves)"
+    rotary = (
+        "the rotary embedding of appended tokens: turns both halves of a head against each other, "
+        "as Llama does, or neighbouring pairs of columns; none: no embedding (default: halves)"
     )
+    add_option(model, "--rotary", ROTARIES, rotary)
     tables = "dtype of the rotary embedding's tables (default: the model's)"
     add_option(model, "--rotary-dtype", (*SHORT_DTYPES, "float32"), tables)
     add_option(model, "--processes", int, "compile in N processes (default: one per core)")
