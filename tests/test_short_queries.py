@@ -10,6 +10,7 @@ from pairs import places
 from problems import poisoned_allocations
 from score_problems import Recipe
 from varlen_problems import (
+    LENGTHS_OF_GRAPHS,
     WRONG_ENDS,
     VarlenProblem,
     check_graph,
@@ -456,5 +457,6 @@ def test_a_graph_of_few_tiles_serves_other_lengths(attending, device):
         ((1, 4, 600), (1, 13_999, 0)), ((0, 250, 100), (50, 200, 13_000)),
     )  # fmt: skip
     problems = [replace(CHUNKS, seqlens_q=of_q, seqlens_k=of_k, spare=0) for of_q, of_k in lengths]
-    check_graph(problems, device, max_seqlen_q=605, max_seqlen_k=14_000, num_splits=0)
+    options = {"max_seqlen_q": 605, "max_seqlen_k": 14_000, "num_splits": 0}
+    check_graph(problems, device, names=LENGTHS_OF_GRAPHS, **options)
     assert attending == [1024, 1024]

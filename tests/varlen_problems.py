@@ -289,13 +289,22 @@ def check_wrong_ends(call: dict, ends: tuple[int, ...], **options) -> None:
     assert not used_counters()
 
 
-def check_graph(problems: list[VarlenProblem], device, every: int = 0, **options) -> None:
+LENGTHS_OF_GRAPHS = "cu_seqlens_q", "cu_seqlens_k"
+
+
+def check_graph(
+    problems: list[VarlenProblem],
+    device,
+    every: int = 0,
+    names: tuple[str, ...] = ("q", "k", "v", *LENGTHS_OF_GRAPHS),
+    **options,
+) -> None:
     """Assert that a graph of the first call serves the tensors of all calls.
 
     Args:
         every: which sequences are poisoned; 0 for none.
+        names: the tensors that the other calls have of their own.
     """
-    names = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"
     calls = [make_call(problem, seed, device) for seed, problem in enumerate(problems)]
     values = [{name: call[name].clone() for name in names} for call in calls]
     call = calls[0] | options
