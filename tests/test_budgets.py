@@ -1,0 +1,122 @@
+"""The size of the code: lines of packages and files, functions, and the trails of tensors."""
+
+import ast
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import fa3
+
+PACKAGE = Path(fa3.__file__).parent
+PAGE = PACKAGE.parent / "docs/architecture.md"
+
+LONGEST_FILE, LONGEST_FUNCTION, MOST_ARGUMENTS = 700, 100, 10
+
+LONG_FILES = {"kernels/decode.py", "kernels/forward.py"}
+LONG_FUNCTIONS = {
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+}
+"""Public functions, with the longest docstrings."""
+
+PUBLIC = LONG_FUNCTIONS | {"_flash_attn_backward", "warmup", "attend_layer", "describe_mask", "of"}
+"""Functions with a signature that others prescribe, or that users call by name."""
+
+MANY_ARGUMENTS = {
+    "__init__",
+    "packed_gradients",
+    "planned_call",
+    "prepare_cache_call",
+    "problem_posed_by",
+    "ragged_gradients",
+    "run_on_pages",
+}
+"""What is still to become shorter."""
+
+
+def section(title: str) -> str:
+    """Return the text of a section of the page."""
+    text = PAGE.read_text()
+    return re.search(rf"^## {title}$(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def functions() -> list[tuple[str, ast.FunctionDef]]:
+    """Return all functions, with their files."""
+    return [
+        (str(path.relative_to(PACKAGE)), node)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+
+
+def test_packages_keep_to_their_budgets():
+    rows = re.findall(r"^\| `?([a-z ]+?)`? \| (\d+) \|$", section("Line budgets"), re.MULTILINE)
+    budgets = dict(rows)
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert budgets.keys() == folders | {"files at the top"}
+    for name, budget in budgets.items():
+        files = (PACKAGE / name).rglob("*.py") if name in folders else PACKAGE.glob("*.py")
+        lines = sum(map(lines_of, files))
+        assert lines <= int(budget), f"{name} has {lines} lines"
+
+
+def test_no_other_file_is_long():
+    long = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if lines_of(path) > LONGEST_FILE
+    }
+    assert long == LONG_FILES
+
+
+def test_no_other_function_is_long():
+    long = {
+        node.name for _, node in functions() if node.end_lineno - node.lineno >= LONGEST_FUNCTION
+    }
+    assert long == LONG_FUNCTIONS
+
+
+def test_no_other_function_has_many_arguments():
+    found = set()
+    for path, node in functions():
+        arguments = *node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs
+        is_method = arguments and arguments[0].arg in ("self", "cls")
+        if len(arguments) - bool(is_method) > MOST_ARGUMENTS:
+            found.add(node.name)
+            assert node.name in PUBLIC | MANY_ARGUMENTS, f"{node.name} in {path}"
+    assert found >= MANY_ARGUMENTS, "take what is shorter from the list"
+
+
+def defined() -> dict[str, object]:
+    """Return the functions and classes of calls, kernels and the reference, by name."""
+    found: dict[str, object] = {}
+    for package in ("calls", "kernels", "reference"):
+        for module in pkgutil.iter_modules([str(PACKAGE / package)]):
+            found |= vars(importlib.import_module(f"fa3.{package}.{module.name}"))
+    return found
+
+
+ROW = re.compile(r"^\| .* \| (.*`.*) \| (`.*`) \|$", re.MULTILINE)
+TRAILS = ROW.findall(section("From a call to the kernel"))
+"""What passes a tensor on, and its slot in a launch."""
+
+
+@pytest.mark.parametrize(("trail", "slot"), TRAILS)
+def test_what_passes_a_tensor_on_exists(trail, slot):
+    places, passed = defined(), re.findall(r"`([^`]+)`", trail)
+    assert 2 <= len(passed) <= 8
+    for name in (*passed, slot.strip("`")):
+        first, *attributes = name.split(".")
+        owner = places[first]
+        for attribute in attributes:
+            owner = getattr(owner, attribute)
