@@ -175,7 +175,7 @@ def common_parameters(prior: Costs, seen: Sequence[Observation]) -> list[Paramet
         places = {one.unit_name for one in seen if one.schedule == name}
         for place in sorted(places):
             found.append(of_schedule(place, "unit_us", prior, lambda one: one.unit_name))
-    if not all(observation.key.follows for observation in seen):
+    if not all(observation.key.online_max for observation in seen):
         found.append(of_second_launch(prior))
     found.append(
         on_log_scale(
@@ -215,7 +215,7 @@ def of_second_launch(prior: Costs) -> Parameter:
         lambda costs, value: replace(costs, call_us={**costs.call_us, AGAIN: value}),
         prior.call_us[AGAIN],
         0.3,
-        lambda observation: not observation.key.follows,
+        lambda observation: not observation.key.online_max,
     )
 
 

@@ -395,5 +395,5 @@ class PackedReference(PartsReference):
         parts = []
         for i in checked_sequences(cell):
             rows, one, of_sequence = sequence_of(cell, i, tensors)
-            parts.append((rows, harness.Reference(one, of_sequence)))
+            parts.append((rows, harness.RowMax(one, of_sequence)))
         super().__init__(parts)

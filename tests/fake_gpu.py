@@ -25,7 +25,7 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
-from fa3.kernels.joined_table import JoinedTable, JoinedTableArguments
+from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTable, TileTableArguments
 from fa3.running import compiler, counters, graphs
 
@@ -41,7 +41,7 @@ ARGUMENTS = {
     Combine: CombineArguments,
     Decode: DecodeArguments,
     Forward: ForwardArguments,
-    JoinedTable: JoinedTableArguments,
+    MultiSequenceTable: MultiSequenceTableArguments,
     TileTable: TileTableArguments,
 }
 """What a launch of each kernel takes, by name."""

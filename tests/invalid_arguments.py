@@ -54,7 +54,7 @@ from fa3.kernels.append import MOST_VECTORS
 from fa3.planning.gpu import H200
 from fa3.primitives.arithmetic import LARGEST
 from fa3.problem import Window
-from fa3.schedules.marked import Marked
+from fa3.schedules.marked import RecomputeTiles
 from fa3.scores.masks import Band
 
 VALUE, TYPE, MISSING = ValueError, TypeError, NotImplementedError
@@ -644,7 +644,7 @@ PLANS = [
     ("plan", "cluster_m", config(cluster_m=4), "must be"),
     ("plan", "ForwardConfig", config(tile_m=192, tile_n=256, kv_stages=4), "...shared memory"),
     *each("plan", "schedule", TYPE, "must be one of ...'list'... or a function",
-          (int, ""), (Marked, ""), (3, ""), (1.5, "")),
+          (int, ""), (RecomputeTiles, ""), (3, ""), (1.5, "")),
     ("plan", "schedule", lambda x: LONGER.schedule, "...of another problem or tiling"),
     ("dense", "plan", LONGER, "was made for seqlen_q 700; the call has seqlen_q 20$"),
     ("dense", "plan", {"plan": PLAN, **NO_ROWS}, "was made for...; the call has "),

@@ -81,7 +81,7 @@ def test_plans_compute_the_cell_they_are_made_for(cell):
             )
         )
     )
-    reference = harness.Reference(cell, tensors)
+    reference = harness.RowMax(cell, tensors)
     for schedule in SCHEDULES:
         provider = plans.Planned(plan_forward(plans.problem_of(cell), H200, schedule=schedule))
         (call,) = provider.prepare(cell, tensors).values()
@@ -112,8 +112,8 @@ def test_a_row_s_plan_is_read_back():
             plan.schedule.name,
         )
     unnamed = replace(row, choice="")
-    follows = replace(choose_config(problem, H200), fixed_reference=False)
-    assert plans.recorded_config(unnamed) == (follows, "static")
+    online_max = replace(choose_config(problem, H200), fixed_reference=False)
+    assert plans.recorded_config(unnamed) == (online_max, "static")
     earlier = replace(row, choice="static 192x128")
     assert not plans.recorded_config(earlier)[0].fixed_reference
     with pytest.raises(ValueError, match="no plan of the present table"):

@@ -14,7 +14,7 @@ from fa3.calls.kvcache import flash_attn_with_kvcache, prepare_cache_call
 from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.planning import decode
 from fa3.problem import Window
-from fa3.schedules.stream_k import Units, Whole
+from fa3.schedules.stream_k import FixedSplit, NoSplit
 
 
 def metadata(seqlens, seqlen_q=1, heads=(8, 8), **options):
@@ -85,7 +85,7 @@ def made_for(call: dict, **options):
     return get_scheduler_metadata(*sizes, call["cache_seqlens"], **(defaults | options))
 
 
-@pytest.mark.parametrize(("num_splits", "cut"), [(0, Whole), (1, Whole), (3, Units)])
+@pytest.mark.parametrize(("num_splits", "cut"), [(0, NoSplit), (1, NoSplit), (3, FixedSplit)])
 def test_calls_follow_it(num_splits, cut, monkeypatch):
     problem = CacheProblem(
         (200, 0, 131), 2, (2, 2, 2), page_size=16, group=4, head_dim_v=96, causal=True, softcap=9.0

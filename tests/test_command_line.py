@@ -229,10 +229,10 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     ]
     call = prepare_varlen(*tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0)
     rows = batch * seqlen_q, batch * seqlen_k
-    joins, _, most, has_long = call.route(
+    packs_sequences, _, most, has_long = call.route(
         PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k), False, None, True
     )
-    assert (joins, bool(most), has_long) == {
+    assert (packs_sequences, bool(most), has_long) == {
         "tile table": (False, False, True),
         "shared-tile table": (True, False, False),
         "decode": (False, True, False),

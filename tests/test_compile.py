@@ -35,8 +35,8 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, TileList
-from fa3.schedules.joined import JoinedTiles
-from fa3.schedules.marked import Marked, MarkedRagged
+from fa3.schedules.joined import MultiSequenceTiles
+from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
 from fa3.schedules.ragged import RaggedTiles
 from fa3.schedules.ragged_split import RaggedSplit
 from fa3.scores.intervals import Intervals
@@ -128,7 +128,7 @@ def cases():
                 yield spec, config, schedule_type
     # Of heads of 64 and 256 with dropout, which takes more registers: test_dropout_compile.
     spec = spec_of(128, "causal")
-    yield spec, config_of(spec).again, Marked
+    yield spec, config_of(spec).again, RecomputeTiles
     spec = spec_of(64, "causal")
     yield spec, config_of(spec), Dynamic
     for head_dim, head_dim_v in PADDED_HEAD_DIMS:
@@ -150,10 +150,10 @@ def cases():
         spec = spec_of(head_dim, mask)
         fixed = takes_fixed_reference(spec)
         yield spec, replace(general_tiling(spec), fixed_reference=fixed), RaggedTiles
-        yield spec, general_tiling(spec), MarkedRagged
+        yield spec, general_tiling(spec), RecomputeRaggedTiles
         yield spec, replace(general_tiling(spec), fixed_reference=fixed), RaggedSplit
     for spec in (*(spec_of(n, "rows") for n in (64, 128, 256)), spec_of(64, "rows", "float16")):
-        yield spec, halved_tiling(spec), JoinedTiles
+        yield spec, halved_tiling(spec), MultiSequenceTiles
     for spec in (
         spec_of(128, "left"),
         spec_of(64, "full", dtype="float16"),
@@ -218,9 +218,9 @@ def modified_cases():
     for size, mask, name in MODIFIED:
         head_dim, head_dim_v = SIZES[size]
         spec = modified(head_dim, mask, *MODIFIERS[name], head_dim_v=head_dim_v)
-        schedules = {"full": StaticPersistent, "window": Dynamic, "rows": JoinedTiles}
+        schedules = {"full": StaticPersistent, "window": Dynamic, "rows": MultiSequenceTiles}
         schedule_type = schedules.get(mask, TileList)
-        config = halved_tiling(spec) if schedule_type is JoinedTiles else config_of(spec)
+        config = halved_tiling(spec) if schedule_type is MultiSequenceTiles else config_of(spec)
         case = (spec, config, schedule_type)
         yield pytest.param(case, id=f"d{size}-{mask}-{name}")
 
@@ -237,7 +237,7 @@ def name_of(case) -> str:
     size = f"d{spec.head_dim}" + f"v{spec.head_dim_v}" * (spec.head_dim_v != spec.head_dim)
     parts = [size, tile, mask, spec.dtype, schedule_type.__name__]
     parts += ["cluster"] * (config.cluster_m > 1) + ["heads"] * (config.cluster_h > 1)
-    parts += ["follows"] * (not config.fixed_reference)
+    parts += ["online_max"] * (not config.fixed_reference)
     return "-".join(parts)
 
 
@@ -266,13 +266,13 @@ def test_a_kernel_with_both_references_has_the_code_of_each(mask, has_dropout):
     spec = replace(spec_of(128, mask), has_dropout=has_dropout)
     config = replace(config_of(spec), cluster_m=1, cluster_h=2)
     assert config.fixed_reference
-    both = Forward(spec, config, TileList, has_both=True)
+    both = Forward(spec, config, TileList, has_online_and_fixed=True)
     kernel = compile_kernel(both)
     report = inspect(kernel.cubin)
     check_resources(report, kernel.ptxas_log, config)
     alone = [
         inspect(compile_kernel(one).cubin)
-        for one in (replace(both, has_both=False), both.following)
+        for one in (replace(both, has_online_and_fixed=False), both.following)
     ]
     assert report.registers == max(one.registers for one in alone)
     assert report.wgmma == sum(one.wgmma for one in alone)

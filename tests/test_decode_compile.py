@@ -21,7 +21,7 @@ from fa3.primitives.shared_memory import CAPACITY, padded
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec
 from fa3.running.compiler import compile_kernel
-from fa3.schedules.stream_k import Crews, StreamK, Units, Whole
+from fa3.schedules.stream_k import CtaGroups, FixedSplit, NoSplit, StreamK
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
@@ -52,18 +52,18 @@ def spec_of(head_dims=(128, 128), mask="full", dtype="bfloat16", **modifiers):
 def cases():
     """Yield (name, spec, cache, type of cut)."""
     for head_dims in ((64, 64), (128, 128), (256, 256), (192, 128), (64, 256)):
-        yield f"crews-{head_dims}", spec_of(head_dims, "causal"), CACHES["contiguous"], Crews
+        yield f"crews-{head_dims}", spec_of(head_dims, "causal"), CACHES["contiguous"], CtaGroups
     for cache in ("contiguous", "page16", "page24", "page1"):
         spec = spec_of(mask="causal", scores=SCORES, sinks="float32")
-        yield f"crews-{cache}", spec, CACHES[cache], Crews
-    yield "crews-window", spec_of(mask="window"), CACHES["page16"], Crews
+        yield f"crews-{cache}", spec, CACHES[cache], CtaGroups
+    yield "crews-window", spec_of(mask="window"), CACHES["page16"], CtaGroups
     for head_dims in ((256, 256), (96, 96), (40, 40), (192, 128), (64, 256), (72, 200)):
         yield f"{head_dims}-contiguous", spec_of(head_dims), CACHES["contiguous"], StreamK
     for head_dims in ((256, 256), (72, 200)):
         yield f"{head_dims}-page1", spec_of(head_dims), CACHES["page1"], StreamK
     for cache in CACHES:
         yield cache, spec_of(mask="causal"), CACHES[cache], StreamK
-    for cut in (Units, Whole):
+    for cut in (FixedSplit, NoSplit):
         yield cut.__name__, spec_of(mask="causal"), CACHES["contiguous"], cut
     yield "window", spec_of(mask="window"), CACHES["page16"], StreamK
     yield "float16", spec_of(dtype="float16"), CACHES["contiguous"], StreamK
@@ -117,7 +117,12 @@ def test_machine_code_of_packed_keys(case):
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("cut", "cache"),
-    [(StreamK, "contiguous"), (StreamK, "page24"), (Units, "contiguous"), (Units, "page16")],
+    [
+        (StreamK, "contiguous"),
+        (StreamK, "page24"),
+        (FixedSplit, "contiguous"),
+        (FixedSplit, "page16"),
+    ],
 )
 def test_machine_code_of_packed_queries(cut, cache):
     spec, cache = spec_of(mask="causal"), CACHES[cache]
@@ -154,7 +159,7 @@ def test_machine_code_of_functions_of_the_users(case):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("cut", [StreamK, Crews])
+@pytest.mark.parametrize("cut", [StreamK, CtaGroups])
 def test_machine_code_with_long_places(cut):
     """Places in the line take two registers each, and are passed on in two halves."""
     spec, cache = spec_of(mask="causal"), CACHES["page64"]
@@ -205,7 +210,7 @@ def check_dependent_launch(report: CubinReport):
     assert report.count("PREEXIT") == 1
 
 
-@pytest.mark.parametrize("cut", [StreamK, Crews])
+@pytest.mark.parametrize("cut", [StreamK, CtaGroups])
 @pytest.mark.parametrize("head_dims", HEAD_DIMS)
 def test_configs_fit_and_load_far_ahead(head_dims, cut):
     spec = spec_of(head_dims)
@@ -220,10 +225,15 @@ def test_two_ctas_share_an_sm_where_they_fit_and_no_other_kernel_merges():
     def ctas(cut, head_dims=(128, 128), cache="contiguous"):
         return config_of(spec_of(head_dims), CACHES[cache], cut).ctas_of_sm
 
-    assert ctas(Crews) == ctas(Crews, (64, 64)) == ctas(Crews, cache="page24") == 2
-    assert {ctas(cut) for cut in (StreamK, Units, Whole)} == {1}
-    assert ctas(Crews, (256, 256)) == ctas(Crews, (192, 128)) == ctas(Crews, (64, 256)) == 1
-    assert ctas(Crews, cache="page1") == 1
+    assert ctas(CtaGroups) == ctas(CtaGroups, (64, 64)) == ctas(CtaGroups, cache="page24") == 2
+    assert {ctas(cut) for cut in (StreamK, FixedSplit, NoSplit)} == {1}
+    assert (
+        ctas(CtaGroups, (256, 256))
+        == ctas(CtaGroups, (192, 128))
+        == ctas(CtaGroups, (64, 256))
+        == 1
+    )
+    assert ctas(CtaGroups, cache="page1") == 1
 
 
 @pytest.mark.parametrize(

@@ -282,3 +282,27 @@ def test_what_is_wrong_after_an_error_does_not_stay():
     """A failed compile leaves the compiler fit for the next one."""
     explained(ReturnsEarly())
     assert compile_kernel(kernel_of(Gate(torch.zeros(2), True))).cubin
+
+
+AT_THE_PROMPT = """
+from dataclasses import dataclass
+
+import fa3
+
+@dataclass(frozen=True)
+class Typed(fa3.Mask):
+    def visible(self, at):
+        seen = at.key <= at.query
+        if at.key > 10:
+            seen = at.key >= 0
+        return seen
+"""
+
+
+def test_a_class_without_a_file_is_named():
+    names = {"__name__": "__main__"}
+    exec(compile(AT_THE_PROMPT, "<stdin>", "exec"), names)
+    spec = AttentionSpec("bfloat16", 64, 64, Intersection(Band(), Template.of(names["Typed"]())))
+    kernel = Forward(spec, ForwardConfig(128, 64), StaticPersistent)
+    with pytest.raises(ValueError, match=r"^Typed\.visible does not compile: its source is not in"):
+        compile_kernel(kernel)

@@ -443,4 +443,4 @@ def test_what_is_launched(is_packed, seqlen, count):
     assert len(launched) == count
     assert all(one.dropout is launched[0].dropout is not None for one in launched)
     assert all(one.page_table is None for one in launched)
-    assert [one.is_beside for one in launched] == [0 if is_packed else None] * count
+    assert [one.overlaps_decode for one in launched] == [0 if is_packed else None] * count

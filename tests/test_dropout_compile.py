@@ -33,7 +33,7 @@ from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
 from fa3.schedules import Dynamic, SplitTiles, TileList
-from fa3.schedules.marked import Marked
+from fa3.schedules.marked import RecomputeTiles
 from fa3.tools.cubin import CubinReport
 
 MOST_ADDED, MOST_ADDED_BACKWARD = 4.6, 8.1
@@ -61,7 +61,7 @@ def forward_cases():
         yield f"d{head_dim}-split", Forward(spec, config_of(spec), SplitTiles)
     for head_dim in (64, 256):
         spec = dropped(spec_of(head_dim, "causal"))
-        yield f"d{head_dim}-again", Forward(spec, config_of(spec).again, Marked)
+        yield f"d{head_dim}-again", Forward(spec, config_of(spec).again, RecomputeTiles)
     spec = dropped(spec_of(128, "full", dtype="float16"))
     yield "d128-float16", Forward(spec, config_of(spec), TileList)
     for head_dim, head_dim_v in ((40, 40), (96, 96), (192, 128), (192, 192)):

@@ -24,7 +24,7 @@ from fa3.problem import Problem
 from fa3.reference.cache import HostAppend
 from fa3.running.compiler import key_of
 from fa3.schedules import SplitTiles, TileList
-from fa3.schedules.marked import Marked
+from fa3.schedules.marked import RecomputeTiles
 from fa3.tools import warmup
 from fa3.tools.models import CALLS, CAUSAL, PAGE_SIZES, PRESETS
 
@@ -213,7 +213,7 @@ def test_heads_that_share_keys_run_in_pairs_with_three_kernels(gpu):
     assert {(kernel.schedule_type, kernel.config.cluster_h) for kernel in found} == {
         (TileList, 2),
         (SplitTiles, 2),
-        (Marked, 1),
+        (RecomputeTiles, 1),
     }
 
 
@@ -224,18 +224,18 @@ def test_short_calls_and_long_ones_have_one_kernel(monkeypatch):
         for tokens in (512, 8192)
     ]
     short, long = map(plan_forward, problems)
-    assert short.kernel() == long.kernel() and short.kernel().has_both
+    assert short.kernel() == long.kernel() and short.kernel().has_online_and_fixed
     assert (short.config.fixed_reference, long.config.fixed_reference) == (False, True)
-    assert (short.follows, long.follows) == (1, 0)
+    assert (short.online_max, long.online_max) == (1, 0)
     assert len(short.launches()) == 1 and len(long.launches()) == 2
     again = long.launches()[1].kernel
-    assert not again.has_both and long.again.follows is None
+    assert not again.has_online_and_fixed and long.again.online_max is None
     alone = plan_forward(problems[0], config=ForwardConfig(128, 128), schedule="list")
-    assert not alone.kernel().has_both and alone.follows is None
+    assert not alone.kernel().has_online_and_fixed and alone.online_max is None
     half = replace(problems[0], spec=replace(problems[0].spec, dtype="float16"))
-    assert not plan_forward(half).kernel().has_both
+    assert not plan_forward(half).kernel().has_online_and_fixed
     monkeypatch.setattr(tilings, "REFERENCE", "following")
-    assert not plan_forward(problems[1]).kernel().has_both
+    assert not plan_forward(problems[1]).kernel().has_online_and_fixed
 
 
 @pytest.mark.parametrize(("tokens", "schedule"), [(512, "list"), (512, "split"), (8192, "list")])
@@ -260,11 +260,11 @@ def test_a_launch_says_which_reference(tokens, schedule, monkeypatch):
     forward.PreparedCall.on_gpu(plan, q.device, None, ()).launch(q, q, q, q, None, None, 1.0)
     (kernel, first), *rest = launched
     first = ForwardArguments(*first)
-    assert first.follows == int(tokens == 512) and first.schedule_state is table
+    assert first.online_max == int(tokens == 512) and first.schedule_state is table
     assert (first.marks is table) == (tokens == 512)
-    assert kernel.has_both and (first.part_buffer is None) == (schedule != "split")
+    assert kernel.has_online_and_fixed and (first.part_buffer is None) == (schedule != "split")
     again = [ForwardArguments(*given) for _, given in rest]
-    assert [one.follows for one in again] == [None] * (tokens != 512)
+    assert [one.online_max for one in again] == [None] * (tokens != 512)
     wanted = ForwardArguments.symbolic(kernel)
     missing = [value is None for value in first]
     assert missing == [value is None for value in wanted]

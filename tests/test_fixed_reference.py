@@ -25,11 +25,11 @@ from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 from fa3.planning.tilings import FIXED_FLOPS, choose_config, takes_fixed_reference
-from fa3.primitives.softmax import Reference
+from fa3.primitives.softmax import RowMax
 from fa3.primitives.wgmma import REGISTERS, ROWS, ROWS_OF_WARP
 from fa3.problem import Problem, Window
 from fa3.schedules import SCHEDULES, TileList, TileOrder
-from fa3.schedules.marked import ANY, MARKS_HEADER, MOST_WARPS, Marks
+from fa3.schedules.marked import ANY, MARKS_HEADER, MOST_WARPS, RecomputeMask
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -76,13 +76,13 @@ def test_scores_get_it_that_are_bounded_or_leave_logits_where_they_are():
 
 
 def test_a_reference_of_0_where_nothing_overflows_or_somebody_looks():
-    follows, fixed = ForwardConfig(128, 128), ForwardConfig(128, 128, fixed_reference=True)
+    online_max, fixed = ForwardConfig(128, 128), ForwardConfig(128, 128, fixed_reference=True)
     for config, bound, expected in (
-        (follows, 5.0, Reference.ZERO),
-        (follows, 6.0, Reference.FOLLOWING),
-        (fixed, 6.0, Reference.ZERO),
-        (fixed, 61.0, Reference.FIXED),
-        (fixed, math.inf, Reference.FIXED),
+        (online_max, 5.0, RowMax.ZERO),
+        (online_max, 6.0, RowMax.ONLINE),
+        (fixed, 6.0, RowMax.ZERO),
+        (fixed, 61.0, RowMax.FIXED),
+        (fixed, math.inf, RowMax.FIXED),
     ):
         assert Forward(LARGE.spec, config, TileList).reference(bound) is expected
 
@@ -106,7 +106,7 @@ def test_the_second_launch_needs_no_cluster():
     "order", [TileOrder(5, 3, 4, 5), TileOrder(1, 1, 1, 1), TileOrder(8, 4, 2, 8)]
 )
 def test_every_tile_has_marks_of_its_own(order):
-    marks = Marks(None, order)
+    marks = RecomputeMask(None, order)
     words = [marks.rows(i, warp) for i in range(order.num_tiles) for warp in range(MOST_WARPS)]
     words += [marks.group(i) for i in range(-(-order.num_tiles // 32))]
     assert sorted(words) == list(range(MARKS_HEADER, marks.size))
@@ -141,14 +141,17 @@ def test_counters_of_a_launch_do_not_overlap(counts):
 
 def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():
     rule = Rule(tensor=1e-3, exponential=0, masked=2, tile_us=3, steady=1, part_us=2, fixed=0.9)
-    follows = TileKey(128, 128, True, 128, 128, 1)
-    fixed, other = follows._replace(follows=False), follows._replace(follows=False, tile_n=64)
+    online_max = TileKey(128, 128, True, 128, 128, 1)
+    fixed, other = (
+        online_max._replace(online_max=False),
+        online_max._replace(online_max=False, tile_n=64),
+    )
     costs = H200.costs
     costs = Costs(
-        **vars(costs) | {"rule": rule, "tiles": {follows: TileCosts(1.0, 2.0, 3.0, 1.1, 2.0)}}
+        **vars(costs) | {"rule": rule, "tiles": {online_max: TileCosts(1.0, 2.0, 3.0, 1.1, 2.0)}}
     )
     assert costs.tile(fixed) == TileCosts(0.9, 1.8, 3.0, 1.1, 2.0)
-    assert costs.tile(other).full_us == pytest.approx(0.9 * rule.tile(follows).full_us / 2)
+    assert costs.tile(other).full_us == pytest.approx(0.9 * rule.tile(online_max).full_us / 2)
 
 
 def test_the_plan_says_so():
@@ -185,7 +188,7 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
-        marks = Marks(words, plan.again.schedule.order)
+        marks = RecomputeMask(words, plan.again.schedule.order)
         numbers = words[: marks.size].tolist()
         for index in range(marks.order.num_tiles):
             tile, of_tile = marks.order.tile(index), set()
@@ -241,18 +244,18 @@ def test_one_kernel_has_both_references(window, schedule, device):
     """Each launch has its own: one marks rows that outgrow it, the other has none to mark."""
     problem = make_problem(2, 1100, 1500, 2, 2, 128, window)
     q, k, v = make_operands(problem, device=device)
-    fixed, follows = (
+    fixed, online_max = (
         plan_of(problem, schedule, is_fixed, cluster_h=2) for is_fixed in (True, False)
     )
-    assert fixed.kernel() == follows.kernel() and fixed.kernel().has_both
-    for plan in (fixed, follows, fixed):
+    assert fixed.kernel() == online_max.kernel() and fixed.kernel().has_online_and_fixed
+    for plan in (fixed, online_max, fixed):
         out, lse = attend(q, k, v, window, plan=plan)
         check_attention(out, lse, q, k, v, window=window)
     # Not in the first block that the row sees, whose keys the reference is made from.
     row = q[0, 1099, 1].float()
     k[0, 1250, 0] = 120 * 128**0.5 / row.norm() ** 2 * row
     assert (0, 1, 1099) in marked(fixed, q, k, v)
-    for plan in (follows, fixed):
+    for plan in (online_max, fixed):
         out, lse = attend(q, k, v, window, plan=plan)
         check_attention(out, lse, q, k, v, window=window, lse_tolerance=3e-4)
     assert not used_counters()
@@ -272,12 +275,12 @@ def test_tiles_whose_scores_outgrow_the_reference_are_computed_again(
     plan = plan_of(problem, schedule, **cluster)
     failed, first, first_lse = first_launch(plan, q, k, v)
     assert failed == {(batch, head, row) for batch, row, head in rows}
-    follows, follows_lse = attend(q, k, v, Window(), plan=plan_of(problem, fixed=False))
+    online_max, follows_lse = attend(q, k, v, Window(), plan=plan_of(problem, fixed=False))
     for _ in range(2):
         out, lse = attend(q, k, v, Window(), plan=plan)
         check_attention(out, lse, q, k, v, lse_tolerance=3e-4)
         for batch, head, row in failed:
-            first[batch, row, head] = follows[batch, row, head]
+            first[batch, row, head] = online_max[batch, row, head]
             first_lse[batch, head, row] = follows_lse[batch, head, row]
         # Of the rows that did not fail no bit has changed.
         assert torch.equal(out, first) and torch.equal(lse, first_lse)

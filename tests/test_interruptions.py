@@ -18,12 +18,12 @@ import fa3
 from fa3.calls import decode, forward, varlen_gpu
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.forward import PreparedCall
-from fa3.calls.known_lengths import KnownTiles
+from fa3.calls.known_lengths import HostTiles
 from fa3.calls.part_memory import PartMemory
-from fa3.calls.varlen_gpu import PreparedJoined, PreparedVarlen
+from fa3.calls.varlen_gpu import PreparedMultiSequence, PreparedVarlen
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
-from fa3.kernels.joined_table import JoinedTableArguments
+from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.joined import PackedSizes
 from fa3.planning.launch import Launch, template_of
@@ -123,7 +123,7 @@ def is_packed(known=None) -> None:
 
 def has_known_lengths(**cut) -> None:
     table = torch.zeros(words_of_table(4), dtype=torch.int32)
-    tiles = KnownTiles(SimpleNamespace(on=lambda *place: table), **cut)
+    tiles = HostTiles(SimpleNamespace(on=lambda *place: table), **cut)
     is_packed(SimpleNamespace(on=lambda *place: tiles, longest_q=8))
 
 
@@ -135,10 +135,10 @@ def has_tiles_that_are_cut() -> None:
 def shares_tiles() -> None:
     plan = SimpleNamespace(num_tiles=lambda total: 1, config=SimpleNamespace(tile_m=128))
     kernels = (
-        launch(makes_table, JoinedTableArguments),
+        launch(makes_table, MultiSequenceTableArguments),
         *(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
     )
-    call = PreparedJoined(*kernels, plan, 132)
+    call = PreparedMultiSequence(*kernels, plan, 132)
     call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 5), None, 1.0)
 
 

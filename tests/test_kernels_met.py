@@ -114,8 +114,8 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
         )
         call = prepare_varlen.__wrapped__(q, k, v, False, False, False, tuple(window), structure, 0)
         call.gpu.alone.split()
-        for queries, is_beside in product(QUERIES, (False, True)):
-            call.gpu.short(queries, is_beside)
+        for queries, overlaps_forward in product(QUERIES, (False, True)):
+            call.gpu.short(queries, overlaps_forward)
         assert loaded.keys() <= compiled, window
     assert len(loaded) > 4
 

@@ -39,8 +39,8 @@ def packed(sizes: tuple[int, ...], heads_kv: int = 8, has_gradients: bool = Fals
     known = PackedSizes(*sizes)
     heads = known.heads
     call = plan_varlen(SPEC, UNMODIFIED.structure, CAUSAL, heads, heads_kv, False, False, H200, 0)
-    joins, _, most, has_long = call.route(known, has_gradients, None, True)
-    if joins:
+    packs_sequences, _, most, has_long = call.route(known, has_gradients, None, True)
+    if packs_sequences:
         return "forward, shared tiles"
     if most and has_long:
         return f"decode up to {most} queries, forward for the others"
@@ -108,7 +108,7 @@ def test_numbers_are_those_of_the_code():
     assert short_queries.IDLE_SHARE == 0.5
     assert FEWEST_ROWS == 128
     assert joined.MOST_JOINED_KEYS == 256
-    assert joined.JoinedPlan.of(SPEC, False, False, H200).config.tile_m // 2 == 64
+    assert joined.MultiSequencePlan.of(SPEC, False, False, H200).config.tile_m // 2 == 64
     assert SMALLEST_BOX == 8
     assert tilings.FIXED_FLOPS == 15e9
     assert {row.config.tile_m for row in tilings.TILINGS} == {128, 192}

@@ -15,7 +15,7 @@ from varlen_problems import VarlenProblem, integers, make_call, random_problem
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
 from fa3.calls import scheduler_metadata, varlen_gpu
-from fa3.calls.known_lengths import KnownLengths, LatestLengths
+from fa3.calls.known_lengths import HostSeqlens, LastHostSeqlens
 from fa3.calls.part_memory import PartMemory
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.tile_table import AMOUNTS
@@ -36,11 +36,11 @@ ON_HOST = {
 }
 
 
-def known(problem: VarlenProblem) -> KnownLengths:
+def known(problem: VarlenProblem) -> HostSeqlens:
     """The lengths of a problem."""
     ends = (np.cumsum([0, *seqlens]) for seqlens in (problem.seqlens_q, problem.seqlens_k))
     used = (None if one is None else np.array(one) for one in (problem.used_q, problem.used_k))
-    return KnownLengths.packed(*ends, *used)
+    return HostSeqlens.packed(*ends, *used)
 
 
 def records_of(table: np.ndarray) -> list[TileRecord]:
@@ -203,13 +203,13 @@ def test_graphs_have_none_of_it(name):
 @pytest.mark.parametrize("softcap", [0.0, 30.0, 50.0])
 def test_calls_walk_the_table_that_metadata_has(softcap, monkeypatch):
     """Also if they have a softcap, of which metadata does not know the size."""
-    kinds, make = [], KnownLengths.make
+    kinds, make = [], HostSeqlens.make
     monkeypatch.setattr(scheduler_metadata, "gpu_of_calls", lambda _: H200)
     monkeypatch.setattr(scheduler_metadata, "upload", lambda _, kind: kinds.append(kind))
     call = make_call(VarlenProblem((300,), (900,), causal=True, recipe=Recipe(softcap)))
     metadata = metadata_of(call)
     monkeypatch.setattr(
-        KnownLengths, "make", lambda known, kind: kinds.append(kind) or make(known, kind)
+        HostSeqlens, "make", lambda known, kind: kinds.append(kind) or make(known, kind)
     )
     flash_attn_varlen_func(**call, scheduler_metadata=metadata)
     of_metadata, of_call = kinds
@@ -226,7 +226,7 @@ def test_lengths_on_a_gpu_decide_nothing():
 
 
 def test_the_latest_lengths_are_kept_and_no_others():
-    latest, names = LatestLengths(), tuple(ON_HOST)
+    latest, names = LastHostSeqlens(), tuple(ON_HOST)
     ends, others = integers(0, 3, 9), integers(0, 4, 9)
     first = latest.of(names, (ends, ends, None, None), 2, False)
     assert latest.of(names, (ends.clone(), ends, None, None), 2, False) is first
@@ -295,7 +295,7 @@ def launches(monkeypatch):
     return kernels, state
 
 
-def launch(kernels, lengths: KnownLengths | None, problem=MIXED, may_cut: bool = False) -> tuple:
+def launch(kernels, lengths: HostSeqlens | None, problem=MIXED, may_cut: bool = False) -> tuple:
     """Launch a call; what the forward kernel got for its counters, marks and table."""
     call = make_call(problem)
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
@@ -380,7 +380,7 @@ def test_kernels_without_work_are_not_launched(launches):
     call = make_call(problem)
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
-    short = varlen_gpu.Short(32, start)
+    short = varlen_gpu.DecodeLaunch(32, start)
     kernels.launch(operands, 1100, 600, None, 1.0, short, known=known(problem))
     assert not (
         kernels.forward.kernel.given

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import fa3
 from fa3.calls import kvcache, varlen
-from fa3.calls.latest import UNKNOWN, Latest
+from fa3.calls.latest import UNKNOWN, FastPath
 
 LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
 
@@ -196,7 +196,7 @@ def test_calls_of_two_kinds_in_turn_are_right():
 
 
 def test_only_what_comes_again_is_remembered():
-    latest, tensors = Latest(), (torch.zeros(4), None, torch.zeros(2))
+    latest, tensors = FastPath(), (torch.zeros(4), None, torch.zeros(2))
     for outcome in ("one", "other", "one"):
         latest.remember(tensors, (1, 1, 1), (), outcome)
         assert latest.find(tensors) == UNKNOWN

@@ -29,15 +29,15 @@ from fa3.problem import NO_BOUND, Window
 from fa3.schedules import stream_k
 from fa3.schedules.sequences import LONGEST, capacity_of
 from fa3.schedules.stream_k import (
-    Crew,
-    Crews,
+    Chunks,
+    CtaGroup,
+    CtaGroups,
+    FixedSplit,
     HostLengths,
-    Pieces,
+    NoSplit,
     Place,
     StreamK,
-    Units,
     Walk,
-    Whole,
     segments,
 )
 from fa3.scores.masks import Band, Sequence
@@ -130,11 +130,11 @@ def as_fixed(walk: Walk, kind: type) -> Walk:
     num_crews, num_m_blocks = (
         PlainDivisor(Int32(divisor.value)) for divisor in (pieces.num_crews, walk.num_m_blocks)
     )
-    line = Pieces(kind(pieces.total), num_crews, kind(pieces.end))
+    line = Chunks(kind(pieces.total), num_crews, kind(pieces.end))
     place = Place(line, Int32(batch), kind(batch_begin))
     blocks = [tuple(map(Int32, length)) for length in walk.lengths.blocks]
     cut = replace(walk.cut, **{name: Int32(n) for name, n in vars(walk.cut).items()})
-    groups, crew = Int32(walk.num_groups), Crew(*map(Int32, walk.crew))
+    groups, crew = Int32(walk.num_groups), CtaGroup(*map(Int32, walk.crew))
     return Walk(cut, HostLengths(blocks), num_m_blocks, groups, crew, place)
 
 
@@ -164,20 +164,20 @@ LINES = [
 
 @pytest.mark.parametrize(("blocks", "num_m_blocks", "num_heads", "kind"), LINES)
 @pytest.mark.parametrize("num_ctas", [1, 132])
-@pytest.mark.parametrize("cut", [StreamK, Crews, Units, Whole])
+@pytest.mark.parametrize("cut", [StreamK, CtaGroups, FixedSplit, NoSplit])
 def test_walks_of_long_lines(blocks, num_m_blocks, num_heads, kind, num_ctas, cut, monkeypatch):
     monkeypatch.setattr(stream_k, "Int32", Int32)
     monkeypatch.setattr(stream_k, "Int64", Int64)
     num_tiles = len(blocks) * num_m_blocks * num_heads
     made = {
         StreamK: StreamK(num_ctas, num_tiles),
-        Crews: Crews(num_ctas, 1),
-        Units: Units(1000, 8, 1000, num_tiles),
-        Whole: Whole(),
+        CtaGroups: CtaGroups(num_ctas, 1),
+        FixedSplit: FixedSplit(1000, 8, 1000, num_tiles),
+        NoSplit: NoSplit(),
     }[cut]
     total = num_m_blocks * num_heads * sum(end - begin for begin, end in blocks)
     assert (total > LARGEST) == (kind is Int64)
-    if cut is Crews and 2 * total > LARGEST:
+    if cut is CtaGroups and 2 * total > LARGEST:
         kind = Int64
     walks = stream_k.walks(made, HostLengths(blocks), num_m_blocks, num_heads, num_ctas)
     for walk in walks:
@@ -196,7 +196,7 @@ def test_the_most_of_whole_tiles_is_that_of_their_walk(lengths, queries, heads, 
     mask, work = Band.of(window), [0] * num_ctas
     blocks = [mask.key_blocks(0, queries, 64, Sequence(queries, n, window)) for n in lengths]
     ranges = [(of.begin, of.end) for of in blocks]
-    for cta, segment in segments(Whole(), ranges, sizes.num_m_blocks, heads, num_ctas):
+    for cta, segment in segments(NoSplit(), ranges, sizes.num_m_blocks, heads, num_ctas):
         work[cta] += segment.end - segment.begin
     assert most_of_whole_tiles(sizes, window, lengths, num_ctas) == (max(work), sum(work))
 
@@ -249,9 +249,9 @@ def test_lines_that_may_be_long_have_long_places(batch, heads_kv, options, is_lo
 @pytest.mark.parametrize("num_splits", [1 << 20, 1 << 31, 1 << 60])
 def test_more_splits_than_blocks_are_as_many_as_blocks(num_splits, prepared):
     call, _ = prepared(pages=4, num_splits=num_splits)
-    assert call.plan.cut == Units(64, 1, 64, 1)
+    assert call.plan.cut == FixedSplit(64, 1, 64, 1)
     sizes = Sizes(3, 1, 2, 4, 4096)
-    assert choose_cut(sizes, Window(), 132, num_splits, False) == Units(64, 1, 64, 6)
+    assert choose_cut(sizes, Window(), 132, num_splits, False) == FixedSplit(64, 1, 64, 6)
 
 
 @pytest.mark.parametrize(

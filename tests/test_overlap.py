@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from fa3.calls.overlap import Layout, repeats, share
+from fa3.calls.overlap import Layout, is_recompute, share
 
 NUM_DRAWN = 4000
 """Random layouts, or pairs of them: hypothesis would take most of a test's time to draw so many."""
@@ -75,7 +75,7 @@ def test_views_of_one_buffer_are_told_apart():
 def test_elements_in_the_same_place():
     for layout in layouts():
         in_place = places(layout)
-        assert repeats(layout) >= (len(set(in_place)) < len(in_place)), layout
+        assert is_recompute(layout) >= (len(set(in_place)) < len(in_place)), layout
         assert layout.bytes == max(bytes_of(layout), default=-1) + 1, layout
 
 
@@ -96,7 +96,7 @@ ROW = HEADS * DIM
 def test_slots_of_real_buffers_are_told_apart(distance, stride):
     """Of a size at which nothing could be counted element by element."""
     cache = Layout((PAGES, PAGE, HEADS, DIM), stride, 2)
-    assert not repeats(cache)
+    assert not is_recompute(cache)
     assert not share(cache, cache, 2 * distance)
     assert share(cache, cache, 2 * (distance - 1)) and share(cache, cache, 2 * (distance + 1))
     # A page of another cache, as one that is appended to could be taken for.

@@ -21,7 +21,7 @@ from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_dense, plan_forward
 from fa3.problem import Problem, Window
 from fa3.schedules.sequences import LONGEST
-from fa3.schedules.stream_k import Crews, StreamK
+from fa3.schedules.stream_k import CtaGroups, StreamK
 
 CAUSAL = Window(right=0)
 WINDOWS = (Window(), CAUSAL, Window(100, 30), Window(left=70))
@@ -167,7 +167,7 @@ def test_calls_choose():
 def test_tiles_are_cut_and_keys_bounded_as_on_a_cache(window):
     plan = GroupedPlan.of(make_problem(2, 7, 900, 2, 4, 64, window), H200)
     decode = plan.decode
-    assert isinstance(decode.cut, Crews) and decode.cache.is_full
+    assert isinstance(decode.cut, CtaGroups) and decode.cache.is_full
     assert decode.window.left == window.left and decode.window.right >= 0
     (attends,) = plan.launches()
     assert attends.kernel.cache.is_full

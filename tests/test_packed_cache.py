@@ -27,7 +27,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.workspace import RECORD_STRIDE
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.sequences import PackedQueries
-from fa3.schedules.stream_k import BY_CTA, StreamK, Units, Whole, records, segments
+from fa3.schedules.stream_k import BY_CTA, FixedSplit, NoSplit, StreamK, records, segments
 from fa3.scores.masks import Band
 
 FAMILIES = 10
@@ -96,11 +96,12 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
     check(problem, None, where, capacity=FEWEST_EARLIER_KEYS, max_seqlen_q=1 << 20)
     if are_few:
         (alone,) = attending
-        assert isinstance(alone, decode.PreparedDecode) and not alone.plan.is_beside
+        assert isinstance(alone, decode.PreparedDecode) and not alone.plan.overlaps_forward
         assert max(queries) <= alone.plan.sizes.seqlen_q < 1 << 13
     else:
         assert all(
-            not isinstance(one, decode.PreparedDecode) or one.plan.is_beside for one in attending
+            not isinstance(one, decode.PreparedDecode) or one.plan.overlaps_forward
+            for one in attending
         )
 
 
@@ -220,7 +221,7 @@ def test_one_kernel_merges_few_parts_behind_an_append_and_of_packed_queries(is_p
     assert few.merges_inside and len(few.launches) == 1 and few.combine() == many.combine()
     assert not many.merges_inside and len(many.launches) == 2
     # Beside the forward kernel the merge comes when both have ended.
-    assert len(replace(few, is_beside=True).launches) == 2
+    assert len(replace(few, overlaps_forward=True).launches) == 2
     one_head = replace(few, sizes=few.sizes._replace(heads_kv=1, qhead_per_kvhead=4))
     assert not one_head.merges_inside
     assert replace(one_head, sizes=one_head.sizes._replace(capacity=1000)).merges_inside
@@ -240,7 +241,9 @@ def test_records_of_row_blocks_that_a_sequence_does_not_have_are_zero():
     assert not plan_of(True).clears_records and not plan_of(False, num_splits=3).clears_records
 
 
-@pytest.mark.parametrize("cut", [StreamK(7, BY_CTA), Units(3, 2, 5, 4 * 6), Whole()], ids=str)
+@pytest.mark.parametrize(
+    "cut", [StreamK(7, BY_CTA), FixedSplit(3, 2, 5, 4 * 6), NoSplit()], ids=str
+)
 def test_a_sequence_without_rows_is_one_block_of_one_tile(cut):
     blocks, of_rows, heads = [(2, 9), (0, 1), (0, 1), (0, 30)], [2, 0, 0, 3], 2
     found = [segment for _, segment in segments(cut, blocks, 3, heads, 7, of_rows)]

@@ -408,7 +408,7 @@ EDGES = ((1, 1), (1, 2000), (2000, 1), (127, 129), (191, 161))
 """(queries, keys)."""
 
 
-class Structure(NamedTuple):
+class ModifierSpec(NamedTuple):
     """What of a random combination shapes the code."""
 
     dtype: str
@@ -420,7 +420,7 @@ class Structure(NamedTuple):
     schedule: str | None
 
     @classmethod
-    def draw(cls, number: int) -> "Structure":
+    def draw(cls, number: int) -> "ModifierSpec":
         draw = random.Random(f"structure {number}")
         recipe = Recipe(
             draw.choice((0.0, 0.0, 3.0, 30.0)),
@@ -459,7 +459,7 @@ def random_window(kind: str, seqlen_q: int, seqlen_k: int, draw: random.Random) 
 
 @pytest.mark.parametrize("seed", range(2 * STRUCTURES))
 def test_random_combinations(seed, device):
-    structure = Structure.draw(seed % STRUCTURES)
+    structure = ModifierSpec.draw(seed % STRUCTURES)
     draw = random.Random(seed)
 
     def length() -> int:

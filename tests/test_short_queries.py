@@ -29,7 +29,7 @@ from fa3.calls import decode, varlen_call, varlen_gpu
 from fa3.integrations import torch as integration
 from fa3.planning import short_queries
 from fa3.planning.gpu import H200
-from fa3.planning.joined import JoinedPlan, PackedSizes
+from fa3.planning.joined import MultiSequencePlan, PackedSizes
 from fa3.planning.short_queries import FEWEST_EARLIER_KEYS, ShortPlan, leaves_sms_idle
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.scores.masks import Band
@@ -47,7 +47,7 @@ KEYS = (*range(1, 300, 15), 7, 300)
 def with_few_keys(monkeypatch):
     """Have the decode kernel beside the other even where keys are few; nothing shares tiles."""
     monkeypatch.setattr(short_queries, "FEWEST_EARLIER_KEYS", 1)
-    monkeypatch.setattr(JoinedPlan, "suits", lambda *_: False)
+    monkeypatch.setattr(MultiSequencePlan, "suits", lambda *_: False)
 
 
 def mixed_problem(seed: int, dtype: str, longest: int, most_sequences: int) -> VarlenProblem:
@@ -157,7 +157,7 @@ def attending(monkeypatch):
         monkeypatch.setattr(where, name, run)
 
     def of_decode(plan, *rest):
-        return "beside" if plan.is_beside else plan.sizes.seqlen_q
+        return "beside" if plan.overlaps_forward else plan.sizes.seqlen_q
 
     note(varlen_call, "execute_decode", of_decode)
     note(decode.PreparedDecode, "start", lambda kernels, *rest: of_decode(kernels.plan))
@@ -338,8 +338,10 @@ def test_bounds_are_all_that_counts():
 
 
 def test_no_number_of_queries_changes_what_is_compiled():
-    for is_beside in (False, True):
-        plans = [plan_of().plan(most, is_beside, Window(right=0)) for most in (1, 5, 32, 256)]
+    for overlaps_forward in (False, True):
+        plans = [
+            plan_of().plan(most, overlaps_forward, Window(right=0)) for most in (1, 5, 32, 256)
+        ]
         assert len({(plan.kernel(), plan.combine()) for plan in plans}) == 1
 
 

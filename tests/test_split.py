@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from fa3.primitives.divisor import PlainDivisor
 from fa3.schedules.stream_k import (
     ONE_IDLE_IN,
-    Crews,
+    Chunks,
+    CtaGroups,
+    FixedSplit,
     HostLengths,
-    Pieces,
+    NoSplit,
     StreamK,
-    Units,
-    Whole,
     crew_width,
     locate_among_equals,
     records,
@@ -42,16 +42,16 @@ def calls(draw, cuts=("stream", "crews", "splits", "fixed", "whole")):
         cut = StreamK(num_ctas, num_tiles)
     elif kind == "crews":
         widths = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= num_ctas]
-        cut = Crews(num_ctas, draw(st.sampled_from(widths)))
+        cut = CtaGroups(num_ctas, draw(st.sampled_from(widths)))
     elif kind == "whole":
-        cut = Whole()
+        cut = NoSplit()
     elif kind == "splits":
         num_splits = draw(st.integers(2, 12))
-        cut = Units(num_splits, 1, num_splits, num_tiles)
+        cut = FixedSplit(num_splits, 1, num_splits, num_tiles)
     else:
         segment = draw(st.integers(1, 12))
         longest = max(lengths)
-        cut = Units(longest, segment, -(-longest // segment), num_tiles)
+        cut = FixedSplit(longest, segment, -(-longest // segment), num_tiles)
     return cut, blocks, num_m_blocks, num_heads, num_ctas
 
 
@@ -109,7 +109,7 @@ def test_crews_have_as_much_or_whole_tiles(call):
 def test_a_crew_reads_neighbouring_heads_at_once():
     """Its CTAs are at the same block of heads side by side."""
     at = defaultdict(list)
-    for cta, segment in segments(Crews(12, 4), [(0, 9), (0, 30)], 2, 8, 12):
+    for cta, segment in segments(CtaGroups(12, 4), [(0, 9), (0, 30)], 2, 8, 12):
         at[cta // 4].append((cta % 4, segment))
     for of_crew in at.values():
         lanes = [[s for lane, s in of_crew if lane == n] for n in range(4)]
@@ -139,7 +139,7 @@ def test_widths_of_crews(heads, tiles, ctas, width):
 
 def test_tiles_as_many_as_ctas_stay_whole():
     for lengths, heads, num_ctas in (([(0, 128)] * 33, 8, 132), ([(0, 32)] * 128, 1, 132)):
-        cut = Crews(num_ctas, crew_width(heads, len(lengths) * heads, num_ctas))
+        cut = CtaGroups(num_ctas, crew_width(heads, len(lengths) * heads, num_ctas))
         assert all(segment.is_whole for _, segment in segments(cut, lengths, 1, heads, num_ctas))
 
 
@@ -159,7 +159,7 @@ def test_parts_are_where_the_record_says_in_the_order_of_keys(call):
     used = [segment.part.slot for _, segment in segments(*call) if not segment.is_whole]
     assert len(used) == len(set(used))
     assert all(0 <= slot < cut.num_slots for slot in used)
-    if isinstance(cut, Crews):
+    if isinstance(cut, CtaGroups):
         return
     numbers = [record for record, _, _ in records(*call)]
     assert len(numbers) == len(set(numbers))
@@ -169,7 +169,7 @@ def test_parts_are_where_the_record_says_in_the_order_of_keys(call):
 @given(calls(cuts=("fixed",)), st.integers(1, 200))
 def test_units_do_not_depend_on_the_neighbours(call, num_ctas):
     cut, blocks, num_m_blocks, num_heads, _ = call
-    alone = Units(cut.num_splits, cut.unit_blocks, cut.max_parts, num_m_blocks * num_heads)
+    alone = FixedSplit(cut.num_splits, cut.unit_blocks, cut.max_parts, num_m_blocks * num_heads)
 
     def cuts_of_last(cut, blocks, num_ctas):
         batch = len(blocks) - 1
@@ -213,7 +213,7 @@ def test_a_walk_begins_in_a_sequence_even_if_lengths_change(call, data):
 
 @given(st.integers(0, 3000), st.integers(1, 200))
 def test_pieces_are_contiguous_and_equal(total, num_ctas):
-    pieces = Pieces.even(total, PlainDivisor(num_ctas))
+    pieces = Chunks.even(total, PlainDivisor(num_ctas))
     begins = [pieces.begin(cta) for cta in range(num_ctas + 1)]
     assert begins[0] == 0 and begins[-1] == total
     sizes = [end - begin for begin, end in itertools.pairwise(begins)]
@@ -232,7 +232,7 @@ def test_among_equal_sequences_a_division_finds_the_place(
 ):
     lengths = HostLengths([(2, 2 + num_blocks)] * num_sequences)
     sizes = PlainDivisor(num_m_blocks), num_heads, PlainDivisor(num_ctas)
-    for cut in (Whole(), Crews(num_ctas, 1)):
+    for cut in (NoSplit(), CtaGroups(num_ctas, 1)):
         for walk in walks(cut, lengths, num_m_blocks, num_heads, num_ctas):
             place = locate_among_equals(type(cut), lengths, *sizes, walk.crew.number, int)
             assert place == walk.place

@@ -9,7 +9,7 @@ import torch
 from machine_code import inspect
 from pairs import pairs
 
-from fa3.kernels.joined_table import JoinedTable
+from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.tile_table import AMOUNTS, SORTERS, TileTable
 from fa3.planning.host_table import TableKind
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
@@ -73,7 +73,9 @@ def test_few_sequences_are_read_once_and_no_warp_waits(is_of_keys, has_used):
 @pytest.mark.compiles
 @pytest.mark.parametrize("has_used", [False, True])
 def test_machine_code_where_sequences_share_tiles(has_used):
-    compiled = compile_kernel(JoinedTable(128, Band(left=True, right=True), has_used, has_used))
+    compiled = compile_kernel(
+        MultiSequenceTable(128, Band(left=True, right=True), has_used, has_used)
+    )
     report = inspect(compiled.cubin)
     assert report.stack_bytes == 0 and report.spill_instructions == 0
     assert report.threads == 128 and report.registers <= 64
@@ -141,8 +143,8 @@ def test_heads_whose_keys_all_fit_lie_as_their_records_do(seqlen_k, rows_of_sect
         for number, left in enumerate(reversed(range(num_m_blocks)))
         for head in range(heads)
     ]
-    in_line = [(head, left) for left in reversed(range(num_m_blocks)) for head in range(heads)]
-    assert (found == in_line) == (max(seqlen_k, 1) <= order.rows_at_once)
+    varlen_view = [(head, left) for left in reversed(range(num_m_blocks)) for head in range(heads)]
+    assert (found == varlen_view) == (max(seqlen_k, 1) <= order.rows_at_once)
 
 
 TILE_M, TILE_N, NUM_CTAS = 128, 96, 132

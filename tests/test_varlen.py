@@ -21,7 +21,7 @@ from fa3.calls import assertions, varlen, varlen_gpu
 from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
-from fa3.planning.joined import JoinedPlan
+from fa3.planning.joined import MultiSequencePlan
 from fa3.planning.short_queries import ShortPlan
 from fa3.problem import Window
 
@@ -105,9 +105,9 @@ class Launches:
     def launch(self, operands, *given):
         self.given.append((*operands, *given))
 
-    def for_queries(self, most, is_beside):
+    def for_queries(self, most, overlaps_forward):
         def start(operands, *given):
-            self.short.append((most, is_beside, *operands, *given))
+            self.short.append((most, overlaps_forward, *operands, *given))
             return lambda: None
 
         return SimpleNamespace(start=start)
@@ -159,16 +159,16 @@ def test_short_sequences_are_the_decode_kernels(kernels):
     sinks = torch.zeros(4)
     call = make_call(decoding) | {"sinks": sinks}
     flash_attn_varlen_func(**call)
-    ((most, is_beside, q, *_, modifiers, scale, _, longest),) = kernels.short
+    ((most, overlaps_forward, q, *_, modifiers, scale, _, longest),) = kernels.short
     assert (most, longest, scale) == (1, 500, 0.125) and q is call["q"] and modifiers[0] is sinks
-    assert not is_beside
+    assert not overlaps_forward
     assert not kernels.given
     flash_attn_varlen_func(**make_call(mixed))
     ((*_, short, _, _, _, _),) = kernels.given
     table = object()
     short.start(table)
-    most, is_beside, *_, of_launch = kernels.short[1]
-    assert short.most_queries == most == 32 and is_beside and of_launch is table
+    most, overlaps_forward, *_, of_launch = kernels.short[1]
+    assert short.most_queries == most == 32 and overlaps_forward and of_launch is table
     call = make_call(mixed)
     call["q"].requires_grad_()
     flash_attn_varlen_func(**call)
@@ -181,8 +181,10 @@ def test_few_tiles_are_the_decode_kernels(kernels):
     flash_attn_varlen_func(**call)
     flash_attn_varlen_func(**call | {"max_seqlen_q": 305, "max_seqlen_k": 5090})
     assert not kernels.given
-    for (most, is_beside, q, *_, longest), keys in zip(kernels.short, (5000, 5090), strict=True):
-        assert (most, is_beside, longest) == (1024, False, keys) and q is call["q"]
+    for (most, overlaps_forward, q, *_, longest), keys in zip(
+        kernels.short, (5000, 5090), strict=True
+    ):
+        assert (most, overlaps_forward, longest) == (1024, False, keys) and q is call["q"]
     flash_attn_varlen_func(**call, num_splits=1)
     ((*_, short, _, _, _, _),) = kernels.given
     assert short.most_queries == 16 and len(kernels.short) == 2
@@ -216,7 +218,7 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     ((plan, joined, short, window),) = made
     both = ShortPlan.of(plan.spec, 4, 2, True, False, plan.gpu)
     assert short == (None if sm_margin else both)
-    assert joined == JoinedPlan.of(plan.spec, True, False, plan.gpu)
+    assert joined == MultiSequencePlan.of(plan.spec, True, False, plan.gpu)
     assert window == Window(right=0) and plan.gpu.num_sms == 132 - sm_margin
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)

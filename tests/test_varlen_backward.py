@@ -22,7 +22,7 @@ from varlen_problems import VarlenProblem, integers, make_call, random_problem
 import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.calls import autograd
-from fa3.calls.modifiers import Structure
+from fa3.calls.modifiers import ModifierSpec
 from fa3.calls.varlen import attend_packed
 from fa3.calls.varlen_call import RaggedCall
 from fa3.kernels.tile_table import TileTable
@@ -189,7 +189,7 @@ def test_gradcheck(window, dropout):
     ends = torch.tensor([0, 2, 2, 6, 7], dtype=torch.int32)
     used = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     lengths = PackedLengths(ends, ends, used, None)
-    structure = Structure(has_dropout=dropout is not None)
+    structure = ModifierSpec(has_dropout=dropout is not None)
     spec = structure.spec(torch.bfloat16, 8, 8, window)
     plan = RaggedPlan(spec, has_used_q=True, has_used_k=False, gpu=H200)
     call = RaggedCall(plan, structure, window, None, None, None)

@@ -30,9 +30,9 @@ import fa3
 from docs.examples.prefix_lm import PrefixLM
 from fa3.calls import varlen_call
 from fa3.kernels.forward_launch import ForwardArguments
-from fa3.kernels.joined_table import JoinedTableArguments
+from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.planning.gpu import H200
-from fa3.planning.joined import MOST_JOINED_KEYS, JoinedPlan, PackedSizes
+from fa3.planning.joined import MOST_JOINED_KEYS, MultiSequencePlan, PackedSizes
 from fa3.planning.ragged import words_of_table
 from fa3.planning.tilings import TILINGS
 from fa3.primitives.divisor import PlainDivisor
@@ -51,7 +51,7 @@ from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
 SPEC = AttentionSpec("bfloat16", 64, 64, Band(right=True))
-PLAN = JoinedPlan.of(SPEC, False, False, H200)
+PLAN = MultiSequencePlan.of(SPEC, False, False, H200)
 
 SHORT = VarlenProblem(
     (3, 0, 16, 1, 34, 9, 34, 34, 2, 60), (3, 4, 16, 0, 34, 40, 20, 34, 130, 1), heads_kv=2, group=2
@@ -66,7 +66,7 @@ USED = replace(
 def walks(monkeypatch):
     """Have all calls whose sequences may share tiles do so; return the walks that were made."""
     made = []
-    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: True)
+    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, sizes: True)
 
     def walk(*given):
         made.append(given)
@@ -198,7 +198,7 @@ def test_gradients_of_sequences_that_share_tiles(walks, monkeypatch):
         return torch.autograd.grad(out.float().square().sum() + lse[lse.isfinite()].sum(), inputs)
 
     shared = gradients()
-    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: False)
+    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, sizes: False)
     torch.testing.assert_close(shared, gradients(), rtol=0.02, atol=0.02)
     assert len(walks) == 1
 
@@ -219,7 +219,7 @@ MODIFIED = {
 @pytest.mark.parametrize("name", MODIFIED)
 def test_what_asks_for_places_in_a_sequence_does_not_share_tiles(name):
     spec, may_share = MODIFIED[name]
-    assert (JoinedPlan.of(spec, True, True, H200) is not None) == may_share
+    assert (MultiSequencePlan.of(spec, True, True, H200) is not None) == may_share
 
 
 def sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 16) -> PackedSizes:
@@ -250,7 +250,7 @@ def test_many_short_sequences_share_tiles(given, shares):
 
 def test_the_choice_follows_from_what_the_host_knows(monkeypatch):
     asked = []
-    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, given: bool(asked.append(given)))
+    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, given: bool(asked.append(given)))
     call = make_call(USED) | {"max_seqlen_q": 1 << 40, "max_seqlen_k": 132}
     fa3.flash_attn_varlen_func(**call)
     assert asked == [PackedSizes(10, 4, 263, 352, 263, 132)]
@@ -259,7 +259,7 @@ def test_the_choice_follows_from_what_the_host_knows(monkeypatch):
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_every_head_size_has_a_tiling_of_two_halves(tiling):
     spec = replace(SPEC, head_dim=tiling.head_dim, head_dim_v=tiling.head_dim_v)
-    plan = JoinedPlan.of(spec, False, False, H200)
+    plan = MultiSequencePlan.of(spec, False, False, H200)
     assert plan.config.tile_m == 2 * ROWS and not plan.config.fixed_reference
     plan.config.validate(plan.line)
 
@@ -347,14 +347,14 @@ def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
 
 
 def test_what_is_launched(monkeypatch):
-    monkeypatch.setattr(JoinedPlan, "suits", lambda plan, sizes: True)
+    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, sizes: True)
     call = make_call(
         replace(USED, window=(9, 0), softmax_scale=0.3, recipe=Recipe(sinks="float32"))
     )
     out, window = torch.empty_like(call["q"]), Window(9, 0)
     with noting_launches() as notes:
         fa3.flash_attn_varlen_func(**call, out=out)
-    kinds = JoinedTableArguments, ForwardArguments, ForwardArguments
+    kinds = MultiSequenceTableArguments, ForwardArguments, ForwardArguments
     table, forward, again = (
         kind(*given) for kind, (_, given) in zip(kinds, notes.launches, strict=True)
     )
@@ -365,7 +365,7 @@ def test_what_is_launched(monkeypatch):
         assert launch[:5] == (call["q"], call["k"], call["v"], out, 0)
         assert launch[6:9] == (0.3, *window) and launch.table is table.table
         assert launch[12:15] == (None, None, 0) and launch.recording is None
-        assert (launch.page_table, launch.is_beside, launch.dropout) == (None, 0, None)
+        assert (launch.page_table, launch.overlaps_decode, launch.dropout) == (None, 0, None)
     assert forward.modifiers == (table.rows, call["sinks"]) and again.modifiers == (call["sinks"],)
     assert forward.schedule_state is table.tiles and again.schedule_state is forward.marks
     assert again.marks is None and notes.lent == 0
@@ -416,7 +416,7 @@ def test_the_tables_are_those_of_the_reference(has_used, window, device):
         used = [tuple(draw.randint(-1, 40) for _ in range(700)) for _ in range(2)]
         problem = replace(problem, used_q=used[0], used_k=used[1])
     spec = AttentionSpec("bfloat16", 128, 128, Band.of(window))
-    plan = JoinedPlan.of(spec, has_used, has_used, H200)
+    plan = MultiSequencePlan.of(spec, has_used, has_used, H200)
     call = make_call(problem, 0, device)
     names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
     lengths = PackedLengths(*(call.get(name) for name in names))

@@ -25,7 +25,7 @@ from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import FEWEST_ROWS
-from fa3.kernels.joined_table import JoinedTable
+from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
@@ -33,8 +33,8 @@ from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.problem import Problem, Window
 from fa3.running import compiler
-from fa3.schedules.marked import Marked
-from fa3.schedules.stream_k import Crews, StreamK, Whole
+from fa3.schedules.marked import RecomputeTiles
+from fa3.schedules.stream_k import CtaGroups, NoSplit, StreamK
 from fa3.scores.masks import Band
 from fa3.tools import compile_pool
 from fa3.tools import warmup as module
@@ -66,7 +66,7 @@ def test_forward_kernels_are_those_of_plans(few_sizes):
     found = kernels_of("llama3-8b", calls=("dense",))
     problem = Problem(module.spec_of(model, CAUSAL), 4, 4096, 4096, 8, 4, CAUSAL)
     first, second = (launch.kernel for launch in plan_forward(problem, H200).launches())
-    assert first.config.fixed_reference and second.schedule_type is Marked
+    assert first.config.fixed_reference and second.schedule_type is RecomputeTiles
     assert {first, second} <= set(found)
     # A single query sees all keys, and its kernels are those of several.
     assert {kernel.spec.mask for kernel in of_type(found, Forward)} == {Band(right=True)}
@@ -120,7 +120,7 @@ def test_append_kernels(few_sizes):
     ("call", "kinds"),
     [
         ("dense", {Forward, Decode, Combine}),
-        ("packed", {Forward, TileTable, JoinedTable, Decode, Combine}),
+        ("packed", {Forward, TileTable, MultiSequenceTable, Decode, Combine}),
         ("cache", {Decode, Combine, Append}),
         ("paged", {Decode, Combine, Forward, TileTable}),
     ],
@@ -193,7 +193,7 @@ def test_kernels_have_keys_and_names_of_their_own(few_sizes, preset):
     kernels = kernels_of(preset)
     assert len({compiler.key_of(kernel) for kernel in kernels}) == len(kernels)
     assert len(set(map(describe_kernel, kernels))) == len(kernels)
-    assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, Crews, Whole}
+    assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, CtaGroups, NoSplit}
     assert all(kernel.is_storable for kernel in kernels)
 
 

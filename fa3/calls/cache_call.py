@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.assertions import check_counts, read_back
-from fa3.calls.modifiers import Structure, check_alibi_slopes, check_sinks, describe_modifier
+from fa3.calls.modifiers import ModifierSpec, check_alibi_slopes, check_sinks, describe_modifier
 from fa3.calls.operands import (
     ALIGNMENT,
     DIMENSIONS,
@@ -129,7 +129,7 @@ def describe_tensors(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Descript
     )
 
 
-def of_any_total(described: tuple[Description | None, ...]) -> tuple[Description | None, ...]:
+def without_total(described: tuple[Description | None, ...]) -> tuple[Description | None, ...]:
     """What calls with packed queries have in common that differ in their total only: no output
     that is given, and of q all but its rows. Strides do not depend on them."""
     shape, stride, dtype, device = described[0]
@@ -160,7 +160,7 @@ class CacheCall(
         cls,
         described: Sequence[Description | None],
         max_seqlen_q: int | None = None,
-        functions: Structure | None = None,
+        functions: ModifierSpec | None = None,
     ) -> "CacheCall":
         """The call whose tensors are described."""
         return cls(*map(operand_of, described), max_seqlen_q, functions)

@@ -15,7 +15,7 @@ import torch
 
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.forward_arguments import lse_address
-from fa3.calls.known_lengths import KnownLengths
+from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.modifiers import structure_of
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
@@ -81,7 +81,7 @@ class PreparedDecode:
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
         seqlen_new: int = 0,
-        known: KnownLengths | None = None,
+        known: HostSeqlens | None = None,
     ) -> None:
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
@@ -212,7 +212,7 @@ def prepare_decode(
     num_splits: int = 0,
     batch_invariant: bool = False,
     sm_margin: int = 0,
-    is_beside: bool = False,
+    overlaps_forward: bool = False,
 ) -> PreparedDecode:
     """Choose how calls of a description run, and load their kernels.
 
@@ -222,7 +222,7 @@ def prepare_decode(
         softcap: see `fa3.scores.scores.Softcap`; 0 for none.
         num_splits, batch_invariant: see `fa3.planning.decode.choose_cut`.
         sm_margin: SMs to leave to other kernels.
-        is_beside: see `DecodePlan`.
+        overlaps_forward: see `DecodePlan`.
     """
     heads_kv, device = call.k_cache.shape[2], call.q.device
     sizes = Sizes(call.batch, call.seqlen_q, heads_kv, call.heads_q // heads_kv, call.capacity)
@@ -234,7 +234,7 @@ def prepare_decode(
     kind = call.is_packed, call.k is not None
     cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, *kind)
     of_kernel = spec, cache, sizes, window, cut, num_ctas, call.is_packed
-    plan = DecodePlan(*of_kernel, call.seqused_q is not None, is_beside)
+    plan = DecodePlan(*of_kernel, call.seqused_q is not None, overlaps_forward)
     if not on_gpu:
         return PreparedDecode(plan)
     if cut.has_parts:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from fa3.calls.dropout import check_probability
-from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, ModifierSpec
 from fa3.calls.operands import (
     ALIGNMENT,
     DTYPES,
@@ -33,13 +33,13 @@ MOST_FORWARD_TILES = 1 << 24
 """Tiles at most: 32 bits count their marks and log-sum-exps."""
 
 
-def pose(
+def problem_of_operands(
     q: Operand,
     k: Operand,
     v: Operand,
     causal: bool,
     window_size: tuple[int, int],
-    modifiers: Structure,
+    modifiers: ModifierSpec,
 ) -> Problem:
     """The problem of a call with these tensors; raises unless they pose one."""
     check_operands(q, k, v)
@@ -76,7 +76,7 @@ def problem_posed_by(
         given = of_q, of_q.shape[0], softcap, alibi_slopes, sinks, score, mask, window.right == 0
         structure = Modifiers.of(*given, has_backward=True).structure
     structure = structure._replace(has_dropout=dropout_p > 0)
-    return pose(of_q, of_k, of_v, False, window, structure)
+    return problem_of_operands(of_q, of_k, of_v, False, window, structure)
 
 
 def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:

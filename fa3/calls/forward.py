@@ -20,21 +20,21 @@ from fa3.calls.autograd import (
     wants_gradient,
 )
 from fa3.calls.decode import PreparedDecode
-from fa3.calls.dense import pose
+from fa3.calls.dense import problem_of_operands
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.forward_arguments import (
     DROPOUT,
-    FOLLOWS,
     MARKS,
+    ONLINE_MAX,
     PARTS,
     RECORDING,
     SCHEDULE_STATE,
     TENSORS_AND_SCALE,
     lse_address,
 )
-from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, ModifierSpec
 from fa3.calls.operands import (
     ALIGNMENT,
     Description,
@@ -198,7 +198,7 @@ class PreparedCall:
         arguments[RECORDING] = recording
         arguments[DROPOUT] = dropout
         if not self.total_counters:
-            if template[FOLLOWS]:
+            if template[ONLINE_MAX]:
                 # A kernel that could mark rows wants a tensor also where none is marked.
                 arguments[MARKS] = state
             kernel(*arguments)
@@ -206,7 +206,7 @@ class PreparedCall:
         stream_counters = counters_of(device, stream, capture)
         counters = stream_counters.take(self.total_counters)
         marks, of_schedule, of_parts = self.divide(counters)
-        arguments[MARKS] = state if template[FOLLOWS] else marks
+        arguments[MARKS] = state if template[ONLINE_MAX] else marks
         if of_schedule is not None:
             arguments[SCHEDULE_STATE] = of_schedule
         if self.parts is not None:
@@ -436,7 +436,7 @@ def prepare_forward(
     v: Description,
     causal: bool,
     window_size: tuple[int, int],
-    modifiers: Structure,
+    modifiers: ModifierSpec,
     sm_margin: int,
     schedule: ScheduleChoice,
     given_plan: Plan | None,
@@ -445,7 +445,7 @@ def prepare_forward(
     """Validate a call, plan it and load its kernel."""
     check_settings()
     q, k, v = Operand(*q), Operand(*k), Operand(*v)
-    problem = pose(q, k, v, causal, window_size, modifiers)
+    problem = problem_of_operands(q, k, v, causal, window_size, modifiers)
     batch, seqlen_q, heads_q, _ = q.shape
     output = Output.of((batch, seqlen_q, heads_q, v.shape[3]), q)
     lse_shape = batch, heads_q, seqlen_q

@@ -11,12 +11,14 @@ TENSORS_AND_SCALE = slice(*slots(ForwardArguments, "q", "window_left"))
 PARTS = slice(*slots(ForwardArguments, "part_buffer", "marks"))
 """Memory, counters and number of the parts of tiles."""
 
-NUM_CLUSTERS, SCHEDULE_STATE, MARKS, RECORDING, DROPOUT, FOLLOWS = slots(
+NUM_CLUSTERS, SCHEDULE_STATE, MARKS, RECORDING, DROPOUT, ONLINE_MAX = slots(
     ForwardArguments,
-    "num_clusters", "schedule_state", "marks", "recording", "dropout", "follows",
+    "num_clusters", "schedule_state", "marks", "recording", "dropout", "online_max",
 )  # fmt: skip
 
-TABLE, PAGE_TABLE, IS_BESIDE = slots(ForwardArguments, "table", "page_table", "is_beside")
+TABLE, PAGE_TABLE, OVERLAPS_DECODE = slots(
+    ForwardArguments, "table", "page_table", "overlaps_decode"
+)
 """What only packed sequences have."""
 
 

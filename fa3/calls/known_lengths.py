@@ -35,7 +35,7 @@ class WalksTables(Protocol):
     ) -> TableKind: ...
 
 
-class KnownTiles(NamedTuple):
+class HostTiles(NamedTuple):
     """The tiles of known lengths on a GPU.
 
     Fields:
@@ -50,7 +50,7 @@ class KnownTiles(NamedTuple):
     memory: PartMemory | None = None
 
     @classmethod
-    def upload(cls, table: np.ndarray, kind: TableKind, device: torch.device) -> "KnownTiles":
+    def upload(cls, table: np.ndarray, kind: TableKind, device: torch.device) -> "HostTiles":
         """Cut the tiles of a table where that pays, and copy them to the GPU."""
         split, on_gpu = kind.cut(table), Table.upload(table, device)
         if split is None:
@@ -59,7 +59,7 @@ class KnownTiles(NamedTuple):
         return cls(on_gpu, Table.upload(split.table, device), split.num_clusters, memory)
 
 
-class KnownLengths:
+class HostSeqlens:
     """The lengths of sequences, cut to the rows that there are.
 
     Attributes:
@@ -92,8 +92,8 @@ class KnownLengths:
         self.end_k = 0 if isinstance(keys, CacheLengths) else keys.total
         self.longest_q, self.longest_k = (int(n.max(initial=0)) for n in (of_q, of_k))
         self.fewest_q = int(of_q[of_q > 0].min(initial=NO_QUERIES))
-        self.tables: dict[tuple[TableKind, torch.device], KnownTiles] = {}
-        self.latest: tuple[object, int, bool, KnownTiles | None] = None, 0, False, None
+        self.tables: dict[tuple[TableKind, torch.device], HostTiles] = {}
+        self.latest: tuple[object, int, bool, HostTiles | None] = None, 0, False, None
         self.route: tuple[object, bool, Any] = None, False, None
 
     def __reduce__(self):
@@ -108,13 +108,13 @@ class KnownLengths:
         used_q: np.ndarray | None,
         used_k: np.ndarray | None,
         may_cut: bool = False,
-    ) -> "KnownLengths":
+    ) -> "HostSeqlens":
         """Of packed queries and keys; the ends begin with 0 and do not fall."""
         queries = RaggedLengths(ends_q, used_q, int(ends_q[-1]))
         return cls(queries, RaggedLengths(ends_k, used_k, int(ends_k[-1])), may_cut)
 
     @classmethod
-    def cached(cls, ends_q: np.ndarray, keys: np.ndarray) -> "KnownLengths":
+    def cached(cls, ends_q: np.ndarray, keys: np.ndarray) -> "HostSeqlens":
         """Of packed queries, and keys in a cache, as many as `keys` says."""
         queries = RaggedLengths(ends_q, None, int(ends_q[-1]))
         return cls(queries, CacheLengths(keys, int(keys.max(initial=0))), False)
@@ -129,9 +129,9 @@ class KnownLengths:
         """The table of these lengths, on the host."""
         return kind.table(self.queries, self.keys)
 
-    def upload(self, kind: TableKind, device: torch.device) -> KnownTiles:
+    def upload(self, kind: TableKind, device: torch.device) -> HostTiles:
         """The tiles of these lengths on a GPU."""
-        tiles = KnownTiles.upload(self.make(kind), kind, device)
+        tiles = HostTiles.upload(self.make(kind), kind, device)
         return self.tables.setdefault((kind, device), tiles)
 
     def on(
@@ -143,7 +143,7 @@ class KnownLengths:
         may_cut: bool,
         device: torch.device,
         capture: Capture | None,
-    ) -> KnownTiles | None:
+    ) -> HostTiles | None:
         """The tiles for a launch on torch's current stream; None if a CUDA graph is captured
         before their table was made: then the kernel on the GPU has to make one.
 
@@ -304,7 +304,7 @@ def contents_of(name: str, tensor: torch.Tensor, batch: int) -> bytes:
     return tensor.numpy().tobytes()
 
 
-class LatestLengths:
+class LastHostSeqlens:
     """The lengths that the latest call had on the CPU: the layers of a model have the same.
 
     Attributes:
@@ -314,7 +314,7 @@ class LatestLengths:
     __slots__ = ("latest",)
 
     def __init__(self) -> None:
-        self.latest: tuple[tuple[bytes | bool | None, ...], KnownLengths | None] = (), None
+        self.latest: tuple[tuple[bytes | bool | None, ...], HostSeqlens | None] = (), None
 
     def of(
         self,
@@ -322,13 +322,13 @@ class LatestLengths:
         tensors: Sequence[torch.Tensor | None],
         batch: int,
         may_cut: bool,
-    ) -> KnownLengths:
+    ) -> HostSeqlens:
         """The lengths in tensors on the CPU: the previous call's if they are the same.
 
         Args:
             names: what a call knows the tensors as.
             tensors: the ends of queries and keys, and how many of them are used.
-            may_cut: of `KnownLengths`.
+            may_cut: of `HostSeqlens`.
 
         Raises:
             TypeError, ValueError: they are no lengths.
@@ -344,7 +344,7 @@ class LatestLengths:
         if given != before:
             named = dict(zip(names, tensors, strict=True))
             of_q, of_k, *used = names
-            lengths = KnownLengths.packed(
+            lengths = HostSeqlens.packed(
                 *(host_ends(name, named[name], batch) for name in (of_q, of_k)),
                 *(
                     None if named[name] is None else host_counts(name, named[name], batch)

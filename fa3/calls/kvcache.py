@@ -16,10 +16,10 @@ from fa3.calls.cache_call import (
     OF_TOTAL,
     CacheTensors,
     describe_tensors,
-    of_any_total,
+    without_total,
 )
 from fa3.calls.eager import is_traced
-from fa3.calls.latest import Latest
+from fa3.calls.latest import FastPath
 from fa3.calls.options import (
     Options,
     as_pair,
@@ -312,7 +312,7 @@ def prepared_call(
     call, begins = latest.find(tensors)
     if call is None:
         described = describe_tensors(tensors)
-        call = prepare_cache_call(of_any_total(described) if is_packed else described, *options)
+        call = prepare_cache_call(without_total(described) if is_packed else described, *options)
         check_written(call, tensors)
         latest.remember(tensors, CACHE_ALIGNMENTS, OF_TOTAL if is_packed else (), call)
     elif call.apart is not None:
@@ -323,6 +323,6 @@ def prepared_call(
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def latest_cache_call(*options: object) -> Latest[PreparedCacheCall]:
+def latest_cache_call(*options: object) -> FastPath[PreparedCacheCall]:
     """The latest call with these options, which are all of `prepare_cache_call`."""
-    return Latest()
+    return FastPath()

@@ -1,7 +1,7 @@
 """The latest call with some options: a call that is like it is not described again.
 
 To describe its tensors takes a call most of its time. In a model, tensors of layers and steps
-differ only in addresses and, where rows are packed, in rows. `Latest` compares a call's tensors
+differ only in addresses and, where rows are packed, in rows. `FastPath` compares a call's tensors
 with the previous call's through the guards of torch.compile, all in one call of C++. Calls
 that differ in more are described (`fa3.calls.operands`), looked up and are the latest from then on.
 """
@@ -26,10 +26,10 @@ MOST_PLACES = 128
 """Calls whose addresses are remembered as fine: a layer has the same ones in every step."""
 
 UNKNOWN = (None, ())
-"""What `Latest.find` gives for a call that must be described."""
+"""What `FastPath.find` gives for a call that must be described."""
 
 
-class Remembered(NamedTuple, Generic[Outcome]):
+class Guards(NamedTuple, Generic[Outcome]):
     """What tensors were like, and what a call on them led to. It keeps none of them.
 
     Fields:
@@ -56,7 +56,7 @@ class Remembered(NamedTuple, Generic[Outcome]):
     outcome: Outcome
 
 
-class Latest(Generic[Outcome]):
+class FastPath(Generic[Outcome]):
     """The latest call with the same options. Threads may share it: what is found fits.
 
     Attributes:
@@ -69,7 +69,7 @@ class Latest(Generic[Outcome]):
 
     def __init__(self) -> None:
         self.described: Outcome | None = None
-        self.remembered: Remembered[Outcome] | None = None
+        self.remembered: Guards[Outcome] | None = None
 
     def find(self, tensors: Sequence) -> tuple[Outcome | None, Sequence[int]]:
         """What the latest call led to if its tensors were like these, and where these begin.
@@ -146,7 +146,7 @@ class Latest(Generic[Outcome]):
         if not of_any_length:
             are_aligned = functools.lru_cache(maxsize=MOST_PLACES)(are_aligned)
         missing = picker([i for i in range(len(tensors)) if i not in places])
-        self.remembered = Remembered(
+        self.remembered = Guards(
             picker(places),
             missing,
             missing(tensors),

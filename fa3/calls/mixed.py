@@ -14,8 +14,8 @@ from fa3.calls import decode
 from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import PreparedDecode, cache_layout, spec_of_call
 from fa3.calls.devices import gpu_of
-from fa3.calls.known_lengths import KnownLengths
-from fa3.calls.varlen_gpu import PreparedVarlen, Short, prepare_alone
+from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.varlen_gpu import DecodeLaunch, PreparedVarlen, prepare_alone
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import (
@@ -58,7 +58,7 @@ class PreparedMixed:
         modifiers: tuple[torch.Tensor, ...] | None,
         softmax_scale: float,
         seqlen_new: int = 0,
-        known: KnownLengths | None = None,
+        known: HostSeqlens | None = None,
     ) -> None:
         """As `PreparedDecode.attend`, but `seqused_k` says all keys: `seqlen_new` is 0.
 
@@ -85,7 +85,7 @@ class PreparedMixed:
             return
         short = None
         if has_short:
-            short = Short(
+            short = DecodeLaunch(
                 self.most_short, lambda table: self.short.start(*given, 0, capacity, table)
             )
         self.long.launch(
@@ -123,7 +123,7 @@ def prepare_attention(
     most = min(call.seqlen_q, most_queries_of_few(call.heads_q, gpu.num_sms))
     of_few = call._replace(max_seqlen_q=most)
     return PreparedMixed(
-        decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options, is_beside=True),
-        plan, tight, most_short, call.capacity, prepare_alone(plan, tight) if on_gpu else None,
-        decode.prepare_decode(of_few, *options),
+        decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options,
+        overlaps_forward=True), plan, tight, most_short, call.capacity, prepare_alone(plan, tight)
+        if on_gpu else None, decode.prepare_decode(of_few, *options),
     )  # fmt: skip

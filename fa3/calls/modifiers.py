@@ -1,6 +1,6 @@
 """What a call says about its scores, except the scale: checked, and split for compiling.
 
-`Structure` is what of it shapes the code; the tensors go to the kernel.
+`ModifierSpec` is what of it shapes the code; the tensors go to the kernel.
 """
 
 import functools
@@ -29,7 +29,7 @@ ELEMENT_DTYPES = tuple(getattr(torch, name) for name in ELEMENT_TYPES)
 """Dtypes of tensors that a score or a mask of the user's may have."""
 
 
-class Structure(NamedTuple):
+class ModifierSpec(NamedTuple):
     """What is compiled into a kernel of `Modifiers`, and of dropout; hashable."""
 
     scores: tuple[Template, ...] = ()
@@ -48,7 +48,7 @@ class Structure(NamedTuple):
         of_mask = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
         return (*of_scores, *of_mask, *(("sinks",) if self.sinks else ()))
 
-    def joined(self, functions: "Structure") -> "Structure":
+    def joined(self, functions: "ModifierSpec") -> "ModifierSpec":
         """With the score and the mask of the user's that another one has."""
         return self._replace(scores=(*self.scores, *functions.scores), mask=functions.mask)
 
@@ -77,7 +77,7 @@ class Modifiers(NamedTuple):
             none.
     """
 
-    structure: Structure
+    structure: ModifierSpec
     tensors: tuple[torch.Tensor, ...] | None
 
     @classmethod
@@ -129,7 +129,7 @@ class Modifiers(NamedTuple):
         return cls(structure, tuple(given) or None)
 
 
-UNMODIFIED = Modifiers(Structure(), None)
+UNMODIFIED = Modifiers(ModifierSpec(), None)
 
 
 def check_softcap(softcap: float) -> None:
@@ -142,7 +142,7 @@ def check_softcap(softcap: float) -> None:
 @functools.lru_cache(maxsize=REMEMBERED)
 def structure_of(
     softcap: float, rank_of_slopes: int | None, sinks: torch.dtype | None, is_causal: bool
-) -> Structure:
+) -> ModifierSpec:
     """What is compiled for a call without functions of the user's.
 
     Args:
@@ -154,7 +154,7 @@ def structure_of(
         like_slopes = torch.empty((0,) * rank_of_slopes, dtype=torch.float32, device="meta")
         scores.append(Alibi(like_slopes, is_causal))
     of_sinks = None if sinks is None else str(sinks).removeprefix("torch.")
-    return Structure(tuple(map(Template.of, scores)), None, of_sinks)
+    return ModifierSpec(tuple(map(Template.of, scores)), None, of_sinks)
 
 
 def describe_modifier(name: str, tensor: torch.Tensor, has_backward: bool = False) -> Description:

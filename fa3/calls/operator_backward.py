@@ -10,7 +10,7 @@ import torch
 
 from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import NO_LENGTHS, OF_LSE, OF_OUT, BackwardCall, arrived
-from fa3.calls.dense import pose
+from fa3.calls.dense import problem_of_operands
 from fa3.calls.devices import sms_of
 from fa3.calls.dropout import dropout_of
 from fa3.calls.modifiers import Modifiers
@@ -32,7 +32,7 @@ from fa3.calls.ragged import (
     check_lengths,
     check_totals,
     describe_integers,
-    pose_packed,
+    spec_of_packed,
     tokens_of,
 )
 from fa3.problem import NO_BOUND
@@ -139,9 +139,11 @@ def gradients_of_call(
     dropout = dropout_of(options.dropout_p, options.rng_state, q)
     structure = modifiers.structure._replace(has_dropout=dropout is not None)
     if lengths is None:
-        problem = pose(*(Operand(*one) for one in described), options.causal, window, structure)
+        problem = problem_of_operands(
+            *(Operand(*one) for one in described), options.causal, window, structure
+        )
     else:
-        problem = pose_packed(*tokens, options.causal, window, structure)
+        problem = spec_of_packed(*tokens, options.causal, window, structure)
     d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
     if lengths is not None and is_visible(lengths.cu_seqlens_q):
         check_lengths(lengths, totals, longest)

@@ -37,7 +37,7 @@ from fa3.calls.operands import (
     check_rank,
     check_same_kind,
 )
-from fa3.calls.user_functions import put_together
+from fa3.calls.user_functions import unflatten_function
 
 Parameters = ParamSpec("Parameters")
 """The arguments of a public function."""
@@ -152,7 +152,7 @@ def as_call(arguments: dict[str, Any]) -> dict[str, Any]:
     call["window_size"] = call.pop("window_left"), call.pop("window_right")
     for kind in ("score", "mask"):
         if kind in call:
-            call[kind] = put_together(call[kind], call.pop(f"{kind}_tensors"))
+            call[kind] = unflatten_function(call[kind], call.pop(f"{kind}_tensors"))
     length = call.pop("cache_length", None)
     if length is not None:
         call["cache_seqlens"] = length

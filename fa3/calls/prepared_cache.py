@@ -26,9 +26,9 @@ from fa3.calls.cache_call import (
 )
 from fa3.calls.decode import PreparedDecode, modifiers_of
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.known_lengths import KnownLengths
+from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.mixed import PreparedMixed
-from fa3.calls.modifiers import Structure, check_softcap
+from fa3.calls.modifiers import ModifierSpec, check_softcap
 from fa3.calls.operands import (
     DTYPES,
     CheckOfAddresses,
@@ -103,7 +103,7 @@ class PreparedCacheCall:
         tensors: tuple[torch.Tensor | None, ...],
         softmax_scale: float,
         return_lse: bool,
-        known: KnownLengths | None = None,
+        known: HostSeqlens | None = None,
         of_functions: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Append, and attend; what `flash_attn_with_kvcache` returns.
@@ -187,12 +187,12 @@ def prepare_cache_call(
     batch_invariant: bool,
     sm_margin: int,
     metadata: SchedulerMetadata | None,
-    functions: Structure | None = None,
+    functions: ModifierSpec | None = None,
 ) -> PreparedCacheCall:
     """Validate calls of this description, and load their kernels.
 
     Args:
-        described: the `CacheTensors`; of packed queries as `of_any_total` has them.
+        described: the `CacheTensors`; of packed queries as `without_total` has them.
         functions: the structure of the user's score and mask, for packed queries.
     """
     check_settings()
@@ -337,7 +337,7 @@ def with_integers_on_device(
     call: PreparedCacheCall,
     tensors: tuple[torch.Tensor | None, ...],
     length: int | None,
-    known: KnownLengths | None,
+    known: HostSeqlens | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """The `CacheTensors` with the int32 ones on q's device; checks what the host can see of them.
 

@@ -2,8 +2,8 @@
 
 Lengths are others in every call, and so are the sizes that follow from them: `tokens_of`,
 `check_integers`, `check_totals` and `check_ragged_out` look at these each time and remember
-nothing. `pose_packed` looks at the rest, which repeated calls share. `check_lengths` looks at what
-lies in the small integer tensors, as far as the host can see it.
+nothing. `spec_of_packed` looks at the rest, which repeated calls share. `check_lengths` looks at
+what lies in the small integer tensors, as far as the host can see it.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import torch
 
 from fa3.calls.assertions import check_counts, read_back
 from fa3.calls.dense import MOST_FORWARD_TILES
-from fa3.calls.modifiers import Structure
+from fa3.calls.modifiers import ModifierSpec
 from fa3.calls.operands import (
     ALIGNMENT,
     DTYPES,
@@ -87,13 +87,13 @@ def describe_integers(integers: Integers) -> tuple[Description | None, ...]:
 # --------------------------------------------------------------------- what no length changes
 
 
-def pose_packed(
+def spec_of_packed(
     q: Tokens,
     k: Tokens,
     v: Tokens,
     causal: bool,
     window_size: tuple[int, int],
-    modifiers: Structure,
+    modifiers: ModifierSpec,
 ) -> tuple[AttentionSpec, Window]:
     """What is compiled for a call with these tokens; raises unless they pose a problem.
 

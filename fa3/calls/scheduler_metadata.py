@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.known_lengths import KnownLengths
+from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import DTYPES
 from fa3.calls.options import as_pair, check_window, converted, integer, reject_unsupported
@@ -32,7 +32,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, Window
 from fa3.schedules.sequences import LONGEST
-from fa3.schedules.stream_k import Pieces
+from fa3.schedules.stream_k import Chunks
 from fa3.scores.masks import Band
 from fa3.scores.masks import Sequence as SequenceOfMask
 from fa3.settings import check_settings
@@ -113,7 +113,7 @@ class PackedMetadata:
 
     calls: SchedulerMetadata
     has_packed_keys: bool
-    lengths: KnownLengths | None
+    lengths: HostSeqlens | None
     fitting: object = None
 
     def __reduce__(self):
@@ -150,7 +150,7 @@ def check_packed_metadata(metadata: object, sm_margin: int) -> int:
 
 def check_cache_metadata(
     metadata: object, has_packed_queries: bool
-) -> tuple[SchedulerMetadata, KnownLengths | None]:
+) -> tuple[SchedulerMetadata, HostSeqlens | None]:
     """Raise unless this is of calls on a cache, and packed only if their queries are.
 
     Returns:
@@ -382,7 +382,7 @@ def planned_call(
     return plan_varlen(spec, structure, window, heads_q, heads_kv, *used, gpu, sm_margin)
 
 
-def upload(lengths: KnownLengths, kind: TableKind) -> None:
+def upload(lengths: HostSeqlens, kind: TableKind) -> None:
     """Make a table on the current GPU, if there is one and it can be copied there."""
     if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
         lengths.upload(kind, torch.device("cuda", torch.cuda.current_device()))
@@ -420,7 +420,7 @@ def most_of_whole_tiles(
     )
     of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
     ends = (tiles * of_tile).cumsum()
-    pieces = Pieces.even(int(ends[-1]), PlainDivisor(num_ctas))
+    pieces = Chunks.even(int(ends[-1]), PlainDivisor(num_ctas))
     cuts = pieces.begin(np.arange(num_ctas + 1))
     sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
     begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]

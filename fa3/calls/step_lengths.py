@@ -3,7 +3,7 @@ and read where the host may see them.
 
 Lengths on a GPU are described only, or with FA3_ASSERTIONS=1 read back to be checked
 (`fa3.calls.assertions`). What is seen goes to the choice of whole tiles, as a list of keys, or to a
-table of tiles, as `KnownLengths`.
+table of tiles, as `HostSeqlens`.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch
 
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.cache_call import LENGTHS, check_leftpads
-from fa3.calls.known_lengths import KnownLengths, host_counts, host_ends
+from fa3.calls.known_lengths import HostSeqlens, host_counts, host_ends
 from fa3.calls.operands import check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import integer
 from fa3.calls.ragged import INTEGERS_OF_LENGTHS, MOST_RAGGED_ROWS
@@ -56,23 +56,23 @@ class StepLengths:
         tensors = self.cache_seqlens, self.cu_seqlens_k_new, self.cache_leftpad
         return any(isinstance(one, torch.Tensor) and not one.is_cpu for one in tensors)
 
-    def of_packed(self, may_cut: bool) -> KnownLengths | None:
+    def of_packed(self, may_cut: bool) -> HostSeqlens | None:
         """The lengths of packed queries and keys; None if one is on a GPU."""
         integers = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.cache_seqlens
         ends_q, ends_k, used_q, used_k = on_host(INTEGERS_OF_LENGTHS, integers, self.batch)
         if ends_q is None:
             return None
-        return self.checked(KnownLengths.packed(ends_q, ends_k, used_q, used_k, may_cut))
+        return self.checked(HostSeqlens.packed(ends_q, ends_k, used_q, used_k, may_cut))
 
-    def of_packed_queries(self) -> KnownLengths | None:
+    def of_packed_queries(self) -> HostSeqlens | None:
         """The lengths of packed queries and of keys in a cache; None if they cannot be seen."""
         keys = self.keys_in_cache()
         (ends_q,) = on_host(("cu_seqlens_q",), (self.cu_seqlens_q,), self.batch)
         if ends_q is None or keys is None:
             return None
-        return self.checked(KnownLengths.cached(ends_q, np.array(keys, np.int64)))
+        return self.checked(HostSeqlens.cached(ends_q, np.array(keys, np.int64)))
 
-    def checked(self, lengths: KnownLengths) -> KnownLengths:
+    def checked(self, lengths: HostSeqlens) -> HostSeqlens:
         """These lengths, if they are as short as the step says."""
         rows = MOST_RAGGED_ROWS, MOST_RAGGED_ROWS
         longest = self.max_seqlen_q, self.max_seqlen_k

@@ -16,7 +16,7 @@ from fa3.calls.dropout import check_probability, draw_rng_state
 from fa3.calls.eager import check_undifferentiated
 from fa3.calls.operator_backward import run_backward
 from fa3.calls.options import check_window
-from fa3.calls.user_functions import take_apart
+from fa3.calls.user_functions import flatten_function
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
@@ -74,8 +74,8 @@ def differentiable_arguments(out: torch.Tensor | None, arguments: dict[str, Any]
             "objects"
         )
     score, mask = arguments["score"], arguments["mask"]
-    arguments["score"], arguments["score_tensors"] = take_apart("score", score, Score)
-    arguments["mask"], arguments["mask_tensors"] = take_apart("mask", mask, Mask)
+    arguments["score"], arguments["score_tensors"] = flatten_function("score", score, Score)
+    arguments["mask"], arguments["mask_tensors"] = flatten_function("mask", mask, Mask)
     q, k, v, sinks = arguments["q"], arguments["k"], arguments["v"], arguments["sinks"]
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, arguments.get("pack_gqa"))

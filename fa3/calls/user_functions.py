@@ -39,7 +39,7 @@ FORMS: dict[str, Form] = {}
 NAMING = threading.Lock()
 
 
-def take_apart(
+def flatten_function(
     argument: str, function: object | None, base: type[Score] | type[Mask]
 ) -> tuple[str | None, list[torch.Tensor]]:
     """The name and the tensors of an object; torch.compile reads along.
@@ -92,7 +92,7 @@ def name_of(kind: type, constants: tuple[tuple[str, Hashable], ...], tensors: tu
 name_of._dynamo_marked_constant = True
 
 
-def put_together(name: str | None, tensors: Sequence[torch.Tensor]) -> Score | Mask | None:
+def unflatten_function(name: str | None, tensors: Sequence[torch.Tensor]) -> Score | Mask | None:
     """The object with this name and these tensors.
 
     Raises:

@@ -24,9 +24,9 @@ from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
 from fa3.calls.forward import FORWARD_OPTIONS
-from fa3.calls.known_lengths import KnownLengths
-from fa3.calls.latest import Latest
-from fa3.calls.modifiers import UNMODIFIED, Modifiers, Structure
+from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.latest import FastPath
+from fa3.calls.modifiers import UNMODIFIED, Modifiers, ModifierSpec
 from fa3.calls.operands import ALIGNMENT, check_apart, check_writable, describe
 from fa3.calls.options import (
     VARLEN_FROM_FLASH_ATTENTION_2,
@@ -51,7 +51,7 @@ from fa3.calls.ragged import (
     check_ragged_out,
     check_totals,
     describe_integers,
-    pose_packed,
+    spec_of_packed,
     tokens_of,
     used_queries,
 )
@@ -336,7 +336,7 @@ def flash_attn_varlen_func(
 
 
 PackedRun = tuple[
-    RaggedCall, Integers, PackedSizes, float, Dropout | None, KnownLengths | None, bool
+    RaggedCall, Integers, PackedSizes, float, Dropout | None, HostSeqlens | None, bool
 ]
 """A call without the tensors that may have a gradient: what it leads to, the `PackedLengths`, the
 sizes, the scale, and dropout, `known` and `splits` of `RaggedCall.attend`. A plain tuple: another
@@ -392,9 +392,9 @@ OF_ANY_LENGTH = range(7)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def latest_packed_call(*options: object) -> Latest[RaggedCall]:
+def latest_packed_call(*options: object) -> FastPath[RaggedCall]:
     """The latest call with these options."""
-    return Latest()
+    return FastPath()
 
 
 def describe_packed(q, k, v, integers: Integers) -> tuple[tuple[tuple, ...], int]:
@@ -437,7 +437,7 @@ def known_lengths(
     window: tuple[tuple[int, int], bool],
     softcap: float,
     may_cut: bool,
-) -> KnownLengths | None:
+) -> HostSeqlens | None:
     """The lengths that the host knows: from metadata, or from tensors on the CPU.
 
     Args:
@@ -502,13 +502,13 @@ def prepare_varlen(
     has_used_k: bool,
     causal: bool,
     window_size: tuple[int, int],
-    modifiers: Structure,
+    modifiers: ModifierSpec,
     sm_margin: int,
 ) -> RaggedCall:
     """Validate what no length changes, and load the kernels. q, k and v are of `Tokens`."""
     check_settings()
     q, k, v = Tokens(*q), Tokens(*k), Tokens(*v)
-    spec, window = pose_packed(q, k, v, causal, window_size, modifiers)
+    spec, window = spec_of_packed(q, k, v, causal, window_size, modifiers)
     is_on_host = q.device.type == "cpu"
     gpu = reserve_sms(H200 if is_on_host else gpu_of(q.device), sm_margin)
     heads = q.shape[0], k.shape[0]

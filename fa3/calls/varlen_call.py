@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from fa3.calls import backward, varlen_gpu
-from fa3.calls.known_lengths import KnownLengths, LatestLengths
-from fa3.calls.modifiers import Structure
+from fa3.calls.known_lengths import HostSeqlens, LastHostSeqlens
+from fa3.calls.modifiers import ModifierSpec
 from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
-from fa3.calls.varlen_gpu import Short
+from fa3.calls.varlen_gpu import DecodeLaunch
 from fa3.planning.gpu import Gpu
-from fa3.planning.joined import JoinedPlan, PackedSizes
+from fa3.planning.joined import MultiSequencePlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
 from fa3.problem import AttentionSpec, Window
@@ -51,12 +51,12 @@ class RaggedCall:
     """
 
     plan: RaggedPlan
-    structure: Structure
+    structure: ModifierSpec
     window: Window
-    joined: JoinedPlan | None
+    joined: MultiSequencePlan | None
     short: ShortPlan | None
     gpu: varlen_gpu.PackedKernels | None
-    latest: LatestLengths = field(default_factory=LatestLengths, compare=False)
+    latest: LastHostSeqlens = field(default_factory=LastHostSeqlens, compare=False)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -70,7 +70,7 @@ class RaggedCall:
         scale: float,
         dropout: Dropout | None,
         has_gradients: bool = False,
-        known: KnownLengths | None = None,
+        known: HostSeqlens | None = None,
         splits: bool = False,
     ) -> None:
         """Write the rows of out and lse that belong to queries that are used.
@@ -94,12 +94,12 @@ class RaggedCall:
             if of_call is not self or of_gradients != has_gradients:
                 route = self.route(known.sizes(sizes.heads), has_gradients, known)
                 known.route = self, has_gradients, route
-        joins, longest_k, _, _ = route
+        packs_sequences, longest_k, _, _ = route
         if longest_k == 0:
             of_q = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
-        elif not joins:
+        elif not packs_sequences:
             may_cut = known is not None and known.may_cut and splits and not has_gradients
             self.attend_one_by_one(operands, route, tensors, scale, dropout, known, may_cut)
         elif self.gpu is None:
@@ -111,7 +111,7 @@ class RaggedCall:
         self,
         sizes: PackedSizes,
         has_gradients: bool,
-        known: KnownLengths | None,
+        known: HostSeqlens | None,
         splits: bool = False,
     ) -> Route:
         """Which kernels run.
@@ -121,8 +121,8 @@ class RaggedCall:
             splits: whether all sequences may be the decode kernel's.
         """
         longest_q, longest_k = sizes[-2:]
-        joins = longest_k > 0 and sizes.total_q > 0
-        if joins and self.joined is not None and self.joined.suits(sizes):
+        packs_sequences = longest_k > 0 and sizes.total_q > 0
+        if packs_sequences and self.joined is not None and self.joined.suits(sizes):
             return True, longest_k, 0, False
         most = 0
         if self.short is not None and not has_gradients:
@@ -133,11 +133,11 @@ class RaggedCall:
                 most = self.short.most_queries_of_idle(sizes, self.window) or most
         return False, longest_k, most, most < longest_q
 
-    def most_short_of_table(self, known: KnownLengths, heads: int) -> int | None:
+    def most_short_of_table(self, known: HostSeqlens, heads: int) -> int | None:
         """The `short_queries` of the table that a call without gradients walks; None if it walks
         none."""
-        joins, longest_k, most, has_long = self.route(known.sizes(heads), False, known)
-        return most if longest_k and not joins and has_long else None
+        packs_sequences, longest_k, most, has_long = self.route(known.sizes(heads), False, known)
+        return most if longest_k and not packs_sequences and has_long else None
 
     def attend_one_by_one(
         self,
@@ -146,7 +146,7 @@ class RaggedCall:
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
         dropout: Dropout | None,
-        known: KnownLengths | None,
+        known: HostSeqlens | None,
         may_cut: bool,
     ) -> None:
         """Attend in tiles with rows of one sequence, of the decode kernel and of the forward
@@ -173,7 +173,7 @@ class RaggedCall:
             if most:
                 given = operands, NO_TABLES, tensors, scale, 0, longest_k
                 kernels = self.gpu.short(most, True)
-                short = Short(most, lambda table: kernels.start(*given, table))
+                short = DecodeLaunch(most, lambda table: kernels.start(*given, table))
             drawn = None if dropout is None else dropout.arguments
             self.gpu.alone.launch(
                 operands, operands.k.shape[0], longest_k, tensors, scale, short, None, drawn, known,
@@ -186,7 +186,7 @@ class RaggedCall:
 
 def plan_varlen(
     spec: AttentionSpec,
-    structure: Structure,
+    structure: ModifierSpec,
     window: Window,
     heads_q: int,
     heads_kv: int,
@@ -205,7 +205,9 @@ def plan_varlen(
     if not sm_margin:
         # Two kernels beside each other would take the SMs that are reserved.
         short = ShortPlan.of(spec, heads_q, heads_kv, has_used_q, has_used_k, gpu)
-    return RaggedCall(RaggedPlan(*given), structure, window, JoinedPlan.of(*given), short, None)
+    return RaggedCall(
+        RaggedPlan(*given), structure, window, MultiSequencePlan.of(*given), short, None
+    )
 
 
 def ragged_gradients(

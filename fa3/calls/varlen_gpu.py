@@ -19,9 +19,9 @@ import torch
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.forward_arguments import (
     DROPOUT,
-    IS_BESIDE,
     MARKS,
     NUM_CLUSTERS,
+    OVERLAPS_DECODE,
     PAGE_TABLE,
     PARTS,
     SCHEDULE_STATE,
@@ -29,11 +29,11 @@ from fa3.calls.forward_arguments import (
     TENSORS_AND_SCALE,
     lse_address,
 )
-from fa3.calls.known_lengths import KnownLengths, KnownTiles
-from fa3.kernels.joined_table import JoinedTableArguments
+from fa3.calls.known_lengths import HostSeqlens, HostTiles
+from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.host_table import TableKind
-from fa3.planning.joined import JoinedPlan, PackedSizes
+from fa3.planning.joined import MultiSequencePlan, PackedSizes
 from fa3.planning.launch import Launch, slots
 from fa3.planning.ragged import (
     RaggedPlan,
@@ -58,12 +58,12 @@ TABLE_SIZES = slice(*slots(TileTableArguments, "total_q", "shift"))
 SHIFT, SHORT_QUERIES, QHEAD_PER_KVHEAD = slots(
     TileTableArguments, "shift", "short_queries", "qhead_per_kvhead"
 )
-JOINED_LENGTHS = slice(*slots(JoinedTableArguments, "cu_seqlens_q", "rows"))
-JOINED_TABLES = slice(*slots(JoinedTableArguments, "rows", "total_q"))
-JOINED_SIZES = slice(*slots(JoinedTableArguments, "total_q", "window_left"))
+JOINED_LENGTHS = slice(*slots(MultiSequenceTableArguments, "cu_seqlens_q", "rows"))
+JOINED_TABLES = slice(*slots(MultiSequenceTableArguments, "rows", "total_q"))
+JOINED_SIZES = slice(*slots(MultiSequenceTableArguments, "total_q", "window_left"))
 
 
-class Short(NamedTuple):
+class DecodeLaunch(NamedTuple):
     """The sequences of a call that are the decode kernel's.
 
     Fields:
@@ -105,10 +105,10 @@ class PreparedVarlen:
         max_seqlen_k: int,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
-        short: Short | None = None,
+        short: DecodeLaunch | None = None,
         page_table: torch.Tensor | None = None,
         dropout: DropoutArguments | None = None,
-        known: KnownLengths | None = None,
+        known: HostSeqlens | None = None,
         may_cut: bool = False,
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU.
@@ -179,7 +179,7 @@ class PreparedVarlen:
         arguments[MARKS] = marks
         arguments[TABLE] = table
         arguments[PAGE_TABLE] = page_table
-        arguments[IS_BESIDE] = int(merge is not None)
+        arguments[OVERLAPS_DECODE] = int(merge is not None)
         arguments[DROPOUT] = dropout
         self.forward.kernel(*arguments)
         if merge is not None:
@@ -212,7 +212,7 @@ class PreparedVarlen:
         self.again.kernel(*arguments)
 
     def launch_split(
-        self, tensors: tuple, tiles: KnownTiles, stream: int, capture: Capture | None
+        self, tensors: tuple, tiles: HostTiles, stream: int, capture: Capture | None
     ) -> None:
         """Run the kernels for tiles that are cut: keys are packed, and no decode kernel runs."""
         q = tensors[0]
@@ -245,7 +245,7 @@ class PreparedVarlen:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedJoined:
+class PreparedMultiSequence:
     """A plan for packed sequences that share tiles with its kernels loaded.
 
     Fields:
@@ -255,7 +255,7 @@ class PreparedJoined:
     joined_table: Launch
     forward: Launch
     again: Launch
-    plan: JoinedPlan
+    plan: MultiSequencePlan
     num_ctas: int
 
     def launch(
@@ -316,12 +316,12 @@ class PackedKernels(NamedTuple):
     """
 
     alone: PreparedVarlen
-    joined: PreparedJoined | None
+    joined: PreparedMultiSequence | None
     short: Callable[[int, bool], PreparedDecode] | None
 
 
 def prepare(
-    plan: RaggedPlan, joined: JoinedPlan | None, short: ShortPlan | None, window: Window
+    plan: RaggedPlan, joined: MultiSequencePlan | None, short: ShortPlan | None, window: Window
 ) -> PackedKernels:
     """Load the kernels of all plans that a call may take, whatever its lengths are; the decode
     kernel once a call has more keys than queries, which most never have."""
@@ -330,7 +330,7 @@ def prepare(
     if joined is not None:
         launches = joined.launches(window, plan.rows_of_section)
         loaded = (launch.loaded(load_kernel) for launch in launches)
-        of_joined = PreparedJoined(*loaded, joined, alone.num_ctas)
+        of_joined = PreparedMultiSequence(*loaded, joined, alone.num_ctas)
     if short is not None:
         of_short = functools.cache(
             lambda most, beside: PreparedDecode.on_gpu(short.plan(most, beside, window))

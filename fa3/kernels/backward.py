@@ -93,7 +93,7 @@ from fa3.primitives.query_tiles import (
     RowStatistics,
     number_of_packed_tiles,
 )
-from fa3.primitives.rows_of_sequence import in_batch, with_movable_end
+from fa3.primitives.rows_of_sequence import in_batch, ragged_tma_view
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import AttentionSpec, Window
@@ -159,7 +159,7 @@ class Backward(AttentionKernel):
             sequences = Ragged(window)
             tiles = PackedQueryTiles.of(call.q.shape[0], call.num_sequences, config.tile_m)
             order = RaggedKeyOrder.of(call.table, heads, call.heads_per_group)
-            q, k, v, d_out, dk, dv = map(with_movable_end, tensors)
+            q, k, v, d_out, dk, dv = map(ragged_tma_view, tensors)
             lengths = preprocess.cu_seqlens_q, preprocess.seqused_q
             queries = PackedQueryIndex.of(call.q, *lengths, config.tile_m)
             preprocess, dq = preprocess.in_batch(), in_batch(call.dq)

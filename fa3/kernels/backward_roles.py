@@ -25,11 +25,11 @@ from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.query_tiles import RowStatistics
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.turns import NoTurns, Turns
+from fa3.primitives.turns import NoPingPong, PingPong
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.schedules import Tile
 from fa3.scores.masks import Blocks
-from fa3.scores.scores import TransposedRules
+from fa3.scores.scores import TransposedScorePipeline
 
 KEYS_BARRIER, SCORES_BARRIER, DK_BARRIER, DV_BARRIER, FIRST_TURN_BARRIER = 1, 2, 3, 4, 5
 """Named barriers."""
@@ -63,7 +63,7 @@ class BackwardTensors(NamedTuple):
     """The global tensors.
 
     Fields:
-        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `with_movable_end`. dk and
+        q, k, v, d_out, dk, dv: (seqlen, head_dim, heads, batch), or of `ragged_tma_view`. dk and
             dv are None where no TMA store writes them, in fp32.
         qhead_per_kvhead: query heads that share one key/value head.
         modifiers: the tensors of the spec's scores, mask and sinks.
@@ -266,7 +266,9 @@ class BackwardRoles:
                     load_run(source, target, pipelines.q.producer_get_barrier(state))
 
                 rows = head, sequences.queries(tile.segment)
-                load_q = tile_loader(tensors.q, smem.q, pipelines.q, *rows, beside=load_statistics)
+                load_q = tile_loader(
+                    tensors.q, smem.q, pipelines.q, *rows, load_more=load_statistics
+                )
                 load_do = tile_loader(tensors.d_out, smem.d_out, pipelines.d_out, *rows)
                 for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     q_state = load_q(m_block, q_state)
@@ -358,9 +360,9 @@ class BackwardRoles:
         if cutlass.const_expr(kernel.spec.has_dropout):
             # Once: each step would wait for the load.
             seed = tensors.dropout.seed()
-        turns = NoTurns()
+        turns = NoPingPong()
         if cutlass.const_expr(config.takes_turns):
-            turns = Turns(FIRST_TURN_BARRIER, MMA_GROUPS, group)
+            turns = PingPong(FIRST_TURN_BARRIER, MMA_GROUPS, group)
         turns.start()
         cursor = schedule.begin(self.cursor)
         while schedule.is_valid(cursor):
@@ -372,7 +374,9 @@ class BackwardRoles:
                 scores = Tile(tile.work.n_block, tile.work.first_head + h, tile.work.batch)
                 coords = score_coords(config, mmas, thread, group, scores)
                 _, mask, blocks = self.query_head(tile, h)
-                rules = TransposedRules.of(self.scores, mask, coords, tile.sequence, softmax_scale)
+                rules = TransposedScorePipeline.of(
+                    self.scores, mask, coords, tile.sequence, softmax_scale
+                )
                 dropout = None
                 if cutlass.const_expr(kernel.spec.has_dropout):
                     dropout = TransposedDropout(tensors.dropout, seed, coords)

@@ -75,7 +75,7 @@ from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.turns import NoTurns
+from fa3.primitives.turns import NoPingPong
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
@@ -84,17 +84,17 @@ from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
 from fa3.schedules.stream_k import (
     BY_CTA,
-    Crew,
-    Crews,
+    CtaGroup,
+    CtaGroups,
+    FixedSplit,
+    NoSplit,
     StreamK,
-    Units,
     Walk,
-    Whole,
     locate,
     locate_among_equals,
 )
 from fa3.scores.masks import Blocks, Sequence
-from fa3.scores.scores import Rules, bind
+from fa3.scores.scores import ScorePipeline, bind
 
 CONSUMER_BARRIER = 1
 
@@ -187,8 +187,9 @@ class Decode(AttentionKernel):
     A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
     With `is_long` the key blocks of all tiles together may need 64-bit numbers. With `is_packed`
     sequences have different numbers of queries, one after another; with `has_used_q`
-    not all of them count. If the cache's layout is packed, so are the queries. With `is_beside` the
-    forward kernel follows, for the other sequences of the call, and runs on the SMs that are left.
+    not all of them count. If the cache's layout is packed, so are the queries. With
+    `overlaps_forward` the forward kernel follows, for the other sequences of the call, and runs on
+    the SMs that are left.
     """
 
     spec: AttentionSpec
@@ -199,7 +200,7 @@ class Decode(AttentionKernel):
     is_long: bool = False
     is_packed: bool = False
     has_used_q: bool = False
-    is_beside: bool = False
+    overlaps_forward: bool = False
 
     entry_name: ClassVar[str] = "fa3_decode"
 
@@ -214,7 +215,9 @@ class Decode(AttentionKernel):
     @property
     def may_merge(self) -> bool:
         """Whether the CTA that is last to have a part of a tile can merge them all."""
-        return self.cut_type is Crews or (self.cut_type is StreamK and not self.is_beside)
+        return self.cut_type is CtaGroups or (
+            self.cut_type is StreamK and not self.overlaps_forward
+        )
 
     @property
     def gathers(self) -> bool:
@@ -277,14 +280,14 @@ class Decode(AttentionKernel):
         rows = seqlen_q * ratio
         num_m_blocks, num_heads = cute.ceil_div(rows, ROWS), heads_q // ratio
         num_tiles = batch * num_heads * num_m_blocks
-        cut = Whole()
+        cut = NoSplit()
         if cutlass.const_expr(self.cut_type is StreamK):
             cut = StreamK(call.num_ctas, BY_CTA if self.is_packed else num_tiles)
-        if cutlass.const_expr(self.cut_type is Crews):
-            cut = Crews(call.num_ctas, call.width)
-        if cutlass.const_expr(self.cut_type is Units):
+        if cutlass.const_expr(self.cut_type is CtaGroups):
+            cut = CtaGroups(call.num_ctas, call.width)
+        if cutlass.const_expr(self.cut_type is FixedSplit):
             unit = call.unit_blocks, call.max_parts, num_tiles, call.longest_unit
-            cut = Units(call.num_splits, *unit)
+            cut = FixedSplit(call.num_splits, *unit)
         workspace = None
         if cutlass.const_expr(self.cut_type.has_parts):
             size = WorkspaceSize(cut.num_records, cut.num_slots, cutlass.min(rows, ROWS))
@@ -317,13 +320,13 @@ class Decode(AttentionKernel):
             for tma in () if self.gathers else (operands.k, operands.v):
                 cpasync.prefetch_descriptor(tma.atom)
         smem, pipelines = self.setup_shared_memory()
-        if cutlass.const_expr(not self.is_beside):
+        if cutlass.const_expr(not self.overlaps_forward):
             cute.arch.griddepcontrol_launch_dependents()
         is_prefetcher = cutlass.Boolean(False)
         if cutlass.const_expr(not self.gathers):
             is_prefetcher = warp_idx == WARPGROUP // 32 + 1
         if is_prefetcher:
-            if cutlass.const_expr(not (self.gathers or self.is_beside)):
+            if cutlass.const_expr(not (self.gathers or self.overlaps_forward)):
                 self.prefetch(operands, smem, cut, sizes)
         else:
             # Until it ends, the previous kernel may write this one's inputs or read its outputs.
@@ -331,7 +334,7 @@ class Decode(AttentionKernel):
             if cutlass.const_expr(not self.cache.is_full):
                 cute.arch.griddepcontrol_wait()
             given = operands, workspace, smem, pipelines, softmax_scale, cut
-            if cutlass.const_expr(self.is_beside):
+            if cutlass.const_expr(self.overlaps_forward):
                 # The forward kernel may begin: all before this kernel has ended.
                 cute.arch.griddepcontrol_launch_dependents()
                 capacity, seqlen_q, window, num_m_blocks, _, *rest = sizes
@@ -391,10 +394,10 @@ class Decode(AttentionKernel):
         cta, _, _ = cute.arch.block_idx()
         number = Int64 if self.is_long else Int32
         find = locate_among_equals if self.cache.is_full else locate
-        crew = Crew(cta, 0, 1)
-        if cutlass.const_expr(self.cut_type is Crews):
+        crew = CtaGroup(cta, 0, 1)
+        if cutlass.const_expr(self.cut_type is CtaGroups):
             index = width.quotient(cta)
-            crew = Crew(index, cta - index * width.value, width.value)
+            crew = CtaGroup(index, cta - index * width.value, width.value)
         place = find(
             self.cut_type, lengths, num_m_blocks, num_groups, num_crews, crew.number, number
         )
@@ -548,10 +551,10 @@ class Decode(AttentionKernel):
             coords = PackedCoords.of_tile(
                 mmas.qk, thread, self.config.tile_n, tile, self.qhead_per_kvhead
             )
-            rules = Rules.of(scores, mask, coords, sequence, softmax_scale)
+            rules = ScorePipeline.of(scores, mask, coords, sequence, softmax_scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q[None, None, None, q_stage]
-            attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoTurns())
+            attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong())
 
             blocks = self.key_blocks(tile, sequence)
             # The producer loads what any query of the sequence touches, this tile or not.
@@ -628,7 +631,7 @@ class Decode(AttentionKernel):
             else:
                 lse = attention.finish()
                 store_part(workspace, part.slot, acc_O, lse, attention.rules.coords)
-            if cutlass.const_expr(self.cut_type is not Crews):
+            if cutlass.const_expr(self.cut_type is not CtaGroups):
                 self.record(workspace, segment, queries)
         else:
             self.store_rows(operands, attention, sinks, queries)
@@ -659,7 +662,7 @@ class Decode(AttentionKernel):
     def merges(self, operands: DecodeOperands, segment: Segment):
         """Whether a segment is a part of a tile, and this kernel merges these."""
         is_part = segment.part.num_parts > 1
-        return is_part if self.cut_type is Crews else is_part & (operands.counters != 0)
+        return is_part if self.cut_type is CtaGroups else is_part & (operands.counters != 0)
 
     def counter(self, operands: DecodeOperands, segment: Segment) -> cute.Pointer:
         first = cute.make_ptr(Int32, operands.counters, cute.AddressSpace.gmem, assumed_align=4)

@@ -67,10 +67,10 @@ class DecodeArguments(NamedTuple):
         counters: address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
         softmax_scale: factor of Q K^T.
         window_left, window_right: keys seen before and after a query's own; where they are bounded.
-        num_splits, unit_blocks, max_parts, longest_unit: see `Units`.
+        num_splits, unit_blocks, max_parts, longest_unit: see `FixedSplit`.
         max_seqlen_q: most queries of a sequence. A packed sequence with more is left out.
         num_ctas: CTAs to launch.
-        width: see `Crews`; 1 with other cuts.
+        width: see `CtaGroups`; 1 with other cuts.
         max_seqlen_k: most keys of a sequence, if they are packed.
         table: int32, the tiles of the forward kernel that overlaps this one, whose header says
             how many CTAs this one has; None without.
@@ -152,6 +152,6 @@ class DecodeArguments(NamedTuple):
             width=Int32(0),
             max_seqlen_k=Int32(0),
             table=arguments.compact_tensor("int32", (cute.sym_int(),))
-            if kernel.is_beside
+            if kernel.overlaps_forward
             else None,
         )

@@ -51,22 +51,22 @@ from fa3.primitives.part_merge import PartMerge
 from fa3.primitives.recorder import NoRecorder, Recorder
 from fa3.primitives.row_lse import RowLse
 from fa3.primitives.row_store import RowStore
-from fa3.primitives.rows_of_sequence import with_movable_end
+from fa3.primitives.rows_of_sequence import ragged_tma_view
 from fa3.primitives.slab_store import SlabStore
-from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, Reference
+from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, RowMax
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.turns import Turns
+from fa3.primitives.turns import PingPong
 from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
-from fa3.schedules.joined import JoinedOrder, JoinedTiles
-from fa3.schedules.marked import ALL_ROWS, Marked, Marks, bit_of_row
+from fa3.schedules.joined import JoinedOrder, MultiSequenceTiles
+from fa3.schedules.marked import ALL_ROWS, RecomputeMask, RecomputeTiles, bit_of_row
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.ragged import RaggedOrder
-from fa3.schedules.sequences import Dense, Joined, Ragged
+from fa3.schedules.sequences import Dense, MultiSequence, Ragged
 from fa3.scores.masks import Blocks, Sequence
-from fa3.scores.scores import Rules, bind
+from fa3.scores.scores import ScorePipeline, bind
 
 PACKED_RANK = 3
 """Dimensions of a packed tensor: rows, heads, columns. Dense ones and caches have a batch, too."""
@@ -106,7 +106,7 @@ class ForwardOperands(NamedTuple):
     modifiers: tuple | None
     rows: RowStore | None
     parts: PartMerge | None
-    marks: Marks | None
+    marks: RecomputeMask | None
     recorder: Recorder | NoRecorder
     page_table: cute.Tensor | None
     dropout: DropoutArguments | None
@@ -130,7 +130,7 @@ class ForwardBuffers(NamedTuple):
     o: cute.Tensor
 
 
-class Work(NamedTuple):
+class TileContext(NamedTuple):
     """What a CTA works on.
 
     Fields:
@@ -138,7 +138,7 @@ class Work(NamedTuple):
         tile: the CTA's own tile.
     """
 
-    sequences: Dense | Ragged | Joined
+    sequences: Dense | Ragged | MultiSequence
     segment: Segment
     tile: Tile
 
@@ -168,7 +168,7 @@ class Forward(AttentionKernel):
     schedule_type: type
     is_recorded: bool = False
     cache: CacheLayout | None = None
-    has_both: bool = False
+    has_online_and_fixed: bool = False
 
     entry_name: ClassVar[str] = "fa3_forward"
 
@@ -199,19 +199,21 @@ class Forward(AttentionKernel):
         config = self.config
         window = Window(call.window_left, call.window_right)
         if cutlass.const_expr(self.schedule_type.is_ragged):
-            sequences = Joined(call.q.shape[0]) if self.joins else Ragged(window)
-            q, k, v, o = map(self.in_line, (call.q, call.k, call.v, call.o))
+            sequences = MultiSequence(call.q.shape[0]) if self.packs_sequences else Ragged(window)
+            q, k, v, o = map(self.varlen_view, (call.q, call.k, call.v, call.o))
         else:
             sequences = Dense(call.q.shape[1], call.k.shape[1], window)
-            q, k, v, o = (self.in_rows(tensor) for tensor in (call.q, call.k, call.v, call.o))
+            q, k, v, o = (self.dense_view(tensor) for tensor in (call.q, call.k, call.v, call.o))
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         load_kv = load if config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         rows_q, heads_q, _ = call.q.shape[-3:]
         lse = RowLse.at(call.lse, (self.batch(call), heads_q, rows_q))
         row_store = None
-        if cutlass.const_expr(self.repeats or self.joins or self.schedule_type.splits):
-            row_store = RowStore(self.in_rows(call.o), lse)
+        if cutlass.const_expr(
+            self.is_recompute or self.packs_sequences or self.schedule_type.splits
+        ):
+            row_store = RowStore(self.dense_view(call.o), lse)
         heads_of_key = Divisor.of(heads_q // k.shape[2])
         if cutlass.const_expr(self.cache is None):
             k = TmaTensor.of(load_kv, k, layouts.k, config.cluster)
@@ -237,7 +239,7 @@ class Forward(AttentionKernel):
         order = self.order(call, config.cluster_m, config.cluster_h)
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix("fa3_forward", remove_cutlass_symbol=True)
-        flags = call.is_beside, call.follows
+        flags = call.overlaps_decode, call.online_max
         self.kernel(operands, call.softmax_scale, sequences, schedule, *flags).launch(
             grid=(config.cluster * call.num_clusters, 1, 1),
             block=(config.threads, 1, 1),
@@ -250,28 +252,30 @@ class Forward(AttentionKernel):
     @property
     def following(self) -> "Forward":
         """This kernel with a softmax that follows the running maximum, and no other."""
-        return replace(self, config=replace(self.config, fixed_reference=False), has_both=False)
+        return replace(
+            self, config=replace(self.config, fixed_reference=False), has_online_and_fixed=False
+        )
 
     @property
-    def repeats(self) -> bool:
+    def is_recompute(self) -> bool:
         """Whether this is the second launch, which computes the rows that the first one marked."""
-        return issubclass(self.schedule_type, Marked)
+        return issubclass(self.schedule_type, RecomputeTiles)
 
     @property
-    def joins(self) -> bool:
+    def packs_sequences(self) -> bool:
         """Whether tiles hold rows of several sequences, of which those are marked that what other
         sequences hold may have reached."""
-        return issubclass(self.schedule_type, JoinedTiles)
+        return issubclass(self.schedule_type, MultiSequenceTiles)
 
     def batch(self, call: ForwardArguments):
         """The batch of the tensors; packed sequences are in one."""
         return 1 if self.schedule_type.is_ragged else call.q.shape[0]
 
-    def in_line(self, tensor: cute.Tensor) -> cute.Tensor:
+    def varlen_view(self, tensor: cute.Tensor) -> cute.Tensor:
         """A packed tensor, in which each sequence can end where the rows end; a cache as it is."""
-        return with_movable_end(tensor) if is_packed(tensor) else self.in_rows(tensor)
+        return ragged_tma_view(tensor) if is_packed(tensor) else self.dense_view(tensor)
 
-    def in_rows(self, tensor: cute.Tensor) -> cute.Tensor:
+    def dense_view(self, tensor: cute.Tensor) -> cute.Tensor:
         """(rows, head_dim, heads, batch) of a tensor of the call."""
         layout = tensor.layout
         if is_packed(tensor):
@@ -282,7 +286,7 @@ class Forward(AttentionKernel):
         self, call: ForwardArguments, cluster_m: int = 1, cluster_h: int = 1
     ) -> KernelOrder | RaggedOrder:
         """The order of the tiles of clusters, or of single CTAs."""
-        if self.joins:
+        if self.packs_sequences:
             return self.ragged_order(JoinedOrder, call.schedule_state, call)
         if self.schedule_type.is_ragged:
             return self.ragged_order(RaggedOrder, call.table, call)
@@ -301,17 +305,17 @@ class Forward(AttentionKernel):
         heads_q, heads_kv = call.q.shape[-2], call.k.shape[-2]
         return kind.of(table, Divisor.of(heads_q), heads_q // heads_kv, call.heads_per_section)
 
-    def marks(self, call: ForwardArguments) -> Marks | None:
+    def marks(self, call: ForwardArguments) -> RecomputeMask | None:
         """The marks of rows of Q; None if there are none. They are by the tiles of the launch that
         computes these rows again."""
-        words = call.schedule_state if self.repeats else call.marks
+        words = call.schedule_state if self.is_recompute else call.marks
         if words is None:
             return None
-        if self.joins:
-            return Marks(words, self.ragged_order(RaggedOrder, call.table, call))
-        return Marks(words, self.order(call))
+        if self.packs_sequences:
+            return RecomputeMask(words, self.ragged_order(RaggedOrder, call.table, call))
+        return RecomputeMask(words, self.order(call))
 
-    def number_of(self, operands: ForwardOperands, work: "Work"):
+    def number_of(self, operands: ForwardOperands, work: "TileContext"):
         """The number of the CTA's tile among the marks."""
         if self.schedule_type.is_ragged:
             return work.segment.number
@@ -347,8 +351,8 @@ class Forward(AttentionKernel):
         softmax_scale: Float32,
         sequences,
         schedule,
-        is_beside: Int32 | None,
-        follows: Int32 | None,
+        overlaps_decode: Int32 | None,
+        online_max: Int32 | None,
     ):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -360,9 +364,9 @@ class Forward(AttentionKernel):
         # The first tile does not depend on the previous kernel: its table was uploaded earlier.
         cursor = schedule.first(cluster)
         cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(is_beside is None):
+        if cutlass.const_expr(overlaps_decode is None):
             cute.arch.griddepcontrol_wait()
-        elif is_beside == 0:
+        elif overlaps_decode == 0:
             # Otherwise the decode kernel, which waited, is all that may still run.
             cute.arch.griddepcontrol_wait()
         registers = REGISTERS if self.cache is None else REGISTERS_OF_PAGES
@@ -374,13 +378,13 @@ class Forward(AttentionKernel):
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             given = operands, smem, pipelines, softmax_scale, sequences, schedule, cursor
-            if cutlass.const_expr(follows is None):
+            if cutlass.const_expr(online_max is None):
                 self.mma(*given)
-            elif follows == 1:
+            elif online_max == 1:
                 self.following.mma(*given)
             else:
                 self.mma(*given)
-        if cutlass.const_expr(is_beside is not None):
+        if cutlass.const_expr(overlaps_decode is not None):
             # Who waits for the end of this kernel waits for that of the decode kernel, too.
             cute.arch.griddepcontrol_wait()
 
@@ -559,7 +563,7 @@ class Forward(AttentionKernel):
         recorder = operands.recorder
         mmas = Mmas.of(self.dtype, config.tile_n, self.columns_v)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
-        turns = Turns(FIRST_TURN_BARRIER, config.consumers, group)
+        turns = PingPong(FIRST_TURN_BARRIER, config.consumers, group)
         turns.start()
         out = SlabStore(operands.o, smem.o, mmas.pv, thread, group, FIRST_EPILOGUE_BARRIER)
         q_state, k_state, v_state = self.pipeline_states(pipeline.PipelineUserType.Consumer)
@@ -568,11 +572,11 @@ class Forward(AttentionKernel):
             segment = schedule.segment(cursor)
             began = recorder.now()
             tile = self.tile_of(segment, rank)
-            work = Work(sequences, segment, tile)
+            work = TileContext(sequences, segment, tile)
             slab = tile.m_block * config.consumers + group
             coords = ScoreCoords.of(mmas.qk, thread, (ROWS, config.tile_n), slab * ROWS, tile)
             sequence = sequences.sequence(segment)
-            rules = Rules.of(
+            rules = ScorePipeline.of(
                 scores, mask.at(tile.batch, tile.head), coords, sequence, softmax_scale
             )
             blocks = self.key_blocks(rules.mask, segment, sequence)
@@ -623,9 +627,9 @@ class Forward(AttentionKernel):
                     self.finish_tile(operands, attention, out, of_rows, work, slab)
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, work, thread_idx, of_rows)
-            elif cutlass.const_expr(self.repeats):
+            elif cutlass.const_expr(self.is_recompute):
                 self.finish_again(operands, attention, out, of_rows, work, slab, thread_idx)
-            elif cutlass.const_expr(self.joins):
+            elif cutlass.const_expr(self.packs_sequences):
                 self.finish_joined(operands, attention, out, of_rows, work, slab, group)
             else:
                 self.finish_tile(operands, attention, out, of_rows, work, slab)
@@ -645,11 +649,11 @@ class Forward(AttentionKernel):
         warpgroup must let go of those that it skips before it calls it."""
         return self.spec.mask.left and self.schedule_type.shared_words > 0
 
-    def reference(self, bound: float) -> Reference:
+    def reference(self, bound: float) -> RowMax:
         """The softmax's reference for scores whose natural logits are at most `bound`."""
         if bound * LOG2_E <= SLACK or (self.config.fixed_reference and bound <= BOUNDED):
-            return Reference.ZERO
-        return Reference.FIXED if self.config.fixed_reference else Reference.FOLLOWING
+            return RowMax.ZERO
+        return RowMax.FIXED if self.config.fixed_reference else RowMax.ONLINE
 
     @cute.jit
     def own_blocks(self, mask, blocks: Blocks, row_begin, sequence: Sequence) -> Blocks:
@@ -684,7 +688,7 @@ class Forward(AttentionKernel):
         self,
         operands: ForwardOperands,
         attention: Attention,
-        work: Work,
+        work: TileContext,
         thread_idx,
         sinks: tuple | None,
     ):
@@ -702,7 +706,7 @@ class Forward(AttentionKernel):
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
-        work: Work,
+        work: TileContext,
         slab,
     ):
         """Divide O by the row sums; write O and the log-sum-exps to global memory."""
@@ -723,7 +727,7 @@ class Forward(AttentionKernel):
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
-        work: Work,
+        work: TileContext,
         slab,
         thread_idx,
     ):
@@ -750,7 +754,7 @@ class Forward(AttentionKernel):
         attention: Attention,
         out: SlabStore,
         sinks: tuple | None,
-        work: Work,
+        work: TileContext,
         slab,
         half,
     ):
@@ -774,7 +778,7 @@ class Forward(AttentionKernel):
         operands: ForwardOperands,
         attention: Attention,
         sinks: tuple | None,
-        work: Work,
+        work: TileContext,
         is_wanted: cutlass.Constexpr,
     ):
         """Finish a tile some of whose rows are to stay as they are.
@@ -789,12 +793,12 @@ class Forward(AttentionKernel):
         )
         operands.rows.store(acc_O, lse, rules.coords, self.places(work, rules.coords), is_written)
 
-    def places(self, work: Work, coords: ScoreCoords) -> tuple:
+    def places(self, work: TileContext, coords: ScoreCoords) -> tuple:
         """Where this thread's rows of a tile lie in the output."""
         queries = (coords.query(r) for r in range(2))
         return tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
 
-    def are_queries(self, rules: Rules) -> tuple:
+    def are_queries(self, rules: ScorePipeline) -> tuple:
         """Which of this thread's rows of a tile are queries."""
         return tuple(rules.coords.query(r) < rules.sequence.seqlen_q for r in range(2))
 

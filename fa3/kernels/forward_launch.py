@@ -45,7 +45,7 @@ class ForwardConfig:
             a mask.
         fixed_reference: whether the softmax subtracts a fixed number instead of the running
             maximum: the maximum of a row's first block of visible keys, or 0 if scores are
-            bounded (`fa3.primitives.softmax.Reference`). Rows for which that fails are marked;
+            bounded (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked;
             a second launch with the config `again` computes them.
         own_o: whether O has its own shared memory. If not, O is staged in Q's buffer, and the
             next Q is loaded only after O has been stored.
@@ -165,15 +165,15 @@ class ForwardArguments(NamedTuple):
         part_buffer: (`numbers_of_parts`,) float32; None if the schedule does not split tiles.
         part_counters: (slots * warps,) int32, zero.
         num_slots: parts of all tiles.
-        marks: (`Marks.size`,) int32, zero; None if no row can be marked, and anything if the launch
-            of a kernel that could mark rows follows the running maximum.
+        marks: (`RecomputeMask.size`,) int32, zero; None if no row can be marked, and anything if
+            the launch of a kernel that could mark rows follows the running maximum.
         recording: int64; None except in an instrumented kernel.
         table: int32, the tiles of packed sequences (`fa3.schedules.ragged`); None without them.
         page_table: (batch, pages) int32, where k and v are a cache with pages: then they are
             (num_pages, page_size, heads_kv, ...), and (batch, seqlen, heads_kv, ...) in a cache
             without pages.
-        is_beside: 1 if the kernel before is the decode kernel, which takes other sequences of the
-            same call and lets this one overlap it; else 0. None without a table.
+        overlaps_decode: 1 if the kernel before is the decode kernel, which takes other sequences of
+            the same call and lets this one overlap it; else 0. None without a table.
         dropout: see `DropoutArguments`; None without.
         follows: whether the softmax follows the running maximum, 0 or 1, if the kernel has the code
             of both references; else None.
@@ -198,9 +198,9 @@ class ForwardArguments(NamedTuple):
     recording: object = None
     table: object = None
     page_table: object = None
-    is_beside: object = None
+    overlaps_decode: object = None
     dropout: DropoutArguments | None = None
-    follows: object = None
+    online_max: object = None
 
     @classmethod
     def symbolic(cls, kernel) -> "ForwardArguments":
@@ -232,15 +232,15 @@ class ForwardArguments(NamedTuple):
             part_buffer=buffer if schedule.splits else None,
             part_counters=counters if schedule.splits else None,
             num_slots=Int32(0),
-            marks=marks if kernel.config.fixed_reference or kernel.joins else None,
+            marks=marks if kernel.config.fixed_reference or kernel.packs_sequences else None,
             recording=arguments.compact_tensor("int64", (cute.sym_int(),))
             if kernel.is_recorded
             else None,
             table=arguments.compact_tensor("int32", (cute.sym_int(),))
             if schedule.is_ragged
             else None,
-            is_beside=Int32(0) if schedule.is_ragged else None,
+            overlaps_decode=Int32(0) if schedule.is_ragged else None,
             page_table=arguments.strided_tensor("int32", 2) if cache and cache.page_size else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
-            follows=Int32(0) if kernel.has_both else None,
+            online_max=Int32(0) if kernel.has_online_and_fixed else None,
         )

@@ -1,6 +1,7 @@
 """Joined table: from the lengths of short packed sequences, what each row of q sees and each tile.
 
-`fa3.calls.varlen_gpu` launches it before the forward kernel that walks `JoinedTiles`. It reads the
+`fa3.calls.varlen_gpu` launches it before the forward kernel that walks `MultiSequenceTiles`. It
+reads the
 lengths from device memory, so that the host need not wait for them, and writes three tables: the
 `RowRecord` of each row, which the mask reads (`fa3.scores.intervals`), the `JoinedRecord` of each
 tile, and a `TileRecord` of each sequence, for rows that are computed again.
@@ -33,7 +34,7 @@ from fa3.scores.masks import Band, Sequence
 WARPS_OF_HALF = ROWS // WARP
 
 
-class JoinedTableArguments(NamedTuple):
+class MultiSequenceTableArguments(NamedTuple):
     """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
@@ -61,7 +62,7 @@ class JoinedTableArguments(NamedTuple):
     window_right: int
 
     @classmethod
-    def symbolic(cls, kernel: "JoinedTable") -> "JoinedTableArguments":
+    def symbolic(cls, kernel: "MultiSequenceTable") -> "MultiSequenceTableArguments":
         """Types of a kernel's arguments without sizes; equal sizes share a symbol."""
         ends, batch = cute.sym_int(), cute.sym_int()
 
@@ -84,7 +85,7 @@ class JoinedTableOperands(NamedTuple):
     """What the tables are made of, and where they go.
 
     Fields:
-        rows, tiles, table: see `JoinedTableArguments`.
+        rows, tiles, table: see `MultiSequenceTableArguments`.
     """
 
     queries: RaggedLengths
@@ -96,7 +97,7 @@ class JoinedTableOperands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class JoinedTable:
+class MultiSequenceTable:
     """The kernel that makes the tables.
 
     Fields:
@@ -119,13 +120,13 @@ class JoinedTable:
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
-        return [*JoinedTableArguments.symbolic(self), arguments.symbolic_stream()]
+        return [*MultiSequenceTableArguments.symbolic(self), arguments.symbolic_stream()]
 
     @cute.jit
     def __call__(self, *given):
-        """Launch on `JoinedTableArguments` and a stream."""
+        """Launch on `MultiSequenceTableArguments` and a stream."""
         *given, stream = given
-        call = JoinedTableArguments(*given)
+        call = MultiSequenceTableArguments(*given)
         queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
         keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
         window = Window(call.window_left, call.window_right)

@@ -137,15 +137,15 @@ class TileTableOperands(NamedTuple):
     num_ctas: Int32
 
 
-class WorkOfBoth(NamedTuple):
+class DecodeShare(NamedTuple):
     """The work of the forward kernel and of the decode kernel, in the forward kernel's blocks for
     each key/value head."""
 
     long: Float32
     short: Float32
 
-    def plus(self, other: "WorkOfBoth") -> "WorkOfBoth":
-        return WorkOfBoth(self.long + other.long, self.short + other.short)
+    def plus(self, other: "DecodeShare") -> "DecodeShare":
+        return DecodeShare(self.long + other.long, self.short + other.short)
 
     @cute.jit
     def ctas_beside(self, num_ctas: Int32) -> Int32:
@@ -161,7 +161,7 @@ class WorkOfBoth(NamedTuple):
         return count if self.short > 0.0 else Int32(0)
 
 
-class OfLane(NamedTuple):
+class LaneSequence(NamedTuple):
     """What a lane knows of its sequence; all 0 if it has none.
 
     Fields:
@@ -271,12 +271,12 @@ class TileTable:
                 self.write_header(operands, of_lane, cute.arch.shuffle_sync(upto, WARP - 1))
 
     @cute.jit
-    def write_header(self, operands: TileTableOperands, of_lane: OfLane, num_tiles: Int32):
+    def write_header(self, operands: TileTableOperands, of_lane: LaneSequence, num_tiles: Int32):
         """Write the header of the table of a warp's sequences."""
         beside = Int32(0)
         if operands.short_queries > 0:
             work = self.work(operands, of_lane)
-            work = WorkOfBoth(*(cute.arch.warp_reduction_sum(part) for part in work))
+            work = DecodeShare(*(cute.arch.warp_reduction_sum(part) for part in work))
             beside = work.ctas_beside(operands.num_ctas)
         words = [Int32(0)] * TABLE_HEADER
         words[NUM_RECORDS], words[CTAS_BESIDE] = self.used(operands, num_tiles), beside
@@ -321,7 +321,7 @@ class TileTable:
                 if cutlass.const_expr(i != CTAS_BESIDE):
                     operands.table[i] = count_or_0
         if warp == 0:
-            work = WorkOfBoth(
+            work = DecodeShare(
                 *(cute.arch.warp_reduction_sum(work_of_warps[lane, i]) for i in range(2))
             )
             if lane == 0:
@@ -353,7 +353,7 @@ class TileTable:
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % WARP
-        work = WorkOfBoth(Float32(0.0), Float32(0.0))
+        work = DecodeShare(Float32(0.0), Float32(0.0))
         first = thread - lane
         while first < operands.queries.num_sequences:
             of_lane = self.read(operands, first + lane)
@@ -369,7 +369,7 @@ class TileTable:
         return work
 
     @cute.jit
-    def read(self, operands: TileTableOperands, batch: Int32) -> OfLane:
+    def read(self, operands: TileTableOperands, batch: Int32) -> LaneSequence:
         """The sequence with a number, if there is one."""
         begin_q, seqlen_q, begin_k, seqlen_k, owned_k = (Int32(0) for _ in range(5))
         if batch < operands.queries.num_sequences:
@@ -381,9 +381,9 @@ class TileTable:
         num_tiles = num_tiles if seqlen_q > operands.short_queries else Int32(0)
         if cutlass.const_expr(self.is_of_keys):
             num_tiles = (owned_k + self.tile_n - 1) // self.tile_n
-        return OfLane(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
+        return LaneSequence(begin_q, seqlen_q, begin_k, seqlen_k, owned_k, num_tiles)
 
-    def sequence(self, operands: TileTableOperands, of_lane: OfLane) -> Sequence:
+    def sequence(self, operands: TileTableOperands, of_lane: LaneSequence) -> Sequence:
         """A lane's sequence, for the mask."""
         return Sequence(of_lane.seqlen_q, of_lane.seqlen_k, operands.window)
 
@@ -392,7 +392,7 @@ class TileTable:
         self,
         operands: TileTableOperands,
         first: Int32,
-        of_lane: OfLane,
+        of_lane: LaneSequence,
         upto: Int32,
         place: Int32,
         begin: Int32,
@@ -425,7 +425,7 @@ class TileTable:
             begin += step
 
     @cute.jit
-    def work(self, operands: TileTableOperands, of_lane: OfLane) -> WorkOfBoth:
+    def work(self, operands: TileTableOperands, of_lane: LaneSequence) -> DecodeShare:
         """The work of a sequence, which is the decode kernel's if it has queries but no tiles."""
         num_tiles, ratio = of_lane.num_tiles, operands.qhead_per_kvhead
         sequence = self.sequence(operands, of_lane)
@@ -441,7 +441,7 @@ class TileTable:
         row_blocks = (sequence.seqlen_q * ratio + ROWS - 1) // ROWS
         row_blocks = row_blocks if num_tiles == 0 else Int32(0)
         short = Float32(row_blocks) * Float32(of_short.end - of_short.begin)
-        return WorkOfBoth(long, short * (KEYS_OF_DECODING / self.tile_n))
+        return DecodeShare(long, short * (KEYS_OF_DECODING / self.tile_n))
 
     def amount(self, num_tiles: Int32, sequence: Sequence, shift: Int32) -> Int32:
         """The index of the amount of work of a sequence's longest tile; the most has index 0."""

@@ -21,7 +21,7 @@ from fa3.primitives.shared_memory import padded
 from fa3.primitives.vectors import FLOAT_BYTES, QUAD
 from fa3.primitives.wgmma import WARPS
 from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
-from fa3.schedules.dynamic import InTurn
+from fa3.schedules.dynamic import InOrderQueue
 from fa3.schedules.ragged_keys import RaggedKeyTiles
 from fa3.scores.masks import Band, Intersection, Sequence
 
@@ -155,7 +155,7 @@ class BackwardKernels:
     def entry(self) -> BackwardPass:
         """What launches the kernels."""
         spec, config, table = self.spec, self.config, None
-        schedule = RaggedKeyTiles if self.is_packed else InTurn
+        schedule = RaggedKeyTiles if self.is_packed else InOrderQueue
         kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32
         main = Backward(spec, config, schedule, *kind)
         preprocessed = preprocess_spec(spec), config

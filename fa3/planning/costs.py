@@ -65,8 +65,8 @@ class Costs:
         if key in self.tiles:
             return self.tiles[key]
         # The same tile with a running maximum, if measured, is a better base than the rule.
-        follows = self.tiles.get(key._replace(follows=True))
-        return self.rule.without_maxima(follows) if follows else self.rule.tile(key)
+        online_max = self.tiles.get(key._replace(online_max=True))
+        return self.rule.without_maxima(online_max) if online_max else self.rule.tile(key)
 
     def knows(self, schedule: str) -> bool:
         """Whether a schedule was measured."""

@@ -23,11 +23,11 @@ from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.schedules.stream_k import (
     BY_CTA,
     MOST_ROOM,
-    Crews,
+    CtaGroups,
     Cut,
+    FixedSplit,
+    NoSplit,
     StreamK,
-    Units,
-    Whole,
     crew_width,
 )
 
@@ -41,7 +41,8 @@ for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; 
 """
 
 BYTES_OF_TWO = 64 << 10
-"""The same where two CTAs share an SM, one of this call and, early, one of the next. With `Crews`
+"""The same where two CTAs share an SM, one of this call and, early, one of the next. With
+`CtaGroups`
 only: with another kernel in between, CTAs land two on one SM, which took the speed to 0.69-0.98
 on an H200, 2026-11-22.
 """
@@ -131,11 +132,12 @@ class DecodePlan:
     Fields:
         spec, cache: what the kernels are compiled for, besides their tiling.
         window: as `Sizes.bounds` gives it.
-        cut: where tiles may be cut; with `Crews` no other kernel ever merges.
+        cut: where tiles may be cut; with `CtaGroups` no other kernel ever merges.
         num_ctas: CTAs of the decode kernel, one for each SM that it may use.
         is_packed: whether sequences have different numbers of queries; sizes have the most.
         has_used_q: whether not all of packed queries count.
-        is_beside: whether the forward kernel has the call's other sequences, at the same time.
+        overlaps_forward: whether the forward kernel has the call's other sequences, at the same
+            time.
     """
 
     spec: AttentionSpec
@@ -146,16 +148,16 @@ class DecodePlan:
     num_ctas: int
     is_packed: bool = False
     has_used_q: bool = False
-    is_beside: bool = False
+    overlaps_forward: bool = False
 
     def kernel(self) -> Decode:
         """The decode kernel."""
         blocks = self.sizes.num_tiles // self.cut.width * self.sizes.most_blocks(self.window)
         # Pieces of whole tiles may go beyond the end of the line.
-        is_long = (2 if isinstance(self.cut, Crews) else 1) * blocks > LARGEST
+        is_long = (2 if isinstance(self.cut, CtaGroups) else 1) * blocks > LARGEST
         cut_type = type(self.cut)
         config, ratio = config_of(self.spec, self.cache, cut_type), self.sizes.qhead_per_kvhead
-        kind = cut_type, is_long, self.is_packed, self.has_used_q, self.is_beside
+        kind = cut_type, is_long, self.is_packed, self.has_used_q, self.overlaps_forward
         return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property
@@ -163,7 +165,7 @@ class DecodePlan:
         """The decode kernel's arguments without tensors, scale and lengths of a call."""
         cut = self.cut
         num_splits = unit_blocks = max_parts = longest = 1
-        if isinstance(cut, Units):
+        if isinstance(cut, FixedSplit):
             num_splits, unit_blocks = cut.num_splits, cut.unit_blocks
             max_parts, longest = cut.max_parts, cut.longest
         return template_of(
@@ -186,8 +188,8 @@ class DecodePlan:
     def merges_inside(self) -> bool:
         """Whether the kernel that attends merges parts, so that no other is launched."""
         if not isinstance(self.cut, StreamK):
-            return isinstance(self.cut, Crews)
-        if self.is_beside:
+            return isinstance(self.cut, CtaGroups)
+        if self.overlaps_forward:
             return False
         blocks = MOST_ROOM if self.cache.is_packed else self.sizes.most_blocks(self.window)
         return rows_of_parts(self.sizes, self.num_ctas, self.sizes.heads_kv, blocks) <= MOST_MERGED
@@ -195,7 +197,7 @@ class DecodePlan:
     def combine(self) -> Combine | None:
         """The kernel that merges parts where the other one does not; None if that always does, or
         the cut leaves no parts."""
-        if isinstance(self.cut, Crews) or not self.cut.has_parts:
+        if isinstance(self.cut, CtaGroups) or not self.cut.has_parts:
             return None
         spec = self.spec
         ratio = self.sizes.qhead_per_kvhead
@@ -210,7 +212,7 @@ class DecodePlan:
     def clears_records(self) -> bool:
         """Whether records must be zero before the launches: there is one for each tile that a call
         may have, and sequences with fewer queries have fewer."""
-        return self.is_packed and isinstance(self.cut, Units)
+        return self.is_packed and isinstance(self.cut, FixedSplit)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -229,7 +231,7 @@ class DecodePlan:
 def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory: int) -> None:
     """Raise ValueError if a GPU with `memory` bytes has no room for a call's parts.
 
-    Only with `Units` do the slots grow with the capacity of the cache.
+    Only with `FixedSplit` do the slots grow with the capacity of the cache.
     """
     num_bytes = size.numbers(head_dim_v) * FLOAT_BYTES
     if num_bytes > memory or size.num_slots * size.rows > LARGEST - UNIT:
@@ -243,7 +245,7 @@ def check_workspace(size: WorkspaceSize, head_dim_v: int, capacity: int, memory:
 def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> DecodeConfig:
     """Blocks of 64 keys, in as many stages as hold the bytes in flight, at least two.
 
-    Two CTAs share an SM with `Crews`, if they fit; to gather rows takes two more warps.
+    Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps.
     """
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
@@ -252,7 +254,7 @@ def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> Decode
         for ctas, in_flight in ((1, BYTES_IN_FLIGHT), (2, BYTES_OF_TWO))
     )
     gathers = cache.box(TILE_N) == 0
-    if cut_type is not Crews or gathers or padded(spec.head_dim_v) > COLUMNS_OF_TWO:
+    if cut_type is not CtaGroups or gathers or padded(spec.head_dim_v) > COLUMNS_OF_TWO:
         return one
     return two if two.ctas_of_sm * two.smem_bytes(spec) <= CAPACITY else one
 
@@ -274,8 +276,8 @@ def choose_cut(
         batch_invariant: make a sequence's result bitwise independent of the other sequences.
         is_packed: whether sequences have different numbers of queries.
         appends: whether a kernel that appends to the cache runs before. As its CTAs take but some
-            SMs, two CTAs of `Crews` would land on each of the others: 0.76-1.04 of the speed on an
-            H200. `StreamK` has one on each, and merges in the same kernel where parts are few.
+            SMs, two CTAs of `CtaGroups` would land on each of the others: 0.76-1.04 of the speed on
+            an H200. `StreamK` has one on each, and merges in the same kernel where parts are few.
     """
     blocks = sizes.most_blocks(window)
     if num_splits:
@@ -290,7 +292,7 @@ def choose_cut(
     width = crew_width(sizes.heads_kv, sizes.num_tiles, num_ctas)
     few = rows_of_parts(sizes, num_ctas, width, blocks) <= MOST_MERGED
     if few and not (is_packed or appends):
-        return Crews(num_ctas, width)
+        return CtaGroups(num_ctas, width)
     return StreamK(num_ctas, BY_CTA if is_packed else sizes.num_tiles)
 
 
@@ -313,7 +315,7 @@ def keys_of_unit(rows: int) -> tuple[int, int]:
 
 def units_of(
     sizes: Sizes, num_splits: int, unit_blocks: int, max_parts: int, longest: int = MOST_ROOM
-) -> Units | Whole:
+) -> FixedSplit | NoSplit:
     if max_parts == 1:
-        return Whole()
-    return Units(num_splits, unit_blocks, max_parts, sizes.num_tiles, longest)
+        return NoSplit()
+    return FixedSplit(num_splits, unit_blocks, max_parts, sizes.num_tiles, longest)

@@ -94,7 +94,7 @@ class TableKind(NamedTuple):
         seqlen_k: Any,
         blocks: np.ndarray,
     ) -> int:
-        """CTAs of the decode kernel: `WorkOfBoth.ctas_beside`, which says why.
+        """CTAs of the decode kernel: `DecodeShare.ctas_beside`, which says why.
 
         Args:
             blocks: of the first and of the last tile of each sequence.

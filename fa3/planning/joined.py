@@ -1,8 +1,8 @@
 """How calls on many short packed sequences run: their rows share tiles (`fa3.schedules.joined`).
 
 A tile of `fa3.planning.ragged` has rows of one sequence. If sequences have a few rows each, such a
-tile is mostly empty and takes its time all the same. `JoinedPlan` is the other way; `suits` says
-which one is faster, from what the host knows of lengths. `fa3.calls.varlen_gpu` launches the
+tile is mostly empty and takes its time all the same. `MultiSequencePlan` is the other way; `suits`
+says which one is faster, from what the host knows of lengths. `fa3.calls.varlen_gpu` launches the
 kernels, `fa3.reference.joined` walks the same tiles on the CPU.
 """
 
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.kernels.joined_table import JoinedTable, JoinedTableArguments
+from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.planning.gpu import Gpu
 from fa3.planning.launch import Launch, template_of
 from fa3.planning.ragged import launch_on_packed
 from fa3.planning.tilings import general_tiling, halved_tiling
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules.joined import JoinedTiles
-from fa3.schedules.marked import MarkedRagged
+from fa3.schedules.joined import MultiSequenceTiles
+from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.scores.intervals import Intervals
 from fa3.scores.scores import Softcap
 
@@ -51,7 +51,7 @@ class PackedSizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedPlan:
+class MultiSequencePlan:
     """The kernels of a call on packed sequences that share tiles.
 
     Fields:
@@ -70,7 +70,7 @@ class JoinedPlan:
     @classmethod
     def of(
         cls, spec: AttentionSpec, has_used_q: bool, has_used_k: bool, gpu: Gpu
-    ) -> "JoinedPlan | None":
+    ) -> "MultiSequencePlan | None":
         """The plan; None where scores, a mask or dropout ask for a row's place in its sequence."""
         of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
         if of_rows or spec.has_dropout:
@@ -85,17 +85,19 @@ class JoinedPlan:
     def kernels(self) -> tuple[Forward, Forward]:
         """The forward kernel, then the one for rows that are not finite, sequence by sequence,
         which `RaggedPlan` has too."""
-        again = Forward(self.spec, general_tiling(self.spec), MarkedRagged)
-        return Forward(self.line, self.config, JoinedTiles), again
+        again = Forward(self.spec, general_tiling(self.spec), RecomputeRaggedTiles)
+        return Forward(self.line, self.config, MultiSequenceTiles), again
 
-    def joined_table(self) -> JoinedTable:
+    def joined_table(self) -> MultiSequenceTable:
         """The kernel that makes the tables."""
-        return JoinedTable(self.config.tile_m, self.spec.mask, self.has_used_q, self.has_used_k)
+        return MultiSequenceTable(
+            self.config.tile_m, self.spec.mask, self.has_used_q, self.has_used_k
+        )
 
     def launches(self, window: Window, rows_of_section: int) -> list[Launch]:
         """Return the launches of a call: the tables, the forward kernel, recompute."""
         rows = {"window_left": window.left, "window_right": window.right}
-        table = Launch(self.joined_table(), template_of(JoinedTableArguments, **rows))
+        table = Launch(self.joined_table(), template_of(MultiSequenceTableArguments, **rows))
         kernels = (launch_on_packed(kernel, window, rows_of_section) for kernel in self.kernels())
         return [table, *kernels]
 

@@ -10,7 +10,7 @@ from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.kernels.joined_table import JoinedTable
+from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
@@ -18,19 +18,19 @@ from fa3.problem import AttentionSpec
 from fa3.scores.intervals import Intervals
 
 FORWARD_TILES = {
-    "Marked": "recompute",
-    "MarkedRagged": "recompute of packed sequences",
+    "RecomputeTiles": "recompute",
+    "RecomputeRaggedTiles": "recompute of packed sequences",
     "RaggedTiles": "packed sequences",
     "RaggedSplit": "packed sequences, split tiles",
-    "JoinedTiles": "short packed sequences that share tiles",
+    "MultiSequenceTiles": "short packed sequences that share tiles",
 }
 """What the forward kernel works on, by its schedule's class; other schedules have a name."""
 
 DECODE_CUTS = {
-    "Crews": "keys split over all CTAs, merged inside",
+    "CtaGroups": "keys split over all CTAs, merged inside",
     "StreamK": "keys split over all CTAs, merged inside or by combine",
-    "Units": "keys split by each sequence's length, merged by combine",
-    "Whole": "whole tiles",
+    "FixedSplit": "keys split by each sequence's length, merged by combine",
+    "NoSplit": "whole tiles",
 }
 """How the decode kernel splits keys, by the class of its cut. docs/environment.md has the words."""
 
@@ -42,7 +42,7 @@ def describe_kernel(kernel: Any) -> str:
         case Forward():
             kind: Any = kernel.schedule_type
             tiles = FORWARD_TILES.get(kind.__name__) or kind.name
-            both = " or online softmax" * kernel.has_both
+            both = " or online softmax" * kernel.has_online_and_fixed
             words = ["forward", f"tile {describe_config(kernel.config)}{both}", tiles]
             words += [*words_of_spec(kernel.spec), *words_of_cache(kernel.cache)]
         case Decode():
@@ -50,7 +50,7 @@ def describe_kernel(kernel: Any) -> str:
             words += [DECODE_CUTS[kernel.cut_type.__name__]]
             words += [f"{kernel.qhead_per_kvhead} query heads per key/value head"]
             words += ["packed queries"] * kernel.is_packed
-            words += ["overlapped with forward"] * kernel.is_beside
+            words += ["overlapped with forward"] * kernel.overlaps_forward
             # It always has code for a bound to the right: see `fa3.planning.decode.Sizes.bounds`.
             of_spec = [
                 word.replace("causal", "causal or not") for word in words_of_spec(kernel.spec)
@@ -69,7 +69,7 @@ def describe_kernel(kernel: Any) -> str:
         case TileTable():
             words = ["tile table", f"tile {kernel.tile_m}x{kernel.tile_n}"]
             words += [name_of_mask(kernel.band)] + ["keys in a cache"] * kernel.has_cache
-        case JoinedTable():
+        case MultiSequenceTable():
             words = ["shared-tile table", name_of_mask(kernel.band)]
         case BackwardPass():
             return describe_kernel(kernel.main)

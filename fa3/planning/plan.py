@@ -24,7 +24,7 @@ from fa3.planning.timeline import Cost, Timeline
 from fa3.problem import Problem
 from fa3.schedules import SCHEDULES, Schedule, Segment, SplitTiles
 from fa3.schedules.coverage import check_schedule
-from fa3.schedules.marked import Marked
+from fa3.schedules.marked import RecomputeTiles
 from fa3.scores import masks
 
 
@@ -56,21 +56,25 @@ class Plan:
 
     def kernel(self, is_recorded: bool = False) -> Forward:
         """The kernel to launch; the instrumented one if `is_recorded`."""
-        config = replace(self.config, fixed_reference=True) if self.has_both else self.config
+        config = (
+            replace(self.config, fixed_reference=True) if self.has_online_and_fixed else self.config
+        )
         kind = type(self.schedule), is_recorded
-        return Forward(self.problem.spec, config, *kind, has_both=self.has_both)
+        return Forward(
+            self.problem.spec, config, *kind, has_online_and_fixed=self.has_online_and_fixed
+        )
 
     @property
-    def has_both(self) -> bool:
+    def has_online_and_fixed(self) -> bool:
         """Whether the kernel has the code of both kinds of row max, so that short and long calls
         have the same kernel. Kernels for pairs of heads have it, which models with GQA meet."""
         takes_both = self.config.cluster_h > 1 and self.schedule.reads_state
         return takes_both and takes_fixed_reference(self.problem.spec)
 
     @property
-    def follows(self) -> int | None:
+    def online_max(self) -> int | None:
         """Whether to use the online softmax, if the kernel has both kinds of row max; else None."""
-        return int(not self.config.fixed_reference) if self.has_both else None
+        return int(not self.config.fixed_reference) if self.has_online_and_fixed else None
 
     @property
     def again(self) -> "Plan | None":
@@ -81,7 +85,7 @@ class Plan:
         config = self.config.again
         heads = self.schedule.order.heads_per_section * self.config.cluster_h
         order = replace(TiledProblem(self.problem, self.gpu, config).order, heads_per_section=heads)
-        schedule = Marked(order, min(self.gpu.num_sms, order.num_tiles))
+        schedule = RecomputeTiles(order, min(self.gpu.num_sms, order.num_tiles))
         return replace(self, config=config, schedule=schedule)
 
     def launches(self, is_recorded: bool = False) -> tuple[Launch, ...]:
@@ -97,7 +101,7 @@ class Plan:
             window_right=self.problem.window.right,
             heads_per_section=self.schedule.order.heads_per_section,
             num_clusters=self.schedule.num_clusters,
-            follows=self.follows,
+            online_max=self.online_max,
         )
         launch = Launch(self.kernel(is_recorded), template, self.schedule.num_counters)
         return (launch, *again.launches()) if again else (launch,)

@@ -18,7 +18,7 @@ from fa3.planning.tile_costs import TileKey
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Window
-from fa3.schedules.marked import MarkedRagged
+from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
 from fa3.schedules.ragged_split import RaggedSplit
 from fa3.scores.masks import Band, Intersection
@@ -64,7 +64,7 @@ class RaggedPlan:
         kernel = Forward(self.spec, config, RaggedTiles, cache=self.cache)
         if not config.fixed_reference:
             return (kernel,)
-        return kernel, Forward(self.spec, config.again, MarkedRagged, cache=self.cache)
+        return kernel, Forward(self.spec, config.again, RecomputeRaggedTiles, cache=self.cache)
 
     def launches(self, window: Window) -> list[Launch]:
         """Return the launches of a call: the table of tiles, the forward kernel, recompute."""
@@ -146,7 +146,7 @@ def launch_on_packed(kernel: Forward, window: Window, rows_of_section: int) -> L
             window_left=window.left,
             window_right=window.right,
             heads_per_section=rows_of_section,
-            is_beside=0,
+            overlaps_decode=0,
         ),
     )
 

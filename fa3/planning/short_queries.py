@@ -132,17 +132,17 @@ class ShortPlan:
         tiles = sizes.batch * self.heads_kv * -(-most_queries * self.qhead_per_kvhead // ROWS)
         return tiles * -(-sizes.max_seqlen_k // TILE_N) <= LARGEST
 
-    def plan(self, most_queries: int, is_beside: bool, window: Window) -> DecodePlan:
+    def plan(self, most_queries: int, overlaps_forward: bool, window: Window) -> DecodePlan:
         """The plan of all calls whose short sequences have so many queries or fewer, whatever the
         number of sequences and keys.
 
         Args:
-            is_beside: whether there are others.
+            overlaps_forward: whether there are others.
         """
         sizes = Sizes(1, most_queries, self.heads_kv, self.qhead_per_kvhead, TILE_N)
         num_ctas = self.gpu.num_sms
         return DecodePlan(
             self.spec, CacheLayout(is_packed=True, has_seqlens=self.has_used_k), sizes, window,
             choose_cut(sizes, window, num_ctas, is_packed=True), num_ctas, True, self.has_used_q,
-            is_beside,
+            overlaps_forward,
         )  # fmt: skip

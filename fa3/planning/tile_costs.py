@@ -37,7 +37,7 @@ class TileKey(NamedTuple):
     tile_m: int
     tile_n: int
     cluster: int
-    follows: bool = True
+    online_max: bool = True
     element_bytes: int = 2
     kernel: str = "forward"
 
@@ -116,7 +116,7 @@ class Rule(NamedTuple):
         full = self.tensor * tensor + self.exponential * exponential
         part_us = self.part_us * key.tile_m / 128 * (key.head_dim_v / 128) ** 2
         tile = TileCosts(full, full * self.masked, self.tile_us, self.steady, part_us)
-        return tile if key.follows else self.without_maxima(tile)
+        return tile if key.online_max else self.without_maxima(tile)
 
     def without_maxima(self, tile: TileCosts) -> TileCosts:
         """The costs of a tile, changed to those with a fixed reference."""

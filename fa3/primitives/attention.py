@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fa3.primitives import wgmma
 from fa3.primitives.fragments import as_operand_a, as_rows_and_columns, convert
-from fa3.primitives.softmax import OnlineSoftmax, Reference, sum_of_squares
+from fa3.primitives.softmax import OnlineSoftmax, RowMax, sum_of_squares
 from fa3.primitives.wgmma import ROWS
 
 
@@ -109,7 +109,7 @@ class Attention:
     @property
     def guesses_beside_biases(self) -> bool:
         """Whether the first reference is taken from scores without their biases."""
-        return self.softmax.reference is Reference.FIXED and bool(self.rules.scores)
+        return self.softmax.reference is RowMax.FIXED and bool(self.rules.scores)
 
     @cute.jit
     def first(self, n_block, k_state):
@@ -159,7 +159,7 @@ class Attention:
         for _ in cutlass.range(count, unroll=1):
             self.wait(self.pipeline_k, k_state)
             self.turns.wait()
-            self.turns.pass_on()
+            self.turns.signal_next()
             self.pipeline_k.consumer_release(k_state)
             self.wait(self.pipeline_v, v_state)
             self.pipeline_v.consumer_release(v_state)
@@ -175,12 +175,12 @@ class Attention:
         acc_S = self.issue_qk(k_state)
         self.wait(self.pipeline_v, v_state)
         self.issue_pv(v_state)
-        self.turns.pass_on()
+        self.turns.signal_next()
         warpgroup.wait_group(1)
         self.pipeline_k.consumer_release(k_state)
         scores = as_rows_and_columns(acc_S)
         shifts = self.rules.apply(scores, n_block, masked)
-        if cutlass.const_expr(self.softmax.follows):
+        if cutlass.const_expr(self.softmax.online_max):
             acc_O = as_rows_and_columns(self.regs.acc_O)
             self.softmax.follow(scores, acc_O, lambda: warpgroup.wait_group(0), shifts)
         elif cutlass.const_expr(self.may_lack_reference(masked)):
@@ -236,9 +236,9 @@ class Attention:
         It is if the row's reference was taken from that key's score.
         """
         rules, reference = self.rules, self.softmax.reference
-        if reference is Reference.FOLLOWING:
+        if reference is RowMax.ONLINE:
             return True
-        return reference is Reference.FIXED and not (rules.scores or rules.mask.templates)
+        return reference is RowMax.FIXED and not (rules.scores or rules.mask.templates)
 
     @cute.jit
     def divisor(self, r: cutlass.Constexpr, row_sum: Float32) -> Float32:
@@ -257,7 +257,7 @@ class Attention:
         None if nothing is guessed, or if a row may see later keys of the block but not the first.
         """
         rules = self.rules
-        if self.softmax.reference is not Reference.FIXED or rules.mask.left:
+        if self.softmax.reference is not RowMax.FIXED or rules.mask.left:
             return None
 
         def sees_first_key(r: int):
@@ -269,7 +269,7 @@ class Attention:
     def may_lack_reference(self, masked: bool) -> bool:
         """Whether a row may see no key in the tile's first block, and so lack a reference yet."""
         mask = self.rules.mask
-        is_fixed = self.softmax.reference is Reference.FIXED
+        is_fixed = self.softmax.reference is RowMax.FIXED
         return is_fixed and ((masked and mask.right) or bool(mask.templates))
 
     @cute.jit

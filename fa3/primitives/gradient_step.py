@@ -137,7 +137,7 @@ class GradientStep:
         # V comes after K and the first Q; from the second block on it is there.
         pipelines.v.consumer_wait(self.v_state)
         pipelines.d_out.consumer_wait(do_state)
-        self.turns.pass_on()
+        self.turns.signal_next()
         acc_dP = self.issue_scores(regs.v, regs.d_out[None, None, None, part, do_state.index])
         of_dv = self.kept_of(rP, masks)
         d_out_t = regs.d_out_t[None, None, None, part, do_state.index]

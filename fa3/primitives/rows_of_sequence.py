@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int64
 
 ROWS_END = 2**30
-"""The row after the last one of every sequence, in a tensor of `with_movable_end`."""
+"""The row after the last one of every sequence, in a tensor of `ragged_tma_view`."""
 
 WRAP = 2**34
 """WRAP * ROWS_END elements are 2**64: as much as nothing, since addresses have 64 bits."""
@@ -23,7 +23,7 @@ class DenseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """Where one sequence's rows lie among other rows in a tensor of `with_movable_end`.
+    """Where one sequence's rows lie among other rows in a tensor of `ragged_tma_view`.
 
     Fields:
         begin, length: its first row and the number of its rows.
@@ -38,7 +38,7 @@ class RaggedRows(NamedTuple):
         return cute.domain_offset((ROWS_END - self.length, 0), rows)
 
 
-def with_movable_end(tensor: cute.Tensor) -> cute.Tensor:
+def ragged_tma_view(tensor: cute.Tensor) -> cute.Tensor:
     """A view of (total, heads, head_dim) in which each sequence can end where the rows end.
 
     (rows, head_dim, heads, ends, back): element (r, c, h, e, ROWS_END) is in row

@@ -25,11 +25,11 @@ would delay the exponentials of the tile's first block."""
 
 FEWEST, MOST = 2.0**-64, 2.0**120
 """A fixed or zero reference was good enough if the row sum lies between these. Terms below 2**-149
-vanish, but do not matter beside FEWEST; MOST is far enough below infinity."""
+vanish, but do not matter compared with FEWEST; MOST is far enough below infinity."""
 
 MOST_BESIDE_SINKS = 2.0**40
 """MOST for rows with a sink. A sink may lie far above the reference; then the terms that vanish
-beside it are less than 2**-86 of the sum."""
+are less than 2**-86 of the sum."""
 
 LEAST_OF_ZEROS = 2.0**-39
 """Row sums from which an output of 0 is a true zero, if values are at least 2**-110."""
@@ -44,7 +44,7 @@ STRONG = 2.0**60
 """Outputs above this may have overflowed in part."""
 
 
-class Reference(Enum):
+class RowMax(Enum):
     """The number subtracted from a row's scores before they are exponentiated.
 
     A row's reference depends only on the scores that the row sees.
@@ -59,7 +59,7 @@ class Reference(Enum):
         above, the row sum and O tell, as for FIXED.
     """
 
-    FOLLOWING = "following"
+    ONLINE = "following"
     FIXED = "fixed"
     ZERO = "zero"
 
@@ -114,18 +114,18 @@ class OnlineSoftmax:
     row_max: cute.Tensor
     row_sum: cute.Tensor
 
-    reference: ClassVar[Reference] = Reference.FOLLOWING
+    reference: ClassVar[RowMax] = RowMax.ONLINE
 
     @staticmethod
     def create(
-        num_rows: int, scale_log2: Float32, reference: Reference = Reference.FOLLOWING
+        num_rows: int, scale_log2: Float32, reference: RowMax = RowMax.ONLINE
     ) -> "OnlineSoftmax":
         rows = (cute.make_rmem_tensor(num_rows, Float32) for _ in range(2))
         return SOFTMAXES[reference](scale_log2, *rows)
 
     @property
-    def follows(self) -> bool:
-        return self.reference is Reference.FOLLOWING
+    def online_max(self) -> bool:
+        return self.reference is RowMax.ONLINE
 
     @cute.jit
     def start(
@@ -138,7 +138,7 @@ class OnlineSoftmax:
                 from the first columns. None: they are taken from all columns.
         """
         self.row_sum.fill(0.0)
-        if cutlass.const_expr(self.reference is Reference.ZERO):
+        if cutlass.const_expr(self.reference is RowMax.ZERO):
             self.row_max.fill(0.0)
         else:
             self.row_max.store(self.references(scores, shifts, sees).load())
@@ -176,7 +176,7 @@ class OnlineSoftmax:
     @property
     def margin(self):
         """How far a reference lies above the scores it is taken from, in units of raw scores."""
-        if self.reference is Reference.FIXED:
+        if self.reference is RowMax.FIXED:
             return MARGIN * cute.arch.rcp_approx(self.scale_log2)
         return 0.0
 
@@ -227,9 +227,9 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             row = scores[r, None]
             exponents = row.load() * self.scale_log2
-            if cutlass.const_expr(self.reference is not Reference.ZERO):
+            if cutlass.const_expr(self.reference is not RowMax.ZERO):
                 reference = self.row_max[r]
-                if cutlass.const_expr(masked or self.follows):
+                if cutlass.const_expr(masked or self.online_max):
                     reference = finite(reference)
                 if cutlass.const_expr(shifts is not None):
                     reference = reference - shifts[r]
@@ -239,7 +239,7 @@ class OnlineSoftmax:
 
     def has_summed(self):
         """Always true. Unless the reference follows, the GPU must first compute the row sums."""
-        return True if self.follows else self.row_sum[0] + self.row_sum[1] >= 0.0
+        return True if self.online_max else self.row_sum[0] + self.row_sum[1] >= 0.0
 
     @cute.jit
     def finish(
@@ -328,17 +328,17 @@ class OnlineSoftmax:
     def saw_nothing(self, r: cutlass.Constexpr) -> cutlass.Boolean:
         """Whether row r saw no key. With bounded scores a sum of 0 tells: no term vanishes."""
         is_empty = self.row_sum[r] == 0.0
-        if cutlass.const_expr(self.reference is not Reference.ZERO):
+        if cutlass.const_expr(self.reference is not RowMax.ZERO):
             is_empty = is_empty and self.row_max[r] == -Float32.inf
         return is_empty
 
 
 class FixedSoftmax(OnlineSoftmax):
-    reference = Reference.FIXED
+    reference = RowMax.FIXED
 
 
 class BoundedSoftmax(OnlineSoftmax):
-    reference = Reference.ZERO
+    reference = RowMax.ZERO
 
 
 SOFTMAXES = {kind.reference: kind for kind in (OnlineSoftmax, FixedSoftmax, BoundedSoftmax)}

@@ -17,7 +17,7 @@ def tile_loader(
     copies: int = 1,
     rank=0,
     cluster: int = 1,
-    beside: Callable | None = None,
+    load_more: Callable | None = None,
 ) -> Callable:
     """A function (index, state) -> next state that loads tile `index` of a head into a stage.
 
@@ -28,7 +28,7 @@ def tile_loader(
         rows: where the rows of the head's sequence lie.
         copies: TMA copies that fill one stage, from neighbouring tiles in global memory.
         rank: this CTA's rank in the cluster. It loads its share of each tile for all CTAs.
-        beside: (index, state), loads what else belongs to the stage.
+        load_more: (index, state), loads what else belongs to the stage.
     """
     to_smem, from_gmem = tma.tiles_of_head(smem, head, rows, rank, cluster)
     multicast = {} if cluster == 1 else {"mcast_mask": cutlass.Int16((1 << cluster) - 1)}
@@ -43,8 +43,8 @@ def tile_loader(
                 tma_bar_ptr=pipe.producer_get_barrier(state),
                 **multicast,
             )
-        if beside is not None:
-            beside(index, state)
+        if load_more is not None:
+            load_more(index, state)
         state.advance()
         return state
 

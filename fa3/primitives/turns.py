@@ -9,7 +9,7 @@ from fa3.primitives.wgmma import WARPGROUP
 
 
 @dataclass(frozen=True)
-class Turns:
+class PingPong:
     """Turns pass from warpgroup to warpgroup around the ring, starting with group 0.
 
     Each group has one barrier: its own threads wait on it, and the previous group's threads
@@ -24,7 +24,7 @@ class Turns:
     def start(self):
         """Give group 0 the first turn. Every group must call this once."""
         if self.group == self.groups - 1:
-            self.pass_on()
+            self.signal_next()
 
     @cute.jit
     def wait(self):
@@ -32,7 +32,7 @@ class Turns:
         self.barrier(self.group).arrive_and_wait()
 
     @cute.jit
-    def pass_on(self):
+    def signal_next(self):
         """Give the turn to the next group."""
         last = self.group == self.groups - 1
         self.barrier(0 if last else self.group + 1).arrive()
@@ -47,7 +47,7 @@ class Turns:
         return pipeline.NamedBarrier(self.first_barrier + group, 2 * WARPGROUP)
 
 
-class NoTurns:
+class NoPingPong:
     """For warpgroups that never wait for a turn."""
 
     def start(self):
@@ -59,5 +59,5 @@ class NoTurns:
     def wait(self):
         pass
 
-    def pass_on(self):
+    def signal_next(self):
         pass

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fa3.planning.joined import JoinedPlan
+from fa3.planning.joined import MultiSequencePlan
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.reference.varlen import PackedLengths, RaggedOperands, attend_alone
@@ -20,7 +20,7 @@ from fa3.scores.intervals import NOBODY, RowRecord
 
 
 def execute_joined(
-    plan: JoinedPlan,
+    plan: MultiSequencePlan,
     window: Window,
     operands: RaggedOperands,
     softmax_scale: float,
@@ -50,7 +50,9 @@ def execute_joined(
         lse[:, is_used] = torch.where(is_marked.T, again[1], results[1])[:, is_used]
 
 
-def steps_of_shared_tiles(plan: JoinedPlan, walk: Walker, rows: list[RowRecord]) -> Iterator[Step]:
+def steps_of_shared_tiles(
+    plan: MultiSequencePlan, walk: Walker, rows: list[RowRecord]
+) -> Iterator[Step]:
     """Yield the work on every half of a tile, for each head.
 
     Args:
@@ -74,7 +76,7 @@ def steps_of_shared_tiles(plan: JoinedPlan, walk: Walker, rows: list[RowRecord])
 
 
 def records_of_rows(
-    plan: JoinedPlan, lengths: PackedLengths, window: Window, total_q: int
+    plan: MultiSequencePlan, lengths: PackedLengths, window: Window, total_q: int
 ) -> list[RowRecord]:
     """The records of all rows of q, and of rows past the last one up to the end of its tile."""
     unused = RowRecord(0, 0, NOBODY, 0)
@@ -87,7 +89,7 @@ def records_of_rows(
 
 
 def record_of_tile(
-    plan: JoinedPlan, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
+    plan: MultiSequencePlan, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
 ) -> JoinedRecord:
     """The record of a tile from the records of all rows."""
     firsts, ends, whole = [], [], 0

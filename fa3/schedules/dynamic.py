@@ -1,7 +1,7 @@
 """Dynamic schedule: a CTA takes the next tile from a work queue when it is ready for one.
 
 The queue is a counter in device memory (`fa3.running.counters`); the forward kernel walks it, and
-the backward kernel `InTurn`.
+the backward kernel `InOrderQueue`.
 """
 
 from dataclasses import dataclass, replace
@@ -111,11 +111,11 @@ class Dynamic(Planned):
 
     def following(self, count: Int32) -> Int32:
         """The next tile's number, from the mailbox; all warps of all consumers call this."""
-        (index,) = self.hear(count)
+        (index,) = self.recv(count)
         return index
 
     @cute.jit
-    def hear(self, count: Int32) -> tuple:
+    def recv(self, count: Int32) -> tuple:
         """What the mailbox has of the next tile."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
         cute.arch.mbarrier_wait(self.mailbox.full + slot, round_of_slot % 2)
@@ -127,7 +127,7 @@ class Dynamic(Planned):
         return tuple(cute.arch.make_warp_uniform(numbers[i]) for i in range(self.told))
 
     @cute.jit
-    def tell(self, count: Int32, *words: Int32):
+    def send(self, count: Int32, *words: Int32):
         """Put what is told of a tile into the mailbox, at most `told` numbers; one warp of the
         producer calls this."""
         slot, round_of_slot = count % SLOTS, count // SLOTS
@@ -164,7 +164,7 @@ class DynamicProducer(Dynamic):
     def following(self, count: Int32) -> Int32:
         """Take the next tile and put its number into the mailbox; one warp calls this."""
         index = self.num_given + cute.arch.shuffle_sync(self.take(), 0)
-        self.tell(count, index)
+        self.send(count, index)
         return index
 
     @cute.jit
@@ -189,7 +189,7 @@ class DynamicProducer(Dynamic):
 
 
 @dataclass(frozen=True)
-class InTurn(Dynamic):
+class InOrderQueue(Dynamic):
     """`Dynamic` for tiles that wait for tiles before them: CTAs also ask for their first one.
 
     So whatever has a lower number is done, or a CTA is at work on it. A tile that a CTA has before
@@ -205,10 +205,10 @@ class InTurn(Dynamic):
     def begin(self, cursor: DynamicCursor) -> DynamicCursor:
         return self.next(cursor)
 
-    def for_producer(self) -> "InTurnProducer":
-        return InTurnProducer(**vars(self))
+    def for_producer(self) -> "InOrderQueueProducer":
+        return InOrderQueueProducer(**vars(self))
 
 
 @dataclass(frozen=True)
-class InTurnProducer(InTurn, DynamicProducer):
-    """`InTurn` as the producer warp walks it."""
+class InOrderQueueProducer(InOrderQueue, DynamicProducer):
+    """`InOrderQueue` as the producer warp walks it."""

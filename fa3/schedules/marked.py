@@ -1,8 +1,8 @@
 """Marked schedule: the second launch of a forward call, which repeats rows that the first marked.
 
 The first launch marks rows whose softmax failed, or which what other sequences hold may have
-reached (`Marks`); `fa3.planning.plan.Plan.again` plans the second, whose CTAs take the marked tiles
-(`Marked`).
+reached (`RecomputeMask`); `fa3.planning.plan.Plan.again` plans the second, whose CTAs take the
+marked tiles (`RecomputeTiles`).
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def words_of_marks(num_tiles):
     return MARKS_HEADER + (num_tiles + 31) // 32 + num_tiles * MOST_WARPS
 
 
-class Marks(NamedTuple):
+class RecomputeMask(NamedTuple):
     """The marks of a call: a bit for every tile, and a word for every warp with a bit for each row.
 
     Marking reads nothing back from memory, so no warp waits for it.
@@ -134,15 +134,15 @@ class MarkedCursor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Marked(Dynamic):
+class RecomputeTiles(Dynamic):
     """Each CTA takes the next marked tile when it is ready for one.
 
     Producers look for marked tiles and tell their consumers. Almost always there are none: then
     they read one word and leave. Users cannot choose this schedule: it serves calls whose softmax
-    has a fixed reference instead of the running maximum (`fa3.primitives.softmax.Reference`).
+    has a fixed reference instead of the running maximum (`fa3.primitives.softmax.RowMax`).
 
     Fields:
-        counters: the words of `Marks`.
+        counters: the words of `RecomputeMask`.
     """
 
     @property
@@ -150,8 +150,8 @@ class Marked(Dynamic):
         return self.marks.size
 
     @property
-    def marks(self) -> Marks:
-        return Marks(self.counters, self.order)
+    def marks(self) -> RecomputeMask:
+        return RecomputeMask(self.counters, self.order)
 
     def for_producer(self) -> "MarkedProducer":
         return MarkedProducer(**vars(self))
@@ -169,8 +169,8 @@ class Marked(Dynamic):
 
 
 @dataclass(frozen=True)
-class MarkedProducer(Marked):
-    """`Marked` as the producer warp walks it."""
+class MarkedProducer(RecomputeTiles):
+    """`RecomputeTiles` as the producer warp walks it."""
 
     @cute.jit
     def next(self, cursor: MarkedCursor) -> MarkedCursor:
@@ -193,7 +193,7 @@ class MarkedProducer(Marked):
                 count = cute.arch.shuffle_sync(upto, WARP - 1)
             if before + count > taken:
                 index = self.find(bits, upto, taken - before, group)
-        self.tell(cursor.count, index)
+        self.send(cursor.count, index)
         return MarkedCursor(index, cursor.count + 1, group, before)
 
     @cute.jit
@@ -237,8 +237,8 @@ class MarkedProducer(Marked):
 
 
 @dataclass(frozen=True)
-class MarkedRagged(Marked):
-    """`Marked` for tiles of packed sequences."""
+class RecomputeRaggedTiles(RecomputeTiles):
+    """`RecomputeTiles` for tiles of packed sequences."""
 
     is_ragged: ClassVar[bool] = True
 
@@ -247,5 +247,5 @@ class MarkedRagged(Marked):
 
 
 @dataclass(frozen=True)
-class MarkedRaggedProducer(MarkedRagged, MarkedProducer):
-    """`MarkedRagged` as the producer warp walks it."""
+class MarkedRaggedProducer(RecomputeRaggedTiles, MarkedProducer):
+    """`RecomputeRaggedTiles` as the producer warp walks it."""

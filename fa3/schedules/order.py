@@ -295,7 +295,7 @@ class Planned:
         pass
 
 
-class Tabled(Planned):
+class TableSchedule(Planned):
     """Base of schedules that the kernel reads from a table; equal if their tables are.
 
     On the host the table cannot be written to: what was checked of it, and what other plans have

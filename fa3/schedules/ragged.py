@@ -278,7 +278,7 @@ class RaggedTiles(Dynamic):
         return cursor._replace(head=head, record=record)
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
-        index, head, *told = self.hear(cursor.count)
+        index, head, *told = self.recv(cursor.count)
         # Consumers have no use for what they are not told.
         record = told[: len(cursor.record)]
         found = self.order.record_type(*record, *cursor.record[len(record) :])
@@ -316,7 +316,7 @@ class RaggedProducer(RaggedTiles, DynamicProducer):
         turn = self.num_given + cute.arch.shuffle_sync(taken, 0)
         index = self.order.taken(turn, self.num_clusters, present.end)
         following = self.read(present._replace(index=index, count=present.count + 1))
-        self.tell(present.count, index, following.head, *following.record[: self.told - 2])
+        self.send(present.count, index, following.head, *following.record[: self.told - 2])
         return ProducerCursor(following, self.ask())
 
     def is_valid(self, cursor: ProducerCursor):

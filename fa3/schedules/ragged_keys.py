@@ -110,7 +110,7 @@ class RaggedKeyTiles(RaggedTiles):
 
     @property
     def num_given(self):
-        """None: CTAs also ask for their first tile, see `fa3.schedules.dynamic.InTurn`."""
+        """None: CTAs also ask for their first tile, see `fa3.schedules.dynamic.InOrderQueue`."""
         return 0
 
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:

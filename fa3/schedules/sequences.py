@@ -1,7 +1,7 @@
 """The sequences of a call: how long each one is, and where its keys are.
 
-`Dense` and `Ragged` are for forward and backward kernels, `Joined` for the forward kernel, `Cached`
-for the decode kernel. All turn what they know of a sequence into what masks take. The same
+`Dense` and `Ragged` are for forward and backward kernels, `MultiSequence` for the forward kernel,
+`Cached` for the decode kernel. All turn what they know of a sequence into what masks take. The same
 arithmetic runs on Python ints (reference, tests) and on values inside a kernel.
 """
 
@@ -109,7 +109,7 @@ class Ragged(NamedTuple):
         return 0, tile.head, segment.record.begin_q + row
 
 
-class Joined(NamedTuple):
+class MultiSequence(NamedTuple):
     """Sequences one after another that share tiles: the rows of all are one line.
 
     Fields:

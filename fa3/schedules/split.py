@@ -21,7 +21,7 @@ from fa3.schedules.coverage import (
     count_segments,
     entries_of,
 )
-from fa3.schedules.order import Parts, Tabled, TileOrder
+from fa3.schedules.order import Parts, TableSchedule, TileOrder
 from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment
 from fa3.schedules.tile_list import balance, columns_of_owners
 
@@ -132,7 +132,7 @@ class TimedSegments(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SplitTiles(Tabled):
+class SplitTiles(TableSchedule):
     """Each cluster has a column of segments in a table, worked on from the top down to `END`.
 
     Fields:

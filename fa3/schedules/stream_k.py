@@ -13,8 +13,9 @@ workspace. A tile's parts have consecutive slots, and its first segment writes a
 combine kernel, which merges them: (m_block, head, batch, first slot, parts). In launches with few
 parts no kernel reads the records: the CTA whose part of a tile comes last merges the parts.
 
-The cut says where a tile may be cut: `StreamK` anywhere, `Units` between units, `Whole` nowhere.
-`Crews` cuts another line. Rows of neighbouring heads lie side by side in memory, so some heads, as
+The cut says where a tile may be cut: `StreamK` anywhere, `FixedSplit` between units, `NoSplit`
+nowhere. `CtaGroups` cuts another line. Rows of neighbouring heads lie side by side in memory, so
+some heads, as
 many as a crew has CTAs, walk together: a crew has one piece of a line of groups of heads, and each
 of its CTAs has one head of every group. There the last CTA always merges.
 
@@ -67,7 +68,7 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Chunks:
     """Blocks in a line, cut into a piece for each crew; sizes differ by one at most.
 
     Fields:
@@ -80,11 +81,11 @@ class Pieces:
     end: int
 
     @classmethod
-    def even(cls, total, num_crews) -> "Pieces":
+    def even(cls, total, num_crews) -> "Chunks":
         return cls(total, num_crews, total)
 
     @classmethod
-    def of_tiles(cls, total, num_crews, fewest, most) -> "Pieces":
+    def of_tiles(cls, total, num_crews, fewest, most) -> "Chunks":
         """Pieces of whole tiles, if all have as many blocks and that leaves few crews idle.
 
         Args:
@@ -115,7 +116,7 @@ class Pieces:
         return after * longer_crews + (position - after * longer) // larger(size + among, 1)
 
 
-class Crew(NamedTuple):
+class CtaGroup(NamedTuple):
     """A CTA's place among those that walk together.
 
     Fields:
@@ -134,7 +135,7 @@ class Crew(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AtPieces:
+class AtChunks:
     """Cut tiles wherever a piece ends. At most one tile begins in a piece and ends in a later one,
     so a CTA has two slots at most.
     """
@@ -157,7 +158,7 @@ class AtPieces:
 
 
 @dataclass(frozen=True)
-class StreamK(AtPieces):
+class StreamK(AtChunks):
     """Cut tiles wherever a piece ends: pieces are equal, and tiles have as few parts as possible.
 
     At most one tile begins in a CTA's piece and ends in a later one. Its first part has slot
@@ -177,21 +178,23 @@ class StreamK(AtPieces):
     def records_are_by_cta(self):
         return self.num_tiles > self.num_ctas
 
-    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
+    def part(
+        self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
+    ) -> Part:
         first, last = ends_of_tile(pieces, tile_begin, num_blocks)
         by_tile = 1 - smaller(larger(self.num_tiles - self.num_ctas, 0), 1)
         record = crew.cta + by_tile * (tile_number - crew.cta)
         return Part(first + crew.cta, 2 * first, last - first + 1, record)
 
 
-def ends_of_tile(pieces: Pieces, begin, num_blocks) -> tuple:
+def ends_of_tile(pieces: Chunks, begin, num_blocks) -> tuple:
     """The crews in whose pieces a tile begins and ends."""
     first = as_int32(pieces.crew_of(begin))
     return first, as_int32(pieces.crew_of(begin + num_blocks - 1))
 
 
 @dataclass(frozen=True)
-class Crews(AtPieces):
+class CtaGroups(AtChunks):
     """Cut tiles wherever a piece ends, but where whole tiles are about as equal as pieces.
 
     The slots are as in `StreamK`, for each lane of a crew apart. There are no records: the CTA that
@@ -205,7 +208,9 @@ class Crews(AtPieces):
 
     num_records: ClassVar[int] = 0
 
-    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
+    def part(
+        self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
+    ) -> Part:
         first, last = ends_of_tile(pieces, tile_begin, num_blocks)
         slots = 2 * crew.lane * pieces.num_crews.value
         return Part(slots + first + crew.number, slots + 2 * first, last - first + 1, 0)
@@ -224,7 +229,7 @@ def crew_width(num_heads: int, num_tiles: int, num_ctas: int) -> int:
 
 
 @dataclass(frozen=True)
-class Units:
+class FixedSplit:
     """Cut tiles between units only; the CTA in whose piece a unit begins works on all of it.
 
     A tile of n blocks has units of ceil(n / num_splits) blocks, within bounds.
@@ -266,13 +271,15 @@ class Units:
     def end(self, block, num_blocks, room):
         return smaller(num_blocks, block + self.unit(num_blocks))
 
-    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
+    def part(
+        self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
+    ) -> Part:
         unit, first = self.unit(num_blocks), tile_number * self.max_parts
         return Part(first + block // unit, first, (num_blocks + unit - 1) // unit, tile_number)
 
 
 @dataclass(frozen=True)
-class Whole:
+class NoSplit:
     """Cut no tile: the CTA in whose piece a tile begins works on all of it."""
 
     has_parts: ClassVar[bool] = False
@@ -287,11 +294,13 @@ class Whole:
     def end(self, block, num_blocks, room):
         return num_blocks
 
-    def part(self, pieces: Pieces, crew: Crew, tile_number, tile_begin, block, num_blocks) -> Part:
+    def part(
+        self, pieces: Chunks, crew: CtaGroup, tile_number, tile_begin, block, num_blocks
+    ) -> Part:
         return Part(0, 0, 1, 0)
 
 
-Cut = StreamK | Crews | Units | Whole
+Cut = StreamK | CtaGroups | FixedSplit | NoSplit
 
 
 class Place(NamedTuple):
@@ -302,7 +311,7 @@ class Place(NamedTuple):
         batch_begin: the position in the line of that sequence's first block.
     """
 
-    pieces: Pieces
+    pieces: Chunks
     batch: int
     batch_begin: int
 
@@ -340,7 +349,7 @@ class Walk:
     lengths: Lengths
     num_m_blocks: Divisor | PlainDivisor
     num_groups: int
-    crew: Crew
+    crew: CtaGroup
     place: Place
 
     def m_blocks(self, length: tuple) -> Divisor | PlainDivisor:
@@ -461,7 +470,7 @@ def locate(
             length = lengths.read(i)
             of_tile = lengths.num_blocks(length)
             blocks += number(tiles_of(lengths, length, num_m_blocks, num_groups)) * of_tile
-            if cutlass.const_expr(cut_type is Crews):
+            if cutlass.const_expr(cut_type is CtaGroups):
                 fewest, most = cutlass.min(fewest, of_tile), cutlass.max(most, of_tile)
         upto = blocks
         for shift in cutlass.range_constexpr(5):
@@ -469,17 +478,17 @@ def locate(
             upto = upto + below if lane >= 1 << shift else upto
         if total < 0:
             end = cute.arch.shuffle_sync(upto, WARP - 1)
-            if cutlass.const_expr(cut_type is Crews):
+            if cutlass.const_expr(cut_type is CtaGroups):
                 fewest = cute.arch.warp_redux_sync(fewest, "min")
                 most = cute.arch.warp_redux_sync(most, "max")
             total = pieces_of(cut_type, end, num_crews, fewest, most).total
-        target = Pieces(total, num_crews, end).begin(crew) - batch_begin
+        target = Chunks(total, num_crews, end).begin(crew) - batch_begin
         before = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= target))
         before = cutlass.min(before, WARP - 1)
         batch_begin += cute.arch.shuffle_sync(upto - blocks, before)
         batch = cutlass.min(batch + before * share, lengths.num_sequences - 1)
         span = share
-    return Place(Pieces(total, num_crews, end), batch, batch_begin)
+    return Place(Chunks(total, num_crews, end), batch, batch_begin)
 
 
 def locate_among_equals(
@@ -497,11 +506,11 @@ def locate_among_equals(
     return Place(pieces, batch, batch * of_sequence)
 
 
-def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Pieces:
+def pieces_of(cut_type: type, total, num_crews, fewest, most) -> Chunks:
     """The pieces of a line whose tiles have from `fewest` to `most` blocks."""
-    if cut_type is Crews:
-        return Pieces.of_tiles(total, num_crews, fewest, most)
-    return Pieces.even(total, num_crews)
+    if cut_type is CtaGroups:
+        return Chunks.of_tiles(total, num_crews, fewest, most)
+    return Chunks.even(total, num_crews)
 
 
 # ---------------------------------------------------------------------------------------- host
@@ -552,7 +561,7 @@ def walks(
     pieces = pieces_of(type(cut), begins[-1], num_crews, min(of_tiles), max(of_tiles))
     batch = 0
     for cta in range(num_ctas):
-        crew = Crew(cta // cut.width, cta % cut.width, cut.width)
+        crew = CtaGroup(cta // cut.width, cta % cut.width, cut.width)
         while batch + 1 < len(known) and begins[batch + 1] <= pieces.begin(crew.number):
             batch += 1
         yield Walk(cut, lengths, most, num_groups, crew, Place(pieces, batch, begins[batch]))

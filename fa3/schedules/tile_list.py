@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from fa3.schedules.coverage import END, count_segments, entries_of
-from fa3.schedules.order import Tabled, TileOrder
+from fa3.schedules.order import TableSchedule, TileOrder
 from fa3.schedules.segment import Segment, Tile
 
 MANY_TILES = 2560
@@ -41,7 +41,7 @@ class ListCursor(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TileList(Tabled):
+class TileList(TableSchedule):
     """Each cluster has a column of tile numbers and works on them from the top down to `END`.
 
     `table` is a (rounds, num_clusters) int32 matrix, flat in row order: a numpy array on the host,

@@ -81,6 +81,12 @@ class Method(NamedTuple):
 
     def error(self, cause: BaseException, places: list[SourcePlace]) -> ValueError:
         """The error that the user sees: the cause, and the lines of source that led to it."""
+        if not linecache.getlines(self.file):
+            return ValueError(
+                f"{self.kind.__name__}.{self.name} does not compile: its source is not in a file "
+                "(a class typed at Python's prompt, or made by exec). Save the class in a .py "
+                "file and import it"
+            )
         is_dsl = isinstance(cause, DSLBaseError)
         message = cause.message if is_dsl else " ".join(str(cause).split("\n"))
         advice = (cause.suggestion if is_dsl else None) or []

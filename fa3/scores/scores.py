@@ -1,10 +1,10 @@
 """Scores: what changes Q K^T before the softmax, besides the softmax scale.
 
 A score is a frozen dataclass, part of a problem's spec (`fa3.problem`); kernels apply a tile's
-scores and mask through `Rules`. `Score.apply` changes one block's scores in registers, as (rows,
-columns) of a thread. They need not be natural logits: a score x stands for the logit x * unit.
-The unit is softmax_scale at first; each score's `unit_after` gives the unit after its `apply`. So
-a factor that all scores share costs nothing.
+scores and mask through `ScorePipeline`. `Score.apply` changes one block's scores in registers, as
+(rows, columns) of a thread. They need not be natural logits: a score x stands for the logit x *
+unit. The unit is softmax_scale at first; each score's `unit_after` gives the unit after its
+`apply`. So a factor that all scores share costs nothing.
 
 Each class has a device half and a torch half, `reference`, which the reference and tests run. Ours
 also have the `derivative` of `reference`, and `apply_transposed` for the backward kernel, which
@@ -255,7 +255,7 @@ def bind(spec: AttentionSpec, modifiers: Iterable | None) -> tuple:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ScorePipeline:
     """What happens to the scores of one tile between Q K^T and the softmax.
 
     Fields:
@@ -329,8 +329,9 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class TransposedRules:
-    """What happens to the scores of one tile between K Q^T and P^T; fields as in `Rules`."""
+class TransposedScorePipeline:
+    """What happens to the scores of one tile between K Q^T and P^T; fields as in
+    `ScorePipeline`."""
 
     scores: tuple[Score, ...]
     units: tuple
@@ -351,7 +352,7 @@ class TransposedRules:
         """The natural logit that a score of 1 stands for after `apply`."""
         return self.units[-1]
 
-    def shifted(self, columns: int) -> "TransposedRules":
+    def shifted(self, columns: int) -> "TransposedScorePipeline":
         """The rules of as many scores that many columns further in the block."""
         return replace(self, coords=self.coords.shifted(columns))
 

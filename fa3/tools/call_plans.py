@@ -6,7 +6,7 @@ No time is predicted for them: fa3 has no cost model of these calls.
 from dataclasses import replace
 from typing import Any
 
-from fa3.calls.modifiers import Structure
+from fa3.calls.modifiers import ModifierSpec
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.backward import BackwardPlan
@@ -34,7 +34,7 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
     heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
     window = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
     spec = replace(problem.spec, mask=Band.of(window))
-    call = plan_varlen(spec, Structure(), window, heads_q, heads_kv, False, False, gpu, 0)
+    call = plan_varlen(spec, ModifierSpec(), window, heads_q, heads_kv, False, False, gpu, 0)
     sizes = PackedSizes(
         problem.batch,
         heads_q,
@@ -48,8 +48,8 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
     sentences = {
         **sentences_of(problem, problem.flops, gpu, names),
         "Route": route,
-        "Lengths": "Read on the GPU. The same kernels run for other lengths with these bounds and "
-        "totals.",
+        "Lengths": "Read on the GPU. Planned for equal lengths; a batch of different lengths may "
+        "run other kernels (docs/kernels.md, Packed sequences).",
         "Time": NOT_PREDICTED,
     }
     facts = facts_of("packed", problem, problem.flops, gpu, names)
@@ -58,8 +58,8 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
 
 def route_of(call: RaggedCall, sizes: PackedSizes) -> tuple[str, list[Any]]:
     """Which kernels serve the sequences of a call, in a sentence and in the order of launches."""
-    joins, _, most, has_long = call.route(sizes, False, None, splits=True)
-    if joins and call.joined is not None:
+    packs_sequences, _, most, has_long = call.route(sizes, False, None, splits=True)
+    if packs_sequences and call.joined is not None:
         route = "Sequences are short, so several share a tile of the forward kernel."
         return route, [call.joined.joined_table(), *call.joined.kernels()]
     long = [call.plan.tile_table(), *call.plan.kernels()] if has_long else []
@@ -87,6 +87,7 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
     config, shares = plan.config, plan.shares
     workspace = FLOAT_BYTES * plan.sizes.layout.end
     parts = f", each shared by {shares.parts} CTAs" * (shares.parts > 1)
+    sums = "parts of dK and dV, " * (shares.parts > 1)
     groups = counted(plan.num_head_groups, "head group")
     one_by_one = " one after another" * (plan.num_head_groups > 1)
     sentences = {
@@ -98,8 +99,8 @@ def explain_backward(problem: Problem, gpu: Gpu) -> PlanDescription:
         f"{counted(plan.num_query_tiles, 'tile')} of queries, on {gpu.num_sms} SMs.",
         "Order": f"{counted(plan.query_heads_of_group, 'query head')} together, whose Q, dO and dQ "
         f"stay in L2; {groups}{one_by_one}.",
-        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator, parts "
-        "of dK and dV, and row statistics, besides dQ, dK and dV.",
+        "Memory": f"{quantity(workspace, 'B')} of device memory for the fp32 dQ accumulator, "
+        f"{sums}and row statistics, besides dQ, dK and dV.",
         "Time": NOT_PREDICTED,
     }
     facts = {

@@ -25,7 +25,7 @@ from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
-from fa3.planning.joined import JoinedPlan
+from fa3.planning.joined import MultiSequencePlan
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
@@ -197,7 +197,7 @@ def run_compile(options: argparse.Namespace) -> None:
 def as_calls(calls: Iterable[str]) -> tuple[str, ...]:
     """The option `calls`: one or more kinds of `CALLS`."""
     if isinstance(calls, str) or not isinstance(calls, Iterable):
-        raise TypeError(f"calls must be a tuple of names, got {shown(calls)}")
+        raise TypeError(f"calls must be a tuple or list of names, got {shown(calls)}")
     kinds = tuple(calls)
     if not kinds or not all(kind in tuple(CALLS) for kind in kinds):
         raise ValueError(f"calls must be some of {list(CALLS)}, got {kinds}")
@@ -333,14 +333,14 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     tight = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
     spec, ratio = spec_of(model, tight), model.heads_q // model.heads_kv
     of_call = False, False, H200
-    plan, joined = RaggedPlan(spec, *of_call), JoinedPlan.of(spec, *of_call)
+    plan, joined = RaggedPlan(spec, *of_call), MultiSequencePlan.of(spec, *of_call)
     short = ShortPlan(spec, model.heads_kv, ratio, *of_call)
     yield from plan.kernels()
     yield plan.tile_table()
     yield plan.split()
     # Any number of queries has the same ones.
-    for is_beside in (False, True):
-        plan_of_short = short.plan(1, is_beside, tight)
+    for overlaps_forward in (False, True):
+        plan_of_short = short.plan(1, overlaps_forward, tight)
         yield from filter(None, (plan_of_short.kernel(), plan_of_short.combine()))
     if joined is not None:
         yield from joined.kernels()
@@ -358,7 +358,7 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
         if plan.finds_keys:
             yield from plan.kernels()
             yield plan.tile_table()
-            yield from kernels_on_cache(model, window, cache, is_packed=True, is_beside=True)
+            yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
 
 
 def kernels_on_cache(
@@ -367,7 +367,7 @@ def kernels_on_cache(
     cache: CacheLayout,
     num_splits: int = 0,
     is_packed: bool = False,
-    is_beside: bool = False,
+    overlaps_forward: bool = False,
 ) -> Iterator[Kernel]:
     """What is launched for calls with these options on a cache, whatever its lengths."""
     ratio, num_ctas = model.heads_q // model.heads_kv, H200.num_sms
@@ -380,7 +380,7 @@ def kernels_on_cache(
         few = choose_cut(sizes._replace(capacity=1), *options)
         for cut in dict.fromkeys((few, choose_cut(sizes, *options, appends=True))):
             given = spec_of(model, tight), cache, sizes, tight, cut, num_ctas, is_packed
-            plan = DecodePlan(*given, is_beside=is_beside)
+            plan = DecodePlan(*given, overlaps_forward=overlaps_forward)
             yield from filter(None, (plan.kernel(), plan.combine()))
 
 
