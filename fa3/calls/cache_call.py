@@ -137,8 +137,8 @@ def without_total(described: tuple[Description | None, ...]) -> tuple[Descriptio
         # It is refused, as it is.
         return described
     _, heads, head_dim = shape
-    of_q = (ANY_TOTAL, heads, head_dim), stride, dtype, device
-    return (of_q, *described[1:-1], None)
+    q_described = (ANY_TOTAL, heads, head_dim), stride, dtype, device
+    return (q_described, *described[1:-1], None)
 
 
 class CacheCall(
@@ -548,11 +548,11 @@ def check_positions(call: CacheCall, values: HostValues, query_step: int) -> Non
             raise ValueError(
                 f"rotary_seqlens must be 0 or more, got {turn} for sequence {sequence}"
             )
-        of_queries = 1 + (seqlen_q - 1) * query_step if seqlen_q else 0
-        if turn + max(count, of_queries) > positions:
+        turned_positions = 1 + (seqlen_q - 1) * query_step if seqlen_q else 0
+        if turn + max(count, turned_positions) > positions:
             raise ValueError(
                 f"rotary_cos has {positions} positions, sequence {sequence} needs "
-                f"{turn + max(count, of_queries)}"
+                f"{turn + max(count, turned_positions)}"
             )
 
 

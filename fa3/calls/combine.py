@@ -76,23 +76,23 @@ def flash_attn_combine(
     Source: Dao et al., Flash-Decoding.
     """
     traced = is_traced(out_partial)
-    of_out = None if out is None or traced else describe("out", out)
+    out_described = None if out is None or traced else describe("out", out)
     if out_dtype is None:
         out_dtype = torch.float32 if out is None else out.dtype
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, got {shown(out_dtype)}")
     if traced:
         return trace_combine(out_partial, lse_partial, out, out_dtype)
-    of_parts = (
+    parts_described = (
         describe("out_partial", out_partial),
         describe("lse_partial", lse_partial, alignment=1),
     )
     check_resolved("lse_partial", lse_partial)
-    call = prepare_combine(*of_parts, of_out, out_dtype)
+    call = prepare_combine(*parts_described, out_described, out_dtype)
     if out is not None:
         check_writable("out", out)
         names = "out", "out_partial", "lse_partial"
-        apart = check_of_addresses(names, (of_out, *of_parts), ("out",))
+        apart = check_of_addresses(names, (out_described, *parts_described), ("out",))
         apart(*addresses((out, out_partial, lse_partial)))
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:

@@ -136,12 +136,12 @@ class PreparedDecode:
         arguments[MAX_SEQLEN_K] = max_seqlen_k
         arguments[TILE_TABLE] = table
         if self.counters:
-            of_stream, counters, workspace = self.memory_on(device)
+            stream_memory, counters, workspace = self.memory_on(device)
             arguments[WORKSPACE] = workspace
             arguments[COUNTERS] = counters.data_ptr()
             self.attends.kernel(*arguments)
-            of_stream.give_back(counters)
-            of_stream.give_back_parts(workspace)
+            stream_memory.give_back(counters)
+            stream_memory.give_back_parts(workspace)
             return merge_nothing
         workspace = None
         if self.workspace:
@@ -164,8 +164,12 @@ class PreparedDecode:
         """What the current stream of a GPU has, the present one, and of it counters and memory for
         the parts of a launch that merges them."""
         stream = current_stream(device.index)
-        of_stream = counters_of(device, stream, capture_of(stream))
-        return of_stream, of_stream.take(self.counters), of_stream.take_parts(self.workspace)
+        stream_memory = counters_of(device, stream, capture_of(stream))
+        return (
+            stream_memory,
+            stream_memory.take(self.counters),
+            stream_memory.take_parts(self.workspace),
+        )
 
 
 def merge_nothing() -> None:
@@ -175,12 +179,12 @@ def merge_nothing() -> None:
 def modifiers_of(
     slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    of_functions: tuple[torch.Tensor, ...] = (),
+    function_tensors: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, ...] | None:
     """What kernels take for scores, mask and sinks."""
     if slopes is sinks is None:
-        return of_functions or None
-    return tuple(tensor for tensor in (slopes, *of_functions, sinks) if tensor is not None)
+        return function_tensors or None
+    return tuple(tensor for tensor in (slopes, *function_tensors, sinks) if tensor is not None)
 
 
 def spec_of_call(call: CacheCall, window: Window, softcap: float) -> AttentionSpec:
@@ -233,8 +237,8 @@ def prepare_decode(
     num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
     kind = call.is_packed, call.k is not None
     cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, *kind)
-    of_kernel = spec, cache, sizes, window, cut, num_ctas, call.is_packed
-    plan = DecodePlan(*of_kernel, call.seqused_q is not None, overlaps_forward)
+    kernel_kind = spec, cache, sizes, window, cut, num_ctas, call.is_packed
+    plan = DecodePlan(*kernel_kind, call.seqused_q is not None, overlaps_forward)
     if not on_gpu:
         return PreparedDecode(plan)
     if cut.has_parts:

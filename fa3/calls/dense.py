@@ -66,17 +66,22 @@ def problem_posed_by(
     dropout_p: float,
 ) -> Problem:
     """The problem of a call; `Problem.of` says what the arguments are."""
-    of_q, of_k, of_v = (posed_operand(*one, dtype) for one in (("q", q), ("k", k), ("v", v)))
+    q_operand, k_operand, v_operand = (
+        posed_operand(*one, dtype) for one in (("q", q), ("k", k), ("v", v))
+    )
     window = check_window(as_pair(window_size), flag("causal", causal))
     softcap, dropout_p = real("softcap", softcap), real("dropout_p", dropout_p)
     check_probability(dropout_p)
     structure = UNMODIFIED.structure
     if softcap or not (alibi_slopes is sinks is score is mask is None):
-        check_rank("q", of_q)
-        given = of_q, of_q.shape[0], softcap, alibi_slopes, sinks, score, mask, window.right == 0
-        structure = Modifiers.of(*given, has_backward=True).structure
+        check_rank("q", q_operand)
+        batch, is_causal = q_operand.shape[0], window.right == 0
+        structure = Modifiers.of(
+            q_operand, batch, softcap, alibi_slopes, sinks, score, mask, is_causal,
+            has_backward=True,
+        ).structure  # fmt: skip
     structure = structure._replace(has_dropout=dropout_p > 0)
-    return problem_of_operands(of_q, of_k, of_v, False, window, structure)
+    return problem_of_operands(q_operand, k_operand, v_operand, False, window, structure)
 
 
 def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:

@@ -121,9 +121,9 @@ def prepare_attention(
     if not plan.finds_keys:
         return decode.prepare_decode(call, *options)
     most = min(call.seqlen_q, most_queries_of_few(call.heads_q, gpu.num_sms))
-    of_few = call._replace(max_seqlen_q=most)
+    few_queries = call._replace(max_seqlen_q=most)
     return PreparedMixed(
         decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options,
         overlaps_forward=True), plan, tight, most_short, call.capacity, prepare_alone(plan, tight)
-        if on_gpu else None, decode.prepare_decode(of_few, *options),
+        if on_gpu else None, decode.prepare_decode(few_queries, *options),
     )  # fmt: skip

@@ -40,13 +40,13 @@ class ModifierSpec(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """What a call knows the tensors as, in their order."""
-        of_scores = [
+        score_names = [
             "alibi_slopes" if score.kind is Alibi else f"score.{tensor.name}"
             for score in self.scores
             for tensor in score.tensors
         ]
-        of_mask = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
-        return (*of_scores, *of_mask, *(("sinks",) if self.sinks else ()))
+        mask_names = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
+        return (*score_names, *mask_names, *(("sinks",) if self.sinks else ()))
 
     def joined(self, functions: "ModifierSpec") -> "ModifierSpec":
         """With the score and the mask of the user's that another one has."""
@@ -124,8 +124,8 @@ class Modifiers(NamedTuple):
         if mask is not None:
             structure = structure._replace(mask=Template.of(mask))
         functions = (one for one in (score, mask) if one is not None)
-        of_functions = (tensor for one in functions for _, tensor in tensors_of(one))
-        given = (one for one in (alibi_slopes, *of_functions, sinks) if one is not None)
+        function_tensors = (tensor for one in functions for _, tensor in tensors_of(one))
+        given = (one for one in (alibi_slopes, *function_tensors, sinks) if one is not None)
         return cls(structure, tuple(given) or None)
 
 
@@ -153,8 +153,8 @@ def structure_of(
     if rank_of_slopes is not None:
         like_slopes = torch.empty((0,) * rank_of_slopes, dtype=torch.float32, device="meta")
         scores.append(Alibi(like_slopes, is_causal))
-    of_sinks = None if sinks is None else str(sinks).removeprefix("torch.")
-    return ModifierSpec(tuple(map(Template.of, scores)), None, of_sinks)
+    sinks_dtype = None if sinks is None else str(sinks).removeprefix("torch.")
+    return ModifierSpec(tuple(map(Template.of, scores)), None, sinks_dtype)
 
 
 def describe_modifier(name: str, tensor: torch.Tensor, has_backward: bool = False) -> Description:

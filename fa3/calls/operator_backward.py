@@ -59,21 +59,21 @@ def check_results(
     """
     dimensions = DIMENSIONS if q.ndim == len(DIMENSIONS) else PACKED_DIMENSIONS
     *batch, rows, heads, _ = q.shape
-    of_q, of_out = Operand(*describe("q", q)), Operand(*describe("out", out))
-    check_like_q("out", of_out, of_q, dimensions)
-    check_shape("out", of_out, (*q.shape[:-1], v.shape[-1]), "q and the values")
-    of_lse = Operand(*describe("the log-sum-exp", lse, lse.element_size()))
-    check_dtype("the log-sum-exp", of_lse, torch.float32)
-    check_device("the log-sum-exp", of_lse, "q", of_q)
-    check_shape("the log-sum-exp", of_lse, (*batch, heads, rows), "q")
+    q_operand, out_operand = Operand(*describe("q", q)), Operand(*describe("out", out))
+    check_like_q("out", out_operand, q_operand, dimensions)
+    check_shape("out", out_operand, (*q.shape[:-1], v.shape[-1]), "q and the values")
+    lse_operand = Operand(*describe("the log-sum-exp", lse, lse.element_size()))
+    check_dtype("the log-sum-exp", lse_operand, torch.float32)
+    check_device("the log-sum-exp", lse_operand, "q", q_operand)
+    check_shape("the log-sum-exp", lse_operand, (*batch, heads, rows), "q")
     if not lse.is_contiguous():
-        raise ValueError(f"the log-sum-exp must be contiguous, got strides {of_lse.stride}")
+        raise ValueError(f"the log-sum-exp must be contiguous, got strides {lse_operand.stride}")
     d_out, d_lse = arrived(d_out, d_lse)
-    for name, gradient, result in ((OF_OUT, d_out, of_out), (OF_LSE, d_lse, of_lse)):
+    for name, gradient, result in ((OF_OUT, d_out, out_operand), (OF_LSE, d_lse, lse_operand)):
         if gradient is not None:
             operand = Operand(*describe(name, gradient, 1))
             check_dtype(name, operand, result.dtype)
-            check_device(name, operand, "q", of_q)
+            check_device(name, operand, "q", q_operand)
             check_shape(name, operand, tuple(result.shape), "q and the values")
     return d_out, d_lse
 

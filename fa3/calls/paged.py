@@ -85,7 +85,7 @@ def run_on_pages(
         describe("q", q)
         modifiers = Modifiers.of(q, 0, 0.0, None, None, score, mask, is_causal=False)
         functions = modifiers.structure
-    of_functions = modifiers.tensors or ()
+    function_tensors = modifiers.tensors or ()
     # In the order of `CacheTensors`, and of what `prepare_cache_call` takes.
     tensors: tuple[torch.Tensor | None, ...] = (
         q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
@@ -98,8 +98,8 @@ def run_on_pages(
     if is_traced(q):
         raise NotImplementedError("cu_seqlens_q must be None while a graph is traced")
     call = prepared_call(tensors, options, is_packed=True)
-    if out is not None and of_functions:
-        check_apart("out", out, modifiers.structure.names, of_functions)
+    if out is not None and function_tensors:
+        check_apart("out", out, modifiers.structure.names, function_tensors)
     scale = check_scale(softmax_scale, call.head_dim)
     if q.shape[0] > call.most_queries:
         check_total(call, q)
@@ -108,4 +108,4 @@ def run_on_pages(
         known.check_fit(IN_METADATA, call.description.batch, (q.shape[0], known.end_k), longest)
     if call.has_host_integers or assertions.ASSERTIONS:
         tensors = with_integers_on_device(call, tensors, None, known)
-    return call.run(tensors, scale, return_lse, known, of_functions)
+    return call.run(tensors, scale, return_lse, known, function_tensors)

@@ -104,14 +104,14 @@ class PreparedCacheCall:
         softmax_scale: float,
         return_lse: bool,
         known: HostSeqlens | None = None,
-        of_functions: tuple[torch.Tensor, ...] = (),
+        function_tensors: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Append, and attend; what `flash_attn_with_kvcache` returns.
 
         Args:
             tensors: the `CacheTensors`, the int32 ones on q's device.
             known: the lengths, if the host knows them; they fit the call.
-            of_functions: the tensors of the user's score and mask.
+            function_tensors: the tensors of the user's score and mask.
         """
         (
             q, k_cache, v_cache, _, _, _, _, seqlens, batch_idx, leftpad, pages, _, ends_q, _,
@@ -131,7 +131,7 @@ class PreparedCacheCall:
         if self.decode is not None and (ends_q is None or q.shape[0]):
             operands = RaggedOperands(q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
             tables = CacheTables(batch_idx, leftpad, pages)
-            modifiers = modifiers_of(slopes, sinks, of_functions)
+            modifiers = modifiers_of(slopes, sinks, function_tensors)
             self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, known)
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
@@ -242,7 +242,7 @@ def prepare_cache_call(
         call.head_dim,
         min(most, MOST_RAGGED_ROWS) if isinstance(attends, PreparedMixed) else most,
         has_rotated_in_out(call),
-        any(of_one is not None and of_one.device.type == "cpu" for of_one in call[OF_INTEGERS]),
+        any(operand is not None and operand.device.type == "cpu" for operand in call[OF_INTEGERS]),
         apart,
     )
 
@@ -322,8 +322,8 @@ def check_written(call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, .
         return
     # The total of packed queries, and so of their output, is another one in every call.
     if out is not None:
-        of_q, of_out = describe("q", q), describe("out", out)
-        check_ragged_out(out, of_out, call.output.shape_beside(q.shape), of_q)
+        q_described, out_described = describe("q", q), describe("out", out)
+        check_ragged_out(out, out_described, call.output.shape_beside(q.shape), q_described)
         check_apart("out", out, TENSORS[:-1], tensors[:-1])
     if call.append is not None:
         check_apart("k_cache", k_cache, ("q", *TENSORS[2:-1]), (q, *tensors[2:-1]))

@@ -151,8 +151,8 @@ def check_integers(described: tuple[Description | None, ...], q: Description) ->
     if len(shape) != 1 or not shape[0]:
         raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(shape)}")
     batch = shape[0] - 1
-    of_ends, of_used = (shape, (1,), torch.int32, device), ((batch,), (1,), torch.int32, device)
-    expected = of_ends, of_ends, used_q and of_used, used_k and of_used
+    ends_like, used_like = (shape, (1,), torch.int32, device), ((batch,), (1,), torch.int32, device)
+    expected = ends_like, ends_like, used_q and used_like, used_k and used_like
     if described == expected:
         # Nearly all are, and are spared the checks.
         return batch

@@ -310,9 +310,9 @@ def flash_attn_varlen_func(
     if is_visible(cu_seqlens_q):
         check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
         if assertions.ASSERTIONS and batch and not softcap:
-            of_q = used_queries(total_q, cu_seqlens_q, seqused_q)
-            of_k = used_queries(total_k, cu_seqlens_k, seqused_k)
-            assertions.check_scores(q, k, scale, (of_q, of_k))
+            used_q = used_queries(total_q, cu_seqlens_q, seqused_q)
+            used_k = used_queries(total_k, cu_seqlens_k, seqused_k)
+            assertions.check_scores(q, k, scale, (used_q, used_k))
         if known is not None:
             seen = map(read_back, INTEGERS_OF_LENGTHS, integers)
             known.check_same(names_of_known(scheduler_metadata), *seen)
@@ -412,9 +412,9 @@ def describe_packed(q, k, v, integers: Integers) -> tuple[tuple[tuple, ...], int
         describe("k", k, ALIGNMENT, True),
         describe("v", v, ALIGNMENT, True),
     )
-    of_integers = describe_integers(integers)
+    lengths_described = describe_integers(integers)
     tokens = tuple(map(tokens_of, "qkv", described))
-    return tokens, check_integers(of_integers, described[0])
+    return tokens, check_integers(lengths_described, described[0])
 
 
 LENGTHS_ON_HOST = tuple(f"{name}_cpu" for name in INTEGERS_OF_LENGTHS)

@@ -90,15 +90,15 @@ class RaggedCall:
         if known is None:
             route = self.route(sizes, has_gradients, None, splits)
         else:
-            of_call, of_gradients, route = known.route
-            if of_call is not self or of_gradients != has_gradients:
+            known_call, known_gradients, route = known.route
+            if known_call is not self or known_gradients != has_gradients:
                 route = self.route(known.sizes(sizes.heads), has_gradients, known)
                 known.route = self, has_gradients, route
         packs_sequences, longest_k, _, _ = route
         if longest_k == 0:
-            of_q = operands.cu_seqlens_q, operands.seqused_q
+            query_lengths = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if self.spec.sinks else None
-            hide_all_keys_of_packed(operands.out, operands.lse, *of_q, sinks)
+            hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
         elif not packs_sequences:
             may_cut = known is not None and known.may_cut and splits and not has_gradients
             self.attend_one_by_one(operands, route, tensors, scale, dropout, known, may_cut)

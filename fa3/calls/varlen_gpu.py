@@ -219,7 +219,7 @@ class PreparedVarlen:
         counters = counters_of(q.device, stream, capture)
         table, memory = tiles.table.on(stream, capture), tiles.memory
         num_tiles, marks = records_of_table(table.shape[0]) * q.shape[1], None
-        of_parts = counters.take(memory.num_counters)
+        part_counters = counters.take(memory.num_counters)
         if self.again is not None:
             marks = counters.take(words_of_marks(num_tiles))
         split = self.split()
@@ -227,7 +227,7 @@ class PreparedVarlen:
         arguments[TENSORS_AND_SCALE] = tensors
         arguments[NUM_CLUSTERS] = tiles.num_ctas
         arguments[SCHEDULE_STATE] = tiles.segments.on(stream, capture)
-        arguments[PARTS] = memory.arguments(q, of_parts)
+        arguments[PARTS] = memory.arguments(q, part_counters)
         arguments[MARKS] = marks
         arguments[TABLE] = table
         split.kernel(*arguments)
@@ -235,7 +235,7 @@ class PreparedVarlen:
         if self.again is not None:
             self.recompute(tensors, min(self.num_ctas, num_tiles), marks, table)
             counters.give_back(marks)
-        counters.give_back(of_parts)
+        counters.give_back(part_counters)
 
     def table_kind(
         self, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
@@ -326,16 +326,16 @@ def prepare(
     """Load the kernels of all plans that a call may take, whatever its lengths are; the decode
     kernel once a call has more keys than queries, which most never have."""
     alone = prepare_alone(plan, window)
-    of_joined = of_short = None
+    shared = short_kernels = None
     if joined is not None:
         launches = joined.launches(window, plan.rows_of_section)
         loaded = (launch.loaded(load_kernel) for launch in launches)
-        of_joined = PreparedMultiSequence(*loaded, joined, alone.num_ctas)
+        shared = PreparedMultiSequence(*loaded, joined, alone.num_ctas)
     if short is not None:
-        of_short = functools.cache(
+        short_kernels = functools.cache(
             lambda most, beside: PreparedDecode.on_gpu(short.plan(most, beside, window))
         )
-    return PackedKernels(alone, of_joined, of_short)
+    return PackedKernels(alone, shared, short_kernels)
 
 
 def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:

@@ -74,9 +74,11 @@ class TableKind(NamedTuple):
         table = np.zeros(TABLE_HEADER + RECORD * max(number, 1), np.int32)
         records = table[TABLE_HEADER:].reshape(-1, RECORD)[:number].T
         left = np.repeat(end, tiles) - 1 - np.arange(number)
-        of_owner = (values[owner] for values in (begin_q, seqlen_q, begin_k, seqlen_k, num_tiles))
+        owner_values = (
+            values[owner] for values in (begin_q, seqlen_q, begin_k, seqlen_k, num_tiles)
+        )
         # In the order of `TileRecord`, which has a word less than its place.
-        for row, values in zip(records, (left, owner, *of_owner), strict=False):
+        for row, values in zip(records, (left, owner, *owner_values), strict=False):
             row[:] = values
         table[NUM_RECORDS] = number
         table[CTAS_BESIDE] = self.ctas_beside(num_tiles, seqlen_q, seqlen_k, blocks)
@@ -106,8 +108,8 @@ class TableKind(NamedTuple):
         long = float((num_tiles * ratio * (blocks.sum(0) / 2 + BLOCKS_OF_ENDS)).sum())
         seqlen_q, seqlen_k = seqlen_q[is_short], seqlen_k[is_short]
         row_blocks = (seqlen_q * ratio + ROWS - 1) // ROWS
-        of_short = Sequence(seqlen_q, seqlen_k, self.window)
-        read = self.blocks(0 * row_blocks, seqlen_q, DECODE_TILE_N, of_short)
+        short_sequence = Sequence(seqlen_q, seqlen_k, self.window)
+        read = self.blocks(0 * row_blocks, seqlen_q, DECODE_TILE_N, short_sequence)
         short = float((row_blocks * read).sum()) * (KEYS_OF_DECODING / self.tile_n)
         share = MORE_BESIDE * short / max(long + short, 1.0)
         if share >= MOST_BESIDE:

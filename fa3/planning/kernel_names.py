@@ -52,10 +52,10 @@ def describe_kernel(kernel: Any) -> str:
             words += ["packed queries"] * kernel.is_packed
             words += ["overlapped with forward"] * kernel.overlaps_forward
             # It always has code for a bound to the right: see `fa3.planning.decode.Sizes.bounds`.
-            of_spec = [
+            spec_words = [
                 word.replace("causal", "causal or not") for word in words_of_spec(kernel.spec)
             ]
-            words += [*of_spec, *words_of_cache(kernel.cache)]
+            words += [*spec_words, *words_of_cache(kernel.cache)]
         case Combine():
             words = ["combine", kernel.dtype, f"head_dim_v {kernel.head_dim_v}"]
             words += ["sinks"] * (kernel.sinks is not None) + ["packed queries"] * kernel.is_packed
@@ -75,8 +75,8 @@ def describe_kernel(kernel: Any) -> str:
             return describe_kernel(kernel.main)
         case BackwardPreprocess():
             # It has no mask, whatever the call has: see `fa3.planning.backward.preprocess_spec`.
-            of_spec = [word for word in words_of_spec(kernel.spec) if word != "no mask"]
-            words = ["backward preprocess", *of_spec]
+            spec_words = [word for word in words_of_spec(kernel.spec) if word != "no mask"]
+            words = ["backward preprocess", *spec_words]
         case Backward():
             config = kernel.config
             words = ["backward", f"tile {config.tile_m}x{config.tile_n}"]

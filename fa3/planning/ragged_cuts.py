@@ -70,11 +70,13 @@ class Cutting(NamedTuple):
         """The key blocks of every tile, by its number, in arrays."""
         records = records_of(table)
         sequence = Sequence(records.seqlen_q, records.seqlen_k, kind.window)
-        of_records = kind.band.key_blocks(
+        record_blocks = kind.band.key_blocks(
             records.m_block * kind.tile_m, kind.tile_m, kind.tile_n, sequence
         )
-        of_tiles = self.records_of_tiles(records, self.order(table))
-        return Blocks(*(np.broadcast_to(n, records.batch.shape)[of_tiles] for n in of_records))
+        tile_numbers = self.records_of_tiles(records, self.order(table))
+        return Blocks(
+            *(np.broadcast_to(n, records.batch.shape)[tile_numbers] for n in record_blocks)
+        )
 
     def records_of_tiles(self, records: Any, order: RaggedOrder) -> np.ndarray:
         """Which record has the row block of a tile, by the tile's number.
