@@ -193,7 +193,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes through device memory: q, k, v read once, out written once."""
+        """Bytes of q, k, v and out. Under a window a call may read fewer."""
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_kv
         spec = self.spec

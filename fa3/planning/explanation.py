@@ -235,8 +235,8 @@ def sentences_of(problem: Problem, flops: int, gpu: Gpu, kernels: Iterable[str])
         kernels: what is launched, in this order.
     """
     return {
-        "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')} on at least "
-        f"{quantity(problem.bytes, 'B')}.",
+        "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')}; q, k, v "
+        f"and out have {quantity(problem.bytes, 'B')}.",
         "GPU": f"{gpu.name}, {gpu.num_sms} SMs.",
         "Kernels": BELOW.join(kernels),
     }
