@@ -306,3 +306,16 @@ def test_a_class_without_a_file_is_named():
     kernel = Forward(spec, ForwardConfig(128, 64), StaticPersistent)
     with pytest.raises(ValueError, match=r"^Typed\.visible does not compile: its source is not in"):
         compile_kernel(kernel)
+
+
+@dataclass(frozen=True)
+class PythonMath(fa3.Score):
+    @cute.jit
+    def score(self, logit, at):
+        return math.tanh(logit)  # the line
+
+
+def test_python_s_math_is_named():
+    *_, place, advice = str(explained(PythonMath())).splitlines()
+    assert "math.tanh(logit)" in place
+    assert advice.endswith("use cute.math.tanh")

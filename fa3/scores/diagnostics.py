@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import linecache
+import re
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from cutlass.base_dsl.common import DSLBaseError
 
 from fa3.primitives.coords import Position
 from fa3.problem import REMEMBERED, AttentionSpec
+
+PYTHON_MATH = re.compile(r"(?<![\w.])math\.(\w+)\(")
+"""A call of Python's module `math`."""
 
 OURS = Path(__file__).parent
 THEIRS = Path(cutlass.__file__).parent
@@ -92,6 +96,11 @@ class Method(NamedTuple):
         advice = (cause.suggestion if is_dsl else None) or []
         if places == [self.definition]:
             advice = EXPECTED[self.name]
+        if places and (called := PYTHON_MATH.search(places[-1].text)):
+            advice = (
+                f"math.{called[1]} takes numbers of Python, but this is a value of the kernel: use "
+                f"cute.math.{called[1]}"
+            )
         return ValueError(
             "\n  ".join(
                 [
