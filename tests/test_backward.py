@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fa3
 from fa3.calls import autograd, backward
+from fa3.calls.backward import BackwardCall
 from fa3.calls.forward import PreparedCall
 from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
 from fa3.planning.planner import plan_forward
@@ -81,7 +82,7 @@ def test_gradcheck(window, recipe, dropout):
     def attend(*given):
         return call.attend(*given, torch.empty_like(inputs[0]), scale=0.25, dropout=dropout)
 
-    backward = autograd.BackwardCall(problem, None, 0.25, False, 1)
+    backward = BackwardCall(problem, None, 0.25, False, 1)
     given = autograd.DifferentiableCall(attend, backward, autograd.NO_LENGTHS, dropout, True)
 
     def run(*tensors):
@@ -369,7 +370,8 @@ def test_gradients_without_keys_or_without_a_gradient_are_contiguous_zeros():
     problem = make_problem(2, 5, 0, 4, head_dim=64)
     for d_out in (None, out):
         operands = BackwardOperands(q, k, k, out, lse, d_out, None)
-        found = backward.gradients(problem, operands, 1.0, (sinks,), Wanted(), False, None, 132)
+        call = BackwardCall(problem, None, 1.0, False, 132)
+        found = backward.dense_gradients(call, operands, (sinks,), Wanted(), None)
         assert all(x.is_contiguous() and not x.any() for x in found)
         assert [x.shape for x in found] == [x.shape for x in (q, k, k, sinks)]
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from problems import make_problem
 
 from fa3.calls import backward
+from fa3.calls.backward import BackwardCall
 from fa3.kernels.backward_launch import ACCUMULATED, BackwardConfig, place_of_group_flag
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
@@ -49,9 +50,12 @@ def launched(monkeypatch):
     monkeypatch.setattr(backward, "load_kernel", load)
     monkeypatch.setattr(backward, "current_device", lambda: None)
     monkeypatch.setattr(backward, "gpu_of", lambda device: H200)
-    backward.prepare_backward.cache_clear()
+    remembered = backward.prepare_backward, backward.load_packed
+    for prepare in remembered:
+        prepare.cache_clear()
     yield found
-    backward.prepare_backward.cache_clear()
+    for prepare in remembered:
+        prepare.cache_clear()
 
 
 def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
@@ -87,9 +91,8 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     k, v = (torch.zeros(2, 90, 2, 64).bfloat16() for _ in range(2))
     lse = torch.zeros(2, 6, 70)
     operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
-    *found, _ = backward.gradients(
-        problem, operands, 0.5, (), Wanted(sinks=False), is_ordered, dropout, 132
-    )
+    call = BackwardCall(problem, None, 0.5, is_ordered, 132)
+    *found, _ = backward.dense_gradients(call, operands, (), Wanted(sinks=False), dropout)
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
     assert (given.window_left, given.window_right) == problem.window
     rows = 2 * 6 * -(-70 // tile_m) * tile_m
@@ -110,9 +113,9 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
     ends_q, ends_k = torch.tensor([0, 100, 300]).int(), torch.tensor([0, 200, 500]).int()
     lengths = PackedLengths(ends_q, ends_k, *(ends_q[1:] if has else None for has in has_used))
-    *found, _ = backward.packed_gradients(
-        spec, CAUSAL, operands, lengths, 200, (), 0.5, Wanted(sinks=False), is_ordered, dropout, 132
-    )
+    call = BackwardCall((spec, CAUSAL), (200, 300), 0.5, is_ordered, 132)
+    wanted = Wanted(sinks=False)
+    *found, _ = backward.packed_gradients(call, operands, lengths, (), wanted, dropout)
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
     assert given[-8:-4] == tuple(lengths)
     rows = 6 * (300 // tile_m + 2) * tile_m

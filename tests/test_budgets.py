@@ -29,11 +29,9 @@ PUBLIC = LONG_FUNCTIONS | {"_flash_attn_backward", "warmup", "attend_layer", "de
 
 MANY_ARGUMENTS = {
     "__init__",
-    "packed_gradients",
     "planned_call",
     "prepare_cache_call",
     "problem_posed_by",
-    "ragged_gradients",
     "run_on_pages",
 }
 """What is still to become shorter."""

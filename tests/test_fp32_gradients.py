@@ -55,7 +55,7 @@ def gradients(tensors, lengths, dtype, filled=float("nan"), **options):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("where", WHERE)
 def test_rounded_they_are_those_in_16_bits(shape, is_packed, deterministic, where):
-    """To the bit where the same parts are summed; a kernel without parts sums in another order."""
+    """But for rounding: the fp32 kernel may sum in another order than the kernel in 16 bits."""
     call = make_call(shape, where, is_packed)
     expected = gradients(*call, torch.bfloat16, deterministic=deterministic)
     dq, *dkv = gradients(*call, torch.float32, deterministic=deterministic)

@@ -107,7 +107,7 @@ def test_numbers_are_those_of_the_code():
     assert short_queries.FEWEST_EARLIER_KEYS == 4096
     assert short_queries.IDLE_SHARE == 0.5
     assert FEWEST_ROWS == 128
-    assert joined.MOST_JOINED_KEYS == 256
+    assert joined.MOST_SHARED_TILE_KEYS == 256
     assert joined.MultiSequencePlan.of(SPEC, False, False, H200).config.tile_m // 2 == 64
     assert SMALLEST_BOX == 8
     assert tilings.FIXED_FLOPS == 15e9

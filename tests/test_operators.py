@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa3
 import fa3.interface
-from fa3.calls import autograd, backward, operators
+from fa3.calls import backward, operators
 from fa3.calls.operator_backward import run_backward
 from fa3.reference.backward import Gradients
 
@@ -464,13 +464,12 @@ def test_a_fixed_order_goes_through_the_graph_to_the_kernels(call, monkeypatch):
 
     asked = []
 
-    def note(*given):
-        *_, deterministic, _, _ = given
-        asked.append(deterministic)
+    def note(call, *given):
+        asked.append(call.deterministic)
         return Gradients(None, None, None, None)
 
-    monkeypatch.setattr(autograd, "gradients", note)
-    monkeypatch.setattr(backward, "packed_gradients", note)
+    for name in ("dense_gradients", "packed_gradients"):
+        monkeypatch.setattr(backward, name, note)
     for deterministic in (True, False):
         case = {"dense": backward_case, "packed": varlen_backward_case}[call]
         _, named = case(deterministic=deterministic)

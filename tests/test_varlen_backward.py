@@ -22,6 +22,7 @@ from varlen_problems import VarlenProblem, integers, make_call, random_problem
 import fa3
 from fa3 import flash_attn_varlen_func
 from fa3.calls import autograd
+from fa3.calls.backward import BackwardCall
 from fa3.calls.modifiers import ModifierSpec
 from fa3.calls.varlen import attend_packed
 from fa3.calls.varlen_call import RaggedCall
@@ -196,7 +197,7 @@ def test_gradcheck(window, dropout):
     sizes = PackedSizes(4, 2, 7, 7, 4, 4)
     run_packed = call, lengths, sizes, 0.25, dropout, None, False
     attend = partial(attend_packed, run_packed)
-    backward = autograd.BackwardCall((spec, window), (4, 4), 0.25, False, 1)
+    backward = BackwardCall((spec, window), (4, 4), 0.25, False, 1)
     given = autograd.DifferentiableCall(attend, backward, lengths, dropout, True)
     is_used = torch.tensor([row in (0, 1, 2, 3, 4, 6) for row in range(7)])
 

@@ -32,7 +32,7 @@ from fa3.calls import varlen_call
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.planning.gpu import H200
-from fa3.planning.joined import MOST_JOINED_KEYS, MultiSequencePlan, PackedSizes
+from fa3.planning.joined import MOST_SHARED_TILE_KEYS, MultiSequencePlan, PackedSizes
 from fa3.planning.ragged import words_of_table
 from fa3.planning.tilings import TILINGS
 from fa3.primitives.divisor import PlainDivisor
@@ -42,10 +42,10 @@ from fa3.reference import joined
 from fa3.reference.joined import record_of_tile, records_of_rows
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
-from fa3.schedules.joined import JoinedRecord, JoinedTile
+from fa3.schedules.joined import MultiSequenceRecord, MultiSequenceTile
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder, TileRecord
-from fa3.scores.intervals import NOBODY, ROW_RECORD, RowRecord
+from fa3.scores.intervals import NO_SEQUENCE, ROW_RECORD, RowRecord
 from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
@@ -239,7 +239,7 @@ def sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 16) -> PackedSi
         # 128 rows would wait for 128 times 200 keys, in too few tiles.
         (sizes(128, 1, 200), False),
         (sizes(8192, 65, 65), False),
-        (sizes(8192, 1, MOST_JOINED_KEYS + 1), False),
+        (sizes(8192, 1, MOST_SHARED_TILE_KEYS + 1), False),
         # One long sequence among many.
         (sizes(8192, 8, 8)._replace(max_seqlen_q=4000, max_seqlen_k=4000), False),
     ],
@@ -290,7 +290,7 @@ def test_rows_have_the_keys_that_they_see(problem, window):
             used[row] = (batch, query, seen)
     for row, record in enumerate(rows):
         if row not in used:
-            assert record.batch == NOBODY and record.first_key == record.end_key
+            assert record.batch == NO_SEQUENCE and record.first_key == record.end_key
             continue
         batch, query, seen = used[row]
         assert (record.batch, record.query) == (batch, query)
@@ -307,7 +307,7 @@ def test_halves_walk_the_keys_of_their_rows(problem, tile_n):
     rows = joined.records_of_rows(PLAN, lengths_of(problem), window, total_q)
     for m_block in range(PLAN.num_tiles(total_q)):
         record = joined.record_of_tile(PLAN, m_block, rows, total_q, total_k)
-        tile, begin = JoinedTile(total_q, record), m_block * PLAN.config.tile_m
+        tile, begin = MultiSequenceTile(total_q, record), m_block * PLAN.config.tile_m
         assert 0 <= record.begin_k <= record.begin_k + record.seqlen_k <= total_k
         of_tile = mask.key_blocks(begin, 2 * ROWS, tile_n, tile)
         for half in range(2):
@@ -441,7 +441,7 @@ def test_the_tables_are_those_of_the_reference(has_used, window, device):
     header = tiles[:TABLE_HEADER].tolist()
     assert header == [num_tiles if i == NUM_RECORDS else 0 for i in range(TABLE_HEADER)]
     records = tiles[TABLE_HEADER:].view(-1, RECORD).tolist()
-    assert [JoinedRecord(*words[:6]) for words in records] == [
+    assert [MultiSequenceRecord(*words[:6]) for words in records] == [
         record_of_tile(plan, m_block, expected, total_q, total_k) for m_block in range(num_tiles)
     ]
     records = table[TABLE_HEADER:].view(-1, RECORD).tolist()

@@ -246,31 +246,31 @@ def mask_text(row: Row) -> str:
 
 
 def backward_lines(
-    rows: Sequence[bench_backward.GradientRow], beside_text: Callable
+    rows: Sequence[bench_backward.GradientRow], extra_text: Callable
 ) -> Iterator[list[str]]:
     """Every cell of backward passes alone: time and rate of each provider, and memory or energy."""
     for cell in gradients.CELLS:
         found = {row.provider: row for row in rows if row.cell == cell.name}
         if cell.passes == "backward" and found:
             chosen = [found.get(name) for name in (gradients.OURS, *gradients.PEERS)]
-            times, beside = map(time_text, chosen), map(beside_text, chosen)
+            times, extra = map(time_text, chosen), map(extra_text, chosen)
             label = gradients.label_of(cell).removeprefix("backward-")
-            yield [label, *times, with_long_names(best_peer_text(chosen[0])), *beside]
+            yield [label, *times, with_long_names(best_peer_text(chosen[0])), *extra]
 
 
-BESIDE = {"burst": ("MiB", bench_backward.mib_text), "steady": ("mJ", bench_backward.joules_text)}
+EXTRA = {"burst": ("MiB", bench_backward.mib_text), "steady": ("mJ", bench_backward.joules_text)}
 """A regime -> the further columns: joules are measured under steady load only."""
 
 
 def backward_tables(records: Sequence[str], regime: str) -> Iterator[str]:
     """Of each record where gradients were measured, and its cells that none before it has."""
     names = [NAMES[name] for name in (gradients.OURS, *gradients.PEERS)]
-    unit, beside_text = BESIDE[regime]
-    beside = [f"{unit}, {name}" for name in names]
-    header = ["head size, mask, batch x length, heads", *names, "over the best peer", *beside]
+    unit, extra_text = EXTRA[regime]
+    extra = [f"{unit}, {name}" for name in names]
+    header = ["head size, mask, batch x length, heads", *names, "over the best peer", *extra]
     rows_of = newest(records, bench_backward.CSV_NAME, bench_backward.GradientRow, regime)
     for origin_text, rows in rows_of:
-        yield origin_text + "\n" + table(header, backward_lines(rows, beside_text))
+        yield origin_text + "\n" + table(header, backward_lines(rows, extra_text))
 
 
 BUDGET = """### Where the time of decoding goes

@@ -2,9 +2,8 @@
 
 `flash_attn_func` and `flash_attn_varlen_func` come here with checked tensors when one of them wants
 a gradient. What is kept until the backward pass are the tensors of the call, its output, its
-log-sum-exp and the seed of its dropout, no matrix of queries by keys. `fa3.reference.backward` and
-`fa3.reference.varlen` compute P again from them, and on a GPU the kernels that `fa3.calls.backward`
-and `fa3.calls.varlen_backward` launch.
+log-sum-exp and the seed of its dropout, no matrix of queries by keys. `fa3.calls.backward` computes
+P again from them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +12,10 @@ from typing import NamedTuple
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from fa3.calls.backward import gradients
+from fa3.calls.backward import BackwardCall
 from fa3.calls.eager import in_memory
-from fa3.calls.varlen_call import ragged_gradients
-from fa3.problem import AttentionSpec, Problem, Window
-from fa3.reference.backward import BackwardOperands, Gradients, Wanted, execute_backward
+from fa3.reference.backward import BackwardOperands, Gradients, Wanted
 from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import PackedLengths
 from fa3.scores.scores import Score
 
 NUM_OPERANDS = len(BackwardOperands._fields)
@@ -123,62 +119,6 @@ class WithoutDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_: torch.Tensor | None):
         raise no_second_derivative(ctx.name)
-
-
-class BackwardCall(NamedTuple):
-    """The backward pass of a call, without its tensors.
-
-    Fields:
-        problem: of a dense call; of packed sequences the spec and the window.
-        longest: max_seqlen_q and max_seqlen_k of packed sequences; None for a dense call.
-        deterministic: whether dQ has the same bits every time.
-        num_sms: SMs of a GPU that may be used.
-    """
-
-    problem: Problem | tuple[AttentionSpec, Window]
-    longest: tuple[int, int] | None
-    softmax_scale: float
-    deterministic: bool
-    num_sms: int
-
-    @property
-    def function(self) -> str:
-        """The public function."""
-        return "flash_attn_func" if self.longest is None else "flash_attn_varlen_func"
-
-    def gradients(
-        self,
-        operands: BackwardOperands,
-        lengths: Sequence[torch.Tensor | None],
-        tensors: tuple[torch.Tensor, ...],
-        wanted: Wanted,
-        dropout: Dropout | None,
-    ) -> Gradients:
-        """Compute the gradients.
-
-        Args:
-            operands: `d_out` and `d_lse` are None for zeros.
-            lengths: the `PackedLengths`; of a dense call they are not read.
-            tensors: of the spec's scores, mask and sinks, in this order.
-            wanted: the gradients that are used; on a GPU q, k and v have theirs together.
-        """
-        problem, longest, scale, deterministic, num_sms = self
-        if longest is not None:
-            return ragged_gradients(
-                *problem, operands, PackedLengths(*lengths), longest, tensors, scale, wanted,
-                deterministic, dropout, num_sms,
-            )  # fmt: skip
-        if operands.q.is_cuda:
-            return gradients(
-                problem, operands, scale, tensors, wanted, deterministic, dropout, num_sms
-            )
-        out, lse, d_out, d_lse = operands[3:]
-        operands = operands._replace(
-            d_out=torch.zeros_like(out) if d_out is None else d_out,
-            d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
-        )
-        spec, window = problem.spec, problem.window
-        return execute_backward(spec, window, operands, scale, tensors, wanted, dropout)
 
 
 NO_LENGTHS = (None,) * 4

@@ -1,20 +1,21 @@
-"""The backward pass of a call on a GPU: memory and launches.
+"""The backward pass of a call: memory and launches.
 
-`fa3.calls.autograd` calls `gradients` and `fa3.calls.varlen_call` calls `packed_gradients`, with
-what the forward pass took and gave. Two kernels run, both launched by one entry: the preprocess
-kernel and the backward kernel. For packed sequences a kernel before them makes the table of key
-tiles from the lengths, which the host never reads.
+`fa3.calls.autograd` and `fa3.calls.operator_backward` come here with what the forward pass took and
+gave. On a GPU two kernels run, both launched by one entry: the preprocess kernel and the backward
+kernel. For packed sequences a kernel before them makes the table of key tiles from the lengths,
+which the host never reads. On the CPU `fa3.reference.backward` computes the same.
 """
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
+from fa3.calls.ragged import used_queries
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
     BackwardKernels,
@@ -27,22 +28,37 @@ from fa3.planning.key_split import KeyShares
 from fa3.planning.launch import slots, template_of
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
-from fa3.reference.backward import BackwardOperands, Gradients, Wanted, gradient_of_sinks
+from fa3.reference.backward import (
+    BackwardOperands,
+    Gradients,
+    Wanted,
+    execute_backward,
+    gradient_of_sinks,
+)
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
 from fa3.running.graphs import current_device
 
-TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
-SCALE, HAS_D_LSE, DROPOUT, MODIFIERS = slots(
-    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers"
+SIZES = slice(*slots(PassArguments, "dq_is_zeroed", "dq_at"))
+"""Whether dQ starts with zeros, the window, heads_per_group and num_clusters."""
+
+BUFFER_PLACES = slice(*slots(PassArguments, "dq_at", "dropout"))
+KEY_TABLE = slice(*slots(PassArguments, "groups_preprocessed", "cu_seqlens_q"))
+"""groups_preprocessed, and capacity and shift of the table of packed key tiles."""
+
+SHARES_AND_PLACES = slice(
+    PassArguments._fields.index("head_parts"), PassArguments._fields.index("parts_at") + 1
 )
-(DQ_AT,) = slots(PassArguments, "dq_at")
+TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
 LENGTH_SLOTS = slice(*slots(PassArguments, "cu_seqlens_q", "head_parts"))
+SCALE, HAS_D_LSE, DROPOUT, MODIFIERS, DQ_AT = slots(
+    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers", "dq_at"
+)
+PASS_TEMPLATE = template_of(PassArguments)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedBackward:
+class PreparedBackward(NamedTuple):
     """What a launch takes of kernels and sizes; the tensors are filled in.
 
     Fields:
@@ -63,34 +79,24 @@ class PreparedBackward:
     def of(
         cls,
         kernels: BackwardKernels,
+        entry: Callable,
         sizes: BackwardSizes,
         shares: KeyShares,
         window: Window,
         num_sms: int,
     ) -> "PreparedBackward":
-        """Prepare launches of these sizes on so many SMs; load the kernels."""
-        layout = sizes.layout
-        head_parts, block_parts = shares if kernels.splits else (None, None)
-        template = template_of(
-            PassArguments,
-            dq_is_zeroed=sizes.dq_is_zeroed,
-            window_left=window.left,
-            window_right=window.right,
-            heads_per_group=sizes.heads_per_group,
-            num_clusters=min(sizes.most_ctas, num_sms),
-            dq_at=layout.dq_at,
-            table_at=layout.table_at,
-            counters_at=layout.counters_at,
-            dq_flags_at=layout.dq_flags_at,
-            groups_preprocessed=sizes.groups_preprocessed,
-            capacity=sizes.capacity,
-            shift=sizes.shift,
-            head_parts=head_parts,
-            block_parts=block_parts,
-            part_counters_at=layout.part_counters_at,
-            parts_at=layout.parts_at,
-        )
-        entry = load_kernel(kernels.entry)
+        """Prepare launches of these sizes on so many SMs.
+
+        Args:
+            entry: of the kernels, loaded.
+        """
+        layout, template = sizes.layout, PASS_TEMPLATE.copy()
+        num_clusters = min(sizes.most_ctas, num_sms)
+        template[SIZES] = sizes.dq_is_zeroed, *window, sizes.heads_per_group, num_clusters
+        template[BUFFER_PLACES] = layout[:4]
+        template[KEY_TABLE] = sizes.groups_preprocessed, sizes.capacity, sizes.shift
+        if kernels.splits:
+            template[SHARES_AND_PLACES] = *shares, layout.part_counters_at, layout.parts_at
         dtype = torch.float32 if kernels.writes_fp32 else None
         return cls(entry, template, layout.end, kernels.config.tile_m, dtype)
 
@@ -161,83 +167,134 @@ def prepare_backward(
 ) -> PreparedBackward:
     """Plan the backward pass of a problem on so many SMs and load its kernels."""
     plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
-    return PreparedBackward.of(plan.kernels, plan.sizes, plan.shares, problem.window, num_sms)
+    kernels = plan.kernels
+    entry = load_kernel(kernels.entry)
+    return PreparedBackward.of(kernels, entry, plan.sizes, plan.shares, problem.window, num_sms)
 
 
-kernels_of_packed = functools.lru_cache(maxsize=REMEMBERED)(BackwardKernels)
-"""The kernels for packed sequences: one object for all calls, which knows its constants."""
+@functools.lru_cache(maxsize=REMEMBERED)
+def load_packed(
+    spec: AttentionSpec,
+    is_ordered: bool,
+    splits: bool,
+    has_used_q: bool,
+    has_used_k: bool,
+    writes_fp32: bool,
+) -> tuple[BackwardKernels, Callable]:
+    """Load the kernels for packed sequences; return them and their entry.
+
+    Remembered, since to look a kernel up takes 20 us, and the object keeps its constants.
+    """
+    kernels = BackwardKernels(
+        spec, is_ordered, splits, True, has_used_q, has_used_k, writes_fp32=writes_fp32
+    )
+    return kernels, load_kernel(kernels.entry)
 
 
-def gradients(
-    problem: Problem,
+class BackwardCall(NamedTuple):
+    """The backward pass of a call, without its tensors.
+
+    Fields:
+        problem: of a dense call; of packed sequences the spec and the window.
+        longest: max_seqlen_q and max_seqlen_k of packed sequences; None for a dense call.
+        deterministic: whether dQ has the same bits every time; dK and dV always have.
+        num_sms: SMs of a GPU that may be used.
+    """
+
+    problem: Problem | tuple[AttentionSpec, Window]
+    longest: tuple[int, int] | None
+    softmax_scale: float
+    deterministic: bool
+    num_sms: int
+
+    @property
+    def function(self) -> str:
+        """The public function."""
+        return "flash_attn_func" if self.longest is None else "flash_attn_varlen_func"
+
+    def gradients(
+        self,
+        operands: BackwardOperands,
+        lengths: Sequence[torch.Tensor | None],
+        tensors: tuple[torch.Tensor, ...],
+        wanted: Wanted,
+        dropout: Dropout | None,
+    ) -> Gradients:
+        """Compute the gradients.
+
+        Args:
+            operands: `d_out` and `d_lse` are None for zeros, and may be laid out in any way.
+            lengths: the `PackedLengths`; of a dense call they are not read.
+            tensors: of the spec's scores, mask and sinks, in this order.
+            wanted: the gradients that are used; on a GPU q, k and v have theirs together.
+            dropout: of the forward pass, where the spec has it.
+
+        Returns:
+            the gradients of q, k, v and the sinks, contiguous. Rows that see no key or are not
+            used get 0, and add nothing if what came for them is finite.
+        """
+        q, k, _, out, lse, d_out, d_lse = operands
+        sequences = None
+        if self.longest is not None:
+            lengths = PackedLengths(*lengths)
+            if 0 in (lengths.batch, *q.shape, len(k), *self.longest) or (d_out is d_lse is None):
+                sinks = tensors[-1] if wanted.sinks else None
+                return without_visible_keys(operands, lengths, sinks)
+            if q.is_cuda:
+                return packed_gradients(self, operands, lengths, tensors, wanted, dropout)
+            (spec, window), sequences = self.problem, lengths.sequences()
+        elif q.is_cuda:
+            return dense_gradients(self, operands, tensors, wanted, dropout)
+        else:
+            spec, window = self.problem.spec, self.problem.window
+        operands = operands._replace(
+            d_out=torch.zeros_like(out) if d_out is None else d_out,
+            d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
+        )
+        return execute_backward(
+            spec, window, operands, self.softmax_scale, tensors, wanted, dropout, sequences
+        )
+
+
+def dense_gradients(
+    call: BackwardCall,
     operands: BackwardOperands,
-    softmax_scale: float,
     tensors: tuple[torch.Tensor, ...],
     wanted: Wanted,
-    deterministic: bool,
     dropout: Dropout | None,
-    num_sms: int,
 ) -> Gradients:
-    """Compute the gradients of a problem posed by tensors on a GPU.
-
-    Args:
-        operands: `d_out` and `d_lse` may be laid out in any way, and None for zeros.
-        tensors: of the spec's scores, mask and sinks.
-        wanted: of the sinks nothing is computed unless it is; the others come all together.
-        deterministic: whether dQ is to have the same bits every time; the others always have.
-        dropout: of the forward pass, where the problem's spec has it.
-        num_sms: SMs that may be used, not more than the GPU has.
-
-    Returns:
-        the gradients of q, k, v and the sinks, contiguous. A row that sees no key gets 0, and adds
-        nothing if what came for it is finite.
-    """
+    """Compute the gradients of a dense call on a GPU, as `BackwardCall.gradients`."""
+    problem = call.problem
     if operands.d_out is None and operands.d_lse is None:
         return no_gradients(operands, torch.zeros_like(tensors[-1]) if wanted.sinks else None)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
         return without_keys(operands, tensors, wanted.sinks)
-    num_sms = min(num_sms, gpu_of(operands.q.device).num_sms)
-    call = prepare_backward(problem, deterministic, num_sms, wanted.fp32_dkv)
-    return call.launch(operands, None, softmax_scale, tensors, dropout, wanted.sinks)
+    num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
+    prepared = prepare_backward(problem, call.deterministic, num_sms, wanted.fp32_dkv)
+    return prepared.launch(operands, None, call.softmax_scale, tensors, dropout, wanted.sinks)
 
 
 def packed_gradients(
-    spec: AttentionSpec,
-    window: Window,
+    call: BackwardCall,
     operands: BackwardOperands,
     lengths: PackedLengths,
-    max_seqlen_q: int,
     tensors: tuple[torch.Tensor, ...],
-    softmax_scale: float,
     wanted: Wanted,
-    deterministic: bool,
     dropout: Dropout | None,
-    num_sms: int,
 ) -> Gradients:
-    """Compute the gradients of packed sequences on a GPU. There are queries, and keys.
-
-    Args:
-        operands: `d_out` and `d_lse` may be laid out in any way; one of them may be None for zeros.
-        tensors: of the spec's scores, mask and sinks.
-        wanted: of the sinks nothing is computed unless it is; the others come all together.
-        deterministic: whether dQ is to have the same bits every time; the others always have.
-        dropout: of the forward pass, where the spec has it.
-        num_sms: SMs that may be used, not more than the GPU has.
-
-    Returns:
-        the gradients of q, k, v and the sinks, contiguous. Rows that are not used get 0.
-    """
-    q, k = operands.q, operands.k
-    num_sms = min(num_sms, gpu_of(q.device).num_sms)
-    sizes = q.shape[0], k.shape[0], lengths.batch, max_seqlen_q, q.shape[1], k.shape[1]
-    shares = shares_of_packed(spec, window, *sizes, deterministic, num_sms)
+    """Compute the gradients of packed sequences on a GPU. There are queries, and keys."""
+    (spec, window), is_ordered = call.problem, call.deterministic
+    (total_q, heads_q, _), (total_k, heads_kv, _) = operands.q.shape, operands.k.shape
+    num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
+    longest_q = min(call.longest[0], total_q)
+    sizes = total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv
+    shares = shares_of_packed(spec, window, *sizes, is_ordered, num_sms)
     has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
     splits = wanted.fp32_dkv or shares.parts > 1
-    kernels = kernels_of_packed(spec, deterministic, splits, True, *has_used, wanted.fp32_dkv)
-    call = PreparedBackward.of(
-        kernels, sizes_of_packed(kernels, window, *sizes, shares), shares, window, num_sms
-    )
-    return call.launch(operands, lengths, softmax_scale, tensors, dropout, wanted.sinks)
+    kernels, entry = load_packed(spec, is_ordered, splits, *has_used, wanted.fp32_dkv)
+    launched = sizes_of_packed(kernels, window, *sizes, shares)
+    prepared = PreparedBackward.of(kernels, entry, launched, shares, window, num_sms)
+    return prepared.launch(operands, lengths, call.softmax_scale, tensors, dropout, wanted.sinks)
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,3 +332,22 @@ def no_gradients(operands: BackwardOperands, d_sinks: torch.Tensor | None) -> Gr
     """Zeros for q, k and v, contiguous as all gradients are."""
     q, k, v = operands[:3]
     return Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)), d_sinks)
+
+
+def without_visible_keys(
+    operands: BackwardOperands, lengths: PackedLengths, sinks: torch.Tensor | None
+) -> Gradients:
+    """The gradients where no query sees a key: only the sinks, if given, may have one."""
+    q, k, v, _, lse, _, d_lse = operands
+    d_sinks = None
+    if sinks is not None:
+        d_sinks = torch.zeros_like(sinks)
+        if d_lse is not None and lengths.batch:
+            is_used = used_queries(len(q), lengths.cu_seqlens_q, lengths.seqused_q)
+            delta = torch.where(is_used, -d_lse, 0.0)
+            d_sinks = gradient_of_sinks(
+                sinks, torch.where(is_used, lse, torch.inf)[None], delta[None]
+            )
+    return Gradients(
+        *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), d_sinks
+    )

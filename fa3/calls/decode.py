@@ -30,15 +30,14 @@ from fa3.running.compiler import load_kernel
 from fa3.running.counters import CaptureCounters, StreamCounters, counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 
-OPERANDS = slice(*slots(DecodeArguments, "q", "cu_seqlens_q"))
-PACKED_LENGTHS = slice(*slots(DecodeArguments, "cu_seqlens_q", "seqlens"))
-CACHE_TABLES = slice(*slots(DecodeArguments, "batch_idx", "modifiers"))
-SEQLENS, SEQLEN_NEW, MODIFIERS, SOFTMAX_SCALE = slots(
-    DecodeArguments, "seqlens", "seqlen_new", "modifiers", "softmax_scale"
-)
-WORKSPACE, COUNTERS, MAX_SEQLEN_K, TILE_TABLE = slots(
-    DecodeArguments, "workspace", "counters", "max_seqlen_k", "table"
-)
+TENSORS_AND_LENGTHS = slice(*slots(DecodeArguments, "q", "modifiers"))
+"""From q to page_table, in the order of `DecodeArguments`: tensors, lengths and `CacheTables`. One
+slice: slots one by one take the host 0.2 us more."""
+
+MODIFIERS, WORKSPACE, COUNTERS, SOFTMAX_SCALE, MAX_SEQLEN_K, TILE_TABLE = slots(
+    DecodeArguments,
+    "modifiers", "workspace", "counters", "softmax_scale", "max_seqlen_k", "table",
+)  # fmt: skip
 MERGED = slice(*slots(CombineArguments, "o", "sinks"))
 SINKS, PARTS_OF_TILES = slots(CombineArguments, "sinks", "workspace")
 
@@ -126,11 +125,9 @@ class PreparedDecode:
                 )
         lse = lse_address(lse)
         arguments = self.attends.template.copy()
-        arguments[OPERANDS] = q, k, v, out, lse
-        arguments[PACKED_LENGTHS] = ends_q, used_q, ends_k
-        arguments[SEQLENS] = seqlens
-        arguments[SEQLEN_NEW] = seqlen_new
-        arguments[CACHE_TABLES] = tables
+        arguments[TENSORS_AND_LENGTHS] = (
+            q, k, v, out, lse, ends_q, used_q, ends_k, seqlens, seqlen_new, *tables,
+        )  # fmt: skip
         arguments[MODIFIERS] = modifiers
         arguments[SOFTMAX_SCALE] = softmax_scale
         arguments[MAX_SEQLEN_K] = max_seqlen_k

@@ -13,12 +13,12 @@ import torch
 from fa3.calls import assertions, operators
 from fa3.calls.autograd import (
     NO_LENGTHS,
-    BackwardCall,
     DifferentiableCall,
     attend_differentiably,
     check_differentiable,
     wants_gradient,
 )
+from fa3.calls.backward import BackwardCall
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.dense import problem_of_operands
 from fa3.calls.devices import gpu_of, reserve_sms

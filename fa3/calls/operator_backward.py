@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fa3.calls.assertions import is_visible
-from fa3.calls.autograd import NO_LENGTHS, OF_LSE, OF_OUT, BackwardCall, arrived
+from fa3.calls.autograd import NO_LENGTHS, OF_LSE, OF_OUT, arrived
+from fa3.calls.backward import BackwardCall
 from fa3.calls.dense import problem_of_operands
 from fa3.calls.devices import sms_of
 from fa3.calls.dropout import dropout_of

@@ -3,7 +3,7 @@
 Lengths are others in every call, and so are the sizes that follow from them: `tokens_of`,
 `check_integers`, `check_totals` and `check_ragged_out` look at these each time and remember
 nothing. `spec_of_packed` looks at the rest, which repeated calls share. `check_lengths` looks at
-what lies in the small integer tensors, as far as the host can see it.
+the values of the small integer tensors, as far as the host can see them.
 """
 
 import itertools

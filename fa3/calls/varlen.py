@@ -14,12 +14,12 @@ import torch
 from fa3.calls import assertions, operators, varlen_gpu
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.autograd import (
-    BackwardCall,
     DifferentiableCall,
     attend_differentiably,
     check_differentiable,
     wants_gradient,
 )
+from fa3.calls.backward import BackwardCall
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced

@@ -8,27 +8,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fa3.calls import backward, varlen_gpu
+from fa3.calls import varlen_gpu
 from fa3.calls.known_lengths import HostSeqlens, LastHostSeqlens
 from fa3.calls.modifiers import ModifierSpec
-from fa3.calls.ragged import hide_all_keys_of_packed, used_queries
+from fa3.calls.ragged import hide_all_keys_of_packed
 from fa3.calls.varlen_gpu import DecodeLaunch
 from fa3.planning.gpu import Gpu
 from fa3.planning.joined import MultiSequencePlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import ShortPlan
 from fa3.problem import AttentionSpec, Window
-from fa3.reference.backward import (
-    BackwardOperands,
-    Gradients,
-    Wanted,
-    execute_backward,
-    gradient_of_sinks,
-)
 from fa3.reference.cache import NO_TABLES, execute_decode
 from fa3.reference.dropout import Dropout
 from fa3.reference.joined import execute_joined
-from fa3.reference.varlen import PackedLengths, RaggedOperands, execute_varlen
+from fa3.reference.varlen import RaggedOperands, execute_varlen
 
 Route = tuple[bool, int, int, bool]
 """Which kernels attend for a call: whether sequences share tiles, and if not, the most keys of a
@@ -207,65 +200,4 @@ def plan_varlen(
         short = ShortPlan.of(spec, heads_q, heads_kv, has_used_q, has_used_k, gpu)
     return RaggedCall(
         RaggedPlan(*given), structure, window, MultiSequencePlan.of(*given), short, None
-    )
-
-
-def ragged_gradients(
-    spec: AttentionSpec,
-    window: Window,
-    operands: BackwardOperands,
-    lengths: PackedLengths,
-    longest: tuple[int, int],
-    tensors: tuple[torch.Tensor, ...],
-    scale: float,
-    wanted: Wanted,
-    deterministic: bool,
-    dropout: Dropout | None,
-    num_sms: int,
-) -> Gradients:
-    """The gradients of what `RaggedCall.attend` did; they are 0 in rows that are not used.
-
-    Args:
-        operands: its tensors; `d_out` and `d_lse` are None for zeros.
-        longest: max_seqlen_q and max_seqlen_k.
-        tensors: of the spec's scores, mask and sinks.
-        wanted: whose gradients are; on a GPU q, k and v have theirs together.
-        deterministic: whether dQ is to have the same bits every time, as it always has on the CPU.
-        dropout: as `attend` took it.
-        num_sms: SMs of a GPU that may be used.
-    """
-    q, k, _, out, lse, d_out, d_lse = operands
-    most_q, most_k = map(min, longest, (q.shape[0], k.shape[0]))
-    if 0 in (lengths.batch, *q.shape, most_q, most_k) or (d_out is None and d_lse is None):
-        return without_visible_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
-    if q.is_cuda:
-        return backward.packed_gradients(
-            spec, window, operands, lengths, most_q, tensors, scale, wanted, deterministic,
-            dropout, num_sms,
-        )  # fmt: skip
-    operands = operands._replace(
-        d_out=torch.zeros_like(out) if d_out is None else d_out,
-        d_lse=torch.zeros_like(lse) if d_lse is None else d_lse,
-    )
-    return execute_backward(
-        spec, window, operands, scale, tensors, wanted, dropout, lengths.sequences()
-    )
-
-
-def without_visible_keys(
-    operands: BackwardOperands, lengths: PackedLengths, sinks: torch.Tensor | None
-) -> Gradients:
-    """The gradients where no query sees a key: only the sinks, if given, may have one."""
-    q, k, v, _, lse, _, d_lse = operands
-    d_sinks = None
-    if sinks is not None:
-        d_sinks = torch.zeros_like(sinks)
-        if d_lse is not None and lengths.batch:
-            is_used = used_queries(len(q), lengths.cu_seqlens_q, lengths.seqused_q)
-            delta = torch.where(is_used, -d_lse, 0.0)
-            d_sinks = gradient_of_sinks(
-                sinks, torch.where(is_used, lse, torch.inf)[None], delta[None]
-            )
-    return Gradients(
-        *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), d_sinks
     )

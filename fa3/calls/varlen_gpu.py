@@ -58,18 +58,18 @@ TABLE_SIZES = slice(*slots(TileTableArguments, "total_q", "shift"))
 SHIFT, SHORT_QUERIES, QHEAD_PER_KVHEAD = slots(
     TileTableArguments, "shift", "short_queries", "qhead_per_kvhead"
 )
-JOINED_LENGTHS = slice(*slots(MultiSequenceTableArguments, "cu_seqlens_q", "rows"))
-JOINED_TABLES = slice(*slots(MultiSequenceTableArguments, "rows", "total_q"))
-JOINED_SIZES = slice(*slots(MultiSequenceTableArguments, "total_q", "window_left"))
+SHARED_TILE_LENGTHS = slice(*slots(MultiSequenceTableArguments, "cu_seqlens_q", "rows"))
+SHARED_TILE_TABLES = slice(*slots(MultiSequenceTableArguments, "rows", "total_q"))
+SHARED_TILE_SIZES = slice(*slots(MultiSequenceTableArguments, "total_q", "window_left"))
 
 
 class DecodeLaunch(NamedTuple):
-    """The sequences of a call that are the decode kernel's.
+    """How the decode kernel is launched for short sequences, overlapped with forward.
 
     Fields:
-        most_queries: sequences with so many queries or fewer.
-        start: launches it for them, given the tile table of the forward kernel, which runs at
-            the same time; returns what merges its parts when both have ended.
+        most_queries: queries of a short sequence, at most.
+        start: launches the decode kernel, given the tile table of the forward kernel; returns what
+            merges its parts when both kernels have ended.
     """
 
     most_queries: int
@@ -279,9 +279,9 @@ class PreparedMultiSequence:
         tiles = ends_q.new_empty(words_of_table(num_tiles))
         table = ends_q.new_empty(words_of_table(batch))
         arguments = self.joined_table.template.copy()
-        arguments[JOINED_LENGTHS] = lengths
-        arguments[JOINED_TABLES] = rows, tiles, table
-        arguments[JOINED_SIZES] = total_q, total_k, num_tiles
+        arguments[SHARED_TILE_LENGTHS] = lengths
+        arguments[SHARED_TILE_TABLES] = rows, tiles, table
+        arguments[SHARED_TILE_SIZES] = total_q, total_k, num_tiles
         self.joined_table.kernel(*arguments)
         stream = current_stream(q.device.index)
         counters = counters_of(q.device, stream, capture_of(stream))
@@ -333,7 +333,7 @@ def prepare(
         shared = PreparedMultiSequence(*loaded, joined, alone.num_ctas)
     if short is not None:
         short_kernels = functools.cache(
-            lambda most, beside: PreparedDecode.on_gpu(short.plan(most, beside, window))
+            lambda most, overlaps: PreparedDecode.on_gpu(short.plan(most, overlaps, window))
         )
     return PackedKernels(alone, shared, short_kernels)
 

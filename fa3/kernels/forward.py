@@ -60,7 +60,7 @@ from fa3.primitives.turns import PingPong
 from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARP, WARPGROUP, WARPS
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
-from fa3.schedules.joined import JoinedOrder, MultiSequenceTiles
+from fa3.schedules.joined import MultiSequenceOrder, MultiSequenceTiles
 from fa3.schedules.marked import ALL_ROWS, RecomputeMask, RecomputeTiles, bit_of_row
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.ragged import RaggedOrder
@@ -287,7 +287,7 @@ class Forward(AttentionKernel):
     ) -> KernelOrder | RaggedOrder:
         """The order of the tiles of clusters, or of single CTAs."""
         if self.packs_sequences:
-            return self.ragged_order(JoinedOrder, call.schedule_state, call)
+            return self.ragged_order(MultiSequenceOrder, call.schedule_state, call)
         if self.schedule_type.is_ragged:
             return self.ragged_order(RaggedOrder, call.table, call)
         rows_q, heads_q, _ = call.q.shape[-3:]

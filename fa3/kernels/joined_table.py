@@ -1,10 +1,10 @@
-"""Joined table: from the lengths of short packed sequences, what each row of q sees and each tile.
+"""Shared-tile table: from the lengths of short packed sequences, what each row and each tile sees.
 
 `fa3.calls.varlen_gpu` launches it before the forward kernel that walks `MultiSequenceTiles`. It
-reads the
-lengths from device memory, so that the host need not wait for them, and writes three tables: the
-`RowRecord` of each row, which the mask reads (`fa3.scores.intervals`), the `JoinedRecord` of each
-tile, and a `TileRecord` of each sequence, for rows that are computed again.
+reads the lengths from device memory, so that the host need not wait for them, and writes three
+tables: the `RowRecord` of each row, which the mask reads (`fa3.scores.intervals`), the
+`MultiSequenceRecord` of each tile, and a `TileRecord` of each sequence, for rows that are computed
+again.
 
 A CTA has the rows of a tile, a thread each. It finds its row's sequence by bisection, with as many
 steps as the number of sequences has bits. What the halves of the tile see follows by reductions.
@@ -26,9 +26,9 @@ from fa3.primitives.dsl import SmemAllocator
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.wgmma import ROWS, WARP
 from fa3.problem import Window
-from fa3.schedules.joined import HALVES, JoinedRecord, keys_seen
+from fa3.schedules.joined import HALVES, MultiSequenceRecord, keys_seen
 from fa3.schedules.ragged import NUM_RECORDS, TABLE_HEADER, TileRecord, write_record
-from fa3.scores.intervals import NOBODY, ROW_RECORD, RowRecord
+from fa3.scores.intervals import NO_SEQUENCE, ROW_RECORD, RowRecord
 from fa3.scores.masks import Band, Sequence
 
 WARPS_OF_HALF = ROWS // WARP
@@ -81,7 +81,7 @@ class MultiSequenceTableArguments(NamedTuple):
         )
 
 
-class JoinedTableOperands(NamedTuple):
+class MultiSequenceTableOperands(NamedTuple):
     """What the tables are made of, and where they go.
 
     Fields:
@@ -131,13 +131,15 @@ class MultiSequenceTable:
         keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
         window = Window(call.window_left, call.window_right)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        operands = JoinedTableOperands(queries, keys, call.rows, call.tiles, call.table, window)
+        operands = MultiSequenceTableOperands(
+            queries, keys, call.rows, call.tiles, call.table, window
+        )
         self.kernel(operands).launch(
             grid=(call.num_tiles, 1, 1), block=(self.tile_m, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, operands: JoinedTableOperands):
+    def kernel(self, operands: MultiSequenceTableOperands):
         smem = SmemAllocator()
         # Of each warp: the first and the last key that its rows see, and whether all are used.
         of_warps = smem.allocate_tensor(
@@ -170,7 +172,7 @@ class MultiSequenceTable:
                     operands.tiles[i] = num_tiles if i == NUM_RECORDS else Int32(0)
 
     @cute.jit
-    def write_sequences(self, operands: JoinedTableOperands):
+    def write_sequences(self, operands: MultiSequenceTableOperands):
         """Write a record of each sequence: its queries are the queries of one tile."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -183,7 +185,7 @@ class MultiSequenceTable:
             batch += num_blocks * self.tile_m
 
     @cute.jit
-    def record_of_row(self, operands: JoinedTableOperands, row: Int32) -> RowRecord:
+    def record_of_row(self, operands: MultiSequenceTableOperands, row: Int32) -> RowRecord:
         """The record of a row of q, which may lie past the last one."""
         queries, keys, *_, window = operands
         batch, behind = Int32(0), Int32(queries.num_sequences)
@@ -202,7 +204,7 @@ class MultiSequenceTable:
         return RowRecord(
             first_key if is_used else end_key,
             end_key,
-            batch if is_used else Int32(NOBODY),
+            batch if is_used else Int32(NO_SEQUENCE),
             query,
         )
 
@@ -223,5 +225,5 @@ class MultiSequenceTable:
             firsts.append(cutlass.min(of_warps[0, warp], of_warps[0, warp + 1]))
             ends.append(cutlass.max(of_warps[1, warp], of_warps[1, warp + 1]))
             whole = whole | ((of_warps[2, warp] & of_warps[2, warp + 1]) << half)
-        record = JoinedRecord.of(m_block, tuple(firsts), tuple(ends), whole)
+        record = MultiSequenceRecord.of(m_block, tuple(firsts), tuple(ends), whole)
         write_record(tiles, m_block, record, Boolean(True))

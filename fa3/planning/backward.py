@@ -154,7 +154,7 @@ class BackwardKernels:
     @functools.cached_property
     def entry(self) -> BackwardPass:
         """What launches the kernels."""
-        spec, config, table = self.spec, self.config, None
+        spec, config = self.spec, self.config
         schedule = RaggedKeyTiles if self.is_packed else InOrderQueue
         kind = self.is_ordered, self.has_used_q, self.splits, self.writes_fp32
         main = Backward(spec, config, schedule, *kind)
@@ -167,6 +167,11 @@ class BackwardKernels:
         )  # fmt: skip
         kinds = True, self.has_used_q, main.has_dq_flags
         return BackwardPass(BackwardPreprocess(*preprocessed, *kinds), main, table)
+
+    @functools.cached_property
+    def rows_in_l2(self) -> int:
+        """Queries whose Q, dO and dQ fit into L2 together."""
+        return rows_in_l2(self.spec)
 
     @functools.cached_property
     def numbers_of_tile(self) -> tuple[int, int, int]:
@@ -442,10 +447,14 @@ def sizes_of_packed(
     heads_kv: int,
     shares: KeyShares,
 ) -> BackwardSizes:
-    """What a launch takes of the sizes of packed sequences, whatever their lengths are."""
+    """What a launch takes of the sizes of packed sequences, whatever their lengths are.
+
+    Args:
+        max_seqlen_q: at most total_q.
+    """
     config = kernels.config
     tiles = heads_q * number_of_packed_tiles(total_q, num_sequences, config.tile_m)
-    fitting = rows_in_l2(kernels.spec) // max(1, min(max_seqlen_q, total_q))
+    fitting = kernels.rows_in_l2 // max(1, max_seqlen_q)
     heads = heads_kv * shares.head_parts
     tiles_of_head = total_k // config.tile_n * shares.block_parts
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
@@ -461,7 +470,7 @@ def sizes_of_packed(
         heads // groups * shares.block_parts,
         1 if is_fused else groups,
         most_ctas,
-        True,
+        True,  # dQ of packed sequences always starts with zeros
         kernels.layout(tiles, num_parts, groups, words_of_table(capacity)),
         capacity,
         shift_of_work(max_seqlen_q, config.tile_m),

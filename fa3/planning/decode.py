@@ -42,9 +42,8 @@ for 96, 128, 160 and 192 KB: pages of 64 keys 121.4, 122.7, 124.4 and 127.3 us; 
 
 BYTES_OF_TWO = 64 << 10
 """The same where two CTAs share an SM, one of this call and, early, one of the next. With
-`CtaGroups`
-only: with another kernel in between, CTAs land two on one SM, which took the speed to 0.69-0.98
-on an H200, 2026-11-22.
+`CtaGroups` only: with another kernel in between, CTAs land two on one SM, which took the speed to
+0.69-0.98 on an H200, 2026-11-22.
 """
 
 COLUMNS_OF_TWO = 128

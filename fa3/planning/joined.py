@@ -25,10 +25,10 @@ from fa3.scores.scores import Softcap
 BLOCKS_OF_TILE = 2
 """Key blocks that take as long as the rest of a tile: its first loads, prologue and epilogue."""
 
-MOST_JOINED_KEYS = 256
+MOST_SHARED_TILE_KEYS = 256
 """Keys of a sequence up to which sequences are joined: all rows of a tile wait for all of them."""
 
-MOST_JOINED_ROWS = 1 << 28
+MOST_SHARED_TILE_ROWS = 1 << 28
 """Rows of q up to which sequences are joined: 32 bits count the words of their records."""
 
 
@@ -109,7 +109,11 @@ class MultiSequencePlan:
         """Whether sequences that share tiles are likely to take less time than each by itself."""
         tile_m, tile_n = self.config.tile_m, self.config.tile_n
         batch, heads, total_q, total_k, longest_q, longest_k = sizes
-        if longest_q > tile_m // 2 or longest_k > MOST_JOINED_KEYS or total_q > MOST_JOINED_ROWS:
+        if (
+            longest_q > tile_m // 2
+            or longest_k > MOST_SHARED_TILE_KEYS
+            or total_q > MOST_SHARED_TILE_ROWS
+        ):
             return False
         if batch * heads <= self.gpu.num_sms:
             # Each tile has an SM to itself, and reads the keys of one sequence only.

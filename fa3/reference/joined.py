@@ -14,9 +14,9 @@ from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.reference.varlen import PackedLengths, RaggedOperands, attend_alone
 from fa3.reference.walker import CPU, SequenceRows, Step, Walker
-from fa3.schedules.joined import HALVES, JoinedRecord, JoinedTile, keys_seen
+from fa3.schedules.joined import HALVES, MultiSequenceRecord, MultiSequenceTile, keys_seen
 from fa3.schedules.segment import Segment, Tile
-from fa3.scores.intervals import NOBODY, RowRecord
+from fa3.scores.intervals import NO_SEQUENCE, RowRecord
 
 
 def execute_joined(
@@ -61,7 +61,7 @@ def steps_of_shared_tiles(
     (_, total_q, heads, _), total_k = walk.q.shape, walk.k.shape[1]
     for begin in range(0, total_q, ROWS):
         m_block = begin // plan.config.tile_m
-        tile = JoinedTile(total_q, record_of_tile(plan, m_block, rows, total_q, total_k))
+        tile = MultiSequenceTile(total_q, record_of_tile(plan, m_block, rows, total_q, total_k))
         end = min(begin + ROWS, total_q)
         begin_k, tile_n = tile.record.begin_k, plan.config.tile_n
         first_key, end_key, *_ = (torch.tensor(rows[begin:end], device=CPU) - begin_k).unbind(1)
@@ -79,7 +79,7 @@ def records_of_rows(
     plan: MultiSequencePlan, lengths: PackedLengths, window: Window, total_q: int
 ) -> list[RowRecord]:
     """The records of all rows of q, and of rows past the last one up to the end of its tile."""
-    unused = RowRecord(0, 0, NOBODY, 0)
+    unused = RowRecord(0, 0, NO_SEQUENCE, 0)
     rows = [unused] * (plan.num_tiles(total_q) * plan.config.tile_m)
     for one in lengths.sequences():
         for query, row in enumerate(one.q):
@@ -90,7 +90,7 @@ def records_of_rows(
 
 def record_of_tile(
     plan: MultiSequencePlan, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
-) -> JoinedRecord:
+) -> MultiSequenceRecord:
     """The record of a tile from the records of all rows."""
     firsts, ends, whole = [], [], 0
     for half in range(HALVES):
@@ -99,4 +99,4 @@ def record_of_tile(
         firsts.append(min((row.first_key for row in seeing), default=total_k))
         ends.append(max((row.end_key for row in seeing), default=0))
         whole |= all(row.is_used for row in rows[begin : min(begin + ROWS, total_q)]) << half
-    return JoinedRecord.of(m_block, tuple(firsts), tuple(ends), whole)
+    return MultiSequenceRecord.of(m_block, tuple(firsts), tuple(ends), whole)

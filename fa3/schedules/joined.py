@@ -24,7 +24,7 @@ HALVES = 2
 """Warpgroups that share a tile. Each walks the keys that its own rows see."""
 
 
-class JoinedRecord(NamedTuple):
+class MultiSequenceRecord(NamedTuple):
     """A tile with rows of several sequences, for every query head.
 
     Fields:
@@ -43,7 +43,7 @@ class JoinedRecord(NamedTuple):
     whole: int
 
     @classmethod
-    def of(cls, m_block, first_keys: tuple, end_keys: tuple, whole) -> "JoinedRecord":
+    def of(cls, m_block, first_keys: tuple, end_keys: tuple, whole) -> "MultiSequenceRecord":
         """The record of a tile, from rows of k.
 
         Args:
@@ -61,7 +61,7 @@ class JoinedRecord(NamedTuple):
         return 0
 
 
-class JoinedTile(NamedTuple):
+class MultiSequenceTile(NamedTuple):
     """What a mask knows of a tile with rows of several sequences.
 
     Fields:
@@ -69,7 +69,7 @@ class JoinedTile(NamedTuple):
     """
 
     seqlen_q: int
-    record: JoinedRecord
+    record: MultiSequenceRecord
 
     @property
     def seqlen_k(self):
@@ -102,12 +102,12 @@ def keys_seen(query, sequence: Sequence, begin_k, band: Band) -> tuple:
 
 
 @dataclass(frozen=True)
-class JoinedOrder(RaggedOrder):
+class MultiSequenceOrder(RaggedOrder):
     """Numbers shared tiles: the heads of a tile's rows are neighbours."""
 
-    record_type: ClassVar[type] = JoinedRecord
+    record_type: ClassVar[type] = MultiSequenceRecord
 
-    def tile_of(self, index, number, found) -> tuple[Int32, JoinedRecord]:
+    def tile_of(self, index, number, found) -> tuple[Int32, MultiSequenceRecord]:
         return index - number * self.heads.value, found
 
 

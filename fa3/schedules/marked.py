@@ -1,4 +1,4 @@
-"""Marked schedule: the second launch of a forward call, which repeats rows that the first marked.
+"""Recompute schedule: the second launch of a forward call, for rows that the first one marked.
 
 The first launch marks rows whose softmax failed, or which what other sequences hold may have
 reached (`RecomputeMask`); `fa3.planning.plan.Plan.again` plans the second, whose CTAs take the
@@ -120,7 +120,7 @@ def bit_of_row(r: int) -> Int32:
     return Int32(1) << (cute.arch.lane_idx() // 4 + r * (ROWS_OF_WARP // 2))
 
 
-class MarkedCursor(NamedTuple):
+class RecomputeCursor(NamedTuple):
     """The CTA's present tile, `index`, and the number of tiles that it had before.
 
     Fields:
@@ -153,27 +153,27 @@ class RecomputeTiles(Dynamic):
     def marks(self) -> RecomputeMask:
         return RecomputeMask(self.counters, self.order)
 
-    def for_producer(self) -> "MarkedProducer":
-        return MarkedProducer(**vars(self))
+    def for_producer(self) -> "RecomputeProducer":
+        return RecomputeProducer(**vars(self))
 
-    def first(self, cluster) -> MarkedCursor:
+    def first(self, cluster) -> RecomputeCursor:
         """A cursor before the first tile: the launch that marks may still be running."""
         zero = cluster * 0
-        return MarkedCursor(zero, zero, zero, zero)
+        return RecomputeCursor(zero, zero, zero, zero)
 
-    def begin(self, cursor: MarkedCursor) -> MarkedCursor:
+    def begin(self, cursor: RecomputeCursor) -> RecomputeCursor:
         return self.next(cursor)
 
-    def next(self, cursor: MarkedCursor) -> MarkedCursor:
+    def next(self, cursor: RecomputeCursor) -> RecomputeCursor:
         return cursor._replace(index=self.following(cursor.count), count=cursor.count + 1)
 
 
 @dataclass(frozen=True)
-class MarkedProducer(RecomputeTiles):
+class RecomputeProducer(RecomputeTiles):
     """`RecomputeTiles` as the producer warp walks it."""
 
     @cute.jit
-    def next(self, cursor: MarkedCursor) -> MarkedCursor:
+    def next(self, cursor: RecomputeCursor) -> RecomputeCursor:
         """Take the next marked tile, and put its number into the mailbox."""
         index, group, before = Int32(self.order.num_tiles), cursor.group, cursor.before
         if self.counters[ANY] != 0:
@@ -194,7 +194,7 @@ class MarkedProducer(RecomputeTiles):
             if before + count > taken:
                 index = self.find(bits, upto, taken - before, group)
         self.send(cursor.count, index)
-        return MarkedCursor(index, cursor.count + 1, group, before)
+        return RecomputeCursor(index, cursor.count + 1, group, before)
 
     @cute.jit
     def look(self, group: Int32) -> tuple[Int32, Int32]:
@@ -242,10 +242,10 @@ class RecomputeRaggedTiles(RecomputeTiles):
 
     is_ragged: ClassVar[bool] = True
 
-    def for_producer(self) -> "MarkedRaggedProducer":
-        return MarkedRaggedProducer(**vars(self))
+    def for_producer(self) -> "RecomputeRaggedProducer":
+        return RecomputeRaggedProducer(**vars(self))
 
 
 @dataclass(frozen=True)
-class MarkedRaggedProducer(RecomputeRaggedTiles, MarkedProducer):
+class RecomputeRaggedProducer(RecomputeRaggedTiles, RecomputeProducer):
     """`RecomputeRaggedTiles` as the producer warp walks it."""

@@ -17,7 +17,7 @@ from fa3.primitives.early import read_early
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.rows_of_sequence import DenseRows, RaggedRows
 from fa3.problem import Problem, Window
-from fa3.schedules.joined import JoinedTile
+from fa3.schedules.joined import MultiSequenceTile
 from fa3.schedules.segment import Segment, Tile
 from fa3.scores.masks import Blocks, Sequence
 
@@ -118,8 +118,8 @@ class MultiSequence(NamedTuple):
 
     total_q: int
 
-    def sequence(self, segment: Segment) -> JoinedTile:
-        return JoinedTile(self.total_q, segment.record)
+    def sequence(self, segment: Segment) -> MultiSequenceTile:
+        return MultiSequenceTile(self.total_q, segment.record)
 
     def queries(self, segment: Segment) -> RaggedRows:
         return RaggedRows(0, self.total_q)

@@ -6,18 +6,18 @@
 A tile is up to 64 query rows of one key/value head of one sequence; it walks the key blocks that
 its sequence's queries touch. All blocks form one line: sequence by sequence, in a sequence tile by
 tile (head by head, in a head its row blocks), in a tile block by block. A sequence without rows
-has one tile with one block, which is of no use to anybody. The line is cut into one
-piece for each CTA; pieces differ by one block at most. A *segment* is a CTA's share of one tile.
-If that is the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the
-workspace. A tile's parts have consecutive slots, and its first segment writes a record for the
+has one tile with one block, and its result is not used. The line is cut into one piece for each CTA
+(`Chunks`); pieces differ by one block at most. A *segment* is a CTA's share of one tile. If that is
+the whole tile, its result is final; otherwise it is a *part*, kept in a slot of the workspace. A
+tile's parts have consecutive slots, and its first segment writes a record for the
 combine kernel, which merges them: (m_block, head, batch, first slot, parts). In launches with few
 parts no kernel reads the records: the CTA whose part of a tile comes last merges the parts.
 
 The cut says where a tile may be cut: `StreamK` anywhere, `FixedSplit` between units, `NoSplit`
-nowhere. `CtaGroups` cuts another line. Rows of neighbouring heads lie side by side in memory, so
-some heads, as
-many as a crew has CTAs, walk together: a crew has one piece of a line of groups of heads, and each
-of its CTAs has one head of every group. There the last CTA always merges.
+nowhere. `CtaGroups` cuts another line. Rows of neighbouring heads are next to each other in memory,
+so CTAs walk in groups, called `crew` in the code (`CtaGroup`), of one CTA for each of some heads. A
+group of CTAs has one piece of a line of groups of heads, and each of its CTAs has one head of every
+group of heads. There the last CTA always merges.
 
 All but `locate` is plain arithmetic on the fields: the same code runs on Python ints (reference,
 tests) and inside a kernel, on Int32; only positions in a long line are Int64.

@@ -2,7 +2,7 @@
 
 Unlike the masks of `fa3.scores.masks` it computes nothing: what a row sees, whatever bounds there
 are, `fa3.kernels.joined_table` has written to device memory. So one kernel serves all bands.
-`sequence` stands for the tile here, a `fa3.schedules.joined.JoinedTile`.
+`sequence` stands for the tile here, a `fa3.schedules.joined.MultiSequenceTile`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from fa3.primitives.coords import ScoreCoords
 from fa3.scores.masks import Band, Blocks
 from fa3.scores.templates import Template, TensorType
 
-NOBODY = -1
+NO_SEQUENCE = -1
 """The sequence of a row that is not used."""
 
 
@@ -24,7 +24,7 @@ class RowRecord(NamedTuple):
 
     Fields:
         first_key, end_key: the rows of k that it sees, [first_key, end_key).
-        batch: the sequence that it belongs to, or `NOBODY`.
+        batch: the sequence that it belongs to, or `NO_SEQUENCE`.
         query: its place among the queries of the sequence.
     """
 
