@@ -175,7 +175,8 @@ class DifferentiableAttention(torch.autograd.Function):
         call, dropout = ctx.call, ctx.dropout
         # Asked for once: a checkpoint computes them anew each time, and hooks may give others.
         state, *saved = (
-            in_memory("a tensor that was saved for backward", x) for x in ctx.saved_tensors
+            x if x is None else in_memory("a tensor that was saved for backward", x)
+            for x in ctx.saved_tensors
         )
         if dropout is not None:
             dropout = dropout._replace(rng_state=state)
