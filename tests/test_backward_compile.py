@@ -134,12 +134,13 @@ many instructions may spill: between key tiles, not between query blocks."""
 )
 def test_machine_code_where_ctas_share_key_tiles(spec, schedule, is_ordered, spills):
     config = choose_backward_config(spec)
-    kernel = compile_kernel(Backward(spec, config, schedule, is_ordered, splits=True))
-    report = inspect(kernel.cubin)
+    kernel = Backward(spec, config, schedule, is_ordered, splits=True)
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
     assert report.spill_instructions <= spills
     if not spills:
-        check_resources(report, kernel.ptxas_log, config.threads)
-    check_wgmma(report, spec, config)
+        check_resources(report, compiled.ptxas_log, config.threads)
+    check_wgmma(report, spec, config, kernel.may_alternate)
     # No TMA store: the last warp of a tree of sums writes dK and dV from its registers.
     assert report.count("UTMASTG") == 0
     # A sum is stored, or read and added, in vectors of 16 bytes; all of dK's and dV's columns.
@@ -193,11 +194,12 @@ def last_register(text: str) -> int:
     return max(*numbers, numbers[-1 if is_store else 0] + width - 1)
 
 
-def loops(spec) -> int:
+def loops(spec, may_alternate: bool = False) -> int:
     """How often a step stands in the code: in loops over query blocks that are masked at the
-    diagonal or where keys end, not masked, and with a left bound masked at the end.
+    diagonal or where keys end, not masked, and masked at the end, with a left bound or where blocks
+    may be walked downwards.
     """
-    return 2 + spec.mask.left
+    return 2 + (spec.mask.left or may_alternate)
 
 
 def check_resources(report: CubinReport, ptxas_log: str, threads: int):
@@ -207,13 +209,14 @@ def check_resources(report: CubinReport, ptxas_log: str, threads: int):
     check_ptxas_log(ptxas_log)
 
 
-def check_wgmma(report: CubinReport, spec, config: BackwardConfig):
+def check_wgmma(report: CubinReport, spec, config: BackwardConfig, may_alternate: bool = False):
+    num_loops = loops(spec, may_alternate)
     head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
     of_step = (head_dim + head_dim_v + 2 * config.tile_m // config.q_splits) // WGMMA_K
     # dQ stands in the code once, for one piece after another.
-    assert report.wgmma == of_step * loops(spec) + config.tile_n // WGMMA_K
+    assert report.wgmma == of_step * num_loops + config.tile_n // WGMMA_K
     # Serialised, each would have a wait of its own. Parts are waited for as a whole.
-    assert report.wgmma_waits == (4 if config.q_splits == 1 else 3) * loops(spec) + 1
+    assert report.wgmma_waits == (4 if config.q_splits == 1 else 3) * num_loops + 1
 
 
 @pytest.mark.compiles
@@ -266,10 +269,11 @@ def test_kernels_of_one_entry_are_those_compiled_alone(is_packed, is_ordered):
 def test_machine_code_with_sums_in_order(head_dim, schedule):
     spec = spec_of(head_dim, "causal")
     config = choose_backward_config(spec)
-    compiled = compile_kernel(Backward(spec, config, schedule, is_ordered=True))
+    kernel = Backward(spec, config, schedule, is_ordered=True)
+    compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log, config.threads)
-    check_wgmma(report, spec, config)
+    check_wgmma(report, spec, config, kernel.may_alternate)
     # The reduce warp loads the next semaphore, waits for it, and another warp raises it; others
     # wait for flags of head groups, and would load a tile's flag in two places. Nothing is stored:
     # the accumulator starts with zeros.

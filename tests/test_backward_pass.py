@@ -24,6 +24,7 @@ from fa3.planning.key_split import KeyShares
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.gradient_parts import KeySplit, family_of
 from fa3.primitives.query_tiles import number_of_packed_tiles
+from fa3.primitives.query_walk import EitherWalk
 from fa3.problem import Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
@@ -97,9 +98,12 @@ def test_dense(is_ordered, dropout, has_d_lse, launched):
     assert (given.window_left, given.window_right) == problem.window
     rows = 2 * 6 * -(-70 // tile_m) * tile_m
     assert (given.dq_at, given.table_at) == (rows * 2, rows * (2 + 64))
-    assert given.num_clusters == 2 * 2 * -(-90 // tile_n)
-    # Counters of the schedule, two more, and two flags of the one head group.
-    assert given.dq_flags_at - given.table_at == 8
+    # In a fixed order a CTA has one query head.
+    assert given.head_parts == (3 if is_ordered else None)
+    assert given.num_clusters == 2 * 2 * -(-90 // tile_n) * (given.head_parts or 1)
+    if not is_ordered:
+        # Counters of the schedule, two more, and two flags of the one head group.
+        assert given.dq_flags_at - given.table_at == 8
     assert given.dq_is_zeroed == is_ordered
 
 
@@ -117,7 +121,7 @@ def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
     wanted = Wanted(sinks=False)
     *found, _ = backward.packed_gradients(call, operands, lengths, (), wanted, dropout)
     given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
-    assert given[-8:-4] == tuple(lengths)
+    assert given[-9:-5] == tuple(lengths)
     rows = 6 * (300 // tile_m + 2) * tile_m
     assert (given.dq_at, given.table_at) == (rows * 2, rows * (2 + 64))
     # A header of 8 words, and 8 of each record.
@@ -158,11 +162,49 @@ def test_head_groups(shape, window, heads):
     assert plan.heads_per_group == heads * plan.shares.block_parts
 
 
-@pytest.mark.parametrize(("window", "heads"), [(Window(), 4), (CAUSAL, 8)])
-def test_head_groups_are_larger_in_a_fixed_order(window, heads):
-    problem = make_problem(4, 4096, 4096, 16, 1, 128, window)
-    assert BackwardPlan.of(problem).heads_per_group == heads // 2
-    assert BackwardPlan.of(problem, is_ordered=True).heads_per_group == heads
+def test_head_groups_are_larger_in_a_fixed_order():
+    problem = make_problem(4, 4096, 4096, 16, 1, 128)
+    assert BackwardPlan.of(problem).heads_per_group == 2
+    assert BackwardPlan.of(problem, is_ordered=True).heads_per_group == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "shares", "groups", "heads", "alternates"),
+    [
+        pytest.param((1, 4096, 1, 8), 128, 8, 2, 4, 1, id="few heads"),
+        pytest.param((2, 3072, 2, 8), 128, 8, 4, 8, 1, id="equal groups of more tiles"),
+        pytest.param((1, 6000, 4, 7), 128, 7, 10, 3, 1, id="a smaller last group"),
+        pytest.param((1, 1024, 1, 6), 128, 6, 1, 6, 1, id="all tiles run at the same time"),
+        pytest.param((4, 4096, 16, 1), 128, 1, 16, 4, 1, id="many heads"),
+        pytest.param((2, 4096, 8, 8), 128, 4, 16, 4, 1, id="two query heads of a CTA"),
+        pytest.param((1, 4096, 2, 4), 256, 4, 2, 4, 1, id="blocks as long as key tiles"),
+        pytest.param((4, 4096, 32, 1), 64, 1, 16, 8, 0, id="many of them"),
+    ],
+)
+def test_head_groups_alternate_in_a_fixed_order(shape, head_dim, shares, groups, heads, alternates):
+    batch, seqlen, heads_kv, group = shape
+    problem = make_problem(batch, seqlen, seqlen, heads_kv, group, head_dim, CAUSAL)
+    plan = BackwardPlan.of(problem, is_ordered=True)
+    assert plan.shares == KeyShares(shares, 1)
+    assert (plan.num_head_groups, plan.heads_per_group) == (groups, heads)
+    assert plan.alternates == alternates
+    assert BackwardPlan.of(problem).alternates is None
+
+
+@given(begin=st.integers(0, 9), sizes=st.tuples(*[st.integers(0, 5)] * 3))
+def test_a_walk_in_either_direction(begin, sizes):
+    """Each block once, with and without a mask as before."""
+    masked, full, more = sizes
+    ends = begin + masked, begin + masked + full, begin + masked + full + more
+    blocks = Blocks(begin, *ends)
+    unmasked = set(range(ends[0], ends[1]))
+    for is_down in (0, 1):
+        walk = EitherWalk.of(blocks, is_down)
+        places = range(walk.blocks.begin, walk.blocks.end)
+        visited = list(map(walk.at, places))
+        assert visited == sorted(range(begin, ends[2]), reverse=bool(is_down))
+        inside = range(walk.blocks.full_begin, walk.blocks.full_end)
+        assert set(map(walk.at, inside)) == unmasked
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def check_backward(kernel: Backward) -> CubinReport:
     compiled = compile_kernel(kernel)
     report = inspect(compiled.cubin)
     check_backward_resources(report, compiled.ptxas_log, config.threads)
-    check_backward_wgmma(report, spec, config)
-    pairs = loops(spec) * ROWS * config.queries // WARPGROUP // 2
+    check_backward_wgmma(report, spec, config, kernel.may_alternate)
+    pairs = loops(spec, kernel.may_alternate) * ROWS * config.queries // WARPGROUP // 2
     assert report.count("MOVM.16.MT88") == report.count("HSET2.BF16") == pairs
     return report
 

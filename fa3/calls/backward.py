@@ -47,13 +47,11 @@ BUFFER_PLACES = slice(*slots(PassArguments, "dq_at", "dropout"))
 KEY_TABLE = slice(*slots(PassArguments, "groups_preprocessed", "cu_seqlens_q"))
 """groups_preprocessed, and capacity and shift of the table of packed key tiles."""
 
-SHARES_AND_PLACES = slice(
-    PassArguments._fields.index("head_parts"), PassArguments._fields.index("parts_at") + 1
-)
+SHARES_AND_PLACES = slice(*slots(PassArguments, "head_parts", "alternates"))
 TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
 LENGTH_SLOTS = slice(*slots(PassArguments, "cu_seqlens_q", "head_parts"))
-SCALE, HAS_D_LSE, DROPOUT, MODIFIERS, DQ_AT = slots(
-    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers", "dq_at"
+SCALE, HAS_D_LSE, DROPOUT, MODIFIERS, DQ_AT, ALTERNATES = slots(
+    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers", "dq_at", "alternates"
 )
 PASS_TEMPLATE = template_of(PassArguments)
 
@@ -95,6 +93,7 @@ class PreparedBackward(NamedTuple):
         template[SIZES] = sizes.dq_is_zeroed, *window, sizes.heads_per_group, num_clusters
         template[BUFFER_PLACES] = layout[:4]
         template[KEY_TABLE] = sizes.groups_preprocessed, sizes.capacity, sizes.shift
+        template[ALTERNATES] = sizes.alternates
         if kernels.splits:
             template[SHARES_AND_PLACES] = *shares, layout.part_counters_at, layout.parts_at
         dtype = torch.float32 if kernels.writes_fp32 else None

@@ -138,6 +138,12 @@ class Backward(AttentionKernel):
         """Whether each query tile has a flag for its first store, or a semaphore."""
         return self.is_ordered or not self.is_ragged
 
+    @property
+    def may_alternate(self) -> bool:
+        """Whether odd head groups may have the first keys first, as `EitherWalk` says."""
+        mask = self.spec.mask
+        return self.is_ordered and not self.is_ragged and mask.right and not mask.left
+
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
         sizes = CallSizes.symbolic(self.is_ragged)
@@ -192,6 +198,7 @@ class Backward(AttentionKernel):
             None if call.dropout is None else DropoutArguments(*call.dropout),
             FusedPrePostprocess(preprocess, queries, groups, dq, call.softmax_scale),
             shared,
+            call.alternates,
         )
         schedule = self.schedule_type.on_device(order, call.num_clusters, call.schedule_state)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)

@@ -224,6 +224,8 @@ class BackwardArguments(NamedTuple):
         num_sequences: number of packed sequences; None without.
         dropout: see `DropoutArguments`; None without.
         split: how CTAs share key tiles; None if each CTA has key tiles alone.
+        alternates: 1 if odd head groups have the first keys first, see `fa3.primitives.query_walk`,
+            else 0; None where they never have.
     """
 
     q: object
@@ -244,6 +246,7 @@ class BackwardArguments(NamedTuple):
     num_sequences: int | None = None
     dropout: DropoutArguments | None = None
     split: "SplitArguments | None" = None
+    alternates: int | None = None
 
     @classmethod
     def symbolic(cls, kernel, sizes: "CallSizes") -> "BackwardArguments":
@@ -271,6 +274,7 @@ class BackwardArguments(NamedTuple):
             num_sequences=Int32(0) if schedule.is_ragged else None,
             dropout=DropoutArguments.symbolic() if spec.has_dropout else None,
             split=SplitArguments.symbolic() if kernel.splits else None,
+            alternates=Int32(0) if kernel.may_alternate else None,
         )
 
 

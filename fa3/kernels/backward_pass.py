@@ -41,6 +41,7 @@ class PassArguments(NamedTuple):
         capacity, shift, and the four after them: of packed sequences; None without.
         head_parts, block_parts, part_counters_at, parts_at: of a split, see `SplitArguments`, and
             where its counters, after the others, and its sums begin; None without.
+        alternates: as `BackwardArguments` has it.
     """
 
     q: object
@@ -78,6 +79,7 @@ class PassArguments(NamedTuple):
     block_parts: int | None = None
     part_counters_at: int | None = None
     parts_at: int | None = None
+    alternates: int | None = None
 
     @classmethod
     def symbolic(cls, entry: "BackwardPass") -> "PassArguments":

@@ -23,6 +23,7 @@ from fa3.primitives.gradient_parts import GradientParts, KeyRows, KeyWork, Share
 from fa3.primitives.gradient_step import GradientStep
 from fa3.primitives.gradient_store import GradientStore
 from fa3.primitives.query_tiles import RowStatistics
+from fa3.primitives.query_walk import EitherWalk, UpwardWalk
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoPingPong, PingPong
@@ -70,6 +71,7 @@ class BackwardTensors(NamedTuple):
         dropout: None without.
         fused: the preprocessing and the dQ conversion inside this kernel.
         shared: the key tiles that CTAs share; None if each CTA has key tiles alone.
+        alternates: of `BackwardArguments`.
     """
 
     q: TmaTensor
@@ -85,6 +87,7 @@ class BackwardTensors(NamedTuple):
     dropout: DropoutArguments | None
     fused: FusedPrePostprocess
     shared: SharedKeyTiles | None
+    alternates: Int32 | None
 
 
 class BackwardBuffers(NamedTuple):
@@ -124,11 +127,18 @@ class BackwardPipelines(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A CTA's work on a key tile, the segment that says so, and the lengths of its sequence."""
+    """A CTA's work on a key tile.
+
+    Fields:
+        segment: names the key tile.
+        sequence: the lengths of its sequence.
+        is_down: 1 if query blocks are walked downwards, else 0; None if they never are.
+    """
 
     work: KeyWork
     segment: object
     sequence: object
+    is_down: Int32 | None
 
 
 class QueryHead(NamedTuple):
@@ -136,7 +146,7 @@ class QueryHead(NamedTuple):
 
     head: Int32
     mask: object
-    blocks: Blocks
+    walk: UpwardWalk | EitherWalk
 
 
 @dataclass(frozen=True)
@@ -169,8 +179,9 @@ class BackwardRoles:
     def tile(self, cursor) -> KeyTile:
         """The key tile of a cursor."""
         segment = self.schedule.segment(cursor)
-        work = self.work(segment, *self.keys_of(segment))
-        return KeyTile(work, segment, self.sequences.sequence(segment))
+        is_down = self.is_down(cursor) if self.kernel.may_alternate else None
+        work = self.work(segment, *self.keys_of(segment, is_down))
+        return KeyTile(work, segment, self.sequences.sequence(segment), is_down)
 
     def query_head(self, tile: KeyTile, h) -> QueryHead:
         """Query head `h` of a key tile."""
@@ -180,18 +191,28 @@ class BackwardRoles:
         blocks = visited_blocks(self.kernel, mask, work.n_block, tile.sequence)
         if self.kernel.splits:
             blocks = self.tensors.shared.split.blocks(blocks, work.part)
-        return QueryHead(head, mask, blocks)
+        walk = UpwardWalk(blocks)
+        if self.kernel.may_alternate:
+            walk = EitherWalk.of(blocks, tile.is_down)
+        return QueryHead(head, mask, walk)
 
-    def keys_of(self, segment) -> Tile:
+    def keys_of(self, segment, is_down) -> Tile:
         """The key tile of a segment; `m_block` is its index among the sequence's key tiles.
 
         The order counts from the last tile down. The first keys have most queries, so it is turned
-        around; in a fixed order the last keys must come first, as they add to dQ first.
+        around. In a fixed order that is done only where query blocks are walked downwards.
         """
         m_block, head, batch = segment.tile
+        turned = self.num_key_tiles(segment) - 1 - m_block
+        if self.kernel.may_alternate:
+            return Tile(m_block + is_down * (turned - m_block), head, batch)
         if self.kernel.is_ordered:
             return segment.tile
-        return Tile(self.num_key_tiles(segment) - 1 - m_block, head, batch)
+        return Tile(turned, head, batch)
+
+    def is_down(self, cursor) -> Int32:
+        """1 if the key tile's head group has the first keys first, else 0."""
+        return self.head_group(cursor) & self.tensors.alternates
 
     def work(self, segment, n_block, head, batch) -> KeyWork:
         """A CTA's work on a key tile: all of it, or a part."""
@@ -225,14 +246,16 @@ class BackwardRoles:
 
     def semaphore(self, tile: KeyTile, mask) -> DqSemaphore:
         """The semaphores of a fixed order, for a key tile and the mask of a query head."""
-        segment = tile.segment
-        n_block, _, _ = self.keys_of(segment)
+        segment, m_block = tile.segment, tile.segment.tile.m_block
         dq = self.tensors.dq.at(self.config.tile_m, segment)
         last = self.num_key_tiles(segment) - 1
-        before = visited_blocks(self.kernel, mask, n_block + 1, tile.sequence)
-        # The last keys wait for no other tile.
-        end = before.end * Int32(n_block < last)
-        return DqSemaphore(dq, last - n_block + 1, before.begin, end)
+        n_block = tile.work.n_block + 1
+        if self.kernel.may_alternate:
+            n_block -= 2 * tile.is_down
+        before = visited_blocks(self.kernel, mask, n_block, tile.sequence)
+        # The first tile of the order waits for no other tile.
+        end = before.end * Int32(m_block < last)
+        return DqSemaphore(dq, last - m_block + 1, before.begin, end)
 
     def stores(self) -> tuple[GradientStore, GradientStore]:
         """The stores of dK and dV."""
@@ -257,7 +280,7 @@ class BackwardRoles:
             group = self.head_group(cursor)
             tensors.fused.wait_until_preprocessed(self.kernel.spec, config, group)
             for h in cutlass.range(tile.work.num_heads, unroll=1):
-                head, _, blocks = self.query_head(tile, h)
+                head, _, walk = self.query_head(tile, h)
 
                 def load_statistics(m_block, state, head=head, tile=tile, statistics=statistics):
                     query_tile = m_block, head, tile.work.batch
@@ -270,7 +293,8 @@ class BackwardRoles:
                     tensors.q, smem.q, pipelines.q, *rows, load_more=load_statistics
                 )
                 load_do = tile_loader(tensors.d_out, smem.d_out, pipelines.d_out, *rows)
-                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
+                    m_block = walk.at(i)
                     q_state = load_q(m_block, q_state)
                     do_state = load_do(m_block, do_state)
             cursor = schedule.next(cursor)
@@ -307,12 +331,12 @@ class BackwardRoles:
             dq = tensors.dq.at(config.tile_m, tile.segment)
             is_zeroed = tensors.fused.call.dq_is_zeroed
             for h in cutlass.range(tile.work.num_heads, unroll=1):
-                head, mask, blocks = self.query_head(tile, h)
+                head, mask, walk = self.query_head(tile, h)
                 semaphore = self.semaphore(tile, mask) if self.kernel.is_ordered else None
                 memory = self.smem.staged, self.pipelines
                 reduction = DqReduction(self.kernel.pieces, dq, *memory, semaphore, is_zeroed)
                 states = state, added_state
-                state, added_state = reduction.all(blocks, head, tile.work.batch, *states)
+                state, added_state = reduction.all(walk, head, tile.work.batch, *states)
             if cute.arch.lane_idx() == 0:
                 cute.arch.cp_async_bulk_wait_group(0)
                 tensors.fused.signal_key_tile_added(self.head_group(cursor))
@@ -327,12 +351,12 @@ class BackwardRoles:
         while schedule.is_valid(cursor):
             tile = self.tile(cursor)
             for h in cutlass.range(tile.work.num_heads, unroll=1):
-                head, mask, blocks = self.query_head(tile, h)
+                head, mask, walk = self.query_head(tile, h)
                 semaphore = self.semaphore(tile, mask)
-                for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
+                for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
                     pipelines.added.consumer_wait(state)
                     with cute.arch.elect_one():
-                        semaphore.signal((m_block, head, tile.work.batch))
+                        semaphore.signal((walk.at(i), head, tile.work.batch))
                         pipelines.added.consumer_release(state)
                     state.advance()
             cursor = schedule.next(cursor)
@@ -373,7 +397,7 @@ class BackwardRoles:
             for h in cutlass.range(tile.work.num_heads, unroll=1):
                 scores = Tile(tile.work.n_block, tile.work.first_head + h, tile.work.batch)
                 coords = score_coords(config, mmas, thread, group, scores)
-                _, mask, blocks = self.query_head(tile, h)
+                _, mask, walk = self.query_head(tile, h)
                 rules = TransposedScorePipeline.of(
                     self.scores, mask, coords, tile.sequence, softmax_scale
                 )
@@ -383,7 +407,7 @@ class BackwardRoles:
                 keys = k_state.index, v_state
                 place = thread, group, scores_barrier(), turns, dropout
                 step = GradientStep(config, mmas, regs, smem, pipelines, *keys, rules, *place)
-                q_state, do_state = step.all(blocks, q_state, do_state)
+                q_state, do_state = step.all(walk, q_state, do_state)
             if cutlass.const_expr(not kernel.splits):
                 cursor = schedule.next(cursor)
             # Where no query sees the keys, V may still be on its way.
@@ -430,7 +454,7 @@ class BackwardRoles:
             tile = self.tile(cursor)
             pipelines.k.consumer_wait(k_state)
             for h in cutlass.range(tile.work.num_heads, unroll=1):
-                _, _, blocks = self.query_head(tile, h)
+                blocks = self.query_head(tile, h).walk.blocks
                 step = DqStep(config, regs, self.smem, pipelines, k_state.index, thread)
                 for _ in cutlass.range(blocks.begin, blocks.end, unroll=1):
                     ds_state, staged_state = step.next(ds_state, staged_state)

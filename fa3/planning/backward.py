@@ -14,7 +14,14 @@ from fa3.kernels.backward_pass import BackwardPass
 from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
-from fa3.planning.key_split import KeyShares, choose_shares, may_have_parts, may_split
+from fa3.planning.key_split import (
+    TILES_OF_WAVE,
+    KeyShares,
+    Waves,
+    choose_shares,
+    may_have_parts,
+    may_split,
+)
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
@@ -45,6 +52,13 @@ ENOUGH_TILES = 1536
 
 MOST_TILES_PER_GROUP = 256
 """Most key tiles of these heads; with longer sequences there are fewer heads."""
+
+MORE_TILES_OF_WAVE = 2 * TILES_OF_WAVE
+"""Where a key tile has no more keys than a block has queries: then CTAs of a head group that run at
+the same time keep a distance of one block only."""
+
+MOST_ALTERNATING = 1024
+"""Key tiles up to which it pays there that odd head groups have the first keys first."""
 
 TILES_PREPROCESSED = 128
 """Key tiles of the head groups that the preprocess kernel does: work for other CTAs while some CTAs
@@ -228,6 +242,7 @@ class BackwardSizes(NamedTuple):
         most_ctas: CTAs of the backward kernel that have work.
         dq_is_zeroed: whether the dQ accumulator starts with zeros.
         layout: of the buffer that the kernels share.
+        alternates: as `BackwardArguments` has it.
         capacity, shift: of the table of packed key tiles; None without.
     """
 
@@ -237,6 +252,7 @@ class BackwardSizes(NamedTuple):
     most_ctas: int
     dq_is_zeroed: bool
     layout: BufferLayout
+    alternates: int | None
     capacity: int | None = None
     shift: int | None = None
 
@@ -270,8 +286,8 @@ class BackwardPlan:
             return whole
         sequence = Sequence(problem.seqlen_q, problem.seqlen_k, problem.window)
         blocks = blocks_of_key_tiles(problem.spec, whole.config, sequence, is_ordered)
-        group = problem.qhead_per_kvhead
-        return replace(whole, shares=choose_shares(blocks, heads, group, num_sms, is_ordered))
+        sizes = blocks, heads, problem.qhead_per_kvhead, num_sms
+        return replace(whole, shares=choose_shares(*sizes, is_ordered, whole.waves))
 
     @property
     def kernels(self) -> BackwardKernels:
@@ -292,7 +308,7 @@ class BackwardPlan:
         layout = self.kernels.layout(tiles, num_parts, groups)
         most_ctas = max(self.num_parts, convert_ctas(tiles))
         before = self.heads_per_group, self.groups_preprocessed
-        return BackwardSizes(tiles, *before, most_ctas, self.dq_is_zeroed, layout)
+        return BackwardSizes(tiles, *before, most_ctas, self.dq_is_zeroed, layout, self.alternates)
 
     @property
     def num_query_tiles(self) -> int:
@@ -328,6 +344,23 @@ class BackwardPlan:
         return self.is_ordered or problem.seqlen_k > most_keys_unzeroed(problem.window)
 
     @property
+    def waves(self) -> Waves | None:
+        """What head groups are made for where odd ones may have the first keys first."""
+        if not self.kernels.entry.main.may_alternate:
+            return None
+        config, problem = self.config, self.problem
+        tiles = TILES_OF_WAVE if config.tile_n > config.tile_m else MORE_TILES_OF_WAVE
+        return Waves(tiles, rows_in_l2(problem.spec) // problem.seqlen_q)
+
+    @property
+    def alternates(self) -> int | None:
+        """Whether odd head groups have the first keys first; None where they never have."""
+        if self.waves is None:
+            return None
+        config = self.config
+        return int(config.tile_n > config.tile_m or self.num_parts <= MOST_ALTERNATING)
+
+    @property
     def query_heads_of_cta(self) -> int:
         """Query heads whose blocks a CTA walks."""
         return self.problem.qhead_per_kvhead // self.shares.head_parts
@@ -356,6 +389,8 @@ class BackwardPlan:
         """
         problem = self.problem
         fitting = rows_in_l2(problem.spec) // problem.seqlen_q
+        if self.alternates:
+            return self.waves.heads(self.heads, self.key_tiles_of_head)
         # Parts of query blocks of the same heads are in one head group.
         tiles = self.key_tiles_of_head * self.shares.block_parts
         if problem.window.right == NO_BOUND:
@@ -472,6 +507,7 @@ def sizes_of_packed(
         most_ctas,
         True,  # dQ of packed sequences always starts with zeros
         kernels.layout(tiles, num_parts, groups, words_of_table(capacity)),
+        None,
         capacity,
         shift_of_work(max_seqlen_q, config.tile_m),
     )

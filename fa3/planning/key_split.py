@@ -7,6 +7,7 @@ the query heads, or some of the query blocks of one head (`fa3.primitives.gradie
 
 import functools
 import heapq
+import math
 from typing import NamedTuple
 
 from fa3.problem import REMEMBERED
@@ -33,6 +34,19 @@ MOST_OF_TIME = 0.98
 """A split must take less than this part of the time without, by the model."""
 
 
+TILES_OF_WAVE = 140
+"""Key tiles of a head group where every other group is turned around: about as many as run at the
+same time. With twice as many it was slower in most of 25 shapes, by up to 25%."""
+
+MOST_QUERY_HEADS, COST_OF_QUERY_HEADS = 2, 1.2
+"""Most query heads of a CTA there without this factor of time. With four or more, CTAs drift apart:
+then Q, dO and dQ do not fit into L2."""
+
+COST_OF_REST = 3.0
+"""What it costs a choice of head groups that the last one is smaller, for each missing part of all
+heads. An odd number of groups costs 1, and so do groups with e times as many tiles as wanted."""
+
+
 class KeyShares(NamedTuple):
     """How a key tile is shared: by `head_parts` times `block_parts` CTAs."""
 
@@ -42,6 +56,34 @@ class KeyShares(NamedTuple):
     @property
     def parts(self) -> int:
         return self.head_parts * self.block_parts
+
+
+class Waves(NamedTuple):
+    """Head groups in waves of key tiles: see `fa3.primitives.query_walk`.
+
+    Fields:
+        tiles: key tiles that a head group should have.
+        fitting: heads with Q, dO and dQ that fit into L2 together.
+    """
+
+    tiles: int
+    fitting: int
+
+    def heads(self, heads: int, tiles: int) -> int:
+        """Heads of a head group, such that there is an even number of about equal groups.
+
+        Args:
+            heads: of all groups.
+            tiles: key tiles of a head.
+        """
+
+        def cost(size: int) -> float:
+            groups = -(-heads // size)
+            rest = COST_OF_REST * (groups * size - heads) / heads
+            is_odd = groups % 2 and heads * tiles > TILES_OF_WAVE
+            return abs(math.log(size * tiles / self.tiles)) + rest + is_odd
+
+        return min(range(1, max(1, min(self.fitting, heads)) + 1), key=cost)
 
 
 def may_split(num_tiles: int, num_sms: int) -> bool:
@@ -63,7 +105,12 @@ def ways_to_share(group: int, is_ordered: bool) -> list[KeyShares]:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def choose_shares(
-    blocks: tuple[int, ...], heads: int, group: int, num_sms: int, is_ordered: bool
+    blocks: tuple[int, ...],
+    heads: int,
+    group: int,
+    num_sms: int,
+    is_ordered: bool,
+    waves: Waves | None = None,
 ) -> KeyShares:
     """Choose how CTAs share key tiles, by the time until the last CTA ends.
 
@@ -72,28 +119,43 @@ def choose_shares(
         heads: key/value heads, of all sequences.
         group: query heads that share a key/value head.
         is_ordered: whether key tiles add to dQ in a fixed order.
+        waves: of a fixed order in which every other head group is turned around; else None.
     """
     whole = KeyShares()
-    best, least = whole, time_of(blocks, heads, group, num_sms, whole) * MOST_OF_TIME
+    best, least = whole, time_of(blocks, heads, group, num_sms, whole, waves) * MOST_OF_TIME
+    if waves is not None and group > MOST_QUERY_HEADS:
+        least *= COST_OF_QUERY_HEADS
     for shares in ways_to_share(group, is_ordered)[1:]:
         if not may_have_parts(len(blocks) * heads * shares.parts, num_sms):
             continue
-        time = time_of(blocks, heads, group, num_sms, shares)
+        time = time_of(blocks, heads, group, num_sms, shares, waves)
+        if waves is not None and group > shares.parts * MOST_QUERY_HEADS:
+            time *= COST_OF_QUERY_HEADS
         if time < least:
             best, least = shares, time
     return best
 
 
 def time_of(
-    blocks: tuple[int, ...], heads: int, group: int, num_sms: int, shares: KeyShares
+    blocks: tuple[int, ...],
+    heads: int,
+    group: int,
+    num_sms: int,
+    shares: KeyShares,
+    waves: Waves | None,
 ) -> float:
     """The time until the last CTA ends, in query blocks; a free CTA takes the next part."""
-    besides = STEPS_OF_TILE + (STEPS_OF_PART if shares.parts > 1 else 0.0)
+    # In waves hardly any choice has no parts.
+    besides = STEPS_OF_TILE + (STEPS_OF_PART if shares.parts > 1 and waves is None else 0.0)
     share = group / shares.parts
-    free, longest = [0.0] * num_sms, 0.0
-    for count in blocks:
-        time = besides + count * share
-        longest = max(longest, time)
-        for _ in range(heads * shares.parts):
-            heapq.heapreplace(free, free[0] + time)
-    return max(free) + SHARE_OF_LONGEST * longest
+    times = [besides + count * share for count in blocks]
+    heads *= shares.parts
+    per_group = heads if waves is None else waves.heads(heads, len(blocks))
+    free = [0.0] * num_sms
+    for first in range(0, heads, per_group):
+        for time in times:
+            for _ in range(min(per_group, heads - first)):
+                heapq.heapreplace(free, free[0] + time)
+        if waves is not None:
+            times.reverse()
+    return max(free) + SHARE_OF_LONGEST * max(times)

@@ -277,11 +277,11 @@ class DqReduction:
         return self.dq.flags is not None and self.semaphore is None
 
     @cute.jit
-    def all(self, blocks, head, batch, state, added_state):
-        """Add all query blocks, upwards, each when it is this key tile's turn."""
+    def all(self, walk, head, batch, state, added_state):
+        """Add all query blocks of a walk, each when it is this key tile's turn."""
         rank = Int32(0)
-        for m_block in cutlass.range(blocks.begin, blocks.end, unroll=1):
-            tile, following = (m_block, head, batch), (m_block + 1, head, batch)
+        for i in cutlass.range(walk.blocks.begin, walk.blocks.end, unroll=1):
+            tile, following = (walk.at(i), head, batch), (walk.at(i + 1), head, batch)
             is_first = self.wait(tile, rank, state)
             for piece in cutlass.range(self.pieces.count, unroll=1):
                 self.pipelines.staged.consumer_wait(state)

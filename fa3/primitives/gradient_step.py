@@ -58,19 +58,19 @@ class GradientStep:
     dropout: TransposedDropout | None
 
     @cute.jit
-    def all(self, blocks, q_state, do_state):
-        """All query blocks, upwards."""
-        m_block, states = blocks.begin, (q_state, do_state)
-        while m_block < blocks.full_begin:
-            states = self.next(m_block, *states, masked=True)
-            m_block += 1
-        while m_block < blocks.full_end:
-            states = self.next(m_block, *states, masked=False)
-            m_block += 1
-        if cutlass.const_expr(self.rules.mask.left):
-            while m_block < blocks.end:
-                states = self.next(m_block, *states, masked=True)
-                m_block += 1
+    def all(self, walk, q_state, do_state):
+        """All query blocks of a walk of `fa3.primitives.query_walk`."""
+        blocks, i, states = walk.blocks, walk.blocks.begin, (q_state, do_state)
+        while i < blocks.full_begin:
+            states = self.next(walk.at(i), *states, masked=True)
+            i += 1
+        while i < blocks.full_end:
+            states = self.next(walk.at(i), *states, masked=False)
+            i += 1
+        if cutlass.const_expr(self.rules.mask.left or walk.is_either):
+            while i < blocks.end:
+                states = self.next(walk.at(i), *states, masked=True)
+                i += 1
         return states
 
     @cute.jit
