@@ -4,10 +4,12 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,15 +29,18 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
+from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
-from fa3.problem import Problem, Window
+from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running import compiler
 from fa3.schedules.marked import RecomputeTiles
 from fa3.schedules.stream_k import CtaGroups, NoSplit, StreamK
 from fa3.scores.masks import Band
+from fa3.scores.scores import Alibi, Softcap
+from fa3.scores.templates import Template
 from fa3.tools import compile_pool
 from fa3.tools import warmup as module
 from fa3.tools.compile_pool import CompilePool
@@ -151,9 +156,10 @@ SIZES = {"heads": (2, 2), "head_dim": 64}
         (ValueError, {"heads": None}, "heads and head_dim must be given, .* got heads None and"),
         (ValueError, {"head_dim": None}, "a preset; got heads .2, 2. and head_dim None"),
         (ValueError, {"preset": "gpt"}, "preset must be one of .*'llama3-8b'.* got 'gpt'"),
-        (ValueError, {"preset": "gpt-oss", "head_dim": 64}, "'gpt-oss' says .* with head_dim 64$"),
-        (ValueError, {"preset": "gpt-oss", "causal": False}, "does not go with mask Window"),
-        (ValueError, {"preset": "gpt-oss", "softcap": 3.0, "sinks": True}, "3.0, sinks True$"),
+        (ValueError, {"preset": "gpt-oss", "head_dim": 64}, "says .* with head_dim=64 .--head-dim"),
+        (ValueError, {"preset": "gpt-oss", "causal": False}, "not go with causal=False .--full.$"),
+        (ValueError, {"preset": "gpt-oss", "window_size": (5, 0)}, "5, right=0. .--window.$"),
+        (ValueError, {"preset": "gpt-oss", "softcap": 3.0, "sinks": True}, "p., sinks=True .--si"),
         (ValueError, {"preset": "gpt-oss", "rotary_dtype": "fp16"}, "rotary_dtype must be bf.*"),
         (ValueError, {"heads": (3, 2)}, "heads must be .* got 3,2"),
         (ValueError, {"heads": (2, 0)}, "heads must be .* got 2,0"),
@@ -188,13 +194,54 @@ def test_wrong_options_are_explained(error, options, message):
         fa3.warmup(**options if "preset" in options else SIZES | options)
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "gemma2-9b", "gpt-oss"])
-def test_kernels_have_keys_and_names_of_their_own(few_sizes, preset):
-    kernels = kernels_of(preset)
+@pytest.mark.parametrize(
+    "model",
+    [*map(PRESETS.get, ("llama3-8b", "gemma2-9b", "gpt-oss")), Model(128, 128, 128, 128)],
+    ids=lambda model: f"{model.heads_q},{model.heads_kv}",
+)
+def test_kernels_have_keys_and_names_of_their_own(few_sizes, model):
+    kernels = set(module.kernels_of(model, tuple(CALLS), (0, 64), module.rotary_of(model, "pairs")))
     assert len({compiler.key_of(kernel) for kernel in kernels}) == len(kernels)
-    assert len(set(map(describe_kernel, kernels))) == len(kernels)
+    names = set(map(describe_kernel, kernels))
+    assert len(names) == len(kernels)
     assert {kernel.cut_type for kernel in of_type(kernels, Decode)} == {StreamK, CtaGroups, NoSplit}
     assert all(kernel.is_storable for kernel in kernels)
+    assert any("64-bit counts" in name for name in names) == (model.heads_kv > 64)
+    check_words(names)
+
+
+def check_words(names: Iterable[str]) -> None:
+    """Docs/environment.md's table has all words of these names, except roles, dtypes and sizes."""
+    page = (Path(fa3.__file__).parents[1] / "docs" / "environment.md").read_text()
+    table = page.split("| word | meaning |")[1].split("\n\n")[0]
+    first = [row.split("|")[1] for row in table.splitlines() if row]
+    told = ", ".join(first + re.findall(r"\*([^*]+)\*", table)).lower()
+    words = {re.sub(r"\d+", "0", word.strip()) for word in re.split("[,;]", told)}
+    roles = (
+        "forward|decode|combine|append|tile table|shared-tile table|backward|backward preprocess"
+    )
+    known = rf"{roles}|bfloat16|float16|head_dim(_v)? \d+( and \d+)?"
+    for name in names:
+        apart = re.sub(" (in pairs of|or online)", r", \1", name)
+        for word in apart.replace("in pairs of rows", "of rows").split(", "):
+            normal = re.sub(r"\d+", "0", word.lower())
+            assert normal in words or re.fullmatch(known, word), (word, name)
+
+
+def test_names_of_other_kernels_are_in_the_documentation():
+    """Those that `fa3 compile` does not list."""
+    scores = Template.of(Alibi(torch.ones(8), False)), Template.of(Softcap(30.0))
+    spec = AttentionSpec("bfloat16", 128, 64, Band(), scores, None, has_dropout=True)
+    problem = Problem(spec, 1, 2048, 2048, 8, 1, Window())
+    kernels = [launch.kernel for launch in plan_forward(problem, H200).launches()]
+    backward = BackwardPlan.of(problem, num_sms=132, is_ordered=True).kernels.entry
+    kernels += [backward.preprocess, backward.main]
+    call = call_on_cache(PRESETS["llama3-8b"], 1, None)
+    kernels += [prepare_decode(call, CAUSAL, 0.0, 4).plan.kernel()]
+    kernels += [Append("bfloat16", 64, 64, True, False, False, None)]
+    names = list(map(describe_kernel, kernels))
+    check_words(names)
+    assert ", ALiBi, softcap, dropout" in names[0] and ", no rotary embedding, pages" in names[-1]
 
 
 def test_calls_have_room_for_the_tiles_of_all_sizes():
@@ -401,6 +448,11 @@ def test_a_dry_run_lists_kernels_and_compiles_none(tmp_path, monkeypatch, capsys
         "2 kernels: 1 on disk, 1 to compile",
     ]
     assert not (tmp_path / "none").exists()
+    monkeypatch.setattr(module, "is_on_disk", lambda kernel: True)
+    assert str(fa3.warmup((2, 1), 64, dry_run=True)).splitlines() == [
+        *(f"on disk     {describe_kernel(kernel)}" for kernel in SMALL),
+        "2 kernels: 2 on disk, 0 to compile",
+    ]
 
 
 @pytest.mark.compiles
@@ -456,6 +508,10 @@ DEEPSEEK = {
     "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64,
 }  # fmt: skip
 
+GPT2 = {"model_type": "gpt2", "n_head": 12, "n_embd": 768}
+GPT_NEO = {"model_type": "gpt_neo", "num_heads": 16, "hidden_size": 2048}
+BERT = {"model_type": "bert", "num_attention_heads": 12, "hidden_size": 768}
+
 
 @pytest.mark.parametrize(
     ("config", "model"),
@@ -466,6 +522,10 @@ DEEPSEEK = {
         (GEMMA, replace(PRESETS["gemma2-9b"], dtype="float16")),
         (OSS, PRESETS["gpt-oss"]),
         (DEEPSEEK, Model(128, 128, 192, 128)),
+        (GPT2, Model(12, 12, 64, 64)),
+        (GPT2 | {"multi_query": True}, Model(12, 1, 64, 64)),
+        (GPT_NEO, Model(16, 16, 128, 128)),
+        (BERT | {"is_decoder": True}, Model(12, 12, 64, 64)),
         (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, PRESETS["llama3-8b"]),
         (
             LLAMA | {"sliding_window": 4096},
@@ -495,7 +555,9 @@ SLIDING = LLAMA | {"sliding_window": 9}
         ("{", "preset must be a model's config.json"),
         ("[" * 100_000, "preset must be a model's config.json, got .* recursion"),
         ([], "it holds no object"),
-        ({}, "must have an integer 'num_attention_heads', got None"),
+        ({}, "must have an integer 'num_attention_heads', got None; else .*--heads and --head-dim"),
+        (BERT, "of a causal decoder, got .* of 'bert': .*causal=False.*--full"),
+        (LLAMA | {"is_encoder_decoder": True}, "of a causal decoder"),
         ({"num_attention_heads": "8"}, "integer 'num_attention_heads', got '8'"),
         (LLAMA | {"torch_dtype": "float32"}, "dtype must be bf16 or fp16"),
         (LLAMA | {"hidden_size": 32 * 512}, "head_dim must be a multiple of 8 up to"),

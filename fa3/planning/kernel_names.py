@@ -16,6 +16,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec
 from fa3.scores.intervals import Intervals
+from fa3.scores.scores import Alibi, Softcap
 
 FORWARD_TILES = {
     "RecomputeTiles": "recompute",
@@ -34,6 +35,9 @@ DECODE_CUTS = {
 }
 """How the decode kernel splits keys, by the class of its cut. docs/environment.md has the words."""
 
+SCORES: dict[type, str] = {Softcap: "softcap", Alibi: "ALiBi"}
+"""The names of fa3's scores; others have the name of their class."""
+
 
 def describe_kernel(kernel: Any) -> str:
     """A kernel in one line: "forward, tile 128x128, list, bfloat16, head_dim 128, causal"."""
@@ -51,6 +55,7 @@ def describe_kernel(kernel: Any) -> str:
             words += [f"{kernel.qhead_per_kvhead} query heads per key/value head"]
             words += ["packed queries"] * kernel.is_packed
             words += ["overlapped with forward"] * kernel.overlaps_forward
+            words += ["64-bit counts"] * kernel.is_long
             # It always has code for a bound to the right: see `fa3.planning.decode.Sizes.bounds`.
             spec_words = [
                 word.replace("causal", "causal or not") for word in words_of_spec(kernel.spec)
@@ -99,7 +104,8 @@ def words_of_spec(spec: AttentionSpec) -> list[str]:
 def names_of_modifiers(spec: AttentionSpec) -> list[str]:
     """The names of scores and masks of a spec, and whether it has sinks and dropout."""
     masks = () if isinstance(spec.mask, Intervals) else spec.mask.templates
-    names = [template.kind.__name__ for template in (*spec.scores, *masks)]
+    kinds = [template.kind for template in (*spec.scores, *masks)]
+    names = [SCORES.get(kind, kind.__name__) for kind in kinds]
     return names + ["sinks"] * (spec.sinks is not None) + ["dropout"] * spec.has_dropout
 
 

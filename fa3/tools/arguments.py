@@ -113,7 +113,7 @@ def add_plan(commands) -> None:
   fa3 plan --call cache --shape 8,1,8192,32,8,128 --causal --page-size 64
   fa3 plan --call packed --shape 64,512,512,32,8,128 --causal
   fa3 plan --call backward --shape 4,4096,4096,16,16,192 --head-dim-v 128 --causal
-  fa3 plan --causal --json                               # the same for programs
+  fa3 plan --causal --json                               # its numbers, for programs
   fa3 plan --causal --png order.png --trace order.json   # what each SM does when
 """.lstrip("\n"),
     )
@@ -159,7 +159,8 @@ def add_compile(commands) -> None:
 """.lstrip("\n"),
     )
     presets = f"one of {', '.join(PRESETS)}, or the path of a model's config.json"
-    add_option(model, "--preset", preset, f"{presets}; instead of its sizes")
+    presets += ", taken as a causal decoder; a preset also says the mask, softcap and sinks"
+    add_option(model, "--preset", preset, presets)
     add_option(model, "--heads", head_counts, "query heads, and key/value heads")
     add_option(model, "--head-dim", int, "columns of q and k")
     add_option(model, "--head-dim-v", int, HEAD_DIM_V_HELP)

@@ -28,6 +28,15 @@ CALLS = {
 }
 """Kinds of calls through which a model may be run: each kind has kernels of its own."""
 
+FLAGS = {"causal": "--full", "window_size": "--window"}
+"""The command line's names of options of `warmup`, where these differ."""
+
+ENCODERS = (
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "eurobert",
+    "modernbert", "mpnet", "nomic_bert", "roberta", "vit", "xlm-roberta",
+)  # fmt: skip
+"""Values of `model_type` of models that hide no keys, unless they say `is_decoder`."""
+
 CAUSAL = Window(right=0)
 
 MOST_HEADS = 1024
@@ -108,10 +117,10 @@ LAYERS_WITHOUT_KERNELS = ("linear_attention", "conv", "mamba", "recurrent")
 
 
 def model_of_file(path: Path) -> Model:
-    """The attention of the model that a Hugging Face `config.json` describes, on one GPU.
+    """The attention of the causal decoder that a Hugging Face `config.json` describes.
 
     Raises:
-        ValueError: the file is missing or no JSON, or does not say what is needed.
+        ValueError: the file is missing, no JSON or an encoder's, or does not say what is needed.
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -122,36 +131,54 @@ def model_of_file(path: Path) -> Model:
     # Models that also see pictures have the language model's part of its own.
     config = {**config, **(field_of(path, config, "text_config", "an object", dict) or {})}
 
-    def number(name: str) -> int:
-        value = field_of(path, config, name, "an integer", int)
-        if value is None:
-            raise ValueError(f"{path} must have an integer {name!r}, got None")
-        return value
+    kind, is_decoder = config.get("model_type"), config.get("is_decoder") is True
+    if config.get("is_encoder_decoder") is True or (kind in ENCODERS and not is_decoder):
+        raise ValueError(
+            f"preset must be the config.json of a causal decoder, got {path} of {kind!r}: give its "
+            "heads and head_dim with causal=False instead (--heads, --head-dim and --full)"
+        )
 
     def has(name: str) -> bool:
         return config.get(name) is not None
 
-    heads_q = number("num_attention_heads")
+    def number(*names: str) -> int:
+        name = next(filter(has, names), names[0])
+        value = field_of(path, config, name, "an integer", int)
+        if value is None:
+            raise ValueError(
+                f"{path} must have an integer {name!r}, got None; else give heads and head_dim "
+                "(--heads and --head-dim) instead of a preset"
+            )
+        return value
+
+    # Others than the first are GPT-2's, BLOOM's and GPT-Neo's names.
+    heads_q = heads_kv = number("num_attention_heads", "n_head", "num_heads")
+    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
+        heads_kv = 1
+    elif has("num_key_value_heads") or has("num_kv_heads"):
+        heads_kv = number("num_key_value_heads", "num_kv_heads")
     if config.get("qk_rope_head_dim"):
         # Multi-head latent attention, as DeepSeek's.
         head_dim = number("qk_nope_head_dim") + number("qk_rope_head_dim")
         head_dim_v = number("v_head_dim")
     else:
         head_dim_v = head_dim = (
-            number("head_dim") if has("head_dim") else number("hidden_size") // max(1, heads_q)
+            number("head_dim")
+            if has("head_dim")
+            else number("hidden_size", "n_embd") // max(1, heads_q)
         )
     softcap = field_of(path, config, "attn_logit_softcapping", "a number", int, float) or 0.0
     if abs(softcap) > MOST_FLOAT:
         raise ValueError(f"{path} has a softcap above {MOST_FLOAT:.3g}, got {softcap!r:.50}")
     return Model(
         heads_q,
-        number("num_key_value_heads") if has("num_key_value_heads") else heads_q,
+        heads_kv,
         head_dim,
         head_dim_v,
         config.get("dtype") or config.get("torch_dtype") or "bfloat16",
         windows_of_layers(path, config),
         float(softcap),
-        config.get("model_type") == "gpt_oss",
+        kind == "gpt_oss",
     )
 
 
@@ -202,7 +229,8 @@ def model_of(preset: str | Path | None, dtype: str | None = None, **options: obj
     """The model that the options describe; `warmup` says what they mean.
 
     Args:
-        options: heads, head_dim, head_dim_v, mask, softcap and sinks; None for those not given.
+        options: heads, head_dim, head_dim_v, causal, window_size, softcap and sinks; None for the
+            defaults.
 
     Raises:
         ValueError: options are missing, do not go together, or no kernel can run the model.
@@ -210,9 +238,13 @@ def model_of(preset: str | Path | None, dtype: str | None = None, **options: obj
     named: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     if preset is not None:
         if named:
+            typed = (
+                f"{name}={one} ({FLAGS.get(name) or '--' + name.replace('_', '-')})"
+                for name, one in named.items()
+            )
             raise ValueError(
                 f"preset {str(preset)!r} says heads, head_dim, mask, softcap and sinks; it does "
-                f"not go with {', '.join(f'{name} {one}' for name, one in named.items())}"
+                f"not go with {', '.join(typed)}"
             )
         model = preset_of(preset)
     elif "heads" in named and "head_dim" in named:
@@ -222,7 +254,7 @@ def model_of(preset: str | Path | None, dtype: str | None = None, **options: obj
             heads_kv,
             named["head_dim"],
             named.get("head_dim_v", named["head_dim"]),
-            windows=(named.get("mask", CAUSAL),),
+            windows=(named.get("window_size", CAUSAL if named.get("causal", True) else Window()),),
             softcap=named.get("softcap", 0.0),
             sinks=named.get("sinks", False),
         )

@@ -69,12 +69,14 @@ class Warmup:
         absent: which of them were not on disk before.
         compiled: how many of them were compiled; none in a dry run.
         seconds: what that took.
+        is_dry_run: whether nothing was to be compiled; then printing lists the kernels.
     """
 
     kernels: tuple[Kernel, ...]
     absent: tuple[Kernel, ...]
     compiled: int
     seconds: float
+    is_dry_run: bool = False
 
     @property
     def present(self) -> int:
@@ -82,7 +84,7 @@ class Warmup:
         return len(self.kernels) - len(self.absent)
 
     def __str__(self) -> str:
-        if self.compiled == len(self.absent):
+        if not self.is_dry_run:
             return (
                 f"{len(self.kernels)} kernels: {self.present} were on disk, {self.compiled} "
                 f"compiled, in {self.seconds:.0f} s"
@@ -127,7 +129,8 @@ def warmup(
         heads: (heads_q, heads_kv).
         head_dim: columns of q and k.
         preset: a model of `fa3.tools.models.PRESETS`, or the path of a Hugging Face `config.json`,
-            instead of its sizes, mask and scores.
+            instead of its sizes, mask, softcap and sinks. A `config.json` is taken as a causal
+            decoder's.
         head_dim_v: columns of v; head_dim if not given.
         dtype: bfloat16 or float16, also bf16 or fp16; by default the dtype of a
             `config.json`, or else bfloat16.
@@ -157,16 +160,16 @@ def warmup(
     begin = time.perf_counter()
     calls, page_sizes = as_calls(calls), integers("page_sizes", page_sizes, 0)
     processes = None if processes is None else integer("processes", processes, 1)
-    mask = None
-    if window_size is not None or not flag("causal", causal):
-        mask = check_window(as_pair(window_size or Window()), flag("causal", causal))
+    is_causal = flag("causal", causal)
+    is_full = window_size is None and not is_causal
     model = model_of(
         preset,
         None if dtype is None else name_of_dtype(dtype),
         heads=None if heads is None else as_heads(heads),
         head_dim=None if head_dim is None else integer("head_dim", head_dim),
         head_dim_v=None if head_dim_v is None else integer("head_dim_v", head_dim_v),
-        mask=mask,
+        causal=False if is_full else None,
+        window_size=None if window_size is None else check_window(as_pair(window_size), is_causal),
         softcap=real("softcap", softcap) or None,
         sinks=flag("sinks", sinks) or None,
     )
@@ -184,7 +187,7 @@ def warmup(
         compile_all(absent, processes or len(os.sched_getaffinity(0)), progress)
         check_kept(absent)
     compiled = 0 if dry_run else len(absent)
-    return Warmup(kernels, absent, compiled, time.perf_counter() - begin)
+    return Warmup(kernels, absent, compiled, time.perf_counter() - begin, dry_run)
 
 
 def run_compile(options: argparse.Namespace) -> None:
