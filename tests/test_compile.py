@@ -38,7 +38,7 @@ from fa3.schedules import Dynamic, SingleTile, SplitTiles, StaticPersistent, Til
 from fa3.schedules.joined import MultiSequenceTiles
 from fa3.schedules.marked import RecomputeRaggedTiles, RecomputeTiles
 from fa3.schedules.ragged import RaggedTiles
-from fa3.schedules.ragged_split import RaggedSplit
+from fa3.schedules.split import RaggedSplit
 from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Softcap

@@ -22,7 +22,7 @@ from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER
-from fa3.schedules.ragged_split import RaggedSplit
+from fa3.schedules.split import RaggedSplit
 from fa3.scores.masks import Band, Sequence
 
 

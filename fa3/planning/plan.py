@@ -22,7 +22,7 @@ from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import takes_fixed_reference
 from fa3.planning.timeline import Cost, Timeline
 from fa3.problem import Problem
-from fa3.schedules import SCHEDULES, Schedule, Segment, SplitTiles
+from fa3.schedules import SCHEDULES, Schedule, Segment, SingleTile, SplitTiles
 from fa3.schedules.coverage import check_schedule
 from fa3.schedules.marked import RecomputeTiles
 from fa3.scores import masks
@@ -136,7 +136,10 @@ class Plan:
             full, touched = blocks.full_end - blocks.full_begin, blocks.end - blocks.begin
             return Cost(costs.us(full, touched - full) + part_us, touched, full)
 
-        timeline = Timeline.of(self.schedule.simulated, tiled.lanes, cost_of)
+        # Without owners the first free cluster takes the next tile, as the GPU starts clusters.
+        is_owned = self.schedule.owners is not None
+        schedule = self.schedule if is_owned else SingleTile(self.schedule.order)
+        timeline = Timeline.of(schedule, tiled.lanes, cost_of)
         prediction = self.predict()
         return timeline.stretched(prediction.us - prediction.launch_us)
 

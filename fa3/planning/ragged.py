@@ -20,7 +20,7 @@ from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
-from fa3.schedules.ragged_split import RaggedSplit
+from fa3.schedules.split import RaggedSplit
 from fa3.scores.masks import Band, Intersection
 
 BITS_OF_AMOUNTS = AMOUNTS.bit_length() - 1

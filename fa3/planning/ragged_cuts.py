@@ -13,8 +13,7 @@ import numpy as np
 from fa3.planning.tile_costs import TileCosts
 from fa3.primitives.divisor import PlainDivisor
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder, TileRecord
-from fa3.schedules.ragged_split import RaggedSplit
-from fa3.schedules.split import Cuts, KeyRanges, last_end
+from fa3.schedules.split import Cuts, KeyRanges, RaggedSplit, last_end
 from fa3.scores.masks import Blocks, Sequence
 
 MOST_ROUNDS = 8

@@ -6,14 +6,13 @@ those that callers can name.
 """
 
 from fa3.schedules.dynamic import Dynamic
+from fa3.schedules.fixed import SingleTile, StaticPersistent
 from fa3.schedules.order import Schedule, TileOrder, walk
 from fa3.schedules.segment import Segment, Tile
-from fa3.schedules.single import SingleTile
 from fa3.schedules.split import KeyRanges, SplitTiles
-from fa3.schedules.static import StaticPersistent
 from fa3.schedules.tile_list import TileList
 
-SCHEDULES = {
+SCHEDULES: dict[str, type[Schedule]] = {
     kind.name: kind
     for kind in (
         SingleTile,

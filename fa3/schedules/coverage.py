@@ -7,7 +7,7 @@ import numpy as np
 
 from fa3.complaints import shown
 from fa3.primitives.arithmetic import LARGEST
-from fa3.schedules.order import Planned, Schedule, TileOrder
+from fa3.schedules.order import Schedule, TileOrder
 from fa3.schedules.segment import MOST_PARTS, MOST_SLOTS, ONLY, PackedPart, Segment
 
 END = -1
@@ -28,7 +28,7 @@ def check_schedule(schedule: Schedule, first_blocks: np.ndarray, end_blocks: np.
         ValueError: a field has a wrong value; or it names the first tile that does not exist,
             comes twice, or is left out, or whose key blocks do or are.
     """
-    if not isinstance(schedule, Planned):
+    if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be one of fa3.schedules, got {shown(schedule)}")
     for name, size in vars(schedule.order).items():
         check_integer(f"order.{name}", size)

@@ -5,16 +5,15 @@ the backward kernel `InOrderQueue`.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from fa3.primitives.vectors import QUAD
-from fa3.schedules.order import Planned, TileOrder
+from fa3.schedules.order import Schedule, TileOrder
 from fa3.schedules.segment import Segment
-from fa3.schedules.single import SingleTile
 
 SLOTS = 2
 """Slots of the mailbox: the producer may fetch this many tiles ahead of the consumers."""
@@ -41,7 +40,7 @@ class Mailbox(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dynamic(Planned):
+class Dynamic(Schedule):
     """Persistent CTAs, as many as the GPU holds, take tiles from a counter in device memory.
 
     The producer takes the next tile while the consumers work on the present one. The last CTA to
@@ -50,12 +49,14 @@ class Dynamic(Planned):
 
     Fields:
         counters: (2,) int32 on the device: tiles taken, and CTAs that found no tile left.
+        is_producer: set for the producer warp, which takes tiles and fills the mailbox.
     """
 
     order: TileOrder
     num_clusters: int
     counters: cute.Tensor | None = None
     mailbox: Mailbox | None = None
+    is_producer: bool | None = None
 
     name: ClassVar[str] = "dynamic"
     takes_pairs: ClassVar[bool] = False
@@ -73,11 +74,6 @@ class Dynamic(Planned):
     @classmethod
     def load(cls, rows):
         return rows.greedy
-
-    @property
-    def simulated(self) -> SingleTile:
-        """The first free cluster takes the next tile, as when the GPU schedules CTAs."""
-        return SingleTile(self.order)
 
     def check(self, first_blocks, end_blocks) -> None:
         if self.counters is not None or self.mailbox is not None:
@@ -98,20 +94,24 @@ class Dynamic(Planned):
         layout = cute.make_layout((self.told, SLOTS))
         return replace(self, mailbox=Mailbox(cute.make_tensor(numbers, layout), full, empty))
 
-    def for_producer(self) -> "DynamicProducer":
-        return DynamicProducer(**vars(self))
+    def for_producer(self) -> "Dynamic":
+        return replace(self, is_producer=True)
 
-    def first(self, cluster) -> DynamicCursor:
+    def first(self, cluster) -> Any:
         return DynamicCursor(cluster, cluster * 0)
 
-    def next(self, cursor: DynamicCursor) -> DynamicCursor:
+    def next(self, cursor: Any) -> Any:
         if self.mailbox is None:
             return DynamicCursor(cursor.index + self.num_clusters, cursor.count + 1)
         return DynamicCursor(self.following(cursor.count), cursor.count + 1)
 
     def following(self, count: Int32) -> Int32:
-        """The next tile's number, from the mailbox; all warps of all consumers call this."""
-        (index,) = self.recv(count)
+        """The next tile's number: taken by the producer warp, which all consumers hear of."""
+        if not self.is_producer:
+            (index,) = self.recv(count)
+            return index
+        index = self.num_given + cute.arch.shuffle_sync(self.take(), 0)
+        self.send(count, index)
         return index
 
     @cute.jit
@@ -150,22 +150,11 @@ class Dynamic(Planned):
         """Tiles that CTAs have without asking for them."""
         return self.num_clusters
 
-    def is_valid(self, cursor: DynamicCursor):
+    def is_valid(self, cursor: Any):
         return cursor.index < self.order.num_tiles
 
-    def segment(self, cursor: DynamicCursor) -> Segment:
+    def segment(self, cursor: Any) -> Segment:
         return self.order.segment(cursor.index)
-
-
-@dataclass(frozen=True)
-class DynamicProducer(Dynamic):
-    """`Dynamic` as the producer warp walks it: takes tiles, and fills the mailbox."""
-
-    def following(self, count: Int32) -> Int32:
-        """Take the next tile and put its number into the mailbox; one warp calls this."""
-        index = self.num_given + cute.arch.shuffle_sync(self.take(), 0)
-        self.send(count, index)
-        return index
 
     @cute.jit
     def take(self) -> Int32:
@@ -204,11 +193,3 @@ class InOrderQueue(Dynamic):
 
     def begin(self, cursor: DynamicCursor) -> DynamicCursor:
         return self.next(cursor)
-
-    def for_producer(self) -> "InOrderQueueProducer":
-        return InOrderQueueProducer(**vars(self))
-
-
-@dataclass(frozen=True)
-class InOrderQueueProducer(InOrderQueue, DynamicProducer):
-    """`InOrderQueue` as the producer warp walks it."""

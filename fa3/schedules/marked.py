@@ -153,9 +153,6 @@ class RecomputeTiles(Dynamic):
     def marks(self) -> RecomputeMask:
         return RecomputeMask(self.counters, self.order)
 
-    def for_producer(self) -> "RecomputeProducer":
-        return RecomputeProducer(**vars(self))
-
     def first(self, cluster) -> RecomputeCursor:
         """A cursor before the first tile: the launch that marks may still be running."""
         zero = cluster * 0
@@ -165,15 +162,12 @@ class RecomputeTiles(Dynamic):
         return self.next(cursor)
 
     def next(self, cursor: RecomputeCursor) -> RecomputeCursor:
+        if self.is_producer:
+            return self.take_marked(cursor)
         return cursor._replace(index=self.following(cursor.count), count=cursor.count + 1)
 
-
-@dataclass(frozen=True)
-class RecomputeProducer(RecomputeTiles):
-    """`RecomputeTiles` as the producer warp walks it."""
-
     @cute.jit
-    def next(self, cursor: RecomputeCursor) -> RecomputeCursor:
+    def take_marked(self, cursor: RecomputeCursor) -> RecomputeCursor:
         """Take the next marked tile, and put its number into the mailbox."""
         index, group, before = Int32(self.order.num_tiles), cursor.group, cursor.before
         if self.counters[ANY] != 0:
@@ -241,11 +235,3 @@ class RecomputeRaggedTiles(RecomputeTiles):
     """`RecomputeTiles` for tiles of packed sequences."""
 
     is_ragged: ClassVar[bool] = True
-
-    def for_producer(self) -> "RecomputeRaggedProducer":
-        return RecomputeRaggedProducer(**vars(self))
-
-
-@dataclass(frozen=True)
-class RecomputeRaggedProducer(RecomputeRaggedTiles, RecomputeProducer):
-    """`RecomputeRaggedTiles` as the producer warp walks it."""

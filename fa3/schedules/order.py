@@ -7,7 +7,7 @@ same code runs on Python ints (planner, reference, tests) and on Int32 values in
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass.cute as cute
 import numpy as np
@@ -128,84 +128,77 @@ class KernelOrder(TileOrder):
         return self.heads.quotient(flat_head)
 
 
-class Schedule(Protocol):
-    """Which tiles a cluster works on, and in which order.
+class Parts(NamedTuple):
+    """All segments, in arrays of one length: tile number, key blocks [first, end), and whether
+    the segment is only a part of its tile."""
+
+    tile: np.ndarray
+    first: np.ndarray
+    end: np.ndarray
+    is_part: np.ndarray
+
+
+class Schedule:
+    """Which tiles a cluster works on, and in which order; a base of all schedules.
 
     Host half: makes the schedule for a problem, and gives the load of its clusters, their number
     and the table, if any, that the device half reads. Device half: `first`, `next`, `is_valid` and
-    `segment`; a cursor is a cluster's position. The producer and every consumer of a CTA walk the
-    same segments. Each calls `next` once the last key block of its segment is under way, so the
-    remaining work hides the latency of what `next` reads.
+    `segment`; a cursor is a cluster's position, here the number of its tile. The producer and every
+    consumer of a CTA walk the same segments. Each calls `next` once the last key block of its
+    segment is under way, so the remaining work hides the latency of what `next` reads.
     """
+
+    order: TileOrder
+    num_clusters: int
+    table: np.ndarray | None
 
     name: ClassVar[str]
     """Its name in calls and on the command line."""
 
-    is_persistent: ClassVar[bool]
+    is_persistent: ClassVar[bool] = True
     """Whether a cluster may work on several tiles, one after another."""
 
-    takes_pairs: ClassVar[bool]
+    takes_pairs: ClassVar[bool] = True
     """Whether a cluster may be two CTAs."""
 
-    is_searched: ClassVar[bool]
+    is_searched: ClassVar[bool] = True
     """Whether the planner may choose it; otherwise a caller has to ask for it."""
 
-    direction: ClassVar[str]
+    direction: ClassVar[str] = "last query rows first"
     """In which order its clusters come to the tiles, in words."""
 
-    reads_state: ClassVar[bool]
+    reads_state: ClassVar[bool] = False
     """Whether the device half reads an int32 tensor: the table or the counters."""
 
-    splits: ClassVar[bool]
+    splits: ClassVar[bool] = False
     """Whether segments may be parts of tiles."""
 
-    @property
-    def num_counters(self) -> int:
-        """How many int32 counters it has instead of a table; 0 before and after a launch."""
-
-    is_ragged: ClassVar[bool]
+    is_ragged: ClassVar[bool] = False
     """Whether its tiles are of packed sequences, from a table in device memory."""
 
-    shared_words: ClassVar[int]
+    num_counters: ClassVar[int] = 0
+    """How many int32 counters it has instead of a table; 0 before and after a launch."""
+
+    shared_words: ClassVar[int] = 0
     """64-bit words of shared memory in which the producer tells the consumers the next tile."""
 
-    @property
-    def order(self) -> TileOrder: ...
+    owners: Any = None
+    """The cluster of every segment, in order; None if each goes to the first free cluster."""
 
-    @property
-    def num_clusters(self) -> int: ...
-
-    @property
-    def table(self) -> np.ndarray | None: ...
+    parts: Any = None
+    """The segments (`Parts`); None if these are the whole tiles in order."""
 
     # ------------------------------------------------------------------------------------- host
 
     @classmethod
-    def make(cls, tiled) -> "Schedule":
+    def make(cls, tiled):
         """The schedule of a problem that is cut into tiles (`fa3.planning.tiled.TiledProblem`)."""
+        return cls(tiled.order, tiled.num_clusters)
 
     @classmethod
     def load(cls, rows):
-        """An estimate of its clusters' load; faster than making the schedule.
-
-        Args:
-            rows: a `fa3.planning.load.RowLoad`: the tiles, described by their rows.
-
-        Returns:
-            one of the loads that `rows` gives.
-        """
-
-    @property
-    def owners(self) -> np.ndarray | None:
-        """The cluster of every segment, in order; None if each goes to the first free cluster."""
-
-    @property
-    def parts(self) -> "Parts | None":
-        """The segments; None if these are the whole tiles in order."""
-
-    @property
-    def simulated(self) -> "Schedule":
-        """A schedule that a simulation can walk, and that assigns tiles as this one does."""
+        """An estimate of its clusters' load, one that `fa3.planning.load.RowLoad` gives."""
+        raise NotImplementedError
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         """Raise unless its clusters work on every tile of its order exactly once.
@@ -217,85 +210,40 @@ class Schedule(Protocol):
     # ----------------------------------------------------------------------------------- device
 
     @classmethod
-    def on_device(cls, order: TileOrder, num_clusters, state) -> "Schedule": ...
+    def on_device(cls, order: TileOrder, num_clusters, state):
+        """The schedule inside a kernel; `state` is the table or the counters."""
+        return cls(order, num_clusters, *((state,) if cls.reads_state else ()))
 
-    def connected(self, shared, warps: int) -> "Schedule":
+    def connected(self, shared, warps: int):
         """The schedule of a CTA with `warps` consumer warps; `shared` points to `shared_words`."""
+        return self
 
-    def for_producer(self) -> "Schedule":
+    def for_producer(self):
         """The schedule as the producer warp walks it."""
+        return self
 
-    def first(self, cluster):
+    def first(self, cluster) -> Any:
         """The cursor at a cluster's start; the previous kernel may still be running."""
+        return cluster
 
     def begin(self, cursor):
         """The cursor at the first tile; the previous kernel has ended."""
+        return cursor
 
-    def next(self, cursor): ...
+    def next(self, cursor) -> Any:
+        raise NotImplementedError
 
-    def is_valid(self, cursor): ...
+    def is_valid(self, cursor):
+        return cursor < self.order.num_tiles
 
-    def segment(self, cursor) -> Segment: ...
+    def segment(self, cursor) -> Segment:
+        return self.order.segment(cursor)
 
     def finish(self) -> None:
         """Clean up; the producer calls this when no tile is left."""
 
 
-class Parts(NamedTuple):
-    """All segments, in arrays of one length: tile number, key blocks [first, end), and whether
-    the segment is only a part of its tile."""
-
-    tile: np.ndarray
-    first: np.ndarray
-    end: np.ndarray
-    is_part: np.ndarray
-
-
-class Planned:
-    """Base of schedules: whole tiles in order; each warp computes its next tile by itself."""
-
-    is_persistent: ClassVar[bool] = True
-    takes_pairs: ClassVar[bool] = True
-    is_searched: ClassVar[bool] = True
-    direction: ClassVar[str] = "last query rows first"
-    reads_state: ClassVar[bool] = False
-    splits: ClassVar[bool] = False
-    is_ragged: ClassVar[bool] = False
-    num_counters: ClassVar[int] = 0
-    shared_words: ClassVar[int] = 0
-
-    owners = None
-    parts = None
-
-    @classmethod
-    def make(cls, tiled):
-        return cls(tiled.order, tiled.num_clusters)
-
-    @classmethod
-    def on_device(cls, order: TileOrder, num_clusters, state):
-        return cls(order, num_clusters, *((state,) if cls.reads_state else ()))
-
-    @property
-    def simulated(self) -> "Schedule":
-        return self
-
-    def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
-        """Nothing: the tiles follow from the order."""
-
-    def connected(self, shared, warps: int):
-        return self
-
-    def for_producer(self):
-        return self
-
-    def begin(self, cursor):
-        return cursor
-
-    def finish(self) -> None:
-        pass
-
-
-class TableSchedule(Planned):
+class TableSchedule(Schedule):
     """Base of schedules that the kernel reads from a table; equal if their tables are.
 
     On the host the table cannot be written to: what was checked of it, and what other plans have

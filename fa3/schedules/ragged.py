@@ -22,7 +22,7 @@ from cutlass import Int32
 
 from fa3.primitives.arithmetic import larger, smaller
 from fa3.primitives.divisor import Divisor
-from fa3.schedules.dynamic import SLOTS, Dynamic, DynamicProducer
+from fa3.schedules.dynamic import SLOTS, Dynamic
 from fa3.schedules.segment import Segment, Tile
 
 TABLE_HEADER = 8
@@ -69,6 +69,8 @@ class RaggedCursor(NamedTuple):
         end: number of all tiles.
         head: query head.
         record: the tile's record; anything if `index` is not below `end`.
+        taken: result of the addition that took the next tile, in lane 0 of the producer warp; not
+            read yet, to hide its latency. None for consumers.
     """
 
     index: int
@@ -76,18 +78,7 @@ class RaggedCursor(NamedTuple):
     end: int
     head: int
     record: TileRecord
-
-
-class ProducerCursor(NamedTuple):
-    """A `RaggedCursor`, and what has been asked for already.
-
-    Fields:
-        taken: how many tiles had been taken when the next one was; lane 0 knows. It has not been
-            looked at, so that nothing has waited for it.
-    """
-
-    present: RaggedCursor
-    taken: int
+    taken: Int32 | None = None
 
 
 @dataclass(frozen=True)
@@ -246,8 +237,12 @@ class RaggedTiles(Dynamic):
 
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
 
-    def for_producer(self) -> "RaggedProducer":
-        return RaggedProducer(**vars(self))
+    order_of_finish: ClassVar[str] = "acq_rel"
+    """Nothing has waited for what the CTA asked for last: it must be counted before."""
+
+    asks_early: ClassVar[bool] = True
+    """Whether it asks for the next tile when it begins with one. Then a CTA may keep a tile for as
+    long as it works on another, while later ones are done."""
 
     def first(self, cluster) -> RaggedCursor:
         zero = cluster * 0
@@ -255,8 +250,11 @@ class RaggedTiles(Dynamic):
         nothing = kind(*(zero for _ in kind._fields))
         return RaggedCursor(cluster, zero, zero, zero, nothing)
 
-    @cute.jit
     def begin(self, cursor: RaggedCursor) -> RaggedCursor:
+        return self.asking(self.first_tile(cursor))
+
+    @cute.jit
+    def first_tile(self, cursor: RaggedCursor) -> RaggedCursor:
         # The record of the CTA's own number, nearly always its first tile's, comes with the header.
         # The table has room for it, since there are no more CTAs than it has room for tiles.
         order, words = self.order, cute.make_rmem_tensor(RECORD, Int32)
@@ -278,49 +276,31 @@ class RaggedTiles(Dynamic):
         return cursor._replace(head=head, record=record)
 
     def next(self, cursor: RaggedCursor) -> RaggedCursor:
+        if self.is_producer:
+            return self.take_next(cursor)
         index, head, *told = self.recv(cursor.count)
         # Consumers have no use for what they are not told.
         record = told[: len(cursor.record)]
         found = self.order.record_type(*record, *cursor.record[len(record) :])
         return RaggedCursor(index, cursor.count + 1, cursor.end, head, found)
 
+    def take_next(self, cursor: RaggedCursor) -> RaggedCursor:
+        """Take the next tile, and tell the consumers; the producer warp calls this."""
+        taken = cursor.taken if self.asks_early else self.take()
+        turn = self.num_given + cute.arch.shuffle_sync(taken, 0)
+        index = self.order.taken(turn, self.num_clusters, cursor.end)
+        following = self.read(cursor._replace(index=index, count=cursor.count + 1))
+        self.send(cursor.count, index, following.head, *following.record[: self.told - 2])
+        return self.asking(following)
+
+    def asking(self, cursor: RaggedCursor) -> RaggedCursor:
+        """The cursor after the producer has asked for the tile that follows, if it asks early."""
+        if not self.is_producer:
+            return cursor
+        return cursor._replace(taken=self.take() if self.asks_early else Int32(0))
+
     def is_valid(self, cursor: RaggedCursor):
         return cursor.index < cursor.end
 
     def segment(self, cursor: RaggedCursor) -> Segment:
         return segment_of(cursor.index, cursor.head, cursor.record)
-
-
-@dataclass(frozen=True)
-class RaggedProducer(RaggedTiles, DynamicProducer):
-    """`RaggedTiles` as the producer warp walks it: takes tiles, and fills the mailbox."""
-
-    order_of_finish: ClassVar[str] = "acq_rel"
-    """Nothing has waited for what the CTA asked for last: it must be counted before."""
-
-    asks_early: ClassVar[bool] = True
-    """Whether it asks for the next tile when it begins with one. Then a CTA may keep a tile for as
-    long as it works on another, while later ones are done."""
-
-    def ask(self) -> Int32:
-        """What `taken` is of a cursor."""
-        return self.take() if self.asks_early else Int32(0)
-
-    def begin(self, cursor: RaggedCursor) -> ProducerCursor:
-        return ProducerCursor(super().begin(cursor), self.ask())
-
-    def next(self, cursor: ProducerCursor) -> ProducerCursor:
-        present, taken = cursor
-        if not self.asks_early:
-            taken = self.take()
-        turn = self.num_given + cute.arch.shuffle_sync(taken, 0)
-        index = self.order.taken(turn, self.num_clusters, present.end)
-        following = self.read(present._replace(index=index, count=present.count + 1))
-        self.send(present.count, index, following.head, *following.record[: self.told - 2])
-        return ProducerCursor(following, self.ask())
-
-    def is_valid(self, cursor: ProducerCursor):
-        return super().is_valid(cursor.present)
-
-    def segment(self, cursor: ProducerCursor) -> Segment:
-        return super().segment(cursor.present)

@@ -16,13 +16,7 @@ from cutlass import Int32
 from fa3.primitives.arithmetic import larger
 from fa3.primitives.divisor import Divisor
 from fa3.schedules.dynamic import SLOTS
-from fa3.schedules.ragged import (
-    ProducerCursor,
-    RaggedCursor,
-    RaggedProducer,
-    RaggedTiles,
-    TableOrder,
-)
+from fa3.schedules.ragged import RaggedCursor, RaggedTiles, TableOrder
 
 
 class KeyTileRecord(NamedTuple):
@@ -107,6 +101,8 @@ class RaggedKeyTiles(RaggedTiles):
     """The number, the head, the whole record, and two to spare: a multiple of 4."""
 
     shared_words: ClassVar[int] = (2 + told // 2) * SLOTS
+    asks_early: ClassVar[bool] = False
+    """In a fixed order CTAs wait for tiles with lower numbers."""
 
     @property
     def num_given(self):
@@ -122,17 +118,3 @@ class RaggedKeyTiles(RaggedTiles):
         first_head, number = self.order.locate(index, cursor.end)
         head, record = self.order.tile(number)
         return cursor._replace(head=first_head + head, record=record)
-
-    def for_producer(self) -> "RaggedKeyProducer":
-        return RaggedKeyProducer(**vars(self))
-
-
-@dataclass(frozen=True)
-class RaggedKeyProducer(RaggedKeyTiles, RaggedProducer):
-    """`RaggedKeyTiles` as the producer warp walks it."""
-
-    asks_early: ClassVar[bool] = False
-    """In a fixed order CTAs wait for tiles with lower numbers."""
-
-    def begin(self, cursor: RaggedCursor) -> ProducerCursor:
-        return self.next(ProducerCursor(cursor._replace(end=self.order.num_used), Int32(0)))

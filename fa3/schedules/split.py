@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from fa3.primitives.arithmetic import larger
 from fa3.schedules.coverage import (
     END,
     check_key_blocks,
@@ -22,7 +23,8 @@ from fa3.schedules.coverage import (
     entries_of,
 )
 from fa3.schedules.order import Parts, TableSchedule, TileOrder
-from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment
+from fa3.schedules.ragged import RaggedOrder, TileRecord
+from fa3.schedules.segment import MOST_PARTS, ONLY, PackedPart, Segment, Tile
 from fa3.schedules.tile_list import balance, columns_of_owners
 
 FIELDS = 4
@@ -214,6 +216,49 @@ class SplitTiles(TableSchedule):
     def segment(self, cursor: SplitCursor) -> Segment:
         tile = self.order.tile(cursor.index)
         return Segment(tile, cursor.first_block, cursor.end_block, PackedPart(cursor.part))
+
+
+class RaggedSplitCursor(NamedTuple):
+    """A CTA's position in the table of segments, the segment there, and what is known of its tile.
+
+    Fields:
+        position, index, first_block, end_block, part: of a `SplitCursor`.
+        head: query head.
+        record: the tile's record; anything at the end.
+    """
+
+    position: int
+    index: int
+    first_block: int
+    end_block: int
+    part: int
+    head: int
+    record: TileRecord
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedSplit(SplitTiles):
+    """`SplitTiles` for packed sequences with lengths that the host knows.
+
+    `fa3.planning.ragged_cuts` cuts where few tiles leave SMs idle. A segment names its tile by its
+    number in the table of all tiles (`fa3.schedules.ragged`), where its record is.
+    """
+
+    order: RaggedOrder
+
+    name: ClassVar[str] = "ragged split"
+    is_ragged: ClassVar[bool] = True
+
+    def read(self, position) -> RaggedSplitCursor:
+        found = super().read(position)
+        head, record = self.order.tile(larger(found.index, 0))
+        return RaggedSplitCursor(*found, head, record)
+
+    def segment(self, cursor: RaggedSplitCursor) -> Segment:
+        record, part = cursor.record, PackedPart(cursor.part)
+        tile = Tile(record.m_block, cursor.head, record.batch)
+        blocks = cursor.first_block, cursor.end_block
+        return Segment(tile, *blocks, part, record, cursor.index)
 
 
 # Cached: the planner cuts to predict a time, then again for the plan that it chose.

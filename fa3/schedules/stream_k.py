@@ -604,12 +604,8 @@ def records(
     of_rows: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Tile, range]]:
     """Yield (record, tile, slots to merge in this order) for every tile that is cut into parts."""
-    for walk in walks(cut, HostLengths(blocks, of_rows), num_m_blocks, num_heads, num_ctas):
-        cursor = walk.first()
-        while walk.is_valid(cursor):
-            segment = walk.segment(cursor)
-            part = segment.part
-            if segment.begin == 0 and part.num_parts > 1:
-                slots = range(part.first_slot, part.first_slot + part.num_parts)
-                yield part.record, segment.tile, slots
-            cursor = walk.next(cursor)
+    for _, segment in segments(cut, blocks, num_m_blocks, num_heads, num_ctas, of_rows):
+        part, (first, _) = segment.part, blocks[segment.tile.batch]
+        if segment.begin == first and part.num_parts > 1:
+            slots = range(part.first_slot, part.first_slot + part.num_parts)
+            yield part.record, segment.tile, slots
