@@ -20,9 +20,9 @@ from fa3.calls.ragged import Tokens
 from fa3.calls.varlen import prepare_varlen
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import GPUS, H200
-from fa3.planning.joined import PackedSizes
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
+from fa3.planning.routes import PackedSizes, kernels_of_packed
 from fa3.planning.tilings import choose_config
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
@@ -229,20 +229,12 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     ]
     call = prepare_varlen(*tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0)
     rows = batch * seqlen_q, batch * seqlen_k
-    packs_sequences, _, most, has_long = call.route(
-        PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k), False, None, True
-    )
-    assert (packs_sequences, bool(most), has_long) == {
-        "tile table": (False, False, True),
-        "shared-tile table": (True, False, False),
-        "decode": (False, True, False),
-    }[names[0]]
+    route = call.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k), False, None, True)
+    kernels = kernels_of_packed(call.signature, route)
     found = facts(capsys, "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal")
     assert [kernel.split(",")[0] for kernel in found["kernels"]] == names
-    known = [call.joined, call.plan, call.short and call.short.plan(most or 1, False, call.window)]
-    kernels = [*known[0].kernels(), *known[1].kernels(), known[2].kernel()]
-    kernels += [known[0].joined_table(), known[1].tile_table()]
-    assert set(found["kernels"]) <= set(map(describe_kernel, kernels))
+    assert found["kernels"] == list(map(describe_kernel, kernels))
+    assert found["rule"] == route.reason
 
 
 @pytest.mark.parametrize(

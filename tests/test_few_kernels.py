@@ -77,7 +77,7 @@ def met(monkeypatch):
         found.update(dict.fromkeys((*plan.kernels(), plan.tile_table())))
 
     def of_joined(plan, window, operands, *rest):
-        found.update(dict.fromkeys((*plan.kernels(), plan.joined_table())))
+        found.update((launch.kernel, None) for launch in plan.shared_launches(window))
 
     monkeypatch.setattr(forward, "execute", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)

@@ -25,9 +25,9 @@ from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTableArguments
-from fa3.planning.joined import PackedSizes
 from fa3.planning.launch import Launch, template_of
 from fa3.planning.ragged import words_of_table
+from fa3.planning.routes import PackedSizes
 from fa3.problem import Window
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.varlen import RaggedOperands

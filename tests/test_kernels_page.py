@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 
 import fa3
-from fa3.calls.modifiers import UNMODIFIED
-from fa3.calls.varlen_call import plan_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS
-from fa3.planning import joined, short_queries, tilings
+from fa3.planning import routes, tilings
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
-from fa3.planning.joined import PackedSizes
 from fa3.planning.planner import plan_dense
+from fa3.planning.ragged import RaggedPlan
+from fa3.planning.routes import PACKED, PackedSizes, Signature, choose
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
@@ -37,14 +36,13 @@ def dense(batch: int, queries: int, keys: int) -> str:
 def packed(sizes: tuple[int, ...], heads_kv: int = 8, has_gradients: bool = False) -> str:
     """Return what serves a packed call."""
     known = PackedSizes(*sizes)
-    heads = known.heads
-    call = plan_varlen(SPEC, UNMODIFIED.structure, CAUSAL, heads, heads_kv, False, False, H200, 0)
-    packs_sequences, _, most, has_long = call.route(known, has_gradients, None, True)
-    if packs_sequences:
-        return "forward, shared tiles"
-    if most and has_long:
-        return f"decode up to {most} queries, forward for the others"
-    return "decode" if most else "forward"
+    heads = known.heads, heads_kv
+    signature = Signature(PACKED, SPEC, CAUSAL, *heads, H200, has_gradients=has_gradients)
+    name, most, _ = choose(signature, known)
+    return {
+        routes.SHARED: "forward, shared tiles",
+        routes.BOTH: f"decode up to {most} queries, forward for the others",
+    }.get(name, name)
 
 
 CHUNK = 1, 8, 512, 1 << 15, 512, 1 << 15
@@ -70,6 +68,18 @@ SERVED = {
 
 def test_the_page_has_these_examples():
     assert [label for label, _ in EXAMPLES] == list(SERVED)
+
+
+@pytest.mark.parametrize("call", routes.RULES)
+def test_the_tables_are_the_rules_of_the_code(call):
+    """In the same order. To write a table again, print `rows_of_page`."""
+    table = "\n".join(rows_of_page(call))
+    assert f"\n| --- | --- |\n{table}\n\n" in TEXT.replace("|---|---|", "| --- | --- |")
+
+
+def rows_of_page(call: str) -> list[str]:
+    """Return the rows of the table for a kind of calls."""
+    return [f"| {rule.reason} | {rule.name} |" for rule in routes.RULES[call]]
 
 
 @pytest.mark.parametrize(("label", "kernel"), EXAMPLES)
@@ -100,15 +110,16 @@ def test_parts_are_merged_where_the_page_says(queries, heads_kv, ratio, keys, op
 
 
 def test_numbers_are_those_of_the_code():
-    assert short_queries.MOST_SHORT_ROWS == 128
-    assert [short_queries.short_queries(ratio) for ratio in (1, 2, 4, 128, 256)] == [
-        64, 64, 32, 1, 1,
-    ]  # fmt: skip
-    assert short_queries.FEWEST_EARLIER_KEYS == 4096
-    assert short_queries.IDLE_SHARE == 0.5
+    assert routes.MOST_SHORT_ROWS == 128
+    limits = [
+        Signature(PACKED, SPEC, CAUSAL, ratio, 1, H200).short_limit for ratio in (1, 2, 4, 128, 256)
+    ]
+    assert limits == [64, 64, 32, 1, 1]
+    assert routes.FEWEST_EARLIER_KEYS == 4096
+    assert routes.IDLE_SHARE == 0.5
     assert FEWEST_ROWS == 128
-    assert joined.MOST_SHARED_TILE_KEYS == 256
-    assert joined.MultiSequencePlan.of(SPEC, False, False, H200).config.tile_m // 2 == 64
+    assert routes.MOST_SHARED_TILE_KEYS == 256
+    assert RaggedPlan(SPEC, False, False, H200).shared_config.tile_m // 2 == 64
     assert SMALLEST_BOX == 8
     assert tilings.FIXED_FLOPS == 15e9
     assert {row.config.tile_m for row in tilings.TILINGS} == {128, 192}

@@ -17,11 +17,7 @@ from fa3.calls import cache_call, decode, kvcache, mixed, operands, overlap, var
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
-from fa3.planning.short_queries import (
-    FEWEST_EARLIER_KEYS,
-    leaves_sms_idle,
-    most_queries_of_few,
-)
+from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.workspace import RECORD_STRIDE
@@ -103,14 +99,6 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
             not isinstance(one, decode.PreparedDecode) or one.plan.overlaps_forward
             for one in attending
         )
-
-
-def test_no_sequence_of_few_tiles_has_more_queries_than_is_planned_for():
-    draw = random.Random(0)
-    for _ in range(3000):
-        heads, batch, total_q = draw.randint(1, 80), draw.randint(1, 20), draw.randint(0, 9000)
-        if leaves_sms_idle(total_q, batch, heads, 132):
-            assert total_q < most_queries_of_few(heads, 132)
 
 
 def test_a_graph_serves_other_lengths(device):

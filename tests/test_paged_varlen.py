@@ -21,7 +21,7 @@ from varlen_problems import (
 
 import fa3
 from fa3.calls import decode, mixed, varlen_gpu
-from fa3.planning.short_queries import FEWEST_EARLIER_KEYS
+from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.problem import NO_BOUND
 
 FAMILIES = 10

@@ -140,15 +140,14 @@ def events_of(trace: dict, phase: str, pid: int | None = None) -> list[dict]:
 @every_plan
 def test_a_trace_has_what_was_predicted_and_what_was_recorded(plan):
     recorded = timeline_of(made_up_notes(plan), plan)
-    explanation = plan.explain()
-    trace = explanation.trace(recorded)
+    trace = plan.trace(recorded)
     processes = {
         event["args"]["name"]: event["pid"]
         for event in events_of(trace, "M")
         if event["name"] == "process_name"
     }
     assert processes.keys() == {"predicted", "recorded"}
-    for name, timeline in (("predicted", explanation.timeline), ("recorded", recorded)):
+    for name, timeline in (("predicted", plan.simulate()), ("recorded", recorded)):
         tiles = events_of(trace, "X", processes[name])
         assert len(tiles) == len(timeline.spans)
         lanes = events_of(trace, "M", processes[name])[1:]

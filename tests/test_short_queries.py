@@ -20,6 +20,7 @@ from varlen_problems import (
     make_call,
     poison,
     random_problem,
+    share_tiles,
     unused,
 )
 
@@ -27,10 +28,9 @@ import fa3
 from docs.examples.prefix_lm import PrefixLM
 from fa3.calls import decode, varlen_call, varlen_gpu
 from fa3.integrations import torch as integration
-from fa3.planning import short_queries
+from fa3.planning import routes
 from fa3.planning.gpu import H200
-from fa3.planning.joined import MultiSequencePlan, PackedSizes
-from fa3.planning.short_queries import FEWEST_EARLIER_KEYS, ShortPlan, leaves_sms_idle
+from fa3.planning.routes import FEWEST_EARLIER_KEYS, PACKED, PackedSizes, Signature, choose
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.scores.masks import Band
 
@@ -46,8 +46,8 @@ KEYS = (*range(1, 300, 15), 7, 300)
 @pytest.fixture
 def with_few_keys(monkeypatch):
     """Have the decode kernel beside the other even where keys are few; nothing shares tiles."""
-    monkeypatch.setattr(short_queries, "FEWEST_EARLIER_KEYS", 1)
-    monkeypatch.setattr(MultiSequencePlan, "suits", lambda *_: False)
+    monkeypatch.setattr(routes, "FEWEST_EARLIER_KEYS", 1)
+    share_tiles(monkeypatch, lambda *_: False)
 
 
 def mixed_problem(seed: int, dtype: str, longest: int, most_sequences: int) -> VarlenProblem:
@@ -55,7 +55,7 @@ def mixed_problem(seed: int, dtype: str, longest: int, most_sequences: int) -> V
     problem = random_problem(seed, dtype, seed % FAMILIES, longest)
     code, draw = random.Random(f"{seed % FAMILIES} {dtype}"), random.Random(f"{seed} {dtype}")
     group = code.choice((1, 2, 4, 5, 8))
-    most = short_queries.short_queries(group)
+    most = signature_of(heads_q=group, heads_kv=1).short_limit
     queries, keys = [], []
     for _ in range(draw.choice((1, 3, most_sequences))):
         queries.append(draw.choice((0, 1, 1, 2, most, most + 1, draw.randint(1, 150))))
@@ -173,7 +173,7 @@ FEW = VarlenProblem((80, 0, 40), (520, 5, 30), heads_kv=1, group=4, causal=True,
 @pytest.fixture
 def with_fewer_keys(monkeypatch):
     """Have keys split where sequences may have 400: what runs on the CPU takes long for more."""
-    monkeypatch.setattr(short_queries, "FEWEST_EARLIER_KEYS", 400)
+    monkeypatch.setattr(routes, "FEWEST_EARLIER_KEYS", 400)
 
 
 @pytest.mark.usefixtures("with_fewer_keys")
@@ -249,9 +249,11 @@ def test_torch_says_whether_keys_are_split(attending):
 # ----------------------------------------------------------------------------------- decisions
 
 
-def plan_of(has_used_q: bool = False, heads_q: int = 32, heads_kv: int = 8) -> ShortPlan:
-    spec = AttentionSpec("bfloat16", 128, 128, Band(right=True))
-    return ShortPlan.of(spec, heads_q, heads_kv, has_used_q, False, H200)
+def signature_of(
+    heads_q: int = 32, heads_kv: int = 8, window: Window = Window(right=0), **fields
+) -> Signature:
+    spec = AttentionSpec("bfloat16", 128, 128, Band.of(window))
+    return Signature(PACKED, spec, window, heads_q, heads_kv, H200, **fields)
 
 
 def sizes(batch: int, total_q: int, total_k: int, longest_q: int) -> PackedSizes:
@@ -274,24 +276,33 @@ SIZES = {
 @pytest.mark.parametrize("case", SIZES)
 def test_which_sequences_are_the_decode_kernels(case):
     of_call, expected = SIZES[case]
-    assert plan_of().most_queries(of_call) == expected
+    assert choose(signature_of(num_splits=1), of_call).most_queries == expected
 
 
 def test_of_equal_lengths_few_may_be_used():
     of_call, _ = SIZES["equal chunks"]
-    assert plan_of(has_used_q=True).most_queries(of_call) == 32
+    assert choose(signature_of(has_used_q=True), of_call).most_queries == 32
 
 
-def test_without_heads_there_is_nothing_to_plan():
-    assert ShortPlan.of(AttentionSpec("bfloat16", 64, 64, Band()), 0, 0, False, False, H200) is None
+def test_lengths_that_are_known_say_that_no_sequence_is_short():
+    of_call, _ = SIZES["beside chunks"]
+    for fewest, expected in ((32, 32), (33, 0)):
+        route = choose(signature_of(), of_call._replace(fewest_q=fewest))
+        assert (route.most_queries, route.has_forward) == (expected, True)
+
+
+def test_without_heads_there_is_nothing_to_do():
+    signature = signature_of(0, 0)
+    assert not signature.may_decode and signature.short_limit
+    assert choose(signature, PackedSizes(1, 0, 5, 5, 5, 5)).name == routes.NOTHING
 
 
 @pytest.mark.parametrize("ratio", range(1, 300))
 def test_a_short_sequence_has_few_rows(ratio):
-    most = short_queries.short_queries(ratio)
-    assert 1 <= most <= short_queries.ROWS
-    assert most == 1 or most * ratio <= short_queries.MOST_SHORT_ROWS
-    assert most == short_queries.ROWS or (most + 1) * ratio > short_queries.MOST_SHORT_ROWS
+    most = signature_of(ratio, 1).short_limit
+    assert 1 <= most <= routes.ROWS
+    assert most == 1 or most * ratio <= routes.MOST_SHORT_ROWS
+    assert most == routes.ROWS or (most + 1) * ratio > routes.MOST_SHORT_ROWS
 
 
 CHUNK = PackedSizes(1, 8, 512, 1 << 15, 512, 1 << 15)
@@ -315,8 +326,8 @@ FEW_TILES = {
 @pytest.mark.parametrize("case", FEW_TILES)
 def test_where_the_decode_kernel_has_all_sequences(case):
     of_call, left, expected = FEW_TILES[case]
-    plan = plan_of(heads_q=8, heads_kv=1)
-    assert plan.most_queries_of_idle(of_call, Window(left, 0)) == expected
+    signature = signature_of(8, 1, Window(left, 0))
+    assert routes.queries_if_keys_are_split(signature, of_call) == expected
 
 
 def test_bounds_are_all_that_counts():
@@ -325,23 +336,22 @@ def test_bounds_are_all_that_counts():
     for _ in range(3000):
         ratio, heads_kv, batch = draw.choice((1, 4, 8)), draw.randint(1, 20), draw.randint(1, 20)
         heads, total_q = ratio * heads_kv, draw.randint(1, 9000)
-        plan = plan_of(heads_q=heads, heads_kv=heads_kv)
+        signature = signature_of(heads, heads_kv)
         found = {
-            plan.most_queries_of_idle(
-                PackedSizes(batch, heads, total_q, 1 << 16, longest_q, 1 << 16), Window(right=0)
+            routes.queries_if_keys_are_split(
+                signature, PackedSizes(batch, heads, total_q, 1 << 16, longest_q, 1 << 16)
             )
             for longest_q in (1, -(-total_q // batch), total_q)
         }
         (most,) = found
-        assert (most > 0) == leaves_sms_idle(total_q, batch, heads, 132)
+        assert (most > 0) == ((total_q // 128 + batch) * heads <= 66)
         assert not most or total_q < most
 
 
 def test_no_number_of_queries_changes_what_is_compiled():
     for overlaps_forward in (False, True):
-        plans = [
-            plan_of().plan(most, overlaps_forward, Window(right=0)) for most in (1, 5, 32, 256)
-        ]
+        signature = signature_of()
+        plans = [signature.decode_plan(most, overlaps_forward) for most in (1, 5, 32, 256)]
         assert len({(plan.kernel(), plan.combine()) for plan in plans}) == 1
 
 

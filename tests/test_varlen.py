@@ -21,8 +21,7 @@ from fa3.calls import assertions, varlen, varlen_gpu
 from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.varlen_call import RaggedCall
 from fa3.planning.gpu import H200
-from fa3.planning.joined import MultiSequencePlan
-from fa3.planning.short_queries import ShortPlan
+from fa3.planning.routes import BOTH
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -215,11 +214,10 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     tokens = [(torch.Size(shape), torch.bfloat16, device) for shape in ((4, 64), (2, 64), (2, 32))]
     key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, sm_margin
     varlen.prepare_varlen.__wrapped__(*key)
-    ((plan, joined, short, window),) = made
-    both = ShortPlan.of(plan.spec, 4, 2, True, False, plan.gpu)
-    assert short == (None if sm_margin else both)
-    assert joined == MultiSequencePlan.of(plan.spec, True, False, plan.gpu)
-    assert window == Window(right=0) and plan.gpu.num_sms == 132 - sm_margin
+    ((signature,),) = made
+    plan = signature.plan
+    assert signature.names == ["forward", "shared tiles", *["decode", BOTH] * (not sm_margin)]
+    assert signature.window == Window(right=0) and plan.gpu.num_sms == 132 - sm_margin
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
 

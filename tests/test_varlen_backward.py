@@ -29,8 +29,8 @@ from fa3.calls.varlen_call import RaggedCall
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import most_keys_unzeroed
 from fa3.planning.gpu import H200
-from fa3.planning.joined import PackedSizes
 from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
+from fa3.planning.routes import PackedSizes
 from fa3.problem import NO_BOUND, Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths

@@ -23,6 +23,7 @@ from varlen_problems import (
     make_call,
     poison,
     random_short_problem,
+    share_tiles,
     unused,
 )
 
@@ -32,8 +33,14 @@ from fa3.calls import varlen_call
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.planning.gpu import H200
-from fa3.planning.joined import MOST_SHARED_TILE_KEYS, MultiSequencePlan, PackedSizes
-from fa3.planning.ragged import words_of_table
+from fa3.planning.ragged import RaggedPlan, words_of_table
+from fa3.planning.routes import (
+    MOST_SHARED_TILE_KEYS,
+    PACKED,
+    PackedSizes,
+    Signature,
+    suits_shared_tiles,
+)
 from fa3.planning.tilings import TILINGS
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.wgmma import ROWS
@@ -51,7 +58,7 @@ from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
 SPEC = AttentionSpec("bfloat16", 64, 64, Band(right=True))
-PLAN = MultiSequencePlan.of(SPEC, False, False, H200)
+PLAN = RaggedPlan(SPEC, False, False, H200)
 
 SHORT = VarlenProblem(
     (3, 0, 16, 1, 34, 9, 34, 34, 2, 60), (3, 4, 16, 0, 34, 40, 20, 34, 130, 1), heads_kv=2, group=2
@@ -66,7 +73,7 @@ USED = replace(
 def walks(monkeypatch):
     """Have all calls whose sequences may share tiles do so; return the walks that were made."""
     made = []
-    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, sizes: True)
+    share_tiles(monkeypatch, lambda signature, _: signature.shared_tiling is not None)
 
     def walk(*given):
         made.append(given)
@@ -104,7 +111,7 @@ def test_random_calls(seed, family, longest, where, walks):
     check(problem, where, seed)
     if where == "cpu":
         few = min(max(len(rows.k) for rows in problem.rows), len(make_call(problem)["q"]))
-        assert len(walks) == (few > 0)
+        assert len(walks) == (few > 0 and any(rows.q for rows in problem.rows))
     else:
         assert not used_counters()
 
@@ -198,7 +205,7 @@ def test_gradients_of_sequences_that_share_tiles(walks, monkeypatch):
         return torch.autograd.grad(out.float().square().sum() + lse[lse.isfinite()].sum(), inputs)
 
     shared = gradients()
-    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, sizes: False)
+    share_tiles(monkeypatch, lambda *_: False)
     torch.testing.assert_close(shared, gradients(), rtol=0.02, atol=0.02)
     assert len(walks) == 1
 
@@ -219,7 +226,7 @@ MODIFIED = {
 @pytest.mark.parametrize("name", MODIFIED)
 def test_what_asks_for_places_in_a_sequence_does_not_share_tiles(name):
     spec, may_share = MODIFIED[name]
-    assert (MultiSequencePlan.of(spec, True, True, H200) is not None) == may_share
+    assert RaggedPlan(spec, True, True, H200).may_share == may_share
 
 
 def sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 16) -> PackedSizes:
@@ -245,12 +252,13 @@ def sizes(batch: int, seqlen_q: int, seqlen_k: int, heads: int = 16) -> PackedSi
     ],
 )
 def test_many_short_sequences_share_tiles(given, shares):
-    assert PLAN.suits(given) == shares
+    signature = Signature(PACKED, SPEC, Window(right=0), 16, 4, H200)
+    assert suits_shared_tiles(signature, given) == shares
 
 
 def test_the_choice_follows_from_what_the_host_knows(monkeypatch):
     asked = []
-    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, given: bool(asked.append(given)))
+    share_tiles(monkeypatch, lambda _, given: bool(asked.append(given)))
     call = make_call(USED) | {"max_seqlen_q": 1 << 40, "max_seqlen_k": 132}
     fa3.flash_attn_varlen_func(**call)
     assert asked == [PackedSizes(10, 4, 263, 352, 263, 132)]
@@ -259,9 +267,10 @@ def test_the_choice_follows_from_what_the_host_knows(monkeypatch):
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_every_head_size_has_a_tiling_of_two_halves(tiling):
     spec = replace(SPEC, head_dim=tiling.head_dim, head_dim_v=tiling.head_dim_v)
-    plan = MultiSequencePlan.of(spec, False, False, H200)
-    assert plan.config.tile_m == 2 * ROWS and not plan.config.fixed_reference
-    plan.config.validate(plan.line)
+    plan = RaggedPlan(spec, False, False, H200)
+    config = plan.shared_config
+    assert config.tile_m == 2 * ROWS and not config.fixed_reference
+    config.validate(plan.shared_spec)
 
 
 # -------------------------------------------------------------------------------------- tables
@@ -280,7 +289,7 @@ def test_rows_have_the_keys_that_they_see(problem, window):
     plan = replace(PLAN, spec=replace(SPEC, mask=Band.of(window)))
     total_q = sum(problem.seqlens_q) + problem.spare
     rows = joined.records_of_rows(plan, lengths_of(problem), window, total_q)
-    assert len(rows) == plan.num_tiles(total_q) * plan.config.tile_m
+    assert len(rows) == plan.num_shared_tiles(total_q) * plan.shared_config.tile_m
     used = {}
     for batch, (of_q, of_k) in enumerate(problem.rows):
         for query, row in enumerate(of_q):
@@ -303,11 +312,11 @@ def test_halves_walk_the_keys_of_their_rows(problem, tile_n):
     total_q, total_k = (
         sum(seqlens) + problem.spare for seqlens in (problem.seqlens_q, problem.seqlens_k)
     )
-    window, mask = Window(right=0), PLAN.line.mask
+    window, mask = Window(right=0), PLAN.shared_spec.mask
     rows = joined.records_of_rows(PLAN, lengths_of(problem), window, total_q)
-    for m_block in range(PLAN.num_tiles(total_q)):
+    for m_block in range(PLAN.num_shared_tiles(total_q)):
         record = joined.record_of_tile(PLAN, m_block, rows, total_q, total_k)
-        tile, begin = MultiSequenceTile(total_q, record), m_block * PLAN.config.tile_m
+        tile, begin = MultiSequenceTile(total_q, record), m_block * PLAN.shared_config.tile_m
         assert 0 <= record.begin_k <= record.begin_k + record.seqlen_k <= total_k
         of_tile = mask.key_blocks(begin, 2 * ROWS, tile_n, tile)
         for half in range(2):
@@ -347,7 +356,7 @@ def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
 
 
 def test_what_is_launched(monkeypatch):
-    monkeypatch.setattr(MultiSequencePlan, "suits", lambda plan, sizes: True)
+    share_tiles(monkeypatch, lambda signature, _: signature.shared_tiling is not None)
     call = make_call(
         replace(USED, window=(9, 0), softmax_scale=0.3, recipe=Recipe(sinks="float32"))
     )
@@ -416,19 +425,19 @@ def test_the_tables_are_those_of_the_reference(has_used, window, device):
         used = [tuple(draw.randint(-1, 40) for _ in range(700)) for _ in range(2)]
         problem = replace(problem, used_q=used[0], used_k=used[1])
     spec = AttentionSpec("bfloat16", 128, 128, Band.of(window))
-    plan = MultiSequencePlan.of(spec, has_used, has_used, H200)
+    plan = RaggedPlan(spec, has_used, has_used, H200)
     call = make_call(problem, 0, device)
     names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
     lengths = PackedLengths(*(call.get(name) for name in names))
     (total_q, total_k), batch = map(len, (call["q"], call["k"])), lengths.batch
-    num_tiles = plan.num_tiles(total_q)
+    num_tiles = plan.num_shared_tiles(total_q)
 
     def memory(*shape: int) -> torch.Tensor:
         return torch.full(shape, -7, dtype=torch.int32, device=device)
 
-    rows = memory(num_tiles * plan.config.tile_m, ROW_RECORD)
+    rows = memory(num_tiles * plan.shared_config.tile_m, ROW_RECORD)
     tiles, table = memory(words_of_table(num_tiles)), memory(words_of_table(batch))
-    load_kernel(plan.joined_table())(
+    load_kernel(plan.shared_launches(window)[0].kernel)(
         *lengths, rows, tiles, table, total_q, total_k, num_tiles, *window
     )
     on_host = PackedLengths(*(x if x is None else x.cpu() for x in lengths))

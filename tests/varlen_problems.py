@@ -14,6 +14,7 @@ from reference import FEW_KEYS, check_attention
 from score_problems import Recipe
 
 import fa3
+from fa3.planning import routes
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.scores.masks import Band
 
@@ -74,6 +75,15 @@ class Rows(NamedTuple):
 
     q: range
     k: range
+
+
+def share_tiles(monkeypatch, holds) -> None:
+    """Have packed sequences share tiles where `holds`, which takes signature and sizes, says so."""
+    rules = (
+        rule._replace(holds=holds) if rule.name == routes.SHARED else rule
+        for rule in routes.RULES[routes.PACKED]
+    )
+    monkeypatch.setitem(routes.RULES, routes.PACKED, tuple(rules))
 
 
 def used(seqlens: tuple[int, ...], counts: tuple[int, ...] | None) -> Iterator[range]:

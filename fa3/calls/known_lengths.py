@@ -18,7 +18,7 @@ from fa3.calls.eager import LOWEST_ADDRESS
 from fa3.calls.operands import check_contiguous, check_dtype, check_shape, describe, operand_of
 from fa3.calls.part_memory import PartMemory
 from fa3.planning.host_table import TableKind
-from fa3.planning.joined import PackedSizes
+from fa3.planning.routes import PackedSizes
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
 from fa3.running.graphs import Capture
 from fa3.running.tables import Table

@@ -1,9 +1,8 @@
 """Attention to a cache from batches of prompts and of sequences that decode: both kernels share it.
 
 `fa3.calls.prepared_cache` has calls prepared here. Where packed sequences may have many queries,
-the forward kernel attends for those that do, and the decode kernel for the others: each reads the
-lengths on the device and leaves out what is the other's (`fa3.planning.short_queries`). All other
-calls are the decode kernel's alone (`fa3.calls.decode`).
+the forward kernel attends for those that do, and the decode kernel for the others
+(`fa3.planning.routes`). All other calls are the decode kernel's alone (`fa3.calls.decode`).
 """
 
 from dataclasses import dataclass
@@ -15,15 +14,10 @@ from fa3.calls.cache_call import CacheCall
 from fa3.calls.decode import PreparedDecode, cache_layout, spec_of_call
 from fa3.calls.devices import gpu_of
 from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.varlen_gpu import DecodeLaunch, PreparedVarlen, prepare_alone
 from fa3.planning.gpu import H200
-from fa3.planning.ragged import RaggedPlan
-from fa3.planning.short_queries import (
-    FEWEST_EARLIER_KEYS,
-    leaves_sms_idle,
-    most_queries_of_few,
-    short_queries,
-)
+from fa3.planning.routes import CACHE, DECODE, PackedSizes, Signature, choose
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands, execute_varlen
@@ -34,20 +28,17 @@ class PreparedMixed:
     """How calls run that have sequences with few queries and sequences with many.
 
     Fields:
-        short: attends for sequences with up to `most_short` queries.
-        plan: how the forward kernel attends for the others.
-        window: of the plan.
-        capacity: keys that a sequence has room for.
-        long: the plan's kernels; None on the CPU.
+        signature: what routes depend on besides lengths.
+        longest: the most queries that a sequence may have, and keys that it has room for.
+        short: attends for short sequences, with up to `signature.short_limit` queries.
+        long: kernels that attend for the others; None on the CPU.
         alone: attends for all sequences where the forward kernel would have few tiles. Steps in
             which no sequence has many queries run this kernel too, so they need not wait for it.
     """
 
+    signature: Signature
+    longest: tuple[int, int]
     short: PreparedDecode
-    plan: RaggedPlan
-    window: Window
-    most_short: int
-    capacity: int
     long: PreparedVarlen | None
     alone: PreparedDecode
 
@@ -66,27 +57,28 @@ class PreparedMixed:
             known: the lengths, if the host knows them; they fit the call.
         """
         total_q, heads, _ = operands.q.shape
-        batch, capacity = operands.cu_seqlens_q.shape[0] - 1, self.capacity
+        batch, (_, capacity) = operands.cu_seqlens_q.shape[0] - 1, self.longest
+        fewest_q = None if known is None else known.fewest_q
+        route = choose(
+            self.signature, PackedSizes(batch, heads, total_q, 0, *self.longest, fewest_q)
+        )
         given = operands, tables, modifiers, softmax_scale
-        if capacity >= FEWEST_EARLIER_KEYS and leaves_sms_idle(
-            total_q, batch, heads, self.plan.gpu.num_sms
-        ):
+        if route.name == DECODE:
             self.alone.attend(*given)
             return
-        has_short = known is None or known.fewest_q <= self.most_short
-        page_table = tables.page_table
+        page_table, most_short = tables.page_table, route.most_queries
         if self.long is None:
             execute_varlen(
-                self.plan, self.window, operands, softmax_scale, modifiers,
-                short_queries=self.most_short, page_table=page_table,
+                self.signature.plan, self.signature.window, operands, softmax_scale, modifiers,
+                short_queries=most_short, page_table=page_table,
             )  # fmt: skip
-            if has_short:
+            if most_short:
                 self.short.attend(*given)
             return
         short = None
-        if has_short:
+        if most_short:
             short = DecodeLaunch(
-                self.most_short, lambda table: self.short.start(*given, 0, capacity, table)
+                most_short, lambda table: self.short.start(*given, 0, capacity, table)
             )
         self.long.launch(
             operands, capacity, capacity, modifiers, softmax_scale, short, page_table, None, known
@@ -108,22 +100,25 @@ def prepare_attention(
             `fa3.calls.decode.prepare_decode`.
     """
     options = window, softcap, num_splits, batch_invariant, sm_margin
-    most_short = short_queries(call.heads_q // call.k_cache.shape[2])
-    is_short = not call.is_packed or call.seqlen_q <= most_short
-    # Two kernels beside each other would take the SMs that are reserved.
-    if is_short or num_splits or batch_invariant or sm_margin:
-        return decode.prepare_decode(call, *options)
     on_gpu = call.q.device.type == "cuda"
-    tight = window.tighten(call.seqlen_q, call.capacity)
     gpu = gpu_of(call.q.device) if on_gpu else H200
-    spec, has_used_q = spec_of_call(call, tight, softcap), call.seqused_q is not None
-    plan = RaggedPlan(spec, has_used_q, False, gpu, cache_layout(call))
-    if not plan.finds_keys:
-        return decode.prepare_decode(call, *options)
-    most = min(call.seqlen_q, most_queries_of_few(call.heads_q, gpu.num_sms))
-    few_queries = call._replace(max_seqlen_q=most)
-    return PreparedMixed(
-        decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options,
-        overlaps_forward=True), plan, tight, most_short, call.capacity, prepare_alone(plan, tight)
-        if on_gpu else None, decode.prepare_decode(few_queries, *options),
+    longest, heads_kv = (call.seqlen_q, call.capacity), call.k_cache.shape[2]
+    tight = window.tighten(*longest)
+    signature = Signature(
+        CACHE, spec_of_call(call, tight, softcap), tight, call.heads_q, heads_kv, gpu, sm_margin,
+        cache_layout(call), call.is_packed, call.seqused_q is not None, num_splits=num_splits,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
+    most_rows = PackedSizes(call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, *longest)
+    if choose(signature, most_rows).name == DECODE:
+        return decode.prepare_decode(call, *options)
+
+    def decode_up_to(most_queries: int, overlaps_forward: bool) -> PreparedDecode:
+        few = call._replace(max_seqlen_q=min(call.seqlen_q, most_queries))
+        return decode.prepare_decode(few, *options, overlaps_forward=overlaps_forward)
+
+    long = prepare_alone(signature.plan, tight) if on_gpu else None
+    short = decode_up_to(signature.short_limit, True)
+    return PreparedMixed(
+        signature, longest, short, long, decode_up_to(signature.most_queries_of_few, False)
+    )

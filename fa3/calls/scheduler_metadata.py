@@ -25,8 +25,7 @@ from fa3.complaints import kind_of
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.host_table import TableKind
-from fa3.planning.ragged import RaggedPlan
-from fa3.planning.short_queries import short_queries
+from fa3.planning.routes import CACHE, PackedSizes, Signature, choose
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
@@ -331,11 +330,14 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     window = calls.window.tighten(calls.seqlen_q, lengths.max_seqlen_k)
     structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
     spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
-    plan = RaggedPlan(spec, False, False, gpu, CacheLayout(calls.page_size or 0))
-    most = short_queries(calls.heads_q // calls.heads_kv)
-    if calls.seqlen_q > most and plan.finds_keys:
-        short = most if known.fewest_q <= most else 0
-        upload(known, plan.table_kind(window, short, calls.heads_q, calls.heads_kv, may_cut=False))
+    heads, layout = (calls.heads_q, calls.heads_kv), CacheLayout(calls.page_size or 0)
+    signature = Signature(CACHE, spec, window, *heads, gpu, cache=layout)
+    longest = calls.seqlen_q, max(1, lengths.max_seqlen_k)
+    most_rows = PackedSizes(calls.batch, calls.heads_q, MOST_RAGGED_ROWS, 0, *longest)
+    route = choose(signature, most_rows._replace(fewest_q=known.fewest_q))
+    if route.has_forward:
+        kind = signature.plan.table_kind(window, route.most_queries, *heads, may_cut=False)
+        upload(known, kind)
     return PackedMetadata(calls, False, known)
 
 

@@ -59,7 +59,7 @@ from fa3.calls.scheduler_metadata import IN_METADATA, PackedMetadata, check_pack
 from fa3.calls.traced import trace_attention
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.gpu import H200
-from fa3.planning.joined import PackedSizes
+from fa3.planning.routes import PackedSizes
 from fa3.problem import NO_BOUND, REMEMBERED
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import RaggedOperands
@@ -515,4 +515,4 @@ def prepare_varlen(
     call = plan_varlen(spec, modifiers, window, *heads, has_used_q, has_used_k, gpu, sm_margin)
     if is_on_host:
         return call
-    return replace(call, gpu=varlen_gpu.prepare(call.plan, call.joined, call.short, window))
+    return replace(call, gpu=varlen_gpu.prepare(call.signature))

@@ -4,7 +4,7 @@
 and in graphs `fa3.calls.operator_backward`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,19 +14,21 @@ from fa3.calls.modifiers import ModifierSpec
 from fa3.calls.ragged import hide_all_keys_of_packed
 from fa3.calls.varlen_gpu import DecodeLaunch
 from fa3.planning.gpu import Gpu
-from fa3.planning.joined import MultiSequencePlan, PackedSizes
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.short_queries import ShortPlan
+from fa3.planning.routes import (
+    PACKED,
+    SHARED,
+    ZEROS,
+    PackedSizes,
+    Route,
+    Signature,
+    choose,
+)
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.cache import NO_TABLES, execute_decode
 from fa3.reference.dropout import Dropout
 from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import RaggedOperands, execute_varlen
-
-Route = tuple[bool, int, int, bool]
-"""Which kernels attend for a call: whether sequences share tiles, and if not, the most keys of a
-sequence, the most queries of one that is the decode kernel's (0 if none is), and whether sequences
-may be the forward kernel's. A plain tuple: another one takes the host 0.3 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +36,34 @@ class RaggedCall:
     """What a call leads to, whatever its lengths are.
 
     Fields:
-        plan: how the forward kernel attends.
+        signatures: what routes depend on, by whether a gradient is wanted, and whether all
+            sequences may be the decode kernel's. The window has bounds that any lengths may have.
         structure: what of its scores, mask and sinks is in the spec.
-        window: with bounds that any lengths may have.
-        joined: how short sequences share tiles; None if they cannot.
-        short: how the decode kernel attends from few queries; None if it cannot.
         gpu: the kernels; None on the CPU.
         latest: the lengths that the latest call had on the CPU, if one had them there.
     """
 
-    plan: RaggedPlan
+    signatures: dict[tuple[bool, bool], Signature]
     structure: ModifierSpec
-    window: Window
-    joined: MultiSequencePlan | None
-    short: ShortPlan | None
     gpu: varlen_gpu.PackedKernels | None
     latest: LastHostSeqlens = field(default_factory=LastHostSeqlens, compare=False)
 
     @property
+    def signature(self) -> Signature:
+        """Of calls without gradients."""
+        return self.signatures[False, True]
+
+    @property
+    def plan(self) -> RaggedPlan:
+        return self.signature.plan
+
+    @property
+    def window(self) -> Window:
+        return self.signature.window
+
+    @property
     def spec(self) -> AttentionSpec:
-        return self.plan.spec
+        return self.signature.spec
 
     def attend(
         self,
@@ -87,16 +97,18 @@ class RaggedCall:
             if known_call is not self or known_gradients != has_gradients:
                 route = self.route(known.sizes(sizes.heads), has_gradients, known)
                 known.route = self, has_gradients, route
-        packs_sequences, longest_k, _, _ = route
-        if longest_k == 0:
+        if route.name == ZEROS:
             query_lengths = operands.cu_seqlens_q, operands.seqused_q
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
-        elif not packs_sequences:
+        elif route.name != SHARED:
             may_cut = known is not None and known.may_cut and splits and not has_gradients
-            self.attend_one_by_one(operands, route, tensors, scale, dropout, known, may_cut)
+            longest_k = sizes.max_seqlen_k if known is None else known.longest_k
+            self.attend_one_by_one(
+                operands, route, longest_k, tensors, scale, dropout, known, may_cut
+            )
         elif self.gpu is None:
-            execute_joined(self.joined, self.window, operands, scale, tensors)
+            execute_joined(self.plan, self.window, operands, scale, tensors)
         else:
             self.gpu.joined.launch(operands, sizes, tensors, scale)
 
@@ -113,29 +125,21 @@ class RaggedCall:
             sizes: as far as the host knows them.
             splits: whether all sequences may be the decode kernel's.
         """
-        longest_q, longest_k = sizes[-2:]
-        packs_sequences = longest_k > 0 and sizes.total_q > 0
-        if packs_sequences and self.joined is not None and self.joined.suits(sizes):
-            return True, longest_k, 0, False
-        most = 0
-        if self.short is not None and not has_gradients:
-            most = self.short.most_queries(sizes)
-            if known is not None and known.fewest_q > most:
-                most = 0
-            if splits and most < longest_q:
-                most = self.short.most_queries_of_idle(sizes, self.window) or most
-        return False, longest_k, most, most < longest_q
+        if known is not None:
+            sizes = sizes._replace(fewest_q=known.fewest_q)
+        return choose(self.signatures[has_gradients, splits], sizes)
 
     def most_short_of_table(self, known: HostSeqlens, heads: int) -> int | None:
         """The `short_queries` of the table that a call without gradients walks; None if it walks
         none."""
-        packs_sequences, longest_k, most, has_long = self.route(known.sizes(heads), False, known)
-        return most if longest_k and not packs_sequences and has_long else None
+        route = self.route(known.sizes(heads), False, known)
+        return route.most_queries if route.has_forward else None
 
     def attend_one_by_one(
         self,
         operands: RaggedOperands,
         route: Route,
+        longest_k: int,
         tensors: tuple[torch.Tensor, ...] | None,
         scale: float,
         dropout: Dropout | None,
@@ -148,10 +152,10 @@ class RaggedCall:
         Args:
             may_cut: whether tiles may be cut.
         """
-        _, longest_k, most, has_long = route
+        most, has_long = route.most_queries, route.has_forward
         if self.gpu is None:
             if most:
-                plan = self.short.plan(most, has_long, self.window)
+                plan = self.signature.decode_plan(most, has_long)
                 execute_decode(plan, operands, longest_k, scale, tensors)
             if has_long:
                 table = None
@@ -193,11 +197,15 @@ def plan_varlen(
     Args:
         gpu: without the SMs that are reserved, of which there are `sm_margin`.
     """
-    given = spec, has_used_q, has_used_k, gpu
-    short = None
-    if not sm_margin:
-        # Two kernels beside each other would take the SMs that are reserved.
-        short = ShortPlan.of(spec, heads_q, heads_kv, has_used_q, has_used_k, gpu)
-    return RaggedCall(
-        RaggedPlan(*given), structure, window, MultiSequencePlan.of(*given), short, None
-    )
+    signature = Signature(
+        PACKED, spec, window, heads_q, heads_kv, gpu, sm_margin, has_used_q=has_used_q,
+        has_used_k=has_used_k,
+    )  # fmt: skip
+    signatures = {
+        (has_gradients, splits): replace(
+            signature, has_gradients=has_gradients, num_splits=0 if splits else 1
+        )
+        for has_gradients in (False, True)
+        for splits in (False, True)
+    }
+    return RaggedCall(signatures, structure, None)

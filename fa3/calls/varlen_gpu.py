@@ -33,7 +33,6 @@ from fa3.calls.known_lengths import HostSeqlens, HostTiles
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.host_table import TableKind
-from fa3.planning.joined import MultiSequencePlan, PackedSizes
 from fa3.planning.launch import Launch, slots
 from fa3.planning.ragged import (
     RaggedPlan,
@@ -42,7 +41,7 @@ from fa3.planning.ragged import (
     shift_of_work,
     words_of_table,
 )
-from fa3.planning.short_queries import ShortPlan
+from fa3.planning.routes import PackedSizes, Signature
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands
@@ -249,13 +248,14 @@ class PreparedMultiSequence:
     """A plan for packed sequences that share tiles with its kernels loaded.
 
     Fields:
+        tile_m: rows of a shared tile.
         num_ctas: as in `PreparedVarlen`.
     """
 
     joined_table: Launch
     forward: Launch
     again: Launch
-    plan: MultiSequencePlan
+    tile_m: int
     num_ctas: int
 
     def launch(
@@ -272,10 +272,10 @@ class PreparedMultiSequence:
             with torch.cuda.device(q.device):
                 self.launch(operands, sizes, modifiers, scale)
             return
-        batch, heads, total_q, total_k, _, _ = sizes
-        num_tiles = self.plan.num_tiles(total_q)
+        batch, heads, total_q, total_k, *_ = sizes
+        num_tiles = -(-total_q // self.tile_m)
         # Of the lengths' dtype: to name another one takes torch 0.2 us.
-        rows = ends_q.new_empty(num_tiles * self.plan.config.tile_m, ROW_RECORD)
+        rows = ends_q.new_empty(num_tiles * self.tile_m, ROW_RECORD)
         tiles = ends_q.new_empty(words_of_table(num_tiles))
         table = ends_q.new_empty(words_of_table(batch))
         arguments = self.joined_table.template.copy()
@@ -320,20 +320,18 @@ class PackedKernels(NamedTuple):
     short: Callable[[int, bool], PreparedDecode] | None
 
 
-def prepare(
-    plan: RaggedPlan, joined: MultiSequencePlan | None, short: ShortPlan | None, window: Window
-) -> PackedKernels:
-    """Load the kernels of all plans that a call may take, whatever its lengths are; the decode
+def prepare(signature: Signature) -> PackedKernels:
+    """Load the kernels of all routes that a call may take, whatever its lengths are; the decode
     kernel once a call has more keys than queries, which most never have."""
+    plan, window = signature.plan, signature.window
     alone = prepare_alone(plan, window)
     shared = short_kernels = None
-    if joined is not None:
-        launches = joined.launches(window, plan.rows_of_section)
-        loaded = (launch.loaded(load_kernel) for launch in launches)
-        shared = PreparedMultiSequence(*loaded, joined, alone.num_ctas)
-    if short is not None:
+    if signature.shared_tiling is not None:
+        loaded = (launch.loaded(load_kernel) for launch in plan.shared_launches(window))
+        shared = PreparedMultiSequence(*loaded, signature.shared_tiling.tile_m, alone.num_ctas)
+    if signature.may_decode:
         short_kernels = functools.cache(
-            lambda most, overlaps: PreparedDecode.on_gpu(short.plan(most, overlaps, window))
+            lambda most, overlaps: PreparedDecode.on_gpu(signature.decode_plan(most, overlaps))
         )
     return PackedKernels(alone, shared, short_kernels)
 
@@ -342,7 +340,7 @@ def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     """Load the kernels of a plan."""
     config = plan.config
     tile_table, forward, *again = (one.loaded(load_kernel) for one in plan.launches(window))
-    split = functools.cache(lambda: plan.launch_of_split(window).loaded(load_kernel))
+    split = functools.cache(lambda: plan.launch_of(plan.split(), window).loaded(load_kernel))
     return PreparedVarlen(
         plan, tile_table, forward, again[0] if again else None, split, window, config.tile_m,
         config.tile_n, plan.gpu.num_sms,

@@ -1,22 +1,26 @@
 """A plan in words and in numbers: what it does, its predicted time and bottleneck, and the
 candidates (`Candidate`) that the planner compared.
-
-`Plan.explain` gives an `Explanation`, other plans a `PlanDescription`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fa3.kernels.forward_launch import ForwardConfig
-from fa3.planning.costs import Costs, least_gain
+from fa3.planning.costs import least_gain
 from fa3.planning.gpu import Gpu
-from fa3.planning.kernel_names import describe_config, head_dims, names_of_modifiers
+from fa3.planning.kernel_names import (
+    describe_config,
+    describe_kernel,
+    head_dims,
+    names_of_modifiers,
+)
 from fa3.planning.prediction import Prediction
-from fa3.planning.timeline import Timeline
 from fa3.primitives.shared_memory import CAPACITY
 from fa3.problem import NO_BOUND, Problem, Window
-from fa3.schedules import Schedule
+
+BELOW = "\n" + " " * 9
+"""Begins another line of a sentence."""
 
 
 class Candidate(NamedTuple):
@@ -50,238 +54,138 @@ class PlanDescription:
     sentences: dict[str, str]
     facts: dict[str, Any]
 
-    def __str__(self) -> str:
-        return in_lines(self.sentences)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Everything there is to say about a plan of the forward kernel. `print` it.
-
-    Fields:
-        kernels: what is launched, one line for each.
-        is_arranged: whether the caller gave the order of the tiles.
-        chosen: the plan itself.
-        candidates: what the planner compares for this problem, fastest first.
-        packing: the same problem in the decode kernel, in a sentence; empty if that cannot run it.
-    """
-
-    problem: Problem
-    gpu: Gpu
-    kernels: tuple[str, ...]
-    schedule: Schedule
-    is_arranged: bool
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
-    timeline: Timeline
-    costs: Costs
-    packing: str
-
-    def __str__(self) -> str:
-        return in_lines(self.sentences)
-
-    @property
-    def sentences(self) -> dict[str, str]:
-        """What there is to say, by what it is about."""
-        return {
-            **sentences_of(self.problem, self.problem.flops, self.gpu, self.kernels),
-            "CTA": self.cta,
-            "Memory": self.memory,
-            "Grid": self.grid,
-            "Order": self.order,
-            "Work": self.work,
-            "Softmax": self.softmax,
-            "Balance": self.balance,
-            "Time": self.time,
-            "Bound": self.bound,
-            "Choice": self.choice,
-            "Packing": self.packing,
-        }
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The same for programs; JSON can hold them."""
-        config, schedule = self.config, self.schedule
-        return {
-            **facts_of("dense", self.problem, self.problem.flops, self.gpu, self.kernels),
-            "tile": [config.tile_m, config.tile_n],
-            "cluster": config.cluster,
-            "ctas": schedule.num_clusters * config.cluster,
-            "tiles": schedule.order.num_tiles * config.cluster,
-            "schedule": schedule.name,
-            "shared_memory_bytes": config.smem_bytes(self.problem.spec),
-            "prediction": facts_of_prediction(self.chosen.prediction),
-            "candidates": facts_of_candidates(self.candidates),
-        }
-
-    def trace(self, recorded: Timeline | None = None) -> dict:
-        """The timeline in the Trace Event Format that Perfetto and chrome://tracing open.
+    @classmethod
+    def of(
+        cls,
+        call: str,
+        problem: Problem,
+        gpu: Gpu,
+        kernels: Iterable[Any],
+        sentences: dict[str, str],
+        facts: dict[str, Any],
+        flops: int | None = None,
+    ) -> "PlanDescription":
+        """Describe a plan: what there is to say of any one, then its own sentences and facts.
 
         Args:
-            recorded: a recording on the GPU (`fa3.record_timeline`), shown next to the prediction.
+            call: what is planned: "dense", "packed", "cache" or "backward".
+            kernels: what is launched, in this order.
+            flops: useful floating-point operations, if not the forward pass's.
         """
-        lanes = "SM" if self.config.cluster == 1 else "cluster"
-        return self.timeline.trace_events(describe_problem(self.problem), lanes, recorded)
-
-    @property
-    def config(self) -> ForwardConfig:
-        return self.chosen.config
-
-    @property
-    def lane(self) -> str:
-        """What one cluster occupies: an SM or several."""
-        return "SM" if self.config.cluster == 1 else f"cluster of {self.config.cluster} SMs"
-
-    @property
-    def cta(self) -> str:
-        config = self.config
-        return (
-            f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
-            f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups."
+        spec, flops = problem.spec, problem.flops if flops is None else flops
+        names = [describe_kernel(kernel) for kernel in kernels]
+        return cls(
+            {
+                "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')}; q, k, v and "
+                f"out have {quantity(problem.bytes, 'B')}.",
+                "GPU": f"{gpu.name}, {gpu.num_sms} SMs.",
+                "Kernels": BELOW.join(names),
+                **sentences,
+            },
+            {
+                "call": call,
+                "gpu": {"name": gpu.name, "sms": gpu.num_sms},
+                "problem": {
+                    "batch": problem.batch,
+                    "seqlen_q": problem.seqlen_q,
+                    "seqlen_k": problem.seqlen_k,
+                    "heads_q": problem.num_heads_q,
+                    "heads_kv": problem.num_heads_kv,
+                    "head_dim": spec.head_dim,
+                    "head_dim_v": spec.head_dim_v,
+                    "dtype": spec.dtype,
+                    "window": list(problem.window),
+                    "modifiers": names_of_modifiers(spec),
+                },
+                "flop": flops,
+                "bytes": problem.bytes,
+                "kernels": names,
+                **facts,
+            },
         )
 
-    @property
-    def memory(self) -> str:
-        config = self.config
-        o_buffer = "O in a buffer of its own" if config.own_o else "O staged where Q was"
-        return (
-            f"{counted(config.q_stages, 'stage')} of Q in shared memory, {config.kv_stages} of K "
-            f"and of V, {o_buffer}: {config.smem_bytes(self.problem.spec):,} of {CAPACITY:,} bytes."
-        )
+    def __str__(self) -> str:
+        lines = (f"{name:8} {sentence}" for name, sentence in self.sentences.items() if sentence)
+        return "\n".join(lines)
 
-    @property
-    def grid(self) -> str:
-        cluster = self.config.cluster
-        kind = "persistent CTA" if self.schedule.is_persistent else "CTA"
-        clusters = "" if cluster == 1 else f" in clusters of {cluster}"
-        tiles = counted(self.schedule.order.num_tiles * cluster, "tile")
-        return (
-            f"{counted(self.schedule.num_clusters * cluster, kind)}{clusters} on "
-            f"{self.gpu.num_sms} SMs, for {tiles}: {self.chosen.prediction.waves:,.2f} waves."
-        )
 
-    @property
-    def order(self) -> str:
-        order = self.schedule.order
-        heads = self.problem.num_heads_q * self.problem.batch
-        sections = -(-order.num_heads * order.batch // order.heads_per_section)
-        together = counted(heads, "head") + " together"
-        if sections > 1:
-            together = f"{heads:,} heads in {sections} head groups, one after another"
-        first = "in the caller's order" if self.is_arranged else self.schedule.direction
-        return f"Schedule {self.schedule.name}: {together}, {first}."
+def describe_forward(
+    plan: Any, chosen: Candidate, found: Sequence[Candidate], packing: str
+) -> PlanDescription:
+    """Describe a `fa3.planning.plan.Plan`.
 
-    @property
-    def work(self) -> str:
-        """Key blocks, counted once for every CTA of a cluster."""
-        timeline, cluster = self.timeline, self.config.cluster
-        blocks, full = timeline.blocks * cluster, timeline.full_blocks * cluster
-        return f"{counted(blocks, 'key block')}, {full:,} of them unmasked."
-
-    @property
-    def softmax(self) -> str:
-        if not self.config.fixed_reference:
-            return "Online: subtracts the running row max."
-        return (
+    Args:
+        chosen: the plan itself.
+        found: what the planner compares for the problem, fastest first.
+        packing: the same problem in the decode kernel, in a sentence; empty if that cannot run it.
+    """
+    problem, gpu, config, schedule = plan.problem, plan.gpu, plan.config, plan.schedule
+    prediction, order, cluster = chosen.prediction, schedule.order, config.cluster
+    timeline, smem_bytes = plan.simulate(), config.smem_bytes(problem.spec)
+    lane = "An SM" if cluster == 1 else f"A cluster of {cluster} SMs"
+    ctas, tiles = schedule.num_clusters * cluster, order.num_tiles * cluster
+    heads = problem.num_heads_q * problem.batch
+    groups = -(-order.num_heads * order.batch // order.heads_per_section)
+    together = counted(heads, "head") + " together"
+    if groups > 1:
+        together = f"{heads:,} heads in {groups} head groups, one after another"
+    arranged = "in the caller's order"
+    softmax = "Online: subtracts the running row max."
+    if config.fixed_reference:
+        softmax = (
             "Subtracts a fixed row max instead of the running one; the recompute launch repeats "
             "rows for which it was too far off."
         )
-
-    @property
-    def balance(self) -> str:
-        timeline = self.timeline
-        return (
-            f"{'An' if self.lane == 'SM' else 'A'} {self.lane} works for "
-            f"{duration(min(timeline.busy, default=0.0))} to "
-            f"{duration(max(timeline.busy, default=0.0))}, on average "
-            f"{duration(timeline.mean)}: {timeline.balance:.1%} of the longest."
-        )
-
-    @property
-    def time(self) -> str:
-        prediction = self.chosen.prediction
-        rate = self.problem.flops / prediction.us / 1e6
-        where = "" if self.costs.measured else f" Not measured on an {self.gpu.name}."
-        tile = "" if self.chosen.measured else " Its tile or schedule was not measured."
-        return (
-            f"{duration(prediction.us)} predicted under steady load, {rate:,.0f} TFLOP/s; "
-            f"{duration(prediction.burst_us)} in a burst.{where}{tile}"
-        )
-
-    @property
-    def bound(self) -> str:
-        prediction = self.chosen.prediction
-        return (
-            f"By {prediction.bound}: compute {duration(prediction.compute_us)} with SMs "
-            f"busy for {prediction.busy:.1%} of it, device memory "
-            f"{duration(prediction.memory_us)}, launch {prediction.launch_us:.1f} us."
-        )
-
-    @property
-    def choice(self) -> str:
-        """The candidates with their predicted times."""
-        others = [candidate for candidate in self.candidates if candidate.name != self.chosen.name]
-        return choice_of(self.chosen.name, self.chosen.prediction, others)
-
-
-# ------------------------------------------------------------------------- of all kinds of plans
-
-
-def sentences_of(problem: Problem, flops: int, gpu: Gpu, kernels: Iterable[str]) -> dict[str, str]:
-    """What there is to say of any plan.
-
-    Args:
-        flops: useful floating-point operations.
-        kernels: what is launched, in this order.
-    """
-    return {
-        "Problem": f"{describe_problem(problem)}: {quantity(flops, 'FLOP')}; q, k, v "
-        f"and out have {quantity(problem.bytes, 'B')}.",
-        "GPU": f"{gpu.name}, {gpu.num_sms} SMs.",
-        "Kernels": BELOW.join(kernels),
+    unmeasured = "" if gpu.costs.measured else f" Not measured on an {gpu.name}."
+    unmeasured += "" if chosen.measured else " Its tile or schedule was not measured."
+    sentences = {
+        "CTA": f"{config.tile_m} query rows against blocks of {config.tile_n} keys; "
+        f"{config.threads} threads in 1 producer and {config.consumers} consumer warpgroups.",
+        "Memory": f"{counted(config.q_stages, 'stage')} of Q in shared memory, {config.kv_stages} "
+        f"of K and of V, O {'in a buffer of its own' if config.own_o else 'staged where Q was'}: "
+        f"{smem_bytes:,} of {CAPACITY:,} bytes.",
+        "Grid": f"{counted(ctas, 'persistent CTA' if schedule.is_persistent else 'CTA')}"
+        f"{f' in clusters of {cluster}' if cluster > 1 else ''} on {gpu.num_sms} SMs, for "
+        f"{counted(tiles, 'tile')}: {prediction.waves:,.2f} waves.",
+        "Order": f"Schedule {schedule.name}: {together}, "
+        f"{arranged if plan.is_arranged else schedule.direction}.",
+        # Counted once for every CTA of a cluster.
+        "Work": f"{counted(timeline.blocks * cluster, 'key block')}, "
+        f"{timeline.full_blocks * cluster:,} of them unmasked.",
+        "Softmax": softmax,
+        "Balance": f"{lane} works for {duration(min(timeline.busy, default=0.0))} to "
+        f"{duration(max(timeline.busy, default=0.0))}, on average {duration(timeline.mean)}: "
+        f"{timeline.balance:.1%} of the longest.",
+        "Time": f"{duration(prediction.us)} predicted under steady load, "
+        f"{problem.flops / prediction.us / 1e6:,.0f} TFLOP/s; {duration(prediction.burst_us)} in a "
+        f"burst.{unmeasured}",
+        "Bound": f"By {prediction.bound}: compute {duration(prediction.compute_us)} with SMs busy "
+        f"for {prediction.busy:.1%} of it, device memory {duration(prediction.memory_us)}, launch "
+        f"{prediction.launch_us:.1f} us.",
+        "Choice": choice_of(
+            chosen.name, prediction, [one for one in found if one.name != chosen.name]
+        ),
+        "Packing": packing,
     }
-
-
-def facts_of(
-    call: str, problem: Problem, flops: int, gpu: Gpu, kernels: Iterable[str]
-) -> dict[str, Any]:
-    """The facts that all plans have.
-
-    Args:
-        call: what is planned: "dense", "packed", "cache" or "backward".
-    """
-    spec = problem.spec
-    return {
-        "call": call,
-        "gpu": {"name": gpu.name, "sms": gpu.num_sms},
-        "problem": {
-            "batch": problem.batch,
-            "seqlen_q": problem.seqlen_q,
-            "seqlen_k": problem.seqlen_k,
-            "heads_q": problem.num_heads_q,
-            "heads_kv": problem.num_heads_kv,
-            "head_dim": spec.head_dim,
-            "head_dim_v": spec.head_dim_v,
-            "dtype": spec.dtype,
-            "window": list(problem.window),
-            "modifiers": names_of_modifiers(spec),
-        },
-        "flop": flops,
-        "bytes": problem.bytes,
-        "kernels": list(kernels),
+    facts = {
+        "tile": [config.tile_m, config.tile_n],
+        "cluster": cluster,
+        "ctas": ctas,
+        "tiles": tiles,
+        "schedule": schedule.name,
+        "shared_memory_bytes": smem_bytes,
+        "prediction": facts_of_prediction(prediction),
+        "candidates": facts_of_candidates(found),
     }
+    kernels = (launch.kernel for launch in plan.launches())
+    return PlanDescription.of("dense", problem, gpu, kernels, sentences, facts)
 
 
 def facts_of_prediction(prediction: Prediction) -> dict[str, Any]:
     """A predicted time and what it is made of."""
-    return {
-        "us": round(prediction.us, 3),
-        "burst_us": round(prediction.burst_us, 3),
-        "compute_us": round(prediction.compute_us, 3),
-        "memory_us": round(prediction.memory_us, 3),
-        "launch_us": round(prediction.launch_us, 3),
-        "bound": prediction.bound,
-    }
+    names = "us", "burst_us", "compute_us", "memory_us", "launch_us"
+    times = {name: round(getattr(prediction, name), 3) for name in names}
+    return {**times, "bound": prediction.bound}
 
 
 def facts_of_candidates(candidates: Iterable[Candidate]) -> list[dict[str, Any]]:
@@ -306,14 +210,6 @@ def choice_of(name: str, prediction: Prediction, others: Iterable[Candidate]) ->
 
 
 # ------------------------------------------------------------------------------------ in words
-
-BELOW = "\n" + " " * 9
-"""Begins another line of a sentence."""
-
-
-def in_lines(sentences: dict[str, str]) -> str:
-    """Sentences with what they are about before them, one line each."""
-    return "\n".join(f"{name:8} {sentence}" for name, sentence in sentences.items() if sentence)
 
 
 def quantity(number: float, unit: str) -> str:

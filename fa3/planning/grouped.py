@@ -23,13 +23,10 @@ from fa3.planning.explanation import (
     choice_of,
     counted,
     duration,
-    facts_of,
     facts_of_candidates,
     facts_of_prediction,
-    sentences_of,
 )
 from fa3.planning.gpu import Gpu
-from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.launch import Launch
 from fa3.planning.prediction import Prediction
 from fa3.primitives.cache_blocks import CacheLayout
@@ -162,14 +159,12 @@ class GroupedPlan:
             appends: whether a kernel that appends to the cache runs before.
         """
         problem, decode, prediction = self.problem, self.decode, self.predict()
-        kernels = ["append"] * appends
-        kernels += [describe_kernel(launch.kernel) for launch in self.launches()]
+        kernels = [*(("append",) if appends else ()), *(one.kernel for one in self.launches())]
         others = sorted(self.considered, key=lambda one: one.prediction.us)
         sizes, config = decode.sizes, decode.kernel().config
         call = "dense" if decode.cache.is_full else "cache"
         flops = problem.flops
         sentences = {
-            **sentences_of(problem, flops, self.gpu, kernels),
             "CTA": f"{ROWS} query rows against blocks of {TILE_N} keys. The query heads that share "
             "keys are rows of the same tile, so keys are read once for all of them.",
             "Memory": f"{config.q_stages} stages of Q in shared memory, {config.kv_stages} of K "
@@ -184,7 +179,6 @@ class GroupedPlan:
             "Choice": choice_of("decode kernel", prediction, others),
         }
         facts = {
-            **facts_of(call, problem, flops, self.gpu, kernels),
             "tile": [ROWS, TILE_N],
             "ctas": decode.num_ctas,
             "tiles": sizes.num_tiles,
@@ -192,7 +186,7 @@ class GroupedPlan:
             "prediction": facts_of_prediction(prediction),
             "candidates": facts_of_candidates(others),
         }
-        return PlanDescription(sentences, facts)
+        return PlanDescription.of(call, problem, self.gpu, kernels, sentences, facts)
 
     @property
     def cut(self) -> str:

@@ -43,6 +43,8 @@ def describe_kernel(kernel: Any) -> str:
     """A kernel in one line: "forward, tile 128x128, list, bfloat16, head_dim 128, causal"."""
     words: list[str]
     match kernel:
+        case str():
+            return kernel
         case Forward():
             kind: Any = kernel.schedule_type
             tiles = FORWARD_TILES.get(kind.__name__) or kind.name

@@ -11,10 +11,15 @@ import numpy as np
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning.checks import check_types
-from fa3.planning.explanation import Candidate, Explanation
+from fa3.planning.explanation import (
+    Candidate,
+    PlanDescription,
+    describe_forward,
+    describe_problem,
+)
 from fa3.planning.gpu import Gpu
 from fa3.planning.grouped import GroupedPlan
-from fa3.planning.kernel_names import describe_config, describe_kernel
+from fa3.planning.kernel_names import describe_config
 from fa3.planning.launch import Launch, template_of
 from fa3.planning.load import Load, segments_of
 from fa3.planning.prediction import Prediction, predict
@@ -143,7 +148,16 @@ class Plan:
         prediction = self.predict()
         return timeline.stretched(prediction.us - prediction.launch_us)
 
-    def explain(self) -> Explanation:
+    def trace(self, recorded: Timeline | None = None) -> dict:
+        """The simulation in the Trace Event Format that Perfetto and chrome://tracing open.
+
+        Args:
+            recorded: a recording on the GPU (`fa3.record_timeline`), shown next to the prediction.
+        """
+        lanes = "SM" if self.config.cluster == 1 else "cluster"
+        return self.simulate().trace_events(describe_problem(self.problem), lanes, recorded)
+
+    def explain(self) -> PlanDescription:
         """What the plan does, its predicted time and bottleneck, and the other candidates."""
         found = [
             as_made(self.problem, self.gpu, one) if one.schedule == SplitTiles.name else one
@@ -151,18 +165,8 @@ class Plan:
         ]
         found.sort(key=lambda candidate: candidate.prediction.us)
         chosen, grouped = self.as_candidate(), GroupedPlan.if_possible(self.problem, self.gpu)
-        return Explanation(
-            self.problem,
-            self.gpu,
-            tuple(describe_kernel(launch.kernel) for launch in self.launches()),
-            self.schedule,
-            self.is_arranged,
-            chosen,
-            tuple(found),
-            self.simulate(),
-            self.gpu.costs,
-            "" if grouped is None else grouped.beside(chosen, found),
-        )
+        packing = "" if grouped is None else grouped.beside(chosen, found)
+        return describe_forward(self, chosen, found, packing)
 
 
 def check_plan(plan: Plan) -> None:

@@ -2,14 +2,17 @@
 
 `fa3.calls.varlen_gpu` launches its kernels: one makes the table of tiles from the lengths, the
 other is the forward kernel, which walks the table (`fa3.schedules.ragged`). If the host knows the
-lengths, it makes the table itself (`fa3.planning.host_table`).
+lengths, it makes the table itself (`fa3.planning.host_table`). Short sequences may share tiles
+instead (`fa3.schedules.joined`), or run in the decode kernel: `fa3.planning.routes` decides.
 """
 
 from dataclasses import dataclass, replace
 
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
+from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.tile_table import AMOUNTS, TileTable, TileTableArguments
+from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import Gpu
 from fa3.planning.host_table import TableKind
 from fa3.planning.launch import Launch, template_of
@@ -18,10 +21,13 @@ from fa3.planning.tile_costs import TileKey
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Window
+from fa3.schedules.joined import MultiSequenceTiles
 from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
 from fa3.schedules.split import RaggedSplit
+from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection
+from fa3.scores.scores import Softcap
 
 BITS_OF_AMOUNTS = AMOUNTS.bit_length() - 1
 """Bits of the amounts of work that the kernel tells apart."""
@@ -79,7 +85,14 @@ class RaggedPlan:
 
     def launch_of(self, kernel: Forward, window: Window) -> Launch:
         """Return the launch of a forward kernel."""
-        return launch_on_packed(kernel, window, self.rows_of_section)
+        template = template_of(
+            ForwardArguments,
+            window_left=window.left,
+            window_right=window.right,
+            heads_per_section=self.rows_of_section,
+            overlaps_decode=0,
+        )
+        return Launch(kernel, template)
 
     @property
     def rows_of_section(self) -> int:
@@ -103,6 +116,59 @@ class RaggedPlan:
         )  # fmt: skip
 
     @property
+    def may_share(self) -> bool:
+        """Whether sequences may share tiles: not where scores, a mask or dropout ask for a row's
+        place in its sequence."""
+        spec = self.spec
+        of_rows = spec.mask.templates or any(score.kind is not Softcap for score in spec.scores)
+        return not (of_rows or spec.has_dropout)
+
+    @property
+    def shared_spec(self) -> AttentionSpec:
+        """What the kernel for shared tiles is compiled for: a table says what rows see."""
+        return replace(self.spec, mask=Intervals())
+
+    @property
+    def shared_config(self) -> ForwardConfig:
+        """The tiling of shared tiles: they are too short to gain by a fixed row max."""
+        return halved_tiling(self.shared_spec)
+
+    def num_shared_tiles(self, total_q: int) -> int:
+        """Shared tiles of a head."""
+        return -(-total_q // self.shared_config.tile_m)
+
+    def shared_launches(self, window: Window) -> list[Launch]:
+        """Return the launches of a call with shared tiles: their tables, the forward kernel, and
+        recompute for rows that are not finite, sequence by sequence."""
+        kind = self.spec.mask, self.has_used_q, self.has_used_k
+        table = MultiSequenceTable(self.shared_config.tile_m, *kind)
+        rows = {"window_left": window.left, "window_right": window.right}
+        shared = Forward(self.shared_spec, self.shared_config, MultiSequenceTiles)
+        again = Forward(self.spec, general_tiling(self.spec), RecomputeRaggedTiles)
+        return [
+            Launch(table, template_of(MultiSequenceTableArguments, **rows)),
+            self.launch_of(shared, window),
+            self.launch_of(again, window),
+        ]
+
+    def decode_plan(
+        self, heads_q: int, heads_kv: int, most_queries: int, overlaps_forward: bool, window: Window
+    ) -> DecodePlan:
+        """The plan of all calls with packed keys whose short sequences have so many queries or
+        fewer, whatever the number of sequences and keys.
+
+        Args:
+            overlaps_forward: whether there are others.
+        """
+        sizes = Sizes(1, most_queries, heads_kv, heads_q // heads_kv, TILE_N)
+        num_ctas = self.gpu.num_sms
+        return DecodePlan(
+            self.spec, CacheLayout(is_packed=True, has_seqlens=self.has_used_k), sizes, window,
+            choose_cut(sizes, window, num_ctas, is_packed=True), num_ctas, True, self.has_used_q,
+            overlaps_forward,
+        )  # fmt: skip
+
+    @property
     def can_cut(self) -> bool:
         """Whether tiles can be cut at all: tiles of packed keys, without functions of the user's
         and without dropout."""
@@ -112,10 +178,6 @@ class RaggedPlan:
     def split(self) -> Forward:
         """The forward kernel for tiles that are cut."""
         return Forward(self.spec, self.config, RaggedSplit)
-
-    def launch_of_split(self, window: Window) -> Launch:
-        """Return the launch of the forward kernel for tiles that are cut."""
-        return self.launch_of(self.split(), window)
 
     def table_kind(
         self, window: Window, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
@@ -135,20 +197,6 @@ class RaggedPlan:
             config.tile_m, config.tile_n, self.band, window, short_queries, ratio,
             self.gpu.num_sms, cutting,
         )  # fmt: skip
-
-
-def launch_on_packed(kernel: Forward, window: Window, rows_of_section: int) -> Launch:
-    """Return the launch of a forward kernel on packed sequences."""
-    return Launch(
-        kernel,
-        template_of(
-            ForwardArguments,
-            window_left=window.left,
-            window_right=window.right,
-            heads_per_section=rows_of_section,
-            overlaps_decode=0,
-        ),
-    )
 
 
 def capacity_of_table(total_q: int, batch: int, tile_m: int) -> int:

@@ -1,4 +1,4 @@
-"""Packed sequences that share tiles, on the CPU: the tiles of `fa3.planning.joined` as steps.
+"""Packed sequences that share tiles, on the CPU: the tiles of `fa3.schedules.joined` as steps.
 
 Same tables, same tiles and halves of tiles, same key blocks as on a GPU. Every row of a half is
 multiplied with all keys that the half sees, so what is not finite in a value reaches rows of other
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fa3.planning.joined import MultiSequencePlan
+from fa3.planning.ragged import RaggedPlan
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import Window
 from fa3.reference.varlen import PackedLengths, RaggedOperands, attend_alone
@@ -20,7 +20,7 @@ from fa3.scores.intervals import NO_SEQUENCE, RowRecord
 
 
 def execute_joined(
-    plan: MultiSequencePlan,
+    plan: RaggedPlan,
     window: Window,
     operands: RaggedOperands,
     softmax_scale: float,
@@ -50,9 +50,7 @@ def execute_joined(
         lse[:, is_used] = torch.where(is_marked.T, again[1], results[1])[:, is_used]
 
 
-def steps_of_shared_tiles(
-    plan: MultiSequencePlan, walk: Walker, rows: list[RowRecord]
-) -> Iterator[Step]:
+def steps_of_shared_tiles(plan: RaggedPlan, walk: Walker, rows: list[RowRecord]) -> Iterator[Step]:
     """Yield the work on every half of a tile, for each head.
 
     Args:
@@ -60,12 +58,12 @@ def steps_of_shared_tiles(
     """
     (_, total_q, heads, _), total_k = walk.q.shape, walk.k.shape[1]
     for begin in range(0, total_q, ROWS):
-        m_block = begin // plan.config.tile_m
+        m_block = begin // plan.shared_config.tile_m
         tile = MultiSequenceTile(total_q, record_of_tile(plan, m_block, rows, total_q, total_k))
         end = min(begin + ROWS, total_q)
-        begin_k, tile_n = tile.record.begin_k, plan.config.tile_n
+        begin_k, tile_n = tile.record.begin_k, plan.shared_config.tile_n
         first_key, end_key, *_ = (torch.tensor(rows[begin:end], device=CPU) - begin_k).unbind(1)
-        blocks = plan.line.mask.key_blocks(begin, ROWS, tile_n, tile)
+        blocks = plan.shared_spec.mask.key_blocks(begin, ROWS, tile_n, tile)
         keys = range(begin_k, begin_k + tile.seqlen_k)
         place = SequenceRows(tile.record.batch, range(total_q), keys)
         for head in range(heads):
@@ -76,11 +74,11 @@ def steps_of_shared_tiles(
 
 
 def records_of_rows(
-    plan: MultiSequencePlan, lengths: PackedLengths, window: Window, total_q: int
+    plan: RaggedPlan, lengths: PackedLengths, window: Window, total_q: int
 ) -> list[RowRecord]:
     """The records of all rows of q, and of rows past the last one up to the end of its tile."""
     unused = RowRecord(0, 0, NO_SEQUENCE, 0)
-    rows = [unused] * (plan.num_tiles(total_q) * plan.config.tile_m)
+    rows = [unused] * (plan.num_shared_tiles(total_q) * plan.shared_config.tile_m)
     for one in lengths.sequences():
         for query, row in enumerate(one.q):
             first, end = keys_seen(query, one.sequence(window), one.k.start, plan.spec.mask)
@@ -89,12 +87,12 @@ def records_of_rows(
 
 
 def record_of_tile(
-    plan: MultiSequencePlan, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
+    plan: RaggedPlan, m_block: int, rows: list[RowRecord], total_q: int, total_k: int
 ) -> MultiSequenceRecord:
     """The record of a tile from the records of all rows."""
     firsts, ends, whole = [], [], 0
     for half in range(HALVES):
-        begin = m_block * plan.config.tile_m + half * ROWS
+        begin = m_block * plan.shared_config.tile_m + half * ROWS
         seeing = [row for row in rows[begin : begin + ROWS] if row.first_key < row.end_key]
         firsts.append(min((row.first_key for row in seeing), default=total_k))
         ends.append(max((row.end_key for row in seeing), default=0))

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fa3.planning.joined import PackedSizes
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
+from fa3.planning.routes import PackedSizes
 from fa3.problem import Problem, Window
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import steps

@@ -6,7 +6,7 @@ from typing import Any
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.tuned_plans import is_tuned, plan_call
-from fa3.planning.explanation import Explanation, PlanDescription, duration
+from fa3.planning.explanation import PlanDescription, duration
 from fa3.planning.gpu import Gpu, as_gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.plan import Plan
@@ -55,14 +55,14 @@ def add_timeline(
         facts["picture"] = str(options.png)
         lines.append(f"Picture  {options.png}")
     if options.trace:
-        options.trace.write_text(json.dumps(plan.explain().trace(recorded)))
+        options.trace.write_text(json.dumps(plan.trace(recorded)))
         facts["trace"] = str(options.trace)
         lines.append(f"Trace    {options.trace}")
 
 
 def explained(
     options: argparse.Namespace, problem: Problem, gpu: Gpu
-) -> tuple[Plan | GroupedPlan | None, Explanation | PlanDescription]:
+) -> tuple[Plan | GroupedPlan | None, PlanDescription]:
     """How the call runs that the options name: the plan of a call without gradients, and what
     there is to say."""
     if options.call == "backward":

@@ -25,11 +25,17 @@ from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
-from fa3.planning.joined import MultiSequencePlan
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
-from fa3.planning.ragged import RaggedPlan
-from fa3.planning.short_queries import ShortPlan
+from fa3.planning.routes import (
+    BOTH,
+    CACHE,
+    DECODE,
+    PACKED,
+    Route,
+    Signature,
+    kernels_of_packed,
+)
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, check_can_keep, is_unchanged
@@ -334,20 +340,13 @@ def problems_of(model: Model) -> dict[Problem, None]:
 def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     """What is launched for packed sequences that use all of their rows, whatever the lengths."""
     tight = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    spec, ratio = spec_of(model, tight), model.heads_q // model.heads_kv
-    of_call = False, False, H200
-    plan, joined = RaggedPlan(spec, *of_call), MultiSequencePlan.of(spec, *of_call)
-    short = ShortPlan(spec, model.heads_kv, ratio, *of_call)
-    yield from plan.kernels()
-    yield plan.tile_table()
-    yield plan.split()
-    # Any number of queries has the same ones.
-    for overlaps_forward in (False, True):
-        plan_of_short = short.plan(1, overlaps_forward, tight)
-        yield from filter(None, (plan_of_short.kernel(), plan_of_short.combine()))
-    if joined is not None:
-        yield from joined.kernels()
-        yield joined.joined_table()
+    heads = model.heads_q, model.heads_kv
+    signature = Signature(PACKED, spec_of(model, tight), tight, *heads, H200)
+    for name in signature.names:
+        # Any number of queries has the same kernels.
+        most = 1 if name in (DECODE, BOTH) else 0
+        yield from kernels_of_packed(signature, Route(name, most, ""))
+    yield signature.plan.split()
 
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
@@ -357,10 +356,10 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
         tight = window.tighten(*sizes)
-        plan = RaggedPlan(spec_of(model, tight), False, False, H200, cache)
-        if plan.finds_keys:
-            yield from plan.kernels()
-            yield plan.tile_table()
+        heads = model.heads_q, model.heads_kv
+        signature = Signature(CACHE, spec_of(model, tight), tight, *heads, H200, cache=cache)
+        if BOTH in signature.names:
+            yield from (one.kernel for one in signature.plan.launches(tight))
             yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
 
 

@@ -1,0 +1,375 @@
+"""Which kernels serve a call, and why: the only place that decides.
+
+`choose` maps a `Signature`, which repeated calls share, and the `PackedSizes` of a call to a
+`Route`. It looks at no tensor: a call on the CPU, on a GPU or in `fa3 plan` has the same route. The
+tables of docs/kernels.md are those of `RULES`: of a kind of calls the first rule that holds counts.
+
+A tile of the forward kernel has 128 queries of one head. A tile of the decode kernel has 64 rows of
+all heads that share keys, and the decode kernel splits the keys so that all SMs read equally many.
+A sequence with few queries is therefore the decode kernel's. Lengths are known on the GPU only, so
+both kernels are launched at the same time, and each leaves out the sequences of the other: the
+decode kernel those with more than `Route.most_queries` (`fa3.schedules.sequences.Cached`), the tile
+table the rest (`fa3.kernels.tile_table`). The table says how many CTAs the decode kernel gets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
+from fa3.planning.decode import TILE_N, DecodePlan
+from fa3.planning.gpu import Gpu
+from fa3.planning.ragged import RaggedPlan
+from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.wgmma import ROWS
+from fa3.problem import NO_BOUND, AttentionSpec, Window
+
+DENSE, PACKED, CACHE = "dense", "packed", "cache"
+"""Kinds of calls: by their keys."""
+
+NOTHING, ZEROS, FORWARD, DECODE, SHARED, BOTH = (
+    "none", "none; the output is 0", "forward", "decode", "shared tiles", "decode and forward"
+)  # fmt: skip
+"""Names of routes. SHARED is the forward kernel on tiles that sequences share."""
+
+MOST_SHORT_ROWS = 2 * ROWS
+"""Rows of a key/value head up to which a sequence is short: with more the keys are read, and
+multiplied, by more than two tiles of one warpgroup each."""
+
+FEWEST_EARLIER_KEYS = 4096
+"""Keys beyond one for each query from which on a call with long sequences has two kernels: fewer
+take the forward kernel no longer than the launch of another one. Also the keys that a sequence must
+have room for where few tiles are the decode kernel's: to split fewer does not pay."""
+
+IDLE_SHARE = 0.5
+"""Share of the SMs that have a tile of the forward kernel, up to which the others count as idle.
+The decode kernel takes 1.6 times as long for a query and a key, but splits the keys."""
+
+BLOCKS_OF_TILE = 2
+"""Key blocks that take as long as the rest of a tile: its first loads, prologue and epilogue."""
+
+MOST_SHARED_TILE_KEYS = 256
+"""Keys of a sequence up to which sequences share tiles: all rows of a tile wait for all of them."""
+
+MOST_SHARED_TILE_ROWS = 1 << 28
+"""Rows of q up to which sequences share tiles: 32 bits count the words of their records."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a route depends on besides lengths: calls that are repeated share it.
+
+    Fields:
+        call: DENSE, PACKED or CACHE.
+        gpu: what kernels may use of it, without the `sm_margin` that is reserved.
+        cache: how the keys of a cache lie.
+        has_packed_queries: whether queries are packed; always where keys are.
+        has_used_q, has_used_k: whether not all of packed rows count.
+        has_gradients: whether a gradient is wanted. Then no keys are split, so that the bits of a
+            sequence do not depend on the others.
+        is_planned: whether the caller gives a plan or a schedule.
+        num_splits, batch_invariant, pack_gqa: of the call.
+    """
+
+    call: str
+    spec: AttentionSpec
+    window: Window
+    heads_q: int
+    heads_kv: int
+    gpu: Gpu
+    sm_margin: int = 0
+    cache: CacheLayout | None = None
+    has_packed_queries: bool = True
+    has_used_q: bool = False
+    has_used_k: bool = False
+    has_gradients: bool = False
+    is_planned: bool = False
+    num_splits: int = 0
+    batch_invariant: bool = False
+    pack_gqa: bool | None = None
+
+    @cached_property
+    def plan(self) -> RaggedPlan:
+        """The kernels that may have packed queries."""
+        return RaggedPlan(self.spec, self.has_used_q, self.has_used_k, self.gpu, self.cache)
+
+    @cached_property
+    def short_limit(self) -> int:
+        """The most queries of a short sequence; at least 1.
+
+        Without heads to pack, more than one tile of rows is as much work for either kernel.
+        """
+        rows_of_query = self.heads_q // max(1, self.heads_kv)
+        return max(1, min(ROWS, MOST_SHORT_ROWS // max(1, rows_of_query)))
+
+    @cached_property
+    def most_queries_of_few(self) -> int:
+        """No sequence of a call with few tiles has more queries."""
+        return max(1, int(IDLE_SHARE * self.gpu.num_sms) // self.heads_q * FEWEST_ROWS)
+
+    @cached_property
+    def may_decode(self) -> bool:
+        """Whether the decode kernel may have sequences, whatever the lengths are."""
+        spec = self.spec
+        if self.call == CACHE:
+            return True
+        is_plain = not (spec.has_user_functions or spec.has_dropout or self.has_gradients)
+        return self.heads_q > 0 and is_plain and (self.call == DENSE or not self.sm_margin)
+
+    @cached_property
+    def may_have_both(self) -> bool:
+        """Whether both kernels may have sequences. They would take SMs that are reserved."""
+        if self.call != CACHE:
+            return self.call == PACKED and self.may_decode
+        is_free = not (self.num_splits or self.batch_invariant or self.sm_margin)
+        return self.has_packed_queries and is_free and self.plan.finds_keys
+
+    @cached_property
+    def shared_tiling(self) -> ForwardConfig | None:
+        """The tiling of tiles that sequences share; None if they cannot."""
+        return self.plan.shared_config if self.call == PACKED and self.plan.may_share else None
+
+    def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
+        """How the decode kernel attends to packed keys from sequences with so many queries."""
+        heads = self.heads_q, self.heads_kv
+        return self.plan.decode_plan(*heads, most_queries, overlaps_forward, self.window)
+
+    @property
+    def names(self) -> list[str]:
+        """The routes with kernels that packed queries may have, whatever the lengths are."""
+        possible = {
+            FORWARD: self.call == PACKED,
+            SHARED: self.shared_tiling is not None,
+            DECODE: self.may_decode,
+            BOTH: self.may_have_both,
+        }
+        return [name for name, holds in possible.items() if holds]
+
+
+class PackedSizes(NamedTuple):
+    """What the host knows of the lengths of a call's sequences.
+
+    Fields:
+        batch: number of sequences.
+        heads: query heads.
+        total_q, total_k: rows of q and of k.
+        max_seqlen_q, max_seqlen_k: no sequence has more queries or keys; a cache has room for
+            `max_seqlen_k`.
+        fewest_q: the fewest queries of a sequence that has some; None if lengths are on a GPU.
+    """
+
+    batch: int
+    heads: int
+    total_q: int
+    total_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    fewest_q: int | None = None
+
+
+class Route(NamedTuple):
+    """Which kernels serve a call.
+
+    Fields:
+        name: one of the names above.
+        most_queries: queries of a sequence that is the decode kernel's, at most; 0 if none is.
+        reason: the rule that holds, as in docs/kernels.md.
+    """
+
+    name: str
+    most_queries: int
+    reason: str
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether sequences may be the forward kernel's, in tiles of one sequence."""
+        return self.name in (FORWARD, BOTH)
+
+    def explain(self) -> str:
+        """Which kernels serve which sequences, in a sentence."""
+        return SENTENCES[self.name].format(self.most_queries)
+
+
+SENTENCES = {
+    NOTHING: "No kernel runs.",
+    ZEROS: "No kernel runs; the output is 0.",
+    FORWARD: "The forward kernel attends; each tile has rows of one sequence.",
+    DECODE: "The decode kernel attends.",
+    SHARED: "Sequences are short, so several share a tile of the forward kernel.",
+    BOTH: "Sequences of up to {} queries are the decode kernel's, others the forward kernel's. "
+    "Both run at the same time.",
+}
+
+
+def choose(
+    signature: Signature, sizes: PackedSizes, decode_is_faster: Callable[[], bool] | None = None
+) -> Route:
+    """Choose the kernels of a call: by the first rule that holds.
+
+    Args:
+        decode_is_faster: whether the decode kernel is predicted to be; for dense calls.
+    """
+    for name, reason, holds in RULES[signature.call]:
+        most = holds(signature, sizes)
+        if most and (reason != PREDICTED or (decode_is_faster and decode_is_faster())):
+            return Route(name, most if name in (DECODE, BOTH) else 0, reason)
+    raise AssertionError("the last rule always holds")
+
+
+def kernels_of_packed(signature: Signature, route: Route) -> list[Any]:
+    """The kernels of a call on packed keys, in the order of their launches."""
+    plan, window, most = signature.plan, signature.window, route.most_queries
+    if route.name == SHARED:
+        return [launch.kernel for launch in plan.shared_launches(window)]
+    table, *forward = plan.launches(window) if route.has_forward else (None,)
+    attend, *merges = signature.decode_plan(most, route.has_forward).launches if most else (None,)
+    launches = filter(None, (table, attend, *forward, *merges))
+    return [launch.kernel for launch in launches]
+
+
+# --------------------------------------------------------------------- what rules ask for
+
+
+def has_no_query(_: Signature, sizes: PackedSizes) -> bool:
+    return 0 in (sizes.batch, sizes.heads, sizes.total_q, sizes.max_seqlen_q)
+
+
+def has_no_key(_: Signature, sizes: PackedSizes) -> bool:
+    return sizes.max_seqlen_k == 0
+
+
+def suits_shared_tiles(signature: Signature, sizes: PackedSizes) -> bool:
+    """Whether sequences that share tiles are likely to take less time than each by itself."""
+    config, num_sms = signature.shared_tiling, signature.gpu.num_sms
+    batch, heads, total_q, total_k, longest_q, longest_k, _ = sizes
+    if (
+        config is None
+        or longest_q > config.tile_m // 2
+        or longest_k > MOST_SHARED_TILE_KEYS
+        or total_q > MOST_SHARED_TILE_ROWS
+        # Each tile would have an SM to itself, and read the keys of one sequence only.
+        or batch * heads <= num_sms
+    ):
+        return False
+
+    def steps(tiles: int, blocks: int) -> int:
+        return -(-tiles // num_sms) * (BLOCKS_OF_TILE + blocks)
+
+    # The sequences at both ends of a tile have rows in another one too.
+    keys_of_tile = total_k * config.tile_m // total_q + longest_k
+    shared = steps(-(-total_q // config.tile_m) * heads, -(-keys_of_tile // config.tile_n))
+    return shared < steps(batch * heads, -(-total_k // (batch * config.tile_n)))
+
+
+def if_counted(signature: Signature, sizes: PackedSizes, most_queries: int) -> int:
+    """`most_queries` if 32 bits count the key blocks of all tiles, whatever the lengths are."""
+    rows = most_queries * (signature.heads_q // signature.heads_kv)
+    tiles = sizes.batch * signature.heads_kv * -(-rows // ROWS)
+    return most_queries if tiles * -(-sizes.max_seqlen_k // TILE_N) <= LARGEST else 0
+
+
+def queries_if_all_are_short(signature: Signature, sizes: PackedSizes) -> int:
+    longest = sizes.max_seqlen_q
+    is_short = longest <= signature.short_limit and sizes.total_k > sizes.total_q
+    return if_counted(signature, sizes, longest) if signature.may_decode and is_short else 0
+
+
+def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
+    """The most queries of a sequence if the forward kernel would leave SMs idle, and there are
+    keys enough to split; not `max_seqlen_q`, so that calls of all lengths have one plan."""
+    longest_k, left = sizes.max_seqlen_k, signature.window.left
+    if left != NO_BOUND and signature.call == PACKED:
+        # All other keys are hidden from all queries of a sequence.
+        longest_k = min(longest_k, left + sizes.max_seqlen_q)
+    num_sms, heads = signature.gpu.num_sms, sizes.heads
+    num_tiles = (sizes.total_q // FEWEST_ROWS + sizes.batch) * heads
+    if longest_k < FEWEST_EARLIER_KEYS or num_tiles > IDLE_SHARE * num_sms:
+        return 0
+    return signature.most_queries_of_few
+
+
+def queries_if_keys_are_split(signature: Signature, sizes: PackedSizes) -> int:
+    may_split = signature.may_decode and not signature.num_splits and sizes.fewest_q is None
+    most = queries_if_few_tiles(signature, sizes) if may_split else 0
+    return if_counted(signature, sizes, most) if most else 0
+
+
+def queries_if_some_are_short(signature: Signature, sizes: PackedSizes) -> int:
+    batch, _, total_q, total_k, longest_q, _, fewest_q = sizes
+    limit, are_equal = signature.short_limit, total_q >= batch * longest_q
+    has_short = (fewest_q or 0) <= limit and (signature.has_used_q or not are_equal)
+    has_keys = total_k - total_q >= FEWEST_EARLIER_KEYS
+    if not (signature.may_have_both and has_short and has_keys):
+        return 0
+    return if_counted(signature, sizes, limit)
+
+
+# ----------------------------------------------------------------------------------- the rules
+
+
+class Rule(NamedTuple):
+    """A row of a table in docs/kernels.md.
+
+    Fields:
+        name: the route where the rule holds.
+        reason: when it holds, in words.
+        holds: whether it does; for the decode kernel the most queries of its sequences, 0 if not.
+    """
+
+    name: str
+    reason: str
+    holds: Callable[[Signature, PackedSizes], int | None]
+
+
+PREDICTED = "decode is predicted to be faster than every forward plan, by a margin"
+
+RULES = {
+    DENSE: (
+        Rule(ZEROS, "no query, no batch or no head", has_no_query),
+        Rule(ZEROS, "no key", has_no_key),
+        Rule(FORWARD, "`plan` or `schedule` is given", lambda sig, _: sig.is_planned),
+        Rule(DECODE, "`pack_gqa=True`", lambda sig, n: sig.pack_gqa and n.max_seqlen_q),
+        Rule(FORWARD, "a gradient is wanted, or `pack_gqa=False`",
+             lambda sig, _: sig.has_gradients or sig.pack_gqa is False),
+        Rule(FORWARD, "dropout, or a score or a mask of your own",
+             lambda sig, _: not sig.may_decode),
+        Rule(DECODE, PREDICTED, lambda _, n: n.max_seqlen_q),
+        Rule(FORWARD, "all others", lambda *_: True),
+    ),
+    PACKED: (
+        Rule(NOTHING, "no row, no sequence or no head, or `max_seqlen_q` is 0", has_no_query),
+        Rule(ZEROS, "`max_seqlen_k` is 0", has_no_key),
+        Rule(SHARED, "`max_seqlen_q` up to 64, `max_seqlen_k` up to 256, more sequences x query "
+             "heads than SMs, and fewer steps with shared tiles than without; no ALiBi, dropout, "
+             "or score or mask of your own", suits_shared_tiles),
+        Rule(DECODE, "decoding is possible, k has more rows than q, and `max_seqlen_q` is at most "
+             "the short limit", queries_if_all_are_short),
+        Rule(DECODE, "decoding is possible, and lengths are not known to the host, `num_splits` is "
+             "0 (the default; FlashAttention-3's is 1), and few tiles meet long keys",
+             queries_if_keys_are_split),
+        Rule(BOTH, "decoding is possible, k has at least 4096 more rows than q, and lengths may "
+             "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`)",
+             queries_if_some_are_short),
+        Rule(FORWARD, "all others", lambda *_: True),
+    ),
+    CACHE: (
+        Rule(NOTHING, "no row, no sequence or no head", has_no_query),
+        Rule(ZEROS, "the cache has room for no key", has_no_key),
+        Rule(DECODE, "no `cu_seqlens_q`",
+             lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
+        Rule(DECODE, "`max_seqlen_q` is at most the short limit",
+             lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
+        Rule(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
+             "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
+             "block (often 128) share no divisor of at least 8",
+             lambda sig, n: 0 if sig.may_have_both else n.max_seqlen_q),
+        Rule(DECODE, "few tiles, and the cache has room for 4096 keys per sequence",
+             lambda sig, n: min(n.max_seqlen_q, queries_if_few_tiles(sig, n))),
+        Rule(FORWARD, "lengths are known to the host, and no sequence is short",
+             lambda sig, n: (n.fewest_q or 0) > sig.short_limit),
+        Rule(BOTH, "all others", lambda sig, _: sig.short_limit),
+    ),
+}  # fmt: skip
+"""The rules of each kind of calls; docs/kernels.md explains their terms."""
