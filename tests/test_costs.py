@@ -20,10 +20,8 @@ from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.load import (
     EXACT_ROUNDS,
     Load,
-    PartColumns,
     RowLoad,
     Segments,
-    durations,
     makespan,
     segments_of,
     segments_of_tiles,
@@ -108,11 +106,11 @@ def test_the_part_that_merges_costs_more_than_one_that_leaves():
     plan = plan_forward(problem, config=TILES, schedule="split")
     segments = segments_of(plan.tiled, plan.schedule)
     order, tiles = plan.schedule.order, plan.schedule.parts.tile
-    in_parts = np.unique(tiles[segments.parts.partial])
+    in_parts = np.unique(tiles[segments.partial])
     assert len(in_parts) > 0
     # Each tile has one that merges, and a simulation gives each segment the same time.
-    assert sorted(tiles[segments.parts.merging]) == sorted(in_parts)
-    times = durations(segments, plan.tiled.costs)
+    assert sorted(tiles[segments.merging]) == sorted(in_parts)
+    times = segments.times(plan.tiled.costs)
     by_segment = dict(zip(zip(tiles, plan.schedule.parts.first, strict=True), times, strict=True))
     spans = plan.simulate().spans
     scale = sum(times) / sum(span.cost.us for span in spans)
@@ -179,9 +177,6 @@ def test_work_known_by_rows_is_that_of_the_tiles(batch, seqlen, heads, window, l
     whole = Load.of(segments, tiled.costs, lanes)
     assert rows.greedy == pytest.approx(whole, rel=1e-6, abs=1e-6)
     assert whole.total / lanes - 1e-6 <= rows.balanced.last <= whole.last + 1e-6
-    owner = StaticPersistent(tiled.order, lanes).owners
-    dealt = Load.of(segments._replace(owner=owner), tiled.costs, lanes)
-    assert rows.snake == pytest.approx(dealt, rel=1e-6, abs=1e-6)
 
 
 @given(st.integers(1, 3), st.integers(1, 9000), st.sampled_from([1, 2, 7, 32]))
@@ -251,8 +246,10 @@ def test_a_tile_in_parts_is_shorter_but_moves_more():
     parts = Segments(
         np.repeat(whole.full // 16, 16),
         np.repeat(whole.masked, 16),
-        PartColumns(np.repeat(np.arange(8), 16), np.ones(128, bool), np.arange(128) % 16 == 0),
-        owner=np.arange(128),
+        np.arange(128),
+        np.repeat(np.arange(8), 16),
+        np.ones(128, bool),
+        np.arange(128) % 16 == 0,
     )
     together, apart = (
         predict(costs, tiled, "list", load_of(segments)) for segments in (whole, parts)

@@ -8,7 +8,7 @@ compares these estimates. Segment times come from `fa3.planning.tile_costs`.
 import heapq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from fa3.planning.tile_costs import TileCosts
 from fa3.planning.tiled import TiledProblem
 from fa3.schedules import Schedule, TileOrder
 from fa3.schedules.split import SHORTEST, TimedSegments
-from fa3.schedules.tile_list import LATE, snake_loads
+from fa3.schedules.tile_list import LATE
 from fa3.scores import masks
 
 EXACT_ROUNDS = 1
@@ -26,79 +26,65 @@ CUT_ROUNDS = 1.5
 """Rounds of tiles that a split schedule cuts into parts: all but the last one or two stay whole."""
 
 
-class PartColumns(NamedTuple):
-    """What segments are of their tiles, if some are parts.
-
-    Fields:
-        tile: number of the segment's tile.
-        partial, merging: whether it is a part of the tile, and the one that merges.
-    """
-
-    tile: np.ndarray
-    partial: np.ndarray
-    merging: np.ndarray
-
-
 class Segments(NamedTuple):
     """Segments in the order in which clusters take them; arrays of one length.
 
     Fields:
         full, masked: key blocks without and with the mask applied.
-        parts: None if no segment is a part.
         owner: the cluster that works on it, if the schedule fixes that; None if each goes to the
             first free cluster.
+        tile: number of its tile; None, as the next ones, if no segment is a part of a tile.
+        partial, merging: whether it is a part, and the one that merges.
     """
 
     full: np.ndarray
     masked: np.ndarray
-    parts: PartColumns | None = None
-    owner: np.ndarray | None = None
+    owner: Any = None
+    tile: Any = None
+    partial: Any = None
+    merging: Any = None
+
+    @classmethod
+    def of(cls, blocks: masks.Blocks, *owner_and_parts: np.ndarray | None) -> "Segments":
+        """Segments with these key blocks."""
+        full = blocks.full_end - blocks.full_begin
+        return cls(full, blocks.end - blocks.begin - full, *owner_and_parts)
 
     @property
     def num_partial(self) -> int:
-        return 0 if self.parts is None else int(self.parts.partial.sum())
+        return 0 if self.partial is None else int(self.partial.sum())
 
-
-def segments_of_blocks(blocks: masks.Blocks) -> Segments:
-    """Segments with these key blocks."""
-    full = blocks.full_end - blocks.full_begin
-    return Segments(full, blocks.end - blocks.begin - full)
+    def times(self, tile: TileCosts) -> np.ndarray:
+        """Microseconds of every segment at burst clock, without the schedule's overhead."""
+        times = tile.us(self.full, self.masked)
+        if self.partial is None:
+            return times
+        return times + self.partial * tile.part_us_if(self.merging)
 
 
 def segments_of_tiles(tiled: TiledProblem) -> Segments:
     """A segment for each whole tile, in order."""
-    return segments_of_blocks(tiled.blocks_of_tiles())
+    return Segments.of(tiled.blocks_of_tiles())
 
 
 def segments_of(tiled: TiledProblem, schedule: Schedule) -> Segments:
     """The segments of a schedule's clusters."""
     parts = schedule.parts
     if parts is None:
-        return segments_of_tiles(tiled)._replace(owner=schedule.owners)
+        return Segments.of(tiled.blocks_of_tiles(), schedule.owners)
     blocks = masks.Blocks(*(array[parts.tile] for array in tiled.blocks_of_tiles()))
     # The first part is done last, as tiles are cut, and merges.
     merging = parts.is_part & (parts.first == blocks.begin)
-    return segments_of_blocks(blocks.between(parts.first, parts.end))._replace(
-        parts=PartColumns(parts.tile, parts.is_part, merging), owner=schedule.owners
-    )
+    owner_and_parts = schedule.owners, parts.tile, parts.is_part, merging
+    return Segments.of(blocks.between(parts.first, parts.end), *owner_and_parts)
 
 
-def durations(segments: Segments, tile: TileCosts) -> np.ndarray:
-    """Microseconds of every segment at burst clock, without the schedule's overhead."""
-    times = tile.us(segments.full, segments.masked)
-    if segments.parts is None:
-        return times
-    return times + segments.parts.partial * tile.part_us_if(segments.parts.merging)
-
-
-def end_of_last(
-    times: np.ndarray, owner: np.ndarray, parts: PartColumns | None, tile: TileCosts
-) -> float:
+def end_of_last(times: np.ndarray, segments: Segments, tile: TileCosts) -> float:
     """When the last cluster is done, if each segment has its cluster."""
-    if parts is None:
+    owner, merging = segments.owner, segments.merging
+    if segments.tile is None:
         return float(np.bincount(owner, times).max(initial=0.0))
-    leaves = parts.partial & ~parts.merging
-    timed = TimedSegments(parts.tile, owner, times, leaves, parts.merging)
+    timed = TimedSegments(segments.tile, owner, times, segments.partial & ~merging, merging)
     return timed.end(np.zeros(owner.max(initial=-1) + 1), tile.part_us_if(True))
 
 
@@ -108,13 +94,13 @@ def makespan(times: np.ndarray, lanes: int) -> float:
     Only the last rounds are simulated; the earlier ones count by their mean, since greedy
     assignment evens them out.
     """
-    head = rounds_before(len(times), lanes) * lanes
+    head = tiles_before(len(times), lanes)
     return greedy_end(times[head:], lanes, float(times[:head].sum()) / lanes)
 
 
-def rounds_before(count: int, lanes: int) -> int:
-    """Rounds of segments that are not simulated."""
-    return max(0, count // lanes - EXACT_ROUNDS)
+def tiles_before(count: int, lanes: int) -> int:
+    """Segments that are not simulated."""
+    return max(0, count // lanes - EXACT_ROUNDS) * lanes
 
 
 def greedy_end(times: np.ndarray, lanes: int, level: float) -> float:
@@ -154,14 +140,14 @@ class Load(NamedTuple):
     @classmethod
     def of(cls, segments: Segments, tile: TileCosts, lanes: int) -> "Load":
         """The load of given segments; the GPU holds `lanes` clusters at a time."""
-        times = durations(segments, tile)
+        times = segments.times(tile)
         if segments.owner is None:
             last, rounds = makespan(times, lanes), -(-len(times) // lanes)
         else:
-            last = end_of_last(times, segments.owner, segments.parts, tile)
+            last = end_of_last(times, segments, tile)
             rounds = int(np.bincount(segments.owner).max(initial=0))
         blocks = segments.full + segments.masked
-        of_parts = 0.0 if segments.parts is None else blocks[segments.parts.partial].sum()
+        of_parts = 0.0 if segments.partial is None else blocks[segments.partial].sum()
         of_blocks = segments.full.sum() * tile.full_us + segments.masked.sum() * tile.masked_us
         return cls(
             last,
@@ -198,7 +184,7 @@ class RowLoad:
     @classmethod
     def of(cls, tiled: TiledProblem) -> "RowLoad":
         order, tile = tiled.order, tiled.costs
-        rows = segments_of_blocks(tiled.blocks_of_rows)
+        rows = Segments.of(tiled.blocks_of_rows)
         times, heads = tile.us(rows.full, rows.masked), order.num_heads * order.batch
         of_blocks = float(times.sum()) - len(times) * tile.tile_us
         blocks = float(rows.full.sum() + rows.masked.sum())
@@ -226,7 +212,7 @@ class RowLoad:
     def greedy(self) -> Load:
         """The load if each tile goes to the first free cluster."""
         last = self.in_equal_rounds
-        return self.whole(self.end_of_last_rounds(self.last_rounds) if last is None else last)
+        return self.whole(self.end_of(self.last_rounds) if last is None else last)
 
     @property
     def balanced(self) -> Load:
@@ -236,30 +222,18 @@ class RowLoad:
         if self.in_equal_rounds is not None or load.last <= LATE * self.total / self.lanes:
             return load
         longest_first = np.sort(self.last_rounds)[::-1]
-        return self.whole(min(load.last, self.end_of_last_rounds(longest_first)))
+        return self.whole(min(load.last, self.end_of(longest_first)))
 
     @cached_property
     def last_rounds(self) -> np.ndarray:
         """Times of the tiles that are simulated."""
         count = self.order.num_tiles
-        followed = count - rounds_before(count, self.lanes) * self.lanes
-        return self.times[self.order.m_blocks(followed)]
+        return self.times[self.order.m_blocks(count - tiles_before(count, self.lanes))]
 
-    def end_of_last_rounds(self, times: np.ndarray) -> float:
+    def end_of(self, times: np.ndarray) -> float:
         """When the last of these tiles is done; the tiles before them count by their mean."""
         level = (self.total - float(times.sum())) / self.lanes
         return greedy_end(times, self.lanes, level)
-
-    @property
-    def snake(self) -> Load:
-        """The load if the tiles are dealt in rounds, every other one in reverse order."""
-        last = self.in_equal_rounds
-        if last is None:
-            count, lanes = self.order.num_tiles, self.lanes
-            times = np.zeros(-(-count // lanes) * lanes)
-            times[:count] = self.times[self.order.m_blocks()]
-            last = float(snake_loads(times.reshape(-1, lanes)).max())
-        return self.whole(last)
 
     @property
     def cut_evenly(self) -> Load:

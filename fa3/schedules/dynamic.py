@@ -71,10 +71,6 @@ class Dynamic(Schedule):
     shared_words: ClassVar[int] = 3 * SLOTS
     table: ClassVar[None] = None
 
-    @classmethod
-    def load(cls, rows):
-        return rows.greedy
-
     def check(self, first_blocks, end_blocks) -> None:
         if self.counters is not None or self.mailbox is not None:
             raise ValueError(

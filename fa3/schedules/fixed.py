@@ -30,10 +30,6 @@ class SingleTile(Schedule):
         return cls(tiled.order)
 
     @classmethod
-    def load(cls, rows):
-        return rows.greedy
-
-    @classmethod
     def on_device(cls, order: TileOrder, num_clusters, state) -> "SingleTile":
         return cls(order)
 
@@ -60,10 +56,6 @@ class StaticPersistent(Schedule):
     name: ClassVar[str] = "static"
     is_searched: ClassVar[bool] = False
     table: ClassVar[None] = None
-
-    @classmethod
-    def load(cls, rows):
-        return rows.snake
 
     @property
     def owners(self) -> np.ndarray:

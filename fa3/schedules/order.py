@@ -197,8 +197,9 @@ class Schedule:
 
     @classmethod
     def load(cls, rows):
-        """An estimate of its clusters' load, one that `fa3.planning.load.RowLoad` gives."""
-        raise NotImplementedError
+        """An estimate of its clusters' load, one that `fa3.planning.load.RowLoad` gives: here that
+        of tiles which go to the first free cluster."""
+        return rows.greedy
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
         """Raise unless its clusters work on every tile of its order exactly once.

@@ -1,4 +1,4 @@
-"""Compiles kernels in other processes, and reports each kernel that is done.
+"""Compiles kernels in other processes, and reports each kernel that is done, also in a bar.
 
 A worker is a program of its own, since a fork would inherit CUDA's state and what `multiprocessing`
 spawns would run the caller's script again. Kernels come pickled through its standard input; each is
@@ -9,16 +9,17 @@ disk.
 import contextlib
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, cast
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread, get_ident
+from typing import TextIO
 
 from fa3.running.compiler import ARCH, Kernel, object_code
 
@@ -31,71 +32,67 @@ PROGRAM = f"import sys; sys.path[0] = {ROOT!r}; from fa3.tools.compile_pool impo
 class CompilePool:
     """Compiles kernels in so many processes, the first ones first, inside of its `with`.
 
-    What is not done at the end of that is given up; its processes are killed, which leaves nothing
-    broken on disk.
+    A thread waits for each process. What is not done at the end is given up; the processes are
+    killed, which leaves nothing broken on disk.
 
     Attributes:
         waiting: kernels that no process has.
-        current: what each busy process compiles, in the order in which that began.
+        current: what each busy thread has compiled, in the order in which that began.
     """
 
     def __init__(self, kernels: Iterable[Kernel], processes: int) -> None:
         self.waiting = deque(kernels)
-        self.idle: list[subprocess.Popen] = []
-        self.current: dict[subprocess.Popen, Kernel] = {}
-        self.missing = min(processes, len(self.waiting))
-        # Ctrl-C reaches the main thread: it must not interrupt a start, which nothing would end.
-        self.starter = ThreadPoolExecutor(1)
-        self.started: list[Future[subprocess.Popen]] = []
+        self.current: dict[int, Kernel] = {}
+        self.tried: SimpleQueue[Kernel] = SimpleQueue()
+        self.workers: list[subprocess.Popen] = []
+        self.is_open, self.lock = True, Lock()
+        count = min(processes, len(self.waiting))
+        self.threads = [Thread(target=self.compile_waiting, daemon=True) for _ in range(count)]
 
     def __enter__(self) -> "CompilePool":
+        for thread in self.threads:
+            thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.starter.shutdown()
-        for start in self.started:
-            start.result().kill()
-        for start in self.started:
-            start.result().communicate()
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.is_open = False
+        for worker in self.workers:
+            worker.kill()
+        for thread in self.threads:
+            thread.join()
+        for worker in self.workers:
+            worker.communicate()
 
     def next_done(self, timeout_s: float | None = None) -> Kernel | None:
         """A kernel that was tried, each once; None if none was within the time.
 
-        Whether it is on disk now tells whether that went well. Waiting kernels are handed to
-        processes here only.
+        Whether it is on disk now tells whether that went well.
         """
-        self.hand_out()
-        answers = {answers_of(process): process for process in self.current}
-        for answer in wait(cast(Any, list(answers)), timeout_s):
-            process = answers[cast(Any, answer)]
-            kernel = self.current.pop(process)
-            if answers_of(process).readline():
-                self.idle.append(process)
-            else:
-                process.wait()
-                self.missing += 1
-            self.hand_out()
-            return kernel
-        return None
+        try:
+            return self.tried.get(timeout=timeout_s)
+        except Empty:
+            return None
 
-    def hand_out(self) -> None:
-        """Give each process that has nothing to do a kernel that waits."""
-        while self.waiting and (self.idle or self.missing):
-            if self.idle:
-                process = self.idle.pop()
-            else:
-                self.started.append(self.starter.submit(start_worker))
-                process = self.started[-1].result()
-                self.missing -= 1
-            self.current[process] = self.waiting.popleft()
-            # That a process has just died is seen where it should answer.
-            with contextlib.suppress(BrokenPipeError):
-                send(process, self.current[process])
+    def compile_waiting(self) -> None:
+        """Have waiting kernels compiled, one after another; each thread does this."""
+        worker, me = None, get_ident()
+        while self.is_open:
+            try:
+                kernel = self.waiting.popleft()
+            except IndexError:
+                return
+            if worker is None:
+                with self.lock:
+                    if not self.is_open:
+                        return
+                    worker = start_worker()
+                    self.workers.append(worker)
+            self.current[me] = kernel
+            if not has_tried(worker, kernel):
+                worker = None
+            del self.current[me]
+            self.tried.put(kernel)
 
 
 def start_worker() -> subprocess.Popen:
@@ -113,17 +110,13 @@ def start_worker() -> subprocess.Popen:
     )
 
 
-def send(process: subprocess.Popen, kernel: Kernel) -> None:
-    """Have a kernel compiled; raises BrokenPipeError if the process is gone."""
-    assert process.stdin, "it was asked for"
-    pickle.dump(kernel, process.stdin)
-    process.stdin.flush()
-
-
-def answers_of(process: subprocess.Popen) -> IO[bytes]:
-    """Where a line comes from for each kernel that was tried, or the end."""
-    assert process.stdout, "it was asked for"
-    return process.stdout
+def has_tried(worker: subprocess.Popen, kernel: Kernel) -> bool:
+    """Have a kernel compiled; whether the process still runs afterwards."""
+    assert worker.stdin and worker.stdout, "they were asked for"
+    with contextlib.suppress(BrokenPipeError):
+        pickle.dump(kernel, worker.stdin)
+        worker.stdin.flush()
+    return bool(worker.stdout.readline())
 
 
 def serve() -> None:
@@ -140,3 +133,44 @@ def serve() -> None:
         except Exception:
             traceback.print_exc()
         print("done", file=answers, flush=True)
+
+
+# --------------------------------------------------------------------------------- progress
+
+BAR = 30
+"""Characters of a full bar."""
+
+
+def terminal() -> TextIO | None:
+    """The standard error, if it is open and a terminal, so that a bar can be drawn."""
+    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
+
+
+class Bar:
+    """A progress bar of one line, redrawn in place; silent without a stream."""
+
+    def __init__(self, total: int, stream: TextIO | None) -> None:
+        self.total, self.done, self.stream = total, 0, stream
+        self.drawn, self.begin = 0, time.perf_counter()
+        if total:
+            self.show(0)
+
+    def __str__(self) -> str:
+        seconds = time.perf_counter() - self.begin
+        return f"{self.done} of {self.total} kernels, {seconds:.0f} s"
+
+    def show(self, done: int, note: str = "") -> None:
+        """Draw so many as done, with a note after the seconds."""
+        self.done = done
+        if self.stream:
+            line = f"[{'#' * (BAR * done // self.total):{BAR}}] {self}" + (note and f": {note}")
+            line = line[: shutil.get_terminal_size().columns - 1]
+            # Spaces cover what a longer line has left.
+            self.stream.write(f"\r{line:{self.drawn}}" + ("\n" if done == self.total else ""))
+            self.stream.flush()
+            self.drawn = len(line)
+
+    def end(self) -> None:
+        """Leave the line of a bar that is not full."""
+        if self.stream and self.done < self.total:
+            self.stream.write("\n")

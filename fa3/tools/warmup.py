@@ -45,9 +45,8 @@ from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.settings import check_settings
-from fa3.tools.compile_pool import CompilePool
+from fa3.tools.compile_pool import Bar, CompilePool, terminal
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
-from fa3.tools.progress import Bar, terminal
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 
@@ -423,7 +422,7 @@ def compile_all(kernels: Sequence[Kernel], processes: int, progress: bool) -> No
         with CompilePool(kernels, processes) as pool:
             while bar.done < len(kernels):
                 kernel = pool.next_done(REDRAWN_S)
-                current = next(map(describe_kernel, pool.current.values()), "")
+                current = next(map(describe_kernel, list(pool.current.values())), "")
                 bar.show(bar.done + (kernel is not None), current)
                 if kernel is not None and stream:
                     print(f"{bar}: {describe_kernel(kernel)}", file=stream, flush=True)
