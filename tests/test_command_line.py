@@ -27,7 +27,7 @@ from fa3.planning.tilings import choose_config
 from fa3.problem import Window
 from fa3.schedules import SingleTile, StaticPersistent, TileList
 from fa3.scores.masks import Sequence
-from fa3.tools.arguments import DEFAULT_SHAPE, GPU_NAMES, byte_count, make_parser
+from fa3.tools.arguments import DEFAULT_SHAPE, GPU_NAMES, make_parser
 from fa3.tools.plan_command import problem_of
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -331,9 +331,8 @@ def test_wrong_arguments_are_explained(arguments, message, capsys):
         (),
         ("plann",),
         ("plan", "--shap"),
-        ("cache", "bound", "5x"),
+        ("cache", "bound"),
         ("tune", "--x"),
-        *(("cache", "bound", size) for size in ("", "M", "-1", "1,5G", "9" * 400)),
         *(("compile", *text.split()) for text in ("--heads 8", "--causal --full", "--dtype x")),
         ("compile", "--heads", f"{10**11},1", "--head-dim", "64"),
     ],
@@ -368,11 +367,3 @@ def test_the_program_has_one_name_and_a_version():
         cwd=root, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == f"fa3 {fa3.__version__}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("1234", 1234), ("500M", 500_000_000), ("1.5g", 1_500_000_000), ("2KB", 2000)],
-)
-def test_sizes(text, size):
-    assert byte_count(text) == size

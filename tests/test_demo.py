@@ -10,19 +10,9 @@ import torch
 
 import fa3
 from fa3.__main__ import main
-from fa3.planning.planner import plan_forward
-from fa3.tools import cubin, demo
+from fa3.tools import cubin
 
 ROOT = Path(fa3.__file__).parents[1]
-
-
-def test_a_plan_is_explained_in_plain_words():
-    plan = plan_forward(demo.LLAMA_PREFILL)
-    text = demo.plan_in_words(plan)
-    tiles = plan.schedule.order.num_tiles * plan.config.cluster
-    assert f"{tiles:,} tiles of {plan.config.tile_m} queries" in text
-    assert f"{plan.grid} CTAs on {plan.gpu.num_sms} SMs" in text
-    assert max(len(line) for line in text.splitlines()) < 160
 
 
 @pytest.mark.compiles

@@ -18,9 +18,6 @@ DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 GPU_NAMES = ("H100", "H200")
 """What `fa3.planning.gpu.GPUS` has."""
 
-BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-"""What a size may end with."""
-
 USAGE_ERROR = 2
 """Exit status after wrong arguments."""
 
@@ -225,24 +222,17 @@ def add_mask(command: argparse.ArgumentParser) -> None:
 def add_cache(commands) -> None:
     cache = commands.add_parser(
         "cache",
-        help="look after the compiled kernels on disk",
-        examples="  fa3 cache\n  fa3 cache bound 500M\n  fa3 cache clear",
+        help="show or remove the compiled kernels on disk",
+        examples="  fa3 cache\n  fa3 cache clear",
     )
-    cache.set_defaults(action="show")
-    actions = cache.add_subparsers(metavar="action")
-    for action, does in (
-        ("show", "folder, number of kernels, bytes and ages; the default"),
-        ("verify", "remove what is damaged, or can have been written by others"),
-        ("clear", "remove all kernels"),
-        ("bound 500M", "remove the kernels that were not used for longest"),
-    ):
-        name, *size = action.split()
-        added = actions.add_parser(
-            name, help=does, description=does, examples=f"  fa3 cache {action}"
-        )
-        added.set_defaults(action=name)
-        if size:
-            added.add_argument("size", type=byte_count, help="most bytes that stay, as in 500M")
+    cache.add_argument(
+        "action",
+        nargs="?",
+        choices=("show", "clear"),
+        default="show",
+        help="show: folder, number of kernels, bytes and ages; clear: remove all kernels "
+        "(default: show)",
+    )
 
 
 # ------------------------------------------------------------------------------ kinds of values
@@ -280,11 +270,6 @@ shape = kind(
 )
 head_counts = kind(r"\d+,\d+", "two integers HQ,HKV", all_integers)
 window_bound = kind(r"-1|\d+", "integers of -1 or more", lambda match: int(match[0]))
-byte_count = kind(
-    r"(\d{1,30}(?:\.\d+)?)([kmgt]?)b?",
-    "bytes as in 500M or 1.5G",
-    lambda match: int(float(match[1]) * BYTES[match[2].lower()]),
-)
 
 METAVARS: dict[Callable, str | tuple[str, str]] = {
     int: "N",

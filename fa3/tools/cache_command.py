@@ -1,4 +1,4 @@
-"""What `fa3 cache` does: shows, verifies, clears and bounds the folder of compiled kernels.
+"""What `fa3 cache` does: shows and clears the folder of compiled kernels.
 
 Only files that `code_cache` names are ever removed: objects, their locks, and unfinished files of
 processes that have ended. All else in the folder, which may be a shared one, is left alone: plans
@@ -11,11 +11,10 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from fa3.running.code_cache import cache_dir, check_trust, read
+from fa3.running.code_cache import cache_dir, check_trust
 
 OBJECT_NAME = re.compile(r"[0-9a-f]{64}\.o")
 LOCK_NAME = re.compile(r"[0-9a-f]{64}\.lock")
@@ -54,19 +53,12 @@ def run_cache(options: argparse.Namespace) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         check_trust(folder, folder.stat())
-    kept: list[KernelFile] = []
-    if options.action == "verify":
-        kept = [file for file in files if read(file.path) is not None]
-    elif options.action == "bound":
-        totals = accumulate(file.size for file in files)
-        kept = [file for file, total in zip(files, totals, strict=True) if total <= options.size]
-    dropped = [file for file in files if file not in kept]
-    remove(file.path for file in dropped)
-    remove_remains(folder, kept)
-    print(
-        f"removed {len(dropped)} kernels, {megabytes(dropped)}; {len(kept)} remain, "
-        f"{megabytes(kept)}"
-    )
+    remove(file.path for file in files)
+    remove(named(folder, LOCK_NAME))
+    # What processes have left that no longer run.
+    before = time.time() - ABANDONED_SECONDS
+    remove(path for path in named(folder, UNFINISHED_NAME) if path.lstat().st_mtime < before)
+    print(f"removed {len(files)} kernels, {megabytes(files)}")
 
 
 def kernel_files(folder: Path) -> list[KernelFile]:
@@ -85,14 +77,6 @@ def named(folder: Path, pattern: re.Pattern) -> list[Path]:
         return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
     except FileNotFoundError:
         return []
-
-
-def remove_remains(folder: Path, kept: Iterable[KernelFile]) -> None:
-    """Remove locks without kernels, and files that no process writes any more."""
-    stems = {file.path.stem for file in kept}
-    remove(path for path in named(folder, LOCK_NAME) if path.stem not in stems)
-    before = time.time() - ABANDONED_SECONDS
-    remove(path for path in named(folder, UNFINISHED_NAME) if path.lstat().st_mtime < before)
 
 
 def remove(paths: Iterable[Path]) -> None:

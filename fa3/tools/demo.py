@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.forward import flash_attn_func
-from fa3.planning.explanation import counted, duration, quantity
 from fa3.planning.gpu import H200
 from fa3.planning.plan import Plan
 from fa3.planning.planner import plan_forward
@@ -46,7 +45,7 @@ def show_demo(options: argparse.Namespace) -> None:
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if on_hopper else H200
     plan = plan_forward(LLAMA_PREFILL, gpu)
-    paragraph(f"Plan of a Llama 3 8B prefill for {gpu.name}", plan_in_words(plan))
+    paragraph(f"Plan of a Llama 3 8B prefill for {gpu.name}", str(plan.explain()))
     if on_hopper:
         paragraph("Is it right?", compare(LLAMA_PREFILL, "cuda"))
         paragraph("How fast is it?", time_with_cudnn())
@@ -65,25 +64,6 @@ def show_demo(options: argparse.Namespace) -> None:
 def paragraph(title: str, text: str) -> None:
     """Print a paragraph below its title."""
     print(f"\n{title}\n{'-' * len(title)}\n{text}", flush=True)
-
-
-def plan_in_words(plan: Plan) -> str:
-    """What a plan does, one sentence a line, for readers new to the planner."""
-    problem, config, prediction = plan.problem, plan.config, plan.predict()
-    tiles = plan.schedule.order.num_tiles * config.cluster
-    rate = quantity(problem.flops / prediction.us * 1e6, "FLOP/s")
-    lines = [
-        f"The prompt has {problem.seqlen_q:,} tokens. The layer has {problem.num_heads_q} query "
-        f"heads; {problem.qhead_per_kvhead} of them share a key/value head.",
-        f"The output is computed in {counted(tiles, 'tile')} of {config.tile_m} queries of one "
-        f"head. A tile walks through its keys in blocks of {config.tile_n}.",
-        f"{counted(plan.grid, 'CTA')} on {plan.gpu.num_sms} SMs share the tiles. In each, one "
-        f"warpgroup loads while {config.consumers} others compute.",
-        f"Predicted time: {duration(prediction.us)}, {rate}. It is limited by {prediction.bound}; "
-        f"SMs are busy for {prediction.busy:.1%} of the time.",
-        "`fa3 plan --causal` shows the same with all numbers.",
-    ]
-    return "\n".join(lines)
 
 
 def machine_code(plan: Plan) -> str:
