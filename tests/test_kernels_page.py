@@ -1,6 +1,7 @@
 """docs/kernels.md says which kernel serves which call: its numbers and its examples."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_dense
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.routes import PACKED, PackedSizes, Signature, choose
+from fa3.planning.routes import CACHE, PACKED, PackedSizes, Signature, choose
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
@@ -80,6 +81,37 @@ def test_the_tables_are_the_rules_of_the_code(call):
 def rows_of_page(call: str) -> list[str]:
     """Return the rows of the table for a kind of calls."""
     return [f"| {rule.reason} | {rule.name} |" for rule in routes.RULES[call]]
+
+
+STEP = Signature(CACHE, SPEC, CAUSAL, 32, 8, H200, cache=CacheLayout(64))
+OF_STEP = PackedSizes(8, 32, 4096, 0, 512, 8192)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "name", "most"),
+    [
+        ({}, {}, routes.BOTH, 32),
+        ({}, {"fewest_q": 32}, routes.BOTH, 32),
+        ({}, {"fewest_q": 33}, routes.FORWARD, 0),
+        ({}, {"total_q": 0}, routes.NOTHING, 0),
+        ({}, {"max_seqlen_k": 0}, routes.ZEROS, 0),
+        ({}, {"max_seqlen_q": 32}, routes.DECODE, 32),
+        ({}, {"batch": 1, "total_q": 200}, routes.DECODE, 256),
+        ({}, {"batch": 1, "total_q": 200, "max_seqlen_k": 4095}, routes.BOTH, 32),
+        ({"has_packed_queries": False}, {}, routes.DECODE, 512),
+        ({"num_splits": 1}, {}, routes.DECODE, 512),
+        ({"batch_invariant": True}, {}, routes.DECODE, 512),
+        ({"sm_margin": 4}, {}, routes.DECODE, 512),
+        ({"cache": CacheLayout(5)}, {}, routes.DECODE, 512),
+        ({"cache": CacheLayout(64, left_padded=True)}, {}, routes.DECODE, 512),
+        ({"cache": CacheLayout(64, batch_indexed=True)}, {}, routes.DECODE, 512),
+    ],
+    ids=str,
+)
+def test_calls_on_a_cache_follow_the_rules(fields, sizes, name, most):
+    route = choose(replace(STEP, **fields), OF_STEP._replace(**sizes))
+    assert (route.name, route.most_queries) == (name, most)
+    assert str(most or "") in route.explain() or name == routes.DECODE
 
 
 @pytest.mark.parametrize(("label", "kernel"), EXAMPLES)

@@ -22,9 +22,9 @@ from varlen_problems import VarlenProblem, check_varlen, make_call, unused
 
 from fa3 import flash_attn_varlen_func
 from fa3.planning.gpu import H200
+from fa3.planning.host_table import end_of_longest_first
+from fa3.planning.host_table import records_of as arrays_of
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.ragged_cuts import end_of_longest_first
-from fa3.planning.ragged_cuts import records_of as arrays_of
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.segment import PackedPart

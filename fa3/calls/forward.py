@@ -66,6 +66,7 @@ from fa3.planning.grouped import GroupedPlan
 from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
+from fa3.planning.routes import ZEROS, choose_dense
 from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
 from fa3.reference.cache import NO_TABLES
@@ -463,7 +464,8 @@ def prepare_forward(
         raise ValueError(
             "pack_gqa must be None or False with a schedule or a plan, which are of another kernel"
         )
-    if 0 in (batch, seqlen_q, problem.seqlen_k, heads_q):
+    is_planned = not (given_plan is schedule is None)
+    if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
         # There is no tile, so no plan either.
         schedule_name(schedule)
         return PreparedCall(None, output, lse_shape, problem=problem)

@@ -164,6 +164,9 @@ class GroupedPlan:
         sizes, config = decode.sizes, decode.kernel().config
         call = "dense" if decode.cache.is_full else "cache"
         flops = problem.flops
+        merge = "Combine merges" if len(self.launches()) > 1 else "The decode kernel merges"
+        filled = "" if decode.cache.is_full else ", if all sequences fill the cache"
+        unmeasured = "" if self.is_measured else "; such calls were not measured"
         sentences = {
             "CTA": f"{ROWS} query rows against blocks of {TILE_N} keys. The query heads that share "
             "keys are rows of the same tile, so keys are read once for all of them.",
@@ -171,9 +174,9 @@ class GroupedPlan:
             f"and of V: {config.smem_bytes(decode.spec):,} of {CAPACITY:,} bytes.",
             "Grid": f"{counted(decode.num_ctas, 'CTA')} on {self.gpu.num_sms} SMs, for "
             f"{counted(sizes.num_tiles, 'tile')}.",
-            "Cut": self.cut,
+            "Cut": f"All CTAs get equally many keys. {merge} the parts of split tiles.",
             "Time": f"{duration(prediction.us)} predicted, "
-            f"{flops / prediction.us / 1e6:,.0f} TFLOP/s{self.remark}.",
+            f"{flops / prediction.us / 1e6:,.0f} TFLOP/s{filled}{unmeasured}.",
             "Bound": f"By {prediction.bound}: device memory {duration(prediction.memory_us)}, "
             f"compute {duration(prediction.compute_us)}, launches {prediction.launch_us:.1f} us.",
             "Choice": choice_of("decode kernel", prediction, others),
@@ -187,18 +190,6 @@ class GroupedPlan:
             "candidates": facts_of_candidates(others),
         }
         return PlanDescription.of(call, problem, self.gpu, kernels, sentences, facts)
-
-    @property
-    def cut(self) -> str:
-        """Where tiles are cut, and what merges the parts, in a sentence."""
-        merge = "Combine merges" if len(self.launches()) > 1 else "The decode kernel merges"
-        return f"All CTAs get equally many keys. {merge} the parts of split tiles."
-
-    @property
-    def remark(self) -> str:
-        """What to know about the predicted time."""
-        filled = "" if self.decode.cache.is_full else ", if all sequences fill the cache"
-        return filled + ("" if self.is_measured else "; such calls were not measured")
 
     def predict(self) -> Prediction:
         """The time that the call is predicted to take, with its components."""

@@ -18,6 +18,7 @@ from fa3.planning.gpu import H200, Gpu, as_gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.load import RowLoad
 from fa3.planning.plan import Plan, as_made, candidate, check_pairs
+from fa3.planning.routes import DECODE, choose_dense
 from fa3.planning.tiled import TiledProblem
 from fa3.planning.tilings import configs, searched_configs
 from fa3.problem import Problem
@@ -112,9 +113,13 @@ def plan_dense(
     gpu = as_gpu(gpu)
     if pack_gqa:
         return GroupedPlan.of(problem, gpu)
-    plan = plan_forward(problem, gpu)
-    grouped = None if pack_gqa is False else GroupedPlan.if_possible(problem, gpu)
-    if grouped is not None and grouped.beats(plan.considered):
+    plan, grouped = plan_forward(problem, gpu), GroupedPlan.if_possible(problem, gpu)
+
+    def decode_is_faster() -> bool:
+        return grouped is not None and grouped.beats(plan.considered)
+
+    route = choose_dense(problem, gpu, pack_gqa, decode_is_faster=decode_is_faster)
+    if grouped is not None and route.name == DECODE:
         return replace(grouped, considered=plan.considered)
     return plan
 

@@ -14,9 +14,8 @@ from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArgum
 from fa3.kernels.tile_table import AMOUNTS, TileTable, TileTableArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import Gpu
-from fa3.planning.host_table import TableKind
+from fa3.planning.host_table import Cutting, TableKind
 from fa3.planning.launch import Launch, template_of
-from fa3.planning.ragged_cuts import Cutting
 from fa3.planning.tile_costs import TileKey
 from fa3.planning.tilings import general_tiling, halved_tiling, takes_fixed_reference
 from fa3.primitives.cache_blocks import CacheLayout

@@ -24,7 +24,7 @@ from fa3.planning.ragged import RaggedPlan
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
-from fa3.problem import NO_BOUND, AttentionSpec, Window
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
 """Kinds of calls: by their keys."""
@@ -216,6 +216,28 @@ def choose(
         if most and (reason != PREDICTED or (decode_is_faster and decode_is_faster())):
             return Route(name, most if name in (DECODE, BOTH) else 0, reason)
     raise AssertionError("the last rule always holds")
+
+
+def choose_dense(
+    problem: Problem,
+    gpu: Gpu,
+    pack_gqa: bool | None = None,
+    is_planned: bool = False,
+    decode_is_faster: Callable[[], bool] | None = None,
+) -> Route:
+    """Choose the kernels of a dense call; with gradients, `pack_gqa` is False unless asked for.
+
+    Args:
+        is_planned, pack_gqa: of `Signature`.
+        decode_is_faster: see `choose`.
+    """
+    batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
+    longest = problem.seqlen_q, problem.seqlen_k
+    signature = Signature(
+        DENSE, problem.spec, problem.window, *heads, gpu, is_planned=is_planned, pack_gqa=pack_gqa
+    )
+    rows = batch * longest[0], batch * longest[1]
+    return choose(signature, PackedSizes(batch, heads[0], *rows, *longest), decode_is_faster)
 
 
 def kernels_of_packed(signature: Signature, route: Route) -> list[Any]:

@@ -142,7 +142,7 @@ class Timeline:
         events = self.events(PREDICTED, lane_name)
         if recorded is not None:
             processes = [
-                {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+                event("M", "process_name", pid, args={"name": name})
                 for pid, name in ((PREDICTED, "predicted"), (RECORDED, "recorded"))
             ]
             events = processes + events + recorded.events(RECORDED, "SM")
@@ -151,27 +151,19 @@ class Timeline:
     def events(self, pid: int, lane_name: str) -> list[dict]:
         """The events of one process: a name for every lane, and the tiles."""
         names = [
-            {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": pid,
-                "tid": lane,
-                "args": {"name": f"{lane_name} {lane}"},
-            }
+            event("M", "thread_name", pid, tid=lane, args={"name": f"{lane_name} {lane}"})
             for lane in range(self.num_lanes)
         ]
-        tiles = [
-            {
-                "ph": "X",
-                "name": span.name,
-                "cat": f"head {span.segment.tile.head}",
-                "pid": pid,
-                "tid": span.lane,
-                "ts": round(span.start, 3),
-                # After rounding to nanoseconds, too, no tile may overlap the next one.
-                "dur": round(round(end, 3) - round(span.start, 3), 3),
-                "args": {"key blocks": span.cost.blocks, "unmasked": span.cost.full_blocks},
-            }
-            for span, end in zip(self.spans, self.ends, strict=True)
-        ]
+        tiles = []
+        for span, end in zip(self.spans, self.ends, strict=True):
+            head, cost, begin = span.segment.tile.head, span.cost, round(span.start, 3)
+            # After rounding to nanoseconds, too, no tile may overlap the next one.
+            times = {"tid": span.lane, "ts": begin, "dur": round(round(end, 3) - begin, 3)}
+            args = {"key blocks": cost.blocks, "unmasked": cost.full_blocks}
+            tiles.append(event("X", span.name, pid, cat=f"head {head}", **times, args=args))
         return names + tiles
+
+
+def event(phase: str, name: str, pid: int, **fields: object) -> dict[str, object]:
+    """An event of a process in a trace."""
+    return {"ph": phase, "name": name, "pid": pid, **fields}

@@ -240,7 +240,7 @@ class RaggedSplitCursor(NamedTuple):
 class RaggedSplit(SplitTiles):
     """`SplitTiles` for packed sequences with lengths that the host knows.
 
-    `fa3.planning.ragged_cuts` cuts where few tiles leave SMs idle. A segment names its tile by its
+    `fa3.planning.host_table` cuts where few tiles leave SMs idle. A segment names its tile by its
     number in the table of all tiles (`fa3.schedules.ragged`), where its record is.
     """
 
