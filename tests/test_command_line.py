@@ -230,7 +230,7 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     call = prepare_varlen(*tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0)
     rows = batch * seqlen_q, batch * seqlen_k
     route = call.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k), False, None, True)
-    kernels = kernels_of_packed(call.signature, route)
+    kernels = kernels_of_packed(call.signature, route.name, route.most_queries)
     found = facts(capsys, "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal")
     assert [kernel.split(",")[0] for kernel in found["kernels"]] == names
     assert found["kernels"] == list(map(describe_kernel, kernels))

@@ -133,12 +133,11 @@ def has_tiles_that_are_cut() -> None:
 
 
 def shares_tiles() -> None:
-    plan = SimpleNamespace(num_tiles=lambda total: 1, config=SimpleNamespace(tile_m=128))
     kernels = (
         launch(makes_table, MultiSequenceTableArguments),
         *(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
     )
-    call = PreparedMultiSequence(*kernels, plan, 132)
+    call = PreparedMultiSequence(*kernels, 128, 132)
     call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 5), None, 1.0)
 
 

@@ -14,7 +14,7 @@ from fa3.planning.gpu import H200
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import plan_dense
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.routes import CACHE, PACKED, PackedSizes, Signature, choose
+from fa3.planning.routes import CACHE, PACKED, PackedSizes, Signature, choose_route
 from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
 from fa3.problem import Problem, Window
 from fa3.scores.masks import Band
@@ -39,7 +39,7 @@ def packed(sizes: tuple[int, ...], heads_kv: int = 8, has_gradients: bool = Fals
     known = PackedSizes(*sizes)
     heads = known.heads, heads_kv
     signature = Signature(PACKED, SPEC, CAUSAL, *heads, H200, has_gradients=has_gradients)
-    name, most, _ = choose(signature, known)
+    name, most, _ = choose_route(signature, known)
     return {
         routes.SHARED: "forward, shared tiles",
         routes.BOTH: f"decode up to {most} queries, forward for the others",
@@ -109,7 +109,7 @@ OF_STEP = PackedSizes(8, 32, 4096, 0, 512, 8192)
     ids=str,
 )
 def test_calls_on_a_cache_follow_the_rules(fields, sizes, name, most):
-    route = choose(replace(STEP, **fields), OF_STEP._replace(**sizes))
+    route = choose_route(replace(STEP, **fields), OF_STEP._replace(**sizes))
     assert (route.name, route.most_queries) == (name, most)
     assert str(most or "") in route.explain() or name == routes.DECODE
 

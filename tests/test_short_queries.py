@@ -30,7 +30,7 @@ from fa3.calls import decode, varlen_call, varlen_gpu
 from fa3.integrations import torch as integration
 from fa3.planning import routes
 from fa3.planning.gpu import H200
-from fa3.planning.routes import FEWEST_EARLIER_KEYS, PACKED, PackedSizes, Signature, choose
+from fa3.planning.routes import FEWEST_EARLIER_KEYS, PACKED, PackedSizes, Signature, choose_route
 from fa3.problem import NO_BOUND, AttentionSpec, Window
 from fa3.scores.masks import Band
 
@@ -276,25 +276,25 @@ SIZES = {
 @pytest.mark.parametrize("case", SIZES)
 def test_which_sequences_are_the_decode_kernels(case):
     of_call, expected = SIZES[case]
-    assert choose(signature_of(num_splits=1), of_call).most_queries == expected
+    assert choose_route(signature_of(num_splits=1), of_call).most_queries == expected
 
 
 def test_of_equal_lengths_few_may_be_used():
     of_call, _ = SIZES["equal chunks"]
-    assert choose(signature_of(has_used_q=True), of_call).most_queries == 32
+    assert choose_route(signature_of(has_used_q=True), of_call).most_queries == 32
 
 
 def test_lengths_that_are_known_say_that_no_sequence_is_short():
     of_call, _ = SIZES["beside chunks"]
     for fewest, expected in ((32, 32), (33, 0)):
-        route = choose(signature_of(), of_call._replace(fewest_q=fewest))
+        route = choose_route(signature_of(), of_call._replace(fewest_q=fewest))
         assert (route.most_queries, route.has_forward) == (expected, True)
 
 
 def test_without_heads_there_is_nothing_to_do():
     signature = signature_of(0, 0)
     assert not signature.may_decode and signature.short_limit
-    assert choose(signature, PackedSizes(1, 0, 5, 5, 5, 5)).name == routes.NOTHING
+    assert choose_route(signature, PackedSizes(1, 0, 5, 5, 5, 5)).name == routes.NOTHING
 
 
 @pytest.mark.parametrize("ratio", range(1, 300))

@@ -17,7 +17,7 @@ from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.varlen_gpu import DecodeLaunch, PreparedVarlen, prepare_alone
 from fa3.planning.gpu import H200
-from fa3.planning.routes import CACHE, DECODE, PackedSizes, Signature, choose
+from fa3.planning.routes import CACHE, DECODE, PackedSizes, Signature, choose_route
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands, execute_varlen
@@ -59,9 +59,8 @@ class PreparedMixed:
         total_q, heads, _ = operands.q.shape
         batch, (_, capacity) = operands.cu_seqlens_q.shape[0] - 1, self.longest
         fewest_q = None if known is None else known.fewest_q
-        route = choose(
-            self.signature, PackedSizes(batch, heads, total_q, 0, *self.longest, fewest_q)
-        )
+        sizes = PackedSizes(batch, heads, total_q, 0, *self.longest, fewest_q)
+        route = self.signature.route(sizes)
         given = operands, tables, modifiers, softmax_scale
         if route.name == DECODE:
             self.alone.attend(*given)
@@ -110,7 +109,7 @@ def prepare_attention(
         batch_invariant=batch_invariant,
     )  # fmt: skip
     most_rows = PackedSizes(call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, *longest)
-    if choose(signature, most_rows).name == DECODE:
+    if choose_route(signature, most_rows).name == DECODE:
         return decode.prepare_decode(call, *options)
 
     def decode_up_to(most_queries: int, overlaps_forward: bool) -> PreparedDecode:

@@ -25,7 +25,7 @@ from fa3.complaints import kind_of
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.host_table import TableKind
-from fa3.planning.routes import CACHE, PackedSizes, Signature, choose
+from fa3.planning.routes import CACHE, PackedSizes, Signature, choose_route
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
@@ -334,7 +334,7 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     signature = Signature(CACHE, spec, window, *heads, gpu, cache=layout)
     longest = calls.seqlen_q, max(1, lengths.max_seqlen_k)
     most_rows = PackedSizes(calls.batch, calls.heads_q, MOST_RAGGED_ROWS, 0, *longest)
-    route = choose(signature, most_rows._replace(fewest_q=known.fewest_q))
+    route = choose_route(signature, most_rows._replace(fewest_q=known.fewest_q))
     if route.has_forward:
         kind = signature.plan.table_kind(window, route.most_queries, *heads, may_cut=False)
         upload(known, kind)

@@ -22,7 +22,6 @@ from fa3.planning.routes import (
     PackedSizes,
     Route,
     Signature,
-    choose,
 )
 from fa3.problem import AttentionSpec, Window
 from fa3.reference.cache import NO_TABLES, execute_decode
@@ -127,7 +126,7 @@ class RaggedCall:
         """
         if known is not None:
             sizes = sizes._replace(fewest_q=known.fewest_q)
-        return choose(self.signatures[has_gradients, splits], sizes)
+        return self.signatures[has_gradients, splits].route(sizes)
 
     def most_short_of_table(self, known: HostSeqlens, heads: int) -> int | None:
         """The `short_queries` of the table that a call without gradients walks; None if it walks

@@ -35,11 +35,6 @@ def check_types(problem: Problem, gpu: Gpu, config: ForwardConfig | None) -> Non
     check_type("gpu.name", gpu.name, str)
     check_size("gpu.num_sms", gpu.num_sms)
     check_size("gpu.l2_bytes", gpu.l2_bytes)
-    check_problem(problem)
-
-
-def check_problem(problem: Problem) -> None:
-    """Raise unless a call could have this problem."""
     for name in ("batch", "seqlen_q", "seqlen_k", "num_heads_kv"):
         check_size(f"problem.{name}", getattr(problem, name), least=0)
     check_size("problem.qhead_per_kvhead", problem.qhead_per_kvhead)

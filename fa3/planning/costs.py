@@ -68,10 +68,6 @@ class Costs:
         online_max = self.tiles.get(key._replace(online_max=True))
         return self.rule.without_maxima(online_max) if online_max else self.rule.tile(key)
 
-    def knows(self, schedule: str) -> bool:
-        """Whether a schedule was measured."""
-        return schedule in self.schedules
-
 
 def parse_costs(text: str) -> Costs:
     """The parameters in a text that `benchmarks.fit_costs` wrote."""

@@ -50,7 +50,6 @@ BLOCK_US, BLOCK_COLUMNS = 1.09, 256
 """An SM's time for a key block of so many columns of K and V, where tiles share keys:
 chunks-7x512+64x1 of `benchmarks/results/h200-2026-11-22-gradients`, 305,000 blocks in 2.5 ms."""
 
-
 FULL = CacheLayout(has_seqlens=False)
 """K and V of a dense call."""
 
@@ -97,13 +96,8 @@ class GroupedPlan:
                 f"pack_gqa must be None or False with more than {LONGEST} keys, got "
                 f"{problem.seqlen_k}"
             )
-        sizes = Sizes(
-            problem.batch,
-            problem.seqlen_q,
-            problem.num_heads_kv,
-            problem.qhead_per_kvhead,
-            problem.seqlen_k,
-        )
+        heads = problem.num_heads_kv, problem.qhead_per_kvhead
+        sizes = Sizes(problem.batch, problem.seqlen_q, *heads, problem.seqlen_k)
         sizes.check("q")
         window = sizes.bounds(problem.window)
         spec = AttentionSpec(

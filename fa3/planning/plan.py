@@ -117,9 +117,7 @@ class Plan:
 
     def as_candidate(self) -> Candidate:
         """The plan with its prediction, to compare it with the planner's candidates."""
-        tiled = self.tiled
-        segments = segments_of(tiled, self.schedule)
-        return candidate(tiled, self.schedule.name, Load.of(segments, tiled.costs, tiled.lanes))
+        return laid_out(self.tiled, self.schedule)
 
     @property
     def tiled(self) -> TiledProblem:
@@ -220,12 +218,17 @@ def check_pairs(schedule: str, config: ForwardConfig) -> None:
 def candidate(tiled: TiledProblem, schedule: str, load: Load) -> Candidate:
     """A tiling and a schedule for a problem, with the predicted time."""
     costs = tiled.gpu.costs
-    measured = tiled.costs.is_known and costs.knows(schedule)
+    measured = tiled.costs.is_known and schedule in costs.schedules
     return Candidate(tiled.config, schedule, predict(costs, tiled, schedule, load), measured)
 
 
 def as_made(problem: Problem, gpu: Gpu, estimated: Candidate) -> Candidate:
     """A candidate, predicted from its actual segments."""
     tiled = TiledProblem(problem, gpu, estimated.config)
-    segments = segments_of(tiled, SCHEDULES[estimated.schedule].make(tiled))
-    return candidate(tiled, estimated.schedule, Load.of(segments, tiled.costs, tiled.lanes))
+    return laid_out(tiled, SCHEDULES[estimated.schedule].make(tiled))
+
+
+def laid_out(tiled: TiledProblem, schedule: Schedule) -> Candidate:
+    """A schedule as a candidate, predicted from its actual segments."""
+    load = Load.of(segments_of(tiled, schedule), tiled.costs, tiled.lanes)
+    return candidate(tiled, schedule.name, load)

@@ -79,7 +79,10 @@ def plan_forward(
         )
     if name and config is not None:
         check_pairs(name, config)
-    found = candidates(problem, gpu, config, (name,)) if name else searched(problem, gpu, config)
+    if name or config is not None:
+        found = candidates(problem, gpu, config, (name,) if name else CHOICES)
+    else:
+        found = candidates_of(problem, gpu, searched_configs(problem, gpu), CHOICES)
     if isinstance(schedule, tuple(SCHEDULES.values())):
         return plan_of_schedule(problem, gpu, found, cast(Schedule, schedule))
     whole = [candidate for candidate in found if not SCHEDULES[candidate.schedule].splits]
@@ -162,17 +165,6 @@ def schedule_name(choice: ScheduleChoice) -> str | None:
             f"or a function from the list of tiles to their order, got {shown(choice)}"
         )
     return TileList.name
-
-
-def searched(problem: Problem, gpu: Gpu, config: ForwardConfig | None = None) -> list[Candidate]:
-    """The candidates that the planner compares where the schedule is its choice.
-
-    Args:
-        config: the only tiling; if not given, that is the planner's choice, too.
-    """
-    if config is not None:
-        return candidates(problem, gpu, config, CHOICES)
-    return candidates_of(problem, gpu, searched_configs(problem, gpu), CHOICES)
 
 
 def candidates(

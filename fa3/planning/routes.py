@@ -1,8 +1,8 @@
 """Which kernels serve a call, and why: the only place that decides.
 
-`choose` maps a `Signature`, which repeated calls share, and the `PackedSizes` of a call to a
-`Route`. It looks at no tensor: a call on the CPU, on a GPU or in `fa3 plan` has the same route. The
-tables of docs/kernels.md are those of `RULES`: of a kind of calls the first rule that holds counts.
+`choose_route` maps a `Signature`, which repeated calls share, and the `PackedSizes` of a call to a
+`Route`. It looks at no tensor: a call on the CPU, on a GPU or in `fa3 plan` has the same route. Of
+the `RULES` for a kind of calls the first one that holds counts; docs/kernels.md has them as tables.
 
 A tile of the forward kernel has 128 queries of one head. A tile of the decode kernel has 64 rows of
 all heads that share keys, and the decode kernel splits the keys so that all SMs read equally many.
@@ -136,16 +136,18 @@ class Signature:
         heads = self.heads_q, self.heads_kv
         return self.plan.decode_plan(*heads, most_queries, overlaps_forward, self.window)
 
+    def route(self, sizes: "PackedSizes") -> "Route":
+        """`choose_route`, with the latest route kept: the layers of a model have equal sizes."""
+        latest = vars(self).get("latest")
+        if latest is None or latest[0] != sizes:
+            latest = vars(self)["latest"] = sizes, choose_route(self, sizes)
+        return latest[1]
+
     @property
     def names(self) -> list[str]:
-        """The routes with kernels that packed queries may have, whatever the lengths are."""
-        possible = {
-            FORWARD: self.call == PACKED,
-            SHARED: self.shared_tiling is not None,
-            DECODE: self.may_decode,
-            BOTH: self.may_have_both,
-        }
-        return [name for name, holds in possible.items() if holds]
+        """The routes with kernels that packed keys may have, whatever the lengths are."""
+        shared = [SHARED] * (self.shared_tiling is not None)
+        return [FORWARD, *shared, *[DECODE, BOTH] * self.may_decode]
 
 
 class PackedSizes(NamedTuple):
@@ -203,7 +205,7 @@ SENTENCES = {
 }
 
 
-def choose(
+def choose_route(
     signature: Signature, sizes: PackedSizes, decode_is_faster: Callable[[], bool] | None = None
 ) -> Route:
     """Choose the kernels of a call: by the first rule that holds.
@@ -229,7 +231,7 @@ def choose_dense(
 
     Args:
         is_planned, pack_gqa: of `Signature`.
-        decode_is_faster: see `choose`.
+        decode_is_faster: see `choose_route`.
     """
     batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
     longest = problem.seqlen_q, problem.seqlen_k
@@ -237,17 +239,22 @@ def choose_dense(
         DENSE, problem.spec, problem.window, *heads, gpu, is_planned=is_planned, pack_gqa=pack_gqa
     )
     rows = batch * longest[0], batch * longest[1]
-    return choose(signature, PackedSizes(batch, heads[0], *rows, *longest), decode_is_faster)
+    return choose_route(signature, PackedSizes(batch, heads[0], *rows, *longest), decode_is_faster)
 
 
-def kernels_of_packed(signature: Signature, route: Route) -> list[Any]:
-    """The kernels of a call on packed keys, in the order of their launches."""
-    plan, window, most = signature.plan, signature.window, route.most_queries
-    if route.name == SHARED:
+def kernels_of_packed(signature: Signature, name: str, most_queries: int = 1) -> list[Any]:
+    """The kernels of a route of packed keys, in the order of their launches.
+
+    Args:
+        most_queries: of the `Route`; any number has the same kernels, but many may take combine.
+    """
+    plan, window = signature.plan, signature.window
+    if name == SHARED:
         return [launch.kernel for launch in plan.shared_launches(window)]
-    table, *forward = plan.launches(window) if route.has_forward else (None,)
-    attend, *merges = signature.decode_plan(most, route.has_forward).launches if most else (None,)
-    launches = filter(None, (table, attend, *forward, *merges))
+    launches = plan.launches(window) if name in (FORWARD, BOTH) else []
+    if name in (DECODE, BOTH):
+        attend, *merges = signature.decode_plan(most_queries, name == BOTH).launches
+        launches = [*launches[:1], attend, *launches[1:], *merges]
     return [launch.kernel for launch in launches]
 
 
@@ -331,7 +338,7 @@ def queries_if_some_are_short(signature: Signature, sizes: PackedSizes) -> int:
 # ----------------------------------------------------------------------------------- the rules
 
 
-class Rule(NamedTuple):
+class Case(NamedTuple):
     """A row of a table in docs/kernels.md.
 
     Fields:
@@ -349,49 +356,49 @@ PREDICTED = "decode is predicted to be faster than every forward plan, by a marg
 
 RULES = {
     DENSE: (
-        Rule(ZEROS, "no query, no batch or no head", has_no_query),
-        Rule(ZEROS, "no key", has_no_key),
-        Rule(FORWARD, "`plan` or `schedule` is given", lambda sig, _: sig.is_planned),
-        Rule(DECODE, "`pack_gqa=True`", lambda sig, n: sig.pack_gqa and n.max_seqlen_q),
-        Rule(FORWARD, "a gradient is wanted, or `pack_gqa=False`",
+        Case(ZEROS, "no query, no batch or no head", has_no_query),
+        Case(ZEROS, "no key", has_no_key),
+        Case(FORWARD, "`plan` or `schedule` is given", lambda sig, _: sig.is_planned),
+        Case(DECODE, "`pack_gqa=True`", lambda sig, n: sig.pack_gqa and n.max_seqlen_q),
+        Case(FORWARD, "a gradient is wanted, or `pack_gqa=False`",
              lambda sig, _: sig.has_gradients or sig.pack_gqa is False),
-        Rule(FORWARD, "dropout, or a score or a mask of your own",
+        Case(FORWARD, "dropout, or a score or a mask of your own",
              lambda sig, _: not sig.may_decode),
-        Rule(DECODE, PREDICTED, lambda _, n: n.max_seqlen_q),
-        Rule(FORWARD, "all others", lambda *_: True),
+        Case(DECODE, PREDICTED, lambda _, n: n.max_seqlen_q),
+        Case(FORWARD, "all others", lambda *_: True),
     ),
     PACKED: (
-        Rule(NOTHING, "no row, no sequence or no head, or `max_seqlen_q` is 0", has_no_query),
-        Rule(ZEROS, "`max_seqlen_k` is 0", has_no_key),
-        Rule(SHARED, "`max_seqlen_q` up to 64, `max_seqlen_k` up to 256, more sequences x query "
+        Case(NOTHING, "no row, no sequence or no head, or `max_seqlen_q` is 0", has_no_query),
+        Case(ZEROS, "`max_seqlen_k` is 0", has_no_key),
+        Case(SHARED, "`max_seqlen_q` up to 64, `max_seqlen_k` up to 256, more sequences x query "
              "heads than SMs, and fewer steps with shared tiles than without; no ALiBi, dropout, "
              "or score or mask of your own", suits_shared_tiles),
-        Rule(DECODE, "decoding is possible, k has more rows than q, and `max_seqlen_q` is at most "
+        Case(DECODE, "decoding is possible, k has more rows than q, and `max_seqlen_q` is at most "
              "the short limit", queries_if_all_are_short),
-        Rule(DECODE, "decoding is possible, and lengths are not known to the host, `num_splits` is "
+        Case(DECODE, "decoding is possible, and lengths are not known to the host, `num_splits` is "
              "0 (the default; FlashAttention-3's is 1), and few tiles meet long keys",
              queries_if_keys_are_split),
-        Rule(BOTH, "decoding is possible, k has at least 4096 more rows than q, and lengths may "
+        Case(BOTH, "decoding is possible, k has at least 4096 more rows than q, and lengths may "
              "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`)",
              queries_if_some_are_short),
-        Rule(FORWARD, "all others", lambda *_: True),
+        Case(FORWARD, "all others", lambda *_: True),
     ),
     CACHE: (
-        Rule(NOTHING, "no row, no sequence or no head", has_no_query),
-        Rule(ZEROS, "the cache has room for no key", has_no_key),
-        Rule(DECODE, "no `cu_seqlens_q`",
+        Case(NOTHING, "no row, no sequence or no head", has_no_query),
+        Case(ZEROS, "the cache has room for no key", has_no_key),
+        Case(DECODE, "no `cu_seqlens_q`",
              lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
-        Rule(DECODE, "`max_seqlen_q` is at most the short limit",
+        Case(DECODE, "`max_seqlen_q` is at most the short limit",
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
-        Rule(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
+        Case(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
              "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
              "block (often 128) share no divisor of at least 8",
              lambda sig, n: 0 if sig.may_have_both else n.max_seqlen_q),
-        Rule(DECODE, "few tiles, and the cache has room for 4096 keys per sequence",
+        Case(DECODE, "few tiles, and the cache has room for 4096 keys per sequence",
              lambda sig, n: min(n.max_seqlen_q, queries_if_few_tiles(sig, n))),
-        Rule(FORWARD, "lengths are known to the host, and no sequence is short",
+        Case(FORWARD, "lengths are known to the host, and no sequence is short",
              lambda sig, n: (n.fewest_q or 0) > sig.short_limit),
-        Rule(BOTH, "all others", lambda sig, _: sig.short_limit),
+        Case(BOTH, "all others", lambda sig, _: sig.short_limit),
     ),
 }  # fmt: skip
 """The rules of each kind of calls; docs/kernels.md explains their terms."""

@@ -93,5 +93,4 @@ def blocks_of_rows(problem: Problem, rows: int, tile_n: int) -> masks.Blocks:
     first_rows = np.arange(0, problem.seqlen_q, rows)
     blocks = problem.spec.mask.key_blocks(first_rows, rows, tile_n, sequence)
     # Without a mask the blocks are numbers, the same for all rows.
-
     return masks.Blocks(*(np.broadcast_to(numbers, first_rows.shape) for numbers in blocks))

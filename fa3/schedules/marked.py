@@ -225,7 +225,6 @@ class RecomputeTiles(Dynamic):
                 )
             if cute.arch.shuffle_sync(before, 0) == self.num_clusters - 1:
                 # From word 0 on, so the header as well.
-
                 for i in range(cute.arch.lane_idx(), self.marks.group(self.marks.num_groups), WARP):
                     self.counters[i] = 0
 

@@ -189,7 +189,6 @@ class Schedule:
     """The segments (`Parts`); None if these are the whole tiles in order."""
 
     # ------------------------------------------------------------------------------------- host
-
     @classmethod
     def make(cls, tiled):
         """The schedule of a problem that is cut into tiles (`fa3.planning.tiled.TiledProblem`)."""
@@ -197,8 +196,8 @@ class Schedule:
 
     @classmethod
     def load(cls, rows):
-        """An estimate of its clusters' load, one that `fa3.planning.load.RowLoad` gives: here that
-        of tiles which go to the first free cluster."""
+        """An estimate of its clusters' load that `fa3.planning.load.RowLoad` gives: here, tiles go
+        to the first free cluster."""
         return rows.greedy
 
     def check(self, first_blocks: np.ndarray, end_blocks: np.ndarray) -> None:
@@ -209,7 +208,6 @@ class Schedule:
         """
 
     # ----------------------------------------------------------------------------------- device
-
     @classmethod
     def on_device(cls, order: TileOrder, num_clusters, state):
         """The schedule inside a kernel; `state` is the table or the counters."""

@@ -240,7 +240,6 @@ def assign_greedily(ticks: np.ndarray, free_at: np.ndarray) -> tuple[np.ndarray,
         The cluster of each unit, and when the last cluster is done.
     """
     # A heap entry is time * num_clusters + cluster: one integer compares faster than a pair.
-
     num_clusters = len(free_at)
     heap = (free_at * num_clusters + np.arange(num_clusters)).tolist()
     heapq.heapify(heap)

@@ -19,7 +19,7 @@ from fa3.planning.routes import (
     PACKED,
     PackedSizes,
     Signature,
-    choose,
+    choose_route,
     kernels_of_packed,
 )
 from fa3.planning.timeline import Timeline
@@ -174,8 +174,8 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
     spec = replace(problem.spec, mask=Band.of(window))
     signature = Signature(PACKED, spec, window, *heads, gpu)
     rows = batch * longest[0], batch * longest[1]
-    route = choose(signature, PackedSizes(batch, heads[0], *rows, *longest))
-    kernels = kernels_of_packed(signature, route)
+    route = choose_route(signature, PackedSizes(batch, heads[0], *rows, *longest))
+    kernels = kernels_of_packed(signature, route.name, route.most_queries)
     sentence = route.explain()
     if route.name == DECODE:
         merge = "Combine" if len(kernels) > 1 else "The decode kernel"

@@ -27,15 +27,7 @@ from fa3.planning.decode import DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import H100, H200, Gpu
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
-from fa3.planning.routes import (
-    BOTH,
-    CACHE,
-    DECODE,
-    PACKED,
-    Route,
-    Signature,
-    kernels_of_packed,
-)
+from fa3.planning.routes import CACHE, PACKED, Signature, kernels_of_packed
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.code_cache import cache_dir, check_can_keep, is_unchanged
@@ -59,7 +51,6 @@ to 5,600 for each of four presets, led to one kernel more at most: gemma2-9b's 2
 
 MOST_TOKENS = 1 << 20
 """Most keys of a batch that the planner is asked about."""
-
 
 REDRAWN_S = 0.2
 """Seconds after which the time that compiling takes is shown anew."""
@@ -342,9 +333,7 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     heads = model.heads_q, model.heads_kv
     signature = Signature(PACKED, spec_of(model, tight), tight, *heads, H200)
     for name in signature.names:
-        # Any number of queries has the same kernels.
-        most = 1 if name in (DECODE, BOTH) else 0
-        yield from kernels_of_packed(signature, Route(name, most, ""))
+        yield from kernels_of_packed(signature, name)
     yield signature.plan.split()
 
 
@@ -357,7 +346,7 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
         tight = window.tighten(*sizes)
         heads = model.heads_q, model.heads_kv
         signature = Signature(CACHE, spec_of(model, tight), tight, *heads, H200, cache=cache)
-        if BOTH in signature.names:
+        if signature.may_have_both:
             yield from (one.kernel for one in signature.plan.launches(tight))
             yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
 
