@@ -6,7 +6,7 @@ arithmetic runs on Python ints (reference, tests) and on values inside a kernel.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -33,25 +33,6 @@ def capacity_of(page_size, num_pages=1):
     return page_size * smaller(num_pages, LONGEST // larger(page_size, 1))
 
 
-class Sequences(Protocol):
-    """The sequences of a call: what is known of the one that a segment is of."""
-
-    def sequence(self, segment: Segment) -> Sequence:
-        """The sequence for a mask."""
-
-    def queries(self, segment: Segment) -> DenseRows | RaggedRows:
-        """Where its rows of Q and O lie."""
-
-    def keys(self, segment: Segment) -> DenseRows | RaggedRows:
-        """Where its rows of K and V lie."""
-
-    def gradients_of_keys(self, segment: Segment) -> DenseRows | RaggedRows:
-        """Where its rows of dK and dV lie; of the backward kernel's segments."""
-
-    def place(self, tile: Tile, segment: Segment, row) -> tuple:
-        """Where a row lies in tensors (batch, heads, rows)."""
-
-
 class Dense(NamedTuple):
     """Sequences of equal lengths, each one a batch entry of the tensors."""
 
@@ -64,16 +45,14 @@ class Dense(NamedTuple):
         return cls(problem.seqlen_q, problem.seqlen_k, problem.window)
 
     def sequence(self, segment: Segment) -> Sequence:
+        """The segment's sequence, for a mask."""
         return Sequence(self.seqlen_q, self.seqlen_k, self.window)
 
     def queries(self, segment: Segment) -> DenseRows:
+        """Where rows of Q and O are, and in the same way rows of K, V, dK and dV."""
         return DenseRows(segment.tile.batch)
 
-    def keys(self, segment: Segment) -> DenseRows:
-        return DenseRows(segment.tile.batch)
-
-    def gradients_of_keys(self, segment: Segment) -> DenseRows:
-        return DenseRows(segment.tile.batch)
+    keys = gradients_of_keys = queries
 
     def place(self, tile: Tile, segment: Segment, row) -> tuple:
         """Where a row lies in (batch, heads, seqlen_q)."""
