@@ -25,11 +25,11 @@ from fa3.calls import autograd
 from fa3.calls.backward import BackwardCall
 from fa3.calls.modifiers import ModifierSpec
 from fa3.calls.varlen import attend_packed
-from fa3.calls.varlen_call import RaggedCall
+from fa3.calls.varlen_call import plan_varlen
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import most_keys_unzeroed
 from fa3.planning.gpu import H200
-from fa3.planning.ragged import RaggedPlan, capacity_of_table, shift_of_work, words_of_table
+from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.planning.routes import PackedSizes
 from fa3.problem import NO_BOUND, Window
 from fa3.reference.dropout import Dropout
@@ -192,8 +192,7 @@ def test_gradcheck(window, dropout):
     lengths = PackedLengths(ends, ends, used, None)
     structure = ModifierSpec(has_dropout=dropout is not None)
     spec = structure.spec(torch.bfloat16, 8, 8, window)
-    plan = RaggedPlan(spec, has_used_q=True, has_used_k=False, gpu=H200)
-    call = RaggedCall(plan, structure, window, None, None, None)
+    call = plan_varlen(spec, structure, window, 2, 1, True, False, H200, 0)
     sizes = PackedSizes(4, 2, 7, 7, 4, 4)
     run_packed = call, lengths, sizes, 0.25, dropout, None, False
     attend = partial(attend_packed, run_packed)

@@ -12,7 +12,6 @@ from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
 from fa3.kernels.tile_table import AMOUNTS, TileTable, TileTableArguments
-from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import Gpu
 from fa3.planning.host_table import Cutting, TableKind
 from fa3.planning.launch import Launch, template_of
@@ -149,23 +148,6 @@ class RaggedPlan:
             self.launch_of(shared, window),
             self.launch_of(again, window),
         ]
-
-    def decode_plan(
-        self, heads_q: int, heads_kv: int, most_queries: int, overlaps_forward: bool, window: Window
-    ) -> DecodePlan:
-        """The plan of all calls with packed keys whose short sequences have so many queries or
-        fewer, whatever the number of sequences and keys.
-
-        Args:
-            overlaps_forward: whether there are others.
-        """
-        sizes = Sizes(1, most_queries, heads_kv, heads_q // heads_kv, TILE_N)
-        num_ctas = self.gpu.num_sms
-        return DecodePlan(
-            self.spec, CacheLayout(is_packed=True, has_seqlens=self.has_used_k), sizes, window,
-            choose_cut(sizes, window, num_ctas, is_packed=True), num_ctas, True, self.has_used_q,
-            overlaps_forward,
-        )  # fmt: skip
 
     @property
     def can_cut(self) -> bool:

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
-from fa3.planning.decode import TILE_N, DecodePlan
+from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.gpu import Gpu
 from fa3.planning.ragged import RaggedPlan
 from fa3.primitives.arithmetic import LARGEST
@@ -132,9 +132,18 @@ class Signature:
         return self.plan.shared_config if self.call == PACKED and self.plan.may_share else None
 
     def decode_plan(self, most_queries: int, overlaps_forward: bool) -> DecodePlan:
-        """How the decode kernel attends to packed keys from sequences with so many queries."""
-        heads = self.heads_q, self.heads_kv
-        return self.plan.decode_plan(*heads, most_queries, overlaps_forward, self.window)
+        """The plan of all calls with packed keys whose short sequences have so many queries or
+        fewer, whatever the number of sequences and keys.
+
+        Args:
+            overlaps_forward: whether there are others.
+        """
+        heads_kv, num_ctas = self.heads_kv, self.gpu.num_sms
+        sizes = Sizes(1, most_queries, heads_kv, self.heads_q // heads_kv, TILE_N)
+        cut = choose_cut(sizes, self.window, num_ctas, is_packed=True)
+        layout = CacheLayout(is_packed=True, has_seqlens=self.has_used_k)
+        given = self.spec, layout, sizes, self.window, cut, num_ctas, True, self.has_used_q
+        return DecodePlan(*given, overlaps_forward)
 
     def route(self, sizes: "PackedSizes") -> "Route":
         """`choose_route`, with the latest route kept: the layers of a model have equal sizes."""
