@@ -182,7 +182,7 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
         sentence = f"{sentence} {merge} merges the parts of split tiles."
     sentences = {
         "Route": sentence,
-        "Rule": f"{route.reason} (docs/kernels.md, Packed sequences).",
+        "Rule": f"The first that holds of docs/kernels.md, Packed sequences: {route.reason}.",
         "Lengths": "Read on the GPU. Planned for equal lengths; a batch of different lengths may "
         "run other kernels.",
         "Time": NOT_PREDICTED,
