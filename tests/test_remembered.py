@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa3.calls import combine, decode, kvcache, prepared_cache
+from fa3.calls import combine, decode, kvcache, mixed, prepared_cache
 from fa3.calls.cache_call import CacheCall, CacheTensors
 from fa3.calls.operands import Operand
 from fa3.calls.scheduler_metadata import SchedulerMetadata
@@ -67,7 +67,8 @@ def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(decode, "load_kernel", lambda kernel: None)
-    monkeypatch.setattr(prepared_cache, "gpu_of", lambda device: H200)
+    for module in (prepared_cache, mixed):
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     prepare.cache_clear()
 
     def sweep(first: int) -> int:
