@@ -176,18 +176,41 @@ def load_packed(
     spec: AttentionSpec,
     is_ordered: bool,
     splits: bool,
-    has_used_q: bool,
-    has_used_k: bool,
+    has_used: tuple[bool, bool],
     writes_fp32: bool,
 ) -> tuple[BackwardKernels, Callable]:
     """Load the kernels for packed sequences; return them and their entry.
 
     Remembered, since to look a kernel up takes 20 us, and the object keeps its constants.
     """
-    kernels = BackwardKernels(
-        spec, is_ordered, splits, True, has_used_q, has_used_k, writes_fp32=writes_fp32
-    )
+    kernels = BackwardKernels(spec, is_ordered, splits, True, *has_used, writes_fp32=writes_fp32)
     return kernels, load_kernel(kernels.entry)
+
+
+RECENT_SIZES = 16
+"""Sizes of packed sequences that are remembered: the layers of a step have the same ones."""
+
+
+@functools.lru_cache(maxsize=RECENT_SIZES)
+def prepare_packed(
+    problem: tuple[AttentionSpec, Window],
+    sizes: tuple[int, ...],
+    is_ordered: bool,
+    num_sms: int,
+    has_used: tuple[bool, bool],
+    writes_fp32: bool,
+) -> PreparedBackward:
+    """Plan the backward pass of packed sequences and load its kernels.
+
+    Args:
+        sizes: of `sizes_of_packed`, from total_q to heads_kv.
+    """
+    spec, window = problem
+    shares = shares_of_packed(spec, window, *sizes, is_ordered, num_sms)
+    splits = writes_fp32 or shares.parts > 1
+    kernels, entry = load_packed(spec, is_ordered, splits, has_used, writes_fp32)
+    launched = sizes_of_packed(kernels, window, *sizes, shares)
+    return PreparedBackward.of(kernels, entry, launched, shares, window, num_sms)
 
 
 class BackwardCall(NamedTuple):
@@ -282,17 +305,14 @@ def packed_gradients(
     dropout: Dropout | None,
 ) -> Gradients:
     """Compute the gradients of packed sequences on a GPU. There are queries, and keys."""
-    (spec, window), is_ordered = call.problem, call.deterministic
     (total_q, heads_q, _), (total_k, heads_kv, _) = operands.q.shape, operands.k.shape
     num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
     longest_q = min(call.longest[0], total_q)
-    sizes = total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv
-    shares = shares_of_packed(spec, window, *sizes, is_ordered, num_sms)
     has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
-    splits = wanted.fp32_dkv or shares.parts > 1
-    kernels, entry = load_packed(spec, is_ordered, splits, *has_used, wanted.fp32_dkv)
-    launched = sizes_of_packed(kernels, window, *sizes, shares)
-    prepared = PreparedBackward.of(kernels, entry, launched, shares, window, num_sms)
+    prepared = prepare_packed(
+        call.problem, (total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
+        call.deterministic, num_sms, has_used, wanted.fp32_dkv,
+    )  # fmt: skip
     return prepared.launch(operands, lengths, call.softmax_scale, tensors, dropout, wanted.sinks)
 
 
