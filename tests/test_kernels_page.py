@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import fa3
-from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.varlen_call import plan_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning import joined, short_queries, tilings
@@ -38,7 +37,7 @@ def packed(sizes: tuple[int, ...], heads_kv: int = 8, has_gradients: bool = Fals
     """Return what serves a packed call."""
     known = PackedSizes(*sizes)
     heads = known.heads
-    call = plan_varlen(SPEC, UNMODIFIED.structure, CAUSAL, heads, heads_kv, False, False, H200, 0)
+    call = plan_varlen(SPEC, CAUSAL, heads, heads_kv, False, False, H200, 0)
     packs_sequences, _, most, has_long = call.route(known, has_gradients, None, True)
     if packs_sequences:
         return "forward, shared tiles"

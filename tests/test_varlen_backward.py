@@ -193,7 +193,7 @@ def test_gradcheck(window, dropout):
     structure = ModifierSpec(has_dropout=dropout is not None)
     spec = structure.spec(torch.bfloat16, 8, 8, window)
     plan = RaggedPlan(spec, has_used_q=True, has_used_k=False, gpu=H200)
-    call = RaggedCall(plan, structure, window, None, None, None)
+    call = RaggedCall(plan, window, None, None, None)
     sizes = PackedSizes(4, 2, 7, 7, 4, 4)
     run_packed = call, lengths, sizes, 0.25, dropout, None, False
     attend = partial(attend_packed, run_packed)

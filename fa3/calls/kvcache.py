@@ -1,33 +1,32 @@
-"""Attention to a key/value cache: the options of a call, and what its tensors lead to.
+"""Attention to a key/value cache: what the tensors and options of a call lead to.
 
 What follows from a call's shapes, strides, types and options is worked out once and remembered
 (`fa3.calls.prepared_cache`). The latest calls are found again without describing their tensors
-(`fa3.calls.latest`).
+(`fa3.calls.latest`). Packed queries of `flash_attn_varlen_func` with pages come here too.
 """
-
-import functools
 
 import torch
 
 from fa3.calls import assertions, operators
-from fa3.calls.cache_call import (
-    CACHE_ALIGNMENTS,
+from fa3.calls.call import (
+    ALIGNMENTS,
     LENGTHS,
-    OF_TOTAL,
-    CacheTensors,
+    NAMES,
+    PLACES_OF_TOTAL,
     describe_tensors,
     without_total,
 )
 from fa3.calls.eager import is_traced
-from fa3.calls.latest import FastPath
+from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.modifiers import function_names
+from fa3.calls.operands import check_apart
 from fa3.calls.options import (
-    Options,
-    as_pair,
+    CACHED,
+    Checked,
     by_either_name,
     check_scale,
-    check_window,
     integer,
-    reject_unsupported,
+    options_of,
     share_heads,
 )
 from fa3.calls.prepared_cache import (
@@ -44,12 +43,7 @@ from fa3.calls.scheduler_metadata import (
     check_cache_metadata,
 )
 from fa3.calls.traced import trace_attention
-from fa3.problem import NO_BOUND, REMEMBERED, Window
-
-CACHE_OPTIONS = Options(
-    "causal", "rotary_interleaved", "batch_invariant", "return_lse", "return_softmax_lse",
-    "attention_chunk", "num_splits", "sm_margin", "softcap",
-)  # fmt: skip
+from fa3.problem import NO_BOUND
 
 
 @operators.registers
@@ -193,136 +187,96 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
-    if (
-        type(causal), type(rotary_interleaved), type(batch_invariant), type(return_lse),
-        type(return_softmax_lse), type(attention_chunk), type(num_splits), type(sm_margin),
-        type(softcap),
-    ) != CACHE_OPTIONS.types:  # fmt: skip
-        (
-            causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
-            attention_chunk, num_splits, sm_margin, softcap,
-        ) = CACHE_OPTIONS.converted(
-            causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
-            attention_chunk, num_splits, sm_margin, softcap,
-        )  # fmt: skip
-    if (
-        not (qv is pack_gqa is None)
-        or not (q_descale is k_descale is v_descale is None)
-        or attention_chunk
-    ):
-        reject_unsupported(
-            attention_chunk, pack_gqa, has_packing=True, shares_heads=share_heads(q, k_cache),
-            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
-    return_lse = return_lse or return_softmax_lse
     if not (block_table is s_aux is None):
         page_table = by_either_name("page_table", page_table, "block_table", block_table)
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
-    is_packed = cu_seqlens_q is not None
     if max_seqlen_q is not None:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
-        if not is_packed:
-            raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {max_seqlen_q}")
     if k is None and v is None:
         cu_seqlens_k_new = None
     length = known = None
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         length, cache_seqlens = cache_seqlens, None
     if scheduler_metadata is not None:
-        scheduler_metadata, known = check_cache_metadata(scheduler_metadata, is_packed)
+        scheduler_metadata, known = check_cache_metadata(
+            scheduler_metadata, cu_seqlens_q is not None
+        )
     tensors = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
-        cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
-        rotary_seqlens, None, alibi_slopes, sinks, out,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
+        alibi_slopes, sinks, out,
     )  # fmt: skip
-    options = (
-        max_seqlen_q, causal, as_pair(window_size), softcap, rotary_interleaved, num_splits,
-        batch_invariant, sm_margin, scheduler_metadata, None,
+    unsupported = None
+    if not (qv is q_descale is k_descale is v_descale is pack_gqa is None):
+        unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k_cache)
+    given = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, unsupported,
+        rotary_interleaved, batch_invariant, return_softmax_lse, max_seqlen_q, scheduler_metadata,
     )  # fmt: skip
     if is_traced(q):
-        named = dict(zip(CacheTensors._fields, tensors, strict=True))
-        del named["seqused_q"]
-        if scheduler_metadata is not None:
-            num_splits, sm_margin = options_of_metadata(
-                scheduler_metadata, q, named, check_window(as_pair(window_size), causal),
-                softcap, num_splits, sm_margin, batch_invariant,
-            )  # fmt: skip
+        named = dict(zip(NAMES[CACHED], tensors, strict=True))
         return trace_attention(
-            operators.CACHED, return_lse, **named, cache_length=length, softmax_scale=softmax_scale,
-            causal=causal, window_size=as_pair(window_size), softcap=softcap,
-            rotary_interleaved=rotary_interleaved, num_splits=num_splits, sm_margin=sm_margin,
-            batch_invariant=batch_invariant,
-        )  # fmt: skip
-    call = prepared_call(tensors, options, is_packed)
+            CACHED, window_size, given, **named, cache_length=length, softmax_scale=softmax_scale
+        )
+    checked = options_of(CACHED, None, window_size, *given)
+    return attend_to_cache(tensors, checked, softmax_scale, length, known)
+
+
+def attend_to_cache(
+    tensors: tuple[torch.Tensor | None, ...],
+    checked: Checked,
+    softmax_scale: float | None,
+    length: object = None,
+    known: HostSeqlens | None = None,
+    function_tensors: tuple[torch.Tensor, ...] = (),
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append and attend; what the public functions return.
+
+    Args:
+        tensors: the `TENSORS`.
+        length: a number in place of cache_seqlens.
+        known: the lengths, if the host knows them.
+        function_tensors: of the user's score and mask.
+    """
+    q, k_new, seqlens, ends_q = tensors[0], tensors[3], tensors[7], tensors[12]
+    call = find_prepared(tensors, checked, ends_q is not None)
+    if function_tensors and tensors[-1] is not None:
+        check_apart("out", tensors[-1], function_names(checked.options), function_tensors)
     scale = check_scale(softmax_scale, call.head_dim)
     if length is not None:
         length = integer("cache_seqlens", length, kind=LENGTHS)
-    elif cache_seqlens is None:
-        if k is not None:
+    elif seqlens is None:
+        if k_new is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         length = call.description.capacity
-    if is_packed and q.shape[0] > call.most_queries:
+    if ends_q is not None and q.shape[0] > call.most_queries:
         check_total(call, q)
     if known is not None:
-        longest = max_seqlen_q, call.description.capacity
+        longest = checked.options.max_seqlen_q, call.description.capacity
         known.check_fit(IN_METADATA, call.description.batch, (q.shape[0], known.end_k), longest)
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
         tensors = with_integers_on_device(call, tensors, length, known)
-    return call.run(tensors, scale, return_lse, known)
+    return call.run(tensors, scale, checked.returns_lse, known, function_tensors)
 
 
-def options_of_metadata(
-    metadata: SchedulerMetadata,
-    q: torch.Tensor,
-    named: dict[str, torch.Tensor | None],
-    window: Window,
-    softcap: float,
-    num_splits: int,
-    sm_margin: int,
-    batch_invariant: bool,
-) -> tuple[int, int]:
-    """num_splits and sm_margin of a call in a graph; raises unless the metadata is the call's."""
-    k_cache, v_cache, pages = named["k_cache"], named["v_cache"], named["page_table"]
-    metadata.check(
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        heads_q=q.shape[2],
-        heads_kv=k_cache.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v_cache.shape[3],
-        dtype=q.dtype,
-        page_size=None if pages is None else k_cache.shape[1],
-        window=window,
-        has_softcap=bool(softcap),
-    )
-    return metadata.options(num_splits, sm_margin, batch_invariant)
-
-
-def prepared_call(
-    tensors: tuple[torch.Tensor | None, ...], options: tuple, is_packed: bool
+def find_prepared(
+    tensors: tuple[torch.Tensor | None, ...], checked: Checked, is_packed: bool
 ) -> PreparedCacheCall:
     """What these tensors and options lead to. It can write to what it writes to.
 
     Args:
-        tensors: the `CacheTensors`.
-        options: of `prepare_cache_call`.
         is_packed: whether queries are.
     """
-    latest = latest_cache_call(*options)
-    call, begins = latest.find(tensors)
+    call, begins = checked.latest.find(tensors)
     if call is None:
-        described = describe_tensors(tensors)
-        call = prepare_cache_call(without_total(described) if is_packed else described, *options)
+        described = describe_tensors(checked.options.kind, tensors)
+        if is_packed:
+            described = without_total(described)
+        call = prepare_cache_call(described, checked.options)
         check_written(call, tensors)
-        latest.remember(tensors, CACHE_ALIGNMENTS, OF_TOTAL if is_packed else (), call)
+        checked.latest.remember(tensors, ALIGNMENTS, PLACES_OF_TOTAL if is_packed else (), call)
     elif call.apart is not None:
         call.apart(*begins)
     elif is_packed:
         check_written(call, tensors)
     return call
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def latest_cache_call(*options: object) -> FastPath[PreparedCacheCall]:
-    """The latest call with these options, which are all of `prepare_cache_call`."""
-    return FastPath()

@@ -13,6 +13,7 @@ from operator import itemgetter, mod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import is_inference_mode_enabled
 from torch.autograd import forward_ad
 
 from fa3.calls.eager import LOWEST_ADDRESS
@@ -95,7 +96,7 @@ class FastPath(Generic[Outcome]):
         if (
             not are_aligned(*begins)
             or forward_ad._current_level >= 0
-            or torch.is_inference_mode_enabled() != in_inference
+            or is_inference_mode_enabled() != in_inference
             or not are_alike(*(once(tensors) if twice else present))
         ):
             return UNKNOWN
@@ -110,7 +111,7 @@ class FastPath(Generic[Outcome]):
         alignments: Sequence[int],
         of_any_length: Sequence[int],
         outcome: Outcome,
-        has_backward: bool = False,
+        with_gradient: Sequence[int] = (),
     ) -> None:
         """Keep what a call led to, which has been described and found valid.
 
@@ -118,7 +119,7 @@ class FastPath(Generic[Outcome]):
             tensors: of the call.
             alignments: that `fa3.calls.operands.describe` asked for in each place.
             of_any_length: places of tensors whose first dimension may have another length.
-            has_backward: whether tensors may require grad.
+            with_gradient: places of tensors that may require grad.
         """
         if self.described is not outcome:
             self.described = outcome
@@ -126,7 +127,7 @@ class FastPath(Generic[Outcome]):
         places = [i for i, one in enumerate(tensors) if one is not None]
         if any(
             type(tensors[i]) not in PLAIN_TYPES
-            or (tensors[i].requires_grad and not has_backward)
+            or (tensors[i].requires_grad and i not in with_gradient)
             or (i in of_any_length and not says_its_stride(tensors[i]))
             for i in places
         ):
@@ -151,7 +152,7 @@ class FastPath(Generic[Outcome]):
             missing,
             missing(tensors),
             are_aligned,
-            torch.is_inference_mode_enabled(),
+            is_inference_mode_enabled(),
             tuple((first_of[id(tensors[i])], i) for i in places if i not in distinct),
             picker(distinct),
             guards.check,

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from fa3.calls import decode
-from fa3.calls.cache_call import CacheCall
-from fa3.calls.decode import PreparedDecode, cache_layout, spec_of_call
+from fa3.calls.call import Call
+from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of
 from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.options import Options
 from fa3.calls.varlen_gpu import DecodeLaunch, PreparedVarlen, prepare_alone
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
@@ -93,37 +94,32 @@ class PreparedMixed:
         )
 
 
-def prepare_attention(
-    call: CacheCall,
-    window: Window,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    sm_margin: int = 0,
-) -> PreparedDecode | PreparedMixed:
+def prepare_attention(call: Call, options: Options) -> PreparedDecode | PreparedMixed:
     """Choose how calls of a description run, and load their kernels.
 
     Args:
-        call, window, softcap, num_splits, batch_invariant, sm_margin: of
-            `fa3.calls.decode.prepare_decode`.
+        call: of `fa3.calls.decode.prepare_decode`.
     """
-    options = window, softcap, num_splits, batch_invariant, sm_margin
-    most_short = short_queries(call.heads_q // call.k_cache.shape[2])
+    most_short = short_queries(call.heads_q // call.heads_kv)
     is_short = not call.is_packed or call.seqlen_q <= most_short
     # Two kernels beside each other would take the SMs that are reserved.
-    if is_short or num_splits or batch_invariant or sm_margin:
-        return decode.prepare_decode(call, *options)
+    if is_short or options.num_splits or options.batch_invariant or options.sm_margin:
+        return decode.prepare_decode(call, options)
     on_gpu = call.q.device.type == "cuda"
-    tight = window.tighten(call.seqlen_q, call.capacity)
+    tight = options.window.tighten(call.seqlen_q, call.capacity)
     gpu = gpu_of(call.q.device) if on_gpu else H200
-    spec, has_used_q = spec_of_call(call, tight, softcap), call.seqused_q is not None
-    plan = RaggedPlan(spec, has_used_q, False, gpu, cache_layout(call))
+    spec, has_used_q = call.spec(options, tight, tight.right == 0), call.seqused_q is not None
+    plan = RaggedPlan(spec, has_used_q, False, gpu, call.cache_layout)
     if not plan.finds_keys:
-        return decode.prepare_decode(call, *options)
+        return decode.prepare_decode(call, options)
+    few = call._replace(max_seqlen_q=most_short)
     most = min(call.seqlen_q, most_queries_of_few(call.heads_q, gpu.num_sms))
-    few_queries = call._replace(max_seqlen_q=most)
     return PreparedMixed(
-        decode.prepare_decode(call._replace(max_seqlen_q=most_short), *options,
-        overlaps_forward=True), plan, tight, most_short, call.capacity, prepare_alone(plan, tight)
-        if on_gpu else None, decode.prepare_decode(few_queries, *options),
-    )  # fmt: skip
+        decode.prepare_decode(few, options, overlaps_forward=True),
+        plan,
+        tight,
+        most_short,
+        call.capacity,
+        prepare_alone(plan, tight) if on_gpu else None,
+        decode.prepare_decode(call._replace(max_seqlen_q=most), options),
+    )

@@ -11,10 +11,17 @@ import torch
 from fa3.calls.assertions import is_visible
 from fa3.calls.autograd import NO_LENGTHS, OF_LSE, OF_OUT, arrived
 from fa3.calls.backward import BackwardCall
-from fa3.calls.dense import problem_of_operands
+from fa3.calls.call import (
+    Call,
+    check_sizes,
+    check_tensors,
+    check_totals,
+    describe_tensors,
+    without_lengths,
+)
 from fa3.calls.devices import sms_of
 from fa3.calls.dropout import dropout_of
-from fa3.calls.modifiers import Modifiers
+from fa3.calls.modifiers import functions_of, modifier_tensors
 from fa3.calls.operands import (
     DIMENSIONS,
     PACKED_DIMENSIONS,
@@ -26,17 +33,9 @@ from fa3.calls.operands import (
     describe,
 )
 from fa3.calls.operators import as_call
-from fa3.calls.options import check_scale, check_window
-from fa3.calls.ragged import (
-    Tokens,
-    check_integers,
-    check_lengths,
-    check_totals,
-    describe_integers,
-    spec_of_packed,
-    tokens_of,
-)
-from fa3.problem import NO_BOUND
+from fa3.calls.options import DENSE, PACKED, Options, check_scale, check_softcap, check_window
+from fa3.calls.values import check_lengths
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
@@ -125,38 +124,50 @@ def gradients_of_call(
         lengths, max_seqlen_q, max_seqlen_k: of packed sequences.
     """
     q, k, v, out, lse, d_out, d_lse = operands
-    described = tuple(describe(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    window, longest, batch = options.window_size, None, q.shape[0]
-    if lengths is not None:
-        longest = max_seqlen_q, max_seqlen_k
-        tokens = [Tokens(*tokens_of(name, x)) for name, x in zip("qkv", described, strict=True)]
-        batch = check_integers(describe_integers(lengths), described[0])
-        totals = check_totals(q.shape, k.shape, v.shape, batch)
-    is_causal = check_window(window, options.causal).right == 0
-    modifiers = Modifiers.of(
-        q, batch, options.softcap, options.alibi_slopes, options.sinks, None, options.mask,
-        is_causal, has_backward=True,
-    )  # fmt: skip
+    window = check_window(options.window_size, options.causal)
+    check_softcap(options.softcap)
+    describe("q", q)
+    functions, function_tensors = functions_of(q, None, options.mask)
     dropout = dropout_of(options.dropout_p, options.rng_state, q)
-    structure = modifiers.structure._replace(has_dropout=dropout is not None)
+    asked = Options(window, options.softcap, has_dropout=dropout is not None, functions=functions)
+    slopes, sinks = options.alibi_slopes, options.sinks
+    tensors: tuple[torch.Tensor | None, ...] = (q, k, v, *[None] * 13, slopes, sinks, None)
+    problem: Problem | tuple[AttentionSpec, Window]
+    longest = None
     if lengths is None:
-        problem = problem_of_operands(
-            *(Operand(*one) for one in described), options.causal, window, structure
-        )
+        described = describe_tensors(DENSE, tensors)
+        problem = Call.of(described, DENSE).problem(asked)
     else:
-        problem = spec_of_packed(*tokens, options.causal, window, structure)
+        longest = max_seqlen_q, max_seqlen_k
+        ends_q, ends_k, used_q, used_k = lengths
+        tensors = (
+            *tensors[:7],
+            used_k,
+            *[None] * 4,
+            ends_q,
+            None,
+            used_q,
+            ends_k,
+            slopes,
+            sinks,
+            None,
+        )
+        described = describe_tensors(PACKED, tensors)
+        totals = check_totals(q.shape, k.shape, v.shape, check_sizes(described))
+        call = Call.of(without_lengths(described), PACKED)
+        check_tensors(call)
+        problem = call.packed_spec(asked)
     d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
     if lengths is not None and is_visible(lengths.cu_seqlens_q):
         check_lengths(lengths, totals, longest)
     scale = check_scale(options.softmax_scale, q.shape[-1])
     num_sms = sms_of(q.device, options.sm_margin)
-    call = BackwardCall(problem, longest, scale, options.deterministic, num_sms)
-    wanted = Wanted(sinks=options.sinks is not None, fp32_dkv=options.fp32_dkv)
-    grads = call.gradients(
-        operands._replace(d_out=d_out, d_lse=d_lse), lengths or NO_LENGTHS,
-        modifiers.tensors or (), wanted, dropout,
-    )  # fmt: skip
-    d_sinks = q.new_empty(0) if options.sinks is None else grads.sinks
+    backward = BackwardCall(problem, longest, scale, options.deterministic, num_sms)
+    wanted = Wanted(sinks=sinks is not None, fp32_dkv=options.fp32_dkv)
+    read = modifier_tensors(slopes, function_tensors, sinks) or ()
+    operands = operands._replace(d_out=d_out, d_lse=d_lse)
+    grads = backward.gradients(operands, lengths or NO_LENGTHS, read, wanted, dropout)
+    d_sinks = q.new_empty(0) if sinks is None else grads.sinks
     if options.fp32_dkv:
         # Where no key is seen, they are zeros of the dtype of K and V.
         grads = grads._replace(k=grads.k.float(), v=grads.v.float())

@@ -37,14 +37,11 @@ from fa3.calls.operands import (
     check_rank,
     check_same_kind,
 )
+from fa3.calls.options import CACHED, DENSE, PACKED
 from fa3.calls.user_functions import unflatten_function
 
 Parameters = ParamSpec("Parameters")
 """The arguments of a public function."""
-
-DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
-CACHED = "flash_attn_with_kvcache"
-"""The functions that `fa3::attention` stands for."""
 
 # Options in torch's words. Torch is not told their defaults: it would leave out of a call what has
 # its default, and lists of tensors must be in their places for autograd.

@@ -14,37 +14,36 @@ import torch
 
 from fa3.calls import mixed
 from fa3.calls.assertions import is_visible
-from fa3.calls.cache_call import (
-    INTEGERS,
+from fa3.calls.call import (
+    MOST_RAGGED_ROWS,
+    NAMES,
     OF_INTEGERS,
-    CacheCall,
-    CacheTensors,
+    Call,
+    Described,
     check_cache_counts,
     check_tensors,
-    check_values,
-    values_on_host,
 )
-from fa3.calls.decode import PreparedDecode, modifiers_of
+from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.mixed import PreparedMixed
-from fa3.calls.modifiers import ModifierSpec, check_softcap
+from fa3.calls.modifiers import modifier_tensors
 from fa3.calls.operands import (
     DTYPES,
     CheckOfAddresses,
-    Description,
     Operand,
     Output,
     addresses,
     check_apart,
     check_of_addresses,
+    check_out,
     check_writable,
     describe,
-    hide_all_keys,
 )
-from fa3.calls.options import check_window
-from fa3.calls.ragged import MOST_RAGGED_ROWS, check_ragged_out, hide_all_keys_of_packed
-from fa3.calls.scheduler_metadata import IN_METADATA, SchedulerMetadata
+from fa3.calls.options import Options
+from fa3.calls.results import hide_all_keys, hide_all_keys_of_packed
+from fa3.calls.scheduler_metadata import IN_METADATA
+from fa3.calls.values import check_values, values_on_host
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
 from fa3.planning.gpu import H200
 from fa3.planning.launch import slots, template_of
@@ -56,8 +55,6 @@ from fa3.reference.cache import HostAppend
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.settings import check_settings
-
-TENSORS = CacheTensors._fields
 
 APPEND_TEMPLATE = template_of(AppendArguments)
 NEW_AND_CACHE = slice(*slots(AppendArguments, "k", "seqlens"))
@@ -86,7 +83,7 @@ class PreparedCacheCall:
             the caller's is written, and for packed queries.
     """
 
-    description: CacheCall
+    description: Call
     append: Callable | None
     decode: PreparedDecode | PreparedMixed | None
     query_step: int
@@ -109,13 +106,13 @@ class PreparedCacheCall:
         """Append, and attend; what `flash_attn_with_kvcache` returns.
 
         Args:
-            tensors: the `CacheTensors`, the int32 ones on q's device.
+            tensors: the `TENSORS`, the int32 ones on q's device.
             known: the lengths, if the host knows them; they fit the call.
             function_tensors: the tensors of the user's score and mask.
         """
         (
             q, k_cache, v_cache, _, _, _, _, seqlens, batch_idx, leftpad, pages, _, ends_q, _,
-            used_q, slopes, sinks, out,
+            used_q, _, slopes, sinks, out,
         ) = tensors  # fmt: skip
         rotated = lse = None
         if out is None:
@@ -131,7 +128,7 @@ class PreparedCacheCall:
         if self.decode is not None and (ends_q is None or q.shape[0]):
             operands = RaggedOperands(q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
             tables = CacheTables(batch_idx, leftpad, pages)
-            modifiers = modifiers_of(slopes, sinks, function_tensors)
+            modifiers = modifier_tensors(slopes, function_tensors, sinks)
             self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, known)
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
@@ -154,7 +151,7 @@ class PreparedCacheCall:
         """
         (
             q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
-            turns, _, _, _, _,
+            turns, _, _, _, _, _,
         ) = tensors  # fmt: skip
         total, seqlen_new = None, 0
         if ends_new is ends_q is None:
@@ -176,67 +173,41 @@ class PreparedCacheCall:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_cache_call(
-    described: tuple[Description | None, ...],
-    max_seqlen_q: int | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    rotary_interleaved: bool,
-    num_splits: int,
-    batch_invariant: bool,
-    sm_margin: int,
-    metadata: SchedulerMetadata | None,
-    functions: ModifierSpec | None = None,
-) -> PreparedCacheCall:
+def prepare_cache_call(described: Described, options: Options) -> PreparedCacheCall:
     """Validate calls of this description, and load their kernels.
 
     Args:
-        described: the `CacheTensors`; of packed queries as `without_total` has them.
-        functions: the structure of the user's score and mask, for packed queries.
+        described: the tensors; of packed queries `without_total`.
     """
     check_settings()
-    call = CacheCall.of(described, max_seqlen_q, functions)
+    call = Call.of(described, options.kind, options.max_seqlen_q)
     check_tensors(call)
-    window = check_window(window_size, causal)
-    if metadata is not None:
-        metadata.check(
-            batch=call.batch,
-            seqlen_q=call.seqlen_q,
-            heads_q=call.heads_q,
-            heads_kv=call.k_cache.shape[2],
-            head_dim=call.head_dim,
-            head_dim_v=call.head_dim_v,
-            dtype=call.q.dtype,
-            page_size=call.page_size if call.page_table else None,
-            window=window,
-            has_softcap=bool(softcap),
+    if options.metadata is not None:
+        num_splits, sm_margin = options.metadata.splits_and_margin(
+            options, call.q, call.k, call.v, call.page_table is not None, call.batch, call.seqlen_q
         )
-        num_splits, sm_margin = metadata.options(num_splits, sm_margin, batch_invariant)
-    if num_splits < 0:
-        raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {num_splits}")
+        options = options._replace(num_splits=num_splits, sm_margin=sm_margin)
+    if options.num_splits < 0:
+        raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {options.num_splits}")
     on_gpu = call.q.device.type == "cuda"
-    reserve_sms(gpu_of(call.q.device) if on_gpu else H200, sm_margin)
-    check_softcap(softcap)
-    has_room = 0 not in (*call.k_cache.shape, call.num_sequences, call.capacity)
+    reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
+    has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
     append = attends = None
-    if has_room and call.k is not None and call.batch:
-        kernel = append_kernel(call, rotary_interleaved)
+    if has_room and call.k_new is not None and call.batch:
+        kernel = append_kernel(call, options.rotary_interleaved)
         append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
-        attends = mixed.prepare_attention(
-            call, window, softcap, num_splits, batch_invariant, sm_margin
-        )
+        attends = mixed.prepare_attention(call, options)
     apart = None
     if not call.is_packed and not (call.out is append is None):
-        written = ("out",) if append is None else ("out", "k_cache", "v_cache")
-        apart = check_of_addresses(TENSORS, described, written)
+        written = ("out",) if append is None else ("out", call.name("k"), call.name("v"))
+        apart = check_of_addresses(NAMES[options.kind], described, written)
     most = LARGEST if append is None else MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q))
     return PreparedCacheCall(
         call,
         append,
         attends,
-        int(window != Window()),
+        int(options.window != Window()),
         Output.of(call.out_shape, call.q, call.is_packed),
         None if call.is_packed else (call.batch, call.heads_q, call.seqlen_q),
         call.head_dim,
@@ -247,7 +218,7 @@ def prepare_cache_call(
     )
 
 
-def has_rotated_in_out(call: CacheCall) -> bool:
+def has_rotated_in_out(call: Call) -> bool:
     """Whether rotated queries may lie where the output will, in memory of the same shape.
 
     The decode kernel writes a row of O where it has read this row of Q, or when all that read it
@@ -257,20 +228,20 @@ def has_rotated_in_out(call: CacheCall) -> bool:
     return call.rotary_cos is not None and not call.is_packed and call.head_dim == call.head_dim_v
 
 
-def check_vectors(call: CacheCall) -> None:
+def check_vectors(call: Call) -> None:
     """Raise if the kernel that appends cannot count what it copies and turns."""
-    for name, operand in (("k", call.k), ("q", call.q)):
+    for name, operand in (("k", call.k_new), ("q", call.q)):
         *rows, heads, _ = operand.shape
         if math.prod(rows) * vectors_of_row(call, heads) > MOST_VECTORS:
             raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
 
 
-def vectors_of_row(call: CacheCall, heads: int) -> int:
+def vectors_of_row(call: Call, heads: int) -> int:
     """Vectors of 16 bytes in a row of heads."""
     return heads * max(call.head_dim, call.head_dim_v) // VECTOR
 
 
-def append_kernel(call: CacheCall, rotary_interleaved: bool) -> Append:
+def append_kernel(call: Call, rotary_interleaved: bool) -> Append:
     """The kernel that appends k and v of this call."""
     check_vectors(call)
     rotary = None
@@ -312,22 +283,21 @@ def check_total(call: PreparedCacheCall, q: torch.Tensor) -> None:
 def check_written(call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, ...]) -> None:
     """Raise unless the call can write to its output, if it is given, and append to its caches."""
     q, k_cache, v_cache, *_, out = tensors
-    if out is not None:
-        check_writable("out", out)
     if call.append is not None:
         check_writable("k_cache", k_cache)
         check_writable("v_cache", v_cache)
     if call.apart is not None:
+        if out is not None:
+            check_writable("out", out)
         call.apart(*addresses(tensors))
         return
     # The total of packed queries, and so of their output, is another one in every call.
+    names = NAMES[call.description.kind]
     if out is not None:
-        q_described, out_described = describe("q", q), describe("out", out)
-        check_ragged_out(out, out_described, call.output.shape_beside(q.shape), q_described)
-        check_apart("out", out, TENSORS[:-1], tensors[:-1])
+        check_out(out, call.output.shape_beside(q.shape), q, names[:-1], tensors[:-1])
     if call.append is not None:
-        check_apart("k_cache", k_cache, ("q", *TENSORS[2:-1]), (q, *tensors[2:-1]))
-        check_apart("v_cache", v_cache, ("q", *TENSORS[3:-1]), (q, *tensors[3:-1]))
+        check_apart("k_cache", k_cache, ("q", *names[2:-1]), (q, *tensors[2:-1]))
+        check_apart("v_cache", v_cache, ("q", *names[3:-1]), (q, *tensors[3:-1]))
 
 
 # ------------------------------------------------------------------------- the int32 tensors
@@ -339,7 +309,7 @@ def with_integers_on_device(
     length: int | None,
     known: HostSeqlens | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The `CacheTensors` with the int32 ones on q's device; checks what the host can see of them.
+    """The `TENSORS` with the int32 ones on q's device; checks what the host can see of them.
 
     Args:
         length: of each sequence; None if cache_seqlens says it.
@@ -361,11 +331,12 @@ def with_integers_on_device(
         if not (values.seqlens is None or values.counts is None):
             keys = [a + b for a, b in zip(values.seqlens, values.counts, strict=True)]
         known.check_same(IN_METADATA[:2], values.query_ends, keys)
-    on_gpu = (on_device(name, x, description) for name, x in zip(INTEGERS, integers, strict=True))
+    names = NAMES[description.kind][OF_INTEGERS]
+    on_gpu = (on_device(name, x, description) for name, x in zip(names, integers, strict=True))
     return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]
 
 
-def on_device(name: str, value: int | torch.Tensor | None, call: CacheCall) -> torch.Tensor | None:
+def on_device(name: str, value: int | torch.Tensor | None, call: Call) -> torch.Tensor | None:
     """The value as a tensor on q's device; a number for each sequence.
 
     Raises:

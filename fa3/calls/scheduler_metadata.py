@@ -13,12 +13,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.modifiers import structure_of
-from fa3.calls.operands import DTYPES
-from fa3.calls.options import as_pair, check_window, converted, integer, reject_unsupported
-from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.calls.operands import DTYPES, Operand
+from fa3.calls.options import (
+    Options,
+    as_pair,
+    check_window,
+    converted,
+    integer,
+    reject_unsupported,
+)
 from fa3.calls.step_lengths import StepLengths
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.complaints import kind_of
@@ -30,7 +37,7 @@ from fa3.planning.short_queries import short_queries
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.divisor import PlainDivisor
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, Window
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, AttentionSpec, Window
 from fa3.schedules.sequences import LONGEST
 from fa3.schedules.stream_k import Chunks
 from fa3.scores.masks import Band
@@ -84,6 +91,31 @@ class SchedulerMetadata:
                 raise ValueError(
                     f"scheduler_metadata was made for {name} {expected}, the call has {value}"
                 )
+
+    def splits_and_margin(
+        self,
+        options: Options,
+        q: torch.Tensor | Operand,
+        k: torch.Tensor | Operand,
+        v: torch.Tensor | Operand,
+        has_pages: bool,
+        batch: int,
+        seqlen_q: int,
+    ) -> tuple[int, int]:
+        """num_splits and sm_margin of a call on a cache; raises unless this was made for it."""
+        self.check(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            heads_q=q.shape[-2],
+            heads_kv=k.shape[2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[3],
+            dtype=q.dtype,
+            page_size=k.shape[1] if has_pages else None,
+            window=options.window,
+            has_softcap=bool(options.softcap),
+        )
+        return self.options(options.num_splits, options.sm_margin, options.batch_invariant)
 
     def options(self, num_splits: int, sm_margin: int, batch_invariant: bool) -> tuple[int, int]:
         """num_splits and sm_margin of a call, given its own.
@@ -328,9 +360,7 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     known = lengths.of_packed_queries()
     if known is None:
         return PackedMetadata(calls, False, None)
-    window = calls.window.tighten(calls.seqlen_q, lengths.max_seqlen_k)
-    structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
-    spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
+    spec, window = spec_of_calls(calls, calls.seqlen_q, lengths.max_seqlen_k)
     plan = RaggedPlan(spec, False, False, gpu, CacheLayout(calls.page_size or 0))
     most = short_queries(calls.heads_q // calls.heads_kv)
     if calls.seqlen_q > most and plan.finds_keys:
@@ -350,36 +380,30 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
     if known is None:
         return PackedMetadata(calls, True, None)
     has_used = lengths.seqused_q is not None, lengths.cache_seqlens is not None
-    window = calls.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    call = planned_call(
-        calls.dtype, calls.head_dim, calls.head_dim_v, calls.heads_q, calls.heads_kv, window,
-        calls.has_softcap, *has_used, gpu, calls.sm_margin,
-    )  # fmt: skip
+    # No matter how many sequences and queries there are.
+    call = planned_call(replace(calls, batch=1, seqlen_q=1), has_used, gpu)
     most = call.most_short_of_table(known, calls.heads_q)
     if most is not None:
-        upload(known, call.plan.table_kind(window, most, calls.heads_q, calls.heads_kv, may_cut))
+        upload(
+            known, call.plan.table_kind(call.window, most, calls.heads_q, calls.heads_kv, may_cut)
+        )
     return PackedMetadata(calls, True, known)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def planned_call(
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    heads_q: int,
-    heads_kv: int,
-    window: Window,
-    has_softcap: bool,
-    has_used_q: bool,
-    has_used_k: bool,
-    gpu: Gpu,
-    sm_margin: int,
-) -> RaggedCall:
+def planned_call(calls: SchedulerMetadata, has_used: tuple[bool, bool], gpu: Gpu) -> RaggedCall:
     """What calls on packed keys lead to, whatever the lengths are."""
-    structure = structure_of(USUAL_SOFTCAP * has_softcap, None, None, window.right == 0)
-    spec = structure.spec(dtype, head_dim, head_dim_v, window)
-    used = has_used_q, has_used_k
-    return plan_varlen(spec, structure, window, heads_q, heads_kv, *used, gpu, sm_margin)
+    spec, window = spec_of_calls(calls, MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+    return plan_varlen(spec, window, calls.heads_q, calls.heads_kv, *has_used, gpu, calls.sm_margin)
+
+
+def spec_of_calls(
+    calls: SchedulerMetadata, seqlen_q: int, seqlen_k: int
+) -> tuple[AttentionSpec, Window]:
+    """What is compiled for sequences up to these lengths, and the bounds that they may have."""
+    window = calls.window.tighten(seqlen_q, seqlen_k)
+    structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
+    return structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window), window
 
 
 def upload(lengths: HostSeqlens, kind: TableKind) -> None:

@@ -12,11 +12,22 @@ import torch
 
 from fa3.calls import operators
 from fa3.calls.autograd import check_differentiable, wants_gradient
-from fa3.calls.dropout import check_probability, draw_rng_state
+from fa3.calls.dropout import draw_rng_state
 from fa3.calls.eager import check_undifferentiated
 from fa3.calls.operator_backward import run_backward
-from fa3.calls.options import check_window
+from fa3.calls.options import (
+    CACHED,
+    DENSE,
+    PACKED,
+    PAGED,
+    Options,
+    as_pair,
+    check_probability,
+    check_window,
+    named_options,
+)
 from fa3.calls.user_functions import flatten_function
+from fa3.problem import Window
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
@@ -25,43 +36,63 @@ operators.BACKWARD.implemented_by(run_backward)
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 ALWAYS_NONE = {
-    operators.DENSE: ("plan",),
-    operators.PACKED: (
+    DENSE: ("plan",),
+    PACKED: (
         "scheduler_metadata", "cu_seqlens_q_cpu", "cu_seqlens_k_cpu", "seqused_q_cpu",
         "seqused_k_cpu",
     ),
-    operators.CACHED: ("cu_seqlens_q", "rotary_seqlens"),
+    PAGED: ("cu_seqlens_q",),
+    CACHED: ("cu_seqlens_q", "rotary_seqlens"),
 }  # fmt: skip
 """Arguments of functions that no operator takes."""
 
 
-def trace_attention(function: str, return_lse: bool, **arguments: Any) -> Result:
+def trace_attention(
+    kind: str,
+    window_size: tuple[int, int],
+    values: tuple,
+    out: torch.Tensor | None,
+    **arguments: Any,
+) -> Result:
     """What a public function gives.
 
     Args:
-        function: its name.
-        arguments: of the function, by name, but for what only says how out is returned.
+        values: its options, as `fa3.calls.options.options_of` takes them.
+        arguments: all others, by name.
     """
-    for name in ALWAYS_NONE[function]:
+    for name in ALWAYS_NONE[kind]:
         if arguments.pop(name, None) is not None:
             raise NotImplementedError(f"{name} must be None while a graph is traced")
-    out = arguments.pop("out")
-    window = check_window(arguments.pop("window_size"), arguments["causal"])
+    options = named_options(kind, values)
+    window = check_window(as_pair(window_size), options["causal"])
+    returns_lse = options["return_lse"] or options.get("return_softmax_lse", False)
+    returns_lse = returns_lse or options.get("return_attn_probs", False)
+    arguments |= options
     arguments["window_left"], arguments["window_right"] = window.left, window.right
-    if function == operators.CACHED:
-        made, lse = trace_cached(out, arguments)
+    if kind == CACHED:
+        made, lse = trace_cached(out, window, arguments)
     else:
-        arguments = differentiable_arguments(out, arguments)
-        if out is None:
-            made, lse = operators.ATTENTION(function=function, **arguments)
-        else:
-            made, lse = operators.ATTENTION_OUT(function=function, out=out, **arguments)
+        differentiable_arguments(kind, out, arguments)
+        made, lse = call_attention(kind, out, arguments)
     out = made if out is None else out
-    return (out, lse) if return_lse else out
+    return (out, lse) if returns_lse else out
 
 
-def differentiable_arguments(out: torch.Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `fa3::attention` for a function that may have a gradient.
+def call_attention(
+    kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `fa3::attention` gives; it takes those of the arguments that it has."""
+    operator = operators.ATTENTION
+    named = {name: arguments[name] for name in operator.arguments if name in arguments}
+    if out is None:
+        return operator(function=kind, **named)
+    return operators.ATTENTION_OUT(function=kind, out=out, **named)
+
+
+def differentiable_arguments(
+    kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
+) -> None:
+    """Change arguments to what `fa3::attention` takes for a function that may have a gradient.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is not what the function says it is,
@@ -79,7 +110,7 @@ def differentiable_arguments(out: torch.Tensor | None, arguments: dict[str, Any]
     q, k, v, sinks = arguments["q"], arguments["k"], arguments["v"], arguments["sinks"]
     if wants_gradient(q, k, v, sinks):
         check_differentiable(q, k, v, sinks, score, out, arguments.get("pack_gqa"))
-        arguments |= {"num_splits": 1} if "num_splits" in arguments else {"pack_gqa": False}
+        arguments |= {"num_splits": 1} if kind == PACKED else {"pack_gqa": False}
     refuse_gradients({"alibi_slopes": arguments["alibi_slopes"]})
     for kind in ("score", "mask"):
         for i, tensor in enumerate(arguments[f"{kind}_tensors"]):
@@ -88,30 +119,38 @@ def differentiable_arguments(out: torch.Tensor | None, arguments: dict[str, Any]
     if arguments["dropout_p"] and arguments["rng_state"] is None:
         # Drawn by the graph.
         arguments["rng_state"] = draw_rng_state(q.device)
-    return arguments
 
 
 def trace_cached(
-    out: torch.Tensor | None, arguments: dict[str, Any]
+    out: torch.Tensor | None, window: Window, arguments: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What operators give for `flash_attn_with_kvcache`: out, and the log-sum-exp."""
     refuse_gradients(arguments)
+    q, k_cache, v_cache = arguments["q"], arguments.pop("k_cache"), arguments.pop("v_cache")
+    names = "softcap", "num_splits", "sm_margin", "batch_invariant"
+    options = Options(window=window, **{name: arguments[name] for name in names})
+    if arguments["metadata"] is not None:
+        has_pages = arguments["page_table"] is not None
+        arguments["num_splits"], arguments["sm_margin"] = arguments["metadata"].splits_and_margin(
+            options, q, k_cache, v_cache, has_pages, q.shape[0], q.shape[1]
+        )
+    if arguments["max_seqlen_q"] is not None:
+        raise ValueError(
+            f"max_seqlen_q must be None without cu_seqlens_q, got {arguments['max_seqlen_q']}"
+        )
     appended = {name: arguments.pop(name) for name in APPENDED}
-    k_cache, v_cache = arguments.pop("k_cache"), arguments.pop("v_cache")
     if appended["k"] is None and appended["v"] is None:
         if not (appended["rotary_cos"] is appended["rotary_sin"] is None):
             raise ValueError(
                 "rotary_cos and rotary_sin must be None without k and v: nothing is appended"
             )
-        arguments |= {"function": operators.CACHED, "k": k_cache, "v": v_cache}
-        if out is None:
-            return operators.ATTENTION(**arguments)
-        return operators.ATTENTION_OUT(out=out, **arguments)
+        return call_attention(CACHED, out, {**arguments, "k": k_cache, "v": v_cache})
     for name, other in (("k", "v"), ("v", "k")):
         if appended[name] is None:
             raise ValueError(f"{name} must be given with {other}")
-    caches = {"k_cache": k_cache, "v_cache": v_cache}
-    return operators.APPEND(out=out, **arguments, **appended, **caches)
+    arguments |= appended | {"k_cache": k_cache, "v_cache": v_cache, "out": out}
+    operator = operators.APPEND
+    return operator(**{name: arguments[name] for name in operator.arguments if name in arguments})
 
 
 APPENDED = ("k", "v", "rotary_cos", "rotary_sin", "cu_seqlens_k_new", "rotary_interleaved")

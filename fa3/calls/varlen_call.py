@@ -10,8 +10,7 @@ import torch
 
 from fa3.calls import varlen_gpu
 from fa3.calls.known_lengths import HostSeqlens, LastHostSeqlens
-from fa3.calls.modifiers import ModifierSpec
-from fa3.calls.ragged import hide_all_keys_of_packed
+from fa3.calls.results import hide_all_keys_of_packed
 from fa3.calls.varlen_gpu import DecodeLaunch
 from fa3.planning.gpu import Gpu
 from fa3.planning.joined import MultiSequencePlan, PackedSizes
@@ -35,7 +34,6 @@ class RaggedCall:
 
     Fields:
         plan: how the forward kernel attends.
-        structure: what of its scores, mask and sinks is in the spec.
         window: with bounds that any lengths may have.
         joined: how short sequences share tiles; None if they cannot.
         short: how the decode kernel attends from few queries; None if it cannot.
@@ -44,7 +42,6 @@ class RaggedCall:
     """
 
     plan: RaggedPlan
-    structure: ModifierSpec
     window: Window
     joined: MultiSequencePlan | None
     short: ShortPlan | None
@@ -179,7 +176,6 @@ class RaggedCall:
 
 def plan_varlen(
     spec: AttentionSpec,
-    structure: ModifierSpec,
     window: Window,
     heads_q: int,
     heads_kv: int,
@@ -198,6 +194,4 @@ def plan_varlen(
     if not sm_margin:
         # Two kernels beside each other would take the SMs that are reserved.
         short = ShortPlan.of(spec, heads_q, heads_kv, has_used_q, has_used_k, gpu)
-    return RaggedCall(
-        RaggedPlan(*given), structure, window, MultiSequencePlan.of(*given), short, None
-    )
+    return RaggedCall(RaggedPlan(*given), window, MultiSequencePlan.of(*given), short, None)

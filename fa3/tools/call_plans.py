@@ -6,8 +6,7 @@ No time is predicted for them: fa3 has no cost model of these calls.
 from dataclasses import replace
 from typing import Any
 
-from fa3.calls.modifiers import ModifierSpec
-from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.explanation import PlanDescription, counted, facts_of, quantity, sentences_of
@@ -34,7 +33,7 @@ def explain_packed(problem: Problem, window: Window, gpu: Gpu) -> PlanDescriptio
     heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
     window = window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
     spec = replace(problem.spec, mask=Band.of(window))
-    call = plan_varlen(spec, ModifierSpec(), window, heads_q, heads_kv, False, False, gpu, 0)
+    call = plan_varlen(spec, window, heads_q, heads_kv, False, False, gpu, 0)
     sizes = PackedSizes(
         problem.batch,
         heads_q,
