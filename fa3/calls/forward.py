@@ -351,7 +351,7 @@ def flash_attn_func(
         None if sinks is None else describe_modifier("sinks", sinks, True),
     )
     has_gradient = wants_gradient(q, k, v, sinks)
-    checked = options_of(DENSE, softmax_scale, window_size, *given, has_gradient)
+    checked = options_of(DENSE, softmax_scale, window_size, given, has_gradient)
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
         checked, function_tensors = with_functions(checked, q, score, mask)

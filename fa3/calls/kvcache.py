@@ -211,14 +211,22 @@ def flash_attn_with_kvcache(
         unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k_cache)
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, unsupported,
-        rotary_interleaved, batch_invariant, return_softmax_lse, max_seqlen_q, scheduler_metadata,
+        rotary_interleaved, batch_invariant, return_softmax_lse,
     )  # fmt: skip
     if is_traced(q):
         named = dict(zip(NAMES[CACHED], tensors, strict=True))
         return trace_attention(
-            CACHED, window_size, given, **named, cache_length=length, softmax_scale=softmax_scale
+            CACHED,
+            window_size,
+            given,
+            **named,
+            cache_length=length,
+            softmax_scale=softmax_scale,
+            max_seqlen_q=max_seqlen_q,
+            metadata=scheduler_metadata,
         )
-    checked = options_of(CACHED, None, window_size, *given)
+    of_cache = max_seqlen_q, scheduler_metadata
+    checked = options_of(CACHED, None, window_size, given, False, of_cache)
     return attend_to_cache(tensors, checked, softmax_scale, length, known)
 
 
@@ -238,18 +246,24 @@ def attend_to_cache(
         known: the lengths, if the host knows them.
         function_tensors: of the user's score and mask.
     """
-    q, k_new, seqlens, ends_q = tensors[0], tensors[3], tensors[7], tensors[12]
-    call = find_prepared(tensors, checked, ends_q is not None)
+    q, is_packed = tensors[0], tensors[12] is not None
+    call, begins = checked.latest.find(tensors)
+    if call is None:
+        call = describe_call(tensors, checked, is_packed)
+    elif call.apart is not None:
+        call.apart(*begins)
+    elif is_packed:
+        check_written(call, tensors)
     if function_tensors and tensors[-1] is not None:
         check_apart("out", tensors[-1], function_names(checked.options), function_tensors)
     scale = check_scale(softmax_scale, call.head_dim)
     if length is not None:
         length = integer("cache_seqlens", length, kind=LENGTHS)
-    elif seqlens is None:
-        if k_new is not None:
+    elif tensors[7] is None:
+        if tensors[3] is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         length = call.description.capacity
-    if ends_q is not None and q.shape[0] > call.most_queries:
+    if is_packed and q.shape[0] > call.most_queries:
         check_total(call, q)
     if known is not None:
         longest = checked.options.max_seqlen_q, call.description.capacity
@@ -259,7 +273,7 @@ def attend_to_cache(
     return call.run(tensors, scale, checked.returns_lse, known, function_tensors)
 
 
-def find_prepared(
+def describe_call(
     tensors: tuple[torch.Tensor | None, ...], checked: Checked, is_packed: bool
 ) -> PreparedCacheCall:
     """What these tensors and options lead to. It can write to what it writes to.
@@ -267,16 +281,10 @@ def find_prepared(
     Args:
         is_packed: whether queries are.
     """
-    call, begins = checked.latest.find(tensors)
-    if call is None:
-        described = describe_tensors(checked.options.kind, tensors)
-        if is_packed:
-            described = without_total(described)
-        call = prepare_cache_call(described, checked.options)
-        check_written(call, tensors)
-        checked.latest.remember(tensors, ALIGNMENTS, PLACES_OF_TOTAL if is_packed else (), call)
-    elif call.apart is not None:
-        call.apart(*begins)
-    elif is_packed:
-        check_written(call, tensors)
+    described = describe_tensors(checked.options.kind, tensors)
+    if is_packed:
+        described = without_total(described)
+    call = prepare_cache_call(described, checked.options)
+    check_written(call, tensors)
+    checked.latest.remember(tensors, ALIGNMENTS, PLACES_OF_TOTAL if is_packed else (), call)
     return call

@@ -106,18 +106,13 @@ SHARED_OPTIONS = (
     "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse", "unsupported",
 )  # fmt: skip
 OF_TRAINING = (*SHARED_OPTIONS, "return_attn_probs", "deterministic", "dropout_p")
-OF_CACHE = "return_softmax_lse", "max_seqlen_q", "metadata"
+OF_PACKED = (*OF_TRAINING, "return_softmax_lse")
+OF_CACHE = (*SHARED_OPTIONS, "rotary_interleaved", "batch_invariant", "return_softmax_lse")
 FUNCTIONS = {
-    DENSE: Function(
-        (*OF_TRAINING, "pack_gqa", "has_gradient"), False, None, FROM_FLASH_ATTENTION_2
-    ),
-    PACKED: Function(
-        (*OF_TRAINING, "return_softmax_lse"), False, False, VARLEN_FROM_FLASH_ATTENTION_2
-    ),
-    PAGED: Function((*OF_TRAINING, *OF_CACHE), True, True, VARLEN_FROM_FLASH_ATTENTION_2),
-    CACHED: Function(
-        (*SHARED_OPTIONS, "rotary_interleaved", "batch_invariant", *OF_CACHE), True, True
-    ),
+    DENSE: Function((*OF_TRAINING, "pack_gqa"), False, None, FROM_FLASH_ATTENTION_2),
+    PACKED: Function(OF_PACKED, False, False, VARLEN_FROM_FLASH_ATTENTION_2),
+    PAGED: Function(OF_PACKED, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
+    CACHED: Function(OF_CACHE, True, True),
 }
 
 
@@ -169,43 +164,57 @@ class Checked(NamedTuple):
 
 
 def options_of(
-    kind: str, of_flash_attention_2: object, window_size: Sequence[int], *values: object
+    kind: str,
+    of_flash_attention_2: object,
+    window_size: Sequence[int],
+    values: tuple,
+    has_gradient: bool = False,
+    of_cache: tuple[int | None, Any] = (None, None),
 ) -> Checked:
     """Check the options of a call, or find what was made of the same ones before.
 
     Args:
         of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
         values: in the order of `FUNCTIONS`.
+        has_gradient: whether a dense call wants one.
+        of_cache: max_seqlen_q and metadata of a call on a cache.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the option.
     """
     try:
-        return remembered_options(kind, as_pair(window_size), *values)
+        return remembered_options(kind, as_pair(window_size), has_gradient, of_cache, *values)
     except TypeError:
         # Also what has no hash.
         note = note_on_order(of_flash_attention_2, FUNCTIONS[kind].note)
-        return checked_options(kind, as_pair(window_size), values, note)
+        return checked_options(kind, as_pair(window_size), has_gradient, of_cache, values, note)
 
 
 @functools.lru_cache(maxsize=REMEMBERED, typed=True)
-def remembered_options(kind: str, window_size: tuple[int, ...], *values: object) -> Checked:
-    return checked_options(kind, window_size, values)
+def remembered_options(kind, window_size, has_gradient, of_cache, *values: object) -> Checked:
+    return checked_options(kind, window_size, has_gradient, of_cache, values)
 
 
 def checked_options(
-    kind: str, window_size: tuple[int, ...], values: tuple, note: str = ""
+    kind: str,
+    window_size: tuple[int, ...],
+    has_gradient: bool,
+    of_cache: tuple[int | None, Any],
+    values: tuple,
+    note: str = "",
 ) -> Checked:
     """What a call makes of its options, each of them checked."""
     given = named_options(kind, values, note)
     dropout_p = given.get("dropout_p", 0.0)
     check_probability(dropout_p)
     check_softcap(given["softcap"])
-    given |= {"window": check_window(window_size, given["causal"]), "has_dropout": dropout_p > 0}
-    given["kind"] = kind
-    if given.get("has_gradient") and given["pack_gqa"] is None:
+    if has_gradient and given["pack_gqa"] is None:
         given["pack_gqa"] = False
-    options = Options(**{name: given[name] for name in Options._fields if name in given})
+    named = {name: given[name] for name in Options._fields if name in given}
+    options = Options(
+        check_window(window_size, given["causal"]), **named, has_dropout=dropout_p > 0,
+        max_seqlen_q=of_cache[0], metadata=of_cache[1], kind=kind,
+    )  # fmt: skip
     returns = "return_lse", "return_attn_probs", "return_softmax_lse"
     return Checked(
         options, any(given.get(name) for name in returns), given.get("deterministic", False),
@@ -221,7 +230,7 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
         NotImplementedError: what it asks for is not there.
     """
     function = FUNCTIONS[kind]
-    given: dict[str, Any] = dict(zip(function.options, values, strict=False))
+    given: dict[str, Any] = dict(zip(function.options, values, strict=True))
     if given["attention_chunk"] is None:
         given["attention_chunk"] = 0
     for name, value in given.items():

@@ -249,15 +249,15 @@ def flash_attn_varlen_func(
         q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
         None, seqused_q, cu_seqlens_k, alibi_slopes, sinks, None,
     )  # fmt: skip
-    known = None
+    known, of_cache = None, (None, None)
     if page_table is not None:
         check_paged(tensors, dropout_p, rng_state, on_host)
         calls, known = metadata_on_pages(scheduler_metadata, seqused_q)
-        given = (*given, longest[0], calls)
+        of_cache = longest[0], calls
     elif scheduler_metadata is not None:
         margin = check_packed_metadata(scheduler_metadata, integer("sm_margin", sm_margin, 0))
         given = (*given[:4], margin, *given[5:])
-    checked = options_of(kind, seqused_q, window_size, *given)
+    checked = options_of(kind, seqused_q, window_size, given, False, of_cache)
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
         describe("q", q, ALIGNMENT, True)
@@ -294,8 +294,10 @@ def attend_packed_call(
         q, k, v, _, _, _, _, used_k, _, _, _, _, ends_q, _, used_q, ends_k, slopes, sinks, _,
     ) = tensors  # fmt: skip
     integers = ends_q, ends_k, used_q, used_k
-    options, returns_lse, deterministic, dropout_p, _ = checked
-    call, batch = find_packed(tensors, checked)
+    options, returns_lse, deterministic, dropout_p, latest = checked
+    call, _ = latest.find(tensors)
+    if call is None or not are_of_batch(tensors, batch := ends_q.shape[0] - 1):
+        call, batch = describe_packed(tensors, checked)
     totals = check_totals(q.shape, k.shape, v.shape, batch)
     dropout = None
     if dropout_p or rng_state is not None:
@@ -340,13 +342,10 @@ def attend_packed_call(
     return (out, lse) if returns_lse else out
 
 
-def find_packed(
+def describe_packed(
     tensors: tuple[torch.Tensor | None, ...], checked: Checked
 ) -> tuple[RaggedCall, int]:
     """What a call on packed keys leads to, and the number of its sequences."""
-    call, _ = checked.latest.find(tensors)
-    if call is not None and are_of_batch(tensors, batch := tensors[12].shape[0] - 1):
-        return call, batch
     used_q = tensors[14]
     if not (used_q is None or isinstance(used_q, torch.Tensor)):
         came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
