@@ -12,7 +12,7 @@ from test_remembered import operand, packed_operands
 
 import fa3
 from fa3.__main__ import main
-from fa3.calls.call import Call
+from fa3.calls.call import AttentionCall
 from fa3.calls.decode import prepare_decode
 from fa3.calls.forward import prepare_forward
 from fa3.calls.operands import Operand
@@ -202,7 +202,7 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
     pages = operand(3, 4096 // page_size) if page_size else None
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None
-    call = Call(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
+    call = AttentionCall(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
     plan = prepare_decode(call, Options(Window(right=0))).plan
     arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends

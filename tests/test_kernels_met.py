@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_remembered import operand, packed_operands
 
-from fa3.calls import decode, mixed, prepared_cache, varlen, varlen_gpu
-from fa3.calls.call import NAMES
+from fa3.calls import decode, kvcache, mixed, varlen, varlen_gpu
+from fa3.calls.call import NAMES_BY_KIND
+from fa3.calls.kvcache import prepare_cache_call
 from fa3.calls.options import CACHED, Options
-from fa3.calls.prepared_cache import prepare_cache_call
 from fa3.calls.varlen import prepare_varlen
 from fa3.planning.gpu import H200
 from fa3.problem import Window
@@ -46,9 +46,9 @@ def loaded(monkeypatch) -> dict:
 
     gpu = SimpleNamespace(multi_processor_count=H200.num_sms, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    for module in (decode, prepared_cache, varlen_gpu):
+    for module in (decode, kvcache, varlen_gpu):
         monkeypatch.setattr(module, "load_kernel", load)
-    for module in (mixed, prepared_cache, varlen):
+    for module in (mixed, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     return found
 
@@ -79,7 +79,7 @@ def prepare_on_pages(model: Model, window: Window, batch: int, queries: int, key
     }
     if model.sinks:
         given["sinks"] = operand(model.heads_q, dtype=dtype, device="cuda:0")
-    described = tuple(given.get(name) for name in NAMES[CACHED])
+    described = tuple(given.get(name) for name in NAMES_BY_KIND[CACHED])
     options = Options(window, model.softcap, max_seqlen_q=queries)
     return prepare_cache_call.__wrapped__(described, options)
 

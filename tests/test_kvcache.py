@@ -15,7 +15,7 @@ from varlen_problems import integers
 from fa3 import flash_attn_func
 from fa3 import settings as fa3_settings
 from fa3.calls import assertions as calls_assertions
-from fa3.calls.call import NAMES, OF_INTEGERS, Call, describe_tensors
+from fa3.calls.call import NAMES_BY_KIND, OF_INTEGERS, AttentionCall, describe_tensors
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.options import CACHED
@@ -44,9 +44,9 @@ def assertions(monkeypatch):
 
 def seen_by_host(call: dict) -> HostValues:
     """Return what the host sees of a call's integer tensors."""
-    tensors = tuple(map(call.get, NAMES[CACHED]))
+    tensors = tuple(map(call.get, NAMES_BY_KIND[CACHED]))
     described = describe_tensors(CACHED, tensors)
-    return values_on_host(Call.of(described, CACHED), tensors[OF_INTEGERS])
+    return values_on_host(AttentionCall.of(described, CACHED), tensors[OF_INTEGERS])
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
 from varlen_problems import integers
 
-from fa3.calls import combine, decode, prepared_cache
-from fa3.calls.call import Call, check_tensors
+from fa3.calls import combine, decode, kvcache
+from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.operands import Operand
@@ -222,7 +222,7 @@ def prepared(monkeypatch):
         q = operand(batch, 1, heads_kv, head_dim, device="cuda:0")
         cache = operand(10, page_size, heads_kv, head_dim)
         table = operand(batch, pages, dtype=torch.int32)
-        call = Call(q, cache, cache, *[None] * 7, table, None)
+        call = AttentionCall(q, cache, cache, *[None] * 7, table, None)
         return decode.prepare_decode(call, Options(**options)), kernels
 
     return prepare
@@ -324,7 +324,7 @@ def test_what_32_bits_do_not_count_is_refused(shapes, complaint):
     q, cache = (operand(*shapes[name]) for name in ("q", "k_cache"))
     pages = operand(*shapes["page_table"], dtype=torch.int32) if "page_table" in shapes else None
     with pytest.raises(ValueError, match=complaint):
-        check_tensors(Call(q, cache, cache, *[None] * 7, pages, None))
+        check_tensors(AttentionCall(q, cache, cache, *[None] * 7, pages, None))
 
 
 @pytest.mark.parametrize("seqlen", [HUGE - 5, HUGE, 1 << 40])
@@ -341,12 +341,12 @@ def test_vectors_that_32_bits_do_not_count_are_refused():
 
     def call(tokens):
         new = operand(1, tokens, 1, 8)
-        return Call(operand(1, 1, 1, 8), cache, cache, new, new, *[None] * 7)
+        return AttentionCall(operand(1, 1, 1, 8), cache, cache, new, new, *[None] * 7)
 
     assert MOST_VECTORS + THREADS - 1 <= LARGEST
-    prepared_cache.append_kernel(call(MOST_VECTORS), False)
+    kvcache.append_kernel(call(MOST_VECTORS), False)
     with pytest.raises(ValueError, match=rf"^k must have at most {MOST_VECTORS} vectors"):
-        prepared_cache.append_kernel(call(MOST_VECTORS + 1), False)
+        kvcache.append_kernel(call(MOST_VECTORS + 1), False)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa3.calls import combine, decode, kvcache, prepared_cache
-from fa3.calls.call import TENSORS, Call
+from fa3.calls import combine, decode, kvcache
+from fa3.calls.call import TENSORS, AttentionCall
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import SchedulerMetadata
@@ -35,10 +35,10 @@ def packed_operands(**named: Operand | None) -> tuple[Operand | None, ...]:
     return tuple(named.get(name) for name in TENSORS)
 
 
-def call_of(batch: int, device: str) -> Call:
+def call_of(batch: int, device: str) -> AttentionCall:
     q, cache = operand(batch, 1, 4, 64, device=device), operand(batch, 64, 1, 64, device=device)
     lengths = operand(batch, dtype=torch.int32, device=device)
-    return Call(q, cache, cache, *[None] * 4, lengths, *[None] * 4)
+    return AttentionCall(q, cache, cache, *[None] * 4, lengths, *[None] * 4)
 
 
 def cache_call(batch: int, device: str = "cpu") -> tuple:
@@ -75,7 +75,7 @@ def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(decode, "load_kernel", lambda kernel: None)
-    monkeypatch.setattr(prepared_cache, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(kvcache, "gpu_of", lambda device: H200)
     prepare.cache_clear()
 
     def sweep(first: int) -> int:

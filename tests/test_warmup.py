@@ -18,7 +18,7 @@ import torch
 
 import fa3
 from fa3.__main__ import main
-from fa3.calls.call import MOST_FORWARD_TILES, Call
+from fa3.calls.call import MOST_FORWARD_TILES, AttentionCall
 from fa3.calls.decode import prepare_decode
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
@@ -82,13 +82,13 @@ def test_forward_kernels_are_those_of_plans(few_sizes):
     assert kernels == set(of_type(found, Decode)) and len(kernels) == 2
 
 
-def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> Call:
+def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> AttentionCall:
     """Describe a call on the CPU; strides do not matter to what is prepared."""
 
     def operand(*shape: int) -> Operand:
         return Operand(shape, (), torch.bfloat16, torch.device("cpu"))
 
-    return Call(
+    return AttentionCall(
         operand(5, seqlen_q, model.heads_q, model.head_dim),
         operand(500, 64, model.heads_kv, model.head_dim),
         operand(500, 64, model.heads_kv, model.head_dim_v),

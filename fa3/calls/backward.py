@@ -1,6 +1,6 @@
 """The backward pass of a call: memory and launches.
 
-`fa3.calls.autograd` and `fa3.calls.operator_backward` come here with what the forward pass took and
+`fa3.calls.autograd` and `fa3.calls.operators` come here with what the forward pass took and
 gave. On a GPU two kernels run, both launched by one entry: the preprocess kernel and the backward
 kernel. For packed sequences a kernel before them makes the table of key tiles from the lengths,
 which the host never reads. On the CPU `fa3.reference.backward` computes the same.

@@ -1,9 +1,9 @@
 """A call: its tensors by name, what they are like, and whether they fit together.
 
-All functions hand on their tensors in one order, `TENSORS`. A `Call` says what each of them is
-like, and what follows from that. Repeated calls share it, so it has no number that differs from
-step to step: no total of packed rows, and of packed keys no number of sequences. These are looked
-at in each call (`check_sizes`), and so is what lies in the tensors (`fa3.calls.values`).
+All functions hand on their tensors in one order, `TENSORS`. An `AttentionCall` says what each of
+them is like, and what follows from that. Repeated calls share it, so it has no number that differs
+from step to step: no total of packed rows, and of packed keys no number of sequences. These are
+looked at in each call (`check_sizes`), and so is what lies in the tensors (`fa3.calls.values`).
 """
 
 from collections import namedtuple
@@ -61,8 +61,8 @@ INTEGERS = TENSORS[OF_INTEGERS]
 NAMES_ON_CACHE = {
     "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "seqused_k": "cache_seqlens",
 }  # fmt: skip
-NAMES = dict.fromkeys((DENSE, PACKED, PAGED), TENSORS)
-NAMES[CACHED] = tuple(NAMES_ON_CACHE.get(name, name) for name in TENSORS)
+NAMES_BY_KIND = dict.fromkeys((DENSE, PACKED, PAGED), TENSORS)
+NAMES_BY_KIND[CACHED] = tuple(NAMES_ON_CACHE.get(name, name) for name in TENSORS)
 """What functions call the tensors."""
 
 ALIGNMENTS = tuple(
@@ -72,22 +72,22 @@ ALIGNMENTS = tuple(
 """Bytes to which each of the tensors must be aligned."""
 
 
-def places(*names: str) -> tuple[int, ...]:
+def places_of(*names: str) -> tuple[int, ...]:
     """Where tensors are in `TENSORS`."""
     return tuple(map(TENSORS.index, names))
 
 
-PLACES_WITH_GRADIENT = places("q", "k", "v", "sinks")
+PLACES_WITH_GRADIENT = places_of("q", "k", "v", "sinks")
 """The tensors of calls on packed keys that may require grad."""
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-PLACES_OF_LENGTHS = places(*LENGTHS_OF_PACKED)
-PLACES_OF_ANY_LENGTH = (*places("q", "k", "v"), *PLACES_OF_LENGTHS)
+PLACES_OF_LENGTHS = places_of(*LENGTHS_OF_PACKED)
+PLACES_OF_ANY_LENGTH = (*places_of("q", "k", "v"), *PLACES_OF_LENGTHS)
 """The tensors of a call on packed keys whose rows or entries may be more or fewer in each call."""
 
-REQUIRED_OF_PACKED = places("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+REQUIRED_OF_PACKED = places_of("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
 
-PLACES_OF_TOTAL = places("q", "out")
+PLACES_OF_TOTAL = places_of("q", "out")
 """The tensors that have as many rows as there are packed queries."""
 
 ANY_NUMBER = 1
@@ -134,7 +134,7 @@ def describe_tensors(kind: str, tensors: tuple[torch.Tensor | None, ...]) -> Des
         None if tensor is None and i not in required
         else describe(name, tensor, alignment, i in with_gradient)
         for i, (name, tensor, alignment) in enumerate(
-            zip(NAMES[kind], tensors, ALIGNMENTS, strict=True)
+            zip(NAMES_BY_KIND[kind], tensors, ALIGNMENTS, strict=True)
         )
     ])  # fmt: skip
     for name, tensor in zip(("alibi_slopes", "sinks"), tensors[-3:-1], strict=True):
@@ -167,8 +167,10 @@ def without_lengths(described: Described) -> Described:
     return (*found[:-1], None)
 
 
-class Call(
-    namedtuple("Call", (*TENSORS, "kind", "max_seqlen_q"), defaults=(*[None] * 7, CACHED, None))
+class AttentionCall(
+    namedtuple(
+        "AttentionCall", (*TENSORS, "kind", "max_seqlen_q"), defaults=(*[None] * 7, CACHED, None)
+    )
 ):
     """What each of the `TENSORS` is like, an `Operand`, and what follows from that.
 
@@ -180,12 +182,14 @@ class Call(
     __slots__ = ()
 
     @classmethod
-    def of(cls, described: Described, kind: str, max_seqlen_q: int | None = None) -> "Call":
+    def of(
+        cls, described: Described, kind: str, max_seqlen_q: int | None = None
+    ) -> "AttentionCall":
         """The call whose tensors are described."""
         return cls(*map(operand_of, described), kind, max_seqlen_q)
 
     @classmethod
-    def dense(cls, *operands: Operand | None) -> "Call":
+    def dense(cls, *operands: Operand | None) -> "AttentionCall":
         """A dense call: q, k, v, alibi_slopes and sinks."""
         named = dict(zip(("q", "k", "v", "alibi_slopes", "sinks"), operands, strict=True))
         return cls(**dict.fromkeys(TENSORS) | named, kind=DENSE)
@@ -259,7 +263,7 @@ class Call(
 
     def name(self, tensor: str) -> str:
         """What the function calls one of the `TENSORS`."""
-        return NAMES[self.kind][TENSORS.index(tensor)]
+        return NAMES_BY_KIND[self.kind][TENSORS.index(tensor)]
 
     def modifiers(self, options: Options, is_causal: bool) -> ModifierSpec:
         """What is compiled of scores, mask, sinks and dropout.
@@ -305,7 +309,7 @@ class Call(
 # ------------------------------------------------------------------------------------ tensors
 
 
-def check_tensors(call: Call) -> None:
+def check_tensors(call: AttentionCall) -> None:
     """Raise if the tensors do not describe one call.
 
     Raises:
@@ -335,7 +339,7 @@ def check_tensors(call: Call) -> None:
         check_output(call.out, call.out_shape, call.q)
 
 
-def check_packed_keys(call: Call) -> None:
+def check_packed_keys(call: AttentionCall) -> None:
     """Raise unless packed k and v go with q."""
     check_same_kind("k", call.k, call.q)
     check_same_kind("v", call.v, call.q)
@@ -352,7 +356,7 @@ def check_steps(name: str, operand: Operand) -> None:
     check_stride(name, operand, 1)
 
 
-def check_keys(call: Call) -> None:
+def check_keys(call: AttentionCall) -> None:
     """Raise unless k and v, or the pages of a cache, go with q."""
     name_k, name_v = call.name("k"), call.name("v")
     if call.is_packed:
@@ -372,7 +376,7 @@ def check_keys(call: Call) -> None:
     check_shape(name_v, call.v, (outer, inner, heads_kv, call.head_dim_v), name_k)
 
 
-def check_packed_queries(call: Call) -> None:
+def check_packed_queries(call: AttentionCall) -> None:
     """Raise unless packed queries can be cut into sequences."""
     ends = call.cu_seqlens_q
     if len(ends.shape) != 1 or not ends.shape[0]:
@@ -480,7 +484,7 @@ def check_totals(
 # ----------------------------------------------------------------------------- a call on a cache
 
 
-def check_cache(call: Call) -> None:
+def check_cache(call: AttentionCall) -> None:
     """Raise unless a cache can be attended to and appended to like this."""
     if call.max_seqlen_q is not None and not call.is_packed:
         raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {call.max_seqlen_q}")
@@ -494,7 +498,7 @@ def check_cache(call: Call) -> None:
     check_cache_counts(call)
 
 
-def check_cache_counts(call: Call) -> None:
+def check_cache_counts(call: AttentionCall) -> None:
     """Raise if 32 bits, in which kernels count, do not do for a size or what follows from it."""
     for name in TENSORS:
         operand = getattr(call, name)
@@ -512,7 +516,7 @@ def check_cache_counts(call: Call) -> None:
     Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity).check("q")
 
 
-def check_indices(call: Call) -> None:
+def check_indices(call: AttentionCall) -> None:
     """Raise unless the int32 tensors have one row for each sequence of q."""
     for name in INTEGERS:
         operand = getattr(call, name)
@@ -538,7 +542,7 @@ def check_indices(call: Call) -> None:
         )
 
 
-def check_new_tokens(call: Call) -> None:
+def check_new_tokens(call: AttentionCall) -> None:
     """Raise unless tokens can be appended to the cache."""
     for name, operand, other in (("k", call.k_new, "v"), ("v", call.v_new, "k")):
         if operand is None:
@@ -554,7 +558,7 @@ def check_new_tokens(call: Call) -> None:
     check_no_overlap("v_cache", call.v)
 
 
-def check_rotary(call: Call) -> None:
+def check_rotary(call: AttentionCall) -> None:
     """Raise unless the tables of a rotary embedding fit the heads."""
     for name, other in (("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos")):
         operand = getattr(call, name)

@@ -1,6 +1,6 @@
 """Attention of a few queries to the keys and values of a cache: what is launched for it.
 
-`fa3.calls.prepared_cache` validates a call and has it prepared here, once for all calls that are
+`fa3.calls.kvcache` validates a call and has it prepared here, once for all calls that are
 described alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed
 keys, and `fa3.calls.forward` hands over the plans of dense calls with few queries. A prepared call
 allocates its workspace and launches the plan's kernels. Lengths are read on the device only: a
@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from fa3.calls.call import Call
+from fa3.calls.call import AttentionCall
 from fa3.calls.forward_arguments import lse_address
 from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.options import Options
@@ -172,7 +172,9 @@ def merge_nothing() -> None:
     """Launch no merge: the kernel that attends has merged the parts."""
 
 
-def prepare_decode(call: Call, options: Options, overlaps_forward: bool = False) -> PreparedDecode:
+def prepare_decode(
+    call: AttentionCall, options: Options, overlaps_forward: bool = False
+) -> PreparedDecode:
     """Choose how calls of a description run, and load their kernels.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fa3.calls.call import Call
+from fa3.calls.call import AttentionCall
 from fa3.calls.modifiers import describe_modifier, functions_of
 from fa3.calls.operands import ALIGNMENT, DTYPES, Operand, check_rank, describe
 from fa3.calls.options import (
@@ -50,7 +50,7 @@ def problem_posed_by(
     )
     functions, _ = functions_of(q, score, mask)
     options = Options(window, softcap, has_dropout=dropout_p > 0, functions=functions)
-    return Call.dense(q, k, v, *described).problem(options)
+    return AttentionCall.dense(q, k, v, *described).problem(options)
 
 
 def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:

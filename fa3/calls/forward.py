@@ -19,7 +19,7 @@ from fa3.calls.autograd import (
     wants_gradient,
 )
 from fa3.calls.backward import BackwardCall
-from fa3.calls.call import Call
+from fa3.calls.call import AttentionCall
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
@@ -48,6 +48,7 @@ from fa3.calls.operands import (
     describe,
     operand_of,
 )
+from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     DENSE,
     FROM_FLASH_ATTENTION_2,
@@ -58,7 +59,6 @@ from fa3.calls.options import (
 )
 from fa3.calls.part_memory import PartMemory
 from fa3.calls.results import hide_all_keys
-from fa3.calls.traced import trace_attention
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.planning.gpu import H200
@@ -401,7 +401,7 @@ def prepare_forward(
         described: q, k, v, alibi_slopes and sinks.
     """
     check_settings()
-    call = Call.dense(*map(operand_of, described))
+    call = AttentionCall.dense(*map(operand_of, described))
     problem, q, pack_gqa = call.problem(options), call.q, options.pack_gqa
     on_gpu = q.device.type == "cuda"
     gpu = gpu_of(q.device) if on_gpu else H200

@@ -1,6 +1,6 @@
 """Attention to a cache from batches of prompts and of sequences that decode: both kernels share it.
 
-`fa3.calls.prepared_cache` has calls prepared here. Where packed sequences may have many queries,
+`fa3.calls.kvcache` has calls prepared here. Where packed sequences may have many queries,
 the forward kernel attends for those that do, and the decode kernel for the others: each reads the
 lengths on the device and leaves out what is the other's (`fa3.planning.short_queries`). All other
 calls are the decode kernel's alone (`fa3.calls.decode`).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fa3.calls import decode
-from fa3.calls.call import Call
+from fa3.calls.call import AttentionCall
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of
 from fa3.calls.known_lengths import HostSeqlens
@@ -94,7 +94,7 @@ class PreparedMixed:
         )
 
 
-def prepare_attention(call: Call, options: Options) -> PreparedDecode | PreparedMixed:
+def prepare_attention(call: AttentionCall, options: Options) -> PreparedDecode | PreparedMixed:
     """Choose how calls of a description run, and load their kernels.
 
     Args:

@@ -17,7 +17,7 @@ from fa3.calls.operands import (
     check_dtype,
     describe,
 )
-from fa3.calls.options import Checked, Options, check_softcap, latest_call
+from fa3.calls.options import Checked, Options, latest_call
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
 from fa3.problem import REMEMBERED, AttentionSpec, Window
@@ -31,7 +31,7 @@ ELEMENT_DTYPES = tuple(getattr(torch, name) for name in ELEMENT_TYPES)
 
 
 class ModifierSpec(NamedTuple):
-    """What is compiled into a kernel of `Modifiers`, and of dropout; hashable."""
+    """What is compiled into a kernel of scores, mask, sinks and dropout."""
 
     scores: tuple[Template, ...] = ()
     mask: Template | None = None
@@ -39,15 +39,11 @@ class ModifierSpec(NamedTuple):
     has_dropout: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What a call knows the tensors as, in their order."""
-        score_names = [
-            "alibi_slopes" if score.kind is Alibi else f"score.{tensor.name}"
-            for score in self.scores
-            for tensor in score.tensors
-        ]
-        mask_names = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
-        return (*score_names, *mask_names, *(("sinks",) if self.sinks else ()))
+    def function_names(self) -> tuple[str, ...]:
+        """What a call knows the tensors of the user's score and mask as, in their order."""
+        of_scores = (f"score.{one.name}" for score in self.scores for one in score.tensors)
+        of_mask = (f"mask.{one.name}" for one in (self.mask.tensors if self.mask else ()))
+        return (*of_scores, *of_mask)
 
     def joined(self, functions: "ModifierSpec") -> "ModifierSpec":
         """With the score and the mask of the user's that another one has."""
@@ -67,62 +63,6 @@ class ModifierSpec(NamedTuple):
             self.sinks,
             self.has_dropout,
         )
-
-
-class Modifiers(NamedTuple):
-    """Scores, mask and sinks of a call.
-
-    Fields:
-        structure: what is compiled.
-        tensors: of the scores, the mask and the sinks, in this order; None if there are
-            none.
-    """
-
-    structure: ModifierSpec
-    tensors: tuple[torch.Tensor, ...] | None
-
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor | Operand,
-        batch: int,
-        softcap: float,
-        alibi_slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        score: Score | None,
-        mask: Mask | None,
-        is_causal: bool,
-        has_backward: bool = False,
-    ) -> "Modifiers":
-        """Check the arguments of a call.
-
-        Args:
-            q: (..., heads_q, head_dim), of `batch` sequences.
-            is_causal: no key after a query's own position is visible.
-            has_backward: whether sinks may require grad.
-
-        Raises:
-            TypeError, ValueError: an argument is not what `flash_attn_func` says it is.
-        """
-        check_softcap(softcap)
-        if alibi_slopes is not None:
-            slopes = Operand(*describe_modifier("alibi_slopes", alibi_slopes))
-            check_alibi_slopes(slopes, q, batch)
-        if sinks is not None:
-            check_sinks(Operand(*describe_modifier("sinks", sinks, has_backward)), q)
-        structure = structure_of(
-            softcap,
-            None if alibi_slopes is None else alibi_slopes.ndim,
-            None if sinks is None else sinks.dtype,
-            is_causal,
-        )
-        functions, function_tensors = functions_of(q, score, mask)
-        return cls(
-            structure.joined(functions), modifier_tensors(alibi_slopes, function_tensors, sinks)
-        )
-
-
-UNMODIFIED = Modifiers(ModifierSpec(), None)
 
 
 def functions_of(
@@ -155,7 +95,7 @@ def joined_options(checked: Checked, functions: ModifierSpec) -> Checked:
 
 def function_names(options: Options) -> tuple[str, ...]:
     """What a call knows the tensors of the user's score and mask as."""
-    return () if options.functions is None else options.functions.names
+    return () if options.functions is None else options.functions.function_names
 
 
 def modifier_tensors(

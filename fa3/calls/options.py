@@ -1,7 +1,7 @@
 """The options of calls: one table for all public functions, and what is made of them.
 
-A function hands over its options as they came, in the order of its row in `FUNCTIONS`. The first
-time they are checked; repeated calls find what was made of them, by value and type.
+A function hands over its options as they came, in the order of its row in `OPTIONS_OF_KINDS`. The
+first time they are checked; repeated calls find what was made of them, by value and type.
 """
 
 import functools
@@ -108,7 +108,7 @@ SHARED_OPTIONS = (
 OF_TRAINING = (*SHARED_OPTIONS, "return_attn_probs", "deterministic", "dropout_p")
 OF_PACKED = (*OF_TRAINING, "return_softmax_lse")
 OF_CACHE = (*SHARED_OPTIONS, "rotary_interleaved", "batch_invariant", "return_softmax_lse")
-FUNCTIONS = {
+OPTIONS_OF_KINDS = {
     DENSE: Function((*OF_TRAINING, "pack_gqa"), False, None, FROM_FLASH_ATTENTION_2),
     PACKED: Function(OF_PACKED, False, False, VARLEN_FROM_FLASH_ATTENTION_2),
     PAGED: Function(OF_PACKED, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
@@ -175,7 +175,7 @@ def options_of(
 
     Args:
         of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
-        values: in the order of `FUNCTIONS`.
+        values: in the order of `OPTIONS_OF_KINDS`.
         has_gradient: whether a dense call wants one.
         of_cache: max_seqlen_q and metadata of a call on a cache.
 
@@ -186,7 +186,7 @@ def options_of(
         return remembered_options(kind, as_pair(window_size), has_gradient, of_cache, *values)
     except TypeError:
         # Also what has no hash.
-        note = note_on_order(of_flash_attention_2, FUNCTIONS[kind].note)
+        note = note_on_order(of_flash_attention_2, OPTIONS_OF_KINDS[kind].note)
         return checked_options(kind, as_pair(window_size), has_gradient, of_cache, values, note)
 
 
@@ -229,7 +229,7 @@ def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[s
         TypeError, ValueError: an option has another type, and its value does not fit this one.
         NotImplementedError: what it asks for is not there.
     """
-    function = FUNCTIONS[kind]
+    function = OPTIONS_OF_KINDS[kind]
     given: dict[str, Any] = dict(zip(function.options, values, strict=True))
     if given["attention_chunk"] is None:
         given["attention_chunk"] = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fa3.calls.assertions import check_counts, read_back
-from fa3.calls.call import INTEGERS, LENGTHS_OF_PACKED, Call, Integers
+from fa3.calls.call import INTEGERS, LENGTHS_OF_PACKED, AttentionCall, Integers
 from fa3.reference.varlen import used_rows
 
 # --------------------------------------------------------------------------- packed sequences
@@ -80,7 +80,9 @@ class HostValues:
     used_queries: list[int] | None = None
 
 
-def values_on_host(call: Call, integers: Sequence[int | torch.Tensor | None]) -> HostValues:
+def values_on_host(
+    call: AttentionCall, integers: Sequence[int | torch.Tensor | None]
+) -> HostValues:
     """Gather what the host can see.
 
     Args:
@@ -122,7 +124,7 @@ def values_on_host(call: Call, integers: Sequence[int | torch.Tensor | None]) ->
     )
 
 
-def check_values(call: Call, values: HostValues, query_step: int) -> None:
+def check_values(call: AttentionCall, values: HostValues, query_step: int) -> None:
     """Raise if a sequence is longer than its cache, or points outside of it.
 
     Args:
@@ -154,7 +156,7 @@ def check_values(call: Call, values: HostValues, query_step: int) -> None:
         check_pages(call, values)
 
 
-def check_query_ends(call: Call, ends: list[int], used: list[int] | None) -> None:
+def check_query_ends(call: AttentionCall, ends: list[int], used: list[int] | None) -> None:
     """Raise unless the queries of each sequence exist, and are no more than there may be."""
     total = call.q.shape[0]
     counts = [end - begin for begin, end in itertools.pairwise(ends)]
@@ -175,7 +177,7 @@ def check_query_ends(call: Call, ends: list[int], used: list[int] | None) -> Non
         )
 
 
-def check_batch_idx(call: Call, batch_idx: list[int]) -> None:
+def check_batch_idx(call: AttentionCall, batch_idx: list[int]) -> None:
     """Raise unless the cache has these rows, and none of them gets tokens of two sequences."""
     for sequence, row in enumerate(batch_idx):
         if not 0 <= row < call.num_sequences:
@@ -191,7 +193,7 @@ def check_batch_idx(call: Call, batch_idx: list[int]) -> None:
         )
 
 
-def check_seqlens(call: Call, values: HostValues) -> None:
+def check_seqlens(call: AttentionCall, values: HostValues) -> None:
     """Raise unless the tokens of each sequence, and those it gets, fit its cache."""
     for sequence, seqlen in enumerate(values.seqlens):
         if not 0 <= seqlen <= call.capacity:
@@ -219,7 +221,7 @@ def check_leftpads(leftpads: list[int], limits: list[int]) -> None:
             )
 
 
-def check_positions(call: Call, values: HostValues, query_step: int) -> None:
+def check_positions(call: AttentionCall, values: HostValues, query_step: int) -> None:
     """Raise unless the rotary tables reach as far as keys and queries do."""
     positions = call.rotary_cos.shape[0]
     turns = values.seqlens if call.rotary_seqlens is None else values.turns
@@ -243,7 +245,7 @@ def check_positions(call: Call, values: HostValues, query_step: int) -> None:
             )
 
 
-def check_pages(call: Call, values: HostValues) -> None:
+def check_pages(call: AttentionCall, values: HostValues) -> None:
     """Raise unless the pages that sequences use exist, and none appends where tokens are."""
     num_pages, page_size = call.k.shape[:2]
     rows = values.batch_idx or range(call.batch)

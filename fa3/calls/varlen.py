@@ -25,7 +25,7 @@ from fa3.calls.call import (
     LENGTHS_OF_PACKED,
     PLACES_OF_ANY_LENGTH,
     PLACES_WITH_GRADIENT,
-    Call,
+    AttentionCall,
     Described,
     Integers,
     are_of_batch,
@@ -42,6 +42,7 @@ from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.kvcache import attend_to_cache
 from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
 from fa3.calls.operands import ALIGNMENT, check_out, describe
+from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     PACKED,
     PAGED,
@@ -63,7 +64,6 @@ from fa3.calls.scheduler_metadata import (
     check_cache_metadata,
     check_packed_metadata,
 )
-from fa3.calls.traced import trace_attention
 from fa3.calls.values import check_lengths
 from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.complaints import kind_of
@@ -474,7 +474,7 @@ def prepare_varlen(described: Described, options: Options) -> RaggedCall:
         described: the tensors `without_lengths`.
     """
     check_settings()
-    call = Call.of(described, PACKED)
+    call = AttentionCall.of(described, PACKED)
     check_tensors(call)
     spec, window = call.packed_spec(options)
     on_gpu = call.q.device.type == "cuda"

@@ -1,7 +1,7 @@
 """What a call on packed sequences leads to, whatever its lengths are: attention and its gradients.
 
 `fa3.calls.varlen` checks and remembers it. For gradients `fa3.calls.autograd` comes back,
-and in graphs `fa3.calls.operator_backward`.
+and in graphs `fa3.calls.operators`.
 """
 
 from dataclasses import dataclass, field
