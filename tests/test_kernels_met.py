@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_remembered import operand, packed_operands
 
-from fa3.calls import decode, kvcache, mixed, varlen, varlen_gpu
+from fa3.calls import decode, kvcache, mixed, packed_calls, varlen
 from fa3.calls.call import NAMES_BY_KIND
 from fa3.calls.kvcache import prepare_cache_call
 from fa3.calls.options import CACHED, Options
@@ -46,7 +46,7 @@ def loaded(monkeypatch) -> dict:
 
     gpu = SimpleNamespace(multi_processor_count=H200.num_sms, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    for module in (decode, kvcache, varlen_gpu):
+    for module in (decode, kvcache, packed_calls):
         monkeypatch.setattr(module, "load_kernel", load)
     for module in (mixed, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fa3
-from fa3.calls.varlen_call import plan_varlen
+from fa3.calls.packed_calls import plan_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning import joined, short_queries, tilings
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut

@@ -13,7 +13,7 @@ from reference import check_attention
 from varlen_problems import VarlenProblem, check_varlen, make_call, on_cache, random_problem, unused
 
 import fa3
-from fa3.calls import decode, kvcache, mixed, operands, overlap, varlen_gpu
+from fa3.calls import decode, kvcache, mixed, operands, overlap, packed_calls
 from fa3.calls import values as values_of_calls
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
@@ -91,7 +91,7 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
         monkeypatch.setattr(kind, name, run)
 
     watch(decode.PreparedDecode, "attend")
-    watch(varlen_gpu.PreparedVarlen, "launch")
+    watch(packed_calls.PreparedVarlen, "launch")
     keys = tuple(3 * count + (100 if where == "cpu" else 1000) for count in queries)
     problem = VarlenProblem(queries, keys, heads_kv=2, group=heads // 2, causal=True)
     check(problem, None, where, capacity=FEWEST_EARLIER_KEYS, max_seqlen_q=1 << 20)

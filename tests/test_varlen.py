@@ -18,9 +18,9 @@ from valid_calls import OnGpu
 from varlen_problems import VarlenProblem, check_varlen, integers, make_call
 
 from fa3 import flash_attn_varlen_func
-from fa3.calls import assertions, varlen, varlen_gpu
+from fa3.calls import assertions, packed_calls, varlen
 from fa3.calls.options import Options
-from fa3.calls.varlen_call import RaggedCall
+from fa3.calls.packed_calls import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.joined import MultiSequencePlan
 from fa3.planning.short_queries import ShortPlan
@@ -118,7 +118,7 @@ class Launches:
 def kernels(monkeypatch):
     """Have calls on CPU tensors launched as if they were on a GPU."""
     kernels, prepare = Launches(), varlen.prepare_varlen
-    gpu = varlen_gpu.PackedKernels(kernels, kernels, kernels.for_queries)
+    gpu = packed_calls.PackedKernels(kernels, kernels, kernels.for_queries)
     monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
     return kernels
 
@@ -211,7 +211,7 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     """Where SMs are reserved, no second kernel runs beside the first."""
     made = []
     monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(varlen_gpu, "prepare", lambda *given: made.append(given))
+    monkeypatch.setattr(packed_calls, "prepare", lambda *given: made.append(given))
     device = torch.device("cuda", 0)
     q, k, v = (operand(1, *sizes, device=device) for sizes in ((4, 64), (2, 64), (2, 32)))
     used = operand(1, dtype=torch.int32, device=device)

@@ -24,8 +24,8 @@ from fa3 import flash_attn_varlen_func
 from fa3.calls import autograd
 from fa3.calls.backward import BackwardCall
 from fa3.calls.modifiers import ModifierSpec
+from fa3.calls.packed_calls import RaggedCall
 from fa3.calls.varlen import attend_packed
-from fa3.calls.varlen_call import RaggedCall
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import most_keys_unzeroed
 from fa3.planning.gpu import H200

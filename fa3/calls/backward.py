@@ -260,8 +260,7 @@ class BackwardCall(NamedTuple):
         if self.longest is not None:
             lengths = PackedLengths(*lengths)
             if 0 in (lengths.batch, *q.shape, len(k), *self.longest) or (d_out is d_lse is None):
-                sinks = tensors[-1] if wanted.sinks else None
-                return without_visible_keys(operands, lengths, sinks)
+                return without_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
             if q.is_cuda:
                 return packed_gradients(self, operands, lengths, tensors, wanted, dropout)
             (spec, window), sequences = self.problem, lengths.sequences()
@@ -287,10 +286,9 @@ def dense_gradients(
 ) -> Gradients:
     """Compute the gradients of a dense call on a GPU, as `BackwardCall.gradients`."""
     problem = call.problem
-    if operands.d_out is None and operands.d_lse is None:
-        return no_gradients(operands, torch.zeros_like(tensors[-1]) if wanted.sinks else None)
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
-        return without_keys(operands, tensors, wanted.sinks)
+    sizes = problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q
+    if 0 in sizes or (operands.d_out is operands.d_lse is None):
+        return without_keys(operands, None, tensors[-1] if wanted.sinks else None)
     num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
     prepared = prepare_backward(problem, call.deterministic, num_sms, wanted.fp32_dkv)
     return prepared.launch(operands, None, call.softmax_scale, tensors, dropout, wanted.sinks)
@@ -336,37 +334,16 @@ def natural_statistics(
 
 
 def without_keys(
-    operands: BackwardOperands, tensors: tuple[torch.Tensor, ...], wants_sinks: bool
-) -> Gradients:
-    """The gradients where there are no queries or no keys: only the sinks may have one."""
-    d_sinks = None
-    if wants_sinks:
-        d_lse, lse = operands.d_lse, operands.lse
-        delta = torch.zeros_like(lse) if d_lse is None else -d_lse
-        d_sinks = gradient_of_sinks(tensors[-1], lse, delta)
-    return no_gradients(operands, d_sinks)
-
-
-def no_gradients(operands: BackwardOperands, d_sinks: torch.Tensor | None) -> Gradients:
-    """Zeros for q, k and v, contiguous as all gradients are."""
-    q, k, v = operands[:3]
-    return Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)), d_sinks)
-
-
-def without_visible_keys(
-    operands: BackwardOperands, lengths: PackedLengths, sinks: torch.Tensor | None
+    operands: BackwardOperands, lengths: PackedLengths | None, sinks: torch.Tensor | None
 ) -> Gradients:
     """The gradients where no query sees a key: only the sinks, if given, may have one."""
     q, k, v, _, lse, _, d_lse = operands
-    d_sinks = None
-    if sinks is not None:
-        d_sinks = torch.zeros_like(sinks)
-        if d_lse is not None and lengths.batch:
-            is_used = used_queries(len(q), lengths.cu_seqlens_q, lengths.seqused_q)
-            delta = torch.where(is_used, -d_lse, 0.0)
-            d_sinks = gradient_of_sinks(
-                sinks, torch.where(is_used, lse, torch.inf)[None], delta[None]
-            )
-    return Gradients(
-        *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), d_sinks
-    )
+    zeros = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if sinks is None or d_lse is None or (lengths is not None and not lengths.batch):
+        return Gradients(*zeros, None if sinks is None else torch.zeros_like(sinks))
+    delta = -d_lse
+    if lengths is not None:
+        is_used = used_queries(len(q), lengths.cu_seqlens_q, lengths.seqused_q)
+        delta = torch.where(is_used, delta, 0.0)[None]
+        lse = torch.where(is_used, lse, torch.inf)[None]
+    return Gradients(*zeros, gradient_of_sinks(sinks, lse, delta))

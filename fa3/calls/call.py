@@ -72,22 +72,22 @@ ALIGNMENTS = tuple(
 """Bytes to which each of the tensors must be aligned."""
 
 
-def places_of(*names: str) -> tuple[int, ...]:
+def indices_of(*names: str) -> tuple[int, ...]:
     """Where tensors are in `TENSORS`."""
     return tuple(map(TENSORS.index, names))
 
 
-PLACES_WITH_GRADIENT = places_of("q", "k", "v", "sinks")
+PLACES_WITH_GRADIENT = indices_of("q", "k", "v", "sinks")
 """The tensors of calls on packed keys that may require grad."""
 
 LENGTHS_OF_PACKED = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-PLACES_OF_LENGTHS = places_of(*LENGTHS_OF_PACKED)
-PLACES_OF_ANY_LENGTH = (*places_of("q", "k", "v"), *PLACES_OF_LENGTHS)
+PLACES_OF_LENGTHS = indices_of(*LENGTHS_OF_PACKED)
+PLACES_OF_ANY_LENGTH = (*indices_of("q", "k", "v"), *PLACES_OF_LENGTHS)
 """The tensors of a call on packed keys whose rows or entries may be more or fewer in each call."""
 
-REQUIRED_OF_PACKED = places_of("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+REQUIRED_OF_PACKED = indices_of("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
 
-PLACES_OF_TOTAL = places_of("q", "out")
+PLACES_OF_TOTAL = indices_of("q", "out")
 """The tensors that have as many rows as there are packed queries."""
 
 ANY_NUMBER = 1

@@ -1,7 +1,7 @@
 """Attention of a few queries to the keys and values of a cache: what is launched for it.
 
 `fa3.calls.kvcache` validates a call and has it prepared here, once for all calls that are
-described alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed
+described alike; `fa3.calls.packed_calls` has it done for sequences with few queries and packed
 keys, and `fa3.calls.forward` hands over the plans of dense calls with few queries. A prepared call
 allocates its workspace and launches the plan's kernels. Lengths are read on the device only: a
 captured graph stays right while they grow.

@@ -32,6 +32,7 @@ from fa3.calls.forward_arguments import (
     RECORDING,
     SCHEDULE_STATE,
     TENSORS_AND_SCALE,
+    PartMemory,
     lse_address,
 )
 from fa3.calls.modifiers import (
@@ -57,7 +58,6 @@ from fa3.calls.options import (
     check_scale,
     options_of,
 )
-from fa3.calls.part_memory import PartMemory
 from fa3.calls.results import hide_all_keys
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown

@@ -16,7 +16,7 @@ from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of
 from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.options import Options
-from fa3.calls.varlen_gpu import DecodeLaunch, PreparedVarlen, prepare_alone
+from fa3.calls.packed_calls import DecodeLaunch, PreparedVarlen, prepare_alone
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import (

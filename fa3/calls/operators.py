@@ -529,7 +529,7 @@ def trace_attention(
 def call_attention(
     kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `fa3::attention` gives; it takes those of the arguments that it has."""
+    """What `fa3::attention` gives; it takes the arguments that it has a name for."""
     operator = ATTENTION
     named = {name: arguments[name] for name in operator.arguments if name in arguments}
     if out is None:

@@ -26,8 +26,8 @@ from fa3.calls.options import (
     integer,
     reject_unsupported,
 )
+from fa3.calls.packed_calls import RaggedCall, plan_varlen
 from fa3.calls.step_lengths import StepLengths
-from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.complaints import kind_of
 from fa3.planning.decode import TILE_N, Sizes
 from fa3.planning.gpu import H200, Gpu

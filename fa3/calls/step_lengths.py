@@ -15,7 +15,7 @@ import torch
 
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS
-from fa3.calls.known_lengths import HostSeqlens, host_counts, host_ends
+from fa3.calls.known_lengths import HostSeqlens, host_lengths
 from fa3.calls.operands import check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import integer
 from fa3.calls.values import check_leftpads
@@ -169,8 +169,6 @@ def on_host(
     if not all(tensor is None or tensor.is_cpu for tensor in tensors):
         return [None] * len(tensors)
     return [
-        None if tensor is None
-        else host_ends(name, tensor, batch) if name.startswith("cu_seqlens")
-        else host_counts(name, tensor, batch)
+        None if tensor is None else host_lengths(name, tensor, batch)
         for name, tensor in zip(names, tensors, strict=True)
     ]  # fmt: skip

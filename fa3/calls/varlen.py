@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from fa3.calls import assertions, operators, varlen_gpu
+from fa3.calls import assertions, operators, packed_calls
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.autograd import (
     DifferentiableCall,
@@ -38,7 +38,7 @@ from fa3.calls.call import (
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
-from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.known_lengths import HostSeqlens, seqlens_on_host
 from fa3.calls.kvcache import attend_to_cache
 from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
 from fa3.calls.operands import ALIGNMENT, check_out, describe
@@ -56,6 +56,7 @@ from fa3.calls.options import (
     options_of,
     share_heads,
 )
+from fa3.calls.packed_calls import RaggedCall, plan_varlen
 from fa3.calls.results import used_queries
 from fa3.calls.scheduler_metadata import (
     IN_METADATA,
@@ -65,7 +66,6 @@ from fa3.calls.scheduler_metadata import (
     check_packed_metadata,
 )
 from fa3.calls.values import check_lengths
-from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.complaints import kind_of
 from fa3.planning.gpu import H200
 from fa3.planning.joined import PackedSizes
@@ -413,7 +413,7 @@ def known_lengths(
             if (one is None) != (of_call is None):
                 given = "None" if of_call is None else "given"
                 raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
-        return call.latest.of(LENGTHS_ON_HOST, on_host, batch, options.num_splits == 0)
+        return seqlens_on_host(LENGTHS_ON_HOST, on_host, batch, options.num_splits == 0)
     if on_host is not None:
         raise ValueError(f"{' and '.join(LENGTHS_ON_HOST)} must be None with scheduler_metadata")
     if metadata.fitting is not call:
@@ -484,5 +484,5 @@ def prepare_varlen(described: Described, options: Options) -> RaggedCall:
     ragged = plan_varlen(spec, window, *heads, *has_used, gpu, options.sm_margin)
     if not on_gpu:
         return ragged
-    kernels = varlen_gpu.prepare(ragged.plan, ragged.joined, ragged.short, window)
+    kernels = packed_calls.prepare(ragged.plan, ragged.joined, ragged.short, window)
     return replace(ragged, gpu=kernels)

@@ -2,7 +2,7 @@
 
 A tile of `fa3.planning.ragged` has rows of one sequence. If sequences have a few rows each, such a
 tile is mostly empty and takes its time all the same. `MultiSequencePlan` is the other way; `suits`
-says which one is faster, from what the host knows of lengths. `fa3.calls.varlen_gpu` launches the
+says which one is faster, from what the host knows of lengths. `fa3.calls.packed_calls` launches the
 kernels, `fa3.reference.joined` walks the same tiles on the CPU.
 """
 

@@ -12,7 +12,7 @@ Where all tiles that the forward kernel can have leave half of the SMs idle, as 
 one prompt and few heads, all sequences are the decode kernel's: in a cache always, packed
 ones if the call lets long sequences be split. Bounds that the host has say so, no length does.
 
-`ShortPlan` is how the decode kernel runs on packed keys. `fa3.calls.varlen_call` asks it, and runs
+`ShortPlan` is how the decode kernel runs on packed keys. `fa3.calls.packed_calls` asks it, and runs
 what it plans on a GPU or on the CPU.
 """
 

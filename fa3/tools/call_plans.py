@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fa3.calls.call import MOST_RAGGED_ROWS
-from fa3.calls.varlen_call import RaggedCall, plan_varlen
+from fa3.calls.packed_calls import RaggedCall, plan_varlen
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.explanation import PlanDescription, counted, facts_of, quantity, sentences_of
 from fa3.planning.gpu import Gpu
