@@ -26,7 +26,7 @@ from fa3.primitives.cache_blocks import CacheTables
 from fa3.reference.cache import execute_decode
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
-from fa3.running.counters import CaptureCounters, StreamCounters, counters_of
+from fa3.running.counters import counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 
 TENSORS_AND_LENGTHS = slice(*slots(DecodeArguments, "q", "modifiers"))
@@ -132,8 +132,10 @@ class PreparedDecode:
         arguments[MAX_SEQLEN_K] = max_seqlen_k
         arguments[TILE_TABLE] = table
         if self.counters:
-            stream_memory, counters, workspace = self.memory_on(device)
-            arguments[WORKSPACE] = workspace
+            stream = current_stream(device.index)
+            stream_memory = counters_of(device, stream, capture_of(stream))
+            counters = stream_memory.take(self.counters)
+            arguments[WORKSPACE] = workspace = stream_memory.take_parts(self.workspace)
             arguments[COUNTERS] = counters.data_ptr()
             self.attends.kernel(*arguments)
             stream_memory.give_back(counters)
@@ -153,19 +155,6 @@ class PreparedDecode:
         merge[SINKS] = modifiers[-1] if self.plan.spec.sinks else None
         merge[PARTS_OF_TILES] = workspace
         return partial(self.merges.kernel, *merge)
-
-    def memory_on(
-        self, device: torch.device
-    ) -> tuple[StreamCounters | CaptureCounters, torch.Tensor, torch.Tensor]:
-        """What the current stream of a GPU has, the present one, and of it counters and memory for
-        the parts of a launch that merges them."""
-        stream = current_stream(device.index)
-        stream_memory = counters_of(device, stream, capture_of(stream))
-        return (
-            stream_memory,
-            stream_memory.take(self.counters),
-            stream_memory.take_parts(self.workspace),
-        )
 
 
 def merge_nothing() -> None:

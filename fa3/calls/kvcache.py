@@ -64,7 +64,7 @@ from fa3.calls.scheduler_metadata import (
     IN_METADATA,
     PackedMetadata,
     SchedulerMetadata,
-    check_cache_metadata,
+    metadata_of_call,
 )
 from fa3.calls.values import check_values, values_on_host
 from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
@@ -232,9 +232,8 @@ def flash_attn_with_kvcache(
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         length, cache_seqlens = cache_seqlens, None
     if scheduler_metadata is not None:
-        scheduler_metadata, known = check_cache_metadata(
-            scheduler_metadata, cu_seqlens_q is not None
-        )
+        is_packed = cu_seqlens_q is not None
+        scheduler_metadata, known = metadata_of_call(scheduler_metadata, is_packed, False)
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
@@ -290,7 +289,9 @@ def attend_to_cache(
         check_written(call, tensors)
     if function_tensors and tensors[-1] is not None:
         check_apart("out", tensors[-1], function_names(checked.options), function_tensors)
-    scale = check_scale(softmax_scale, call.head_dim)
+    scale = call.head_dim**-0.5
+    if softmax_scale is not None:
+        scale = check_scale(softmax_scale, call.head_dim)
     if length is not None:
         length = integer("cache_seqlens", length, kind=LENGTHS)
     elif tensors[7] is None:

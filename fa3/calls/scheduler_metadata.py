@@ -10,7 +10,6 @@ the lengths is read in `fa3.calls.step_lengths`.
 import functools
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from fa3.calls.call import MOST_RAGGED_ROWS
@@ -29,19 +28,16 @@ from fa3.calls.options import (
 from fa3.calls.packed_calls import RaggedCall, plan_varlen
 from fa3.calls.step_lengths import StepLengths
 from fa3.complaints import kind_of
-from fa3.planning.decode import TILE_N, Sizes
+from fa3.planning.decode import Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.host_table import TableKind
 from fa3.planning.ragged import RaggedPlan
 from fa3.planning.short_queries import short_queries
+from fa3.planning.whole_tiles import whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.divisor import PlainDivisor
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, AttentionSpec, Window
 from fa3.schedules.sequences import LONGEST
-from fa3.schedules.stream_k import Chunks
-from fa3.scores.masks import Band
-from fa3.scores.masks import Sequence as SequenceOfMask
 from fa3.settings import check_settings
 
 IN_METADATA = ("scheduler_metadata",) * 4
@@ -52,9 +48,6 @@ USUAL_SOFTCAP = 50.0
 usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on. With
 one up to 5.5 or above 60 a call in bfloat16 whose tiles may be cut walks another table, which the
 first such call has made; in a CUDA graph that is captured before, the kernel makes it."""
-
-MERGE_BYTES = 100_000
-"""What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,41 +153,26 @@ class PackedMetadata:
         self.calls.check(**of_call)
 
 
-def check_is_metadata(metadata: object) -> None:
+def metadata_of_call(
+    metadata: object, has_packed_queries: bool, has_packed_keys: bool
+) -> tuple[SchedulerMetadata, HostSeqlens | None]:
+    """What calls with this metadata have in common, and the lengths, if the host knows them.
+
+    Raises:
+        TypeError, ValueError: it is none, or not of such calls.
+    """
     if not isinstance(metadata, (SchedulerMetadata, PackedMetadata)):
         came = kind_of(metadata)
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
-
-
-def check_packed_metadata(metadata: object, sm_margin: int) -> int:
-    """Raise unless this is of packed queries.
-
-    Returns:
-        the sm_margin of a call that has this one.
-    """
-    check_is_metadata(metadata)
-    if not isinstance(metadata, PackedMetadata):
+    if isinstance(metadata, PackedMetadata):
+        if not has_packed_keys:
+            metadata.check(has_packed_keys=False)
+        if not has_packed_queries:
+            raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
+        return metadata.calls, metadata.lengths
+    if has_packed_keys:
         raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
-    if sm_margin:
-        metadata.calls.options(0, sm_margin, False)
-    return metadata.calls.sm_margin
-
-
-def check_cache_metadata(
-    metadata: object, has_packed_queries: bool
-) -> tuple[SchedulerMetadata, HostSeqlens | None]:
-    """Raise unless this is of calls on a cache, and packed only if their queries are.
-
-    Returns:
-        what these have in common, and the lengths, if the host knows them.
-    """
-    check_is_metadata(metadata)
-    if type(metadata) is SchedulerMetadata:
-        return metadata, None
-    metadata.check(has_packed_keys=False)
-    if not has_packed_queries:
-        raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
-    return metadata.calls, metadata.lengths
+    return metadata, None
 
 
 def get_scheduler_metadata(
@@ -352,7 +330,11 @@ def metadata_of_equal(
     keys = lengths.keys_in_cache()
     if keys is None or calls.num_splits or lengths.has_cache_on_gpu:
         return calls
-    return replace(calls, keeps_tiles_whole=whole_tiles_suffice(calls, keys, gpu.num_sms))
+    group = calls.heads_q // calls.heads_kv
+    sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))
+    key_bytes = (calls.head_dim + calls.head_dim_v) * calls.dtype.itemsize
+    whole = whole_tiles_suffice(sizes, calls.window, key_bytes, keys, gpu.num_sms)
+    return replace(calls, keeps_tiles_whole=whole)
 
 
 def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
@@ -419,35 +401,3 @@ def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:
     if torch.cuda.is_available():
         return gpu_of(torch.device("cuda", torch.cuda.current_device()))
     return H200
-
-
-def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_ctas: int) -> bool:
-    """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
-    group = metadata.heads_q // metadata.heads_kv
-    sizes = Sizes(metadata.batch, metadata.seqlen_q, metadata.heads_kv, group, max(lengths))
-    window = sizes.bounds(metadata.window)
-    most, total = most_of_whole_tiles(sizes, window, lengths, num_ctas)
-    block_bytes = TILE_N * (metadata.head_dim + metadata.head_dim_v) * metadata.dtype.itemsize
-    return most <= -(-total // num_ctas) + MERGE_BYTES / block_bytes
-
-
-def most_of_whole_tiles(
-    sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
-) -> tuple[int, int]:
-    """Key blocks of the CTA that has the most if tiles stay whole, and of all CTAs."""
-    mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
-    blocks = (
-        mask.key_blocks(
-            0, sizes.seqlen_q, TILE_N, SequenceOfMask(sizes.seqlen_q, max(0, n), window)
-        )
-        for n in lengths
-    )
-    of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
-    ends = (tiles * of_tile).cumsum()
-    pieces = Chunks.even(int(ends[-1]), PlainDivisor(num_ctas))
-    cuts = pieces.begin(np.arange(num_ctas + 1))
-    sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
-    begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]
-    # A piece goes on to where the next tile begins.
-    cuts = begin + -((begin - cuts) // blocks_of_tile) * blocks_of_tile
-    return int(np.diff(cuts).max()), pieces.total

@@ -61,9 +61,7 @@ from fa3.calls.results import used_queries
 from fa3.calls.scheduler_metadata import (
     IN_METADATA,
     PackedMetadata,
-    SchedulerMetadata,
-    check_cache_metadata,
-    check_packed_metadata,
+    metadata_of_call,
 )
 from fa3.calls.values import check_lengths
 from fa3.complaints import kind_of
@@ -252,11 +250,18 @@ def flash_attn_varlen_func(
     known, of_cache = None, (None, None)
     if page_table is not None:
         check_paged(tensors, dropout_p, rng_state, on_host)
-        calls, known = metadata_on_pages(scheduler_metadata, seqused_q)
+        calls = None
+        if scheduler_metadata is not None:
+            if seqused_q is not None:
+                raise NotImplementedError(
+                    "scheduler_metadata is not supported with page_table and seqused_q"
+                )
+            calls, known = metadata_of_call(scheduler_metadata, True, False)
         of_cache = longest[0], calls
     elif scheduler_metadata is not None:
-        margin = check_packed_metadata(scheduler_metadata, integer("sm_margin", sm_margin, 0))
-        given = (*given[:4], margin, *given[5:])
+        calls, _ = metadata_of_call(scheduler_metadata, True, True)
+        calls.options(0, integer("sm_margin", sm_margin, 0), False)
+        given = (*given[:4], calls.sm_margin, *given[5:])
     checked = options_of(kind, seqused_q, window_size, given, False, of_cache)
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
@@ -451,19 +456,6 @@ def check_paged(tensors, dropout_p, rng_state, on_host) -> None:
     for name, given in zip(names, values, strict=True):
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
-
-
-def metadata_on_pages(
-    metadata: PackedMetadata | None, seqused_q: torch.Tensor | None
-) -> tuple[SchedulerMetadata | None, HostSeqlens | None]:
-    """What metadata says of a call on pages, and the lengths that the host knows."""
-    if metadata is None:
-        return None, None
-    if seqused_q is not None:
-        raise NotImplementedError(
-            "scheduler_metadata is not supported with page_table and seqused_q"
-        )
-    return check_cache_metadata(metadata, True)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
