@@ -7,7 +7,6 @@ looked at in each call (`check_sizes`), and so is what lies in the tensors (`fa3
 """
 
 from collections import namedtuple
-from collections.abc import Sequence
 
 import torch
 
@@ -77,6 +76,9 @@ def indices_of(*names: str) -> tuple[int, ...]:
     return tuple(map(TENSORS.index, names))
 
 
+PACKED_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 6
+"""Of q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks."""
+
 PLACES_WITH_GRADIENT = indices_of("q", "k", "v", "sinks")
 """The tensors of calls on packed keys that may require grad."""
 
@@ -141,6 +143,16 @@ def describe_tensors(kind: str, tensors: tuple[torch.Tensor | None, ...]) -> Des
         if tensor is not None:
             check_resolved(name, tensor)
     return described
+
+
+def packed_tensors(
+    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks
+) -> tuple[torch.Tensor | None, ...]:
+    """The `TENSORS` of a call on packed keys."""
+    return (
+        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, slopes, sinks,
+        None,
+    )  # fmt: skip
 
 
 def without_total(described: Described) -> Described:
@@ -445,9 +457,9 @@ def check_rows(name: str, description: Description) -> None:
         check_steps(name, operand)
 
 
-def are_of_batch(tensors: Sequence[torch.Tensor | None], batch: int) -> bool:
+def are_of_batch(integers: Integers, slopes: torch.Tensor | None, batch: int) -> bool:
     """Whether lengths, vectors all, and slopes have entries for so many sequences."""
-    used_k, used_q, ends_k, slopes = tensors[7], tensors[14], tensors[15], tensors[16]
+    _, ends_k, used_q, used_k = integers
     return (
         ends_k.shape[0] == batch + 1 > 0
         and (used_q is None or used_q.shape[0] == batch)

@@ -332,8 +332,13 @@ def flash_attn_func(
     if not (qv is q_descale is k_descale is v_descale is None):
         unsupported = qv, q_descale, k_descale, v_descale, None, True
     given = (
-        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, unsupported,
-        return_attn_probs, deterministic, dropout_p, pack_gqa,
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
+        deterministic, dropout_p, pack_gqa, unsupported,
+    )  # fmt: skip
+    types = (
+        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
+        type(return_lse), type(return_attn_probs), type(deterministic), type(dropout_p),
+        type(pack_gqa),
     )  # fmt: skip
     if not (schedule is plan is None):
         check_choices(schedule, plan)
@@ -351,7 +356,7 @@ def flash_attn_func(
         None if sinks is None else describe_modifier("sinks", sinks, True),
     )
     has_gradient = wants_gradient(q, k, v, sinks)
-    checked = options_of(DENSE, softmax_scale, window_size, given, has_gradient)
+    checked = options_of(DENSE, softmax_scale, window_size, given, types, has_gradient)
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
         checked, function_tensors = with_functions(checked, q, score, mask)

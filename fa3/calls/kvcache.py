@@ -243,8 +243,13 @@ def flash_attn_with_kvcache(
     if not (qv is q_descale is k_descale is v_descale is pack_gqa is None):
         unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k_cache)
     given = (
-        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, unsupported,
-        rotary_interleaved, batch_invariant, return_softmax_lse,
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_softmax_lse,
+        rotary_interleaved, batch_invariant, unsupported,
+    )  # fmt: skip
+    types = (
+        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
+        type(return_lse), type(return_softmax_lse), type(rotary_interleaved),
+        type(batch_invariant),
     )  # fmt: skip
     if is_traced(q):
         named = dict(zip(NAMES_BY_KIND[CACHED], tensors, strict=True))
@@ -259,7 +264,7 @@ def flash_attn_with_kvcache(
             metadata=scheduler_metadata,
         )
     of_cache = max_seqlen_q, scheduler_metadata
-    checked = options_of(CACHED, None, window_size, given, False, of_cache)
+    checked = options_of(CACHED, None, window_size, given, types, False, of_cache)
     return attend_to_cache(tensors, checked, softmax_scale, length, known)
 
 

@@ -45,6 +45,7 @@ from fa3.calls.call import (
     check_tensors,
     check_totals,
     describe_tensors,
+    packed_tensors,
     without_lengths,
 )
 from fa3.calls.devices import sms_of
@@ -436,27 +437,14 @@ def gradients_of_call(
     dropout = dropout_of(options.dropout_p, options.rng_state, q)
     asked = Options(window, options.softcap, has_dropout=dropout is not None, functions=functions)
     slopes, sinks = options.alibi_slopes, options.sinks
-    tensors: tuple[torch.Tensor | None, ...] = (q, k, v, *[None] * 13, slopes, sinks, None)
     problem: Problem | tuple[AttentionSpec, Window]
     longest = None
     if lengths is None:
-        described = describe_tensors(DENSE, tensors)
+        described = describe_tensors(DENSE, (q, k, v, *[None] * 13, slopes, sinks, None))
         problem = AttentionCall.of(described, DENSE).problem(asked)
     else:
         longest = max_seqlen_q, max_seqlen_k
-        ends_q, ends_k, used_q, used_k = lengths
-        tensors = (
-            *tensors[:7],
-            used_k,
-            *[None] * 4,
-            ends_q,
-            None,
-            used_q,
-            ends_k,
-            slopes,
-            sinks,
-            None,
-        )
+        tensors = packed_tensors(q, k, v, *lengths, slopes, sinks)
         described = describe_tensors(PACKED, tensors)
         totals = check_totals(q.shape, k.shape, v.shape, check_sizes(described))
         call = AttentionCall.of(without_lengths(described), PACKED)

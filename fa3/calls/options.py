@@ -102,14 +102,14 @@ UNSUPPORTED = "qv", "q_descale", "k_descale", "v_descale"
 """What must be None. It is handed over as one value, with pack_gqa if that is not the caller's
 choice, and whether query heads share a key/value head; None if all of it is None."""
 
-SHARED_OPTIONS = (
-    "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse", "unsupported",
+OF_ALL = "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse"
+OF_TRAINING = (*OF_ALL, "return_attn_probs", "deterministic", "dropout_p")
+OF_PACKED = (*OF_TRAINING, "return_softmax_lse", "unsupported")
+OF_CACHE = (
+    *OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant", "unsupported",
 )  # fmt: skip
-OF_TRAINING = (*SHARED_OPTIONS, "return_attn_probs", "deterministic", "dropout_p")
-OF_PACKED = (*OF_TRAINING, "return_softmax_lse")
-OF_CACHE = (*SHARED_OPTIONS, "rotary_interleaved", "batch_invariant", "return_softmax_lse")
 OPTIONS_OF_KINDS = {
-    DENSE: Function((*OF_TRAINING, "pack_gqa"), False, None, FROM_FLASH_ATTENTION_2),
+    DENSE: Function((*OF_TRAINING, "pack_gqa", "unsupported"), False, None, FROM_FLASH_ATTENTION_2),
     PACKED: Function(OF_PACKED, False, False, VARLEN_FROM_FLASH_ATTENTION_2),
     PAGED: Function(OF_PACKED, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
     CACHED: Function(OF_CACHE, True, True),
@@ -168,6 +168,7 @@ def options_of(
     of_flash_attention_2: object,
     window_size: Sequence[int],
     values: tuple,
+    types: tuple[type, ...],
     has_gradient: bool = False,
     of_cache: tuple[int | None, Any] = (None, None),
 ) -> Checked:
@@ -176,31 +177,33 @@ def options_of(
     Args:
         of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
         values: in the order of `OPTIONS_OF_KINDS`.
+        types: of all values but the last, since True, 1 and 1.0 are the same to a dictionary.
         has_gradient: whether a dense call wants one.
         of_cache: max_seqlen_q and metadata of a call on a cache.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the option.
     """
+    window_size = as_pair(window_size)
     try:
-        return remembered_options(kind, as_pair(window_size), has_gradient, of_cache, *values)
+        return remembered_options(kind, window_size, values, types, has_gradient, of_cache)
     except TypeError:
         # Also what has no hash.
         note = note_on_order(of_flash_attention_2, OPTIONS_OF_KINDS[kind].note)
-        return checked_options(kind, as_pair(window_size), has_gradient, of_cache, values, note)
+        return checked_options(kind, window_size, values, has_gradient, of_cache, note)
 
 
-@functools.lru_cache(maxsize=REMEMBERED, typed=True)
-def remembered_options(kind, window_size, has_gradient, of_cache, *values: object) -> Checked:
-    return checked_options(kind, window_size, has_gradient, of_cache, values)
+@functools.lru_cache(maxsize=REMEMBERED)
+def remembered_options(kind, window_size, values, types, has_gradient, of_cache) -> Checked:
+    return checked_options(kind, window_size, values, has_gradient, of_cache)
 
 
 def checked_options(
     kind: str,
     window_size: tuple[int, ...],
+    values: tuple,
     has_gradient: bool,
     of_cache: tuple[int | None, Any],
-    values: tuple,
     note: str = "",
 ) -> Checked:
     """What a call makes of its options, each of them checked."""

@@ -21,10 +21,8 @@ from fa3.calls.autograd import (
 )
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
-    ALIGNMENTS,
     LENGTHS_OF_PACKED,
-    PLACES_OF_ANY_LENGTH,
-    PLACES_WITH_GRADIENT,
+    PACKED_ALIGNMENTS,
     AttentionCall,
     Described,
     Integers,
@@ -33,6 +31,7 @@ from fa3.calls.call import (
     check_tensors,
     check_totals,
     describe_tensors,
+    packed_tensors,
     without_lengths,
 )
 from fa3.calls.devices import gpu_of, reserve_sms
@@ -226,8 +225,13 @@ def flash_attn_varlen_func(
     if not (qv is q_descale is k_descale is v_descale is pack_gqa is None):
         unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k)
     given = (
-        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, unsupported,
-        return_attn_probs, deterministic, dropout_p, return_softmax_lse,
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
+        deterministic, dropout_p, return_softmax_lse, unsupported,
+    )  # fmt: skip
+    types = (
+        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
+        type(return_lse), type(return_attn_probs), type(deterministic), type(dropout_p),
+        type(return_softmax_lse),
     )  # fmt: skip
     if is_traced(q):
         return trace_attention(
@@ -243,13 +247,9 @@ def flash_attn_varlen_func(
     if not (cu_seqlens_q_cpu is cu_seqlens_k_cpu is seqused_q_cpu is seqused_k_cpu is None):
         on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
     longest = integer("max_seqlen_q", max_seqlen_q, 0), integer("max_seqlen_k", max_seqlen_k, 0)
-    tensors = (
-        q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
-        None, seqused_q, cu_seqlens_k, alibi_slopes, sinks, None,
-    )  # fmt: skip
     known, of_cache = None, (None, None)
     if page_table is not None:
-        check_paged(tensors, dropout_p, rng_state, on_host)
+        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_host)
         calls = None
         if scheduler_metadata is not None:
             if seqused_q is not None:
@@ -262,14 +262,18 @@ def flash_attn_varlen_func(
         calls, _ = metadata_of_call(scheduler_metadata, True, True)
         calls.options(0, integer("sm_margin", sm_margin, 0), False)
         given = (*given[:4], calls.sm_margin, *given[5:])
-    checked = options_of(kind, seqused_q, window_size, given, False, of_cache)
+    checked = options_of(kind, seqused_q, window_size, given, types, False, of_cache)
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
         describe("q", q, ALIGNMENT, True)
         checked, function_tensors = with_functions(checked, q, score, mask)
     if page_table is not None:
-        tensors = (*tensors[:-1], out)
+        tensors = (
+            q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
+            None, seqused_q, None, alibi_slopes, sinks, out,
+        )  # fmt: skip
         return attend_to_cache(tensors, checked, softmax_scale, None, known, function_tensors)
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks
     return attend_packed_call(
         tensors, function_tensors, out, checked, longest, softmax_scale, rng_state,
         scheduler_metadata, on_host,
@@ -290,18 +294,16 @@ def attend_packed_call(
     """What `flash_attn_varlen_func` gives for packed keys.
 
     Args:
-        tensors: the `TENSORS` without `out`.
+        tensors: q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks.
         function_tensors: of the user's score and mask.
         longest: max_seqlen_q and max_seqlen_k.
         on_host: the lengths once more, on the CPU.
     """
-    (
-        q, k, v, _, _, _, _, used_k, _, _, _, _, ends_q, _, used_q, ends_k, slopes, sinks, _,
-    ) = tensors  # fmt: skip
+    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks = tensors
     integers = ends_q, ends_k, used_q, used_k
     options, returns_lse, deterministic, dropout_p, latest = checked
     call, _ = latest.find(tensors)
-    if call is None or not are_of_batch(tensors, batch := ends_q.shape[0] - 1):
+    if call is None or not are_of_batch(integers, slopes, batch := ends_q.shape[0] - 1):
         call, batch = describe_packed(tensors, checked)
     totals = check_totals(q.shape, k.shape, v.shape, batch)
     dropout = None
@@ -351,14 +353,14 @@ def describe_packed(
     tensors: tuple[torch.Tensor | None, ...], checked: Checked
 ) -> tuple[RaggedCall, int]:
     """What a call on packed keys leads to, and the number of its sequences."""
-    used_q = tensors[14]
+    used_q = tensors[5]
     if not (used_q is None or isinstance(used_q, torch.Tensor)):
         came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
         raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
-    described = describe_tensors(PACKED, tensors)
+    described = describe_tensors(PACKED, packed_tensors(*tensors))
     batch = check_sizes(described)
     call = prepare_varlen(without_lengths(described), checked.options)
-    checked.latest.remember(tensors, ALIGNMENTS, PLACES_OF_ANY_LENGTH, call, PLACES_WITH_GRADIENT)
+    checked.latest.remember(tensors, PACKED_ALIGNMENTS, range(7), call, (0, 1, 2, 8))
     return call, batch
 
 
@@ -441,9 +443,8 @@ def known_lengths(
     return metadata.lengths
 
 
-def check_paged(tensors, dropout_p, rng_state, on_host) -> None:
+def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state, on_host) -> None:
     """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
-    used_k, ends_q, ends_k = tensors[7], tensors[12], tensors[15]
     if ends_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
     if used_k is None:
