@@ -482,9 +482,9 @@ def check_totals(
     (total_q, heads, _), total_k, total_v = q, k[0], v[0]
     if total_v != total_k:
         raise ValueError(f"v must have {total_k} rows like k, got {total_v}")
-    for name, total in (("q", total_q), ("k", total_k)):
-        if total > MOST_RAGGED_ROWS:
-            raise ValueError(f"{name} must have at most {MOST_RAGGED_ROWS} rows, got {total}")
+    if total_q > MOST_RAGGED_ROWS or total_k > MOST_RAGGED_ROWS:
+        name, total = ("q", total_q) if total_q > MOST_RAGGED_ROWS else ("k", total_k)
+        raise ValueError(f"{name} must have at most {MOST_RAGGED_ROWS} rows, got {total}")
     if heads * (total_q // FEWEST_ROWS + batch) > MOST_FORWARD_TILES:
         raise ValueError(
             f"q must have at most {MOST_FORWARD_TILES} tiles of {FEWEST_ROWS} rows, got {total_q} "

@@ -348,26 +348,31 @@ def flash_attn_func(
             out=out, softmax_scale=softmax_scale, score=score, mask=mask, schedule=schedule,
             plan=plan, rng_state=rng_state,
         )  # fmt: skip
-    described = (
-        describe("q", q, ALIGNMENT, True),
-        describe("k", k, ALIGNMENT, True),
-        describe("v", v, ALIGNMENT, True),
-        None if alibi_slopes is None else describe_modifier("alibi_slopes", alibi_slopes),
-        None if sinks is None else describe_modifier("sinks", sinks, True),
-    )
-    has_gradient = wants_gradient(q, k, v, sinks)
+    tensors = q, k, v, alibi_slopes, sinks
+    try:
+        has_gradient = wants_gradient(q, k, v, sinks)
+    except AttributeError:
+        describe_dense(tensors)  # says what is no tensor
+        raise
     checked = options_of(DENSE, softmax_scale, window_size, given, types, has_gradient)
     function_tensors: tuple[torch.Tensor, ...] = ()
     if not (score is mask is None):
+        describe_dense(tensors)
         checked, function_tensors = with_functions(checked, q, score, mask)
-    tensors = None
+    read = None
     if function_tensors or not (alibi_slopes is sinks is None):
-        tensors = modifier_tensors(alibi_slopes, function_tensors, sinks)
-    options, returns_lse, deterministic, dropout_p, _ = checked
+        read = modifier_tensors(alibi_slopes, function_tensors, sinks)
+    options, returns_lse, deterministic, dropout_p, latest = checked
     dropout = None
     if dropout_p or rng_state is not None:
         dropout = dropout_of(dropout_p, rng_state, q)
-    call = prepare_forward(described, options, schedule, plan)
+    call, is_planned = None, schedule is plan is None
+    if is_planned:
+        call, _ = latest.find(tensors)
+    if call is None:
+        call = prepare_forward(describe_dense(tensors), options, schedule, plan)
+        if is_planned:
+            latest.remember(tensors, DENSE_ALIGNMENTS, (), call, DENSE_WITH_GRADIENT)
     scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
     if assertions.ASSERTIONS and not options.softcap:
         assertions.check_scores(q, k, scale)
@@ -377,13 +382,30 @@ def flash_attn_func(
         backward = BackwardCall(call.problem, None, scale, deterministic, num_sms)
         attend = functools.partial(call.attend, scale=scale, dropout=dropout)
         differentiable = DifferentiableCall(attend, backward, NO_LENGTHS, dropout, returns_lse)
-        return attend_differentiably(differentiable, q, k, v, *(tensors or ()))
+        return attend_differentiably(differentiable, q, k, v, *(read or ()))
     if out is not None:
         names = "q", "k", "v", "alibi_slopes", "sinks", *function_names(options)
         others = q, k, v, alibi_slopes, sinks, *function_tensors
         check_out(out, call.output.shape, q, names, others)
-    out, lse = call.attend(q, k, v, tensors, out, returns_lse, scale, dropout)
+    out, lse = call.attend(q, k, v, read, out, returns_lse, scale, dropout)
     return (out, lse) if returns_lse else out
+
+
+DENSE_ALIGNMENTS = (ALIGNMENT,) * 3 + (1, 1)
+DENSE_WITH_GRADIENT = 0, 1, 2, 4
+"""Of q, k, v, alibi_slopes and sinks: bytes to align to, and which may require grad."""
+
+
+def describe_dense(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Description | None, ...]:
+    """Describe q, k, v, alibi_slopes and sinks."""
+    q, k, v, slopes, sinks = tensors
+    return (
+        describe("q", q, ALIGNMENT, True),
+        describe("k", k, ALIGNMENT, True),
+        describe("v", v, ALIGNMENT, True),
+        None if slopes is None else describe_modifier("alibi_slopes", slopes),
+        None if sinks is None else describe_modifier("sinks", sinks, True),
+    )
 
 
 def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:

@@ -26,6 +26,9 @@ Outcome = TypeVar("Outcome")
 MOST_PLACES = 128
 """Calls whose addresses are remembered as fine: a layer has the same ones in every step."""
 
+MOST_MISSES = 8
+"""Calls in a row that differ from what is remembered, until it is forgotten."""
+
 UNKNOWN = (None, ())
 """What `FastPath.find` gives for a call that must be described."""
 
@@ -64,11 +67,14 @@ class FastPath(Generic[Outcome]):
         remembered: what calls are compared with.
         described: what the latest call led to that was described. Only when it comes again right
             away it is remembered: that takes as long as to describe a call three times.
+        misses: calls since the last one that was found. After some, what is remembered is
+            forgotten, so that calls of two kinds in turn are not compared for nothing.
     """
 
-    __slots__ = ("described", "remembered")
+    __slots__ = ("described", "misses", "remembered")
 
     def __init__(self) -> None:
+        self.misses = 0
         self.described: Outcome | None = None
         self.remembered: Guards[Outcome] | None = None
 
@@ -103,6 +109,7 @@ class FastPath(Generic[Outcome]):
         for first, second in twice:
             if tensors[first] is not tensors[second]:
                 return UNKNOWN
+        self.misses = 0
         return outcome, begins
 
     def remember(
@@ -121,6 +128,9 @@ class FastPath(Generic[Outcome]):
             of_any_length: places of tensors whose first dimension may have another length.
             with_gradient: places of tensors that may require grad.
         """
+        self.misses += 1
+        if self.misses > MOST_MISSES:
+            self.remembered = None
         if self.described is not outcome:
             self.described = outcome
             return
