@@ -158,7 +158,7 @@ class Problem:
         # of this module does not.
         dense = importlib.import_module("fa3.calls.dense")
         return dense.problem_posed_by(
-            q, k, v, causal, window_size, dtype, softcap, alibi_slopes, sinks, score, mask,
+            (q, k, v), dtype, (alibi_slopes, sinks, score, mask), causal, window_size, softcap,
             dropout_p,
         )  # fmt: skip
 

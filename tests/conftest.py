@@ -89,10 +89,10 @@ def no_kernels(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_latest_calls():
     """Forget what calls of other tests led to, whose kernels may have been stubs."""
-    from fa3.calls import kvcache, varlen
+    from fa3.calls import modifiers, options
 
-    for latest in (kvcache.latest_cache_call, varlen.latest_packed_call):
-        latest.cache_clear()
+    for found in (options.remembered_options, options.latest_call, modifiers.joined_options):
+        found.cache_clear()
 
 
 @pytest.fixture(autouse=True)

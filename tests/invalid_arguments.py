@@ -49,7 +49,7 @@ from valid_calls import (
 from varlen_problems import integers
 
 import fa3
-from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.kernels.append import MOST_VECTORS
 from fa3.planning.gpu import H200
 from fa3.primitives.arithmetic import LARGEST

@@ -12,7 +12,7 @@ import fa3
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
-from fa3.calls.modifiers import Modifiers
+from fa3.calls.modifiers import ModifierSpec, functions_of, modifier_tensors, structure_of
 from fa3.problem import Problem
 from fa3.scores.masks import Intersection
 
@@ -159,10 +159,25 @@ RECIPES = st.builds(
 RECIPES_WITH_GRADIENTS = RECIPES.map(lambda recipe: recipe._replace(score=None))
 
 
+class Modifiers(NamedTuple):
+    """What is compiled of a call's scores, mask and sinks, and what a kernel takes of them."""
+
+    structure: ModifierSpec
+    tensors: tuple[torch.Tensor, ...] | None
+
+
+def modifiers_of(q, softcap, alibi_slopes, sinks, score, mask, is_causal=False) -> Modifiers:
+    slopes, dtype = None if alibi_slopes is None else alibi_slopes.ndim, sinks is not None
+    functions, function_tensors = functions_of(q, score, mask)
+    structure = structure_of(softcap, slopes, sinks.dtype if dtype else None, is_causal)
+    tensors = modifier_tensors(alibi_slopes, function_tensors, sinks)
+    return Modifiers(structure.joined(functions), tensors)
+
+
 def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem, Modifiers]:
     """Give a problem the modifiers of a call: its spec, and what a kernel takes."""
     is_causal = problem.window.right == 0
-    modifiers = Modifiers.of(q, problem.batch, **arguments, is_causal=is_causal)
+    modifiers = modifiers_of(q, **arguments, is_causal=is_causal)
     scores, template, sinks, _ = modifiers.structure
     mask = Intersection(problem.spec.mask, template) if template else problem.spec.mask
     spec = replace(problem.spec, scores=scores, mask=mask, sinks=sinks)

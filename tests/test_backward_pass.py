@@ -51,7 +51,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(backward, "load_kernel", load)
     monkeypatch.setattr(backward, "current_device", lambda: None)
     monkeypatch.setattr(backward, "gpu_of", lambda device: H200)
-    remembered = backward.prepare_backward, backward.load_packed
+    remembered = backward.prepare_backward, backward.load_packed, backward.prepare_packed
     for prepare in remembered:
         prepare.cache_clear()
     yield found

@@ -27,13 +27,7 @@ LONG_FUNCTIONS = {
 PUBLIC = LONG_FUNCTIONS | {"_flash_attn_backward", "warmup", "attend_layer", "describe_mask", "of"}
 """Functions with a signature that others prescribe, or that users call by name."""
 
-MANY_ARGUMENTS = {
-    "__init__",
-    "planned_call",
-    "prepare_cache_call",
-    "problem_posed_by",
-    "run_on_pages",
-}
+MANY_ARGUMENTS = {"__init__"}
 """What is still to become shorter."""
 
 

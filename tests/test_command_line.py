@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_remembered import operand, packed_operands
 
 import fa3
 from fa3.__main__ import main
-from fa3.calls.cache_call import CacheCall
+from fa3.calls.call import AttentionCall
 from fa3.calls.decode import prepare_decode
 from fa3.calls.forward import prepare_forward
-from fa3.calls.modifiers import UNMODIFIED
 from fa3.calls.operands import Operand
-from fa3.calls.ragged import Tokens
+from fa3.calls.options import Options
 from fa3.calls.varlen import prepare_varlen
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import GPUS, H200
@@ -174,8 +174,7 @@ def test_the_plan_is_that_of_the_call(shape, capsys):
         for seqlen, heads in ((seqlen_q, heads_q), (seqlen_k, heads_kv))
     )
     described = ((x.shape, x.stride(), x.dtype, x.device) for x in (q, k, k))
-    structure = UNMODIFIED.structure
-    call = prepare_forward(*described, True, (-1, -1), structure, 0, None, None, None)
+    call = prepare_forward((*described, None, None), Options(Window(right=0)), None, None)
     plan = call.plan or call.grouped.plan
     launches = plan.launches if call.grouped else plan.launches()
     expected = [describe_kernel(launch.kernel) for launch in launches]
@@ -203,8 +202,8 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
     pages = operand(3, 4096 // page_size) if page_size else None
     cache = operand(192, 64, 2, 128) if page_size else operand(3, 4096, 2, 128)
     new = operand(3, 1, 2, 128) if appends else None
-    call = CacheCall(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
-    plan = prepare_decode(call, Window(right=0)).plan
+    call = AttentionCall(operand(3, 1, 8, 128), cache, cache, new, new, *[None] * 5, pages, None)
+    plan = prepare_decode(call, Options(Window(right=0))).plan
     arguments = ["--shape", "3,1,4096,8,2,128", "--causal", "--page-size", str(page_size)]
     arguments += ["--append"] * appends
     found = facts(capsys, "--call", "cache", "--gpu", "H200", *arguments)
@@ -223,11 +222,8 @@ def test_a_plan_on_a_cache_is_that_of_the_call(appends, page_size, capsys):
 )
 def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim = map(int, shape.split(","))
-    tokens = [
-        tuple(Tokens((heads, head_dim), torch.bfloat16, torch.device("cpu")))
-        for heads in (heads_q, heads_kv, heads_kv)
-    ]
-    call = prepare_varlen(*tokens, False, False, True, (-1, -1), UNMODIFIED.structure, 0)
+    q, k, v = (operand(1, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv))
+    call = prepare_varlen(packed_operands(q=q, k=k, v=v), Options(Window(right=0)))
     rows = batch * seqlen_q, batch * seqlen_k
     route = call.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k), False, None, True)
     kernels = kernels_of_packed(call.signature, route.name, route.most_queries)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fa3
-from fa3.calls import decode, forward, mixed, varlen_call
+from fa3.calls import decode, forward, mixed, packed_calls
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.gpu import H100, H200
@@ -81,10 +81,10 @@ def met(monkeypatch):
 
     monkeypatch.setattr(forward, "execute", of_plan)
     monkeypatch.setattr(decode, "execute_decode", of_cache)
-    monkeypatch.setattr(varlen_call, "execute_decode", of_cache)
+    monkeypatch.setattr(packed_calls, "execute_decode", of_cache)
     monkeypatch.setattr(mixed, "execute_varlen", of_packed)
-    monkeypatch.setattr(varlen_call, "execute_varlen", of_packed)
-    monkeypatch.setattr(varlen_call, "execute_joined", of_joined)
+    monkeypatch.setattr(packed_calls, "execute_varlen", of_packed)
+    monkeypatch.setattr(packed_calls, "execute_joined", of_joined)
     monkeypatch.setattr(
         HostAppend, "__call__", lambda self, *given: found.update({self.kernel: None})
     )

@@ -15,12 +15,12 @@ import torch
 from free_counters import used_counters
 
 import fa3
-from fa3.calls import decode, forward, varlen_gpu
+from fa3.calls import decode, forward, packed_calls
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.forward import PreparedCall
+from fa3.calls.forward_arguments import PartMemory
 from fa3.calls.known_lengths import HostTiles
-from fa3.calls.part_memory import PartMemory
-from fa3.calls.varlen_gpu import PreparedMultiSequence, PreparedVarlen
+from fa3.calls.packed_calls import PreparedMultiSequence, PreparedVarlen
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTableArguments
@@ -47,7 +47,7 @@ def stream(monkeypatch) -> StreamCounters:
     monkeypatch.setattr(counters, "BY_STREAM", {})
     monkeypatch.setattr(counters, "RESERVES", {})
     monkeypatch.setattr(graphs, "LIVE", {})
-    for module in (decode, forward, varlen_gpu):
+    for module in (decode, forward, packed_calls):
         monkeypatch.setattr(module, "current_device", lambda: None)
         monkeypatch.setattr(module, "current_stream", lambda index: 7)
         monkeypatch.setattr(module, "capture_of", lambda stream: None)

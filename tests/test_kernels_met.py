@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_remembered import operand
+from test_remembered import operand, packed_operands
 
-from fa3.calls import decode, mixed, prepared_cache, varlen, varlen_gpu
-from fa3.calls.cache_call import CacheTensors
-from fa3.calls.modifiers import structure_of
-from fa3.calls.prepared_cache import prepare_cache_call
+from fa3.calls import decode, kvcache, mixed, packed_calls, varlen
+from fa3.calls.call import NAMES_BY_KIND
+from fa3.calls.kvcache import prepare_cache_call
+from fa3.calls.options import CACHED, Options
 from fa3.calls.varlen import prepare_varlen
 from fa3.planning.gpu import H200
 from fa3.problem import Window
@@ -46,9 +46,9 @@ def loaded(monkeypatch) -> dict:
 
     gpu = SimpleNamespace(multi_processor_count=H200.num_sms, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    for module in (decode, prepared_cache, varlen_gpu):
+    for module in (decode, kvcache, packed_calls):
         monkeypatch.setattr(module, "load_kernel", load)
-    for module in (mixed, prepared_cache, varlen):
+    for module in (mixed, kvcache, varlen):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     return found
 
@@ -79,10 +79,9 @@ def prepare_on_pages(model: Model, window: Window, batch: int, queries: int, key
     }
     if model.sinks:
         given["sinks"] = operand(model.heads_q, dtype=dtype, device="cuda:0")
-    described = tuple(given.get(name) for name in CacheTensors._fields)
-    return prepare_cache_call.__wrapped__(
-        described, queries, False, tuple(window), model.softcap, True, 0, False, 0, None
-    )
+    described = tuple(given.get(name) for name in NAMES_BY_KIND[CACHED])
+    options = Options(window, model.softcap, max_seqlen_q=queries)
+    return prepare_cache_call.__wrapped__(described, options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,18 +100,20 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
     model = MODELS[name]
     compiled = set(warmup.kernels_of(model, ("packed",), (0,), None))
     dtype, device = dtype_of(model), torch.device("cuda:0")
-    sinks = dtype if model.sinks else None
     for window in model.windows:
-        structure = structure_of(model.softcap, None, sinks, window.right == 0)
         q, k, v = (
-            ((heads, size), dtype, device)
+            operand(1, heads, size, dtype=dtype, device=device)
             for heads, size in (
                 (model.heads_q, model.head_dim),
                 (model.heads_kv, model.head_dim),
                 (model.heads_kv, model.head_dim_v),
             )
         )
-        call = prepare_varlen.__wrapped__(q, k, v, False, False, False, tuple(window), structure, 0)
+        described = packed_operands(
+            q=q, k=k, v=v, sinks=operand(model.heads_q, dtype=dtype, device=device)
+            if model.sinks else None,
+        )  # fmt: skip
+        call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
         call.gpu.alone.split()
         for queries, overlaps_forward in product(QUERIES, (False, True)):
             call.gpu.short(queries, overlaps_forward)

@@ -14,9 +14,9 @@ from valid_calls import OnGpu
 from varlen_problems import VarlenProblem, integers, make_call, random_problem
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
-from fa3.calls import scheduler_metadata, varlen_gpu
-from fa3.calls.known_lengths import HostSeqlens, LastHostSeqlens
-from fa3.calls.part_memory import PartMemory
+from fa3.calls import packed_calls, scheduler_metadata
+from fa3.calls.forward_arguments import PartMemory
+from fa3.calls.known_lengths import RECENT_LENGTHS, HostSeqlens, seqlens_on_host
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.tile_table import AMOUNTS
 from fa3.planning.gpu import H200
@@ -225,16 +225,16 @@ def test_lengths_on_a_gpu_decide_nothing():
     assert metadata_of_cache(cached).lengths is None
 
 
-def test_the_latest_lengths_are_kept_and_no_others():
-    latest, names = LastHostSeqlens(), tuple(ON_HOST)
+def test_recent_lengths_are_kept_and_no_others():
+    names = tuple(ON_HOST)
     ends, others = integers(0, 3, 9), integers(0, 4, 9)
-    first = latest.of(names, (ends, ends, None, None), 2, False)
-    assert latest.of(names, (ends.clone(), ends, None, None), 2, False) is first
-    cut = latest.of(names, (ends, ends, None, None), 2, True)
+    first = seqlens_on_host(names, (ends, ends, None, None), 2, False)
+    assert seqlens_on_host(names, (ends.clone(), ends, None, None), 2, False) is first
+    cut = seqlens_on_host(names, (ends, ends, None, None), 2, True)
     assert cut is not first and cut.may_cut and not first.may_cut
-    first = latest.of(names, (ends, ends, None, None), 2, False)
+    first = seqlens_on_host(names, (ends, ends, None, None), 2, False)
     ends[1] = 4
-    assert latest.of(names, (ends, others, None, None), 2, False) is not first
+    assert seqlens_on_host(names, (ends, others, None, None), 2, False) is not first
     assert first.queries.cu.tolist() == [0, 3, 9]
 
 
@@ -252,7 +252,7 @@ def test_no_length_is_remembered():
         # The reference plans each sequence by itself.
         return {name: size for name, size in caches().items() if name.startswith("fa3.calls.")}
 
-    for use_metadata in (False, True):
+    for use_metadata in (*[False] * (RECENT_LENGTHS + 1), True):
         call(use_metadata)
     before = sizes()
     for turn in range(20):
@@ -277,17 +277,17 @@ class Kernel:
 def launches(monkeypatch):
     """Kernels of a plan, launched on CPU tensors; streams and captures are what a test says."""
     plan = RaggedPlan(AttentionSpec("bfloat16", 64, 64, Band(right=True)), False, False, H200)
-    monkeypatch.setattr(varlen_gpu, "load_kernel", lambda kernel: Kernel())
-    kernels = varlen_gpu.prepare_alone(plan, Window(right=0))
+    monkeypatch.setattr(packed_calls, "load_kernel", lambda kernel: Kernel())
+    kernels = packed_calls.prepare_alone(plan, Window(right=0))
     state = {"stream": 7, "capture": None, "streams": {}}
-    monkeypatch.setattr(varlen_gpu, "current_device", lambda: None)
-    monkeypatch.setattr(varlen_gpu, "current_stream", lambda index: state["stream"])
-    monkeypatch.setattr(varlen_gpu, "capture_of", lambda stream: state["capture"])
+    monkeypatch.setattr(packed_calls, "current_device", lambda: None)
+    monkeypatch.setattr(packed_calls, "current_stream", lambda index: state["stream"])
+    monkeypatch.setattr(packed_calls, "capture_of", lambda stream: state["capture"])
 
     def counters_of(device, stream, capture):
         return state["streams"].setdefault((stream, capture), StreamCounters(device, Reserve()))
 
-    monkeypatch.setattr(varlen_gpu, "counters_of", counters_of)
+    monkeypatch.setattr(packed_calls, "counters_of", counters_of)
     monkeypatch.setattr(
         Table, "upload", classmethod(lambda cls, table, device: cls(torch.tensor(table)))
     )
@@ -380,7 +380,7 @@ def test_kernels_without_work_are_not_launched(launches):
     call = make_call(problem)
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
-    short = varlen_gpu.DecodeLaunch(32, start)
+    short = packed_calls.DecodeLaunch(32, start)
     kernels.launch(operands, 1100, 600, None, 1.0, short, known=known(problem))
     assert not (
         kernels.forward.kernel.given

@@ -15,16 +15,11 @@ from varlen_problems import integers
 from fa3 import flash_attn_func
 from fa3 import settings as fa3_settings
 from fa3.calls import assertions as calls_assertions
-from fa3.calls.cache_call import (
-    OF_INTEGERS,
-    CacheCall,
-    CacheTensors,
-    HostValues,
-    describe_tensors,
-    values_on_host,
-)
+from fa3.calls.call import NAMES_BY_KIND, OF_INTEGERS, AttentionCall, describe_tensors
 from fa3.calls.combine import flash_attn_combine
 from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.calls.options import CACHED
+from fa3.calls.values import HostValues, values_on_host
 
 
 def test_pages_that_are_only_read_may_be_shared():
@@ -49,8 +44,9 @@ def assertions(monkeypatch):
 
 def seen_by_host(call: dict) -> HostValues:
     """Return what the host sees of a call's integer tensors."""
-    tensors = tuple(map(call.get, CacheTensors._fields))
-    return values_on_host(CacheCall.of(describe_tensors(tensors)), tensors[OF_INTEGERS])
+    tensors = tuple(map(call.get, NAMES_BY_KIND[CACHED]))
+    described = describe_tensors(CACHED, tensors)
+    return values_on_host(AttentionCall.of(described, CACHED), tensors[OF_INTEGERS])
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("0", False), ("1", True)])

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 import fa3
 from fa3.calls import kvcache, varlen
 from fa3.calls.latest import UNKNOWN, FastPath
+from fa3.calls.options import latest_call, remembered_options
 
 LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
 
@@ -49,9 +50,12 @@ def kind(request):
 def stop_describing(monkeypatch):
     """What makes every call fail from then on that describes its tensors."""
 
+    def refuse(*given):
+        pytest.fail("was described")
+
     def stop() -> None:
-        for module, name in ((kvcache, "describe_tensors"), (varlen, "describe_packed")):
-            monkeypatch.setattr(module, name, lambda *given: pytest.fail("was described"))
+        for module in (kvcache, varlen):
+            monkeypatch.setattr(module, "describe_tensors", refuse)
 
     return stop
 
@@ -130,7 +134,8 @@ def test_the_same_tensor_twice_is_no_other_call():
         fa3.flash_attn_with_kvcache(**cache_call(k_cache=k, v_cache=k))
     call = cache_call(k_cache=k)
     found = fa3.flash_attn_with_kvcache(**call)
-    kvcache.latest_cache_call.cache_clear()
+    latest_call.cache_clear()
+    remembered_options.cache_clear()
     assert torch.equal(found, fa3.flash_attn_with_kvcache(**call))
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     for _ in range(3):

@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
 from varlen_problems import integers
 
-from fa3.calls import combine, decode, prepared_cache
-from fa3.calls.cache_call import CacheCall, check_tensors
+from fa3.calls import combine, decode, kvcache
+from fa3.calls.call import AttentionCall, check_tensors
 from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.operands import Operand
-from fa3.calls.scheduler_metadata import get_scheduler_metadata, most_of_whole_tiles
+from fa3.calls.options import Options
+from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.append import MOST_VECTORS, THREADS
 from fa3.planning.decode import MOST_ROWS, MOST_TILES, Sizes, check_workspace, choose_cut
+from fa3.planning.whole_tiles import most_of_whole_tiles
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.divisor import PlainDivisor
 from fa3.primitives.workspace import WorkspaceSize
@@ -221,8 +223,8 @@ def prepared(monkeypatch):
         q = operand(batch, 1, heads_kv, head_dim, device="cuda:0")
         cache = operand(10, page_size, heads_kv, head_dim)
         table = operand(batch, pages, dtype=torch.int32)
-        call = CacheCall(q, cache, cache, *[None] * 7, table, None)
-        return decode.prepare_decode(call, **{"window": Window()} | options), kernels
+        call = AttentionCall(q, cache, cache, *[None] * 7, table, None)
+        return decode.prepare_decode(call, Options(**options)), kernels
 
     return prepare
 
@@ -323,7 +325,7 @@ def test_what_32_bits_do_not_count_is_refused(shapes, complaint):
     q, cache = (operand(*shapes[name]) for name in ("q", "k_cache"))
     pages = operand(*shapes["page_table"], dtype=torch.int32) if "page_table" in shapes else None
     with pytest.raises(ValueError, match=complaint):
-        check_tensors(CacheCall(q, cache, cache, *[None] * 7, pages, None))
+        check_tensors(AttentionCall(q, cache, cache, *[None] * 7, pages, None))
 
 
 @pytest.mark.parametrize("seqlen", [HUGE - 5, HUGE, 1 << 40])
@@ -340,12 +342,12 @@ def test_vectors_that_32_bits_do_not_count_are_refused():
 
     def call(tokens):
         new = operand(1, tokens, 1, 8)
-        return CacheCall(operand(1, 1, 1, 8), cache, cache, new, new, *[None] * 7)
+        return AttentionCall(operand(1, 1, 1, 8), cache, cache, new, new, *[None] * 7)
 
     assert MOST_VECTORS + THREADS - 1 <= LARGEST
-    prepared_cache.append_kernel(call(MOST_VECTORS), False)
+    kvcache.append_kernel(call(MOST_VECTORS), False)
     with pytest.raises(ValueError, match=rf"^k must have at most {MOST_VECTORS} vectors"):
-        prepared_cache.append_kernel(call(MOST_VECTORS + 1), False)
+        kvcache.append_kernel(call(MOST_VECTORS + 1), False)
 
 
 @pytest.mark.parametrize(

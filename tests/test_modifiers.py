@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from score_problems import NOTHING, Gate, RelativeBias, Span
+from score_problems import NOTHING, Gate, Modifiers, RelativeBias, Span, modifiers_of
 
 import fa3
-from fa3.calls import modifiers as calls
-from fa3.calls.modifiers import UNMODIFIED, Modifiers, structure_of
+from fa3.calls import call as calls
+from fa3.calls.forward import prepare_forward
+from fa3.calls.modifiers import ModifierSpec, structure_of
 from fa3.scores.scores import Alibi, Softcap
 from fa3.scores.templates import Template
 
@@ -27,12 +28,12 @@ def operands(seqlen_q=70, seqlen_k=90):
 
 
 def modifiers(is_causal=False, **arguments) -> Modifiers:
-    return Modifiers.of(operands()[0], 2, **(NOTHING | arguments), is_causal=is_causal)
+    return modifiers_of(operands()[0], **(NOTHING | arguments), is_causal=is_causal)
 
 
 def test_nothing_is_unmodified():
-    assert modifiers() == UNMODIFIED
-    assert hash(UNMODIFIED.structure) == hash(modifiers().structure)
+    assert modifiers() == (ModifierSpec(), None)
+    assert hash(ModifierSpec()) == hash(modifiers().structure)
 
 
 def test_scores_come_in_a_fixed_order_with_their_tensors():
@@ -78,6 +79,7 @@ def test_alibi_knows_when_no_key_lies_ahead(arguments, behind, monkeypatch):
     """With |distance| left out, keys ahead of a query would be favoured."""
     seen = []
 
+    prepare_forward.cache_clear()
     monkeypatch.setattr(calls, "structure_of", lambda *g: seen.append(g[-1]) or structure_of(*g))
     q, k, v = operands()
     fa3.flash_attn_func(q, k, v, alibi_slopes=torch.rand(HEADS), **arguments)

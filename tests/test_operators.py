@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fa3
 import fa3.interface
 from fa3.calls import backward, operators
-from fa3.calls.operator_backward import run_backward
+from fa3.calls.operators import run_backward
 from fa3.reference.backward import Gradients
 
 

@@ -13,7 +13,8 @@ from reference import check_attention
 from varlen_problems import VarlenProblem, check_varlen, make_call, on_cache, random_problem, unused
 
 import fa3
-from fa3.calls import cache_call, decode, kvcache, mixed, operands, overlap, varlen_gpu
+from fa3.calls import decode, kvcache, mixed, operands, overlap, packed_calls
+from fa3.calls import values as values_of_calls
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
@@ -86,7 +87,7 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
         monkeypatch.setattr(kind, name, run)
 
     watch(decode.PreparedDecode, "attend")
-    watch(varlen_gpu.PreparedVarlen, "launch")
+    watch(packed_calls.PreparedVarlen, "launch")
     keys = tuple(3 * count + (100 if where == "cpu" else 1000) for count in queries)
     problem = VarlenProblem(queries, keys, heads_kv=2, group=heads // 2, causal=True)
     check(problem, None, where, capacity=FEWEST_EARLIER_KEYS, max_seqlen_q=1 << 20)
@@ -262,7 +263,7 @@ def test_a_sequence_with_more_queries_than_there_may_be_is_left_out(options, whe
         "cache_seqlens": torch.tensor(lengths).int().to(where), "causal": True, **options,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch, poisoned_allocations():
-        patch.setattr(cache_call, "check_query_ends", lambda *_: None)
+        patch.setattr(values_of_calls, "check_query_ends", lambda *_: None)
         out, lse = fa3.flash_attn_with_kvcache(q, **call, return_lse=True)
     for sequence, (count, length) in enumerate(zip(queries, lengths, strict=True)):
         rows = slice(*ends[sequence : sequence + 2].tolist())
@@ -448,7 +449,7 @@ def test_no_total_is_remembered(where):
     del others["q"]
     expected = fa3.flash_attn_with_kvcache(memory[0, :3], **others)
     kvcache.prepare_cache_call.cache_clear()
-    remembered = operands.check_described_output, operands.check_of_addresses, overlap.share
+    remembered = operands.check_of_addresses, overlap.share
     before = [one.cache_info().currsize for one in remembered]
     for _ in range(100):
         q = memory[0, : draw.randint(3, 400)]

@@ -20,7 +20,7 @@ from varlen_problems import (
 )
 
 import fa3
-from fa3.calls import decode, mixed, varlen_gpu
+from fa3.calls import decode, mixed, packed_calls
 from fa3.planning.routes import FEWEST_EARLIER_KEYS
 from fa3.problem import NO_BOUND
 
@@ -117,7 +117,7 @@ def test_head_sizes_with_everything(head_dim, functions, device):
 def test_calls_of_the_decode_kernel_alone(functions, options, where, monkeypatch):
     launched = []
     monkeypatch.setattr(
-        varlen_gpu.PreparedVarlen, "launch", lambda *given, **named: launched.append(given)
+        packed_calls.PreparedVarlen, "launch", lambda *given, **named: launched.append(given)
     )
     recipe = Recipe(sinks="float32", **functions)
     problem = VarlenProblem((70, 3, 0), (300, 130, 40), (70, 2, 0), recipe=recipe, causal=True)
@@ -141,7 +141,7 @@ def test_which_kernels_attend(where, monkeypatch):
     watch(decode.PreparedDecode, "attend")
     watch(decode.PreparedDecode, "start")
     watch(mixed.PreparedMixed, "attend")
-    watch(varlen_gpu.PreparedVarlen, "launch")
+    watch(packed_calls.PreparedVarlen, "launch")
     found = []
     for functions in ({}, FUNCTIONS[2]):
         check(replace(STEP, recipe=Recipe(**functions)), 16, where)

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fa3.calls import combine, decode, kvcache, mixed, prepared_cache
-from fa3.calls.cache_call import CacheCall, CacheTensors
+from fa3.calls import combine, decode, kvcache, mixed
+from fa3.calls.call import TENSORS, AttentionCall
 from fa3.calls.operands import Operand
+from fa3.calls.options import Options
 from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.planning.gpu import H200
 from fa3.problem import REMEMBERED, Window
@@ -27,15 +28,22 @@ def operand(*shape, dtype=torch.bfloat16, device="cpu") -> Operand:
     return Operand(torch.Size(shape), tuple(strides), dtype, torch.device(device))
 
 
-def call_of(batch: int, device: str) -> CacheCall:
+def packed_operands(**named: Operand | None) -> tuple[Operand | None, ...]:
+    """Describe the tensors of a call on packed keys."""
+    ends = operand(1, dtype=torch.int32, device=named["q"].device)
+    named |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    return tuple(named.get(name) for name in TENSORS)
+
+
+def call_of(batch: int, device: str) -> AttentionCall:
     q, cache = operand(batch, 1, 4, 64, device=device), operand(batch, 64, 1, 64, device=device)
     lengths = operand(batch, dtype=torch.int32, device=device)
-    return CacheCall(q, cache, cache, *[None] * 4, lengths, *[None] * 4)
+    return AttentionCall(q, cache, cache, *[None] * 4, lengths, *[None] * 4)
 
 
 def cache_call(batch: int, device: str = "cpu") -> tuple:
-    described = call_of(batch, device)[: len(CacheTensors._fields)]
-    return described, None, True, (-1, -1), 0.0, True, 0, False, 0, None
+    described = call_of(batch, device)[: len(TENSORS)]
+    return described, Options(Window(right=0))
 
 
 def cache_call_on_gpu(batch: int) -> tuple:
@@ -46,7 +54,7 @@ def cache_call_with_metadata(batch: int) -> tuple:
     metadata = SchedulerMetadata(
         batch, 1, 4, 1, 64, 64, torch.bfloat16, None, Window(right=0), False, 0, 0
     )
-    return *cache_call(batch)[:-1], metadata
+    return *cache_call(batch)[:-1], Options(Window(right=0), metadata=metadata)
 
 
 def merge(parts: int) -> tuple:
@@ -67,7 +75,7 @@ def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(decode, "load_kernel", lambda kernel: None)
-    for module in (prepared_cache, mixed):
+    for module in (kvcache, mixed):
         monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     prepare.cache_clear()
 

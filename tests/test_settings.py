@@ -11,7 +11,7 @@ from problems import make_problem
 import fa3
 from fa3 import settings
 from fa3.__main__ import main
-from fa3.calls import forward, prepared_cache, varlen
+from fa3.calls import forward, kvcache, varlen
 from fa3.calls.combine import prepare_combine
 
 BAD = [("FA3_ASSERTIONS", "true", "'0' or '1'"), ("FA3_REFERENCE", "folowing", "'auto' or")]
@@ -25,7 +25,7 @@ RUN = {name: lambda run=run, of=of: run(of()) for name, (run, of) in CALLS.items
 def nothing_remembered():
     """Have every call look at the environment again."""
     for prepare in (
-        forward.prepare_forward, varlen.prepare_varlen, prepared_cache.prepare_cache_call,
+        forward.prepare_forward, varlen.prepare_varlen, kvcache.prepare_cache_call,
         prepare_combine,
     ):  # fmt: skip
         prepare.cache_clear()

@@ -26,7 +26,7 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.calls import decode, varlen_call, varlen_gpu
+from fa3.calls import decode, packed_calls
 from fa3.integrations import torch as integration
 from fa3.planning import routes
 from fa3.planning.gpu import H200
@@ -117,7 +117,7 @@ def test_each_sequence_is_attended_to_once(used, causal, monkeypatch):
     parts = []
 
     def alone(name):
-        function = getattr(varlen_call, name)
+        function = getattr(packed_calls, name)
 
         def attend(*given):
             found = next(one for one in given if hasattr(one, "cu_seqlens_q"))
@@ -133,7 +133,7 @@ def test_each_sequence_is_attended_to_once(used, causal, monkeypatch):
         return attend
 
     for name in ("execute_decode", "execute_varlen"):
-        monkeypatch.setattr(varlen_call, name, alone(name))
+        monkeypatch.setattr(packed_calls, name, alone(name))
     check(problem)
     short, long = parts
     assert not (short & long).any()
@@ -159,10 +159,10 @@ def attending(monkeypatch):
     def of_decode(plan, *rest):
         return "beside" if plan.overlaps_forward else plan.sizes.seqlen_q
 
-    note(varlen_call, "execute_decode", of_decode)
+    note(packed_calls, "execute_decode", of_decode)
     note(decode.PreparedDecode, "start", lambda kernels, *rest: of_decode(kernels.plan))
-    note(varlen_call, "execute_varlen", lambda *rest: "forward")
-    note(varlen_gpu.PreparedVarlen, "launch", lambda *rest: "forward")
+    note(packed_calls, "execute_varlen", lambda *rest: "forward")
+    note(packed_calls.PreparedVarlen, "launch", lambda *rest: "forward")
     return found
 
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from score_problems import Recipe
+from test_remembered import operand, packed_operands
 from valid_calls import OnGpu
 from varlen_problems import VarlenProblem, check_varlen, integers, make_call
 
 from fa3 import flash_attn_varlen_func
-from fa3.calls import assertions, varlen, varlen_gpu
-from fa3.calls.modifiers import UNMODIFIED
-from fa3.calls.varlen_call import RaggedCall
+from fa3.calls import assertions, packed_calls, varlen
+from fa3.calls.options import Options
+from fa3.calls.packed_calls import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.routes import BOTH
 from fa3.problem import Window
@@ -116,7 +117,7 @@ class Launches:
 def kernels(monkeypatch):
     """Have calls on CPU tensors launched as if they were on a GPU."""
     kernels, prepare = Launches(), varlen.prepare_varlen
-    gpu = varlen_gpu.PackedKernels(kernels, kernels, kernels.for_queries)
+    gpu = packed_calls.PackedKernels(kernels, kernels, kernels.for_queries)
     monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
     return kernels
 
@@ -132,7 +133,7 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
         monkeypatch.setattr(OnGpu, name, lambda *_: pytest.fail("was read"))
     call = on_gpu(make_call(USED))
     out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    integers = (call[name] for name in varlen.INTEGERS_OF_LENGTHS)
+    integers = (call[name] for name in varlen.LENGTHS_OF_PACKED)
     sizes = len(call["k"]), 64
     expected = call["q"], call["k"], call["v"], out, lse, *integers, *sizes, None, 0.125
     expected = *expected, None, None, None, None, False
@@ -209,11 +210,13 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     """Where SMs are reserved, no second kernel runs beside the first."""
     made = []
     monkeypatch.setattr(varlen, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(varlen_gpu, "prepare", lambda *given: made.append(given))
+    monkeypatch.setattr(packed_calls, "prepare", lambda *given: made.append(given))
     device = torch.device("cuda", 0)
-    tokens = [(torch.Size(shape), torch.bfloat16, device) for shape in ((4, 64), (2, 64), (2, 32))]
-    key = *tokens, True, False, True, (1 << 40, 9), UNMODIFIED.structure, sm_margin
-    varlen.prepare_varlen.__wrapped__(*key)
+    q, k, v = (operand(1, *sizes, device=device) for sizes in ((4, 64), (2, 64), (2, 32)))
+    used = operand(1, dtype=torch.int32, device=device)
+    described = packed_operands(q=q, k=k, v=v, seqused_q=used)
+    options = Options(Window(1 << 40, 0), sm_margin=sm_margin)
+    varlen.prepare_varlen.__wrapped__(described, options)
     ((signature,),) = made
     plan = signature.plan
     assert signature.names == ["forward", "shared tiles", *["decode", BOTH] * (not sm_margin)]

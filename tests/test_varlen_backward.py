@@ -24,8 +24,8 @@ from fa3 import flash_attn_varlen_func
 from fa3.calls import autograd
 from fa3.calls.backward import BackwardCall
 from fa3.calls.modifiers import ModifierSpec
+from fa3.calls.packed_calls import plan_varlen
 from fa3.calls.varlen import attend_packed
-from fa3.calls.varlen_call import plan_varlen
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import most_keys_unzeroed
 from fa3.planning.gpu import H200
@@ -192,7 +192,7 @@ def test_gradcheck(window, dropout):
     lengths = PackedLengths(ends, ends, used, None)
     structure = ModifierSpec(has_dropout=dropout is not None)
     spec = structure.spec(torch.bfloat16, 8, 8, window)
-    call = plan_varlen(spec, structure, window, 2, 1, True, False, H200, 0)
+    call = plan_varlen(spec, window, 2, 1, True, False, H200, 0)
     sizes = PackedSizes(4, 2, 7, 7, 4, 4)
     run_packed = call, lengths, sizes, 0.25, dropout, None, False
     attend = partial(attend_packed, run_packed)

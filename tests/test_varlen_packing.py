@@ -29,7 +29,7 @@ from varlen_problems import (
 
 import fa3
 from docs.examples.prefix_lm import PrefixLM
-from fa3.calls import varlen_call
+from fa3.calls import packed_calls
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.planning.gpu import H200
@@ -79,7 +79,7 @@ def walks(monkeypatch):
         made.append(given)
         joined.execute_joined(*given)
 
-    monkeypatch.setattr(varlen_call, "execute_joined", walk)
+    monkeypatch.setattr(packed_calls, "execute_joined", walk)
     return made
 
 
@@ -343,7 +343,7 @@ def test_a_sequence_in_one_tile_has_a_mark_for_each_head(heads_of_key, rows_of_s
 
 def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
     walked = []
-    monkeypatch.setattr(varlen_call, "execute_joined", lambda *given: walked.append(given))
+    monkeypatch.setattr(packed_calls, "execute_joined", lambda *given: walked.append(given))
     draw = random.Random(0)
     ends = integers(0, *(draw.randint(1, 8) for _ in range(2000))).cumsum(0, dtype=torch.int32)
     total = int(ends[-1])

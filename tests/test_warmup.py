@@ -18,10 +18,10 @@ import torch
 
 import fa3
 from fa3.__main__ import main
-from fa3.calls.cache_call import CacheCall
+from fa3.calls.call import MOST_FORWARD_TILES, AttentionCall
 from fa3.calls.decode import prepare_decode
-from fa3.calls.dense import MOST_FORWARD_TILES
 from fa3.calls.operands import Operand
+from fa3.calls.options import Options
 from fa3.kernels.append import Append, Rotary
 from fa3.kernels.combine import Combine
 from fa3.kernels.decode import Decode
@@ -82,13 +82,13 @@ def test_forward_kernels_are_those_of_plans(few_sizes):
     assert kernels == set(of_type(found, Decode)) and len(kernels) == 2
 
 
-def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> CacheCall:
+def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> AttentionCall:
     """Describe a call on the CPU; strides do not matter to what is prepared."""
 
     def operand(*shape: int) -> Operand:
         return Operand(shape, (), torch.bfloat16, torch.device("cpu"))
 
-    return CacheCall(
+    return AttentionCall(
         operand(5, seqlen_q, model.heads_q, model.head_dim),
         operand(500, 64, model.heads_kv, model.head_dim),
         operand(500, 64, model.heads_kv, model.head_dim_v),
@@ -107,7 +107,8 @@ def test_decode_kernels_are_those_of_calls(few_sizes, preset):
             for pages in (None, 100):
                 for num_splits in (0, 1):
                     call = prepare_decode(
-                        call_on_cache(model, seqlen_q, pages), window, model.softcap, num_splits
+                        call_on_cache(model, seqlen_q, pages),
+                        Options(window, model.softcap, num_splits),
                     )  # fmt: skip
                     assert {launch.kernel for launch in call.plan.launches} <= found
 

@@ -1,6 +1,6 @@
 """The backward pass of a call: memory and launches.
 
-`fa3.calls.autograd` and `fa3.calls.operator_backward` come here with what the forward pass took and
+`fa3.calls.autograd` and `fa3.calls.operators` come here with what the forward pass took and
 gave. On a GPU two kernels run, both launched by one entry: the preprocess kernel and the backward
 kernel. For packed sequences a kernel before them makes the table of key tiles from the lengths,
 which the host never reads. On the CPU `fa3.reference.backward` computes the same.
@@ -15,7 +15,7 @@ import torch
 
 from fa3.calls.devices import gpu_of
 from fa3.calls.operands import ALIGNMENT
-from fa3.calls.ragged import used_queries
+from fa3.calls.results import used_queries
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
     BackwardKernels,
@@ -176,18 +176,41 @@ def load_packed(
     spec: AttentionSpec,
     is_ordered: bool,
     splits: bool,
-    has_used_q: bool,
-    has_used_k: bool,
+    has_used: tuple[bool, bool],
     writes_fp32: bool,
 ) -> tuple[BackwardKernels, Callable]:
     """Load the kernels for packed sequences; return them and their entry.
 
     Remembered, since to look a kernel up takes 20 us, and the object keeps its constants.
     """
-    kernels = BackwardKernels(
-        spec, is_ordered, splits, True, has_used_q, has_used_k, writes_fp32=writes_fp32
-    )
+    kernels = BackwardKernels(spec, is_ordered, splits, True, *has_used, writes_fp32=writes_fp32)
     return kernels, load_kernel(kernels.entry)
+
+
+RECENT_SIZES = 16
+"""Sizes of packed sequences that are remembered: the layers of a step have the same ones."""
+
+
+@functools.lru_cache(maxsize=RECENT_SIZES)
+def prepare_packed(
+    problem: tuple[AttentionSpec, Window],
+    sizes: tuple[int, ...],
+    is_ordered: bool,
+    num_sms: int,
+    has_used: tuple[bool, bool],
+    writes_fp32: bool,
+) -> PreparedBackward:
+    """Plan the backward pass of packed sequences and load its kernels.
+
+    Args:
+        sizes: of `sizes_of_packed`, from total_q to heads_kv.
+    """
+    spec, window = problem
+    shares = shares_of_packed(spec, window, *sizes, is_ordered, num_sms)
+    splits = writes_fp32 or shares.parts > 1
+    kernels, entry = load_packed(spec, is_ordered, splits, has_used, writes_fp32)
+    launched = sizes_of_packed(kernels, window, *sizes, shares)
+    return PreparedBackward.of(kernels, entry, launched, shares, window, num_sms)
 
 
 class BackwardCall(NamedTuple):
@@ -237,8 +260,7 @@ class BackwardCall(NamedTuple):
         if self.longest is not None:
             lengths = PackedLengths(*lengths)
             if 0 in (lengths.batch, *q.shape, len(k), *self.longest) or (d_out is d_lse is None):
-                sinks = tensors[-1] if wanted.sinks else None
-                return without_visible_keys(operands, lengths, sinks)
+                return without_keys(operands, lengths, tensors[-1] if wanted.sinks else None)
             if q.is_cuda:
                 return packed_gradients(self, operands, lengths, tensors, wanted, dropout)
             (spec, window), sequences = self.problem, lengths.sequences()
@@ -264,10 +286,9 @@ def dense_gradients(
 ) -> Gradients:
     """Compute the gradients of a dense call on a GPU, as `BackwardCall.gradients`."""
     problem = call.problem
-    if operands.d_out is None and operands.d_lse is None:
-        return no_gradients(operands, torch.zeros_like(tensors[-1]) if wanted.sinks else None)
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q):
-        return without_keys(operands, tensors, wanted.sinks)
+    sizes = problem.batch, problem.seqlen_q, problem.seqlen_k, problem.num_heads_q
+    if 0 in sizes or (operands.d_out is operands.d_lse is None):
+        return without_keys(operands, None, tensors[-1] if wanted.sinks else None)
     num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
     prepared = prepare_backward(problem, call.deterministic, num_sms, wanted.fp32_dkv)
     return prepared.launch(operands, None, call.softmax_scale, tensors, dropout, wanted.sinks)
@@ -282,17 +303,14 @@ def packed_gradients(
     dropout: Dropout | None,
 ) -> Gradients:
     """Compute the gradients of packed sequences on a GPU. There are queries, and keys."""
-    (spec, window), is_ordered = call.problem, call.deterministic
     (total_q, heads_q, _), (total_k, heads_kv, _) = operands.q.shape, operands.k.shape
     num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
     longest_q = min(call.longest[0], total_q)
-    sizes = total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv
-    shares = shares_of_packed(spec, window, *sizes, is_ordered, num_sms)
     has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
-    splits = wanted.fp32_dkv or shares.parts > 1
-    kernels, entry = load_packed(spec, is_ordered, splits, *has_used, wanted.fp32_dkv)
-    launched = sizes_of_packed(kernels, window, *sizes, shares)
-    prepared = PreparedBackward.of(kernels, entry, launched, shares, window, num_sms)
+    prepared = prepare_packed(
+        call.problem, (total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
+        call.deterministic, num_sms, has_used, wanted.fp32_dkv,
+    )  # fmt: skip
     return prepared.launch(operands, lengths, call.softmax_scale, tensors, dropout, wanted.sinks)
 
 
@@ -316,37 +334,16 @@ def natural_statistics(
 
 
 def without_keys(
-    operands: BackwardOperands, tensors: tuple[torch.Tensor, ...], wants_sinks: bool
-) -> Gradients:
-    """The gradients where there are no queries or no keys: only the sinks may have one."""
-    d_sinks = None
-    if wants_sinks:
-        d_lse, lse = operands.d_lse, operands.lse
-        delta = torch.zeros_like(lse) if d_lse is None else -d_lse
-        d_sinks = gradient_of_sinks(tensors[-1], lse, delta)
-    return no_gradients(operands, d_sinks)
-
-
-def no_gradients(operands: BackwardOperands, d_sinks: torch.Tensor | None) -> Gradients:
-    """Zeros for q, k and v, contiguous as all gradients are."""
-    q, k, v = operands[:3]
-    return Gradients(*(x.new_zeros(x.shape) for x in (q, k, v)), d_sinks)
-
-
-def without_visible_keys(
-    operands: BackwardOperands, lengths: PackedLengths, sinks: torch.Tensor | None
+    operands: BackwardOperands, lengths: PackedLengths | None, sinks: torch.Tensor | None
 ) -> Gradients:
     """The gradients where no query sees a key: only the sinks, if given, may have one."""
     q, k, v, _, lse, _, d_lse = operands
-    d_sinks = None
-    if sinks is not None:
-        d_sinks = torch.zeros_like(sinks)
-        if d_lse is not None and lengths.batch:
-            is_used = used_queries(len(q), lengths.cu_seqlens_q, lengths.seqused_q)
-            delta = torch.where(is_used, -d_lse, 0.0)
-            d_sinks = gradient_of_sinks(
-                sinks, torch.where(is_used, lse, torch.inf)[None], delta[None]
-            )
-    return Gradients(
-        *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), d_sinks
-    )
+    zeros = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if sinks is None or d_lse is None or (lengths is not None and not lengths.batch):
+        return Gradients(*zeros, None if sinks is None else torch.zeros_like(sinks))
+    delta = -d_lse
+    if lengths is not None:
+        is_used = used_queries(len(q), lengths.cu_seqlens_q, lengths.seqused_q)
+        delta = torch.where(is_used, delta, 0.0)[None]
+        lse = torch.where(is_used, lse, torch.inf)[None]
+    return Gradients(*zeros, gradient_of_sinks(sinks, lse, delta))

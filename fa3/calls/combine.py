@@ -28,7 +28,7 @@ from fa3.calls.operands import (
     describe,
     operand_of,
 )
-from fa3.calls.traced import trace_combine
+from fa3.calls.operators import trace_combine
 from fa3.complaints import shown
 from fa3.kernels.combine import Combine, CombineArguments
 from fa3.problem import REMEMBERED

@@ -1,7 +1,7 @@
 """Attention of a few queries to the keys and values of a cache: what is launched for it.
 
-`fa3.calls.prepared_cache` validates a call and has it prepared here, once for all calls that are
-described alike; `fa3.calls.varlen_gpu` has the same done for sequences with few queries and packed
+`fa3.calls.kvcache` validates a call and has it prepared here, once for all calls that are
+described alike; `fa3.calls.packed_calls` has it done for sequences with few queries and packed
 keys, and `fa3.calls.forward` hands over the plans of dense calls with few queries. A prepared call
 allocates its workspace and launches the plan's kernels. Lengths are read on the device only: a
 captured graph stays right while they grow.
@@ -13,21 +13,20 @@ from functools import partial
 
 import torch
 
-from fa3.calls.cache_call import CacheCall
+from fa3.calls.call import AttentionCall
 from fa3.calls.forward_arguments import lse_address
 from fa3.calls.known_lengths import HostSeqlens
-from fa3.calls.modifiers import structure_of
+from fa3.calls.options import Options
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
 from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch, slots
-from fa3.primitives.cache_blocks import CacheLayout, CacheTables
-from fa3.problem import AttentionSpec, Window
+from fa3.primitives.cache_blocks import CacheTables
 from fa3.reference.cache import execute_decode
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
-from fa3.running.counters import CaptureCounters, StreamCounters, counters_of
+from fa3.running.counters import counters_of
 from fa3.running.graphs import capture_of, current_device, current_stream
 
 TENSORS_AND_LENGTHS = slice(*slots(DecodeArguments, "q", "modifiers"))
@@ -133,8 +132,10 @@ class PreparedDecode:
         arguments[MAX_SEQLEN_K] = max_seqlen_k
         arguments[TILE_TABLE] = table
         if self.counters:
-            stream_memory, counters, workspace = self.memory_on(device)
-            arguments[WORKSPACE] = workspace
+            stream = current_stream(device.index)
+            stream_memory = counters_of(device, stream, capture_of(stream))
+            counters = stream_memory.take(self.counters)
+            arguments[WORKSPACE] = workspace = stream_memory.take_parts(self.workspace)
             arguments[COUNTERS] = counters.data_ptr()
             self.attends.kernel(*arguments)
             stream_memory.give_back(counters)
@@ -155,87 +156,36 @@ class PreparedDecode:
         merge[PARTS_OF_TILES] = workspace
         return partial(self.merges.kernel, *merge)
 
-    def memory_on(
-        self, device: torch.device
-    ) -> tuple[StreamCounters | CaptureCounters, torch.Tensor, torch.Tensor]:
-        """What the current stream of a GPU has, the present one, and of it counters and memory for
-        the parts of a launch that merges them."""
-        stream = current_stream(device.index)
-        stream_memory = counters_of(device, stream, capture_of(stream))
-        return (
-            stream_memory,
-            stream_memory.take(self.counters),
-            stream_memory.take_parts(self.workspace),
-        )
-
 
 def merge_nothing() -> None:
     """Launch no merge: the kernel that attends has merged the parts."""
 
 
-def modifiers_of(
-    slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    function_tensors: tuple[torch.Tensor, ...] = (),
-) -> tuple[torch.Tensor, ...] | None:
-    """What kernels take for scores, mask and sinks."""
-    if slopes is sinks is None:
-        return function_tensors or None
-    return tuple(tensor for tensor in (slopes, *function_tensors, sinks) if tensor is not None)
-
-
-def spec_of_call(call: CacheCall, window: Window, softcap: float) -> AttentionSpec:
-    """What a call computes, with the bounds that its window has."""
-    structure = structure_of(
-        softcap,
-        None if call.alibi_slopes is None else len(call.alibi_slopes.shape),
-        None if call.sinks is None else call.sinks.dtype,
-        is_causal=window.right == 0,
-    )
-    if call.functions is not None:
-        structure = structure.joined(call.functions)
-    return structure.spec(call.q.dtype, call.head_dim, call.head_dim_v, window)
-
-
-def cache_layout(call: CacheCall) -> CacheLayout:
-    """How the keys of a call lie in its cache."""
-    return CacheLayout(
-        0 if call.page_table is None else call.page_size,
-        call.cache_batch_idx is not None,
-        call.cache_leftpad is not None,
-    )
-
-
 def prepare_decode(
-    call: CacheCall,
-    window: Window,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    sm_margin: int = 0,
-    overlaps_forward: bool = False,
+    call: AttentionCall, options: Options, overlaps_forward: bool = False
 ) -> PreparedDecode:
     """Choose how calls of a description run, and load their kernels.
 
     Args:
         call: valid, and with room for keys and queries.
-        window: keys that a query sees before and after its own position, aligned bottom-right.
-        softcap: see `fa3.scores.scores.Softcap`; 0 for none.
-        num_splits, batch_invariant: see `fa3.planning.decode.choose_cut`.
-        sm_margin: SMs to leave to other kernels.
         overlaps_forward: see `DecodePlan`.
     """
-    heads_kv, device = call.k_cache.shape[2], call.q.device
-    sizes = Sizes(call.batch, call.seqlen_q, heads_kv, call.heads_q // heads_kv, call.capacity)
-    window = sizes.bounds(window)
-    spec, cache = spec_of_call(call, window, softcap), cache_layout(call)
+    device = call.q.device
+    group = call.heads_q // call.heads_kv
+    sizes = Sizes(call.batch, call.seqlen_q, call.heads_kv, group, call.capacity)
+    window = sizes.bounds(options.window)
+    spec = call.spec(options, window, window.right == 0)
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
-    num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - sm_margin
-    kind = call.is_packed, call.k is not None
-    cut = choose_cut(sizes, window, num_ctas, num_splits, batch_invariant, *kind)
-    kernel_kind = spec, cache, sizes, window, cut, num_ctas, call.is_packed
-    plan = DecodePlan(*kernel_kind, call.seqused_q is not None, overlaps_forward)
+    num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - options.sm_margin
+    cut = choose_cut(
+        sizes, window, num_ctas, options.num_splits, options.batch_invariant, call.is_packed,
+        call.k_new is not None,
+    )  # fmt: skip
+    plan = DecodePlan(
+        spec, call.cache_layout, sizes, window, cut, num_ctas, call.is_packed,
+        call.seqused_q is not None, overlaps_forward,
+    )  # fmt: skip
     if not on_gpu:
         return PreparedDecode(plan)
     if cut.has_parts:

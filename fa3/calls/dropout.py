@@ -7,7 +7,7 @@ waits for nothing, and a captured graph draws another seed at each replay.
 import torch
 
 from fa3.calls.operands import Operand, check_device, check_dtype, describe
-from fa3.calls.options import integer, real
+from fa3.calls.options import check_probability, integer, real
 from fa3.primitives.coords import Position
 from fa3.reference.dropout import Dropout
 
@@ -35,11 +35,6 @@ def dropout_of(dropout_p: float, rng_state: torch.Tensor | None, q: torch.Tensor
 def draw_rng_state(device: torch.device) -> torch.Tensor:
     """A seed from torch's default generator."""
     return torch.randint(2**63 - 1, (1,), device=device)
-
-
-def check_probability(dropout_p: float) -> None:
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and less than 1, got {dropout_p}")
 
 
 def described_state(rng_state: torch.Tensor) -> Operand:

@@ -19,8 +19,8 @@ from fa3.calls.autograd import (
     wants_gradient,
 )
 from fa3.calls.backward import BackwardCall
+from fa3.calls.call import AttentionCall
 from fa3.calls.decode import PreparedDecode
-from fa3.calls.dense import problem_of_operands
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
@@ -32,33 +32,33 @@ from fa3.calls.forward_arguments import (
     RECORDING,
     SCHEDULE_STATE,
     TENSORS_AND_SCALE,
+    PartMemory,
     lse_address,
 )
-from fa3.calls.modifiers import UNMODIFIED, Modifiers, ModifierSpec
+from fa3.calls.modifiers import (
+    describe_modifier,
+    function_names,
+    modifier_tensors,
+    with_functions,
+)
 from fa3.calls.operands import (
     ALIGNMENT,
     Description,
-    Operand,
     Output,
     check_out,
-    check_rank,
     describe,
-    describe_unaligned,
-    hide_all_keys,
+    operand_of,
 )
+from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
+    DENSE,
     FROM_FLASH_ATTENTION_2,
     Options,
-    as_pair,
     check_hashable,
     check_scale,
-    check_window,
-    flag,
-    note_on_order,
-    reject_unsupported,
+    options_of,
 )
-from fa3.calls.part_memory import PartMemory
-from fa3.calls.traced import trace_attention
+from fa3.calls.results import hide_all_keys
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.planning.gpu import H200
@@ -80,11 +80,6 @@ from fa3.running.tables import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 from fa3.settings import check_settings
-
-FORWARD_OPTIONS = Options(
-    "causal", "deterministic", "return_lse", "return_attn_probs", "attention_chunk", "num_splits",
-    "sm_margin", "softcap", "dropout_p",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,128 +329,115 @@ def flash_attn_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    if (
-        type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
-        type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
-        type(dropout_p),
-    ) != FORWARD_OPTIONS.types:  # fmt: skip
-        (
-            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap, dropout_p,
-        ) = FORWARD_OPTIONS.converted(
-            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap, dropout_p,
-            note=note_on_order(softmax_scale, FROM_FLASH_ATTENTION_2),
-        )  # fmt: skip
-    if (
-        not (qv is q_descale is k_descale is v_descale is None)
-        or attention_chunk
-        or num_splits not in (0, 1)
-    ):
-        reject_unsupported(
-            attention_chunk, num_splits=num_splits, qv=qv, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
-    if pack_gqa is not None:
-        pack_gqa = flag("pack_gqa", pack_gqa)
-    return_lse = return_lse or return_attn_probs
-    window_size = as_pair(window_size)
-    if schedule is not None:
-        check_hashable("schedule", schedule)
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
+    unsupported = None
+    if not (qv is q_descale is k_descale is v_descale is None):
+        unsupported = qv, q_descale, k_descale, v_descale, None, True
+    given = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
+        deterministic, dropout_p, pack_gqa, unsupported,
+    )  # fmt: skip
+    types = (
+        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
+        type(return_lse), type(return_attn_probs), type(deterministic), type(dropout_p),
+        type(pack_gqa),
+    )  # fmt: skip
+    if not (schedule is plan is None):
+        check_choices(schedule, plan)
     if is_traced(q):
         return trace_attention(
-            operators.DENSE, return_lse, q=q, k=k, v=v, softmax_scale=softmax_scale, causal=causal,
-            window_size=window_size, softcap=softcap, pack_gqa=pack_gqa,
-            deterministic=deterministic, sm_margin=sm_margin, alibi_slopes=alibi_slopes,
-            sinks=sinks, score=score, mask=mask, out=out, schedule=schedule, plan=plan,
-            dropout_p=dropout_p, rng_state=rng_state,
+            DENSE, window_size, given, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks,
+            out=out, softmax_scale=softmax_scale, score=score, mask=mask, schedule=schedule,
+            plan=plan, rng_state=rng_state,
         )  # fmt: skip
-    described = (
-        describe("q", q, ALIGNMENT, True),
-        describe("k", k, ALIGNMENT, True),
-        describe("v", v, ALIGNMENT, True),
-    )
-    modifiers = UNMODIFIED
-    if softcap or not (alibi_slopes is sinks is score is mask is None):
-        check_rank("q", Operand(*described[0]))
-        is_causal = check_window(window_size, causal).right == 0
-        modifiers = Modifiers.of(
-            q, q.shape[0], softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
-        )
-    structure, dropout = modifiers.structure, None
+    tensors = q, k, v, alibi_slopes, sinks
+    try:
+        has_gradient = wants_gradient(q, k, v, sinks)
+    except AttributeError:
+        describe_dense(tensors)  # says what is no tensor
+        raise
+    checked = options_of(DENSE, softmax_scale, window_size, given, types, has_gradient)
+    function_tensors: tuple[torch.Tensor, ...] = ()
+    if not (score is mask is None):
+        describe_dense(tensors)
+        checked, function_tensors = with_functions(checked, q, score, mask)
+    read = None
+    if function_tensors or not (alibi_slopes is sinks is None):
+        read = modifier_tensors(alibi_slopes, function_tensors, sinks)
+    options, returns_lse, deterministic, dropout_p, latest = checked
+    dropout = None
     if dropout_p or rng_state is not None:
         dropout = dropout_of(dropout_p, rng_state, q)
-        structure = structure._replace(has_dropout=True)
-    has_gradient = wants_gradient(q, k, v, sinks)
-    if has_gradient and pack_gqa is None:
-        pack_gqa = False
-    call = prepare_forward(
-        *described, causal, window_size, structure, sm_margin, schedule, plan, pack_gqa
-    )
-    scale = check_scale(softmax_scale, described[0][0][-1], FROM_FLASH_ATTENTION_2)
-    if assertions.ASSERTIONS and not softcap:
+    call, is_planned = None, schedule is plan is None
+    if is_planned:
+        call, _ = latest.find(tensors)
+    if call is None:
+        call = prepare_forward(describe_dense(tensors), options, schedule, plan)
+        if is_planned:
+            latest.remember(tensors, DENSE_ALIGNMENTS, (), call, DENSE_WITH_GRADIENT)
+    scale = check_scale(softmax_scale, q.shape[-1], FROM_FLASH_ATTENTION_2)
+    if assertions.ASSERTIONS and not options.softcap:
         assertions.check_scores(q, k, scale)
     if has_gradient:
-        check_differentiable(q, k, v, sinks, score, out, pack_gqa)
+        check_differentiable(q, k, v, sinks, score, out, options.pack_gqa)
         num_sms = 0 if call.plan is None else call.plan.gpu.num_sms
         backward = BackwardCall(call.problem, None, scale, deterministic, num_sms)
         attend = functools.partial(call.attend, scale=scale, dropout=dropout)
-        given = DifferentiableCall(attend, backward, NO_LENGTHS, dropout, return_lse)
-        return attend_differentiably(given, q, k, v, *(modifiers.tensors or ()))
+        differentiable = DifferentiableCall(attend, backward, NO_LENGTHS, dropout, returns_lse)
+        return attend_differentiably(differentiable, q, k, v, *(read or ()))
     if out is not None:
-        check_forward_out(call, out, described, (q, k, v), modifiers)
-    out, lse = call.attend(q, k, v, modifiers.tensors, out, return_lse, scale, dropout)
-    return (out, lse) if return_lse else out
+        names = "q", "k", "v", "alibi_slopes", "sinks", *function_names(options)
+        others = q, k, v, alibi_slopes, sinks, *function_tensors
+        check_out(out, call.output.shape, q, names, others)
+    out, lse = call.attend(q, k, v, read, out, returns_lse, scale, dropout)
+    return (out, lse) if returns_lse else out
 
 
-def check_forward_out(
-    call: PreparedCall,
-    out: torch.Tensor,
-    described: tuple[Description, ...],
-    operands: tuple[torch.Tensor, ...],
-    modifiers: Modifiers,
-) -> None:
-    """Raise unless a call can write its output to a tensor of the caller's.
+DENSE_ALIGNMENTS = (ALIGNMENT,) * 3 + (1, 1)
+DENSE_WITH_GRADIENT = 0, 1, 2, 4
+"""Of q, k, v, alibi_slopes and sinks: bytes to align to, and which may require grad."""
 
-    Args:
-        described, operands: q, k and v.
-    """
-    tensors = modifiers.tensors or ()
-    names = modifiers.structure.names if tensors else ()
-    check_out(
-        out, call.output.shape, described[0], ("q", "k", "v", *names),
-        (*described, *map(describe_unaligned, names, tensors)), (*operands, *tensors),
-    )  # fmt: skip
+
+def describe_dense(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Description | None, ...]:
+    """Describe q, k, v, alibi_slopes and sinks."""
+    q, k, v, slopes, sinks = tensors
+    return (
+        describe("q", q, ALIGNMENT, True),
+        describe("k", k, ALIGNMENT, True),
+        describe("v", v, ALIGNMENT, True),
+        None if slopes is None else describe_modifier("alibi_slopes", slopes),
+        None if sinks is None else describe_modifier("sinks", sinks, True),
+    )
+
+
+def check_choices(schedule: ScheduleChoice, plan: Plan | None) -> None:
+    """Raise unless calls can be remembered by the schedule, and the plan is one."""
+    check_hashable("schedule", schedule)
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan must come from fa3.plan_forward, got {shown(plan)}")
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def prepare_forward(
-    q: Description,
-    k: Description,
-    v: Description,
-    causal: bool,
-    window_size: tuple[int, int],
-    modifiers: ModifierSpec,
-    sm_margin: int,
+    described: tuple[Description | None, ...],
+    options: Options,
     schedule: ScheduleChoice,
     given_plan: Plan | None,
-    pack_gqa: bool | None,
 ) -> PreparedCall:
-    """Validate a call, plan it and load its kernel."""
+    """Validate a call, plan it and load its kernel.
+
+    Args:
+        described: q, k, v, alibi_slopes and sinks.
+    """
     check_settings()
-    q, k, v = Operand(*q), Operand(*k), Operand(*v)
-    problem = problem_of_operands(q, k, v, causal, window_size, modifiers)
-    batch, seqlen_q, heads_q, _ = q.shape
-    output = Output.of((batch, seqlen_q, heads_q, v.shape[3]), q)
-    lse_shape = batch, heads_q, seqlen_q
-    gpu = gpu_of(q.device) if q.device.type == "cuda" else H200
+    call = AttentionCall.dense(*map(operand_of, described))
+    problem, q, pack_gqa = call.problem(options), call.q, options.pack_gqa
+    on_gpu = q.device.type == "cuda"
+    gpu = gpu_of(q.device) if on_gpu else H200
     if given_plan is None:
-        gpu = reserve_sms(gpu, sm_margin)
+        gpu = reserve_sms(gpu, options.sm_margin)
     elif schedule is not None:
         raise ValueError("schedule must be None when plan is given: a plan has a schedule")
-    elif sm_margin:
+    elif options.sm_margin:
         raise ValueError("sm_margin must be 0 when plan is given: a plan has its SMs")
     else:
         check_plan(given_plan)
@@ -464,23 +446,22 @@ def prepare_forward(
         raise ValueError(
             "pack_gqa must be None or False with a schedule or a plan, which are of another kernel"
         )
+    shapes = Output.of(call.out_shape, q), (call.batch, call.heads_q, call.seqlen_q)
     is_planned = not (given_plan is schedule is None)
     if choose_dense(problem, gpu, pack_gqa, is_planned).name == ZEROS:
         # There is no tile, so no plan either.
         schedule_name(schedule)
-        return PreparedCall(None, output, lse_shape, problem=problem)
+        return PreparedCall(None, *shapes, problem=problem)
     if given_plan is schedule is None:
-        choose = plan_dense if q.device.type == "cpu" else plan_call
-        plan = choose(problem, gpu, pack_gqa)
+        plan = (plan_call if on_gpu else plan_dense)(problem, gpu, pack_gqa)
     else:
         plan = given_plan or plan_forward(problem, gpu, schedule=schedule)
     if isinstance(plan, GroupedPlan):
-        on_gpu = q.device.type == "cuda"
         grouped = (PreparedDecode.on_gpu if on_gpu else PreparedDecode)(plan.decode)
-        return PreparedCall(None, output, lse_shape, problem=problem, grouped=grouped)
-    if q.device.type == "cpu":
-        return PreparedCall(plan, output, lse_shape, problem=problem)
-    return PreparedCall.on_gpu(plan, q.device, output, lse_shape)
+        return PreparedCall(None, *shapes, problem=problem, grouped=grouped)
+    if on_gpu:
+        return PreparedCall.on_gpu(plan, q.device, *shapes)
+    return PreparedCall(plan, *shapes, problem=problem)
 
 
 def check_same_problem(plan: Plan, problem: Problem) -> None:

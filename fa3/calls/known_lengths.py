@@ -2,11 +2,12 @@
 
 `fa3.calls.scheduler_metadata` makes them for all layers of a model, `fa3.calls.varlen` for a call
 that has its lengths on the CPU too. Calls then need not launch the kernel that makes the table
-(`fa3.calls.varlen_gpu`), nor kernels for sequences that do not exist. `fa3.planning.host_table`
+(`fa3.calls.packed_calls`), nor kernels for sequences that do not exist. `fa3.planning.host_table`
 builds the table. Calls only read it, so calls on several streams and in captured graphs
 share it, each with counters of its own.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,8 +16,8 @@ import torch
 
 from fa3.calls.assertions import check_counts
 from fa3.calls.eager import LOWEST_ADDRESS
+from fa3.calls.forward_arguments import PartMemory
 from fa3.calls.operands import check_contiguous, check_dtype, check_shape, describe, operand_of
-from fa3.calls.part_memory import PartMemory
 from fa3.planning.host_table import TableKind
 from fa3.planning.routes import PackedSizes
 from fa3.primitives.ragged_lengths import CacheLengths, RaggedLengths
@@ -28,7 +29,7 @@ NO_QUERIES = 1 << 62
 
 
 class WalksTables(Protocol):
-    """Kernels that walk a table: `fa3.calls.varlen_gpu.PreparedVarlen`."""
+    """Kernels that walk a table: `fa3.calls.packed_calls.PreparedVarlen`."""
 
     def table_kind(
         self, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
@@ -73,7 +74,7 @@ class HostSeqlens:
         latest: what the latest launch took, and what for: its kernels, their `short_queries`, and
             whether tiles might be cut.
         route: what the latest call on packed keys led to, whether it had gradients, and its
-            `fa3.calls.varlen_call.Route`, which is mostly the next one's too.
+            `fa3.calls.packed_calls.Route`, which is mostly the next one's too.
     """
 
     __slots__ = (
@@ -239,118 +240,84 @@ def differing(made: list[int] | None, found: list[int] | None) -> str:
     return f"with {made[at]} at {at}, the call has {found[at]} there"
 
 
-def host_counts(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
-    """How many rows sequences use, from an int32 tensor on the CPU.
-
-    Raises:
-        TypeError, ValueError: they cannot use so many.
-    """
-    counts = host_integers(name, tensor, (batch,))
-    check_counts(name, counts.tolist())
-    return counts
+def host_lengths(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
+    """Ends of sequences, or how many rows they use, from an int32 tensor on the CPU."""
+    return checked_lengths(name, host_contents(name, tensor, batch))
 
 
-def host_integers(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> np.ndarray:
-    """The numbers in an int32 tensor on the CPU, as 64-bit integers.
-
-    Raises:
-        TypeError, ValueError: it is not one of this shape.
-    """
-    operand = operand_of(describe(name, tensor, 1))
-    check_dtype(name, operand, torch.int32)
-    check_shape(name, operand, shape, "the batch")
-    check_contiguous(name, operand)
-    if operand.device.type != "cpu":
-        raise ValueError(f"{name} must be on the CPU, got {operand.device}")
-    return tensor.numpy().astype(np.int64)
-
-
-def host_ends(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
-    """The ends of sequences in an int32 tensor on the CPU.
-
-    Raises:
-        TypeError, ValueError: they are none.
-    """
-    ends = host_integers(name, tensor, (batch + 1,))
-    if ends[0] != 0:
-        raise ValueError(f"{name} must begin with 0, got {ends[0]}")
-    falls = ends[1:] < ends[:-1]
-    if falls.any():
-        sequence = int(falls.argmax())
-        raise ValueError(
-            f"{name} must not decrease, got {ends[sequence]} to {ends[sequence + 1]} for "
-            f"sequence {sequence}"
-        )
-    return ends
-
-
-def contents_of(name: str, tensor: torch.Tensor, batch: int) -> bytes:
-    """What lies in an int32 tensor on the CPU.
-
-    Args:
-        batch: number of sequences; a vector that has other entries is not refused here.
+def host_contents(name: str, tensor: torch.Tensor, batch: int) -> bytes:
+    """What lies in an int32 tensor on the CPU that has numbers for so many sequences.
 
     Raises:
         TypeError, ValueError: it is no such vector.
     """
+    entries = batch + name.startswith("cu_seqlens")
     try:
         is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype is torch.int32
-        is_vector = is_plain and not tensor.is_nested and tensor.ndim == 1
-        is_plain = is_vector and tensor.data_ptr() >= LOWEST_ADDRESS
+        is_vector = is_plain and not tensor.is_nested and tensor.shape == (entries,)
+        is_plain = is_vector and tensor.data_ptr() >= LOWEST_ADDRESS and tensor.is_contiguous()
     except RuntimeError:  # sparse tensors have no address
         is_plain = False
     if not is_plain:
-        host_integers(name, tensor, (batch + name.startswith("cu_seqlens"),))
+        operand = operand_of(describe(name, tensor, 1))
+        check_dtype(name, operand, torch.int32)
+        check_shape(name, operand, (entries,), "the batch")
+        check_contiguous(name, operand)
+        if operand.device.type != "cpu":
+            raise ValueError(f"{name} must be on the CPU, got {operand.device}")
     return tensor.numpy().tobytes()
 
 
-class LastHostSeqlens:
-    """The lengths that the latest call had on the CPU: the layers of a model have the same.
+def checked_lengths(name: str, contents: bytes) -> np.ndarray:
+    """Ends of sequences, or how many rows they use, as 64-bit integers.
 
-    Attributes:
-        latest: what lay in the tensors, and the lengths that were made of it.
+    Raises:
+        ValueError: there are no such lengths.
     """
-
-    __slots__ = ("latest",)
-
-    def __init__(self) -> None:
-        self.latest: tuple[tuple[bytes | bool | None, ...], HostSeqlens | None] = (), None
-
-    def of(
-        self,
-        names: Sequence[str],
-        tensors: Sequence[torch.Tensor | None],
-        batch: int,
-        may_cut: bool,
-    ) -> HostSeqlens:
-        """The lengths in tensors on the CPU: the previous call's if they are the same.
-
-        Args:
-            names: what a call knows the tensors as.
-            tensors: the ends of queries and keys, and how many of them are used.
-            may_cut: of `HostSeqlens`.
-
-        Raises:
-            TypeError, ValueError: they are no lengths.
-        """
-        given = (
-            may_cut,
-            *(
-                None if one is None else contents_of(name, one, batch)
-                for name, one in zip(names, tensors, strict=True)
-            ),
+    numbers = np.frombuffer(contents, np.int32).astype(np.int64)
+    if not name.startswith("cu_seqlens"):
+        check_counts(name, numbers.tolist())
+        return numbers
+    if numbers[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {numbers[0]}")
+    falls = numbers[1:] < numbers[:-1]
+    if falls.any():
+        sequence = int(falls.argmax())
+        raise ValueError(
+            f"{name} must not decrease, got {numbers[sequence]} to {numbers[sequence + 1]} for "
+            f"sequence {sequence}"
         )
-        before, lengths = self.latest
-        if given != before:
-            named = dict(zip(names, tensors, strict=True))
-            of_q, of_k, *used = names
-            lengths = HostSeqlens.packed(
-                *(host_ends(name, named[name], batch) for name in (of_q, of_k)),
-                *(
-                    None if named[name] is None else host_counts(name, named[name], batch)
-                    for name in used
-                ),
-                may_cut,
-            )
-            self.latest = given, lengths
-        return lengths
+    return numbers
+
+
+RECENT_LENGTHS = 4
+"""Lengths that are remembered: the layers of a model have the same ones."""
+
+
+def seqlens_on_host(
+    names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int, may_cut: bool
+) -> HostSeqlens:
+    """The lengths in tensors on the CPU: of a recent call if it had the same.
+
+    Args:
+        names: what a call knows the tensors as.
+        tensors: the ends of queries and keys, and how many of them are used.
+        may_cut: of `HostSeqlens`.
+
+    Raises:
+        TypeError, ValueError: they are no lengths.
+    """
+    contents = (
+        None if one is None else host_contents(name, one, batch)
+        for name, one in zip(names, tensors, strict=True)
+    )
+    return seqlens_of_contents(names, may_cut, *contents)
+
+
+@functools.lru_cache(maxsize=RECENT_LENGTHS)
+def seqlens_of_contents(names, may_cut: bool, *contents: bytes | None) -> HostSeqlens:
+    lengths = (
+        None if one is None else checked_lengths(name, one)
+        for name, one in zip(names, contents, strict=True)
+    )
+    return HostSeqlens.packed(*lengths, may_cut)

@@ -1,55 +1,83 @@
-"""Attention to a key/value cache: the options of a call, and what its tensors lead to.
+"""Attention to a key/value cache: `flash_attn_with_kvcache`, and packed queries on pages.
 
-What follows from a call's shapes, strides, types and options is worked out once and remembered
-(`fa3.calls.prepared_cache`). The latest calls are found again without describing their tensors
-(`fa3.calls.latest`).
+What follows from a call's shapes, strides, types and options is worked out once and remembered. The
+latest calls are found again without describing their tensors (`fa3.calls.latest`). A call appends
+in one launch (`kernels.append`) and attends in one or more (`mixed`, `decode`). Lengths are read on
+the device only, so a captured CUDA graph goes on decoding as they grow. CPU tensors go to the
+reference.
 """
 
 import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from fa3.calls import assertions, operators
-from fa3.calls.cache_call import (
-    CACHE_ALIGNMENTS,
+from fa3.calls import assertions, mixed, operators
+from fa3.calls.assertions import is_visible
+from fa3.calls.call import (
+    ALIGNMENTS,
     LENGTHS,
-    OF_TOTAL,
-    CacheTensors,
+    MOST_RAGGED_ROWS,
+    NAMES_BY_KIND,
+    OF_INTEGERS,
+    PLACES_OF_TOTAL,
+    AttentionCall,
+    Described,
+    check_cache_counts,
+    check_tensors,
     describe_tensors,
     without_total,
 )
+from fa3.calls.decode import PreparedDecode
+from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.eager import is_traced
-from fa3.calls.latest import FastPath
+from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.mixed import PreparedMixed
+from fa3.calls.modifiers import function_names, modifier_tensors
+from fa3.calls.operands import (
+    DTYPES,
+    CheckOfAddresses,
+    Operand,
+    Output,
+    addresses,
+    check_apart,
+    check_of_addresses,
+    check_out,
+    check_writable,
+    describe,
+)
+from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
+    CACHED,
+    Checked,
     Options,
-    as_pair,
     by_either_name,
     check_scale,
-    check_window,
     integer,
-    reject_unsupported,
+    options_of,
     share_heads,
 )
-from fa3.calls.prepared_cache import (
-    PreparedCacheCall,
-    check_total,
-    check_written,
-    prepare_cache_call,
-    with_integers_on_device,
-)
+from fa3.calls.results import hide_all_keys, hide_all_keys_of_packed
 from fa3.calls.scheduler_metadata import (
     IN_METADATA,
     PackedMetadata,
     SchedulerMetadata,
-    check_cache_metadata,
+    metadata_of_call,
 )
-from fa3.calls.traced import trace_attention
+from fa3.calls.values import check_values, values_on_host
+from fa3.kernels.append import MOST_VECTORS, Append, AppendArguments, Rotary
+from fa3.planning.gpu import H200
+from fa3.planning.launch import slots, template_of
+from fa3.primitives.arithmetic import LARGEST
+from fa3.primitives.cache_blocks import CacheTables
+from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, REMEMBERED, Window
-
-CACHE_OPTIONS = Options(
-    "causal", "rotary_interleaved", "batch_invariant", "return_lse", "return_softmax_lse",
-    "attention_chunk", "num_splits", "sm_margin", "softcap",
-)  # fmt: skip
+from fa3.reference.cache import HostAppend
+from fa3.reference.varlen import RaggedOperands
+from fa3.running.compiler import load_kernel
+from fa3.settings import check_settings
 
 
 @operators.registers
@@ -193,136 +221,411 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., Flash-Decoding; Kwon et al., PagedAttention (arXiv 2309.06180).
     """
-    if (
-        type(causal), type(rotary_interleaved), type(batch_invariant), type(return_lse),
-        type(return_softmax_lse), type(attention_chunk), type(num_splits), type(sm_margin),
-        type(softcap),
-    ) != CACHE_OPTIONS.types:  # fmt: skip
-        (
-            causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
-            attention_chunk, num_splits, sm_margin, softcap,
-        ) = CACHE_OPTIONS.converted(
-            causal, rotary_interleaved, batch_invariant, return_lse, return_softmax_lse,
-            attention_chunk, num_splits, sm_margin, softcap,
-        )  # fmt: skip
-    if (
-        not (qv is pack_gqa is None)
-        or not (q_descale is k_descale is v_descale is None)
-        or attention_chunk
-    ):
-        reject_unsupported(
-            attention_chunk, pack_gqa, has_packing=True, shares_heads=share_heads(q, k_cache),
-            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
-    return_lse = return_lse or return_softmax_lse
     if not (block_table is s_aux is None):
         page_table = by_either_name("page_table", page_table, "block_table", block_table)
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
-    is_packed = cu_seqlens_q is not None
     if max_seqlen_q is not None:
         max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
-        if not is_packed:
-            raise ValueError(f"max_seqlen_q must be None without cu_seqlens_q, got {max_seqlen_q}")
     if k is None and v is None:
         cu_seqlens_k_new = None
     length = known = None
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         length, cache_seqlens = cache_seqlens, None
     if scheduler_metadata is not None:
-        scheduler_metadata, known = check_cache_metadata(scheduler_metadata, is_packed)
+        is_packed = cu_seqlens_q is not None
+        scheduler_metadata, known = metadata_of_call(scheduler_metadata, is_packed, False)
     tensors = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin,
-        cache_seqlens, cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q,
-        rotary_seqlens, None, alibi_slopes, sinks, out,
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+        cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
+        alibi_slopes, sinks, out,
     )  # fmt: skip
-    options = (
-        max_seqlen_q, causal, as_pair(window_size), softcap, rotary_interleaved, num_splits,
-        batch_invariant, sm_margin, scheduler_metadata, None,
+    unsupported = None
+    if not (qv is q_descale is k_descale is v_descale is pack_gqa is None):
+        unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k_cache)
+    given = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_softmax_lse,
+        rotary_interleaved, batch_invariant, unsupported,
+    )  # fmt: skip
+    types = (
+        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
+        type(return_lse), type(return_softmax_lse), type(rotary_interleaved),
+        type(batch_invariant),
     )  # fmt: skip
     if is_traced(q):
-        named = dict(zip(CacheTensors._fields, tensors, strict=True))
-        del named["seqused_q"]
-        if scheduler_metadata is not None:
-            num_splits, sm_margin = options_of_metadata(
-                scheduler_metadata, q, named, check_window(as_pair(window_size), causal),
-                softcap, num_splits, sm_margin, batch_invariant,
-            )  # fmt: skip
+        named = dict(zip(NAMES_BY_KIND[CACHED], tensors, strict=True))
         return trace_attention(
-            operators.CACHED, return_lse, **named, cache_length=length, softmax_scale=softmax_scale,
-            causal=causal, window_size=as_pair(window_size), softcap=softcap,
-            rotary_interleaved=rotary_interleaved, num_splits=num_splits, sm_margin=sm_margin,
-            batch_invariant=batch_invariant,
-        )  # fmt: skip
-    call = prepared_call(tensors, options, is_packed)
-    scale = check_scale(softmax_scale, call.head_dim)
+            CACHED,
+            window_size,
+            given,
+            **named,
+            cache_length=length,
+            softmax_scale=softmax_scale,
+            max_seqlen_q=max_seqlen_q,
+            metadata=scheduler_metadata,
+        )
+    of_cache = max_seqlen_q, scheduler_metadata
+    checked = options_of(CACHED, None, window_size, given, types, False, of_cache)
+    return attend_to_cache(tensors, checked, softmax_scale, length, known)
+
+
+def attend_to_cache(
+    tensors: tuple[torch.Tensor | None, ...],
+    checked: Checked,
+    softmax_scale: float | None,
+    length: object = None,
+    known: HostSeqlens | None = None,
+    function_tensors: tuple[torch.Tensor, ...] = (),
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Append and attend; what the public functions return.
+
+    Args:
+        tensors: the `TENSORS`.
+        length: a number in place of cache_seqlens.
+        known: the lengths, if the host knows them.
+        function_tensors: of the user's score and mask.
+    """
+    q, is_packed = tensors[0], tensors[12] is not None
+    call, begins = checked.latest.find(tensors)
+    if call is None:
+        call = describe_call(tensors, checked, is_packed)
+    elif call.apart is not None:
+        call.apart(*begins)
+    elif is_packed:
+        check_written(call, tensors)
+    if function_tensors and tensors[-1] is not None:
+        check_apart("out", tensors[-1], function_names(checked.options), function_tensors)
+    scale = call.head_dim**-0.5
+    if softmax_scale is not None:
+        scale = check_scale(softmax_scale, call.head_dim)
     if length is not None:
         length = integer("cache_seqlens", length, kind=LENGTHS)
-    elif cache_seqlens is None:
-        if k is not None:
+    elif tensors[7] is None:
+        if tensors[3] is not None:
             raise ValueError("cache_seqlens must be given with k: where it is appended")
         length = call.description.capacity
     if is_packed and q.shape[0] > call.most_queries:
         check_total(call, q)
     if known is not None:
-        longest = max_seqlen_q, call.description.capacity
+        longest = checked.options.max_seqlen_q, call.description.capacity
         known.check_fit(IN_METADATA, call.description.batch, (q.shape[0], known.end_k), longest)
     if length is not None or call.has_host_integers or assertions.ASSERTIONS:
         tensors = with_integers_on_device(call, tensors, length, known)
-    return call.run(tensors, scale, return_lse, known)
+    return call.run(tensors, scale, checked.returns_lse, known, function_tensors)
 
 
-def options_of_metadata(
-    metadata: SchedulerMetadata,
-    q: torch.Tensor,
-    named: dict[str, torch.Tensor | None],
-    window: Window,
-    softcap: float,
-    num_splits: int,
-    sm_margin: int,
-    batch_invariant: bool,
-) -> tuple[int, int]:
-    """num_splits and sm_margin of a call in a graph; raises unless the metadata is the call's."""
-    k_cache, v_cache, pages = named["k_cache"], named["v_cache"], named["page_table"]
-    metadata.check(
-        batch=q.shape[0],
-        seqlen_q=q.shape[1],
-        heads_q=q.shape[2],
-        heads_kv=k_cache.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v_cache.shape[3],
-        dtype=q.dtype,
-        page_size=None if pages is None else k_cache.shape[1],
-        window=window,
-        has_softcap=bool(softcap),
-    )
-    return metadata.options(num_splits, sm_margin, batch_invariant)
-
-
-def prepared_call(
-    tensors: tuple[torch.Tensor | None, ...], options: tuple, is_packed: bool
-) -> PreparedCacheCall:
+def describe_call(
+    tensors: tuple[torch.Tensor | None, ...], checked: Checked, is_packed: bool
+) -> "PreparedCacheCall":
     """What these tensors and options lead to. It can write to what it writes to.
 
     Args:
-        tensors: the `CacheTensors`.
-        options: of `prepare_cache_call`.
         is_packed: whether queries are.
     """
-    latest = latest_cache_call(*options)
-    call, begins = latest.find(tensors)
-    if call is None:
-        described = describe_tensors(tensors)
-        call = prepare_cache_call(without_total(described) if is_packed else described, *options)
-        check_written(call, tensors)
-        latest.remember(tensors, CACHE_ALIGNMENTS, OF_TOTAL if is_packed else (), call)
-    elif call.apart is not None:
-        call.apart(*begins)
-    elif is_packed:
-        check_written(call, tensors)
+    described = describe_tensors(checked.options.kind, tensors)
+    if is_packed:
+        described = without_total(described)
+    call = prepare_cache_call(described, checked.options)
+    check_written(call, tensors)
+    checked.latest.remember(tensors, ALIGNMENTS, PLACES_OF_TOTAL if is_packed else (), call)
     return call
 
 
+APPEND_TEMPLATE = template_of(AppendArguments)
+NEW_AND_CACHE = slice(*slots(AppendArguments, "k", "seqlens"))
+APPEND_LENGTHS = slice(*slots(AppendArguments, "seqlens", "batch_idx"))
+ROTARY = slice(*slots(AppendArguments, "q", "rotary_seqlens"))
+BATCH_IDX, PAGE_TABLE, ROTARY_SEQLENS, QUERY_STEP = slots(
+    AppendArguments, "batch_idx", "page_table", "rotary_seqlens", "query_step"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCacheCall:
+    """What a call's description leads to, whatever the total of packed queries is.
+
+    Fields:
+        description: of all tensors.
+        append: appends and rotates; None if nothing is appended.
+        decode: attends; None if there are no keys, or no queries to attend from.
+        query_step: 1 if each query has a rotary position of its own, 0 if they share one.
+        lse_shape: None for packed queries, whose total it has.
+        head_dim: columns of q.
+        most_queries: rows of packed queries that 32 bits count.
+        has_rotated_in_out: whether rotated queries may lie where the output will.
+        has_host_integers: whether an int32 tensor is on the CPU.
+        apart: checks that what is written shares no memory with other tensors; None if nothing of
+            the caller's is written, and for packed queries.
+    """
+
+    description: AttentionCall
+    append: Callable | None
+    decode: PreparedDecode | PreparedMixed | None
+    query_step: int
+    output: Output
+    lse_shape: tuple[int, ...] | None
+    head_dim: int
+    most_queries: int
+    has_rotated_in_out: bool
+    has_host_integers: bool
+    apart: CheckOfAddresses | None
+
+    def run(
+        self,
+        tensors: tuple[torch.Tensor | None, ...],
+        softmax_scale: float,
+        return_lse: bool,
+        known: HostSeqlens | None = None,
+        function_tensors: tuple[torch.Tensor, ...] = (),
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Append, and attend; what `flash_attn_with_kvcache` returns.
+
+        Args:
+            tensors: the `TENSORS`, the int32 ones on q's device.
+            known: the lengths, if the host knows them; they fit the call.
+            function_tensors: the tensors of the user's score and mask.
+        """
+        (
+            q, k_cache, v_cache, _, _, _, _, seqlens, batch_idx, leftpad, pages, _, ends_q, _,
+            used_q, _, slopes, sinks, out,
+        ) = tensors  # fmt: skip
+        rotated = lse = None
+        if out is None:
+            out = self.output.allocate(q)
+            if self.has_rotated_in_out:
+                rotated = out
+        if return_lse:
+            lse_shape = self.lse_shape or (self.description.heads_q, q.shape[0])
+            lse = q.new_empty(*lse_shape, dtype=torch.float32)
+        seqlen_new = 0
+        if self.append is not None:
+            q, seqlens, seqlen_new = self.append_tokens(tensors, rotated)
+        if self.decode is not None and (ends_q is None or q.shape[0]):
+            operands = RaggedOperands(q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
+            tables = CacheTables(batch_idx, leftpad, pages)
+            modifiers = modifier_tensors(slopes, function_tensors, sinks)
+            self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, known)
+        elif ends_q is None:
+            hide_all_keys(out, lse, sinks)
+        elif self.description.batch:
+            hide_all_keys_of_packed(out, lse, ends_q, used_q, sinks)
+        return (out, lse) if return_lse else out
+
+    def append_tokens(
+        self, tensors: tuple[torch.Tensor | None, ...], rotated: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Append k and v to the caches.
+
+        Args:
+            rotated: where rotated queries may go; None for memory of their own.
+
+        Returns:
+            the queries, rotated if there are rotary tables; the lengths, with the new tokens if
+            sequences get different numbers of them, or have different numbers of queries; keys that
+            each sequence has beyond those.
+        """
+        (
+            q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
+            turns, _, _, _, _, _,
+        ) = tensors  # fmt: skip
+        total, seqlen_new = None, 0
+        if ends_new is ends_q is None:
+            seqlen_new = k.shape[1]
+        else:
+            total = seqlens.new_empty(seqlens.shape[0])
+        arguments = APPEND_TEMPLATE.copy()
+        arguments[NEW_AND_CACHE] = k, v, k_cache, v_cache
+        arguments[APPEND_LENGTHS] = seqlens, total, ends_new
+        arguments[BATCH_IDX], arguments[PAGE_TABLE] = batch_idx, pages
+        if cos is not None:
+            if rotated is None:
+                rotated = q.new_empty(*q.shape)
+            arguments[ROTARY] = q, rotated, cos, sin, ends_q
+        arguments[ROTARY_SEQLENS] = turns
+        arguments[QUERY_STEP] = self.query_step
+        self.append(*arguments)
+        return q if cos is None else rotated, seqlens if total is None else total, seqlen_new
+
+
 @functools.lru_cache(maxsize=REMEMBERED)
-def latest_cache_call(*options: object) -> FastPath[PreparedCacheCall]:
-    """The latest call with these options, which are all of `prepare_cache_call`."""
-    return FastPath()
+def prepare_cache_call(described: Described, options: Options) -> PreparedCacheCall:
+    """Validate calls of this description, and load their kernels.
+
+    Args:
+        described: the tensors; of packed queries `without_total`.
+    """
+    check_settings()
+    call = AttentionCall.of(described, options.kind, options.max_seqlen_q)
+    check_tensors(call)
+    if options.metadata is not None:
+        num_splits, sm_margin = options.metadata.splits_and_margin(
+            options, call.q, call.k, call.v, call.page_table is not None, call.batch, call.seqlen_q
+        )
+        options = options._replace(num_splits=num_splits, sm_margin=sm_margin)
+    if options.num_splits < 0:
+        raise ValueError(f"num_splits must be 0 (chosen for you) or more, got {options.num_splits}")
+    on_gpu = call.q.device.type == "cuda"
+    reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
+    has_room = 0 not in (*call.k.shape, call.num_sequences, call.capacity)
+    append = attends = None
+    if has_room and call.k_new is not None and call.batch:
+        kernel = append_kernel(call, options.rotary_interleaved)
+        append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
+    if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
+        attends = mixed.prepare_attention(call, options)
+    apart = None
+    if not call.is_packed and not (call.out is append is None):
+        written = ("out",) if append is None else ("out", call.name("k"), call.name("v"))
+        apart = check_of_addresses(NAMES_BY_KIND[options.kind], described, written)
+    most = LARGEST if append is None else MOST_VECTORS // max(1, vectors_of_row(call, call.heads_q))
+    return PreparedCacheCall(
+        call,
+        append,
+        attends,
+        int(options.window != Window()),
+        Output.of(call.out_shape, call.q, call.is_packed),
+        None if call.is_packed else (call.batch, call.heads_q, call.seqlen_q),
+        call.head_dim,
+        min(most, MOST_RAGGED_ROWS) if isinstance(attends, PreparedMixed) else most,
+        has_rotated_in_out(call),
+        any(operand is not None and operand.device.type == "cpu" for operand in call[OF_INTEGERS]),
+        apart,
+    )
+
+
+def has_rotated_in_out(call: AttentionCall) -> bool:
+    """Whether rotated queries may lie where the output will, in memory of the same shape.
+
+    The decode kernel writes a row of O where it has read this row of Q, or when all that read it
+    have. Where queries are packed, the forward kernel may attend to them too (`fa3.calls.mixed`):
+    it reads Q twice, and when it computes failed rows once more, O has been written.
+    """
+    return call.rotary_cos is not None and not call.is_packed and call.head_dim == call.head_dim_v
+
+
+def check_vectors(call: AttentionCall) -> None:
+    """Raise if the kernel that appends cannot count what it copies and turns."""
+    for name, operand in (("k", call.k_new), ("q", call.q)):
+        *rows, heads, _ = operand.shape
+        if math.prod(rows) * vectors_of_row(call, heads) > MOST_VECTORS:
+            raise ValueError(f"{name} must have at most {MOST_VECTORS} vectors of 16 bytes")
+
+
+def vectors_of_row(call: AttentionCall, heads: int) -> int:
+    """Vectors of 16 bytes in a row of heads."""
+    return heads * max(call.head_dim, call.head_dim_v) // VECTOR
+
+
+def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
+    """The kernel that appends k and v of this call."""
+    check_vectors(call)
+    rotary = None
+    if call.rotary_cos is not None:
+        dtype = str(call.rotary_cos.dtype).removeprefix("torch.")
+        rotary = Rotary(2 * call.rotary_cos.shape[1], bool(rotary_interleaved), dtype)
+    return Append(
+        DTYPES[call.q.dtype],
+        call.head_dim,
+        call.head_dim_v,
+        paged=call.page_table is not None,
+        batch_indexed=call.cache_batch_idx is not None,
+        ragged=call.cu_seqlens_k_new is not None,
+        rotary=rotary,
+        packed=call.is_packed and rotary is not None,
+        turned=call.rotary_seqlens is not None,
+        # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
+        # forward kernel's tiles is made of lengths too (`fa3.calls.mixed`).
+        writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
+    )
+
+
+# ------------------------------------------------------------------------------------- checks
+
+
+def check_total(call: PreparedCacheCall, q: torch.Tensor) -> None:
+    """Raise for packed queries with more rows than `most_queries`."""
+    description = call.description._replace(q=Operand(*describe("q", q)))
+    check_cache_counts(description)
+    rows = description.q.shape[0]
+    if isinstance(call.decode, PreparedMixed) and rows > MOST_RAGGED_ROWS:
+        raise ValueError(
+            f"q must have at most {MOST_RAGGED_ROWS} rows where a sequence may have many queries, "
+            f"got {rows}"
+        )
+    check_vectors(description)
+
+
+def check_written(call: PreparedCacheCall, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Raise unless the call can write to its output, if it is given, and append to its caches."""
+    q, k_cache, v_cache, *_, out = tensors
+    if call.append is not None:
+        check_writable("k_cache", k_cache)
+        check_writable("v_cache", v_cache)
+    if call.apart is not None:
+        if out is not None:
+            check_writable("out", out)
+        call.apart(*addresses(tensors))
+        return
+    # The total of packed queries, and so of their output, is another one in every call.
+    names = NAMES_BY_KIND[call.description.kind]
+    if out is not None:
+        check_out(out, call.output.shape_beside(q.shape), q, names[:-1], tensors[:-1])
+    if call.append is not None:
+        check_apart("k_cache", k_cache, ("q", *names[2:-1]), (q, *tensors[2:-1]))
+        check_apart("v_cache", v_cache, ("q", *names[3:-1]), (q, *tensors[3:-1]))
+
+
+# ------------------------------------------------------------------------- the int32 tensors
+
+
+def with_integers_on_device(
+    call: PreparedCacheCall,
+    tensors: tuple[torch.Tensor | None, ...],
+    length: int | None,
+    known: HostSeqlens | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The `TENSORS` with the int32 ones on q's device; checks what the host can see of them.
+
+    Args:
+        length: of each sequence; None if cache_seqlens says it.
+        known: what the lengths with new tokens should be, if there is metadata that says so.
+
+    Raises:
+        ValueError, RuntimeError: see `check_values` and `values_on_host`.
+    """
+    integers = tensors[OF_INTEGERS]
+    if length is not None:
+        integers = length, *integers[1:]
+    if not any(value is not None and is_visible(value) for value in integers):
+        return tensors
+    description = call.description._replace(q=Operand(*describe("q", tensors[0])))
+    values = values_on_host(description, integers)
+    check_values(description, values, call.query_step)
+    if known is not None:
+        keys = None
+        if not (values.seqlens is None or values.counts is None):
+            keys = [a + b for a, b in zip(values.seqlens, values.counts, strict=True)]
+        known.check_same(IN_METADATA[:2], values.query_ends, keys)
+    names = NAMES_BY_KIND[description.kind][OF_INTEGERS]
+    on_gpu = (on_device(name, x, description) for name, x in zip(names, integers, strict=True))
+    return *tensors[: OF_INTEGERS.start], *on_gpu, *tensors[OF_INTEGERS.stop :]
+
+
+def on_device(
+    name: str, value: int | torch.Tensor | None, call: AttentionCall
+) -> torch.Tensor | None:
+    """The value as a tensor on q's device; a number for each sequence.
+
+    Raises:
+        RuntimeError: a CUDA graph would copy it from the host again at every replay.
+    """
+    device = call.q.device
+    if isinstance(value, int):
+        return torch.full((call.batch,), value, dtype=torch.int32, device=device)
+    if value is None or value.device == device:
+        return value
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} must be on {device} while a CUDA graph is captured, got {value.device}"
+        )
+    # From pinned memory the copy would still run when the caller writes the next lengths.
+    return (value.clone() if value.is_pinned() else value).to(device, non_blocking=True)

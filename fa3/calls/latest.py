@@ -13,6 +13,7 @@ from operator import itemgetter, mod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import is_inference_mode_enabled
 from torch.autograd import forward_ad
 
 from fa3.calls.eager import LOWEST_ADDRESS
@@ -24,6 +25,9 @@ Outcome = TypeVar("Outcome")
 
 MOST_PLACES = 128
 """Calls whose addresses are remembered as fine: a layer has the same ones in every step."""
+
+MOST_MISSES = 8
+"""Calls in a row that differ from what is remembered, until it is forgotten."""
 
 UNKNOWN = (None, ())
 """What `FastPath.find` gives for a call that must be described."""
@@ -63,11 +67,14 @@ class FastPath(Generic[Outcome]):
         remembered: what calls are compared with.
         described: what the latest call led to that was described. Only when it comes again right
             away it is remembered: that takes as long as to describe a call three times.
+        misses: calls since the last one that was found. After some, what is remembered is
+            forgotten, so that calls of two kinds in turn are not compared for nothing.
     """
 
-    __slots__ = ("described", "remembered")
+    __slots__ = ("described", "misses", "remembered")
 
     def __init__(self) -> None:
+        self.misses = 0
         self.described: Outcome | None = None
         self.remembered: Guards[Outcome] | None = None
 
@@ -95,13 +102,14 @@ class FastPath(Generic[Outcome]):
         if (
             not are_aligned(*begins)
             or forward_ad._current_level >= 0
-            or torch.is_inference_mode_enabled() != in_inference
+            or is_inference_mode_enabled() != in_inference
             or not are_alike(*(once(tensors) if twice else present))
         ):
             return UNKNOWN
         for first, second in twice:
             if tensors[first] is not tensors[second]:
                 return UNKNOWN
+        self.misses = 0
         return outcome, begins
 
     def remember(
@@ -110,7 +118,7 @@ class FastPath(Generic[Outcome]):
         alignments: Sequence[int],
         of_any_length: Sequence[int],
         outcome: Outcome,
-        has_backward: bool = False,
+        with_gradient: Sequence[int] = (),
     ) -> None:
         """Keep what a call led to, which has been described and found valid.
 
@@ -118,15 +126,18 @@ class FastPath(Generic[Outcome]):
             tensors: of the call.
             alignments: that `fa3.calls.operands.describe` asked for in each place.
             of_any_length: places of tensors whose first dimension may have another length.
-            has_backward: whether tensors may require grad.
+            with_gradient: places of tensors that may require grad.
         """
+        self.misses += 1
+        if self.misses > MOST_MISSES:
+            self.remembered = None
         if self.described is not outcome:
             self.described = outcome
             return
         places = [i for i, one in enumerate(tensors) if one is not None]
         if any(
             type(tensors[i]) not in PLAIN_TYPES
-            or (tensors[i].requires_grad and not has_backward)
+            or (tensors[i].requires_grad and i not in with_gradient)
             or (i in of_any_length and not says_its_stride(tensors[i]))
             for i in places
         ):
@@ -151,7 +162,7 @@ class FastPath(Generic[Outcome]):
             missing,
             missing(tensors),
             are_aligned,
-            torch.is_inference_mode_enabled(),
+            is_inference_mode_enabled(),
             tuple((first_of[id(tensors[i])], i) for i in places if i not in distinct),
             picker(distinct),
             guards.check,

@@ -1,6 +1,6 @@
 """Attention to a cache from batches of prompts and of sequences that decode: both kernels share it.
 
-`fa3.calls.prepared_cache` has calls prepared here. Where packed sequences may have many queries,
+`fa3.calls.kvcache` has calls prepared here. Where packed sequences may have many queries,
 the forward kernel attends for those that do, and the decode kernel for the others
 (`fa3.planning.routes`). All other calls are the decode kernel's alone (`fa3.calls.decode`).
 """
@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from fa3.calls import decode
-from fa3.calls.cache_call import CacheCall
-from fa3.calls.decode import PreparedDecode, cache_layout, spec_of_call
+from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
+from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of
 from fa3.calls.known_lengths import HostSeqlens
-from fa3.calls.ragged import MOST_RAGGED_ROWS
-from fa3.calls.varlen_gpu import DecodeLaunch, PreparedVarlen, prepare_alone
+from fa3.calls.options import Options
+from fa3.calls.packed_calls import DecodeLaunch, PreparedVarlen, prepare_alone
 from fa3.planning.gpu import H200
 from fa3.planning.routes import CACHE, DECODE, PackedSizes, Signature, choose_route
 from fa3.primitives.cache_blocks import CacheTables
-from fa3.problem import Window
 from fa3.reference.varlen import RaggedOperands, execute_varlen
 
 
@@ -84,37 +83,27 @@ class PreparedMixed:
         )
 
 
-def prepare_attention(
-    call: CacheCall,
-    window: Window,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    sm_margin: int = 0,
-) -> PreparedDecode | PreparedMixed:
+def prepare_attention(call: AttentionCall, options: Options) -> PreparedDecode | PreparedMixed:
     """Choose how calls of a description run, and load their kernels.
 
     Args:
-        call, window, softcap, num_splits, batch_invariant, sm_margin: of
-            `fa3.calls.decode.prepare_decode`.
+        call: of `fa3.calls.decode.prepare_decode`.
     """
-    options = window, softcap, num_splits, batch_invariant, sm_margin
-    on_gpu = call.q.device.type == "cuda"
+    longest, on_gpu = (call.seqlen_q, call.capacity), call.q.device.type == "cuda"
     gpu = gpu_of(call.q.device) if on_gpu else H200
-    longest, heads_kv = (call.seqlen_q, call.capacity), call.k_cache.shape[2]
-    tight = window.tighten(*longest)
+    tight = options.window.tighten(*longest)
     signature = Signature(
-        CACHE, spec_of_call(call, tight, softcap), tight, call.heads_q, heads_kv, gpu, sm_margin,
-        cache_layout(call), call.is_packed, call.seqused_q is not None, num_splits=num_splits,
-        batch_invariant=batch_invariant,
+        CACHE, call.spec(options, tight, tight.right == 0), tight, call.heads_q, call.heads_kv, gpu,
+        options.sm_margin, call.cache_layout, call.is_packed, call.seqused_q is not None,
+        num_splits=options.num_splits, batch_invariant=options.batch_invariant,
     )  # fmt: skip
     most_rows = PackedSizes(call.batch, call.heads_q, MOST_RAGGED_ROWS, 0, *longest)
     if choose_route(signature, most_rows).name == DECODE:
-        return decode.prepare_decode(call, *options)
+        return decode.prepare_decode(call, options)
 
     def decode_up_to(most_queries: int, overlaps_forward: bool) -> PreparedDecode:
         few = call._replace(max_seqlen_q=min(call.seqlen_q, most_queries))
-        return decode.prepare_decode(few, *options, overlaps_forward=overlaps_forward)
+        return decode.prepare_decode(few, options, overlaps_forward=overlaps_forward)
 
     long = prepare_alone(signature.plan, tight) if on_gpu else None
     short = decode_up_to(signature.short_limit, True)

@@ -17,9 +17,10 @@ from fa3.calls.operands import (
     check_dtype,
     describe,
 )
+from fa3.calls.options import Checked, Options, latest_call
 from fa3.complaints import not_an_object
 from fa3.primitives.arguments import ELEMENT_TYPES
-from fa3.problem import LEAST_FLOAT, MOST_FLOAT, REMEMBERED, AttentionSpec, Window
+from fa3.problem import REMEMBERED, AttentionSpec, Window
 from fa3.scores.diagnostics import check_class
 from fa3.scores.masks import Band, Intersection, Mask
 from fa3.scores.scores import Alibi, Score, Softcap
@@ -30,7 +31,7 @@ ELEMENT_DTYPES = tuple(getattr(torch, name) for name in ELEMENT_TYPES)
 
 
 class ModifierSpec(NamedTuple):
-    """What is compiled into a kernel of `Modifiers`, and of dropout; hashable."""
+    """What is compiled into a kernel of scores, mask, sinks and dropout."""
 
     scores: tuple[Template, ...] = ()
     mask: Template | None = None
@@ -38,15 +39,11 @@ class ModifierSpec(NamedTuple):
     has_dropout: bool = False
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What a call knows the tensors as, in their order."""
-        score_names = [
-            "alibi_slopes" if score.kind is Alibi else f"score.{tensor.name}"
-            for score in self.scores
-            for tensor in score.tensors
-        ]
-        mask_names = [f"mask.{tensor.name}" for tensor in self.mask.tensors] if self.mask else []
-        return (*score_names, *mask_names, *(("sinks",) if self.sinks else ()))
+    def function_names(self) -> tuple[str, ...]:
+        """What a call knows the tensors of the user's score and mask as, in their order."""
+        of_scores = (f"score.{one.name}" for score in self.scores for one in score.tensors)
+        of_mask = (f"mask.{one.name}" for one in (self.mask.tensors if self.mask else ()))
+        return (*of_scores, *of_mask)
 
     def joined(self, functions: "ModifierSpec") -> "ModifierSpec":
         """With the score and the mask of the user's that another one has."""
@@ -68,75 +65,48 @@ class ModifierSpec(NamedTuple):
         )
 
 
-class Modifiers(NamedTuple):
-    """Scores, mask and sinks of a call.
-
-    Fields:
-        structure: what is compiled.
-        tensors: of the scores, the mask and the sinks, in this order; None if there are
-            none.
-    """
-
-    structure: ModifierSpec
-    tensors: tuple[torch.Tensor, ...] | None
-
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor | Operand,
-        batch: int,
-        softcap: float,
-        alibi_slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        score: Score | None,
-        mask: Mask | None,
-        is_causal: bool,
-        has_backward: bool = False,
-    ) -> "Modifiers":
-        """Check the arguments of a call.
-
-        Args:
-            q: (..., heads_q, head_dim), of `batch` sequences.
-            is_causal: no key after a query's own position is visible.
-            has_backward: whether sinks may require grad.
-
-        Raises:
-            TypeError, ValueError: an argument is not what `flash_attn_func` says it is.
-        """
-        check_softcap(softcap)
-        if alibi_slopes is not None:
-            slopes = Operand(*describe_modifier("alibi_slopes", alibi_slopes))
-            check_alibi_slopes(slopes, q, batch)
-        if score is not None:
-            check_function("score", score, Score, q)
-        if mask is not None:
-            check_function("mask", mask, Mask, q)
-        if sinks is not None:
-            check_sinks(Operand(*describe_modifier("sinks", sinks, has_backward)), q)
-        structure = structure_of(
-            softcap,
-            None if alibi_slopes is None else alibi_slopes.ndim,
-            None if sinks is None else sinks.dtype,
-            is_causal,
-        )
-        if score is not None:
-            structure = structure._replace(scores=(*structure.scores, Template.of(score)))
-        if mask is not None:
-            structure = structure._replace(mask=Template.of(mask))
-        functions = (one for one in (score, mask) if one is not None)
-        function_tensors = (tensor for one in functions for _, tensor in tensors_of(one))
-        given = (one for one in (alibi_slopes, *function_tensors, sinks) if one is not None)
-        return cls(structure, tuple(given) or None)
+def functions_of(
+    q: torch.Tensor | Operand, score: Score | None, mask: Mask | None
+) -> tuple[ModifierSpec, tuple[torch.Tensor, ...]]:
+    """What is compiled of the user's score and mask, checked, and their tensors."""
+    if score is not None:
+        check_function("score", score, Score, q)
+    if mask is not None:
+        check_function("mask", mask, Mask, q)
+    scores = () if score is None else (Template.of(score),)
+    functions = (one for one in (score, mask) if one is not None)
+    tensors = tuple(tensor for one in functions for _, tensor in tensors_of(one))
+    return ModifierSpec(scores, None if mask is None else Template.of(mask)), tensors
 
 
-UNMODIFIED = Modifiers(ModifierSpec(), None)
+def with_functions(
+    checked: Checked, q: torch.Tensor, score: Score | None, mask: Mask | None
+) -> tuple[Checked, tuple[torch.Tensor, ...]]:
+    """Options of a call with the user's score and mask, and the tensors of these."""
+    functions, tensors = functions_of(q, score, mask)
+    return joined_options(checked, functions), tensors
 
 
-def check_softcap(softcap: float) -> None:
-    if softcap != 0 and not LEAST_FLOAT <= softcap <= MOST_FLOAT:
-        raise ValueError(
-            f"softcap must be 0 (none) or positive and finite in float32, got {softcap}"
-        )
+@functools.lru_cache(maxsize=REMEMBERED)
+def joined_options(checked: Checked, functions: ModifierSpec) -> Checked:
+    options = checked.options._replace(functions=functions)
+    return checked._replace(options=options, latest=latest_call(options))
+
+
+def function_names(options: Options) -> tuple[str, ...]:
+    """What a call knows the tensors of the user's score and mask as."""
+    return () if options.functions is None else options.functions.function_names
+
+
+def modifier_tensors(
+    slopes: torch.Tensor | None,
+    function_tensors: tuple[torch.Tensor, ...],
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...] | None:
+    """What kernels take for scores, mask and sinks."""
+    if slopes is sinks is None:
+        return function_tensors or None
+    return tuple(tensor for tensor in (slopes, *function_tensors, sinks) if tensor is not None)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)

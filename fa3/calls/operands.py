@@ -134,13 +134,6 @@ def operand_of(description: Description | None) -> Operand | None:
 # ---------------------------------------------------------------------------------- attention
 
 
-def check_q(q: Operand, dimensions: tuple[str, ...] = DIMENSIONS) -> None:
-    """Raise unless q can be attended from; what other tensors are like follows from it."""
-    check_rank("q", q, dimensions)
-    check_kind(q)
-    check_layout("q", q)
-
-
 def check_kind(q: Operand) -> None:
     """Raise unless there are kernels for q's dtype, device and head size."""
     check_dtype("q", q, *DTYPES)
@@ -188,32 +181,32 @@ def check_heads_divide(q: Operand, name: str, keys: Operand) -> None:
 def check_out(
     out: torch.Tensor,
     shape: tuple[int, ...],
-    q: Description,
+    q: torch.Tensor,
     names: tuple[str, ...],
-    described: tuple[Description | None, ...],
     tensors: tuple[torch.Tensor | None, ...],
 ) -> None:
     """Raise unless a call on q can write its output to a tensor of the caller's.
 
     Args:
-        names, described, tensors: what else the call uses; None where none is given.
+        names, tensors: what else the call uses; None where none is given.
     """
     description = describe("out", out)
     check_writable("out", out)
-    check_described_output(description, shape, q)
-    apart = check_of_addresses(("out", *names), (description, *described), ("out",))
-    apart(*addresses((out, *tensors)))
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def check_described_output(out: Description, shape: tuple[int, ...], q: Description) -> None:
-    """`check_output` of descriptions, which is remembered."""
-    check_output(Operand(*out), shape, Operand(*q))
+    is_like_q = (out.dtype, out.device) == (q.dtype, q.device)
+    if not (is_like_q and out.shape == shape and out.is_contiguous()):
+        # Nearly all outputs are spared this.
+        check_output(Operand(*description), shape, Operand(*describe("q", q, ALIGNMENT, True)))
+    check_apart("out", out, names, tensors)
 
 
 def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
     """Raise unless the output of a call on q can lie like this."""
-    check_like_q("out", out, q, DIMENSIONS if len(shape) == len(DIMENSIONS) else PACKED_DIMENSIONS)
+    is_packed = len(shape) == len(PACKED_DIMENSIONS)
+    check_like_q("out", out, q, PACKED_DIMENSIONS if is_packed else DIMENSIONS)
+    if is_packed:
+        # Kernels step to where other sequences would be, also along a single row.
+        check_stride("out", out, 0)
+        check_stride("out", out, 1)
     check_shape("out", out, shape, "q and the values")
     check_no_overlap("out", out)
 
@@ -374,18 +367,6 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def bytes_of(tensor: torch.Tensor) -> int:
     """From the first byte of a tensor to its last."""
     return tensor.nbytes if tensor.is_contiguous() else layout_of(tensor).bytes
-
-
-def hide_all_keys(out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None) -> None:
-    """Write what queries get that see no key: 0, and -inf or their head's sink."""
-    out.zero_()
-    if lse is not None:
-        hide_all_keys_of_lse(lse, sinks)
-
-
-def hide_all_keys_of_lse(lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
-    """Write the log-sum-exps (..., heads, queries) of queries that see no key."""
-    lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None])
 
 
 def addresses(tensors: Iterable[torch.Tensor | None]) -> list[int]:

@@ -1,7 +1,7 @@
 """Operators of torch: what stands in a graph for a call.
 
 torch.compile, torch.export and make_fx see operators of torch only. While one of them traces, a
-public function puts an operator of the namespace `fa3` in its place (`fa3.calls.traced`). When
+public function puts an operator of the namespace `fa3` in its place (`fa3.calls.operators`). When
 the graph runs, the operator calls the function, with tensors in memory. Here are the operators'
 signatures, results without their values (fakes), and the derivative.
 
@@ -22,29 +22,72 @@ its place is a tensor without elements.
 import ast
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
-from fa3.calls.autograd import no_derivative_of_score, no_second_derivative
+from fa3.calls.assertions import is_visible
+from fa3.calls.autograd import (
+    NO_LENGTHS,
+    OF_LSE,
+    OF_OUT,
+    arrived,
+    check_differentiable,
+    no_derivative_of_score,
+    no_second_derivative,
+    wants_gradient,
+)
+from fa3.calls.backward import BackwardCall
+from fa3.calls.call import (
+    AttentionCall,
+    check_sizes,
+    check_tensors,
+    check_totals,
+    describe_tensors,
+    packed_tensors,
+    without_lengths,
+)
+from fa3.calls.devices import sms_of
+from fa3.calls.dropout import draw_rng_state, dropout_of
+from fa3.calls.eager import check_undifferentiated
+from fa3.calls.modifiers import functions_of, modifier_tensors
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
     PACKED_DIMENSIONS,
     Operand,
+    check_device,
     check_dtype,
+    check_like_q,
     check_rank,
     check_same_kind,
+    check_shape,
+    describe,
 )
-from fa3.calls.user_functions import unflatten_function
+from fa3.calls.options import (
+    CACHED,
+    DENSE,
+    PACKED,
+    PAGED,
+    Options,
+    as_pair,
+    check_probability,
+    check_scale,
+    check_softcap,
+    check_window,
+    named_options,
+)
+from fa3.calls.user_functions import flatten_function, unflatten_function
+from fa3.calls.values import check_lengths
+from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.reference.backward import BackwardOperands, Wanted
+from fa3.reference.varlen import PackedLengths
+from fa3.scores.masks import Mask
+from fa3.scores.scores import Score
 
 Parameters = ParamSpec("Parameters")
 """The arguments of a public function."""
-
-DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
-CACHED = "flash_attn_with_kvcache"
-"""The functions that `fa3::attention` stands for."""
 
 # Options in torch's words. Torch is not told their defaults: it would leave out of a call what has
 # its default, and lists of tensors must be in their places for autograd.
@@ -210,7 +253,7 @@ def fake_gradients(
     fp32_dkv: bool,
     **rest,
 ) -> tuple[torch.Tensor, ...]:
-    """Return results like `fa3.calls.operator_backward`."""
+    """Return results like `fa3.calls.operators`."""
     like_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     dtype = torch.float32 if fp32_dkv else k.dtype
     dk, dv = (tensor.new_empty(tensor.shape, dtype=dtype) for tensor in (k, v))
@@ -302,3 +345,270 @@ torch.library.register_autograd(ATTENTION.name, gradients_in_graphs, setup_conte
 torch.library.register_autograd(
     BACKWARD.name, refuse_second_derivative, setup_context=keep_function
 )
+
+
+def check_results(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    d_out: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients as they lie in memory; raise unless all are of a call with this q and v.
+
+    Args:
+        q, v: checked, dense or packed.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the tensor.
+    """
+    dimensions = DIMENSIONS if q.ndim == len(DIMENSIONS) else PACKED_DIMENSIONS
+    *batch, rows, heads, _ = q.shape
+    q_operand, out_operand = Operand(*describe("q", q)), Operand(*describe("out", out))
+    check_like_q("out", out_operand, q_operand, dimensions)
+    check_shape("out", out_operand, (*q.shape[:-1], v.shape[-1]), "q and the values")
+    lse_operand = Operand(*describe("the log-sum-exp", lse, lse.element_size()))
+    check_dtype("the log-sum-exp", lse_operand, torch.float32)
+    check_device("the log-sum-exp", lse_operand, "q", q_operand)
+    check_shape("the log-sum-exp", lse_operand, (*batch, heads, rows), "q")
+    if not lse.is_contiguous():
+        raise ValueError(f"the log-sum-exp must be contiguous, got strides {lse_operand.stride}")
+    d_out, d_lse = arrived(d_out, d_lse)
+    for name, gradient, result in ((OF_OUT, d_out, out_operand), (OF_LSE, d_lse, lse_operand)):
+        if gradient is not None:
+            operand = Operand(*describe(name, gradient, 1))
+            check_dtype(name, operand, result.dtype)
+            check_device(name, operand, "q", q_operand)
+            check_shape(name, operand, tuple(result.shape), "q and the values")
+    return d_out, d_lse
+
+
+class BackwardOptions(NamedTuple):
+    """Options of a backward pass, as `flash_attn_func` takes them.
+
+    Fields:
+        fp32_dkv: whether dK and dV are fp32.
+    """
+
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND)
+    softcap: float = 0.0
+    sm_margin: int = 0
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    mask: Mask | None = None
+    deterministic: bool = False
+    dropout_p: float = 0.0
+    rng_state: torch.Tensor | None = None
+    fp32_dkv: bool = False
+
+
+def run_backward(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients that `fa3::backward` gives, of its arguments."""
+    call = as_call(arguments)
+    operands = BackwardOperands(*(call[name] for name in BackwardOperands._fields))
+    options = BackwardOptions(*(call[name] for name in BackwardOptions._fields))
+    if call["cu_seqlens_q"] is None:
+        return gradients_of_call(operands, options)
+    lengths = PackedLengths(*(call[name] for name in PackedLengths._fields))
+    return gradients_of_call(operands, options, lengths, call["max_seqlen_q"], call["max_seqlen_k"])
+
+
+def gradients_of_call(
+    operands: BackwardOperands,
+    options: BackwardOptions,
+    lengths: PackedLengths | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k, v and the sinks; of no sinks, a tensor without elements.
+
+    Args:
+        operands: what the forward pass took and gave; d_out and d_lse are None for zeros.
+        lengths, max_seqlen_q, max_seqlen_k: of packed sequences.
+    """
+    q, k, v, out, lse, d_out, d_lse = operands
+    window = check_window(options.window_size, options.causal)
+    check_softcap(options.softcap)
+    describe("q", q)
+    functions, function_tensors = functions_of(q, None, options.mask)
+    dropout = dropout_of(options.dropout_p, options.rng_state, q)
+    asked = Options(window, options.softcap, has_dropout=dropout is not None, functions=functions)
+    slopes, sinks = options.alibi_slopes, options.sinks
+    problem: Problem | tuple[AttentionSpec, Window]
+    longest = None
+    if lengths is None:
+        described = describe_tensors(DENSE, (q, k, v, *[None] * 13, slopes, sinks, None))
+        problem = AttentionCall.of(described, DENSE).problem(asked)
+    else:
+        longest = max_seqlen_q, max_seqlen_k
+        tensors = packed_tensors(q, k, v, *lengths, slopes, sinks)
+        described = describe_tensors(PACKED, tensors)
+        totals = check_totals(q.shape, k.shape, v.shape, check_sizes(described))
+        call = AttentionCall.of(without_lengths(described), PACKED)
+        check_tensors(call)
+        problem = call.packed_spec(asked)
+    d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
+    if lengths is not None and is_visible(lengths.cu_seqlens_q):
+        check_lengths(lengths, totals, longest)
+    scale = check_scale(options.softmax_scale, q.shape[-1])
+    num_sms = sms_of(q.device, options.sm_margin)
+    backward = BackwardCall(problem, longest, scale, options.deterministic, num_sms)
+    wanted = Wanted(sinks=sinks is not None, fp32_dkv=options.fp32_dkv)
+    read = modifier_tensors(slopes, function_tensors, sinks) or ()
+    operands = operands._replace(d_out=d_out, d_lse=d_lse)
+    grads = backward.gradients(operands, lengths or NO_LENGTHS, read, wanted, dropout)
+    d_sinks = q.new_empty(0) if sinks is None else grads.sinks
+    if options.fp32_dkv:
+        # Where no key is seen, they are zeros of the dtype of K and V.
+        grads = grads._replace(k=grads.k.float(), v=grads.v.float())
+    return grads.q, grads.k, grads.v, d_sinks
+
+
+BACKWARD.implemented_by(run_backward)
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+ALWAYS_NONE = {
+    DENSE: ("plan",),
+    PACKED: (
+        "scheduler_metadata", "cu_seqlens_q_cpu", "cu_seqlens_k_cpu", "seqused_q_cpu",
+        "seqused_k_cpu",
+    ),
+    PAGED: ("cu_seqlens_q",),
+    CACHED: ("cu_seqlens_q", "rotary_seqlens"),
+}  # fmt: skip
+"""Arguments of functions that no operator takes."""
+
+
+def trace_attention(
+    kind: str,
+    window_size: tuple[int, int],
+    values: tuple,
+    out: torch.Tensor | None,
+    **arguments: Any,
+) -> Result:
+    """What a public function gives.
+
+    Args:
+        values: its options, as `fa3.calls.options.options_of` takes them.
+        arguments: all others, by name.
+    """
+    for name in ALWAYS_NONE[kind]:
+        if arguments.pop(name, None) is not None:
+            raise NotImplementedError(f"{name} must be None while a graph is traced")
+    options = named_options(kind, values)
+    window = check_window(as_pair(window_size), options["causal"])
+    returns_lse = options["return_lse"] or options.get("return_softmax_lse", False)
+    returns_lse = returns_lse or options.get("return_attn_probs", False)
+    arguments |= options
+    arguments["window_left"], arguments["window_right"] = window.left, window.right
+    if kind == CACHED:
+        made, lse = trace_cached(out, window, arguments)
+    else:
+        differentiable_arguments(kind, out, arguments)
+        made, lse = call_attention(kind, out, arguments)
+    out = made if out is None else out
+    return (out, lse) if returns_lse else out
+
+
+def call_attention(
+    kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `fa3::attention` gives; it takes the arguments that it has a name for."""
+    operator = ATTENTION
+    named = {name: arguments[name] for name in operator.arguments if name in arguments}
+    if out is None:
+        return operator(function=kind, **named)
+    return ATTENTION_OUT(function=kind, out=out, **named)
+
+
+def differentiable_arguments(
+    kind: str, out: torch.Tensor | None, arguments: dict[str, Any]
+) -> None:
+    """Change arguments to what `fa3::attention` takes for a function that may have a gradient.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument is not what the function says it is,
+            or a gradient is wanted that does not exist.
+    """
+    schedule = arguments.get("schedule")
+    if not (schedule is None or isinstance(schedule, str)):
+        raise NotImplementedError(
+            "schedule must be a name like 'list' while a graph is traced: a graph cannot hold "
+            "objects"
+        )
+    score, mask = arguments["score"], arguments["mask"]
+    arguments["score"], arguments["score_tensors"] = flatten_function("score", score, Score)
+    arguments["mask"], arguments["mask_tensors"] = flatten_function("mask", mask, Mask)
+    q, k, v, sinks = arguments["q"], arguments["k"], arguments["v"], arguments["sinks"]
+    if wants_gradient(q, k, v, sinks):
+        check_differentiable(q, k, v, sinks, score, out, arguments.get("pack_gqa"))
+        arguments |= {"num_splits": 1} if kind == PACKED else {"pack_gqa": False}
+    refuse_gradients({"alibi_slopes": arguments["alibi_slopes"]})
+    for kind in ("score", "mask"):
+        for i, tensor in enumerate(arguments[f"{kind}_tensors"]):
+            refuse_gradients({f"{kind}'s tensor {i}": tensor})
+    check_probability(arguments["dropout_p"])
+    if arguments["dropout_p"] and arguments["rng_state"] is None:
+        # Drawn by the graph.
+        arguments["rng_state"] = draw_rng_state(q.device)
+
+
+def trace_cached(
+    out: torch.Tensor | None, window: Window, arguments: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What operators give for `flash_attn_with_kvcache`: out, and the log-sum-exp."""
+    refuse_gradients(arguments)
+    q, k_cache, v_cache = arguments["q"], arguments.pop("k_cache"), arguments.pop("v_cache")
+    names = "softcap", "num_splits", "sm_margin", "batch_invariant"
+    options = Options(window=window, **{name: arguments[name] for name in names})
+    if arguments["metadata"] is not None:
+        has_pages = arguments["page_table"] is not None
+        arguments["num_splits"], arguments["sm_margin"] = arguments["metadata"].splits_and_margin(
+            options, q, k_cache, v_cache, has_pages, q.shape[0], q.shape[1]
+        )
+    if arguments["max_seqlen_q"] is not None:
+        raise ValueError(
+            f"max_seqlen_q must be None without cu_seqlens_q, got {arguments['max_seqlen_q']}"
+        )
+    appended = {name: arguments.pop(name) for name in APPENDED}
+    if appended["k"] is None and appended["v"] is None:
+        if not (appended["rotary_cos"] is appended["rotary_sin"] is None):
+            raise ValueError(
+                "rotary_cos and rotary_sin must be None without k and v: nothing is appended"
+            )
+        return call_attention(CACHED, out, {**arguments, "k": k_cache, "v": v_cache})
+    for name, other in (("k", "v"), ("v", "k")):
+        if appended[name] is None:
+            raise ValueError(f"{name} must be given with {other}")
+    arguments |= appended | {"k_cache": k_cache, "v_cache": v_cache, "out": out}
+    operator = APPEND
+    return operator(**{name: arguments[name] for name in operator.arguments if name in arguments})
+
+
+APPENDED = ("k", "v", "rotary_cos", "rotary_sin", "cu_seqlens_k_new", "rotary_interleaved")
+"""Arguments of `flash_attn_with_kvcache` that only an append reads."""
+
+
+def trace_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `flash_attn_combine` gives."""
+    refuse_gradients({"out_partial": out_partial, "lse_partial": lse_partial})
+    made, lse = COMBINE(
+        out_partial=out_partial, lse_partial=lse_partial, out=out, out_dtype=out_dtype
+    )
+    return made if out is None else out, lse
+
+
+def refuse_gradients(arguments: Mapping[str, Any]) -> None:
+    """Raise if one of these is a tensor that requires grad, and would get none."""
+    for name, tensor in arguments.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            check_undifferentiated(name)

@@ -1,20 +1,26 @@
-"""The options of a call: which types they may have, and what is made of them.
+"""The options of calls: one table for all public functions, and what is made of them.
 
-Calls are remembered by their options, and True, 1 and 1.0 are the same to a dictionary. So an
-option gets its type before anything is looked up by it.
+A function hands over its options as they came, in the order of its row in `OPTIONS_OF_KINDS`. The
+first time they are checked; repeated calls find what was made of them, by value and type.
 """
 
+import functools
 import math
 import numbers
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from fa3.calls.latest import FastPath
 from fa3.complaints import shown
-from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, Window
+from fa3.problem import LEAST_FLOAT, MOST_FLOAT, NO_BOUND, REMEMBERED, Window
 
 Value = TypeVar("Value")
+
+DENSE, PACKED = "flash_attn_func", "flash_attn_varlen_func"
+CACHED, PAGED = "flash_attn_with_kvcache", "flash_attn_varlen_func with page_table"
+"""The kinds of calls: the public functions, and packed queries with keys on pages."""
 
 FROM_FLASH_ATTENTION_2 = (
     ". If it was passed by position: the fourth and fifth argument are softmax_scale and causal, "
@@ -76,32 +82,173 @@ OPTION_TABLE = {
 """The options that public functions share."""
 
 
-class Options:
-    """Options that a function takes, in the order in which they are checked.
+class Function(NamedTuple):
+    """How the options of a kind of calls are checked.
 
-    Nearly all calls give them in their types. Functions see that themselves, all at one look at
-    `types`, in a third of the time that it would take here.
+    Fields:
+        options: their names, in the order in which the function hands them over.
+        splits_keys: whether num_splits may be above 1.
+        has_packing: what pack_gqa may be besides None; None if the caller chooses.
+        note: what is added to a complaint about `causal`.
     """
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
-        self.types = tuple(OPTION_TABLE[name].kind for name in names)
+    options: tuple[str, ...]
+    splits_keys: bool
+    has_packing: bool | None
+    note: str = ""
 
-    def converted(self, *values: object, note: str = "") -> tuple:
-        """The values of a call in their types; attention_chunk is 0 for None.
 
-        Args:
-            note: what is added to a complaint about `causal`.
+UNSUPPORTED = "qv", "q_descale", "k_descale", "v_descale"
+"""What must be None. It is handed over as one value, with pack_gqa if that is not the caller's
+choice, and whether query heads share a key/value head; None if all of it is None."""
 
-        Raises:
-            TypeError, ValueError: an option has another type, and its value does not fit this one.
-        """
-        return tuple(
-            0
-            if name == "attention_chunk" and value is None
-            else converted(name, value, note if name == "causal" else "")
-            for name, value in zip(self.names, values, strict=True)
-        )
+OF_ALL = "causal", "softcap", "attention_chunk", "num_splits", "sm_margin", "return_lse"
+OF_TRAINING = (*OF_ALL, "return_attn_probs", "deterministic", "dropout_p")
+OF_PACKED = (*OF_TRAINING, "return_softmax_lse", "unsupported")
+OF_CACHE = (
+    *OF_ALL, "return_softmax_lse", "rotary_interleaved", "batch_invariant", "unsupported",
+)  # fmt: skip
+OPTIONS_OF_KINDS = {
+    DENSE: Function((*OF_TRAINING, "pack_gqa", "unsupported"), False, None, FROM_FLASH_ATTENTION_2),
+    PACKED: Function(OF_PACKED, False, False, VARLEN_FROM_FLASH_ATTENTION_2),
+    PAGED: Function(OF_PACKED, True, True, VARLEN_FROM_FLASH_ATTENTION_2),
+    CACHED: Function(OF_CACHE, True, True),
+}
+
+
+class Options(NamedTuple):
+    """The options that calls are prepared by, in their types.
+
+    Fields:
+        window: with causal folded in.
+        pack_gqa: of dense calls; False where a gradient is wanted and the caller leaves it open.
+        max_seqlen_q: of packed queries on a cache.
+        metadata: the `SchedulerMetadata` of a call on a cache.
+        functions: the `ModifierSpec` of the user's score and mask; None without.
+        kind: of calls.
+    """
+
+    window: Window = Window()
+    softcap: float = 0.0
+    num_splits: int = 0
+    sm_margin: int = 0
+    pack_gqa: bool | None = None
+    has_dropout: bool = False
+    rotary_interleaved: bool = True
+    batch_invariant: bool = False
+    max_seqlen_q: int | None = None
+    metadata: Any = None
+    functions: Any = None
+    kind: str = CACHED
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def latest_call(options: Options) -> FastPath:
+    """The latest call that is prepared by these options."""
+    return FastPath()
+
+
+class Checked(NamedTuple):
+    """What a call makes of its options.
+
+    Fields:
+        options: what it is prepared by.
+        latest: of `latest_call`.
+    """
+
+    options: Options
+    returns_lse: bool
+    deterministic: bool
+    dropout_p: float
+    latest: FastPath
+
+
+def options_of(
+    kind: str,
+    of_flash_attention_2: object,
+    window_size: Sequence[int],
+    values: tuple,
+    types: tuple[type, ...],
+    has_gradient: bool = False,
+    of_cache: tuple[int | None, Any] = (None, None),
+) -> Checked:
+    """Check the options of a call, or find what was made of the same ones before.
+
+    Args:
+        of_flash_attention_2: what came where FlashAttention-2 has a dropout probability.
+        values: in the order of `OPTIONS_OF_KINDS`.
+        types: of all values but the last, since True, 1 and 1.0 are the same to a dictionary.
+        has_gradient: whether a dense call wants one.
+        of_cache: max_seqlen_q and metadata of a call on a cache.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: naming the option.
+    """
+    window_size = as_pair(window_size)
+    try:
+        return remembered_options(kind, window_size, values, types, has_gradient, of_cache)
+    except TypeError:
+        # Also what has no hash.
+        note = note_on_order(of_flash_attention_2, OPTIONS_OF_KINDS[kind].note)
+        return checked_options(kind, window_size, values, has_gradient, of_cache, note)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def remembered_options(kind, window_size, values, types, has_gradient, of_cache) -> Checked:
+    return checked_options(kind, window_size, values, has_gradient, of_cache)
+
+
+def checked_options(
+    kind: str,
+    window_size: tuple[int, ...],
+    values: tuple,
+    has_gradient: bool,
+    of_cache: tuple[int | None, Any],
+    note: str = "",
+) -> Checked:
+    """What a call makes of its options, each of them checked."""
+    given = named_options(kind, values, note)
+    dropout_p = given.get("dropout_p", 0.0)
+    check_probability(dropout_p)
+    check_softcap(given["softcap"])
+    if has_gradient and given["pack_gqa"] is None:
+        given["pack_gqa"] = False
+    named = {name: given[name] for name in Options._fields if name in given}
+    options = Options(
+        check_window(window_size, given["causal"]), **named, has_dropout=dropout_p > 0,
+        max_seqlen_q=of_cache[0], metadata=of_cache[1], kind=kind,
+    )  # fmt: skip
+    returns = "return_lse", "return_attn_probs", "return_softmax_lse"
+    return Checked(
+        options, any(given.get(name) for name in returns), given.get("deterministic", False),
+        dropout_p, latest_call(options),
+    )  # fmt: skip
+
+
+def named_options(kind: str, values: Sequence[object], note: str = "") -> dict[str, Any]:
+    """The options of a call in their types, by name; torch.compile reads along.
+
+    Raises:
+        TypeError, ValueError: an option has another type, and its value does not fit this one.
+        NotImplementedError: what it asks for is not there.
+    """
+    function = OPTIONS_OF_KINDS[kind]
+    given: dict[str, Any] = dict(zip(function.options, values, strict=True))
+    if given["attention_chunk"] is None:
+        given["attention_chunk"] = 0
+    for name, value in given.items():
+        option = OPTION_TABLE.get(name)
+        if option is not None and option.kind is not None and type(value) is not option.kind:
+            given[name] = converted(name, value, note if name == "causal" else "")
+    if given.get("pack_gqa") is not None:
+        given["pack_gqa"] = flag("pack_gqa", given["pack_gqa"])
+    *refused, pack_gqa, shares_heads = given.pop("unsupported") or (*[None] * 5, True)
+    reject_unsupported(
+        given["attention_chunk"], pack_gqa, bool(function.has_packing), shares_heads,
+        0 if function.splits_keys else given["num_splits"],
+        **dict(zip(UNSUPPORTED, refused, strict=True)),
+    )  # fmt: skip
+    return given
 
 
 def converted(name: str, value: object, note: str = "") -> bool | int | float:
@@ -186,6 +333,18 @@ def check_scale(softmax_scale: float | None, head_dim: int, note: str = "") -> f
             f"softmax_scale must be positive and finite in float32, got {softmax_scale}{note}"
         )
     return softmax_scale
+
+
+def check_probability(dropout_p: float) -> None:
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and less than 1, got {dropout_p}")
+
+
+def check_softcap(softcap: float) -> None:
+    if softcap != 0 and not LEAST_FLOAT <= softcap <= MOST_FLOAT:
+        raise ValueError(
+            f"softcap must be 0 (none) or positive and finite in float32, got {softcap}"
+        )
 
 
 def check_hashable(name: str, value: object) -> None:

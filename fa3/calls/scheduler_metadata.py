@@ -10,30 +10,33 @@ the lengths is read in `fa3.calls.step_lengths`.
 import functools
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
+from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.modifiers import structure_of
-from fa3.calls.operands import DTYPES
-from fa3.calls.options import as_pair, check_window, converted, integer, reject_unsupported
-from fa3.calls.ragged import MOST_RAGGED_ROWS
+from fa3.calls.operands import DTYPES, Operand
+from fa3.calls.options import (
+    Options,
+    as_pair,
+    check_window,
+    converted,
+    integer,
+    reject_unsupported,
+)
+from fa3.calls.packed_calls import RaggedCall, plan_varlen
 from fa3.calls.step_lengths import StepLengths
-from fa3.calls.varlen_call import RaggedCall, plan_varlen
 from fa3.complaints import kind_of
-from fa3.planning.decode import TILE_N, Sizes
+from fa3.planning.decode import Sizes
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.host_table import TableKind
 from fa3.planning.routes import CACHE, PackedSizes, Signature, choose_route
+from fa3.planning.whole_tiles import whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.primitives.divisor import PlainDivisor
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, Window
+from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, AttentionSpec, Window
 from fa3.schedules.sequences import LONGEST
-from fa3.schedules.stream_k import Chunks
-from fa3.scores.masks import Band
-from fa3.scores.masks import Sequence as SequenceOfMask
 from fa3.settings import check_settings
 
 IN_METADATA = ("scheduler_metadata",) * 4
@@ -44,9 +47,6 @@ USUAL_SOFTCAP = 50.0
 usual ones, and none, it gives bfloat16 a fixed reference, which the costs of tiles depend on. With
 one up to 5.5 or above 60 a call in bfloat16 whose tiles may be cut walks another table, which the
 first such call has made; in a CUDA graph that is captured before, the kernel makes it."""
-
-MERGE_BYTES = 100_000
-"""What an SM reads while a launch merges parts: some 3 us, at a 132nd of an H200's 4.8 TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,31 @@ class SchedulerMetadata:
                 raise ValueError(
                     f"scheduler_metadata was made for {name} {expected}, the call has {value}"
                 )
+
+    def splits_and_margin(
+        self,
+        options: Options,
+        q: torch.Tensor | Operand,
+        k: torch.Tensor | Operand,
+        v: torch.Tensor | Operand,
+        has_pages: bool,
+        batch: int,
+        seqlen_q: int,
+    ) -> tuple[int, int]:
+        """num_splits and sm_margin of a call on a cache; raises unless this was made for it."""
+        self.check(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            heads_q=q.shape[-2],
+            heads_kv=k.shape[2],
+            head_dim=q.shape[-1],
+            head_dim_v=v.shape[3],
+            dtype=q.dtype,
+            page_size=k.shape[1] if has_pages else None,
+            window=options.window,
+            has_softcap=bool(options.softcap),
+        )
+        return self.options(options.num_splits, options.sm_margin, options.batch_invariant)
 
     def options(self, num_splits: int, sm_margin: int, batch_invariant: bool) -> tuple[int, int]:
         """num_splits and sm_margin of a call, given its own.
@@ -127,41 +152,26 @@ class PackedMetadata:
         self.calls.check(**of_call)
 
 
-def check_is_metadata(metadata: object) -> None:
+def metadata_of_call(
+    metadata: object, has_packed_queries: bool, has_packed_keys: bool
+) -> tuple[SchedulerMetadata, HostSeqlens | None]:
+    """What calls with this metadata have in common, and the lengths, if the host knows them.
+
+    Raises:
+        TypeError, ValueError: it is none, or not of such calls.
+    """
     if not isinstance(metadata, (SchedulerMetadata, PackedMetadata)):
         came = kind_of(metadata)
         raise TypeError(f"scheduler_metadata must come from get_scheduler_metadata, got {came}")
-
-
-def check_packed_metadata(metadata: object, sm_margin: int) -> int:
-    """Raise unless this is of packed queries.
-
-    Returns:
-        the sm_margin of a call that has this one.
-    """
-    check_is_metadata(metadata)
-    if not isinstance(metadata, PackedMetadata):
+    if isinstance(metadata, PackedMetadata):
+        if not has_packed_keys:
+            metadata.check(has_packed_keys=False)
+        if not has_packed_queries:
+            raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
+        return metadata.calls, metadata.lengths
+    if has_packed_keys:
         raise ValueError("scheduler_metadata must be made with the call's cu_seqlens_q")
-    if sm_margin:
-        metadata.calls.options(0, sm_margin, False)
-    return metadata.calls.sm_margin
-
-
-def check_cache_metadata(
-    metadata: object, has_packed_queries: bool
-) -> tuple[SchedulerMetadata, HostSeqlens | None]:
-    """Raise unless this is of calls on a cache, and packed only if their queries are.
-
-    Returns:
-        what these have in common, and the lengths, if the host knows them.
-    """
-    check_is_metadata(metadata)
-    if type(metadata) is SchedulerMetadata:
-        return metadata, None
-    metadata.check(has_packed_keys=False)
-    if not has_packed_queries:
-        raise ValueError("cu_seqlens_q must be given as to scheduler_metadata, got None")
-    return metadata.calls, metadata.lengths
+    return metadata, None
 
 
 def get_scheduler_metadata(
@@ -319,7 +329,11 @@ def metadata_of_equal(
     keys = lengths.keys_in_cache()
     if keys is None or calls.num_splits or lengths.has_cache_on_gpu:
         return calls
-    return replace(calls, keeps_tiles_whole=whole_tiles_suffice(calls, keys, gpu.num_sms))
+    group = calls.heads_q // calls.heads_kv
+    sizes = Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, max(keys))
+    key_bytes = (calls.head_dim + calls.head_dim_v) * calls.dtype.itemsize
+    whole = whole_tiles_suffice(sizes, calls.window, key_bytes, keys, gpu.num_sms)
+    return replace(calls, keeps_tiles_whole=whole)
 
 
 def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) -> PackedMetadata:
@@ -327,9 +341,7 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     known = lengths.of_packed_queries()
     if known is None:
         return PackedMetadata(calls, False, None)
-    window = calls.window.tighten(calls.seqlen_q, lengths.max_seqlen_k)
-    structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
-    spec = structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window)
+    spec, window = spec_of_calls(calls, calls.seqlen_q, lengths.max_seqlen_k)
     heads, layout = (calls.heads_q, calls.heads_kv), CacheLayout(calls.page_size or 0)
     signature = Signature(CACHE, spec, window, *heads, gpu, cache=layout)
     longest = calls.seqlen_q, max(1, lengths.max_seqlen_k)
@@ -352,36 +364,30 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
     if known is None:
         return PackedMetadata(calls, True, None)
     has_used = lengths.seqused_q is not None, lengths.cache_seqlens is not None
-    window = calls.window.tighten(MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
-    call = planned_call(
-        calls.dtype, calls.head_dim, calls.head_dim_v, calls.heads_q, calls.heads_kv, window,
-        calls.has_softcap, *has_used, gpu, calls.sm_margin,
-    )  # fmt: skip
+    # No matter how many sequences and queries there are.
+    call = planned_call(replace(calls, batch=1, seqlen_q=1), has_used, gpu)
     most = call.most_short_of_table(known, calls.heads_q)
     if most is not None:
-        upload(known, call.plan.table_kind(window, most, calls.heads_q, calls.heads_kv, may_cut))
+        upload(
+            known, call.plan.table_kind(call.window, most, calls.heads_q, calls.heads_kv, may_cut)
+        )
     return PackedMetadata(calls, True, known)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def planned_call(
-    dtype: torch.dtype,
-    head_dim: int,
-    head_dim_v: int,
-    heads_q: int,
-    heads_kv: int,
-    window: Window,
-    has_softcap: bool,
-    has_used_q: bool,
-    has_used_k: bool,
-    gpu: Gpu,
-    sm_margin: int,
-) -> RaggedCall:
+def planned_call(calls: SchedulerMetadata, has_used: tuple[bool, bool], gpu: Gpu) -> RaggedCall:
     """What calls on packed keys lead to, whatever the lengths are."""
-    structure = structure_of(USUAL_SOFTCAP * has_softcap, None, None, window.right == 0)
-    spec = structure.spec(dtype, head_dim, head_dim_v, window)
-    used = has_used_q, has_used_k
-    return plan_varlen(spec, structure, window, heads_q, heads_kv, *used, gpu, sm_margin)
+    spec, window = spec_of_calls(calls, MOST_RAGGED_ROWS, MOST_RAGGED_ROWS)
+    return plan_varlen(spec, window, calls.heads_q, calls.heads_kv, *has_used, gpu, calls.sm_margin)
+
+
+def spec_of_calls(
+    calls: SchedulerMetadata, seqlen_q: int, seqlen_k: int
+) -> tuple[AttentionSpec, Window]:
+    """What is compiled for sequences up to these lengths, and the bounds that they may have."""
+    window = calls.window.tighten(seqlen_q, seqlen_k)
+    structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
+    return structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window), window
 
 
 def upload(lengths: HostSeqlens, kind: TableKind) -> None:
@@ -397,35 +403,3 @@ def gpu_of_calls(cache_seqlens: int | torch.Tensor | None) -> Gpu:
     if torch.cuda.is_available():
         return gpu_of(torch.device("cuda", torch.cuda.current_device()))
     return H200
-
-
-def whole_tiles_suffice(metadata: SchedulerMetadata, lengths: list[int], num_ctas: int) -> bool:
-    """Whether the SM with most whole tiles is done before equal pieces are read and merged."""
-    group = metadata.heads_q // metadata.heads_kv
-    sizes = Sizes(metadata.batch, metadata.seqlen_q, metadata.heads_kv, group, max(lengths))
-    window = sizes.bounds(metadata.window)
-    most, total = most_of_whole_tiles(sizes, window, lengths, num_ctas)
-    block_bytes = TILE_N * (metadata.head_dim + metadata.head_dim_v) * metadata.dtype.itemsize
-    return most <= -(-total // num_ctas) + MERGE_BYTES / block_bytes
-
-
-def most_of_whole_tiles(
-    sizes: Sizes, window: Window, lengths: list[int], num_ctas: int
-) -> tuple[int, int]:
-    """Key blocks of the CTA that has the most if tiles stay whole, and of all CTAs."""
-    mask, tiles = Band.of(window), sizes.heads_kv * sizes.num_m_blocks
-    blocks = (
-        mask.key_blocks(
-            0, sizes.seqlen_q, TILE_N, SequenceOfMask(sizes.seqlen_q, max(0, n), window)
-        )
-        for n in lengths
-    )
-    of_tile = np.array([of_sequence.end - of_sequence.begin for of_sequence in blocks], np.int64)
-    ends = (tiles * of_tile).cumsum()
-    pieces = Chunks.even(int(ends[-1]), PlainDivisor(num_ctas))
-    cuts = pieces.begin(np.arange(num_ctas + 1))
-    sequence = np.minimum(np.searchsorted(ends, cuts, side="right"), sizes.batch - 1)
-    begin, blocks_of_tile = ends[sequence] - tiles * of_tile[sequence], of_tile[sequence]
-    # A piece goes on to where the next tile begins.
-    cuts = begin + -((begin - cuts) // blocks_of_tile) * blocks_of_tile
-    return int(np.diff(cuts).max()), pieces.total

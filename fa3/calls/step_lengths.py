@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from fa3.calls.assertions import is_visible, read_back
-from fa3.calls.cache_call import LENGTHS, check_leftpads
-from fa3.calls.known_lengths import HostSeqlens, host_counts, host_ends
+from fa3.calls.call import LENGTHS, LENGTHS_OF_PACKED, MOST_RAGGED_ROWS
+from fa3.calls.known_lengths import HostSeqlens, host_lengths
 from fa3.calls.operands import check_dtype, check_shape, describe_unaligned, operand_of
 from fa3.calls.options import integer
-from fa3.calls.ragged import INTEGERS_OF_LENGTHS, MOST_RAGGED_ROWS
+from fa3.calls.values import check_leftpads
 from fa3.schedules.sequences import LONGEST
 
 
@@ -59,7 +59,7 @@ class StepLengths:
     def of_packed(self, may_cut: bool) -> HostSeqlens | None:
         """The lengths of packed queries and keys; None if one is on a GPU."""
         integers = self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.cache_seqlens
-        ends_q, ends_k, used_q, used_k = on_host(INTEGERS_OF_LENGTHS, integers, self.batch)
+        ends_q, ends_k, used_q, used_k = on_host(LENGTHS_OF_PACKED, integers, self.batch)
         if ends_q is None:
             return None
         return self.checked(HostSeqlens.packed(ends_q, ends_k, used_q, used_k, may_cut))
@@ -169,8 +169,6 @@ def on_host(
     if not all(tensor is None or tensor.is_cpu for tensor in tensors):
         return [None] * len(tensors)
     return [
-        None if tensor is None
-        else host_ends(name, tensor, batch) if name.startswith("cu_seqlens")
-        else host_counts(name, tensor, batch)
+        None if tensor is None else host_lengths(name, tensor, batch)
         for name, tensor in zip(names, tensors, strict=True)
     ]  # fmt: skip

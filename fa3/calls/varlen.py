@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from fa3.calls import assertions, operators, varlen_gpu
+from fa3.calls import assertions, operators, packed_calls
 from fa3.calls.assertions import is_visible, read_back
 from fa3.calls.autograd import (
     DifferentiableCall,
@@ -20,44 +20,50 @@ from fa3.calls.autograd import (
     wants_gradient,
 )
 from fa3.calls.backward import BackwardCall
+from fa3.calls.call import (
+    LENGTHS_OF_PACKED,
+    PACKED_ALIGNMENTS,
+    AttentionCall,
+    Described,
+    Integers,
+    are_of_batch,
+    check_sizes,
+    check_tensors,
+    check_totals,
+    describe_tensors,
+    packed_tensors,
+    without_lengths,
+)
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
-from fa3.calls.forward import FORWARD_OPTIONS
-from fa3.calls.known_lengths import HostSeqlens
-from fa3.calls.latest import FastPath
-from fa3.calls.modifiers import UNMODIFIED, Modifiers, ModifierSpec
-from fa3.calls.operands import ALIGNMENT, check_apart, check_writable, describe
+from fa3.calls.known_lengths import HostSeqlens, seqlens_on_host
+from fa3.calls.kvcache import attend_to_cache
+from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
+from fa3.calls.operands import ALIGNMENT, check_out, describe
+from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
+    PACKED,
+    PAGED,
     VARLEN_FROM_FLASH_ATTENTION_2,
+    Checked,
     Options,
-    as_pair,
     by_either_name,
     check_scale,
-    check_window,
     integer,
     note_on_order,
-    reject_unsupported,
+    options_of,
     share_heads,
 )
-from fa3.calls.paged import attend_to_pages
-from fa3.calls.ragged import (
-    INTEGERS_OF_LENGTHS,
-    Integers,
-    Tokens,
-    are_of_batch,
-    check_integers,
-    check_lengths,
-    check_ragged_out,
-    check_totals,
-    describe_integers,
-    spec_of_packed,
-    tokens_of,
-    used_queries,
+from fa3.calls.packed_calls import RaggedCall, plan_varlen
+from fa3.calls.results import used_queries
+from fa3.calls.scheduler_metadata import (
+    IN_METADATA,
+    PackedMetadata,
+    metadata_of_call,
 )
-from fa3.calls.scheduler_metadata import IN_METADATA, PackedMetadata, check_packed_metadata
-from fa3.calls.traced import trace_attention
-from fa3.calls.varlen_call import RaggedCall, plan_varlen
+from fa3.calls.values import check_lengths
+from fa3.complaints import kind_of
 from fa3.planning.gpu import H200
 from fa3.planning.routes import PackedSizes
 from fa3.problem import NO_BOUND, REMEMBERED
@@ -66,8 +72,6 @@ from fa3.reference.varlen import RaggedOperands
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 from fa3.settings import check_settings
-
-VARLEN_OPTIONS = Options(*FORWARD_OPTIONS.names, "return_softmax_lse")
 
 
 @operators.registers
@@ -213,126 +217,151 @@ def flash_attn_varlen_func(
     Source: Dao et al., FlashAttention (arXiv 2205.14135); Shah et al., FlashAttention-3
         (arXiv 2407.08608); ALiBi: Press et al. (arXiv 2108.12409).
     """
-    if (
-        type(causal), type(deterministic), type(return_lse), type(return_attn_probs),
-        type(attention_chunk), type(num_splits), type(sm_margin), type(softcap),
-        type(dropout_p), type(return_softmax_lse),
-    ) != VARLEN_OPTIONS.types:  # fmt: skip
-        (
-            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap, dropout_p, return_softmax_lse,
-        ) = VARLEN_OPTIONS.converted(
-            causal, deterministic, return_lse, return_attn_probs, attention_chunk, num_splits,
-            sm_margin, softcap, dropout_p, return_softmax_lse,
-            note=note_on_order(seqused_q, VARLEN_FROM_FLASH_ATTENTION_2),
-        )  # fmt: skip
-    return_lse = return_lse or return_attn_probs or return_softmax_lse
     if not (block_table is s_aux is None):
         page_table = by_either_name("page_table", page_table, "block_table", block_table)
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
-    on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
-    if page_table is not None:
-        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_host)
-        integer("max_seqlen_k", max_seqlen_k, 0)
-        if not (qv is q_descale is k_descale is v_descale is pack_gqa is None) or attention_chunk:
-            reject_unsupported(
-                attention_chunk, pack_gqa, has_packing=True, shares_heads=share_heads(q, k),
-                qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            )  # fmt: skip
-        return attend_to_pages(
-            q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_q, seqused_k, page_table, return_lse,
-            score, mask, scheduler_metadata, num_splits, softmax_scale, causal, window_size,
-            softcap, sm_margin, alibi_slopes, sinks,
-        )  # fmt: skip
-    if (
-        not (qv is q_descale is k_descale is v_descale is pack_gqa is None)
-        or attention_chunk
-        or num_splits not in (0, 1)
-    ):
-        reject_unsupported(
-            attention_chunk, pack_gqa, has_packing=False, shares_heads=share_heads(q, k),
-            num_splits=num_splits, qv=qv, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale,
-        )  # fmt: skip
-    window_size = as_pair(window_size)
+    kind = PACKED if page_table is None else PAGED
+    unsupported = None
+    if not (qv is q_descale is k_descale is v_descale is pack_gqa is None):
+        unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k)
+    given = (
+        causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
+        deterministic, dropout_p, return_softmax_lse, unsupported,
+    )  # fmt: skip
+    types = (
+        type(causal), type(softcap), type(attention_chunk), type(num_splits), type(sm_margin),
+        type(return_lse), type(return_attn_probs), type(deterministic), type(dropout_p),
+        type(return_softmax_lse),
+    )  # fmt: skip
     if is_traced(q):
         return trace_attention(
-            operators.PACKED, return_lse, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
+            kind, window_size, given, q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-            seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale, causal=causal,
-            window_size=window_size, softcap=softcap, num_splits=num_splits,
-            deterministic=deterministic, sm_margin=sm_margin, alibi_slopes=alibi_slopes,
-            sinks=sinks, score=score, mask=mask, out=out, dropout_p=dropout_p, rng_state=rng_state,
-            scheduler_metadata=scheduler_metadata, cu_seqlens_q_cpu=cu_seqlens_q_cpu,
-            cu_seqlens_k_cpu=cu_seqlens_k_cpu, seqused_q_cpu=seqused_q_cpu,
-            seqused_k_cpu=seqused_k_cpu,
+            seqused_q=seqused_q, seqused_k=seqused_k, softmax_scale=softmax_scale,
+            alibi_slopes=alibi_slopes, sinks=sinks, score=score, mask=mask, out=out,
+            rng_state=rng_state, scheduler_metadata=scheduler_metadata,
+            cu_seqlens_q_cpu=cu_seqlens_q_cpu, cu_seqlens_k_cpu=cu_seqlens_k_cpu,
+            seqused_q_cpu=seqused_q_cpu, seqused_k_cpu=seqused_k_cpu,
         )  # fmt: skip
-    max_seqlen_q = integer("max_seqlen_q", max_seqlen_q, 0)
-    max_seqlen_k = integer("max_seqlen_k", max_seqlen_k, 0)
-    integers = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    if scheduler_metadata is not None:
-        sm_margin = check_packed_metadata(scheduler_metadata, sm_margin)
-    tensors = q, k, v, *integers
-    latest = latest_packed_call(causal, window_size, softcap, sm_margin)
-    tokens, (call, _) = None, latest.find(tensors)
-    if call is None or not are_of_batch(integers, batch := cu_seqlens_q.shape[0] - 1):
-        call, tokens, batch = None, *describe_packed(q, k, v, integers)
-    total_q, total_k = check_totals(q.shape, k.shape, v.shape, batch)
-    modifiers = UNMODIFIED
-    if softcap or not (alibi_slopes is sinks is score is mask is None):
-        is_causal = check_window(window_size, causal).right == 0
-        modifiers = Modifiers.of(
-            q, batch, softcap, alibi_slopes, sinks, score, mask, is_causal, has_backward=True
-        )
-    structure, dropout = modifiers.structure, None
+    on_host = None
+    if not (cu_seqlens_q_cpu is cu_seqlens_k_cpu is seqused_q_cpu is seqused_k_cpu is None):
+        on_host = cu_seqlens_q_cpu, cu_seqlens_k_cpu, seqused_q_cpu, seqused_k_cpu
+    longest = integer("max_seqlen_q", max_seqlen_q, 0), integer("max_seqlen_k", max_seqlen_k, 0)
+    known, of_cache = None, (None, None)
+    if page_table is not None:
+        check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_host)
+        calls = None
+        if scheduler_metadata is not None:
+            if seqused_q is not None:
+                raise NotImplementedError(
+                    "scheduler_metadata is not supported with page_table and seqused_q"
+                )
+            calls, known = metadata_of_call(scheduler_metadata, True, False)
+        of_cache = longest[0], calls
+    elif scheduler_metadata is not None:
+        calls, _ = metadata_of_call(scheduler_metadata, True, True)
+        calls.options(0, integer("sm_margin", sm_margin, 0), False)
+        given = (*given[:4], calls.sm_margin, *given[5:])
+    checked = options_of(kind, seqused_q, window_size, given, types, False, of_cache)
+    function_tensors: tuple[torch.Tensor, ...] = ()
+    if not (score is mask is None):
+        describe("q", q, ALIGNMENT, True)
+        checked, function_tensors = with_functions(checked, q, score, mask)
+    if page_table is not None:
+        tensors = (
+            q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
+            None, seqused_q, None, alibi_slopes, sinks, out,
+        )  # fmt: skip
+        return attend_to_cache(tensors, checked, softmax_scale, None, known, function_tensors)
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks
+    return attend_packed_call(
+        tensors, function_tensors, out, checked, longest, softmax_scale, rng_state,
+        scheduler_metadata, on_host,
+    )  # fmt: skip
+
+
+def attend_packed_call(
+    tensors: tuple[torch.Tensor | None, ...],
+    function_tensors: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
+    checked: Checked,
+    longest: tuple[int, int],
+    softmax_scale: float | None,
+    rng_state: torch.Tensor | None,
+    metadata: PackedMetadata | None,
+    on_host: Integers | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What `flash_attn_varlen_func` gives for packed keys.
+
+    Args:
+        tensors: q, k, v, the `LENGTHS_OF_PACKED`, alibi_slopes and sinks.
+        function_tensors: of the user's score and mask.
+        longest: max_seqlen_q and max_seqlen_k.
+        on_host: the lengths once more, on the CPU.
+    """
+    q, k, v, ends_q, ends_k, used_q, used_k, slopes, sinks = tensors
+    integers = ends_q, ends_k, used_q, used_k
+    options, returns_lse, deterministic, dropout_p, latest = checked
+    call, _ = latest.find(tensors)
+    if call is None or not are_of_batch(integers, slopes, batch := ends_q.shape[0] - 1):
+        call, batch = describe_packed(tensors, checked)
+    totals = check_totals(q.shape, k.shape, v.shape, batch)
+    dropout = None
     if dropout_p or rng_state is not None:
         dropout = dropout_of(dropout_p, rng_state, q)
-        structure = structure._replace(has_dropout=True)
-    if call is None or call.structure != structure:
-        tokens = tokens or describe_packed(q, k, v, integers)[0]
-        call = prepare_varlen(
-            *tokens, seqused_q is not None, seqused_k is not None, causal, window_size,
-            structure, sm_margin,
-        )  # fmt: skip
-        latest.remember(tensors, PACKED_ALIGNMENTS, OF_ANY_LENGTH, call, has_backward=True)
-    scale = check_scale(softmax_scale, call.spec.head_dim)
-    known = None
-    if scheduler_metadata is not None or cu_seqlens_q_cpu is not None:
-        known = known_lengths(
-            scheduler_metadata, on_host, integers, call, q, k, batch, (window_size, causal),
-            softcap, num_splits == 0,
-        )  # fmt: skip
+    scale = check_scale(softmax_scale, q.shape[-1])
+    known, splits = None, options.num_splits == 0
+    if metadata is not None or on_host is not None:
+        known = known_lengths(metadata, on_host, integers, call, q, k, batch, options)
+        splits = splits and (metadata is None or metadata.calls.num_splits == 0)
+    if known is not None:
+        names = LENGTHS_ON_HOST if metadata is None else IN_METADATA
+        known.check_fit(names, batch, totals, longest)
+    if is_visible(ends_q):
+        check_lengths(integers, totals, longest)
+        if assertions.ASSERTIONS and batch and not options.softcap:
+            used = used_queries(totals[0], ends_q, used_q), used_queries(totals[1], ends_k, used_k)
+            assertions.check_scores(q, k, scale, used)
         if known is not None:
-            names = names_of_known(scheduler_metadata)
-            known.check_fit(names, batch, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
-    elif not (cu_seqlens_k_cpu is seqused_q_cpu is seqused_k_cpu is None):
-        raise ValueError("cu_seqlens_q_cpu must be given like cu_seqlens_q, with other lengths")
-    if is_visible(cu_seqlens_q):
-        check_lengths(integers, (total_q, total_k), (max_seqlen_q, max_seqlen_k))
-        if assertions.ASSERTIONS and batch and not softcap:
-            used_q = used_queries(total_q, cu_seqlens_q, seqused_q)
-            used_k = used_queries(total_k, cu_seqlens_k, seqused_k)
-            assertions.check_scores(q, k, scale, (used_q, used_k))
-        if known is not None:
-            seen = map(read_back, INTEGERS_OF_LENGTHS, integers)
-            known.check_same(names_of_known(scheduler_metadata), *seen)
-    longest = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
-    sizes = PackedSizes(batch, q.shape[1], total_q, total_k, *longest)
-    splits = num_splits == 0
-    if scheduler_metadata is not None:
-        splits = splits and scheduler_metadata.calls.num_splits == 0
+            known.check_same(names, *map(read_back, LENGTHS_OF_PACKED, integers))
+    (total_q, total_k), (longest_q, longest_k) = totals, longest
+    longest = longest_q, longest_k = min(longest_q, total_q), min(longest_k, total_k)
+    sizes = PackedSizes(batch, q.shape[1], total_q, total_k, longest_q, longest_k)
     run = call, integers, sizes, scale, dropout, known, splits
+    read = None
+    if function_tensors or not (slopes is sinks is None):
+        read = modifier_tensors(slopes, function_tensors, sinks)
     if wants_gradient(q, k, v, sinks):
-        check_differentiable(q, k, v, sinks, score, out)
-        problem, num_sms = (call.spec, call.window), call.plan.gpu.num_sms
-        backward = BackwardCall(problem, longest, scale, deterministic, num_sms)
+        scores = None if options.functions is None else options.functions.scores or None
+        check_differentiable(q, k, v, sinks, scores, out)
+        backward = BackwardCall(
+            (call.spec, call.window), longest, scale, deterministic, call.plan.gpu.num_sms
+        )
         attend = functools.partial(attend_packed, run)
-        given = DifferentiableCall(attend, backward, integers, dropout, return_lse)
-        return attend_differentiably(given, q, k, v, *(modifiers.tensors or ()))
+        differentiable = DifferentiableCall(attend, backward, integers, dropout, returns_lse)
+        return attend_differentiably(differentiable, q, k, v, *(read or ()))
     if out is not None:
-        check_packed_out(out, call, q, (q, k, v, *integers), modifiers)
-    out, lse = attend_packed(run, q, k, v, modifiers.tensors, out, return_lse, False)
-    return (out, lse) if return_lse else out
+        names = ("q", "k", "v", *LENGTHS_OF_PACKED, "alibi_slopes", "sinks")
+        others = q, k, v, *integers, slopes, sinks, *function_tensors
+        shape = *q.shape[:2], call.spec.head_dim_v
+        check_out(out, shape, q, (*names, *function_names(options)), others)
+    out, lse = attend_packed(run, q, k, v, read, out, returns_lse, False)
+    return (out, lse) if returns_lse else out
+
+
+def describe_packed(
+    tensors: tuple[torch.Tensor | None, ...], checked: Checked
+) -> tuple[RaggedCall, int]:
+    """What a call on packed keys leads to, and the number of its sequences."""
+    used_q = tensors[5]
+    if not (used_q is None or isinstance(used_q, torch.Tensor)):
+        came, note = kind_of(used_q), note_on_order(used_q, VARLEN_FROM_FLASH_ATTENTION_2)
+        raise TypeError(f"seqused_q must be a torch.Tensor, got {came}{note}")
+    described = describe_tensors(PACKED, packed_tensors(*tensors))
+    batch = check_sizes(described)
+    call = prepare_varlen(without_lengths(described), checked.options)
+    checked.latest.remember(tensors, PACKED_ALIGNMENTS, range(7), call, (0, 1, 2, 8))
+    return call, batch
 
 
 PackedRun = tuple[
@@ -365,96 +394,34 @@ def attend_packed(
     return out, lse
 
 
-def check_packed_out(
-    out: torch.Tensor,
-    call: RaggedCall,
-    q: torch.Tensor,
-    operands: tuple[torch.Tensor | None, ...],
-    modifiers: Modifiers,
-) -> None:
-    """Raise unless a call can write its output to a tensor of the caller's.
-
-    Args:
-        operands: q, k, v and the lengths.
-    """
-    shape, q_rows = (*q.shape[:2], call.spec.head_dim_v), describe("q", q, ALIGNMENT, True)
-    check_ragged_out(out, describe("out", out), shape, q_rows)
-    check_writable("out", out)
-    names = "q", "k", "v", *INTEGERS_OF_LENGTHS, *modifiers.structure.names
-    check_apart("out", out, names, (*operands, *(modifiers.tensors or ())))
-
-
-PACKED_ALIGNMENTS = (ALIGNMENT,) * 3 + (1,) * 4
-"""Bytes to which q, k, v and the integer tensors must be aligned."""
-
-OF_ANY_LENGTH = range(7)
-"""All of them: rows and sequences may be more or fewer in each call."""
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def latest_packed_call(*options: object) -> FastPath[RaggedCall]:
-    """The latest call with these options."""
-    return FastPath()
-
-
-def describe_packed(q, k, v, integers: Integers) -> tuple[tuple[tuple, ...], int]:
-    """Look at the tensors of a call one by one.
-
-    Returns:
-        the fields of the `Tokens` of q, k and v, and the number of sequences.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: one of them is not what it must be, whatever
-            q, k and v are to each other.
-    """
-    described = (
-        describe("q", q, ALIGNMENT, True),
-        describe("k", k, ALIGNMENT, True),
-        describe("v", v, ALIGNMENT, True),
-    )
-    lengths_described = describe_integers(integers)
-    tokens = tuple(map(tokens_of, "qkv", described))
-    return tokens, check_integers(lengths_described, described[0])
-
-
-LENGTHS_ON_HOST = tuple(f"{name}_cpu" for name in INTEGERS_OF_LENGTHS)
+LENGTHS_ON_HOST = tuple(f"{name}_cpu" for name in LENGTHS_OF_PACKED)
 """The lengths once more, on the CPU."""
-
-
-def names_of_known(metadata: PackedMetadata | None) -> tuple[str, ...]:
-    """The arguments that lengths come from which the host knows: of `INTEGERS_OF_LENGTHS` each."""
-    return LENGTHS_ON_HOST if metadata is None else IN_METADATA
 
 
 def known_lengths(
     metadata: PackedMetadata | None,
-    on_host: tuple[torch.Tensor | None, ...],
+    on_host: Integers | None,
     integers: Integers,
     call: RaggedCall,
     q: torch.Tensor,
     k: torch.Tensor,
     batch: int,
-    window: tuple[tuple[int, int], bool],
-    softcap: float,
-    may_cut: bool,
+    options: Options,
 ) -> HostSeqlens | None:
     """The lengths that the host knows: from metadata, or from tensors on the CPU.
-
-    Args:
-        window: window_size and causal.
-        may_cut: whether tiles may be cut where lengths are in tensors; metadata says it itself.
 
     Raises:
         TypeError, ValueError: what is given is not what the call needs.
     """
     if metadata is None:
+        if on_host[0] is None:
+            raise ValueError("cu_seqlens_q_cpu must be given like cu_seqlens_q, with other lengths")
         for name, one, of_call in zip(LENGTHS_ON_HOST, on_host, integers, strict=True):
             if (one is None) != (of_call is None):
                 given = "None" if of_call is None else "given"
                 raise ValueError(f"{name} must be {given} like {name.removesuffix('_cpu')}")
-        return call.latest.of(LENGTHS_ON_HOST, on_host, batch, may_cut)
-    ends_q, ends_k, used_q, used_k = on_host
-    if not (ends_q is ends_k is used_q is used_k is None):
+        return seqlens_on_host(LENGTHS_ON_HOST, on_host, batch, options.num_splits == 0)
+    if on_host is not None:
         raise ValueError(f"{' and '.join(LENGTHS_ON_HOST)} must be None with scheduler_metadata")
     if metadata.fitting is not call:
         spec = call.spec
@@ -465,8 +432,8 @@ def known_lengths(
             head_dim=spec.head_dim,
             head_dim_v=spec.head_dim_v,
             dtype=q.dtype,
-            window=check_window(*window),
-            has_softcap=bool(softcap),
+            window=options.window,
+            has_softcap=bool(options.softcap),
         )
         if metadata.lengths is not None:
             metadata.lengths.check_used(*integers[2:])
@@ -476,43 +443,38 @@ def known_lengths(
     return metadata.lengths
 
 
-def check_paged(cu_seqlens_q, cu_seqlens_k, seqused_k, dropout_p, rng_state, on_host) -> None:
+def check_paged(ends_q, ends_k, used_k, dropout_p, rng_state, on_host) -> None:
     """Raise unless a call on pages says how many keys each sequence has, and nothing else of it."""
-    if cu_seqlens_q is None:
+    if ends_q is None:
         raise TypeError("cu_seqlens_q must be a torch.Tensor, got NoneType")
-    if seqused_k is None:
+    if used_k is None:
         raise ValueError("seqused_k must be given with page_table: the keys of each sequence")
-    if cu_seqlens_k is not None:
+    if ends_k is not None:
         raise ValueError("cu_seqlens_k must be None with page_table: seqused_k says the lengths")
-    refused = {
-        "dropout_p": dropout_p or None, "rng_state": rng_state,
-        **dict(zip(LENGTHS_ON_HOST, on_host, strict=True)),
-    }  # fmt: skip
-    for name, given in refused.items():
+    names, values = ("dropout_p", "rng_state"), (dropout_p or None, rng_state)
+    if on_host is not None:
+        names, values = (*names, *LENGTHS_ON_HOST), (*values, *on_host)
+    for name, given in zip(names, values, strict=True):
         if given is not None:
             raise NotImplementedError(f"{name} is not supported with page_table")
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def prepare_varlen(
-    q: tuple,
-    k: tuple,
-    v: tuple,
-    has_used_q: bool,
-    has_used_k: bool,
-    causal: bool,
-    window_size: tuple[int, int],
-    modifiers: ModifierSpec,
-    sm_margin: int,
-) -> RaggedCall:
-    """Validate what no length changes, and load the kernels. q, k and v are of `Tokens`."""
+def prepare_varlen(described: Described, options: Options) -> RaggedCall:
+    """Validate what no length changes, and load the kernels.
+
+    Args:
+        described: the tensors `without_lengths`.
+    """
     check_settings()
-    q, k, v = Tokens(*q), Tokens(*k), Tokens(*v)
-    spec, window = spec_of_packed(q, k, v, causal, window_size, modifiers)
-    is_on_host = q.device.type == "cpu"
-    gpu = reserve_sms(H200 if is_on_host else gpu_of(q.device), sm_margin)
-    heads = q.shape[0], k.shape[0]
-    call = plan_varlen(spec, modifiers, window, *heads, has_used_q, has_used_k, gpu, sm_margin)
-    if is_on_host:
-        return call
-    return replace(call, gpu=varlen_gpu.prepare(call.signature))
+    call = AttentionCall.of(described, PACKED)
+    check_tensors(call)
+    spec, window = call.packed_spec(options)
+    on_gpu = call.q.device.type == "cuda"
+    gpu = reserve_sms(gpu_of(call.q.device) if on_gpu else H200, options.sm_margin)
+    has_used = call.seqused_q is not None, call.seqused_k is not None
+    heads = call.heads_q, call.heads_kv
+    ragged = plan_varlen(spec, window, *heads, *has_used, gpu, options.sm_margin)
+    if not on_gpu:
+        return ragged
+    return replace(ragged, gpu=packed_calls.prepare(ragged.signature))

@@ -1,6 +1,6 @@
 """How calls on packed sequences run: the plan holds for any lengths.
 
-`fa3.calls.varlen_gpu` launches its kernels: one makes the table of tiles from the lengths, the
+`fa3.calls.packed_calls` launches its kernels: one makes the table of tiles from the lengths, the
 other is the forward kernel, which walks the table (`fa3.schedules.ragged`). If the host knows the
 lengths, it makes the table itself (`fa3.planning.host_table`). Short sequences may share tiles
 instead (`fa3.schedules.joined`), or run in the decode kernel: `fa3.planning.routes` decides.

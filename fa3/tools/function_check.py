@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 import torch
 from cutlass.cute.runtime import from_dlpack
 
-from fa3.calls.modifiers import Modifiers
+from fa3.calls.modifiers import functions_of
 from fa3.calls.options import integer, shown
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
@@ -181,11 +181,11 @@ def check(
     q = torch.empty(batch, seqlen_q, heads, head_dim, dtype=torch.bfloat16)
     score = function if isinstance(function, Score) else None
     mask = function if isinstance(function, Mask) else None
-    modifiers = Modifiers.of(q, batch, 0.0, None, None, score, mask, is_causal=False)
-    spec = modifiers.structure.spec(q.dtype, head_dim, head_dim, Window())
+    structure, tensors = functions_of(q, score, mask)
+    spec = structure.spec(q.dtype, head_dim, head_dim, Window())
     load_kernel(plan_forward(Problem(spec, batch, seqlen_q, seqlen_k, heads, 1), H200).kernel())
     # The reference goes first: an index that it refuses would be read out of bounds.
-    samples, tensors = Samples.of(batch, heads, seqlen_q, seqlen_k), modifiers.tensors or ()
+    samples = Samples.of(batch, heads, seqlen_q, seqlen_k)
     expected = by_reference(function, samples)
     name = f"{type(function).__name__}.{'visible' if score is None else 'score'}"
     found = by_method(spec, tensors, samples)

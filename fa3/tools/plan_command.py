@@ -5,8 +5,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from fa3.calls.call import MOST_RAGGED_ROWS
 from fa3.calls.devices import gpu_of
-from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.calls.tuned_plans import is_tuned, plan_call
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.explanation import PlanDescription, counted, duration, quantity

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from fa3.calls.cache_call import ROTARY_UNIT
+from fa3.calls.call import MOST_RAGGED_ROWS, ROTARY_UNIT
 from fa3.calls.devices import gpu_of
 from fa3.calls.options import as_pair, check_window, flag, integer, real
-from fa3.calls.ragged import MOST_RAGGED_ROWS
 from fa3.complaints import shown
 from fa3.kernels.append import Append, Rotary
 from fa3.planning.decode import DecodePlan, Sizes, choose_cut
