@@ -16,6 +16,7 @@ from varlen_problems import (
     check_graph,
     check_varlen,
     check_wrong_ends,
+    forget_routes,
     integers,
     make_call,
     poison,
@@ -174,6 +175,7 @@ FEW = VarlenProblem((80, 0, 40), (520, 5, 30), heads_kv=1, group=4, causal=True,
 def with_fewer_keys(monkeypatch):
     """Have keys split where sequences may have 400: what runs on the CPU takes long for more."""
     monkeypatch.setattr(routes, "FEWEST_EARLIER_KEYS", 400)
+    forget_routes(monkeypatch)
 
 
 @pytest.mark.usefixtures("with_fewer_keys")

@@ -84,6 +84,12 @@ def share_tiles(monkeypatch, holds) -> None:
         for rule in routes.RULES[routes.PACKED]
     )
     monkeypatch.setitem(routes.RULES, routes.PACKED, tuple(rules))
+    forget_routes(monkeypatch)
+
+
+def forget_routes(monkeypatch) -> None:
+    """Have signatures choose their route anew each time, by rules that a test has changed."""
+    monkeypatch.setattr(routes.Signature, "route", routes.choose_route)
 
 
 def used(seqlens: tuple[int, ...], counts: tuple[int, ...] | None) -> Iterator[range]:
