@@ -95,7 +95,7 @@ LENGTH_ARGUMENTS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
     "SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
 )
-SCORES = (
+SCORE_ARGUMENTS = (
     "float? softmax_scale=None, bool causal=False, int window_left=-1, int window_right=-1, "
     "float softcap=0.0, int sm_margin=0, Tensor? alibi_slopes=None, Tensor? sinks=None"
 )
@@ -107,11 +107,11 @@ CACHE = (
     "int num_splits=0"
 )
 ATTENTION_OPTIONS = (
-    f"{LENGTH_ARGUMENTS}, {SCORES}, {MASK}, {TRAINING}, {CACHE}, str? score=None, "
+    f"{LENGTH_ARGUMENTS}, {SCORE_ARGUMENTS}, {MASK}, {TRAINING}, {CACHE}, str? score=None, "
     "Tensor[] score_tensors=[], str? schedule=None, bool? pack_gqa=None"
 )
 APPEND_OPTIONS = (
-    f"{SCORES}, {CACHE}, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+    f"{SCORE_ARGUMENTS}, {CACHE}, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
     "Tensor? cu_seqlens_k_new=None, bool rotary_interleaved=True"
 )
 
@@ -270,7 +270,7 @@ ATTENTION_OUT = Operator(
 )
 BACKWARD = Operator(
     "backward",
-    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, {SCORES}, "
+    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, {SCORE_ARGUMENTS}, "
     f"{MASK}, {TRAINING}, bool fp32_dkv=False",
     4,
     fake_gradients,
