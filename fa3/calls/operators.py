@@ -270,8 +270,8 @@ ATTENTION_OUT = Operator(
 )
 BACKWARD = Operator(
     "backward",
-    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, {SCORE_ARGUMENTS}, "
-    f"{MASK}, {TRAINING}, bool fp32_dkv=False",
+    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, "
+    f"{SCORE_ARGUMENTS}, {MASK}, {TRAINING}, bool fp32_dkv=False",
     4,
     fake_gradients,
 )
