@@ -1,9 +1,9 @@
 """Operators of torch: what stands in a graph for a call.
 
 torch.compile, torch.export and make_fx see operators of torch only. While one of them traces, a
-public function puts an operator of the namespace `fa3` in its place (`fa3.calls.operators`). When
-the graph runs, the operator calls the function, with tensors in memory. Here are the operators'
-signatures, results without their values (fakes), and the derivative.
+public function puts an operator of the namespace `fa3` in its place (`trace_attention`). When the
+graph runs, the operator calls the function, with tensors in memory. Here are the operators'
+signatures, results without their values (fakes), the derivative, and what a traced call does.
 
 | operator | stands for | writes |
 |---|---|---|
@@ -253,7 +253,7 @@ def fake_gradients(
     fp32_dkv: bool,
     **rest,
 ) -> tuple[torch.Tensor, ...]:
-    """Return results like `fa3.calls.operators`."""
+    """Return results like `run_backward`."""
     like_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     dtype = torch.float32 if fp32_dkv else k.dtype
     dk, dv = (tensor.new_empty(tensor.shape, dtype=dtype) for tensor in (k, v))
