@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.devices import gpu_of
-from fa3.calls.operands import ALIGNMENT
-from fa3.calls.results import used_queries
+from fa3.calls.operands import ALIGNMENT, used_queries
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
     BackwardKernels,

@@ -47,6 +47,7 @@ from fa3.calls.operands import (
     Output,
     check_out,
     describe,
+    hide_all_keys,
     operand_of,
 )
 from fa3.calls.operators import trace_attention
@@ -58,7 +59,6 @@ from fa3.calls.options import (
     check_scale,
     options_of,
 )
-from fa3.calls.results import hide_all_keys
 from fa3.calls.tuned_plans import plan_call
 from fa3.complaints import shown
 from fa3.planning.gpu import H200

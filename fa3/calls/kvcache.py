@@ -47,6 +47,8 @@ from fa3.calls.operands import (
     check_out,
     check_writable,
     describe,
+    hide_all_keys,
+    hide_all_keys_of_packed,
 )
 from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
@@ -59,7 +61,6 @@ from fa3.calls.options import (
     options_of,
     share_heads,
 )
-from fa3.calls.results import hide_all_keys, hide_all_keys_of_packed
 from fa3.calls.scheduler_metadata import (
     IN_METADATA,
     PackedMetadata,

@@ -1,9 +1,9 @@
 """Operators of torch: what stands in a graph for a call.
 
 torch.compile, torch.export and make_fx see operators of torch only. While one of them traces, a
-public function puts an operator of the namespace `fa3` in its place (`fa3.calls.operators`). When
-the graph runs, the operator calls the function, with tensors in memory. Here are the operators'
-signatures, results without their values (fakes), and the derivative.
+public function puts an operator of the namespace `fa3` in its place (`trace_attention`). When the
+graph runs, the operator calls the function, with tensors in memory. Here are the operators'
+signatures, results without their values (fakes), the derivative, and what a traced call does.
 
 | operator | stands for | writes |
 |---|---|---|
@@ -95,7 +95,7 @@ LENGTH_ARGUMENTS = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, "
     "SymInt? max_seqlen_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
 )
-SCORES = (
+SCORE_ARGUMENTS = (
     "float? softmax_scale=None, bool causal=False, int window_left=-1, int window_right=-1, "
     "float softcap=0.0, int sm_margin=0, Tensor? alibi_slopes=None, Tensor? sinks=None"
 )
@@ -107,11 +107,11 @@ CACHE = (
     "int num_splits=0"
 )
 ATTENTION_OPTIONS = (
-    f"{LENGTH_ARGUMENTS}, {SCORES}, {MASK}, {TRAINING}, {CACHE}, str? score=None, "
+    f"{LENGTH_ARGUMENTS}, {SCORE_ARGUMENTS}, {MASK}, {TRAINING}, {CACHE}, str? score=None, "
     "Tensor[] score_tensors=[], str? schedule=None, bool? pack_gqa=None"
 )
 APPEND_OPTIONS = (
-    f"{SCORES}, {CACHE}, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+    f"{SCORE_ARGUMENTS}, {CACHE}, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
     "Tensor? cu_seqlens_k_new=None, bool rotary_interleaved=True"
 )
 
@@ -253,7 +253,7 @@ def fake_gradients(
     fp32_dkv: bool,
     **rest,
 ) -> tuple[torch.Tensor, ...]:
-    """Return results like `fa3.calls.operators`."""
+    """Return results like `run_backward`."""
     like_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     dtype = torch.float32 if fp32_dkv else k.dtype
     dk, dv = (tensor.new_empty(tensor.shape, dtype=dtype) for tensor in (k, v))
@@ -270,8 +270,8 @@ ATTENTION_OUT = Operator(
 )
 BACKWARD = Operator(
     "backward",
-    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, {SCORES}, "
-    f"{MASK}, {TRAINING}, bool fp32_dkv=False",
+    f"Tensor? d_out, Tensor? d_lse, {QKV}, Tensor out, Tensor lse, {LENGTH_ARGUMENTS}, "
+    f"{SCORE_ARGUMENTS}, {MASK}, {TRAINING}, bool fp32_dkv=False",
     4,
     fake_gradients,
 )

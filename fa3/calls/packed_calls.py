@@ -30,7 +30,7 @@ from fa3.calls.forward_arguments import (
     lse_address,
 )
 from fa3.calls.known_lengths import HostSeqlens, HostTiles
-from fa3.calls.results import hide_all_keys_of_packed
+from fa3.calls.operands import hide_all_keys_of_packed
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.gpu import Gpu

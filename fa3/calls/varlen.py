@@ -40,7 +40,7 @@ from fa3.calls.eager import is_traced
 from fa3.calls.known_lengths import HostSeqlens, seqlens_on_host
 from fa3.calls.kvcache import attend_to_cache
 from fa3.calls.modifiers import function_names, modifier_tensors, with_functions
-from fa3.calls.operands import ALIGNMENT, check_out, describe
+from fa3.calls.operands import ALIGNMENT, check_out, describe, used_queries
 from fa3.calls.operators import trace_attention
 from fa3.calls.options import (
     PACKED,
@@ -56,7 +56,6 @@ from fa3.calls.options import (
     share_heads,
 )
 from fa3.calls.packed_calls import RaggedCall, plan_varlen
-from fa3.calls.results import used_queries
 from fa3.calls.scheduler_metadata import (
     IN_METADATA,
     PackedMetadata,
