@@ -238,7 +238,7 @@ def test_names_of_other_kernels_are_in_the_documentation():
     backward = BackwardPlan.of(problem, num_sms=132, is_ordered=True).kernels.entry
     kernels += [backward.preprocess, backward.main]
     call = call_on_cache(PRESETS["llama3-8b"], 1, None)
-    kernels += [prepare_decode(call, CAUSAL, 0.0, 4).plan.kernel()]
+    kernels += [prepare_decode(call, Options(CAUSAL, num_splits=4)).plan.kernel()]
     kernels += [Append("bfloat16", 64, 64, True, False, False, None)]
     names = list(map(describe_kernel, kernels))
     check_words(names)

@@ -75,7 +75,7 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheTables
 from fa3.primitives.vectors import VECTOR
 from fa3.problem import NO_BOUND, REMEMBERED, Window
-from fa3.reference.cache import HostAppend
+from fa3.reference.cache import NO_TABLES, HostAppend
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
 from fa3.settings import check_settings
@@ -401,9 +401,15 @@ class PreparedCacheCall:
         if self.append is not None:
             q, seqlens, seqlen_new = self.append_tokens(tensors, rotated)
         if self.decode is not None and (ends_q is None or q.shape[0]):
-            operands = RaggedOperands(q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
-            tables = CacheTables(batch_idx, leftpad, pages)
-            modifiers = modifier_tensors(slopes, function_tensors, sinks)
+            # In half the time that the class itself takes.
+            operands = tuple.__new__(
+                RaggedOperands, (q, k_cache, v_cache, out, lse, ends_q, None, used_q, seqlens)
+            )
+            tables, modifiers = NO_TABLES, None
+            if not (batch_idx is leftpad is pages is None):
+                tables = CacheTables(batch_idx, leftpad, pages)
+            if function_tensors or not (slopes is sinks is None):
+                modifiers = modifier_tensors(slopes, function_tensors, sinks)
             self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, known)
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)

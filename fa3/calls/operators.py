@@ -20,6 +20,7 @@ its place is a tensor without elements.
 """
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -151,11 +152,11 @@ class Operator:
     def implemented_by(self, function: Callable) -> None:
         """Have the operator run a function, which takes its arguments by name."""
 
-        def run(*given):
+        def run_without_gradients(*given):
             with torch.no_grad():
                 return function(**self.by_name(given))
 
-        torch.library.impl(self.name, ("cpu", "cuda"))(run)
+        torch.library.impl(self.name, ("cpu", "cuda"))(run_without_gradients)
 
 
 FUNCTIONS: dict[str, tuple[Callable, frozenset[str]]] = {}
@@ -171,28 +172,21 @@ def registers(function: Callable[Parameters, object]) -> Callable[Parameters, An
     return function
 
 
-def run_attention(function: str = CACHED, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run_function(function: str = CACHED, **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Call a public function with an operator's arguments."""
     attend, accepted = FUNCTIONS[function]
     call = as_call(arguments)
     if function == CACHED and "k_cache" not in call:
         call["k_cache"], call["v_cache"] = call.pop("k"), call.pop("v")
-    accepted = {name: value for name, value in call.items() if name in accepted}
-    out, lse = attend(**accepted, return_lse=True)
+    call["return_lse"] = True
+    out, lse = attend(**{name: call[name] for name in accepted if name in call})
     return (out if call.get("out") is None else out.new_empty(0)), lse
-
-
-def run_combine(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call `flash_attn_combine` with an operator's arguments."""
-    combine, _ = FUNCTIONS["flash_attn_combine"]
-    out, lse = combine(**arguments)
-    return (out if arguments["out"] is None else out.new_empty(0)), lse
 
 
 def as_call(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an operator as its function takes them."""
     call = dict(arguments)
-    call["window_size"] = call.pop("window_left"), call.pop("window_right")
+    call["window_size"] = call.pop("window_left", None), call.pop("window_right", None)
     for kind in ("score", "mask"):
         if kind in call:
             call[kind] = unflatten_function(call[kind], call.pop(f"{kind}_tensors"))
@@ -206,10 +200,11 @@ def as_call(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def fake_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, function: str, **rest
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, function: str = CACHED, **rest
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return results like a public function's."""
     names = ("q", "k_cache", "v_cache") if function == CACHED else ("q", "k", "v")
+    k, v = rest.get("k_cache", k), rest.get("v_cache", v)
     operands = [Operand(x.shape, x.stride(), x.dtype, x.device) for x in (q, k, v)]
     # What can be seen while a graph is traced, with no guard on a size.
     for name, operand in zip(names, operands, strict=True):
@@ -219,13 +214,6 @@ def fake_attention(
     *batch, rows, heads, _ = q.shape
     shape = (*batch, rows, heads, v.shape[-1]) if rest.get("out") is None else (0,)
     return q.new_empty(shape), q.new_empty(*batch, heads, rows, dtype=torch.float32)
-
-
-def fake_append(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **rest
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return results like `flash_attn_with_kvcache`'s."""
-    return fake_attention(q, k_cache, v_cache, CACHED, out=rest["out"])
 
 
 def fake_combined(
@@ -280,7 +268,7 @@ APPEND = Operator(
     "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? out, Tensor k, Tensor v, "
     f"{APPEND_OPTIONS}",
     2,
-    fake_append,
+    fake_attention,
 )
 COMBINE = Operator(
     "combine",
@@ -289,8 +277,8 @@ COMBINE = Operator(
     fake_combined,
 )
 for operator in (ATTENTION, ATTENTION_OUT, APPEND):
-    operator.implemented_by(run_attention)
-COMBINE.implemented_by(run_combine)
+    operator.implemented_by(run_function)
+COMBINE.implemented_by(functools.partial(run_function, "flash_attn_combine"))
 
 
 # -------------------------------------------------------------------------------- derivatives

@@ -184,7 +184,11 @@ def options_of(
     Raises:
         TypeError, ValueError, NotImplementedError: naming the option.
     """
-    window_size = as_pair(window_size)
+    if not (
+        type(window_size) is tuple and len(window_size) == 2
+        and type(window_size[0]) is type(window_size[1]) is int
+    ):  # fmt: skip
+        window_size = as_pair(window_size)
     try:
         return remembered_options(kind, window_size, values, types, has_gradient, of_cache)
     except TypeError:

@@ -388,7 +388,8 @@ def attend_packed(
         # Sizes one by one, here and below: in a tuple they would take torch 0.4 us more.
         out = q.new_empty(total_q, heads, call.spec.head_dim_v)
     lse = q.new_empty(heads, total_q, dtype=torch.float32) if returns_lse else None
-    operands = RaggedOperands(q, k, v, out, lse, *lengths)
+    # In half the time that the class itself takes.
+    operands = tuple.__new__(RaggedOperands, (q, k, v, out, lse, *lengths))
     call.attend(operands, sizes, tensors, scale, dropout, has_gradients, known=known, splits=splits)
     return out, lse
 
