@@ -389,7 +389,7 @@ class BackwardPlan:
         """
         problem = self.problem
         fitting = rows_in_l2(problem.spec) // problem.seqlen_q
-        if self.alternates:
+        if self.waves is not None and self.alternates:
             return self.waves.heads(self.heads, self.key_tiles_of_head)
         # Parts of query blocks of the same heads are in one head group.
         tiles = self.key_tiles_of_head * self.shares.block_parts
