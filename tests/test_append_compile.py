@@ -14,13 +14,7 @@ PLAIN = Append(
 
 KERNELS = {
     "plain": PLAIN,
-    "paged": replace(PLAIN, paged=True),
-    "indexed": replace(PLAIN, batch_indexed=True),
-    "ragged": replace(PLAIN, ragged=True, writes_lengths=True),
-    "float16-192-128": replace(PLAIN, dtype="float16", head_dim=192),
     "8-256": replace(PLAIN, head_dim=8, head_dim_v=256),
-    "pairs": replace(PLAIN, rotary=Rotary(128, True, "bfloat16")),
-    "halves": replace(PLAIN, rotary=Rotary(128, False, "bfloat16")),
     "pairs-of-some": replace(PLAIN, paged=True, rotary=Rotary(64, True, "float32")),
     "halves-of-some": replace(PLAIN, dtype="float16", rotary=Rotary(16, False, "float32")),
     "packed": replace(

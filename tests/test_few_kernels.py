@@ -9,14 +9,13 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fa3
 from fa3.calls import decode, forward, mixed, varlen_call
-from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
+from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
 from fa3.planning.gpu import H100, H200
 from fa3.planning.planner import plan_forward
@@ -236,35 +235,3 @@ def test_short_calls_and_long_ones_have_one_kernel(monkeypatch):
     assert not plan_forward(half).kernel().has_online_and_fixed
     monkeypatch.setattr(tilings, "REFERENCE", "following")
     assert not plan_forward(problems[1]).kernel().has_online_and_fixed
-
-
-@pytest.mark.parametrize(("tokens", "schedule"), [(512, "list"), (512, "split"), (8192, "list")])
-def test_a_launch_says_which_reference(tokens, schedule, monkeypatch):
-    """And has a tensor of marks, which the kernel wants even where it marks nothing."""
-    monkeypatch.setattr(forward, "current_device", lambda: None)
-    for name in ("current_stream", "capture_of"):
-        monkeypatch.setattr(forward, name, lambda place: None)
-    memory = SimpleNamespace(take=lambda count: torch.zeros(count), give_back=lambda words: None)
-    monkeypatch.setattr(forward, "counters_of", lambda *place: memory)
-    launched = []
-    monkeypatch.setattr(
-        forward, "load_kernel", lambda kernel: lambda *given: launched.append((kernel, given))
-    )
-    table = torch.zeros(4, dtype=torch.int32)
-    uploaded = SimpleNamespace(on=lambda stream, capture: table)
-    monkeypatch.setattr(forward.Table, "upload", lambda numbers, device: uploaded)
-    problem = Problem(warmup.spec_of(MODEL, CAUSAL), 1, tokens, tokens, 8, 4, CAUSAL)
-    config = ForwardConfig(128, 128, q_stages=2, cluster_h=2, fixed_reference=tokens > 512)
-    plan = plan_forward(problem, config=config, schedule=schedule)
-    q = bfloat16(1, 1, 1, 128)
-    forward.PreparedCall.on_gpu(plan, q.device, None, ()).launch(q, q, q, q, None, None, 1.0)
-    (kernel, first), *rest = launched
-    first = ForwardArguments(*first)
-    assert first.online_max == int(tokens == 512) and first.schedule_state is table
-    assert (first.marks is table) == (tokens == 512)
-    assert kernel.has_online_and_fixed and (first.part_buffer is None) == (schedule != "split")
-    again = [ForwardArguments(*given) for _, given in rest]
-    assert [one.online_max for one in again] == [None] * (tokens != 512)
-    wanted = ForwardArguments.symbolic(kernel)
-    missing = [value is None for value in first]
-    assert missing == [value is None for value in wanted]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_remembered import operand
+from test_latest import operand
 
 from fa3.calls import decode, mixed, prepared_cache, varlen, varlen_gpu
 from fa3.calls.cache_call import CacheTensors

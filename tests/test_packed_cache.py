@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cuda_graphs import captured
 from pairs import places
 from problems import poisoned_allocations
 from reference import check_attention
@@ -19,8 +18,6 @@ from fa3.kernels.decode_launch import DecodeArguments
 from fa3.planning.decode import TILE_N, DecodePlan, Sizes, choose_cut
 from fa3.planning.short_queries import (
     FEWEST_EARLIER_KEYS,
-    leaves_sms_idle,
-    most_queries_of_few,
 )
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.ragged_lengths import RaggedLengths
@@ -103,28 +100,6 @@ def test_few_tiles_are_the_decode_kernels(queries, heads, are_few, where, monkey
             not isinstance(one, decode.PreparedDecode) or one.plan.overlaps_forward
             for one in attending
         )
-
-
-def test_no_sequence_of_few_tiles_has_more_queries_than_is_planned_for():
-    draw = random.Random(0)
-    for _ in range(3000):
-        heads, batch, total_q = draw.randint(1, 80), draw.randint(1, 20), draw.randint(0, 9000)
-        if leaves_sms_idle(total_q, batch, heads, 132):
-            assert total_q < most_queries_of_few(heads, 132)
-
-
-def test_a_graph_serves_other_lengths(device):
-    problem = VarlenProblem((0, 1, 30, 90, 1), (7, 300, 0, 200, 1000), heads_kv=2, group=4)
-    call = make_call(problem, 0, device)
-    arguments = on_cache(problem, call, 16)
-    ends = arguments["cu_seqlens_q"]
-    fa3.flash_attn_with_kvcache(**arguments)
-    graph, out = captured(lambda: fa3.flash_attn_with_kvcache(**arguments))
-    for used in (int(ends[-1]), int(ends[-1]) // 2, 1):
-        ends.clamp_(max=used)
-        graph.replay()
-        expected = fa3.flash_attn_with_kvcache(**arguments)
-        assert torch.equal(out[:used], expected[:used])
 
 
 @pytest.mark.parametrize("options", [{"num_splits": 3}, {"batch_invariant": True}], ids=str)
