@@ -16,9 +16,8 @@ from fa3.calls import combine, decode, kvcache, prepared_cache, varlen
 from fa3.calls.cache_call import CacheCall, CacheTensors
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
-from fa3.calls.scheduler_metadata import SchedulerMetadata
 from fa3.planning.gpu import H200
-from fa3.problem import REMEMBERED, Window
+from fa3.problem import REMEMBERED
 
 LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
 
@@ -285,13 +284,6 @@ def cache_call_on_gpu(batch: int) -> tuple:
     return described_call(batch, "cuda:0")
 
 
-def cache_call_with_metadata(batch: int) -> tuple:
-    metadata = SchedulerMetadata(
-        batch, 1, 4, 1, 64, 64, torch.bfloat16, None, Window(right=0), False, 0, 0
-    )
-    return *described_call(batch)[:-1], metadata
-
-
 def merge(parts: int) -> tuple:
     lse = operand(parts, 1, 1, 1, dtype=torch.float32)
     return operand(parts, 1, 1, 1, 8, dtype=torch.float32), lse, None, torch.float32
@@ -301,10 +293,9 @@ def merge(parts: int) -> tuple:
     ("prepare", "arguments"),
     [
         (kvcache.prepare_cache_call, cache_call_on_gpu),
-        (kvcache.prepare_cache_call, cache_call_with_metadata),
         (combine.prepare_combine, merge),
     ],
-    ids=["call on a GPU", "metadata", "merge"],
+    ids=["call on a GPU", "merge"],
 )
 def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
