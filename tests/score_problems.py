@@ -1,5 +1,6 @@
 """Scores, masks and sinks that tests draw."""
 
+import random
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -7,13 +8,14 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from hypothesis import strategies as st
+from problems import make_problem
 
 import fa3
 from docs.examples.documents import Documents
 from docs.examples.prefix_lm import PrefixLM
 from docs.examples.relative_bias import RelativeBias
 from fa3.calls.modifiers import ModifierSpec, functions_of, modifier_tensors, structure_of
-from fa3.problem import Problem
+from fa3.problem import Problem, Window
 from fa3.scores.masks import Intersection
 
 NOTHING = {"softcap": 0.0, "alibi_slopes": None, "sinks": None, "score": None, "mask": None}
@@ -172,6 +174,58 @@ def modifiers_of(q, softcap, alibi_slopes, sinks, score, mask, is_causal=False) 
     structure = structure_of(softcap, slopes, sinks.dtype if dtype else None, is_causal)
     tensors = modifier_tensors(alibi_slopes, function_tensors, sinks)
     return Modifiers(structure.joined(functions), tensors)
+
+
+HEAD_DIMS = (
+    *3 * [(64, 64), (128, 128)],
+    *((256, 256), (192, 128), (40, 40), (72, 72), (96, 96), (160, 160), (192, 192)),
+    *((64, 128), (128, 64), (128, 192), (192, 64), (96, 80), (64, 256), (256, 64)),
+)
+"""Sizes (of q and k, of v) that `random_dense` draws."""
+
+
+def random_dense(
+    seed: int, structures: int = 2 * len(HEAD_DIMS), has_score: bool = True, longest: int = 2000
+) -> tuple[Problem, Recipe]:
+    """Draw a problem without a cache, and modifiers: lengths of all sizes, equal or far apart.
+
+    What changes the generated code is one of so many structures, since each takes seconds to
+    compile. Of three, one has no modifiers; of five, one has functions of the user's.
+    """
+    number = seed % structures
+    code, draw = random.Random(f"structure {number}"), random.Random(seed)
+    head_dim, head_dim_v = HEAD_DIMS[number % len(HEAD_DIMS)]
+
+    def length() -> int:
+        return draw.randint(1, draw.choice((1, 40, 300, longest)))
+
+    def bound(exists: bool) -> int:
+        return draw.choice((0, draw.randint(0, 200), draw.randint(0, longest))) if exists else -1
+
+    seqlen_q = length()
+    has_left, has_right = code.choice(((False, False), (True, False), (False, True), (True, True)))
+    window = Window(bound(has_left), 0 if code.random() < 0.5 else bound(has_right))
+    recipe = Recipe(
+        code.choice((0.0, 0.0, 3.0, 30.0)),
+        code.choice((0, 0, 1, 2)),
+        code.choice((None, None, "float32", "q")),
+    )
+    if number % 5 == 0:
+        score = code.choice((None, "relative", "gate")) if has_score else None
+        mask = code.choice(("documents", "prefix", "span"))
+        recipe = recipe._replace(score=score, mask=mask)
+    problem = make_problem(
+        draw.randint(1, 3),
+        seqlen_q,
+        draw.choice((seqlen_q, length())),
+        draw.randint(1, 3),
+        code.choice((1, 2, 4, 8)),
+        head_dim,
+        window,
+        code.choice(("bfloat16", "float16")),
+        head_dim_v,
+    )
+    return problem, Recipe() if number % 3 == 0 else recipe
 
 
 def modify(problem: Problem, q: torch.Tensor, arguments: dict) -> tuple[Problem, Modifiers]:

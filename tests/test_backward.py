@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pairs import pairs, places
 from problems import make_operands, make_problem, poisoned_allocations, problems
 from sanitizer import check_sanitized
-from score_problems import RECIPES_WITH_GRADIENTS, Recipe, modify
+from score_problems import RECIPES_WITH_GRADIENTS, Recipe, modify, random_dense
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -24,9 +24,10 @@ import fa3
 from fa3.calls import autograd, backward
 from fa3.calls.backward import BackwardCall
 from fa3.calls.forward import PreparedCall
+from fa3.interface import _flash_attn_backward
 from fa3.planning.backward import BackwardPlan, most_keys_unzeroed
 from fa3.planning.planner import plan_forward
-from fa3.problem import NO_BOUND, Problem, Window
+from fa3.problem import Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.dropout import Dropout
 
@@ -407,19 +408,10 @@ HEAD_DIMS = (
 """Sizes (of q and k, of v): those of each way to share the work, and of each swizzle."""
 
 
-@pytest.mark.parametrize("head_dims", HEAD_DIMS)
-def test_one_block_of_queries_and_one_tile_of_keys(head_dims, device):
-    head_dim, head_dim_v = head_dims
-    check(make_problem(1, 64, 64, 1, 1, head_dim, head_dim_v=head_dim_v), device)
-
-
-@pairs(head_dims=HEAD_DIMS, seqlen_q=(128, 512), seqlen_k=(128, 512))
-def test_whole_blocks(head_dims, seqlen_q, seqlen_k, device):
-    head_dim, head_dim_v = head_dims
-    check(make_problem(1, seqlen_q, seqlen_k, 1, 1, head_dim, head_dim_v=head_dim_v), device)
-
-
-LENGTHS = ((1, 1), (63, 63), (1023, 1023), (113, 203), (203, 113), (1024, 1000))
+LENGTHS = (
+    *((1, 1), (63, 63), (64, 64), (128, 512), (512, 128)),
+    *((1023, 1023), (113, 203), (203, 113), (1024, 1000)),
+)
 """(queries, keys)."""
 
 
@@ -446,45 +438,9 @@ def test_sums_with_and_without_zeros(window, head_dim, device):
         check(make_problem(1, *lengths, 2, 2, head_dim, window), device)
 
 
-RANDOM_HEAD_DIMS = (*HEAD_DIMS, (40, 40), (64, 128), (128, 64), (192, 64), (96, 80), (64, 256))
-
-
-def random_problem(seed: int) -> tuple[Problem, Recipe]:
-    """Draw a problem and modifiers; what changes the code comes from few sets."""
-    draw, number = random.Random(seed), seed % (2 * len(RANDOM_HEAD_DIMS))
-    of_spec = random.Random(number)
-    head_dim, head_dim_v = RANDOM_HEAD_DIMS[number % len(RANDOM_HEAD_DIMS)]
-    window = of_spec.choice(WINDOWS)
-
-    def length() -> int:
-        return draw.randint(1, draw.choice((1, 40, 300, 1100)))
-
-    def bound(given: int) -> int:
-        return given if given in (NO_BOUND, 0) else draw.choice((0, draw.randint(0, 700)))
-
-    seqlen_q = length()
-    problem = make_problem(
-        draw.randint(1, 3),
-        seqlen_q,
-        draw.choice((seqlen_q, length())),
-        draw.randint(1, 2),
-        draw.choice((1, 2, 4)),
-        head_dim,
-        Window(*map(bound, window)),
-        of_spec.choice(("bfloat16", "float16")),
-        head_dim_v,
-    )
-    recipe = Recipe(
-        of_spec.choice((0.0, 0.0, 2.0, 30.0)),
-        of_spec.choice((0, 0, 1, 2)),
-        of_spec.choice((None, None, "float32", "q")),
-    )
-    return problem, recipe
-
-
 @pytest.mark.parametrize("seed", range(300))
 def test_random_combinations_on_a_gpu(seed, device):
-    problem, recipe = random_problem(seed)
+    problem, recipe = random_dense(seed, has_score=False, longest=1100)
     modifiers = recipe.make(problem, make_operands(problem, seed, device)[0], seed)
     weights = random.Random(seed).choice(((1, 0), (1, 1), (0, 1)))
     check(problem, device, weights, seed, **modifiers)
@@ -541,18 +497,6 @@ def test_memory_beside_the_gradients(device):
     assert took <= scratch + 3 * q.nbytes + (1 << 20)
 
 
-def test_refusals(device):
-    q, k, v = leaves(170, 190, device)
-    out = fa3.flash_attn_func(q, k, v)
-    (dq,) = torch.autograd.grad(out.float().square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        dq.float().sum().backward()
-    with pytest.raises(ValueError, match=r"^q requires grad, so out must be None"):
-        fa3.flash_attn_func(q, k, v, out=torch.empty_like(q))
-    with torch.no_grad():
-        fa3.flash_attn_func(q, k, v, deterministic=True)
-
-
 @pytest.mark.parametrize("heads", [(16, 2), (8, 8)])
 def test_sms_that_are_left_to_others(heads, device):
     """Gradients on fewer SMs, dense and packed; the kernels' CTAs are as few."""
@@ -597,3 +541,109 @@ def test_compute_sanitizer_finds_nothing():
     """Not with racecheck: it takes copies in bulk and the loads that wait for their mbarrier for
     a race (docs/experiments.md)."""
     check_sanitized("memcheck", SANITIZED)
+
+
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [
+    pytest.param((200, 300, 4, 1, 64, 64), id="shared key tiles"),
+    pytest.param((100, 150, 2, 2, 128, 72), id="one query head"),
+    pytest.param((130, 130, 4, 2, 256, 256), id="wide"),
+    pytest.param((64, 40, 2, 1, 192, 128), id="fewer keys"),
+]
+CU_Q, CU_K = 3, 5
+"""Divisors: the first of two packed sequences has this part of the rows."""
+
+
+def make_call(shape, where, is_packed):
+    seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v = shape
+    generator = torch.Generator(where).manual_seed(sum(shape))
+    sizes = (
+        (seqlen_q, heads_q, head_dim),
+        (seqlen_k, heads_kv, head_dim),
+        (seqlen_k, heads_kv, head_dim_v),
+        (seqlen_q, heads_q, head_dim_v),
+    )
+    tensors = [torch.randn(x, generator=generator, device=where).bfloat16() for x in sizes]
+    lengths = {}
+    if is_packed:
+        for name, rows, part in (("q", seqlen_q, CU_Q), ("k", seqlen_k, CU_K)):
+            ends = torch.tensor([0, rows // part, rows], dtype=torch.int32, device=where)
+            lengths |= {f"cu_seqlens_{name}": ends, f"max_seqlen_{name}": rows}
+    else:
+        tensors = [tensor[None] for tensor in tensors]
+    *operands, d_out = tensors
+    function = fa3.flash_attn_varlen_func if is_packed else fa3.flash_attn_func
+    out, lse = function(*operands, **lengths, causal=True, return_lse=True)
+    return (d_out, *operands, out, lse), lengths
+
+
+def gradients(tensors, lengths, dtype, filled=float("nan"), **options):
+    """Return dq, dk and dv, dk and dv of a dtype, written over `filled`."""
+    dq = torch.full_like(tensors[1], float("nan"))
+    dk, dv = (torch.full_like(x, filled, dtype=dtype) for x in tensors[2:4])
+    with poisoned_allocations():
+        _flash_attn_backward(*tensors, **lengths, dq=dq, dk=dk, dv=dv, is_causal=True, **options)
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("where", WHERE)
+def test_rounded_they_are_those_in_16_bits(shape, is_packed, deterministic, where):
+    """But for rounding: the fp32 kernel may sum in another order than the kernel in 16 bits."""
+    call = make_call(shape, where, is_packed)
+    expected = gradients(*call, torch.bfloat16, deterministic=deterministic)
+    dq, *dkv = gradients(*call, torch.float32, deterministic=deterministic)
+    for exact, rounded in zip(dkv, expected[1:], strict=True):
+        assert exact.dtype == torch.float32 and exact.isfinite().all()
+        torch.testing.assert_close(exact.bfloat16(), rounded, rtol=2**-7, atol=1e-3)
+        # They are no rounded numbers.
+        assert (exact != exact.bfloat16()).float().mean() > 0.5
+    torch.testing.assert_close(dq, expected[0], rtol=2**-6, atol=2e-3)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("where", WHERE)
+def test_they_are_added_to_what_is_there(is_packed, where):
+    call = make_call((200, 300, 4, 1, 64, 64), where, is_packed)
+    dq, dk, dv = gradients(*call, torch.float32, deterministic=True)
+    same, *sums = gradients(
+        *call, torch.float32, filled=3.0, deterministic=True, accumulate_dkv=True
+    )
+    assert torch.equal(dq, same)
+    for added, alone in zip(sums, (dk, dv), strict=True):
+        assert torch.equal(added, alone + 3.0)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_no_keys_add_nothing(where):
+    call = make_call((20, 0, 2, 1, 64, 64), where, is_packed=False)
+    dq, dk, dv = gradients(*call, torch.float32, filled=1.0, accumulate_dkv=True)
+    assert (dq == 0).all() and dk.numel() == dv.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "options", "message"),
+    [
+        ((torch.float32, torch.bfloat16), {}, "dv must be torch.float32 like dk, got torch.bf"),
+        (
+            (torch.float16, torch.float16),
+            {},
+            "dk must be torch.bfloat16 like k, or torch.float32, got",
+        ),
+        (
+            (torch.bfloat16, torch.bfloat16),
+            {"accumulate_dkv": True},
+            "dk must be torch.float32 with accumulate_dkv, got torch.bfloat16",
+        ),
+        ((torch.float32, torch.float32), {"accumulate_dkv": 1}, "accumulate_dkv must be a bool"),
+    ],
+)
+def test_wrong_dtypes(dtypes, options, message):
+    tensors, _ = make_call((20, 30, 2, 1, 64, 64), "cpu", is_packed=False)
+    dq = torch.empty_like(tensors[1])
+    dk, dv = (torch.zeros_like(x, dtype=t) for x, t in zip(tensors[2:4], dtypes, strict=True))
+    with pytest.raises(TypeError, match=message):
+        _flash_attn_backward(*tensors, dq=dq, dk=dk, dv=dv, is_causal=True, **options)
+    assert (dk == 0).all() and (dv == 0).all()

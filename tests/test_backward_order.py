@@ -10,7 +10,6 @@ import torch
 from cuda_graphs import captured
 from gradients import check_gradients
 from problems import make_operands, make_problem, poisoned_allocations
-from test_backward import leaves
 from varlen_gradients import check_varlen_gradients
 from varlen_problems import VarlenProblem, make_call
 
@@ -116,15 +115,19 @@ def test_modifiers(dropout_p, force, device):
             check_gradients(q, k, v, CAUSAL, (True, True), 3, **modifiers)
 
 
-def test_captured_graph(device):
-    """Counters of parts are zero in every replay."""
-    problem = make_problem(1, 2048, 2048, 1, 8, 128, CAUSAL)
+GRAPHS = make_problem(1, 2048, 2048, 1, 8, 128, CAUSAL), make_problem(2, 170, 190, 2, head_dim=64)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("problem", GRAPHS, ids=["shared", "whole"])
+def test_captured_in_a_graph(problem, deterministic, device):
+    """Counters and words that tiles wait for are zero in every replay."""
     operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
-    d_out = torch.randn(1, 2048, 8, 128, device=device).to(operands[0].dtype)
+    d_out = torch.randn_like(operands[0])
+    options = {"window_size": tuple(problem.window), "deterministic": deterministic}
 
     def step():
-        out = fa3.flash_attn_func(*operands, causal=True)
-        return torch.autograd.grad(out, operands, d_out)
+        return torch.autograd.grad(fa3.flash_attn_func(*operands, **options), operands, d_out)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -135,8 +138,14 @@ def test_captured_graph(device):
                 gradient.fill_(torch.nan)
             graph.replay()
             stream.synchronize()
-            assert all(map(torch.equal, found[1:], expected[1:]))
-            torch.testing.assert_close(found[0], expected[0], atol=1e-3, rtol=2e-2)
+            check_bits(found, expected, deterministic)
+
+
+def check_bits(found, expected, deterministic: bool) -> None:
+    """Assert that dK and dV have the same bits, and dQ if the order of additions is fixed."""
+    assert all(map(torch.equal, found[1:], expected[1:]))
+    assert not deterministic or torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[0], expected[0], atol=1e-3, rtol=2e-2)
 
 
 MANY = (
@@ -175,39 +184,29 @@ def test_many_tiles_of_keys_come_first(problem, device):
         assert not found[0][:, :hidden].any()
 
 
-def test_many_come_first_on_two_streams(device):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_streams(deterministic, device):
     """Launches that share the SMs do not wait for one another's CTAs."""
     problem = MANY[3]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    options = {"causal": True, "deterministic": deterministic}
     calls = []
     for seed in range(2):
         operands = [x.requires_grad_() for x in make_operands(problem, seed, device)]
-        out = fa3.flash_attn_func(*operands, causal=True)
-        d_out = torch.randn_like(out)
-        calls.append((out, operands, d_out))
-    expected = [torch.autograd.grad(*call, retain_graph=True) for call in calls]
+        d_out = torch.randn_like(operands[0])
+        expected = torch.autograd.grad(fa3.flash_attn_func(*operands, **options), operands, d_out)
+        calls.append((operands, d_out, expected, []))
     torch.cuda.synchronize()
-    found: tuple[list, list] = ([], [])
     for _ in range(20):
-        for stream, call, results in zip(streams, calls, found, strict=True):
+        for stream, (operands, d_out, _, found) in zip(streams, calls, strict=True):
+            # Autograd runs what comes after a call on the call's stream.
             with torch.cuda.stream(stream):
-                results.append(torch.autograd.grad(*call, retain_graph=True))
+                out = fa3.flash_attn_func(*operands, **options)
+                found.append(torch.autograd.grad(out, operands, d_out))
     torch.cuda.synchronize()
-    for results, wanted in zip(found, expected, strict=True):
-        for result in results:
-            assert all(map(torch.equal, result[1:], wanted[1:]))
-            torch.testing.assert_close(result[0], wanted[0], atol=1e-3, rtol=2e-2)
-
-
-def test_dk_and_dv_have_the_same_bits_every_time(device):
-    """Only dQ is added up in no fixed order."""
-    q, k, v = leaves(1000, 1000, device)
-    out = fa3.flash_attn_func(q, k, v, causal=True)
-    d_out = torch.randn_like(out)
-    first = torch.autograd.grad(out, (k, v), d_out, retain_graph=True)
-    for _ in range(20):
-        again = torch.autograd.grad(out, (k, v), d_out, retain_graph=True)
-        assert all(map(torch.equal, again, first))
+    for _, _, expected, found in calls:
+        for gradients in found:
+            check_bits(gradients, expected, deterministic)
 
 
 DETERMINISTIC = (
@@ -248,61 +247,3 @@ def test_deterministic_gradients(head_dim, window, device):
     problem = make_problem(2, 500, 700, 2, 2, head_dim, window)
     q, k, v = make_operands(problem, 0, device)
     check_gradients(q, k, v, window, (True, True), deterministic=True)
-
-
-def test_deterministic_gradients_on_two_streams(device):
-    """Launches that share the SMs do not wait for one another's CTAs."""
-    problem = make_problem(2, 1500, 1500, 8, 1, 64, CAUSAL)
-    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
-    out = fa3.flash_attn_func(*operands, causal=True, deterministic=True)
-    grad = torch.randn_like(out)
-    expected = torch.autograd.grad(out, operands, grad)
-    streams = [torch.cuda.Stream(device) for _ in range(3)]
-    found = []
-    torch.cuda.synchronize()
-    for _ in range(20):
-        for stream in streams:
-            # Autograd runs what is behind a call on the call's stream, so each has its own.
-            with torch.cuda.stream(stream):
-                again = fa3.flash_attn_func(*operands, causal=True, deterministic=True)
-                found.append(torch.autograd.grad(again, operands, grad))
-    torch.cuda.synchronize()
-    assert all(torch.equal(*pair) for one in found for pair in zip(one, expected, strict=True))
-
-
-def test_deterministic_gradients_captured_in_a_graph(device):
-    """Words that tiles wait for are zero again at each replay."""
-    problem = make_problem(2, 1500, 1500, 4, head_dim=128, window=CAUSAL)
-    operands = [x.requires_grad_() for x in make_operands(problem, 0, device)]
-    d_out = torch.randn_like(operands[0])
-
-    def run():
-        out = fa3.flash_attn_func(*operands, causal=True, deterministic=True)
-        return torch.autograd.grad(out, operands, d_out)
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        expected = run()
-    graph, found = captured(run)
-    for _ in range(5):
-        for x in found:
-            x.fill_(torch.nan)
-        graph.replay()
-        assert all(map(torch.equal, found, expected))
-
-
-def test_captured_in_a_graph(device):
-    q, k, v = leaves(170, 190, device)
-    d_out = torch.randn_like(q)
-
-    def run():
-        return torch.autograd.grad(fa3.flash_attn_func(q, k, v, causal=True), (q, k, v), d_out)
-
-    with torch.cuda.stream(torch.cuda.Stream()):
-        expected = run()
-    graph, found = captured(run)
-    for _ in range(3):
-        for x in found:
-            x.fill_(torch.nan)
-        graph.replay()
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-2, rtol=1e-2)

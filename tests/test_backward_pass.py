@@ -1,143 +1,55 @@
 """What calls hand to the entry of a backward pass: where it looks for it, and in one buffer."""
 
-from dataclasses import replace
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType, SimpleNamespace
 
+import cutlass
+import cutlass.cute as cute
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import make_problem
 
-from fa3.calls import backward
-from fa3.calls.backward import BackwardCall
+from fa3.kernels import backward_preprocess
 from fa3.kernels.backward_launch import ACCUMULATED, BackwardConfig, place_of_group_flag
-from fa3.kernels.backward_pass import PassArguments
+from fa3.kernels.backward_preprocess import (
+    PREPROCESS_THREADS,
+    TilePreprocess,
+    lanes_of_row,
+    warps_of_tile,
+)
 from fa3.planning.backward import (
+    KEYS_OF_QUERY,
+    TILES_PREPROCESSED,
     BackwardPlan,
     head_groups_of_packed,
     numbers_of_key_parts,
     shares_of_packed,
     words_of_counters,
 )
-from fa3.planning.gpu import H200
 from fa3.planning.key_split import KeyShares
+from fa3.primitives import dq_accumulator
 from fa3.primitives.divisor import PlainDivisor
+from fa3.primitives.dq_accumulator import CLAIMED, NOTHING, STORED, DqAccumulator
 from fa3.primitives.gradient_parts import KeySplit, family_of
 from fa3.primitives.query_tiles import number_of_packed_tiles
 from fa3.primitives.query_walk import EitherWalk
-from fa3.problem import Window
-from fa3.reference.backward import BackwardOperands, Wanted
-from fa3.reference.dropout import Dropout
-from fa3.reference.varlen import PackedLengths
-from fa3.scores.masks import Blocks
+from fa3.primitives.vectors import VECTOR
+from fa3.primitives.wgmma import WARP
+from fa3.problem import AttentionSpec, Window
+from fa3.schedules import Tile
+from fa3.schedules.order import KernelOrder, TileOrder
+from fa3.schedules.query_index import QueryHeadGroups
+from fa3.schedules.ragged_keys import RaggedKeyOrder
+from fa3.scores.masks import Band, Blocks
 
 CAUSAL = Window(right=0)
-
-OPTIONS = [
-    pytest.param(False, None, False, id="plain"),
-    pytest.param(True, None, True, id="in order"),
-    pytest.param(False, Dropout(torch.tensor([3]), 0.3), True, id="dropout"),
-]
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """Note the entries that are loaded, and what they get; they compute nothing."""
-    found = []
-
-    def load(entry):
-        return lambda *given: found.append((entry, PassArguments(*given)))
-
-    monkeypatch.setattr(backward, "load_kernel", load)
-    monkeypatch.setattr(backward, "current_device", lambda: None)
-    monkeypatch.setattr(backward, "gpu_of", lambda device: H200)
-    remembered = backward.prepare_backward, backward.load_packed, backward.prepare_packed
-    for prepare in remembered:
-        prepare.cache_clear()
-    yield found
-    for prepare in remembered:
-        prepare.cache_clear()
-
-
-def check_handed_over(launched, operands, has_d_lse: bool, gradients) -> tuple:
-    """Everything is in its place and of its kind, and parts of the buffer follow one another."""
-    ((entry, given),) = launched
-    wanted = PassArguments.symbolic(entry)
-    assert [x is None for x in given] == [x is None for x in wanted]
-    for name, value in given._asdict().items():
-        is_tensor = hasattr(getattr(wanted, name), "memspace")
-        assert isinstance(value, torch.Tensor) == is_tensor, name
-    same = "q", "k", "v", "out", "lse", "d_out"
-    assert all(getattr(given, name) is getattr(operands, name) for name in same)
-    assert given.has_d_lse == has_d_lse
-    assert given.d_lse is (operands.d_lse if has_d_lse else operands.lse)
-    assert all(map(torch.Tensor.is_set_to, (given.dq, given.dk, given.dv), gradients))
-    places = 0, given.dq_at, given.table_at, given.counters_at, given.dq_flags_at
-    places = *places, given.buffer.numel()
-    assert list(places) == sorted(places) and not any(place % 4 for place in places[:-1])
-    # One flag for each query tile, which has two numbers of each of its rows.
-    tiles = given.dq_at // (2 * entry.main.config.tile_m)
-    end_of_flags = given.parts_at if entry.main.splits else places[-1]
-    flags = tiles if entry.main.has_dq_flags else 0
-    assert 0 <= end_of_flags - given.dq_flags_at - flags < (4 if entry.main.splits else 1)
-    config = entry.main.config
-    return given, config.tile_m, config.tile_n
-
-
-@pytest.mark.parametrize(("is_ordered", "dropout", "has_d_lse"), OPTIONS)
-def test_dense(is_ordered, dropout, has_d_lse, launched):
-    problem = make_problem(2, 70, 90, 2, 3, 64, CAUSAL)
-    problem = replace(problem, spec=replace(problem.spec, has_dropout=dropout is not None))
-    q, out, d_out = (torch.zeros(2, 70, 6, 64).bfloat16() for _ in range(3))
-    k, v = (torch.zeros(2, 90, 2, 64).bfloat16() for _ in range(2))
-    lse = torch.zeros(2, 6, 70)
-    operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
-    call = BackwardCall(problem, None, 0.5, is_ordered, 132)
-    *found, _ = backward.dense_gradients(call, operands, (), Wanted(sinks=False), dropout)
-    given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
-    assert (given.window_left, given.window_right) == problem.window
-    rows = 2 * 6 * -(-70 // tile_m) * tile_m
-    assert (given.dq_at, given.table_at) == (rows * 2, rows * (2 + 64))
-    # In a fixed order a CTA has one query head.
-    assert given.head_parts == (3 if is_ordered else None)
-    assert given.num_clusters == 2 * 2 * -(-90 // tile_n) * (given.head_parts or 1)
-    if not is_ordered:
-        # Counters of the schedule, two more, and two flags of the one head group.
-        assert given.dq_flags_at - given.table_at == 8
-    assert given.dq_is_zeroed == is_ordered
-
-
-@pytest.mark.parametrize("has_used", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(("is_ordered", "dropout", "has_d_lse"), OPTIONS)
-def test_packed(is_ordered, dropout, has_d_lse, has_used, launched):
-    spec = replace(make_problem(window=CAUSAL).spec, has_dropout=dropout is not None)
-    q, out, d_out = (torch.zeros(300, 6, 64).bfloat16() for _ in range(3))
-    k, v = (torch.zeros(500, 2, 64).bfloat16() for _ in range(2))
-    lse = torch.zeros(6, 300)
-    operands = BackwardOperands(q, k, v, out, lse, d_out, lse.clone() if has_d_lse else None)
-    ends_q, ends_k = torch.tensor([0, 100, 300]).int(), torch.tensor([0, 200, 500]).int()
-    lengths = PackedLengths(ends_q, ends_k, *(ends_q[1:] if has else None for has in has_used))
-    call = BackwardCall((spec, CAUSAL), (200, 300), 0.5, is_ordered, 132)
-    wanted = Wanted(sinks=False)
-    *found, _ = backward.packed_gradients(call, operands, lengths, (), wanted, dropout)
-    given, tile_m, tile_n = check_handed_over(launched, operands, has_d_lse, found)
-    assert given[-9:-5] == tuple(lengths)
-    rows = 6 * (300 // tile_m + 2) * tile_m
-    assert (given.dq_at, given.table_at) == (rows * 2, rows * (2 + 64))
-    # A header of 8 words, and 8 of each record.
-    assert given.counters_at - given.table_at == 8 * (1 + given.capacity)
-    # So few key tiles are shared. Two words of a schedule that has its own, two more, and two for
-    # each head group; one for each part of a key tile and each of 8 warps.
-    parts = given.head_parts * given.block_parts
-    assert parts > 1 and given.head_parts in (1, 3)
-    assert given.part_counters_at - given.counters_at == 8
-    num_parts = 2 * (500 // tile_n + 2) * parts
-    assert given.dq_flags_at - given.part_counters_at == 8 * num_parts
-    assert given.buffer.numel() - given.parts_at == num_parts * tile_n * 2 * 64
-    assert given.dq_is_zeroed
-    assert (given.heads_per_group, given.groups_preprocessed) == (2 * parts, 1)
-    assert given.capacity == 500 // tile_n + 2
-    assert given.num_clusters == min(132, 2 * given.capacity * parts)
 
 
 @pytest.mark.parametrize(
@@ -322,3 +234,275 @@ def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
     assert (shares.parts > 1) == splits
     num_parts = number_of_packed_tiles(total, num_sequences, 128) * heads[1] * shares.parts
     assert not splits or numbers_of_key_parts(num_parts, spec, BackwardConfig(64, 128)) * 4 < 3e8
+
+
+LOCATE = FunctionType(RaggedKeyOrder.locate.__wrapped__.__code__, {"larger": max})
+"""With the code as it is written, taken before the DSL puts its own in its place."""
+
+PROBLEMS = list(itertools.product((1, 3, 8), (1, 2, 7), (1, 5), (1, 2, 4, 35), (1, 2, 6)))
+"""Key tiles of a head, heads, batch, heads of a head group, query tiles of a head."""
+
+
+@pytest.mark.parametrize(("keys", "heads", "batch", "per_group", "queries"), PROBLEMS)
+def test_queries_are_in_the_head_group_of_their_keys(keys, heads, batch, per_group, queries):
+    per_group = min(per_group, heads * batch)
+    order = TileOrder(keys, heads, batch, per_group)
+    total = heads * batch * queries
+    groups = QueryHeadGroups(total, PlainDivisor(per_group * queries))
+    for index in range(order.num_tiles):
+        tile, group = order.tile(index), order.section_of(index)
+        head = tile.batch * heads + tile.head
+        own = range(head * queries, (head + 1) * queries)
+        assert {groups.group_of(number) for number in own} == {group}
+    count = -(-heads * batch // per_group)
+    in_kernel = KernelOrder(
+        keys, heads, batch, per_group, PlainDivisor(per_group * keys), *[None] * 3
+    )
+    found = Counter(map(order.section_of, range(order.num_tiles)))
+    assert found == {i: in_kernel.tiles_in(i) for i in range(count)}
+    assert sum(map(groups.tiles_in, range(count))) == total
+    begins = [groups.tiles_before(group) for group in range(count + 1)]
+    assert begins[0] == 0 and begins[-1] == total == groups.tiles_before(count + 3)
+    assert all(b - a == groups.tiles_in(i) for i, (a, b) in enumerate(itertools.pairwise(begins)))
+
+
+@pytest.mark.parametrize("records", [1, 5, 33])
+@pytest.mark.parametrize(("heads", "per_group"), [(1, 1), (6, 2), (6, 6), (12, 3)])
+def test_packed_tiles_are_walked_group_by_group(records, heads, per_group):
+    """Each record once for every head, and queries numbered head by head are in its head group."""
+    order = RaggedKeyOrder(None, PlainDivisor(per_group), PlainDivisor(heads // per_group))
+    of_head, end = 7, records * heads
+    groups = QueryHeadGroups(of_head * heads, PlainDivisor(of_head * per_group))
+    found = []
+    for index in range(end):
+        first_head, number = LOCATE(order, index, end)
+        head, record = first_head + number % per_group, number // per_group
+        found.append((order.group_of(head), record, head))
+        assert groups.group_of(head * of_head) == order.group_of(head)
+        assert groups.group_of(head * of_head + of_head - 1) == order.group_of(head)
+    assert LOCATE(order, 0, 0) == (0, 0)
+    assert found == sorted(found)
+    assert len({(record, head) for _, record, head in found}) == end
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "window", "inside"),
+    [
+        (KEYS_OF_QUERY, Window(), True),
+        (KEYS_OF_QUERY - 1, Window(), False),
+        (2 * KEYS_OF_QUERY, Window(right=0), True),
+        (2 * KEYS_OF_QUERY - 2, Window(right=0), False),
+        (16384, Window(KEYS_OF_QUERY - 1, 0), True),
+        (16384, Window(KEYS_OF_QUERY - 2, 0), False),
+        (16384, Window(100, 100), False),
+    ],
+)
+def test_short_head_groups_are_preprocessed_before(seqlen, window, inside):
+    plan = BackwardPlan.of(make_problem(4, seqlen, seqlen, 64, head_dim=128, window=window))
+    assert plan.num_head_groups > 1
+    if not inside:
+        assert plan.groups_preprocessed == plan.num_head_groups
+        return
+    per_group = plan.heads_per_group * plan.key_tiles_of_head * plan.shares.parts
+    assert 0 <= plan.groups_preprocessed * per_group - TILES_PREPROCESSED < per_group
+
+
+def test_a_call_of_one_head_group_is_preprocessed_before():
+    plan = BackwardPlan.of(make_problem(1, 2048, 2048, 1, head_dim=128, window=Window()))
+    assert plan.num_head_groups == plan.groups_preprocessed == 1
+
+
+JITTED = TilePreprocess.totals_of_rows.__wrapped__
+TOTALS_OF_ROWS = FunctionType(JITTED.__code__, JITTED.__globals__)
+"""With the code as it is written, taken before any test runs: the DSL puts its own in the place of
+it when it first compiles the function."""
+
+
+class Vectors(np.ndarray):
+    """What a lane has loaded, (8, rows, 2), or a vector of it."""
+
+    def __getitem__(self, at):
+        return super().__getitem__(tuple(slice(None) if n is None else n for n in at))
+
+    def load(self):
+        return self
+
+    def to(self, dtype):
+        return self
+
+    def reduce(self, *how, **named):
+        return float(self.sum())
+
+
+class Lanes:
+    """The lanes of a warp."""
+
+    def __init__(self, monkeypatch, pool: ThreadPoolExecutor):
+        self.pool = pool
+        self.own, self.given = threading.local(), [0.0] * WARP
+        self.barrier = threading.Barrier(WARP, timeout=60)
+        monkeypatch.setattr(cute.arch, "lane_idx", lambda: self.own.lane)
+        monkeypatch.setattr(cute.arch, "shuffle_sync_bfly", self.shuffle)
+        monkeypatch.setattr(cutlass, "range_constexpr", range)
+        monkeypatch.setattr(backward_preprocess, "Float32", float)
+
+    def shuffle(self, number: float, offset: int) -> float:
+        self.given[self.own.lane] = number
+        self.barrier.wait()
+        got = self.given[self.own.lane ^ offset]
+        self.barrier.wait()
+        return got
+
+    def run(self, warp: int, function) -> list:
+        """What a function of a thread's number gives in each lane of a warp."""
+
+        def in_lane(lane: int):
+            self.own.lane = lane
+            return function(warp * WARP + lane)
+
+        return list(self.pool.map(in_lane, range(WARP)))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ThreadPoolExecutor(WARP) as threads:
+        yield threads
+
+
+@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("head_dim_v", [8, 16, 24, 40, 64, 96, 136, 256])
+def test_each_row_has_its_statistics_once(head_dim_v, tile_m, monkeypatch, pool):
+    spec, config = AttentionSpec("bfloat16", 64, head_dim_v, Band()), BackwardConfig(tile_m, 128)
+    lanes, own = Lanes(monkeypatch, pool), SimpleNamespace(tile=Tile(0, 0, 0))
+    products = np.random.default_rng(0).integers(0, 100, (tile_m, head_dim_v))
+    for warps in {warps_of_tile(spec, tile_m), PREPROCESS_THREADS // WARP}:
+        assert tile_m % warps == 0
+        of_row = lanes_of_row(spec, tile_m // warps)
+        count = tile_m // warps * of_row // WARP
+        monkeypatch.setattr(TilePreprocess, "count", count)
+
+        def statistics(number: int, warps=warps, of_row=of_row, count=count) -> list:
+            """(row, sum) of what a lane of the tile's warps writes."""
+            warp, lane = divmod(number, WARP)
+            vectors = np.ones((VECTOR, count, 2)).view(Vectors)
+            begin = TilePreprocess(spec, config, None, warps, vectors, None)
+            column = min(lane % of_row * VECTOR, head_dim_v - VECTOR)
+            for i in range(count):
+                row = begin.query(own, warp, i)
+                vectors[:, i, 0] = products[row, column : column + VECTOR]
+            totals = TOTALS_OF_ROWS(begin)
+            if lane % of_row >= count:
+                return []
+            rows = [begin.query(own, warp, begin.row_of_lane(i)) for i in range(len(totals))]
+            return list(zip(rows, totals, strict=True))
+
+        written = [
+            row for warp in range(warps) for rows in lanes.run(warp, statistics) for row in rows
+        ]
+        assert sorted(written) == list(enumerate(products.sum(1).tolist()))
+
+
+def written(method):
+    """A method with the code as it is written, taken before the DSL puts its own in its place."""
+    return FunctionType(method.__wrapped__.__code__, method.__wrapped__.__globals__)
+
+
+CLAIM, HAS_VALUE = written(DqAccumulator.claim), written(DqAccumulator.has_value)
+
+
+class Memory:
+    """Flags in device memory, which count how often one is read or changed."""
+
+    def __init__(self, words: list[int], monkeypatch):
+        self.words, self.lock, self.accesses = words, threading.Lock(), 0
+        monkeypatch.setattr(cute.arch, "atomic_or", self.atomic_or)
+        monkeypatch.setattr(cute.arch, "load", self.load)
+        monkeypatch.setattr(cute.arch, "fence_proxy", lambda kind: None)
+        monkeypatch.setattr(dq_accumulator, "Int32", int)
+        monkeypatch.setattr(dq_accumulator, "Boolean", bool)
+
+    def accumulator(self) -> DqAccumulator:
+        """An accumulator with these flags; the address of a tile's flag is its number."""
+        tiles = SimpleNamespace(number=lambda tile: tile)
+        return DqAccumulator(None, tiles, SimpleNamespace(iterator=0))
+
+    def atomic_or(self, word: int, bits: int, sem: str, scope: str) -> int:
+        assert sem == {CLAIMED: "acquire", STORED: "release"}[bits] and scope == "gpu"
+        with self.lock:
+            self.accesses += 1
+            found, self.words[word] = self.words[word], self.words[word] | bits
+        return found
+
+    def load(self, word: int, dtype, sem: str, scope: str) -> int:
+        assert sem in ("acquire", "relaxed") and scope == "gpu"
+        with self.lock:
+            self.accesses += 1
+            return self.words[word]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_stores_and_all_others_add(seed, monkeypatch):
+    draw = random.Random(seed)
+    tiles, ctas = draw.randint(1, 12), draw.randint(1, 16)
+    memory = Memory([NOTHING] * tiles, monkeypatch)
+    sums, stores, locks = (
+        [float("nan")] * tiles,
+        [0] * tiles,
+        [threading.Lock() for _ in range(tiles)],
+    )
+    start = threading.Barrier(ctas)
+
+    def cta(first: int):
+        """Walk the tiles upwards from some tile on, as a key tile does."""
+        dq = memory.accumulator()
+        start.wait()
+        for tile in range(first, tiles):
+            is_first = CLAIM(dq, tile, 0)
+            if is_first:
+                time.sleep(0.002)  # Until the value has arrived; others come meanwhile.
+            with locks[tile]:
+                stores[tile] += is_first
+                sums[tile] = 1 if is_first else sums[tile] + 1
+            if is_first:
+                dq.publish_first_store(tile)
+
+    begins = [draw.choice((0, draw.randrange(tiles))) for _ in range(ctas)]
+    threads = [threading.Thread(target=cta, args=(first,), daemon=True) for first in begins]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    expected = [sum(first <= tile for first in begins) for tile in range(tiles)]
+    # NaN is equal to nothing: tiles without a key tile are left out.
+    assert [n for n, count in zip(sums, expected, strict=True) if count] == [
+        n for n in expected if n
+    ]
+    assert stores == [min(1, count) for count in expected]
+    assert memory.words == [STORED if count else NOTHING for count in expected]
+    dq = memory.accumulator()
+    assert [HAS_VALUE(dq, tile, 0) for tile in range(tiles)] == [count > 0 for count in expected]
+
+
+def test_an_accumulator_of_zeros_is_only_added_to(monkeypatch):
+    memory = Memory([NOTHING] * 3, monkeypatch)
+    dq = memory.accumulator()
+    assert not any(CLAIM(dq, tile, 1) for tile in range(3))
+    assert all(HAS_VALUE(dq, tile, 1) for tile in range(3))
+    assert memory.accesses == 0
+
+
+def test_a_claimed_tile_is_waited_for(monkeypatch):
+    memory = Memory([CLAIMED], monkeypatch)
+    dq, found = memory.accumulator(), SimpleNamespace(is_first=None)
+
+    def wait():
+        found.is_first = CLAIM(dq, 0, 0)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(timeout=0.2)
+    assert thread.is_alive() and found.is_first is None
+    dq.publish_first_store(0)
+    thread.join(timeout=60)
+    assert found.is_first is False

@@ -12,23 +12,19 @@ import torch
 from bench_stubs import draw, without_gpu
 
 import fa3
-from benchmarks import bench_backward, gradients, harness, results, shapes
+from benchmarks import bench_backward, gradients, results, shapes
 from benchmarks.bench_backward import CSV_NAME, HOST_NAME, GradientRow
 from benchmarks.gradients import (
-    DROPPED_OURS,
-    FEW,
     ORDERED_FA4,
     ORDERED_OURS,
     PASSES,
-    Found,
     Gradients,
     reference_of,
     with_passes,
 )
 from benchmarks.harness import WrongOutput
-from benchmarks.packed import PackedCell, pack
+from benchmarks.packed import pack
 from benchmarks.results import OK
-from fa3.tools.timing import run_block
 
 DENSE = shapes.named("dense", 2, (50, 50), (4, 2), (64, 32))
 FULL = shapes.named("full", 1, (40, 70), (2, 2), (64, 64), causal=False)
@@ -73,32 +69,6 @@ def test_reference_is_the_gradient(cell):
         reference.check(found)
 
 
-@pytest.mark.parametrize("passes", PASSES)
-def test_dropout_passes_a_check_of_its_own(passes):
-    cell = with_passes(DENSE, passes)
-    tensors = draw(cell)
-    (call,) = Gradients(gradients.DENSE_KINDS[DROPPED_OURS]()).prepare(cell, tensors).values()
-    errors = reference_of(cell, tensors, has_dropout=True).check(call())
-    assert errors.largest <= errors.allowed < 0.1
-    with pytest.raises(WrongOutput, match="error of"):
-        reference_of(cell, tensors).check(call())
-
-
-@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
-def test_ours_pass_the_check(cell):
-    tensors = draw(cell)
-    reference = reference_of(cell, tensors)
-    kinds = gradients.PACKED_KINDS if isinstance(cell, PackedCell) else gradients.DENSE_KINDS
-    for name in (gradients.OURS, ORDERED_OURS):
-        one = Gradients(kinds[name]())
-        assert one.name == name and not one.is_peer and one.supports(cell) is None
-        (call,) = one.prepare(cell, tensors).values()
-        for _ in range(2):
-            errors = reference.check(call())
-            assert errors.largest <= errors.allowed < 0.1
-    assert not any(tensor.requires_grad for tensor in tensors)
-
-
 def test_the_check_finds_wrong_masks_and_holes_of_packed_sequences():
     cell = with_passes(RAGGED, "both")
     tensors = draw(cell)
@@ -138,31 +108,6 @@ def fake_peer(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
-def test_peers_are_differentiated(cell, fake_peer, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(gradients, "ORDERED", {DENSE.name, RAGGED.name})
-    found = Found(gradients.NAMES)
-    assert not found.missing
-    providers = [one for one in found.providers_of(cell) if not one.name.startswith("fa3")]
-    ordered = [ORDERED_FA4] if cell.name.removeprefix(f"{cell.passes}-") != FULL.name else []
-    cudnn = [] if isinstance(cell, PackedCell) else ["cudnn"]
-    assert [one.name for one in providers] == ["fa4-cute", *ordered, *cudnn]
-    assert [one.name for one in providers if one.is_peer] == ["fa4-cute", *cudnn]
-    tensors = draw(cell)
-    reference = reference_of(cell, tensors)
-    for one in providers:
-        if one.name == "cudnn":
-            continue
-        fake_peer.clear()
-        (call,) = one.prepare(cell, tensors).values()
-        reference.check(call())
-        reference.check(call())
-        assert set(fake_peer) == {one.name == ORDERED_FA4}
-        # Alone, the backward pass is that of one forward pass.
-        assert len(fake_peer) == (1 if cell.passes == "backward" else 2)
-
-
 def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peer):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(gradients, "ORDERED", {DENSE.name, RAGGED.name})
@@ -181,25 +126,3 @@ def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peer):
     assert "host, us a call: fa3 25.0" in capsys.readouterr().out
     bench_backward.main(options)
     assert len(results.read(tmp_path / CSV_NAME, GradientRow)) == len(rows)
-
-
-@pytest.fixture
-def backends():
-    """Give torch the attention that it had back: cuDNN's provider leaves it no other."""
-    names = "flash", "mem_efficient", "math", "cudnn"
-    before = [getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names]
-    yield
-    for name, is_on in zip(names, before, strict=True):
-        getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_on)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [gradients.OURS, "cudnn"])
-@pytest.mark.parametrize("passes", PASSES)
-def test_gradients_are_replayed_from_graphs(passes, name, backends):
-    cell = with_passes(FEW, passes, graph=True)
-    (tensors,) = harness.draw_inputs(cell, "normal", sets=1)
-    one = Gradients(gradients.DENSE_KINDS[name]())
-    harness.check_provider(one, cell, tensors, reference_of(cell, tensors))
-    runner = harness.choose_runner(one, cell, [tensors]).runner
-    assert runner.launch == "graph" and 0 < run_block(runner, block_ms=1).us < 1000

@@ -1,15 +1,12 @@
 """The decode benchmark, as far as it needs no GPU: what it runs, checks, counts and prints."""
 
-import importlib.metadata
 import math
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import caches, peers, shapes
+from benchmarks import caches, shapes
 from benchmarks.caches import CELLS, OURS, PAGED, DecodeCell
 from benchmarks.harness import WrongOutput
 from benchmarks.peers import Tensors
@@ -82,49 +79,3 @@ def test_the_check_finds_wrong_lengths_masks_and_holes():
     out[1, 0, 1, 5] = math.nan
     with pytest.raises(WrongOutput, match="finite"):
         reference.check(out)
-
-
-def attend(q, k, v, lengths, causal):
-    """What a peer computes, by ours."""
-    return caches.fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=causal)
-
-
-@pytest.fixture
-def fake_peers(monkeypatch):
-    """Modules that look like the peers' packages."""
-
-    def with_kvcache(q, k_cache, v_cache, cache_seqlens=None, causal=False, num_splits=1):
-        assert num_splits == 0
-        return attend(q, k_cache, v_cache, cache_seqlens, causal)
-
-    def attend_full(q, k, v, causal, window_size, softcap):
-        return attend(q, k, v, None, causal), None
-
-    def attend_lengths(q, k, v, seqused_k, causal):
-        return attend(q, k, v, seqused_k, causal), None
-
-    modules = {
-        "fa3_fwd_interface": {"flash_attn_func": None, "flash_attn_with_kvcache": with_kvcache},
-        "flash_attn": {},
-        "flash_attn.cute": {
-            "flash_attn_func": attend_full,
-            "flash_attn_varlen_func": attend_lengths,
-        },
-    }
-    for name, functions in modules.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
-
-
-@pytest.mark.parametrize("cell", SMALL, ids=["skewed", "queries", "full"])
-def test_peers_are_called_for_what_they_take(cell, fake_peers):
-    found, missing = peers.find(["fa3-cpp", "fa4-cute"], caches.PEERS)
-    assert [one.name for one in found] == ["fa3-cpp", "fa4-cute"] and not missing
-    tensors = draw(cell)
-    reference = caches.CacheReference(cell, tensors)
-    for one in found:
-        assert one.supports(cell) is None
-        calls = one.prepare(cell, tensors)
-        assert (len(calls) == 2) == (one.name == "fa3-cpp" and cell.is_full)
-        for call in calls.values():
-            reference.check(call())

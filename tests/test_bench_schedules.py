@@ -1,6 +1,5 @@
 """Plans as things to measure, the fit of the cost model, and the planner's regret; on the CPU."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from benchmarks import (
     results,
     shapes,
 )
-from benchmarks.cost_parameters import comparable_schedules, predicted_us
+from benchmarks.cost_parameters import predicted_us
 from benchmarks.fit_costs import START, Accuracy
 from benchmarks.peers import Tensors
-from benchmarks.results import OK, PlanRow, Row
-from fa3.planning.costs import H200_COSTS, parse_costs
+from benchmarks.results import OK, PlanRow
+from fa3.planning.costs import parse_costs
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.tilings import choose_config
@@ -123,16 +122,6 @@ def test_a_row_s_plan_is_read_back():
 # --------------------------------------------------------------------------------- rows
 
 
-def test_rows_go_into_a_file_by_the_names_of_its_columns(tmp_path):
-    path = tmp_path / "forward.csv"
-    columns = results.header_of(Row)
-    path.write_text(",".join(reversed(columns)) + "\n")
-    row = {name: getattr(plan_row(CELLS[0], plan_forward(plans.problem_of(CELLS[0])), 5.0), name)
-           for name in results.header_of(results.Measurement)}  # fmt: skip
-    results.append(path, [Row(**row)])
-    assert results.read(path) == [Row(**row)]
-
-
 # --------------------------------------------------------------------------------- the fit
 
 
@@ -150,19 +139,6 @@ def test_the_fit_finds_a_model_again():
     held_out = fit_costs.held_out_errors(START, seen)
     assert len(held_out) == len(seen)
     assert Accuracy.of(error for _, error in held_out).largest < 0.03
-
-
-def test_a_schedule_is_compared_where_both_were_measured():
-    rows = rows_of(CELLS[:1], START, ("list",)) + rows_of(CELLS[1:2], START, ("static",))
-    seen = [fit_costs.observe(row, H200) for row in rows]
-    assert comparable_schedules(seen) == []
-    seen += [fit_costs.observe(row, H200) for row in rows_of(CELLS[1:2], START, ("list",))]
-    assert comparable_schedules(seen) == ["static"]
-
-
-def test_parameters_survive_the_file():
-    costs = parse_costs(H200_COSTS.read_text())
-    assert parse_costs(fit_costs.text_of(costs)) == costs
 
 
 def test_fitting_a_directory_writes_a_model(tmp_path, capsys):
@@ -218,13 +194,6 @@ def test_regret_over_the_committed_records(record):
     found = results.read(directory / fit_costs.SCHEDULES_CSV, PlanRow)
     rows = [row for row in found if row.regime == regime]
     assert regret.standing(regret.judge(rows, H200)).mean <= RECORDED[record]
-
-
-def test_a_choice_that_was_not_measured_has_no_regret():
-    rows = [row for row in measured(CELLS[3], {}) if row.schedule == "single"]
-    (verdict,) = regret.judge(rows, H200)
-    assert verdict.chosen is None and math.isnan(verdict.regret)
-    assert regret.standing([verdict]).cells == 0
 
 
 def test_a_record_is_reported_without_a_gpu(tmp_path, capsys):

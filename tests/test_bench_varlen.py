@@ -12,7 +12,7 @@ import torch
 from bench_stubs import draw, without_gpu
 
 import fa3
-from benchmarks import bench_varlen, packed, peers, results, shapes
+from benchmarks import bench_varlen, packed, results, shapes
 from benchmarks.bench_varlen import CSV_NAME, HOST_NAME
 from benchmarks.harness import WrongOutput
 from benchmarks.packed import BY_NAME, OURS, PackedReference, pack
@@ -56,22 +56,6 @@ def test_caches_and_pages_hold_the_keys():
             for pages, of_all in ((k, tensors.k), (v, tensors.v)):
                 assert torch.equal(pages[table[i].long()].flatten(0, 1)[:length], of_all[rows])
             assert torch.equal(cache[i, :length], tensors.k[rows]) and not cache[i, length:].any()
-
-
-@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
-def test_ours_pass_the_check(cell):
-    tensors = draw(cell)
-    reference = PackedReference(cell, tensors)
-    ran = []
-    for one in packed.providers_of(cell, [], []):
-        assert one.supports(cell) is None
-        for call in one.prepare(cell, tensors).values():
-            errors = reference.check(call())
-            assert errors.largest <= errors.allowed < 0.05
-            ran.append(one.name)
-    cached = ["fa3", "fa3-metadata", "fa3-kvcache", "fa3-page16", "fa3-page64"]
-    packed_keys = ["fa3", "fa3-metadata", "fa3-dense"][: 2 + (cell is EQUAL)]
-    assert ran == (cached if cell.is_cached else packed_keys)
 
 
 def test_the_check_finds_wrong_lengths_masks_and_holes():
@@ -131,20 +115,6 @@ def fake_peers(monkeypatch):
     for name, functions in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
-
-
-@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
-def test_peers_are_called_for_what_they_take(cell, fake_peers):
-    found, missing = peers.find(packed.PEERS, packed.PEERS)
-    assert [one.name for one in found] == ["fa3-cpp", "fa4-cute"] and not missing
-    tensors = draw(cell)
-    reference = PackedReference(cell, tensors)
-    for one in found:
-        assert one.supports(cell) is None
-        calls = one.prepare(cell, tensors)
-        assert len(calls) == 1 + (one.name == "fa3-cpp" and not cell.is_cached)
-        for call in calls.values():
-            reference.check(call())
 
 
 def test_a_run_from_end_to_end(tmp_path, monkeypatch, capsys, fake_peers):

@@ -2,18 +2,24 @@
 
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_stubs import draw
 from rich.console import Console
 
+import fa3
 from benchmarks import (
     bench_backward,
     bench_decode,
+    bench_first_call,
     bench_forward,
     bench_varlen,
+    first_call,
     harness,
     meter,
     plot,
@@ -22,8 +28,15 @@ from benchmarks import (
     runs,
     shapes,
 )
+from benchmarks.bench_against import knows, load_tree
+from benchmarks.bench_host import HEAD_DIM, HEADS, calls_on
+from benchmarks.bench_scores import BUILT_IN, FUNCTIONS, PLAIN, Modified, ModifiedReference
+from benchmarks.first_call import CALLS, DONE, FIRST, SECOND
+from benchmarks.harness import WrongOutput
 from benchmarks.meter import Sample
+from benchmarks.peers import Tensors
 from benchmarks.results import FAILED, OK, UNSUPPORTED, Row
+from fa3.tools import models
 from fa3.tools.timing import REGIMES
 
 
@@ -182,3 +195,100 @@ def test_committed_rows_of_the_forward_grid_are_printed_and_drawn(tmp_path):
     bench_forward.print_report(console, rows, ["steady"])
     assert "fa3-cpp" in console.export_text()
     assert plot.draw_all(rows, tmp_path)
+
+
+CELLS = [shapes.named("cost", 2, (150, 150), (4, 2), (64, 64), causal) for causal in (False, True)]
+
+
+def reference_of(provider: Modified, cell: shapes.Cell, tensors: Tensors) -> ModifiedReference:
+    return ModifiedReference(cell, tensors, provider.arguments(cell, tensors.q.device))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.mask)
+@pytest.mark.parametrize("name", [*BUILT_IN, *FUNCTIONS])
+def test_calls_pass_their_own_check_and_no_other(name, cell):
+    provider = Modified(name, (BUILT_IN | FUNCTIONS)[name])
+    tensors = draw(cell)
+    (call,) = provider.prepare(cell, tensors).values()
+    errors = reference_of(provider, cell, tensors).check(call())
+    assert errors.largest <= errors.allowed < 0.05
+    # Beside the plain kernel a prefix of no keys is the causal mask, and a window hides one key.
+    same = name in (PLAIN, "window") or (name == "prefix" and cell.causal)
+    if not same:
+        with pytest.raises(WrongOutput):
+            reference_of(Modified(PLAIN, []), cell, tensors).check(call())
+
+
+def test_all_kinds_of_calls_run_and_agree_with_metadata():
+    calls = calls_on("cpu")
+    for name, call in calls.items():
+        out = call()
+        assert out.shape[-2:] == (HEADS, HEAD_DIM)
+        assert out.isfinite().all()
+        if name == "packed, other lengths":
+            assert not torch.equal(out, call())
+            continue
+        plain = calls[name.removesuffix(", metadata")]
+        torch.testing.assert_close(out, plain(), atol=0.01, rtol=0.02)
+
+
+def test_another_tree_stands_beside_this_one(tmp_path):
+    shutil.copytree(Path(fa3.__file__).parent, tmp_path / "fa3")
+    theirs = load_tree(tmp_path)
+    assert Path(theirs.__file__).is_relative_to(tmp_path)
+    assert sys.modules["fa3"] is fa3 and theirs.flash_attn_func is not fa3.flash_attn_func
+    q = torch.randn(1, 40, 2, 64).bfloat16()
+    assert torch.equal(theirs.flash_attn_func(q, q, q), fa3.flash_attn_func(q, q, q))
+
+
+def test_a_folder_without_one_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is no checkout of fa3"):
+        load_tree(tmp_path)
+    assert sys.modules["fa3"] is fa3
+
+
+def test_calls_that_an_older_tree_does_not_know_are_left_out(capsys):
+    def refused():
+        raise NotImplementedError("cu_seqlens_q is not supported yet")
+
+    assert knows(lambda: None) and not knows(refused)
+    assert not knows(lambda: fa3.no_such_function())
+    assert "left out: cu_seqlens_q is not supported yet" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="wrong"):
+        knows(lambda: (_ for _ in ()).throw(ValueError("wrong")))
+
+
+STEPS = [
+    "import torch", "first tensor", "import cutlass", "import fa3", FIRST, DONE, SECOND,
+]  # fmt: skip
+
+
+def test_kinds_of_calls_have_the_names_that_warming_up_gives_them():
+    assert sorted(CALLS) == sorted(models.CALLS)
+
+
+def test_nothing_is_imported_before_the_clock_runs():
+    program = (
+        "import sys, benchmarks.first_call; print('torch' in sys.modules, 'fa3' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=bench_first_call.ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_runs(call):
+    found = first_call.run(call, "cpu", 64, is_compiled=False)
+    assert sorted(found) == sorted(STEPS) and min(found.values()) >= 0
+    assert found[FIRST] <= found[DONE]
+
+
+def test_a_kernel_that_is_not_on_disk_is_an_error(monkeypatch):
+    from fa3.running import compiler
+
+    monkeypatch.setattr(compiler, "compiled", compiler.compiled)
+    first_call.run("dense", "cpu", 64, is_compiled=True)
+    with pytest.raises(RuntimeError, match="a kernel is not on disk: run the call once"):
+        compiler.compiled("kernel", "options")

@@ -131,7 +131,7 @@ from fa3.running.compiler import load_kernel
 from fa3.kernels.combine import Combine
 from test_compiler import in_threads
 
-kernels = [Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64, 96, 128)]
+kernels = [Combine("bfloat16", head_dim, None, None) for head_dim in (32, 64)]
 entries = in_threads(load_kernel, kernels)
 print(*(type(entry).__name__ for entry in entries))
 """
@@ -141,8 +141,8 @@ print(*(type(entry).__name__ for entry in entries))
 def test_a_process_compiles_its_first_kernels_in_threads(tmp_path):
     """With the real compiler, which may end the process if two threads use it."""
     printed = run_python(IN_THREADS, ROOT, TESTS, FA3_CACHE_DIR=str(tmp_path))
-    assert printed.split() == ["Function"] * NUM_THREADS
-    assert len(list(tmp_path.glob("*.o"))) == NUM_THREADS
+    assert printed.split() == ["Function"] * 2
+    assert len(list(tmp_path.glob("*.o"))) == 2
 
 
 @pytest.mark.compiles

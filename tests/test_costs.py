@@ -26,7 +26,7 @@ from fa3.planning.load import (
     segments_of,
     segments_of_tiles,
 )
-from fa3.planning.planner import CHOICES, LEAST_MARGIN, candidates, choose, plan_forward
+from fa3.planning.planner import LEAST_MARGIN, candidates, choose, plan_forward
 from fa3.planning.prediction import bytes_moved, predict
 from fa3.planning.tile_costs import Rule, TileCosts, TileKey
 from fa3.planning.tiled import TiledProblem
@@ -328,16 +328,6 @@ def test_a_schedule_that_does_not_fit_the_problem_is_refused():
     with pytest.raises(ValueError, match="schedule 'split' cannot run"):
         plan_forward(problem, schedule="split")
     assert plan_forward(problem, schedule="dynamic").schedule.name == "dynamic"
-
-
-def test_explanation_says_how_long_why_and_what_else():
-    plan = plan_forward(grid_problem(4, 4096, 16, 128))
-    text = str(plan.explain())
-    assert plan.name in text
-    assert "us predicted under steady load" in text
-    assert "15.52 waves" in text
-    for schedule in CHOICES:
-        assert f"{schedule} 128x128" in text
 
 
 # --------------------------------------------------------------------------------- planning time

@@ -308,14 +308,7 @@ def test_a_class_without_a_file_is_named():
         compile_kernel(kernel)
 
 
-@dataclass(frozen=True)
-class PythonMath(fa3.Score):
-    @cute.jit
-    def score(self, logit, at):
-        return math.tanh(logit)  # the line
-
-
 def test_python_s_math_is_named():
-    *_, place, advice = str(explained(PythonMath())).splitlines()
+    *_, place, advice = str(explained(PythonsMath())).splitlines()
     assert "math.tanh(logit)" in place
     assert advice.endswith("use cute.math.tanh")

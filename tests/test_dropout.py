@@ -10,7 +10,6 @@ import pytest
 import torch
 from cutlass import Int32, Uint32
 from cutlass.cute.runtime import from_dlpack
-from fake_gpu import noting_launches
 from problems import make_operands, make_problem
 from reference import check_attention
 from score_problems import Recipe
@@ -21,8 +20,6 @@ import fa3
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS
 from fa3.kernels.backward_roles import score_coords
-from fa3.kernels.forward import Forward
-from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.backward import choose_backward_config
 from fa3.primitives.attention import Mmas
 from fa3.primitives.coords import ScoreCoords
@@ -167,7 +164,7 @@ def test_a_threshold_between_the_zeros():
     assert np.count_nonzero(~is_kept(np.arange(2**16, dtype=np.uint32), 0x7F81 / 2**16)) == 0x7F82
 
 
-@pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("dropout_p", [0.01, 0.5, 0.9])
 def test_the_share_that_is_kept(dropout_p):
     mask = fa3.dropout_mask(STATE, dropout_p, 2, 4, 512, 512).double()
     deviation = (dropout_p * (1 - dropout_p)) ** 0.5
@@ -190,7 +187,7 @@ def test_the_share_that_is_kept(dropout_p):
         assert abs((centred * moved).mean()) < 5 / mask.numel() ** 0.5
 
 
-@pytest.mark.parametrize("dropout_p", [0.01, 0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("dropout_p", [0.01, 0.25, 0.9])
 def test_the_numbers_of_a_word_are_as_good_as_independent(dropout_p):
     word = np.random.default_rng(0).integers(2**32, size=2**24, dtype=np.uint32)
     product = word * np.uint32(FACTOR)
@@ -324,7 +321,7 @@ def check_words(words: torch.Tensor, places: torch.Tensor, is_transposed: bool, 
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("tile_n", [48, 80, 112, 128])
+@pytest.mark.parametrize("tile_n", [80, 128])
 def test_what_threads_of_the_forward_kernel_draw(tile_n, exchange):
     tile, num_blocks = (5, 3, 7), 3
     words, places, given = to_write(ROWS * tile_n // WARPGROUP // 2, WARPGROUP, num_blocks)
@@ -424,23 +421,3 @@ def test_the_kernel_of_decoding_has_no_dropout():
     packed = (x.flatten(0, 1) for x in (q, k, v))
     found = fa3.flash_attn_varlen_func(*packed, *lengths, 1, 5000, **DROPPED)
     torch.testing.assert_close(found[:, None], out, atol=1e-2, rtol=1e-2)
-
-
-@pytest.mark.parametrize(("is_packed", "seqlen", "count"), [(0, 64, 1), (0, 4096, 2), (1, 64, 2)])
-def test_what_is_launched(is_packed, seqlen, count):
-    """Both kernels of a call draw the same."""
-    q = torch.empty(4, seqlen, 16, 128).bfloat16()
-    ends = torch.arange(5, dtype=torch.int32) * seqlen
-    with noting_launches() as notes:
-        if is_packed:
-            q = q.flatten(0, 1)
-            fa3.flash_attn_varlen_func(q, q, q, ends, ends, seqlen, seqlen, **DROPPED)
-        else:
-            fa3.flash_attn_func(q, q, q, **DROPPED)
-    launched = [
-        ForwardArguments(*given) for kernel, given in notes.launches if type(kernel) is Forward
-    ]
-    assert len(launched) == count
-    assert all(one.dropout is launched[0].dropout is not None for one in launched)
-    assert all(one.page_table is None for one in launched)
-    assert [one.overlaps_decode for one in launched] == [0 if is_packed else None] * count

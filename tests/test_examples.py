@@ -1,5 +1,7 @@
 """The examples of the documentation: they run, compile, and are what the text shows."""
 
+import math
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +13,15 @@ from reference import check_attention
 from score_problems import NOTHING, modify
 
 import fa3
-from docs.examples import documents, prefix_lm, relative_bias
+from docs.examples import (
+    decode_loop,
+    documents,
+    own_schedule,
+    prefill,
+    prefix_lm,
+    relative_bias,
+    training_loop,
+)
 from fa3.kernels.forward import Forward
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
@@ -95,3 +105,59 @@ def test_compiles_without_spills(example):
 def test_runs_on_the_gpu(example, window, head_dim, device):
     check(example, 1500, window, head_dim, device)
     assert example.example(str(device)).isfinite().all()
+
+
+def check_last_line(capsys) -> None:
+    """Assert that a program says at its end what it checked, how fast it ran, and where."""
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(
+        r"Checked: .+\. .+ (us|ms|TFLOP/s)( per step)? on the CPU; nothing ran on a GPU\.", last
+    ), last
+
+
+def test_prefill(capsys):
+    out = prefill.example(seqlen=150)
+    assert out.shape == (1, 150, 32, 128) and out.isfinite().all()
+    check_last_line(capsys)
+
+
+def test_decoding_gives_what_one_call_gives(capsys):
+    torch.manual_seed(0)
+    # The program compares by itself; 20 tokens take two pages.
+    assert decode_loop.example(tokens=20, batch=2).shape == (2, 20, 8, 64)
+    check_last_line(capsys)
+
+
+@pytest.mark.parametrize("program", [prefix_lm, documents, relative_bias])
+def test_masks_and_scores(program, capsys):
+    # The programs compare with torch by themselves.
+    assert program.example().shape[1:] == (1000, 4, 64)
+    check_last_line(capsys)
+
+
+def test_training_learns(capsys):
+    losses = training_loop.example(steps=30)
+    check_last_line(capsys)
+    guessing = math.log(training_loop.VOCABULARY)
+    assert losses[0] > 0.9 * guessing and losses[-1] < 0.5 * guessing
+
+
+def test_an_order_of_ones_own(capsys):
+    # The program compares the bits with those of another order by itself.
+    assert own_schedule.example(seqlen=300).isfinite().all()
+    check_last_line(capsys)
+    planned, own = (own_schedule.predicted_us(one, 2048) for one in (None, own_schedule.by_head))
+    assert 0 < planned < own
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(device):
+    assert prefill.example(str(device), seqlen=2000).isfinite().all()
+    assert decode_loop.example(str(device)).isfinite().all()
+    assert own_schedule.example(str(device)).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_training_on_the_gpu(device):
+    losses = training_loop.example(str(device))
+    assert losses[-1] < 0.1 * losses[0]

@@ -234,21 +234,11 @@ def test_is_one_file_and_a_line_in_a_table(name):
 
 
 @compiles
-@pytest.mark.parametrize(
-    "names", [["schedule"], ["mask", "score"], ["tiling"], ["kernel"]], ids="-".join
-)
-def test_can_be_used(names, copy):
-    """Each without the others; the mask and the score touch no file of fa3, and share a process."""
-    for name in names:
-        apply(name, copy)
-    run_here(copy, *(f"use_{name}" for name in names))
-
-
-@compiles
-def test_can_be_used_together(copy):
+def test_can_be_used(copy):
+    """Each by itself, and all of them in one kernel."""
     for name in EXAMPLES:
         apply(name, copy)
-    run_here(copy, "use_all")
+    run_here(copy, *(f"use_{name}" for name in (*EXAMPLES, "all")))
 
 
 def test_the_text_names_every_diff():

@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from problems import make_operands, make_problem
 from reference import visible
-from score_problems import NOTHING, modify
 
 from docs.pages.gallery import positions, run_page
-from fa3.kernels.forward import Forward
-from fa3.planning.planner import plan_forward
 from fa3.problem import Window
-from fa3.running.compiler import compile_kernel
-from fa3.schedules import StaticPersistent
-from fa3.tools.cubin import inspect
 
 SEQLEN = 24
 CAUSAL = visible(SEQLEN, SEQLEN, Window(right=0))
@@ -72,17 +65,6 @@ def test_sinks_take_their_share(after):
     torch.testing.assert_close(weights + of_sink, torch.ones(8, SEQLEN), rtol=2**-7, atol=0)
     expected = 1 / torch.arange(2.0, SEQLEN + 2).expand(8, SEQLEN)
     torch.testing.assert_close(of_sink, expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("section, name", [("Prefix LM", "prefix"), ("Documents", "documents")])
-def test_masks_compile_without_spills(after, section, name):
-    problem = make_problem(1, SEQLEN, SEQLEN)
-    q, _, _ = make_operands(problem)
-    modified, _ = modify(problem, q, NOTHING | {"mask": after[section][name]})
-    kernel = Forward(modified.spec, plan_forward(modified).config, StaticPersistent)
-    report = inspect(compile_kernel(kernel).cubin)
-    assert report.stack_bytes == 0 and report.spill_instructions == 0
 
 
 @pytest.mark.gpu

@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,32 @@ def test_sources_that_are_edited_before_they_are_imported_are_the_ones_that_coun
     for path in (ROOT / "fa3").rglob("*.json"):
         (copied / path.relative_to(ROOT / "fa3")).write_bytes(path.read_bytes())
     subprocess.run([sys.executable, "-c", EDITED], cwd=tmp_path, check=True)
+
+
+try:
+    FOLDER = metadata.distribution("fa3").locate_file("")
+except metadata.PackageNotFoundError:
+    FOLDER = None
+
+
+@pytest.mark.skipif(
+    FOLDER is None or not str(FOLDER).startswith(sys.prefix),
+    reason="fa3 is not installed in this environment",
+)
+@pytest.mark.parametrize(
+    ("arguments", "printed"),
+    [
+        (("-c", "import fa3; print(fa3.flash_attn_func.__name__)"), "flash_attn_func"),
+        (("-m", "fa3", "info"), "CuTe DSL"),
+    ],
+)
+def test_a_folder_of_the_same_name_does_not_hide_it(tmp_path, arguments, printed):
+    """In the folder above a clone, the clone itself is a package `fa3` without files, unless the
+    path has a real one."""
+    (tmp_path / "fa3").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert printed in done.stdout

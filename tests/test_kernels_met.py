@@ -1,21 +1,40 @@
 """Which kernels calls of many lengths load on a GPU, with a compiler that only notes them."""
 
+import math
+import random
+import re
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_remembered import operand, packed_operands
+from test_latest import operand, packed_operands
 
-from fa3.calls import decode, kvcache, mixed, packed_calls, varlen
+import fa3
+from fa3.calls import decode, forward, kvcache, mixed, packed_calls, varlen
 from fa3.calls.call import NAMES_BY_KIND
 from fa3.calls.kvcache import prepare_cache_call
 from fa3.calls.options import CACHED, Options
 from fa3.calls.varlen import prepare_varlen
-from fa3.planning.gpu import H200
-from fa3.problem import Window
+from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
+from fa3.planning import routes, tilings
+from fa3.planning.decode import DecodePlan, Sizes, choose_cut
+from fa3.planning.gpu import H100, H200
+from fa3.planning.grouped import GroupedPlan
+from fa3.planning.planner import plan_dense, plan_forward
+from fa3.planning.ragged import RaggedPlan
+from fa3.planning.routes import CACHE, PACKED, PackedSizes, Signature, choose_route
+from fa3.primitives.cache_blocks import SMALLEST_BOX, CacheLayout
+from fa3.problem import Problem, Window
+from fa3.reference.cache import HostAppend
+from fa3.running.compiler import key_of
+from fa3.schedules import SplitTiles, TileList
+from fa3.schedules.marked import RecomputeTiles
+from fa3.scores.masks import Band
 from fa3.tools import warmup
-from fa3.tools.models import PRESETS, Model, sliding
+from fa3.tools.models import CALLS, CAUSAL, PAGE_SIZES, PRESETS, Model, sliding
 
 PAGE_SIZE = 64
 
@@ -132,3 +151,348 @@ def test_after_a_prompt_no_step_on_pages_loads_another_kernel(name, loaded):
     for window, batch, queries in product(model.windows, BATCHES, QUERIES):
         prepare_on_pages(model, window, batch, queries, keys)
     assert loaded == met
+
+
+MODEL = PRESETS["llama3-8b"]
+
+MOST_BATCH, LONGEST, MOST_TOKENS = 256, 1 << 17, 1 << 20
+"""Sequences of a call, tokens of a sequence, and tokens of a call, at most."""
+
+
+def between(draw: random.Random, least: int, most: int) -> int:
+    """Draw a number, as often between 1 and 2 as between 1000 and 2000."""
+    return round(math.exp(draw.uniform(math.log(least), math.log(most))))
+
+
+def bfloat16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def int32(numbers) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def ends_of(counts: list[int]) -> torch.Tensor:
+    """Where sequences with so many rows end."""
+    return int32([0, *counts]).cumsum(0, dtype=torch.int32)
+
+
+def queries(*rows: int) -> torch.Tensor:
+    return bfloat16(*rows, MODEL.heads_q, MODEL.head_dim)
+
+
+def keys(*rows: int) -> torch.Tensor:
+    return bfloat16(*rows, MODEL.heads_kv, MODEL.head_dim)
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """Note the kernels of all calls, which compute nothing."""
+    found: dict = {}
+
+    def of_plan(plan, *rest):
+        found.update((launch.kernel, None) for launch in plan.launches())
+
+    def of_cache(plan, *rest):
+        found.update((launch.kernel, None) for launch in plan.launches)
+
+    def of_packed(plan, *rest, **options):
+        found.update(dict.fromkeys((*plan.kernels(), plan.tile_table())))
+
+    def of_joined(plan, window, operands, *rest):
+        found.update((launch.kernel, None) for launch in plan.shared_launches(window))
+
+    monkeypatch.setattr(forward, "execute", of_plan)
+    monkeypatch.setattr(decode, "execute_decode", of_cache)
+    monkeypatch.setattr(packed_calls, "execute_decode", of_cache)
+    monkeypatch.setattr(mixed, "execute_varlen", of_packed)
+    monkeypatch.setattr(packed_calls, "execute_varlen", of_packed)
+    monkeypatch.setattr(packed_calls, "execute_joined", of_joined)
+    monkeypatch.setattr(
+        HostAppend, "__call__", lambda self, *given: found.update({self.kernel: None})
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What `warmup` compiles for the model."""
+    rotary = warmup.rotary_of(MODEL, "halves", MODEL.dtype)
+    return set(warmup.kernels_of(MODEL, warmup.CALLS, (0, PAGE_SIZE), rotary))
+
+
+def prefill(draw: random.Random) -> None:
+    """Prompts of one length."""
+    seqlen = between(draw, 1, LONGEST)
+    batch = between(draw, 1, min(MOST_BATCH, MOST_TOKENS // seqlen))
+    fa3.flash_attn_func(queries(batch, seqlen), *(keys(batch, seqlen) for _ in "kv"), causal=True)
+
+
+def packed_prefill(draw: random.Random) -> None:
+    """Prompts of different lengths."""
+    longest = between(draw, 1, LONGEST)
+    batch = between(draw, 1, min(MOST_BATCH, MOST_TOKENS // longest))
+    counts = [between(draw, 1, longest) for _ in range(batch)]
+    ends, total = ends_of(counts), sum(counts)
+    fa3.flash_attn_varlen_func(
+        queries(total), keys(total), keys(total), ends, ends, max(counts), max(counts), causal=True
+    )
+
+
+def with_cache(draw: random.Random, page_size: int | None) -> None:
+    """New tokens of every sequence, one or a part of a prompt, appended with their embedding."""
+    capacity = between(draw, PAGE_SIZE, LONGEST)
+    batch = between(draw, 1, min(MOST_BATCH, MOST_TOKENS // capacity))
+    new = draw.choice((1, between(draw, 1, min(4096, capacity))))
+    lengths = [between(draw, 1, capacity - new + 1) - 1 for _ in range(batch)]
+    rows, table = (batch, capacity), None
+    if page_size is not None:
+        pages = -(-capacity // page_size)
+        rows, table = (batch * pages, page_size), torch.arange(batch * pages).int()
+        table = table.view(batch, pages)
+    fa3.flash_attn_with_kvcache(
+        queries(batch, new), *(keys(*rows) for _ in "kv"), *(keys(batch, new) for _ in "kv"),
+        rotary_cos=bfloat16(capacity, MODEL.head_dim // 2),
+        rotary_sin=bfloat16(capacity, MODEL.head_dim // 2),
+        cache_seqlens=int32(lengths), page_table=table, causal=True, rotary_interleaved=False,
+        return_lse=draw.random() < 0.5,
+    )  # fmt: skip
+
+
+def mixed_batch(draw: random.Random) -> None:
+    """A step of vLLM: some requests decode, others are at some part of their prompt."""
+    batch = between(draw, 1, MOST_BATCH)
+    prompts = draw.choice((0, between(draw, 1, batch), batch))
+    counts = [between(draw, 1, 4096) for _ in range(prompts)] + [1] * (batch - prompts)
+    lengths = [between(draw, count, LONGEST) for count in counts]
+    pages = -(-LONGEST // PAGE_SIZE)
+    # Whose pages these are does not matter to a call that only reads them.
+    caches = keys(1, PAGE_SIZE), keys(1, PAGE_SIZE)
+    fa3.flash_attn_varlen_func(
+        queries(sum(counts)), *caches, ends_of(counts), None, max(counts), max(lengths),
+        seqused_k=int32(lengths), causal=True, page_table=int32([[0] * pages]).repeat(batch, 1),
+        out=queries(sum(counts)),
+    )  # fmt: skip
+
+
+SERVERS = {
+    "vLLM": ((mixed_batch, 60),),
+    "pages": ((prefill, 300), (lambda draw: with_cache(draw, PAGE_SIZE), 80)),
+    "no pages": ((prefill, 300), (lambda draw: with_cache(draw, None), 80)),
+    "packed prompts": ((packed_prefill, 100), (lambda draw: with_cache(draw, PAGE_SIZE), 80)),
+}
+"""Ways to serve: kinds of calls, and how many of them are made."""
+
+EXPECTED = {"vLLM": 6, "pages": 6, "no pages": 6, "packed prompts": 8}
+"""The kernels that each of them meets; docs/environment.md names them."""
+
+
+@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_server_meets_few_kernels(server, gpu, met, compiled, monkeypatch):
+    monkeypatch.setattr(forward, "H200", gpu)
+    forward.prepare_forward.cache_clear()
+    draw = random.Random(0)
+    for call, count in SERVERS[server]:
+        for _ in range(count):
+            call(draw)
+    forward.prepare_forward.cache_clear()
+    assert len({key_of(kernel) for kernel in met}) == EXPECTED[server]
+    assert met.keys() <= compiled
+
+
+def test_the_documentation_counts_what_is_compiled(monkeypatch):
+    monkeypatch.setattr(warmup, "known_gpus", lambda: [H200, H100])
+    page = (Path(__file__).parents[1] / "docs" / "environment.md").read_text()
+    written = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
+    rotary = warmup.rotary_of(MODEL, "halves")
+    made = {call: set(warmup.kernels_of(MODEL, (call,), PAGE_SIZES, rotary)) for call in CALLS}
+    assert {call: int(count) for call, count in written.items()} == {
+        call: len(kernels) for call, kernels in made.items()
+    }
+    assert f"has {len(set().union(*made.values()))} kernels in all" in page
+    guide = (Path(__file__).parents[1] / "docs" / "decoding.md").read_text()
+    assert f"compiles {len(made['cache'] | made['dense'])} kernels" in guide
+
+
+def draw_problem(draw: random.Random) -> Problem:
+    """Draw a causal problem with more keys than queries, and heads of 128 that share keys."""
+    seqlen_k = between(draw, 1, LONGEST)
+    seqlen_q = between(draw, 1, min(seqlen_k, 8192))
+    batch = between(draw, 1, min(MOST_BATCH, MOST_TOKENS // seqlen_k))
+    spec = warmup.spec_of(MODEL, CAUSAL)
+    return Problem(spec, batch, seqlen_q, seqlen_k, draw.choice((1, 8)), 4, CAUSAL)
+
+
+@pytest.mark.parametrize("gpu", [H200, H100], ids=lambda gpu: gpu.name)
+def test_heads_that_share_keys_run_in_pairs_with_three_kernels(gpu):
+    draw = random.Random(1)
+    found = {
+        launch.kernel
+        for problem in (draw_problem(draw) for _ in range(1000))
+        for launch in plan_forward(problem, gpu).launches()
+    }
+    assert len(found) == 3
+    assert {(kernel.schedule_type, kernel.config.cluster_h) for kernel in found} == {
+        (TileList, 2),
+        (SplitTiles, 2),
+        (RecomputeTiles, 1),
+    }
+
+
+def test_short_calls_and_long_ones_have_one_kernel(monkeypatch):
+    """Each launch says which reference; unless no call may have a fixed one."""
+    problems = [
+        Problem(warmup.spec_of(MODEL, CAUSAL), 1, tokens, tokens, 8, 4, CAUSAL)
+        for tokens in (512, 8192)
+    ]
+    short, long = map(plan_forward, problems)
+    assert short.kernel() == long.kernel() and short.kernel().has_online_and_fixed
+    assert (short.config.fixed_reference, long.config.fixed_reference) == (False, True)
+    assert (short.online_max, long.online_max) == (1, 0)
+    assert len(short.launches()) == 1 and len(long.launches()) == 2
+    again = long.launches()[1].kernel
+    assert not again.has_online_and_fixed and long.again.online_max is None
+    alone = plan_forward(problems[0], config=ForwardConfig(128, 128), schedule="list")
+    assert not alone.kernel().has_online_and_fixed and alone.online_max is None
+    half = replace(problems[0], spec=replace(problems[0].spec, dtype="float16"))
+    assert not plan_forward(half).kernel().has_online_and_fixed
+    monkeypatch.setattr(tilings, "REFERENCE", "following")
+    assert not plan_forward(problems[1]).kernel().has_online_and_fixed
+
+
+TEXT = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+EXAMPLES = re.findall(r"^\| ((?:dense|packed), [^|]*) \| ([^|]*) \|$", TEXT, re.MULTILINE)
+
+SPEC = fa3.AttentionSpec("bfloat16", 128, 128, Band.of(CAUSAL))
+
+
+def dense(batch: int, queries: int, keys: int) -> str:
+    """Return what serves a dense call with heads 32/8."""
+    plan = plan_dense(Problem(SPEC, batch, queries, keys, 8, 4, CAUSAL), H200)
+    if isinstance(plan, GroupedPlan):
+        return "decode"
+    return {"list": "forward, list of tiles", "split": "forward, split tiles"}[plan.schedule.name]
+
+
+def packed(sizes: tuple[int, ...], heads_kv: int = 8, has_gradients: bool = False) -> str:
+    """Return what serves a packed call."""
+    known = PackedSizes(*sizes)
+    heads = known.heads, heads_kv
+    signature = Signature(PACKED, SPEC, CAUSAL, *heads, H200, has_gradients=has_gradients)
+    name, most, _ = choose_route(signature, known)
+    return {
+        routes.SHARED: "forward, shared tiles",
+        routes.BOTH: f"decode up to {most} queries, forward for the others",
+    }.get(name, name)
+
+
+CHUNK = 1, 8, 512, 1 << 15, 512, 1 << 15
+SERVED = {
+    "dense, 4 x 4096 queries on 4096 keys, heads 32/8": lambda: dense(4, 4096, 4096),
+    "dense, 1 x 640 queries on 8192 keys, heads 32/8": lambda: dense(1, 640, 8192),
+    "dense, 1 x 1 query on 32768 keys, heads 32/8": lambda: dense(1, 1, 1 << 15),
+    "dense, 8 x 4 queries on 1024 keys, heads 32/8": lambda: dense(8, 4, 1024),
+    "packed, 16 x 1024, heads 32/8": lambda: packed((16, 32, 1 << 14, 1 << 14, 1024, 1024)),
+    "packed, 8192 x 34, heads 32/8": lambda: packed((8192, 32, 8192 * 34, 8192 * 34, 34, 34)),
+    "packed, 7 chunks of 512 and 64 x 1 query on 8192 keys, heads 32/8": lambda: packed(
+        (71, 32, 7 * 512 + 64, 71 * 8192, 512, 8192)
+    ),
+    "packed, 64 x 1 query on 8192 keys, heads 32/8": lambda: packed(
+        (64, 32, 64, 64 * 8192, 1, 8192)
+    ),
+    "packed, 1 x 512 queries on 32768 keys, heads 8/1": lambda: packed(CHUNK, 1),
+    "packed, 1 x 512 queries on 32768 keys, heads 8/1, with gradients": lambda: packed(
+        CHUNK, 1, True
+    ),
+}
+
+
+def test_the_page_has_these_examples():
+    assert [label for label, _ in EXAMPLES] == list(SERVED)
+
+
+@pytest.mark.parametrize("call", routes.RULES)
+def test_the_tables_are_the_rules_of_the_code(call):
+    """In the same order. To write a table again, print `rows_of_page`."""
+    table = "\n".join(rows_of_page(call))
+    assert f"\n| --- | --- |\n{table}\n\n" in TEXT.replace("|---|---|", "| --- | --- |")
+
+
+def rows_of_page(call: str) -> list[str]:
+    """Return the rows of the table for a kind of calls."""
+    return [f"| {rule.reason} | {rule.name} |" for rule in routes.RULES[call]]
+
+
+STEP = Signature(CACHE, SPEC, CAUSAL, 32, 8, H200, cache=CacheLayout(64))
+OF_STEP = PackedSizes(8, 32, 4096, 0, 512, 8192)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "name", "most"),
+    [
+        ({}, {}, routes.BOTH, 32),
+        ({}, {"fewest_q": 32}, routes.BOTH, 32),
+        ({}, {"fewest_q": 33}, routes.FORWARD, 0),
+        ({}, {"total_q": 0}, routes.NOTHING, 0),
+        ({}, {"max_seqlen_k": 0}, routes.ZEROS, 0),
+        ({}, {"max_seqlen_q": 32}, routes.DECODE, 32),
+        ({}, {"batch": 1, "total_q": 200}, routes.DECODE, 256),
+        ({}, {"batch": 1, "total_q": 200, "max_seqlen_k": 4095}, routes.BOTH, 32),
+        ({"has_packed_queries": False}, {}, routes.DECODE, 512),
+        ({"num_splits": 1}, {}, routes.DECODE, 512),
+        ({"batch_invariant": True}, {}, routes.DECODE, 512),
+        ({"sm_margin": 4}, {}, routes.DECODE, 512),
+        ({"cache": CacheLayout(5)}, {}, routes.DECODE, 512),
+        ({"cache": CacheLayout(64, left_padded=True)}, {}, routes.DECODE, 512),
+        ({"cache": CacheLayout(64, batch_indexed=True)}, {}, routes.DECODE, 512),
+    ],
+    ids=str,
+)
+def test_calls_on_a_cache_follow_the_rules(fields, sizes, name, most):
+    route = choose_route(replace(STEP, **fields), OF_STEP._replace(**sizes))
+    assert (route.name, route.most_queries) == (name, most)
+    assert str(most or "") in route.explain() or name == routes.DECODE
+
+
+@pytest.mark.parametrize(("label", "kernel"), EXAMPLES)
+def test_examples_are_served_as_the_page_says(label, kernel):
+    assert SERVED[label]() == kernel
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads_kv", "ratio", "keys", "options"),
+    [
+        (8, 8, 4, 1 << 15, {}),
+        (9, 8, 4, 1 << 15, {}),
+        (8, 8, 4, 1 << 15, {"appends": True}),
+        (9, 8, 4, 1 << 15, {"appends": True}),
+        (1, 8, 4, 1 << 15, {"is_packed": True}),
+        (512, 8, 4, 512, {}),
+        (512, 8, 4, 576, {}),
+        (512, 1, 8, 1 << 15, {}),
+    ],
+)
+def test_parts_are_merged_where_the_page_says(queries, heads_kv, ratio, keys, options):
+    sizes = Sizes(4, queries, heads_kv, ratio, keys)
+    cut = choose_cut(sizes, sizes.bounds(CAUSAL), H200.num_sms, **options)
+    is_packed = options.get("is_packed", False)
+    plan = DecodePlan(SPEC, CacheLayout(), sizes, sizes.bounds(CAUSAL), cut, 132, is_packed)
+    rows, parts = min(64, queries * ratio), min(132 // heads_kv, -(-keys // 64))
+    assert plan.merges_inside == (rows * parts <= 512) == (len(plan.launches) == 1)
+
+
+def test_numbers_are_those_of_the_code():
+    assert routes.MOST_SHORT_ROWS == 128
+    limits = [
+        Signature(PACKED, SPEC, CAUSAL, ratio, 1, H200).short_limit for ratio in (1, 2, 4, 128, 256)
+    ]
+    assert limits == [64, 64, 32, 1, 1]
+    assert routes.FEWEST_EARLIER_KEYS == 4096
+    assert routes.IDLE_SHARE == 0.5
+    assert FEWEST_ROWS == 128
+    assert routes.MOST_SHARED_TILE_KEYS == 256
+    assert RaggedPlan(SPEC, False, False, H200).shared_config.tile_m // 2 == 64
+    assert SMALLEST_BOX == 8
+    assert tilings.FIXED_FLOPS == 15e9
+    assert {row.config.tile_m for row in tilings.TILINGS} == {128, 192}

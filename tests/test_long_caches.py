@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache_problems import CacheProblem, make_call
-from varlen_problems import integers
 
 from fa3.calls import combine, decode, kvcache
 from fa3.calls.call import AttentionCall, check_tensors
@@ -20,7 +19,6 @@ from fa3.calls.combine import MOST_COMBINED
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options
-from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.append import MOST_VECTORS, THREADS
 from fa3.planning.decode import MOST_ROWS, MOST_TILES, Sizes, check_workspace, choose_cut
 from fa3.planning.whole_tiles import most_of_whole_tiles
@@ -328,14 +326,6 @@ def test_what_32_bits_do_not_count_is_refused(shapes, complaint):
         check_tensors(AttentionCall(q, cache, cache, *[None] * 7, pages, None))
 
 
-@pytest.mark.parametrize("seqlen", [HUGE - 5, HUGE, 1 << 40])
-def test_a_length_that_32_bits_do_not_count_is_refused(seqlen):
-    call = make_call(CacheProblem((20,), page_size=1024))
-    call |= {"page_table": torch.zeros(1, 1 << 21, dtype=torch.int32), "cache_seqlens": seqlen}
-    with pytest.raises(ValueError, match=r"^cache_seqlens must be from 0 to 2146435072, what the"):
-        flash_attn_with_kvcache(**call)
-
-
 def test_vectors_that_32_bits_do_not_count_are_refused():
     """Threads come in blocks: those of the last block count, too."""
     cache = operand(1, 16, 1, 8)
@@ -358,10 +348,3 @@ def test_a_merge_that_32_bits_do_not_count_is_refused(parts, seqlen, what):
     partial, lse = operand(*shape, 8, dtype=torch.float32), operand(*shape, dtype=torch.float32)
     with pytest.raises(ValueError, match=rf"^out_partial must have at most {MOST_COMBINED} {what}"):
         combine.prepare_combine(partial, lse, None, torch.float32)
-
-
-def test_metadata_of_a_wide_page_table():
-    arguments = 4, 1, 1 << 40, 8, 1, 128, integers(1000, 1000, 1000, 10_000)
-    assert not get_scheduler_metadata(*arguments).keeps_tiles_whole
-    large = get_scheduler_metadata(4, 1 << 27, 1 << 40, 8, 1, 128, integers(*[1000] * 4))
-    assert isinstance(large.keeps_tiles_whole, bool)

@@ -7,6 +7,7 @@ import cutlass
 import pytest
 import torch
 from full_calls import CALLS
+from pairs import pairs
 from problems import make_operands, make_problem
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -209,10 +210,6 @@ class Module(torch.nn.Module):
         return self.run(*given)
 
 
-def exported(run, given: tuple, strict: bool):
-    return torch.export.export(Module(run), given, strict=strict).module()
-
-
 def of_tensors(call: str):
     """Return a call as a function of all of its tensors, these, and their names."""
     run, make = CALLS[call]
@@ -227,8 +224,11 @@ def of_tensors(call: str):
 
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("call", ["attend", "varlen", "cache", "combine"])
+@pytest.mark.parametrize(
+    ("call", "graph"),
+    [("attend", graph) for graph in GRAPHS]
+    + [(call, graph) for call in ("varlen", "cache", "combine") for graph in ("compile", "export")],
+)
 def test_a_graph_computes_and_writes_what_the_call_does(call, graph):
     run, given, names = of_tensors(call)
     torch.compiler.reset()
@@ -408,9 +408,7 @@ DIFFERENTIATED = {
 
 @pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:`isinstance")
-@pytest.mark.parametrize("of_lse", [True, False])
-@pytest.mark.parametrize("graph", ["compile", "export"])
-@pytest.mark.parametrize("call", DIFFERENTIATED)
+@pairs(of_lse=(True, False), graph=("compile", "export"), call=tuple(DIFFERENTIATED))
 def test_gradients_in_a_graph(call, graph, of_lse):
     run, inputs = DIFFERENTIATED[call]()
     torch.compiler.reset()
@@ -571,20 +569,6 @@ def test_a_score_has_no_gradient_in_a_graph_that_was_traced_without(call):
         graph(q, k, v)
 
 
-@pytest.mark.parametrize("call", ["dense", "packed"])
-def test_a_score_has_no_gradient_in_compiled_code(call):
-    q, k, v, ends = packed(7, 13)
-    given = q.requires_grad_(), k, v, ends, ends, 13, 13
-    if call == "dense":
-        given = q[None], k[None], v[None]
-    attend = fa3.flash_attn_varlen_func if call == "packed" else fa3.flash_attn_func
-    score = Times(torch.ones(4))
-    torch.compiler.reset()
-    compiled = torch.compile(lambda *given: attend(*given, score=score), backend="aot_eager")
-    with pytest.raises(Exception, match="requires grad, but score has no derivative"):
-        compiled(*given)
-
-
 def test_gradients_that_a_graph_cannot_have():
     q, k, v = (x.requires_grad_() for x in tensors())
     ends = torch.tensor([0, 20], dtype=torch.int32)
@@ -600,17 +584,6 @@ def test_gradients_that_a_graph_cannot_have():
             fa3.flash_attn_varlen_func(q[0], k[0], v[0], *lengths, out=torch.empty_like(q[0]))
         with pytest.raises(ValueError, match="q requires grad"):
             fa3.flash_attn_with_kvcache(q, k, v)
-
-
-def test_tensors_that_do_not_go_together_are_refused_when_traced():
-    q, k, v = tensors()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with pytest.raises(ValueError, match="k must have 4 dimensions"):
-            fa3.flash_attn_func(q, k[0], v)
-        with pytest.raises(TypeError, match=r"v must be torch.bfloat16 like q"):
-            fa3.flash_attn_func(q, k, v.half())
-        with pytest.raises(TypeError, match=r"q must be torch.bfloat16 or torch.float16"):
-            fa3.flash_attn_func(q.float(), k.float(), v.float())
 
 
 # ---------------------------------------------------------------------------------------- GPU
@@ -633,18 +606,6 @@ def test_graphs_on_a_gpu(call, mode, device):
         found, expected = [x.clone() for x in compiled(*given)], run(*copies)
         assert torch.equal(found[0], expected[0])
         torch.testing.assert_close(found, list(expected))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("call", ["dense", "packed"])
-def test_gradients_in_a_graph_on_a_gpu(call, device):
-    run, make = LENGTHS[call]
-    torch.compiler.reset()
-    compiled = torch.compile(run, fullgraph=True, dynamic=True)
-    for n in (40, 70):
-        inputs = on_gpu(make(n), device)
-        found, expected = (gradients(f, inputs) for f in (compiled, run))
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu

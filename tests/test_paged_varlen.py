@@ -100,16 +100,6 @@ def test_a_step_of_an_engine(page_size, functions, used, window, dtype, where):
     check(problem, page_size, where)
 
 
-@pytest.mark.parametrize("functions", FUNCTIONS, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_head_sizes_with_everything(head_dim, functions, device):
-    recipe = Recipe(30.0, 2, "float32", **functions)
-    problem = replace(
-        STEP, used_q=USED, recipe=recipe, head_dim=head_dim, window=(200, 3), causal=False
-    )
-    check(problem, 16, device)
-
-
 @pytest.mark.parametrize(
     "options", [{"num_splits": 3}, {"sm_margin": 8}, {"capacity": FEWEST_EARLIER_KEYS}], ids=str
 )

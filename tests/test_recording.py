@@ -1,14 +1,14 @@
 """From the notes of an instrumented kernel to a timeline, and its picture and trace; no GPU."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import score_problems
 import torch
-from problems import make_problem
+from problems import make_operands, make_problem
 from recordings import made_up_notes
 
 import fa3
@@ -24,7 +24,7 @@ from fa3.scores.masks import Band, Intersection
 from fa3.scores.scores import Alibi
 from fa3.scores.templates import Template
 from fa3.tools.drawing import draw_tile_order
-from fa3.tools.recording import timeline_of
+from fa3.tools.recording import run_recorded, timeline_of
 
 CAUSAL = Window(right=0)
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -227,3 +227,110 @@ def test_what_cannot_be_recorded_is_rejected(monkeypatch):
         plan = plan_forward(replace(problem, **{size: 0}))
         with pytest.raises(ValueError, match="nothing to record"):
             fa3.record_timeline(plan)
+
+
+SHAPES = {
+    "one sequence": (1, 2048, 2048, 2, 4, 128),
+    "uneven": (2, 1500, 3100, 2, 2, 128),
+    "three consumers": (1, 3000, 3000, 2, 4, 64),
+}
+PLANNED = (
+    ("single", {}),
+    ("static", {}),
+    ("list", {}),
+    ("dynamic", {}),
+    ("split", {}),
+    ("list", {"cluster_m": 2}),
+    ("split", {"cluster_m": 2}),
+    ("static", {"cluster_h": 2}),
+)
+CASES = (
+    *(("uneven", *choice) for choice in PLANNED),
+    ("one sequence", "static", {"cluster_h": 2}),
+    ("three consumers", "split", {"cluster_m": 2}),
+)
+"""Shapes, schedules and clusters."""
+SECOND = 10**9
+"""In nanoseconds."""
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join((*case[:2], *case[2])))
+def plan(request):
+    """A plan with the planner's tiling, without clusters unless told."""
+    shape, schedule, changes = request.param
+    problem = make_problem(*SHAPES[shape], CAUSAL)
+    config = replace(choose_config(problem, H200), **({"cluster_m": 1} | changes))
+    return plan_forward(problem, config=config, schedule=schedule)
+
+
+@pytest.fixture
+def operands(plan, device):
+    return make_operands(plan.problem, device=device)
+
+
+@pytest.mark.gpu
+def test_every_warpgroup_notes_every_unit_once(plan, operands):
+    _, notes = run_recorded(plan, *operands)
+    cluster, consumers = plan.config.cluster, plan.config.consumers
+    segments = {span.segment: span.cost.blocks for span in plan.simulate().spans}
+    assert len(notes) == len(segments) * cluster * consumers
+    ctas = {(note.sm, note[2:7]) for note in notes}
+    assert Counter((note.sm, note[2:7], note.warpgroup) for note in notes) == Counter(
+        (*cta, warpgroup) for cta in ctas for warpgroup in range(consumers)
+    )
+    assert Counter(segment for _, segment in ctas) == Counter(
+        {
+            (*one.tile, *((one.begin, one.end) if plan.schedule.splits else (0, blocks))): cluster
+            for one, blocks in segments.items()
+        }
+    )
+
+
+@pytest.mark.gpu
+def test_key_blocks_cover_each_tile_once(plan, operands):
+    """Under a causal mask a tile's blocks begin at 0."""
+    _, notes = run_recorded(plan, *operands)
+    whole = plan_forward(plan.problem, config=plan.config, schedule="single").simulate()
+    ranges = defaultdict(set)
+    for note in notes:
+        ranges[note[2:5]].add((note.first_block, note.end_block))
+    assert ranges.keys() == {span.segment.tile for span in whole.spans}
+    for span in whole.spans:
+        parts = sorted(ranges[span.segment.tile])
+        assert (parts[0][0], parts[-1][1]) == (0, span.cost.blocks)
+        assert all(end == begin for (_, end), (begin, _) in pairwise(parts))
+
+
+@pytest.mark.gpu
+def test_a_warpgroup_does_one_thing_after_the_other(plan, operands, device):
+    _, notes = run_recorded(plan, *operands)
+    first = min(note.began for note in notes)
+    of_warpgroup = defaultdict(list)
+    for note in notes:
+        assert note.began <= note.started <= note.computed <= note.ended < first + SECOND
+        assert note.began < note.ended
+        of_warpgroup[note.sm, note.warpgroup].append((note.began, note.ended))
+    for times in of_warpgroup.values():
+        times.sort()
+        assert all(ended <= began for (_, ended), (began, _) in pairwise(times))
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    assert all(0 <= note.sm < sms for note in notes)
+
+
+@pytest.mark.gpu
+def test_the_timeline_of_a_recording(plan, device):
+    recorded = fa3.record_timeline(plan, device)
+    assert recorded.num_lanes == plan.gpu.num_sms
+    assert recorded.blocks == plan.simulate().blocks * plan.config.cluster
+    assert min(span.start for span in recorded.spans) == 0.0
+    assert 0 < recorded.balance <= 1
+    # A call takes longer than what its CTAs do; the prediction is of the whole call.
+    assert 0.2 < recorded.us / plan.predict().us < 2
+
+
+@pytest.mark.gpu
+def test_the_output_has_the_same_bits(plan, operands):
+    out, notes = run_recorded(plan, *operands)
+    plain, _ = fa3.flash_attn_func(*operands, causal=True, return_lse=True, plan=plan)
+    assert torch.equal(out, plain)
+    assert timeline_of(notes, plan).us > 0

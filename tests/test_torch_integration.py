@@ -391,32 +391,6 @@ def test_packed_sequences_on_a_gpu(active, device, monkeypatch, window, compiled
 
 @needs_registry
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_deterministic_gradients_on_a_gpu(active, device, monkeypatch, is_packed):
-    ran = runs_of_fa3(monkeypatch, "differentiate")
-    torch.use_deterministic_algorithms(True)
-    try:
-        if is_packed:
-            varlen = pytest.importorskip("torch.nn.attention.varlen")
-            ends = torch.tensor([0, 1000, 3000], dtype=torch.int32, device=device)
-            inputs = list(torch.randn(3, 3000, 4, 64, device=device).bfloat16())
-            inputs = [x.requires_grad_() for x in inputs]
-            out = varlen.varlen_attn(*inputs, ends, ends, 2000, 2000, window_size=(-1, 0))
-        else:
-            inputs = [x.to(device).requires_grad_() for x in heads_first(seqlen=3000)]
-            out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        d_out = torch.randn_like(out)
-        first, *others = (
-            torch.autograd.grad(out, inputs, d_out, retain_graph=True) for _ in range(20)
-        )
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert len(ran) == 20
-    assert all(all(map(torch.equal, first, other)) for other in others)
-
-
-@needs_registry
-@pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [True, False])
 def test_gradients_of_sdpa_in_a_graph_on_a_gpu(active, device, monkeypatch, transposed):
     """Inductor checks the strides of what comes back."""
@@ -432,21 +406,6 @@ def test_gradients_of_sdpa_in_a_graph_on_a_gpu(active, device, monkeypatch, tran
     found, wanted = (torch.autograd.grad(x, inputs, d_out) for x in (out, expected))
     assert len(ran) == 2
     torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
-
-
-@needs_registry
-@pytest.mark.gpu
-def test_sdpa_on_a_gpu_with_what_fa3_does_not_compute(active, device, monkeypatch):
-    ran = runs_of_fa3(monkeypatch)
-    q, k, v = (x.to(device) for x in heads_first(seqlen=64))
-    mask = torch.ones(64, 64, dtype=torch.bool, device=device).tril()
-    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert len(ran) == 1
-    masked = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    in_fp32 = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
-    assert len(ran) == 1
-    torch.testing.assert_close(plain, masked, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(plain.float(), in_fp32, atol=2e-2, rtol=2e-2)
 
 
 @needs_registry
@@ -472,28 +431,3 @@ def test_dropout_of_sdpa_on_a_gpu(active, device, monkeypatch, compiled):
         assert torch.equal(out != 0, dv.transpose(2, 3) != 0)
         assert 0.6 < (out != 0).float().mean() < 0.8
     assert len(ran) == 2
-
-
-@needs_registry
-@pytest.mark.gpu
-def test_torch_does_not_differentiate_what_fa3_drew(device):
-    integration.register()
-    q, k, v = (x.to(device).requires_grad_() for x in heads_first())
-    torch_attention.activate_flash_attention_impl("fa3")
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
-    torch_attention.restore_flash_attention_impl()
-    with pytest.raises(RuntimeError, match="expected scalar type UInt64"):
-        torch.autograd.grad(out, q, torch.ones_like(out))
-
-
-@needs_registry
-@pytest.mark.gpu
-def test_restored_on_a_gpu(device, monkeypatch):
-    ran = runs_of_fa3(monkeypatch)
-    integration.register()
-    q, k, v = (x.to(device) for x in heads_first())
-    torch_attention.activate_flash_attention_impl("fa3")
-    F.scaled_dot_product_attention(q, k, v)
-    torch_attention.restore_flash_attention_impl()
-    F.scaled_dot_product_attention(q, k, v)
-    assert len(ran) == 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +16,7 @@ import fa3
 from fa3.__main__ import main
 from fa3.calls import tuned_plans
 from fa3.calls.devices import gpu_of, reserve_sms
-from fa3.calls.tuned_plans import TunedPlan, forget_plans, keep_plan, plan_call, plans_path
+from fa3.calls.tuned_plans import forget_plans, plan_call, plans_path
 from fa3.planning.gpu import H200, Gpu
 from fa3.planning.grouped import GroupedPlan
 from fa3.planning.planner import CHOICES, plan_dense, plan_forward
@@ -118,12 +117,6 @@ def test_the_choice_comes_first_then_the_best_of_the_others(problem):
     assert {plan.schedule.name for plan in plans if plan.name != "packed"} <= set(CHOICES)
 
 
-def test_both_kernels_are_measured():
-    assert len(plans_to_measure(LONG, H200)) == MOST_PLANS
-    assert "packed" in rivals(SHORT) and "packed" not in rivals(MANY)
-    assert isinstance(plans_to_measure(FEW, H200)[0], GroupedPlan)
-
-
 def test_only_plain_problems_are_tuned(compiler):
     sinks = replace(LONG, spec=replace(LONG.spec, sinks="float32"))
     dropout = replace(LONG, spec=replace(LONG.spec, has_dropout=True))
@@ -182,17 +175,6 @@ def test_nothing_is_measured_that_could_not_be_kept(compiler, folder):
 )
 def test_the_fastest_is_kept_if_it_is_clearly_faster(times, index):
     assert fastest(times) == index
-
-
-@pytest.mark.parametrize("problem", [LONG, MANY, SHORT])
-def test_each_plan_can_win(problem, compiler, monkeypatch):
-    for name in rivals(problem):
-        tuned_to(problem, name)
-        next_process(monkeypatch)
-        assert plan_call(problem, H200).name == name != plan_dense(problem, H200).name
-    tuned_to(problem, "none")
-    next_process(monkeypatch)
-    assert plan_call(problem, H200).name == plan_dense(problem, H200).name
 
 
 def test_a_run_prints_all_times(compiler, capsys):
@@ -280,48 +262,19 @@ def test_a_process_keeps_its_plans(compiler, monkeypatch):
 # ------------------------------------------------------------------------------------ the file
 
 
-def torn(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
+SPOILT = {
+    "torn": lambda path: path.write_bytes(path.read_bytes()[:100]),
+    "foreign": lambda path: path.write_bytes(b"something else"),
+    "writable": lambda path: path.chmod(0o666),
+    "a link": lambda path: path.rename(path.with_name("other")) and path.symlink_to("other"),
+    "of another GPU": lambda path: code_cache.write(
+        path, b'{"gpu": "NVIDIA H100 80GB HBM3", "plans": {}}'
+    ),
+    "without plans": lambda path: code_cache.write(path, b"[]"),
+}
 
 
-def foreign(path: Path) -> None:
-    path.write_bytes(b"something else")
-
-
-def writable(path: Path) -> None:
-    path.chmod(0o666)
-
-
-def link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
-def copied(path: Path) -> None:
-    keep_plan(plan_forward(MANY, OTHER_GPU))
-    path.write_bytes(plans_path(OTHER_GPU.name).read_bytes())
-
-
-def with_plans_of_another_gpu(path: Path) -> None:
-    code_cache.write(path, b'{"gpu": "NVIDIA H100 80GB HBM3", "plans": {}}')
-
-
-def without_plans(path: Path) -> None:
-    code_cache.write(path, b"[]")
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        torn,
-        foreign,
-        writable,
-        link,
-        copied,
-        with_plans_of_another_gpu,
-        without_plans,
-    ],
-)
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_a_file_that_is_not_whole_is_ignored_and_written_anew(spoil, compiler, monkeypatch):
     tuned_to(SHORT, "packed")
     path = plans_path(H200.name)
@@ -367,25 +320,6 @@ def test_threads_that_tune_lose_no_plan(compiler, monkeypatch):
     next_process(monkeypatch)
     for problem in problems:
         assert plan_call(problem, H200).name == rivals(problem)[-1]
-
-
-def test_threads_that_call_read_once(compiler, monkeypatch):
-    tuned_to(SHORT, "packed")
-    read, began = tuned_plans.read_plans, threading.Barrier(8)
-    files = []
-
-    def read_noted(name: str) -> dict[str, TunedPlan]:
-        files.append(name)
-        return read(name)
-
-    def call() -> str:
-        began.wait()
-        return plan_call(SHORT, H200).name
-
-    monkeypatch.setattr(tuned_plans, "read_plans", read_noted)
-    with ThreadPoolExecutor(8) as pool:
-        names = [done.result() for done in [pool.submit(call) for _ in range(8)]]
-    assert names == ["packed"] * 8 and files == [H200.name]
 
 
 def test_plans_are_forgotten(compiler, folder, monkeypatch):
@@ -443,12 +377,6 @@ def test_wrong_arguments_are_explained(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["tune", *arguments])
     assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_nothing_to_tune():
-    with pytest.raises(SystemExit, match="needs a Hopper GPU"):
-        main(["tune", "--shapes", "1,512,512,2,1,64"])
 
 
 # ----------------------------------------------------------------------------------- stopwatch

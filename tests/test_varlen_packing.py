@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_gpu import noting_launches
 from free_counters import used_counters
 from pairs import combine, pairs, places
 from score_problems import Recipe
@@ -30,8 +29,6 @@ from varlen_problems import (
 import fa3
 from docs.examples.prefix_lm import PrefixLM
 from fa3.calls import packed_calls
-from fa3.kernels.forward_launch import ForwardArguments
-from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.planning.gpu import H200
 from fa3.planning.ragged import RaggedPlan, words_of_table
 from fa3.planning.routes import (
@@ -50,7 +47,6 @@ from fa3.reference.joined import record_of_tile, records_of_rows
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
 from fa3.schedules.joined import MultiSequenceRecord, MultiSequenceTile
-from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder, TileRecord
 from fa3.scores.intervals import NO_SEQUENCE, ROW_RECORD, RowRecord
 from fa3.scores.masks import Band, Intersection
@@ -353,35 +349,6 @@ def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------- on a GPU
-
-
-def test_what_is_launched(monkeypatch):
-    share_tiles(monkeypatch, lambda signature, _: signature.shared_tiling is not None)
-    call = make_call(
-        replace(USED, window=(9, 0), softmax_scale=0.3, recipe=Recipe(sinks="float32"))
-    )
-    out, window = torch.empty_like(call["q"]), Window(9, 0)
-    with noting_launches() as notes:
-        fa3.flash_attn_varlen_func(**call, out=out)
-    kinds = MultiSequenceTableArguments, ForwardArguments, ForwardArguments
-    table, forward, again = (
-        kind(*given) for kind, (_, given) in zip(kinds, notes.launches, strict=True)
-    )
-    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
-    assert table[:4] == tuple(call[name] for name in names)
-    assert table[7:] == (263, 352, 3, *window)
-    for launch in (forward, again):
-        assert launch[:5] == (call["q"], call["k"], call["v"], out, 0)
-        assert launch[6:9] == (0.3, *window) and launch.table is table.table
-        assert launch[12:15] == (None, None, 0) and launch.recording is None
-        assert (launch.page_table, launch.overlaps_decode, launch.dropout) == (None, 0, None)
-    assert forward.modifiers == (table.rows, call["sinks"]) and again.modifiers == (call["sinks"],)
-    assert forward.schedule_state is table.tiles and again.schedule_state is forward.marks
-    assert again.marks is None and notes.lent == 0
-    assert (forward.num_clusters, again.num_clusters) == (3 * 4, 10 * 4)
-    assert table.rows.shape == (3 * 128, 4)
-    assert (len(table.tiles), len(table.table)) == (words_of_table(3), words_of_table(10))
-    assert notes.counters == [words_of_marks(10 * 4)]
 
 
 @pairs(lengths=(MIXED, EVEN), causal=(False, True), head_dim=(64, 128, 256))

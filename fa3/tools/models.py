@@ -31,10 +31,7 @@ CALLS = {
 FLAGS = {"causal": "--full", "window_size": "--window"}
 """The command line's names of options of `warmup`, where these differ."""
 
-ENCODERS = (
-    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "eurobert",
-    "modernbert", "mpnet", "nomic_bert", "roberta", "vit", "xlm-roberta",
-)  # fmt: skip
+ENCODERS = ("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "vit")
 """Values of `model_type` of models that hide no keys, unless they say `is_decoder`."""
 
 CAUSAL = Window(right=0)
@@ -131,11 +128,11 @@ def model_of_file(path: Path) -> Model:
     # Models that also see pictures have the language model's part of its own.
     config = {**config, **(field_of(path, config, "text_config", "an object", dict) or {})}
 
-    kind, is_decoder = config.get("model_type"), config.get("is_decoder") is True
-    if config.get("is_encoder_decoder") is True or (kind in ENCODERS and not is_decoder):
+    kind = config.get("model_type")
+    if config.get("is_encoder_decoder") or (kind in ENCODERS and not config.get("is_decoder")):
         raise ValueError(
-            f"preset must be the config.json of a causal decoder, got {path} of {kind!r}: give its "
-            "heads and head_dim with causal=False instead (--heads, --head-dim and --full)"
+            f"preset must be the config.json of a causal decoder, got {path} of {kind!r}: give "
+            "heads, head_dim and causal=False instead (--heads, --head-dim and --full)"
         )
 
     def has(name: str) -> bool:
@@ -145,13 +142,10 @@ def model_of_file(path: Path) -> Model:
         name = next(filter(has, names), names[0])
         value = field_of(path, config, name, "an integer", int)
         if value is None:
-            raise ValueError(
-                f"{path} must have an integer {name!r}, got None; else give heads and head_dim "
-                "(--heads and --head-dim) instead of a preset"
-            )
+            how = "got None; else give --heads and --head-dim (heads and head_dim)"
+            raise ValueError(f"{path} must have an integer {name!r}, {how}")
         return value
 
-    # Others than the first are GPT-2's, BLOOM's and GPT-Neo's names.
     heads_q = heads_kv = number("num_attention_heads", "n_head", "num_heads")
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
         heads_kv = 1
@@ -162,11 +156,8 @@ def model_of_file(path: Path) -> Model:
         head_dim = number("qk_nope_head_dim") + number("qk_rope_head_dim")
         head_dim_v = number("v_head_dim")
     else:
-        head_dim_v = head_dim = (
-            number("head_dim")
-            if has("head_dim")
-            else number("hidden_size", "n_embd") // max(1, heads_q)
-        )
+        columns = 0 if has("head_dim") else number("hidden_size", "n_embd")
+        head_dim_v = head_dim = columns // max(1, heads_q) or number("head_dim")
     softcap = field_of(path, config, "attn_logit_softcapping", "a number", int, float) or 0.0
     if abs(softcap) > MOST_FLOAT:
         raise ValueError(f"{path} has a softcap above {MOST_FLOAT:.3g}, got {softcap!r:.50}")
@@ -238,13 +229,11 @@ def model_of(preset: str | Path | None, dtype: str | None = None, **options: obj
     named: dict[str, Any] = {name: one for name, one in options.items() if one is not None}
     if preset is not None:
         if named:
-            typed = (
-                f"{name}={one} ({FLAGS.get(name) or '--' + name.replace('_', '-')})"
-                for name, one in named.items()
-            )
+            flags = {name: FLAGS.get(name, f"--{name.replace('_', '-')}") for name in named}
+            typed = ", ".join(f"{name}={one} ({flags[name]})" for name, one in named.items())
             raise ValueError(
                 f"preset {str(preset)!r} says heads, head_dim, mask, softcap and sinks; it does "
-                f"not go with {', '.join(typed)}"
+                f"not go with {typed}"
             )
         model = preset_of(preset)
     elif "heads" in named and "head_dim" in named:

@@ -156,14 +156,13 @@ def warmup(
     calls, page_sizes = as_calls(calls), integers("page_sizes", page_sizes, 0)
     processes = None if processes is None else integer("processes", processes, 1)
     is_causal = flag("causal", causal)
-    is_full = window_size is None and not is_causal
     model = model_of(
         preset,
         None if dtype is None else name_of_dtype(dtype),
         heads=None if heads is None else as_heads(heads),
         head_dim=None if head_dim is None else integer("head_dim", head_dim),
         head_dim_v=None if head_dim_v is None else integer("head_dim_v", head_dim_v),
-        causal=False if is_full else None,
+        causal=False if window_size is None and not is_causal else None,
         window_size=None if window_size is None else check_window(as_pair(window_size), is_causal),
         softcap=real("softcap", softcap) or None,
         sinks=flag("sinks", sinks) or None,
@@ -181,8 +180,8 @@ def warmup(
         check_folder()
         compile_all(absent, processes or len(os.sched_getaffinity(0)), progress)
         check_kept(absent)
-    compiled = 0 if dry_run else len(absent)
-    return Warmup(kernels, absent, compiled, time.perf_counter() - begin, dry_run)
+    seconds = time.perf_counter() - begin
+    return Warmup(kernels, absent, 0 if dry_run else len(absent), seconds, dry_run)
 
 
 def run_compile(options: argparse.Namespace) -> None:
