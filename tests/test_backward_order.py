@@ -247,3 +247,16 @@ def test_deterministic_gradients(head_dim, window, device):
     problem = make_problem(2, 500, 700, 2, 2, head_dim, window)
     q, k, v = make_operands(problem, 0, device)
     check_gradients(q, k, v, window, (True, True), deterministic=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("lengths", [(700, 700), (300, 900), (1000, 500), (1, 600)], ids=str)
+def test_head_groups_take_turns_in_a_fixed_order(lengths, heads, head_dim, device):
+    """With the last keys first and with the first keys first, also where rows or keys are hidden."""
+    for seed, window in enumerate((CAUSAL, Window(right=37))):
+        problem = make_problem(5, *lengths, *heads, head_dim, window)
+        plan = planning.BackwardPlan.of(problem, is_ordered=True)
+        assert plan.alternates == 1 and plan.num_head_groups > 1
+        operands = make_operands(problem, seed, device)
+        check_gradients(*operands, window, (True, False), seed, deterministic=True)

@@ -273,7 +273,6 @@ def paged() -> dict:
     [
         ({"window_size": (1.0, 0)}, r"window_size must be two integers \(left, right\), got 1\.0"),
         ({"softcap": "30"}, "softcap must be a float, got '30'"),
-        ({"scheduler_metadata": 3}, "scheduler_metadata must come from get_scheduler_metadata"),
         ({}, "cu_seqlens_q must be None while a graph is traced"),
     ],
     ids=str,

@@ -484,11 +484,11 @@ def trace_attention(
         values: its options, as `fa3.calls.options.options_of` takes them.
         arguments: all others, by name.
     """
+    options = named_options(kind, values)
+    window = check_window(as_pair(window_size), options["causal"])
     for name in ALWAYS_NONE[kind]:
         if arguments.pop(name, None) is not None:
             raise NotImplementedError(f"{name} must be None while a graph is traced")
-    options = named_options(kind, values)
-    window = check_window(as_pair(window_size), options["causal"])
     returns_lse = options["return_lse"] or options.get("return_softmax_lse", False)
     returns_lse = returns_lse or options.get("return_attn_probs", False)
     arguments |= options
