@@ -245,6 +245,11 @@ def tiling_lines() -> Iterator[list[str]]:
 
 TESTED = {
     "Python": "3.11",
+    "nvidia-cutlass-dsl": "4.7.1 (kernels compile), 4.8.1",
+    "cuda-python": "13.4.4",
+    "apache-tvm-ffi": "0.1.15",
+    "torch-c-dlpack-ext": "0.1.5",
+    "numpy": "2.4.6",
     "torch": "2.10.0, 2.13.0, 2.14.1",
     "transformers": "5.16.1, 5.24.0",
 }
