@@ -224,9 +224,9 @@ def test_what_bounds_a_plan_is_named():
     assert usual._replace(memory_us=1e4).bound == "device memory"
     assert usual._replace(busy=0.8).bound == "an uneven last wave"
     few = make_problem(1, 2048, 2048, 1, 8, head_dim=128, window=CAUSAL)
-    assert plan_forward(few, schedule="list").predict().bound == "its longest unit of work"
+    assert plan_forward(few, schedule="list").predict().bound == "its longest tile"
     one = make_problem(1, 128, 1024, 1, head_dim=128)
-    assert plan_forward(one).predict().bound == "too few units of work"
+    assert plan_forward(one).predict().bound == "too few tiles"
 
 
 def test_keys_that_overflow_l2_are_read_again():

@@ -102,7 +102,7 @@ class Prediction(NamedTuple):
         if self.busy > 0.9:
             return "compute"
         if self.longest_us > 0.9 * self.compute_us:
-            return "its longest unit of work" if self.waves > 0.5 else "too few units of work"
+            return "its longest tile" if self.waves > 0.5 else "too few tiles"
         return "an uneven last wave"
 
 
