@@ -398,7 +398,7 @@ def test_make_names_the_python_that_is_needed_before_it_installs(tmp_path):
     )
     older.chmod(0o755)
     done = subprocess.run(
-        ["make", "demo", f"PYTHON={older}"],
+        ["make", "--no-print-directory", "demo", f"PYTHON={older}"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert f"fa3 needs Python 3.10 or newer, but {older} is 3.9." in done.stderr
