@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 NUM_RANKS = 4
-SECONDS = 60
+SECONDS = 30
 """Until a collective or a process counts as hung."""
 
 PRELOADED = ["torch", "torch.distributed", "fa3.calls.passes", "fa3.distributed"]

@@ -4,22 +4,7 @@ Each rank holds some rows of q, k and v, as a layout says, and gets the same row
 communication goes through torch.distributed.
 """
 
-from fa3.distributed.layouts import (
-    Contiguous,
-    Documents,
-    SequenceLayout,
-    Zigzag,
-    contiguous,
-    documents,
-    zigzag,
-)
+from fa3.distributed.attention import flash_attn_func
+from fa3.distributed.layouts import SequenceLayout, contiguous, documents, zigzag
 
-__all__ = [
-    "Contiguous",
-    "Documents",
-    "SequenceLayout",
-    "Zigzag",
-    "contiguous",
-    "documents",
-    "zigzag",
-]
+__all__ = ["SequenceLayout", "contiguous", "documents", "flash_attn_func", "zigzag"]

@@ -5,7 +5,7 @@ has, and put in order by an index when they have arrived.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +25,17 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def group_of(group: Group) -> dist.ProcessGroup:
-    """Return the process group of an argument `group`; None stands for all ranks.
-
-    Raises:
-        TypeError: it is no group.
-        ValueError: torch.distributed is not initialised, the mesh has several dimensions, or this
-            rank is not in the group.
-    """
+    """Return the process group of an argument `group`; None stands for all ranks."""
     if not dist.is_initialized():
         raise ValueError("torch.distributed must be initialised: call init_process_group first")
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group must be a DeviceMesh of 1 dimension, got {group.ndim}")
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank must be in group")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {shown(group)}")
+        raise ValueError(
+            "group must be a ProcessGroup that has this rank, a DeviceMesh of 1 dimension or None, "
+            f"got {shown(group)}"
+        )
     return group
 
 
@@ -63,23 +56,53 @@ class Split:
         return self.chunks[self.group.rank()]
 
     @property
-    def most_rows(self) -> int:
-        """The most rows that a rank has."""
-        return max(sum(map(len, chunks)) for chunks in self.chunks)
+    def rows(self) -> list[int]:
+        """Rows of each rank."""
+        return [sum(map(len, chunks)) for chunks in self.chunks]
+
+    def sent_by_one(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's (batch, rows, ...) as (most rows, batch, ...)."""
+        missing = max(self.rows) - x.shape[1]
+        return F.pad(x.transpose(0, 1), (0, 0) * (x.ndim - 1) + (0, missing)).contiguous()
+
+    def sent_by_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, seqlen, ...) as (ranks * most rows, batch, ...)."""
+        return x.transpose(0, 1).index_select(0, orders(self.chunks, x.device)[0])
+
+    def in_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, seqlen, ...): the inverse of `sent_by_all`."""
+        return x.index_select(0, orders(self.chunks, x.device)[1]).transpose(0, 1)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole (seqlen, ...) from this rank's (rows, ...), by all-gather."""
-        sent = F.pad(x, (0, 0) * (x.ndim - 1) + (0, self.most_rows - len(x))).contiguous()
-        received = sent.new_empty(len(self.chunks) * self.most_rows, *x.shape[1:])
+        """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
+        sent = self.sent_by_one(x)
+        received = sent.new_empty(len(self.chunks) * len(sent), *sent.shape[1:])
         ALL_GATHER(received, sent, self.group)
-        return received.index_select(0, orders(self.chunks, x.device)[1])
+        return self.in_sequence(received)
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's (rows, ...) of the ranks' summed (seqlen, ...), by reduce-scatter."""
-        sent = x.index_select(0, orders(self.chunks, x.device)[0])
-        received = sent.new_empty(self.most_rows, *x.shape[1:])
+        """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
+        sent = self.sent_by_all(x.float())
+        received = sent.new_empty(max(self.rows), *sent.shape[1:])
         REDUCE_SCATTER(received, sent, group=self.group)
-        return received[: sum(map(len, self.own_chunks))]
+        return received[: self.rows[self.group.rank()]].transpose(0, 1).to(x.dtype)
+
+    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
+        by_rank = self.sent_by_one(x).unflatten(2, (len(self.chunks), -1)).movedim(2, 0)
+        return self.in_sequence(self.all_to_all(by_rank.flatten(0, 1)))
+
+    def to_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, rows, heads, columns): the inverse of `to_heads`."""
+        by_rank = self.all_to_all(self.sent_by_all(x)).unflatten(0, (len(self.chunks), -1))
+        rows = by_rank[:, : self.rows[self.group.rank()]]
+        return rows.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of all ranks' tensors, which are cut in dimension 0."""
+        received, sent = torch.empty_like(x), x.contiguous()
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,20 +123,20 @@ def orders(
         return to_ranks.to(device), to_sequence.to(device)
 
 
-class WholeRows(torch.autograd.Function):
-    """The whole (seqlen, ...) of each rank's rows; its gradient is the sum over ranks, in fp32."""
+class Transfer(torch.autograd.Function):
+    """Send tensors, and their gradients back."""
 
     @staticmethod
-    def forward(ctx, split: Split, x: torch.Tensor) -> torch.Tensor:
-        """Gather the rows."""
-        ctx.split = split
-        return split.whole(x)
+    def forward(ctx, send: Callable, send_back: Callable, *tensors: torch.Tensor):
+        """Return what `send` returns for each tensor."""
+        ctx.send_back = send_back
+        return tuple(map(send, tensors))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """Sum and scatter the gradient."""
-        return None, ctx.split.sums(gradient.float()).to(gradient.dtype)
+    def backward(ctx, *gradients: torch.Tensor):
+        """Return what `send_back` returns for each gradient."""
+        return None, None, *map(ctx.send_back, gradients)
 
 
 def agree_on_rows(
@@ -123,25 +146,19 @@ def agree_on_rows(
     asked: Mapping[str, object],
     error: Exception | None = None,
 ) -> int:
-    """Return the rows of the whole sequence; raise on all ranks if one of them cannot go on.
-
-    The ranks tell each other what they were asked for, and the host waits for it.
+    """Return the rows of the whole sequence; raise on all ranks if one cannot go on.
 
     Args:
         rows: of this rank.
         asked: what must be the same on all ranks, by name.
         error: why this rank cannot go on; all ranks raise it.
-
-    Raises:
-        ValueError: the ranks disagree, or the layout gives a rank another number of rows.
     """
-    texts = {name: f"{value}" for name, value in asked.items()}
     said: list[Any] = [None] * group.size()
+    texts = {name: f"{value}" for name, value in asked.items()}
     dist.all_gather_object(said, (rows, texts, error), group)
-    for rank, (_, _, refusal) in enumerate(said):
+    for rank, (_, others, refusal) in enumerate(said):
         if refusal is not None:
             raise type(refusal)(f"rank {rank}: {refusal}") from error
-    for rank, (_, others, _) in enumerate(said):
         for name, text in said[0][1].items():
             if others[name] != text:
                 raise ValueError(

@@ -4,103 +4,85 @@ A layout is a frozen value without tensors. It cuts a sequence into chunks of ne
 gives each rank some of them. Any length will do: ranks differ by one row at most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
-from fa3.distributed.exchange import Group, Split, WholeRows, agree_on_rows, group_of
+from fa3.distributed.exchange import Group, Split, Transfer, agree_on_rows, group_of
+
+RankChunks = tuple[tuple[range, ...], ...]
 
 
 class SequenceLayout:
-    """Base class of layouts."""
+    """Base class of layouts.
 
-    def chunks(self, seqlen: int, num_ranks: int) -> tuple[tuple[range, ...], ...]:
-        """Return the chunks of each rank, in the order in which the rank holds them.
+    In all methods, seqlen counts the rows of the whole sequence; group is a ProcessGroup, a
+    DeviceMesh of one dimension, or None for all ranks. They raise a ValueError if the layout has
+    another length, or if this rank is not in the group.
+    """
 
-        Args:
-            seqlen: rows of the whole sequence.
+    cu_seqlens: tuple[int, ...] = (0,)
+    """Where positions begin again."""
 
-        Returns:
-            for each rank, ranges of row numbers; some may be empty.
-        """
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+        """Return the chunks of each rank, in its order; some may be empty."""
         raise NotImplementedError(f"{type(self).__name__} must define chunks(seqlen, num_ranks)")
 
     def split(self, seqlen: int, group: Group = None) -> Split:
-        """Return how a sequence is split among the ranks of a group."""
+        """Return a sequence as it is split among the ranks of a group."""
         group = group_of(group)
         return Split(self.chunks(seqlen, group.size()), group)
 
     def shard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
-        """Return this rank's rows of a whole tensor, which all ranks have.
+        """Return this rank's rows of a whole tensor, which all ranks have; differentiable.
 
         Args:
             x: any shape and dtype, with the sequence in dimension `dim`.
-            group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
-
-        Returns:
-            a new tensor like x, with this rank's rows in `dim`. It is differentiable.
-
-        Raises:
-            ValueError: x has another length than the layout, or this rank is not in the group.
         """
         chunks = self.split(x.shape[dim], group).own_chunks
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
-    def unshard(
-        self, x: torch.Tensor, dim: int = 1, group: Group = None, seqlen: int | None = None
-    ) -> torch.Tensor:
-        """Return the whole tensor from the rows of all ranks; all ranks must call it.
+    def unshard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
+        """Return the whole tensor from all ranks' rows; all ranks must call it.
+
+        The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
 
         Args:
-            x: what `shard` returns, of one dtype on all ranks.
-            dim, group: as in `shard`.
-            seqlen: rows of the whole sequence. None: ranks tell each other how many they have,
-                which the host waits for.
-
-        Returns:
-            the whole tensor, in the order of the sequence, on all ranks. Its gradient is the sum
-            over ranks, added up in float32.
+            x: what `shard` returns.
 
         Raises:
-            ValueError: on all ranks if seqlen is None: ranks differ in shape or dtype, or one has
-                another number of rows than the layout gives it.
+            ValueError: on all ranks: they differ in shape or dtype, or one has other rows than the
+                layout gives it.
         """
-        rows = x.movedim(dim, 0)
-        if seqlen is None:
-            asked = {"layout": self, "shape": ("rows", *rows.shape[1:]), "dtype": x.dtype}
-            seqlen = agree_on_rows(self, group_of(group), len(rows), asked)
-        return WholeRows.apply(self.split(seqlen, group), rows).movedim(0, dim)
+        rows, group = x.movedim(dim, 0)[None], group_of(group)
+        asked = {"layout": self, "shape": ("rows", *rows.shape[2:]), "dtype": x.dtype}
+        split = self.split(agree_on_rows(self, group, x.shape[dim], asked), group)
+        (whole,) = Transfer.apply(split.whole, split.sums, rows)
+        return whole[0].movedim(0, dim)
 
     def positions(
         self, seqlen: int, group: Group = None, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """Return the positions of this rank's rows, for RoPE and for shifted labels.
+        """Return the positions of this rank's rows, for RoPE: (rows,), int64, on `device`.
 
-        Args:
-            seqlen: rows of the whole sequence.
-            group: as in `shard`.
-
-        Returns:
-            (rows of this rank,), int64, on `device`. Documents count from their own beginning.
-
-        Raises:
-            ValueError: the layout has another length, or this rank is not in the group.
+        Documents count from their own beginning.
         """
         rows = [row for chunk in self.split(seqlen, group).own_chunks for row in chunk]
-        return torch.tensor(rows, dtype=torch.int64, device=device)
+        places, starts = torch.tensor(rows, dtype=torch.int64), torch.tensor(self.cu_seqlens)
+        return (places - starts[torch.searchsorted(starts, places, right=True) - 1]).to(device)
 
 
-def cut(seqlen: int, count: int, first: int = 0) -> list[range]:
+def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
     """Cut rows into chunks that differ by one row at most.
 
     Args:
         first: the first of the longer chunks; the others come after it, then from chunk 0 on.
     """
-    rows, longer = divmod(seqlen, count)
+    rows, longer = divmod(end - begin, count)
     lengths = [rows + ((i - first) % count < longer) for i in range(count)]
-    return [range(begin, end) for begin, end in pairwise(accumulate(lengths, initial=0))]
+    return [range(*ends) for ends in pairwise(accumulate(lengths, initial=begin))]
 
 
 @dataclass(frozen=True)
@@ -110,19 +92,18 @@ class Zigzag(SequenceLayout):
     Where 2n divides the length, this is the order of torch's `_HeadTailLoadBalancer`.
     """
 
-    def chunks(self, seqlen: int, num_ranks: int) -> tuple[tuple[range, ...], ...]:
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
         """Return the two chunks of each rank."""
-        parts = cut(seqlen, 2 * num_ranks)
-        return tuple((parts[rank], parts[-1 - rank]) for rank in range(num_ranks))
+        return Documents((0, seqlen)).chunks(seqlen, num_ranks)
 
 
 @dataclass(frozen=True)
 class Contiguous(SequenceLayout):
     """Rank r of n has chunk r of n: the least work for full attention and short windows."""
 
-    def chunks(self, seqlen: int, num_ranks: int) -> tuple[tuple[range, ...], ...]:
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
         """Return the one chunk of each rank."""
-        return tuple((part,) for part in cut(seqlen, num_ranks))
+        return tuple((part,) for part in cut(0, seqlen, num_ranks))
 
 
 @dataclass(frozen=True)
@@ -133,55 +114,30 @@ class Documents(SequenceLayout):
     go on in turn from document to document, so the ranks' rows differ by one at most.
 
     Attributes:
-        cu_seqlens: beginnings of the documents in the packed sequence, and the end of the last.
+        cu_seqlens: (documents + 1,) integers, as `flash_attn_varlen_func` takes them. The host
+            reads them, so it waits for a tensor on a GPU.
     """
 
     cu_seqlens: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        ends = self.cu_seqlens
-        if not ends or ends[0] != 0 or any(b < a for a, b in pairwise(ends)):
+        given: Iterable = self.cu_seqlens
+        ends = tuple(given.tolist() if isinstance(given, torch.Tensor) else given)
+        if not ends or ends[0] != 0 or any(end < begin for begin, end in pairwise(ends)):
             raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
+        object.__setattr__(self, "cu_seqlens", ends)
 
-    def chunks(self, seqlen: int, num_ranks: int) -> tuple[tuple[range, ...], ...]:
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
         """Return the chunks of each rank, two for each document."""
         if seqlen != self.cu_seqlens[-1]:
             raise ValueError(f"seqlen must be {self.cu_seqlens[-1]} as cu_seqlens, got {seqlen}")
         ranks: list[list[range]] = [[] for _ in range(num_ranks)]
-        count, first = 2 * num_ranks, 0
         for begin, end in pairwise(self.cu_seqlens):
-            parts = [
-                range(begin + part.start, begin + part.stop)
-                for part in cut(end - begin, count, first)
-            ]
+            # The documents before have had the longer chunks up to this one.
+            parts = cut(begin, end, 2 * num_ranks, begin % (2 * num_ranks))
             for rank, chunks in enumerate(ranks):
                 chunks += parts[rank], parts[-1 - rank]
-            first = (first + end - begin) % count
         return tuple(map(tuple, ranks))
 
-    def positions(
-        self, seqlen: int, group: Group = None, device: torch.device | str | None = None
-    ) -> torch.Tensor:
-        """Return the positions of this rank's rows, each in its document."""
-        rows = super().positions(seqlen, group)
-        starts = torch.tensor(self.cu_seqlens)
-        return (rows - starts[torch.searchsorted(starts, rows, right=True) - 1]).to(device)
 
-
-zigzag = Zigzag()
-contiguous = Contiguous()
-
-
-def documents(cu_seqlens: Sequence[int] | torch.Tensor) -> Documents:
-    """Return the layout of packed documents.
-
-    Args:
-        cu_seqlens: (documents + 1,), integers, as `flash_attn_varlen_func` takes them. The host
-            reads them, so it waits for a tensor on a GPU.
-
-    Raises:
-        ValueError: they do not begin with 0, or fall.
-    """
-    if isinstance(cu_seqlens, torch.Tensor):
-        cu_seqlens = cu_seqlens.tolist()
-    return Documents(tuple(map(int, cu_seqlens)))
+zigzag, contiguous, documents = Zigzag(), Contiguous(), Documents
