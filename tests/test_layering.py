@@ -21,7 +21,7 @@ FLOORS = (
     ("planning", "running"),
     ("reference",),
     ("calls",),
-    ("integrations", "tools"),
+    ("distributed", "integrations", "tools"),
     ("__init__", "interface"),
     ("__main__",),
 )
@@ -35,7 +35,7 @@ STANDARD_LIBRARY_ONLY = (
     "running/code_cache.py",
     "tools/cubin.py",
 )
-USE_TORCH = ("calls", "integrations", "reference", "running", "tools")
+USE_TORCH = ("calls", "distributed", "integrations", "reference", "running", "tools")
 
 
 def room_of(path: Path) -> str:

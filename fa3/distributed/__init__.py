@@ -1,0 +1,10 @@
+"""Attention over the ranks of a process group: layouts of a sequence, and calls on parts of it.
+
+Each rank holds some rows of q, k and v, as a layout says, and gets the same rows of the output. All
+communication goes through torch.distributed.
+"""
+
+from fa3.distributed.attention import flash_attn_func
+from fa3.distributed.layouts import SequenceLayout, contiguous, documents, zigzag
+
+__all__ = ["SequenceLayout", "contiguous", "documents", "flash_attn_func", "zigzag"]

@@ -1,0 +1,143 @@
+"""Layouts: which rows of a sequence each rank has.
+
+A layout is a frozen value without tensors. It cuts a sequence into chunks of neighbouring rows and
+gives each rank some of them. Any length will do: ranks differ by one row at most.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from fa3.distributed.exchange import Group, Split, Transfer, agree_on_rows, group_of
+
+RankChunks = tuple[tuple[range, ...], ...]
+
+
+class SequenceLayout:
+    """Base class of layouts.
+
+    In all methods, seqlen counts the rows of the whole sequence; group is a ProcessGroup, a
+    DeviceMesh of one dimension, or None for all ranks. They raise a ValueError if the layout has
+    another length, or if this rank is not in the group.
+    """
+
+    cu_seqlens: tuple[int, ...] = (0,)
+    """Where positions begin again."""
+
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+        """Return the chunks of each rank, in its order; some may be empty."""
+        raise NotImplementedError(f"{type(self).__name__} must define chunks(seqlen, num_ranks)")
+
+    def split(self, seqlen: int, group: Group = None) -> Split:
+        """Return a sequence as it is split among the ranks of a group."""
+        group = group_of(group)
+        return Split(self.chunks(seqlen, group.size()), group)
+
+    def shard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
+        """Return this rank's rows of a whole tensor, which all ranks have; differentiable.
+
+        Args:
+            x: any shape and dtype, with the sequence in dimension `dim`.
+        """
+        chunks = self.split(x.shape[dim], group).own_chunks
+        return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+
+    def unshard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
+        """Return the whole tensor from all ranks' rows; all ranks must call it.
+
+        The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
+
+        Args:
+            x: what `shard` returns.
+
+        Raises:
+            ValueError: on all ranks: they differ in shape or dtype, or one has other rows than the
+                layout gives it.
+        """
+        rows, group = x.movedim(dim, 0)[None], group_of(group)
+        asked = {"layout": self, "shape": ("rows", *rows.shape[2:]), "dtype": x.dtype}
+        split = self.split(agree_on_rows(self, group, x.shape[dim], asked), group)
+        (whole,) = Transfer.apply(split.whole, split.sums, rows)
+        return whole[0].movedim(0, dim)
+
+    def positions(
+        self, seqlen: int, group: Group = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Return the positions of this rank's rows, for RoPE: (rows,), int64, on `device`.
+
+        Documents count from their own beginning.
+        """
+        rows = [row for chunk in self.split(seqlen, group).own_chunks for row in chunk]
+        places, starts = torch.tensor(rows, dtype=torch.int64), torch.tensor(self.cu_seqlens)
+        return (places - starts[torch.searchsorted(starts, places, right=True) - 1]).to(device)
+
+
+def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
+    """Cut rows into chunks that differ by one row at most.
+
+    Args:
+        first: the first of the longer chunks; the others come after it, then from chunk 0 on.
+    """
+    rows, longer = divmod(end - begin, count)
+    lengths = [rows + ((i - first) % count < longer) for i in range(count)]
+    return [range(*ends) for ends in pairwise(accumulate(lengths, initial=begin))]
+
+
+@dataclass(frozen=True)
+class Zigzag(SequenceLayout):
+    """Rank r of n has chunks r and 2n - 1 - r of 2n, so causal attention is the same work for all.
+
+    Where 2n divides the length, this is the order of torch's `_HeadTailLoadBalancer`.
+    """
+
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+        """Return the two chunks of each rank."""
+        return Documents((0, seqlen)).chunks(seqlen, num_ranks)
+
+
+@dataclass(frozen=True)
+class Contiguous(SequenceLayout):
+    """Rank r of n has chunk r of n: the least work for full attention and short windows."""
+
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+        """Return the one chunk of each rank."""
+        return tuple((part,) for part in cut(0, seqlen, num_ranks))
+
+
+@dataclass(frozen=True)
+class Documents(SequenceLayout):
+    """Each packed document is cut as `Zigzag` cuts a sequence.
+
+    A rank holds its chunks of the first document, then of the second, and so on. The longer chunks
+    go on in turn from document to document, so the ranks' rows differ by one at most.
+
+    Attributes:
+        cu_seqlens: (documents + 1,) integers, as `flash_attn_varlen_func` takes them. The host
+            reads them, so it waits for a tensor on a GPU.
+    """
+
+    cu_seqlens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        given: Iterable = self.cu_seqlens
+        ends = tuple(given.tolist() if isinstance(given, torch.Tensor) else given)
+        if not ends or ends[0] != 0 or any(end < begin for begin, end in pairwise(ends)):
+            raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
+        object.__setattr__(self, "cu_seqlens", ends)
+
+    def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
+        """Return the chunks of each rank, two for each document."""
+        if seqlen != self.cu_seqlens[-1]:
+            raise ValueError(f"seqlen must be {self.cu_seqlens[-1]} as cu_seqlens, got {seqlen}")
+        ranks: list[list[range]] = [[] for _ in range(num_ranks)]
+        for begin, end in pairwise(self.cu_seqlens):
+            # The documents before have had the longer chunks up to this one.
+            parts = cut(begin, end, 2 * num_ranks, begin % (2 * num_ranks))
+            for rank, chunks in enumerate(ranks):
+                chunks += parts[rank], parts[-1 - rank]
+        return tuple(map(tuple, ranks))
+
+
+zigzag, contiguous, documents = Zigzag(), Contiguous(), Documents

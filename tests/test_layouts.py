@@ -1,0 +1,144 @@
+"""Which rows each rank has, and that they come together again."""
+
+import re
+
+import pytest
+import torch
+from ranks import NUM_RANKS, Ranks, refusal, seeded
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._context_parallel import _load_balancer
+
+from fa3.distributed import SequenceLayout, contiguous, documents, zigzag
+from fa3.distributed.layouts import Contiguous, Documents
+
+SIZES = 1, 2, 4
+ENDS = 0, 5, 5, 6, 30, 41
+LAYOUTS = zigzag, contiguous, documents(ENDS)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.stop()
+
+
+def rows_of(layout: SequenceLayout, seqlen: int, num_ranks: int) -> list[list[int]]:
+    chunks = layout.chunks(seqlen, num_ranks)
+    return [[row for chunk in of_rank for row in chunk] for of_rank in chunks]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("seqlen", [0, 1, 3, 7, 8, 41])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_each_row_is_on_one_rank_and_all_have_as_many(layout, seqlen, num_ranks):
+    if isinstance(layout, Documents):
+        layout = documents([min(end, seqlen) for end in ENDS])
+    rows = rows_of(layout, seqlen, num_ranks)
+    assert len(rows) == num_ranks
+    assert sorted(row for one in rows for row in one) == list(range(seqlen))
+    lengths = set(map(len, rows))
+    assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_zigzag_has_torchs_order(num_ranks):
+    balancer = _load_balancer._HeadTailLoadBalancer(48, num_ranks, "cpu")
+    rows = rows_of(zigzag, 48, num_ranks)
+    assert [row for one in rows for row in one] == balancer._generate_indices()[0].tolist()
+
+
+def test_a_document_alone_is_a_zigzag():
+    assert documents([0, 43]).chunks(43, 4) == zigzag.chunks(43, 4)
+
+
+def test_each_rank_has_part_of_each_document():
+    assert documents([0, 8, 16]).chunks(16, 2) == (
+        (range(2), range(6, 8), range(8, 10), range(14, 16)),
+        (range(2, 4), range(4, 6), range(10, 12), range(12, 14)),
+    )
+
+
+def test_layouts_are_values():
+    assert repr(zigzag) == "Zigzag()"
+    assert contiguous == Contiguous() and contiguous != zigzag
+    made = documents(torch.tensor([0, 3, 7], dtype=torch.int32))
+    assert made == documents([0, 3, 7]) and repr(made) == "Documents(cu_seqlens=(0, 3, 7))"
+
+
+@pytest.mark.parametrize("ends", [[], [1, 2], [0, 3, 2]])
+def test_wrong_ends_of_documents_are_refused(ends):
+    with pytest.raises(ValueError, match="cu_seqlens must begin with 0"):
+        documents(ends)
+
+
+def test_documents_have_one_length():
+    with pytest.raises(ValueError, match="seqlen must be 41 as cu_seqlens, got 40"):
+        documents(ENDS).chunks(40, 2)
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match="init_process_group"):
+        zigzag.shard(torch.ones(1, 3))
+
+
+def shard_and_join(group, layout, shape, dim):
+    whole = seeded(*shape).requires_grad_()
+    rows = layout.shard(whole, dim, group)
+    positions = layout.positions(shape[dim], group)
+    assert positions.shape == (rows.shape[dim],) and positions.dtype == torch.int64
+    joined = layout.unshard(rows, dim, group)
+    assert torch.equal(joined, whole)
+    (gradient,) = torch.autograd.grad(joined, whole, whole.detach())
+    # Of this rank's rows, summed over the ranks, which all use the whole.
+    expected = layout.shard(group.size() * whole.detach(), dim, group)
+    assert torch.equal(layout.shard(gradient, dim, group), expected)
+    return positions
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape, dim", [((2, 41, 3), 1), ((41,), 0), ((2, 3, 41), -1)])
+def test_rows_come_together_again(ranks, layout, size, shape, dim):
+    positions = ranks.run(size, shard_and_join, layout, shape, dim)
+    rows = rows_of(layout, 41, size)
+    starts = [max(end for end in ENDS if end <= row) for row in range(41)]
+    for mine, of_rank in zip(positions, rows, strict=True):
+        is_packed = isinstance(layout, Documents)
+        assert mine.tolist() == [row - starts[row] * is_packed for row in of_rank]
+
+
+def join_in_mesh(group):
+    mesh = DeviceMesh.from_group(group, "cpu")
+    whole = seeded(1, 9)
+    return torch.equal(zigzag.unshard(zigzag.shard(whole, group=mesh), group=mesh), whole)
+
+
+def test_a_mesh_is_a_group(ranks):
+    assert all(ranks.run(2, join_in_mesh))
+
+
+def join_wrongly(group, wrong):
+    rows = torch.zeros(1, 4, 3)
+    layout = zigzag
+    if group.rank() == 1:
+        layout = contiguous if wrong == "layout" else zigzag
+        rows = {"rows": rows[:, :2], "shape": rows.new_zeros(1, 4, 4), "dtype": rows.half()}.get(
+            wrong, rows
+        )
+    return refusal(layout.unshard, rows, group=group)
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    {
+        "rows": r"rank 0 must have 3 of 14 rows by Zigzag\(\), got 4",
+        "shape": r"shape must be the same on all ranks, got .* 3\) on rank 0 and .* 4\) on rank 1",
+        "dtype": "dtype must be the same on all ranks, got torch.float32 on rank 0",
+        "layout": "layout must be the same on all ranks, got Zigzag",
+    }.items(),
+)
+def test_all_ranks_refuse_what_they_disagree_on(ranks, wrong, message):
+    texts = ranks.run(NUM_RANKS, join_wrongly, wrong)
+    assert len(set(texts)) == 1
+    assert re.match(f"ValueError: {message}", texts[0])
