@@ -252,9 +252,9 @@ def test_deterministic_gradients(head_dim, window, device):
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("heads", [(1, 8), (8, 2)], ids=str)
 @pytest.mark.parametrize("lengths", [(700, 700), (300, 900), (1000, 500), (1, 600)], ids=str)
-def test_head_groups_take_turns_in_a_fixed_order(lengths, heads, head_dim, device, monkeypatch):
+def test_head_groups_alternate_in_a_fixed_order(lengths, heads, head_dim, device, monkeypatch):
     """In groups of a few heads: also where rows or keys are hidden."""
-    monkeypatch.setattr(Waves, "heads", lambda self, heads, tiles: -(-heads // 5))
+    monkeypatch.setattr(Waves, "heads_per_group", lambda self, heads, tiles: -(-heads // 5))
     backward.prepare_backward.cache_clear()
     for seed, window in enumerate((CAUSAL, Window(right=37))):
         problem = make_problem(2, *lengths, *heads, head_dim, window)

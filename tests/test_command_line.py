@@ -227,7 +227,7 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
     q, k, v = (operand(1, heads, head_dim) for heads in (heads_q, heads_kv, heads_kv))
     call = prepare_varlen(packed_operands(q=q, k=k, v=v), Options(Window(right=0)))
     rows = batch * seqlen_q, batch * seqlen_k
-    route = call.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k), False, None, True)
+    route = call.signature.route(PackedSizes(batch, heads_q, *rows, seqlen_q, seqlen_k))
     kernels = kernels_of_packed(call.signature, route.name, route.most_queries)
     found = facts(capsys, "--call", "packed", "--gpu", "H200", "--shape", shape, "--causal")
     assert [kernel.split(",")[0] for kernel in found["kernels"]] == names

@@ -81,7 +81,7 @@ def check_differentiable(
 def arrived(
     d_out: torch.Tensor | None, d_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of out and of the log-sum-exp as they lie in memory; None for zeros.
+    """The gradients of out and of the log-sum-exp, in memory; None for zeros.
 
     Raises:
         NotImplementedError: one lies nowhere, or carries a tangent.

@@ -3,7 +3,7 @@
 All functions hand on their tensors in one order, `TENSORS`. An `AttentionCall` says what each of
 them is like, and what follows from that. Repeated calls share it, so it has no number that differs
 from step to step: no total of packed rows, and of packed keys no number of sequences. These are
-looked at in each call (`check_sizes`), and so is what lies in the tensors (`fa3.calls.values`).
+looked at in each call (`check_sizes`), and so are the numbers in int32 tensors (`values`).
 """
 
 import math
@@ -280,7 +280,7 @@ class AttentionCall(
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """How the keys lie in the cache."""
+        """How keys are laid out in the cache."""
         return CacheLayout(
             0 if self.page_table is None else self.page_size,
             self.cache_batch_idx is not None,
@@ -471,7 +471,7 @@ def check_sizes(described: Described) -> int:
 
 
 def check_rows(name: str, description: Description) -> None:
-    """Raise unless a tensor is (total, heads, head_dim), and TMA can walk it where it lies."""
+    """Raise unless a tensor is (total, heads, head_dim), and TMA can read it without a copy."""
     shape, stride, *_ = description
     if len(shape) != 3 or stride[2] != 1 or stride[0] % STRIDE_UNIT or stride[1] % STRIDE_UNIT:
         operand = Operand(*description)

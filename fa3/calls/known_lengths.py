@@ -123,7 +123,7 @@ class HostSeqlens:
     def sizes(self, heads: int) -> PackedSizes:
         """What there is to know to choose kernels."""
         return PackedSizes(
-            self.batch, heads, self.end_q, self.end_k, self.longest_q, self.longest_k
+            self.batch, heads, self.end_q, self.end_k, self.longest_q, self.longest_k, self.fewest_q
         )
 
     def make(self, kind: TableKind) -> np.ndarray:
@@ -246,7 +246,7 @@ def host_lengths(name: str, tensor: torch.Tensor, batch: int) -> np.ndarray:
 
 
 def host_contents(name: str, tensor: torch.Tensor, batch: int) -> bytes:
-    """What lies in an int32 tensor on the CPU that has numbers for so many sequences.
+    """The numbers in an int32 tensor on the CPU that has them for so many sequences.
 
     Raises:
         TypeError, ValueError: it is no such vector.

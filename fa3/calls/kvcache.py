@@ -352,7 +352,7 @@ class PreparedCacheCall:
         lse_shape: None for packed queries, whose total it has.
         head_dim: columns of q.
         most_queries: rows of packed queries that 32 bits count.
-        has_rotated_in_out: whether rotated queries may lie where the output will.
+        has_rotated_in_out: whether rotated queries may be in the output's memory.
         has_host_integers: whether an int32 tensor is on the CPU.
         apart: checks that what is written shares no memory with other tensors; None if nothing of
             the caller's is written, and for packed queries.
@@ -500,7 +500,7 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedCacheC
 
 
 def has_rotated_in_out(call: AttentionCall) -> bool:
-    """Whether rotated queries may lie where the output will, in memory of the same shape.
+    """Whether rotated queries may be in the output's memory, which has the same shape.
 
     The decode kernel writes a row of O where it has read this row of Q, or when all that read it
     have. Where queries are packed, the forward kernel may attend to them too (`fa3.calls.mixed`):

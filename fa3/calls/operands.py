@@ -392,7 +392,7 @@ def used_queries(total_q: int, ends: torch.Tensor, used: torch.Tensor | None) ->
     end = ends[1:]
     if used is not None:
         end = ends[:-1] + torch.minimum(used.clamp(min=0), ends.diff())
-    # Rows behind the last sequence count as its own, past its end.
+    # Rows after the last sequence count as rows past its end.
     return row < end[torch.bucketize(row, ends[1:-1], right=True)]
 
 

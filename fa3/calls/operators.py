@@ -343,7 +343,7 @@ def check_results(
     d_out: torch.Tensor | None,
     d_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients as they lie in memory; raise unless all are of a call with this q and v.
+    """The gradients in memory; raise unless all are of a call with this q and v.
 
     Args:
         q, v: checked, dense or packed.

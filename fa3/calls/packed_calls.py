@@ -151,12 +151,12 @@ class PreparedVarlen:
                     self.launch_split(tensors, tiles, stream, capture)
                     return
                 table = tiles.table.on(stream, capture)
-        is_shared = table is not None
-        if is_shared and known.longest_q <= most_short:
+        has_host_table = table is not None
+        if has_host_table and known.longest_q <= most_short:
             # No sequence is the forward kernel's.
             short.start(table)()
             return
-        if is_shared:
+        if has_host_table:
             capacity = records_of_table(table.shape[0])
             taken = counters.take(RaggedTiles.num_counters)
         else:
@@ -166,7 +166,7 @@ class PreparedVarlen:
         if self.again is not None:
             # Now: to zero new ones takes a kernel, and none may come between the two below.
             marks = counters.take(words_of_marks(capacity * heads))
-        if not is_shared:
+        if not has_host_table:
             arguments = self.tile_table.template.copy()
             arguments[LENGTHS_AND_TABLE] = *integers, table
             arguments[TABLE_SIZES] = total_q, total_k, capacity
@@ -192,7 +192,7 @@ class PreparedVarlen:
         if self.again is not None:
             self.recompute(tensors, num_ctas, marks, table, page_table, dropout)
             counters.give_back(marks)
-        if is_shared:
+        if has_host_table:
             # Last, so that the next call takes the same for the same purpose.
             counters.give_back(taken)
 
@@ -408,11 +408,11 @@ class RaggedCall:
         if 0 in (sizes.batch, sizes.total_q, sizes.heads):
             return
         if known is None:
-            route = self.route(sizes, has_gradients, None, splits)
+            route = self.signatures[has_gradients, splits].route(sizes)
         else:
             known_call, known_gradients, route = known.route
             if known_call is not self or known_gradients != has_gradients:
-                route = self.route(known.sizes(sizes.heads), has_gradients, known)
+                route = self.signatures[has_gradients, False].route(known.sizes(sizes.heads))
                 known.route = self, has_gradients, route
         if route.name == ZEROS:
             query_lengths = operands.cu_seqlens_q, operands.seqused_q
@@ -429,27 +429,10 @@ class RaggedCall:
         else:
             self.gpu.joined.launch(operands, sizes, tensors, scale)
 
-    def route(
-        self,
-        sizes: PackedSizes,
-        has_gradients: bool,
-        known: HostSeqlens | None,
-        splits: bool = False,
-    ) -> Route:
-        """Which kernels run.
-
-        Args:
-            sizes: as far as the host knows them.
-            splits: whether all sequences may be the decode kernel's.
-        """
-        if known is not None:
-            sizes = sizes._replace(fewest_q=known.fewest_q)
-        return self.signatures[has_gradients, splits].route(sizes)
-
     def most_short_of_table(self, known: HostSeqlens, heads: int) -> int | None:
         """The `short_queries` of the table that a call without gradients walks; None if it walks
         none."""
-        route = self.route(known.sizes(heads), False, known)
+        route = self.signatures[False, False].route(known.sizes(heads))
         return route.most_queries if route.has_forward else None
 
     def attend_one_by_one(

@@ -305,7 +305,7 @@ def check_entries(tensors: Mapping[str, torch.Tensor | None], batch: int) -> Non
 def on_host(
     names: Sequence[str], tensors: Sequence[torch.Tensor | None], batch: int
 ) -> list[np.ndarray | None]:
-    """What lies in integer tensors; nothing if one is on a GPU."""
+    """The numbers in integer tensors; nothing if one is on a GPU."""
     check_entries(dict(zip(names, tensors, strict=True)), batch)
     if not all(tensor is None or tensor.is_cpu for tensor in tensors):
         return [None] * len(tensors)

@@ -1,4 +1,4 @@
-"""What lies in a call's small integer tensors, as far as the host can see it: does it fit the call?
+"""Check the numbers in a call's small integer tensors, as far as the host sees them.
 
 What is on a GPU is read back with FA3_ASSERTIONS=1 only (`fa3.calls.assertions`); the kernels bound
 what they find there.
@@ -18,7 +18,7 @@ from fa3.reference.varlen import used_rows
 
 
 def check_lengths(integers: Integers, totals: tuple[int, int], longest: tuple[int, int]) -> None:
-    """Raise unless the sequences lie in q and in k, and none is longer than the call says.
+    """Raise unless q and k have the rows of all sequences, and none is longer than the call says.
 
     Args:
         totals: rows of q and of k.

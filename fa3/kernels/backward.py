@@ -140,7 +140,7 @@ class Backward(AttentionKernel):
 
     @property
     def may_alternate(self) -> bool:
-        """Whether odd head groups may have the first keys first, as `EitherWalk` says."""
+        """Whether head groups may alternate: see `fa3.primitives.query_walk`."""
         mask = self.spec.mask
         return self.is_ordered and not self.is_ragged and mask.right and not mask.left
 

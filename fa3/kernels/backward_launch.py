@@ -224,8 +224,8 @@ class BackwardArguments(NamedTuple):
         num_sequences: number of packed sequences; None without.
         dropout: see `DropoutArguments`; None without.
         split: how CTAs share key tiles; None if each CTA has key tiles alone.
-        alternates: 1 if odd head groups have the first keys first, see `fa3.primitives.query_walk`,
-            else 0; None where they never have.
+        alternates: 1 if odd head groups have the first keys first (`fa3.primitives.query_walk`),
+            0 if not; None for a kernel in which they never have.
     """
 
     q: object

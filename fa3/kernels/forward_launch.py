@@ -13,9 +13,6 @@ from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import REGISTERS, ROWS, WARPGROUP
 from fa3.problem import ELEMENTS, AttentionSpec
 
-NO_PARTS = (None, None, 0)
-"""What a launch takes for parts of tiles if none is split."""
-
 FEWEST_ROWS = ROWS * min(REGISTERS)
 """Query rows of a tile, at least."""
 

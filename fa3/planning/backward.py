@@ -54,11 +54,11 @@ MOST_TILES_PER_GROUP = 256
 """Most key tiles of these heads; with longer sequences there are fewer heads."""
 
 MORE_TILES_OF_WAVE = 2 * TILES_OF_WAVE
-"""Where a key tile has no more keys than a block has queries: then CTAs of a head group that run at
-the same time keep a distance of one block only."""
+"""Where a key tile has no more keys than a block has queries, so that CTAs of a head group keep a
+distance of one block only."""
 
 MOST_ALTERNATING = 1024
-"""Key tiles up to which it pays there that odd head groups have the first keys first."""
+"""Key tiles up to which it pays there that head groups alternate."""
 
 TILES_PREPROCESSED = 128
 """Key tiles of the head groups that the preprocess kernel does: work for other CTAs while some CTAs
@@ -242,8 +242,8 @@ class BackwardSizes(NamedTuple):
         most_ctas: CTAs of the backward kernel that have work.
         dq_is_zeroed: whether the dQ accumulator starts with zeros.
         layout: of the buffer that the kernels share.
-        alternates: as `BackwardArguments` has it.
         capacity, shift: of the table of packed key tiles; None without.
+        alternates: as `BackwardArguments` has it.
     """
 
     num_query_tiles: int
@@ -252,9 +252,9 @@ class BackwardSizes(NamedTuple):
     most_ctas: int
     dq_is_zeroed: bool
     layout: BufferLayout
-    alternates: int | None
     capacity: int | None = None
     shift: int | None = None
+    alternates: int | None = None
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,8 @@ class BackwardPlan:
         layout = self.kernels.layout(tiles, num_parts, groups)
         most_ctas = max(self.num_parts, convert_ctas(tiles))
         before = self.heads_per_group, self.groups_preprocessed
-        return BackwardSizes(tiles, *before, most_ctas, self.dq_is_zeroed, layout, self.alternates)
+        sizes = tiles, *before, most_ctas, self.dq_is_zeroed, layout
+        return BackwardSizes(*sizes, alternates=self.alternates)
 
     @property
     def num_query_tiles(self) -> int:
@@ -344,21 +345,29 @@ class BackwardPlan:
         return self.is_ordered or problem.seqlen_k > most_keys_unzeroed(problem.window)
 
     @property
+    def heads_in_l2(self) -> int:
+        """Heads with Q, dO and dQ that fit into L2 together."""
+        return rows_in_l2(self.problem.spec) // self.problem.seqlen_q
+
+    @property
+    def has_long_key_tiles(self) -> bool:
+        """Whether a key tile has more keys than a block has queries."""
+        return self.config.tile_n > self.config.tile_m
+
+    @property
     def waves(self) -> Waves | None:
-        """What head groups are made for where odd ones may have the first keys first."""
+        """What head groups are made for where they may alternate; else None."""
         if not self.kernels.entry.main.may_alternate:
             return None
-        config, problem = self.config, self.problem
-        tiles = TILES_OF_WAVE if config.tile_n > config.tile_m else MORE_TILES_OF_WAVE
-        return Waves(tiles, rows_in_l2(problem.spec) // problem.seqlen_q)
+        wanted = TILES_OF_WAVE if self.has_long_key_tiles else MORE_TILES_OF_WAVE
+        return Waves(wanted, self.heads_in_l2)
 
     @property
     def alternates(self) -> int | None:
-        """Whether odd head groups have the first keys first; None where they never have."""
+        """As `BackwardArguments` has it."""
         if self.waves is None:
             return None
-        config = self.config
-        return int(config.tile_n > config.tile_m or self.num_parts <= MOST_ALTERNATING)
+        return int(self.has_long_key_tiles or self.num_parts <= MOST_ALTERNATING)
 
     @property
     def query_heads_of_cta(self) -> int:
@@ -387,10 +396,9 @@ class BackwardPlan:
         So a head's tiles add to dQ at the same time. Parts of key tiles count as heads. A few heads
         more or less make groups about equal, so that the last one is not small.
         """
-        problem = self.problem
-        fitting = rows_in_l2(problem.spec) // problem.seqlen_q
-        if self.waves is not None and self.alternates:
-            return self.waves.heads(self.heads, self.key_tiles_of_head)
+        problem, waves = self.problem, self.waves
+        if waves is not None and self.alternates:
+            return waves.heads_per_group(self.heads, self.key_tiles_of_head)
         # Parts of query blocks of the same heads are in one head group.
         tiles = self.key_tiles_of_head * self.shares.block_parts
         if problem.window.right == NO_BOUND:
@@ -399,7 +407,7 @@ class BackwardPlan:
             is_small = self.num_parts >= ENOUGH_TILES and not self.is_ordered
             least = HEADS_PER_GROUP if is_small else MORE_HEADS_PER_GROUP
             wanted = max(TILES_PER_GROUP // tiles, min(least, MOST_TILES_PER_GROUP // tiles))
-        groups = max(1, round(self.heads / max(1, min(fitting, wanted))))
+        groups = max(1, round(self.heads / max(1, min(self.heads_in_l2, wanted))))
         return -(-self.heads // groups) * self.shares.block_parts
 
 
@@ -507,7 +515,6 @@ def sizes_of_packed(
         most_ctas,
         True,  # dQ of packed sequences always starts with zeros
         kernels.layout(tiles, num_parts, groups, words_of_table(capacity)),
-        None,
         capacity,
         shift_of_work(max_seqlen_q, config.tile_m),
     )

@@ -115,7 +115,7 @@ class Cutting(NamedTuple):
         number = (num_m_blocks - 1 - m_block) * self.heads + head
         _, in_sections = order.place(number, num_m_blocks, walked)
         has_sections = np.maximum(walked, 1) > order.rows_at_once
-        # A sequence's records are behind one another, its last row block first.
+        # A sequence's records follow one another, its last row block first.
         return own + np.where(has_sections, m_block - in_sections, 0)
 
 

@@ -35,8 +35,8 @@ MOST_OF_TIME = 0.98
 
 
 TILES_OF_WAVE = 140
-"""Key tiles of a head group where every other group is turned around: about as many as run at the
-same time. With twice as many it was slower in most of 25 shapes, by up to 25%."""
+"""Key tiles of a head group where head groups alternate: about as many as run at the same time.
+With 256 instead of 144, 9 of 25 shapes were slower, by up to 28% (docs/experiments.md)."""
 
 MOST_QUERY_HEADS, COST_OF_QUERY_HEADS = 2, 1.2
 """Most query heads of a CTA there without this factor of time. With four or more, CTAs drift apart:
@@ -59,29 +59,28 @@ class KeyShares(NamedTuple):
 
 
 class Waves(NamedTuple):
-    """Head groups in waves of key tiles: see `fa3.primitives.query_walk`.
+    """What head groups are made for where they alternate: see `fa3.primitives.query_walk`.
 
     Fields:
-        tiles: key tiles that a head group should have.
+        wanted: key tiles that a head group should have.
         fitting: heads with Q, dO and dQ that fit into L2 together.
     """
 
-    tiles: int
+    wanted: int
     fitting: int
 
-    def heads(self, heads: int, tiles: int) -> int:
+    def heads_per_group(self, heads: int, tiles_of_head: int) -> int:
         """Heads of a head group, such that there is an even number of about equal groups.
 
         Args:
             heads: of all groups.
-            tiles: key tiles of a head.
         """
 
         def cost(size: int) -> float:
             groups = -(-heads // size)
             rest = COST_OF_REST * (groups * size - heads) / heads
-            is_odd = groups % 2 and heads * tiles > TILES_OF_WAVE
-            return abs(math.log(size * tiles / self.tiles)) + rest + is_odd
+            is_odd = groups % 2 and heads * tiles_of_head > TILES_OF_WAVE
+            return abs(math.log(size * tiles_of_head / self.wanted)) + rest + is_odd
 
         return min(range(1, max(1, min(self.fitting, heads)) + 1), key=cost)
 
@@ -119,7 +118,7 @@ def choose_shares(
         heads: key/value heads, of all sequences.
         group: query heads that share a key/value head.
         is_ordered: whether key tiles add to dQ in a fixed order.
-        waves: of a fixed order in which every other head group is turned around; else None.
+        waves: of a fixed order in which head groups may alternate; else None.
     """
     whole = KeyShares()
     best, least = whole, time_of(blocks, heads, group, num_sms, whole, waves) * MOST_OF_TIME
@@ -145,12 +144,12 @@ def time_of(
     waves: Waves | None,
 ) -> float:
     """The time until the last CTA ends, in query blocks; a free CTA takes the next part."""
-    # In waves hardly any choice has no parts.
+    # With waves nearly all choices have parts, so that their cost would decide nothing.
     besides = STEPS_OF_TILE + (STEPS_OF_PART if shares.parts > 1 and waves is None else 0.0)
     share = group / shares.parts
     times = [besides + count * share for count in blocks]
     heads *= shares.parts
-    per_group = heads if waves is None else waves.heads(heads, len(blocks))
+    per_group = heads if waves is None else waves.heads_per_group(heads, len(blocks))
     free = [0.0] * num_sms
     for first in range(0, heads, per_group):
         for time in times:

@@ -64,7 +64,7 @@ class Signature:
     Fields:
         call: DENSE, PACKED or CACHE.
         gpu: what kernels may use of it, without the `sm_margin` that is reserved.
-        cache: how the keys of a cache lie.
+        cache: how the keys of a cache are laid out.
         has_packed_queries: whether queries are packed; always where keys are.
         has_used_q, has_used_k: whether not all of packed rows count.
         has_gradients: whether a gradient is wanted. Then no keys are split, so that the bits of a
