@@ -26,6 +26,7 @@ from fa3.calls.operands import (
     ALIGNMENT,
     DIMENSIONS,
     DTYPES,
+    FP8_DTYPE,
     PACKED_DIMENSIONS,
     Description,
     Operand,
@@ -70,7 +71,8 @@ from fa3.schedules.sequences import LONGEST, capacity_of
 TENSORS = (
     "q", "k", "v", "k_new", "v_new", "rotary_cos", "rotary_sin", "seqused_k", "cache_batch_idx",
     "cache_leftpad", "page_table", "cu_seqlens_k_new", "cu_seqlens_q", "rotary_seqlens",
-    "seqused_q", "cu_seqlens_k", "alibi_slopes", "sinks", "out",
+    "seqused_q", "cu_seqlens_k", "q_descale", "k_descale", "v_descale", "alibi_slopes", "sinks",
+    "out",
 )  # fmt: skip
 """All tensors of a call, except the tensors of the user's functions. Calls hand them on in plain
 tuples, which take the host less time. k and v are the cache of a call on one, and k_new and v_new
@@ -80,6 +82,9 @@ OF_INTEGERS = slice(7, 15)
 INTEGERS = TENSORS[OF_INTEGERS]
 """The int32 tensors that a call on a cache may have: where they are, and their names."""
 
+DESCALES = "q_descale", "k_descale", "v_descale"
+"""What elements of FP8 tensors are multiplied by."""
+
 NAMES_ON_CACHE = {
     "k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v", "seqused_k": "cache_seqlens",
 }  # fmt: skip
@@ -88,7 +93,7 @@ NAMES_BY_KIND[CACHED] = tuple(NAMES_ON_CACHE.get(name, name) for name in TENSORS
 """What functions call the tensors."""
 
 ALIGNMENTS = tuple(
-    1 if name in (*INTEGERS, "cu_seqlens_k", "alibi_slopes", "sinks") else ALIGNMENT
+    1 if name in (*INTEGERS, "cu_seqlens_k", *DESCALES, "alibi_slopes", "sinks") else ALIGNMENT
     for name in TENSORS
 )
 """Bytes to which each of the tensors must be aligned."""
@@ -173,8 +178,8 @@ def packed_tensors(
 ) -> tuple[torch.Tensor | None, ...]:
     """The `TENSORS` of a call on packed keys."""
     return (
-        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, slopes, sinks,
-        None,
+        q, k, v, *[None] * 4, used_k, *[None] * 4, ends_q, None, used_q, ends_k, *[None] * 3,
+        slopes, sinks, None,
     )  # fmt: skip
 
 
@@ -204,7 +209,7 @@ def without_lengths(described: Described) -> Described:
 
 class AttentionCall(
     namedtuple(
-        "AttentionCall", (*TENSORS, "kind", "max_seqlen_q"), defaults=(*[None] * 7, CACHED, None)
+        "AttentionCall", (*TENSORS, "kind", "max_seqlen_q"), defaults=(*[None] * 10, CACHED, None)
     )
 ):
     """What each of the `TENSORS` is like, an `Operand`, and what follows from that.
@@ -285,7 +290,22 @@ class AttentionCall(
             0 if self.page_table is None else self.page_size,
             self.cache_batch_idx is not None,
             self.cache_leftpad is not None,
+            is_fp8=self.has_fp8_cache,
         )
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether keys and values are FP8."""
+        return self.has_cache and self.k.dtype == FP8_DTYPE
+
+    @property
+    def has_fp8_q(self) -> bool:
+        return self.q.dtype == FP8_DTYPE
+
+    @property
+    def q_in_16_bits(self) -> Operand:
+        """q, with the dtype that its output has."""
+        return self.q._replace(dtype=torch.bfloat16) if self.has_fp8_q else self.q
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -324,7 +344,7 @@ class AttentionCall(
             window: the bounds that may hide a key.
         """
         modifiers = self.modifiers(options, is_causal)
-        return modifiers.spec(self.q.dtype, self.head_dim, self.head_dim_v, window)
+        return modifiers.spec(self.q_in_16_bits.dtype, self.head_dim, self.head_dim_v, window)
 
     def packed_spec(self, options: Options) -> tuple[AttentionSpec, Window]:
         """What is compiled for packed sequences, and the bounds that any lengths may have."""
@@ -355,8 +375,11 @@ def check_tensors(call: AttentionCall) -> None:
         check_rank("q", call.q, PACKED_DIMENSIONS)
     else:
         check_rank("q", call.q)
-    check_kind(call.q)
+    if call.has_cache and FP8_DTYPE in (call.q.dtype, call.k.dtype, call.v.dtype):
+        check_fp8(call)
+    check_kind(call.q_in_16_bits)
     check_layout("q", call.q)
+    check_descales(call)
     if call.kind == PACKED:
         check_packed_keys(call)
     else:
@@ -369,9 +392,48 @@ def check_tensors(call: AttentionCall) -> None:
     if call.alibi_slopes is not None and call.kind != PACKED:
         check_alibi_slopes(call.alibi_slopes, call.q, call.batch)
     if call.sinks is not None:
-        check_sinks(call.sinks, call.q)
+        check_sinks(call.sinks, call.q_in_16_bits)
     if call.out is not None:
-        check_output(call.out, call.out_shape, call.q)
+        check_output(call.out, call.out_shape, call.q_in_16_bits)
+
+
+def check_fp8(call: AttentionCall) -> None:
+    """Raise unless a cache in FP8 goes with q.
+
+    Raises:
+        TypeError: q, or one of k and v, has another dtype.
+        ValueError: TMA cannot walk rows of these head sizes, or FP8 queries come with new tokens.
+    """
+    name_k, name_v = call.name("k"), call.name("v")
+    check_dtype(name_k, call.k, FP8_DTYPE)
+    check_dtype(name_v, call.v, FP8_DTYPE)
+    check_dtype("q", call.q, *DTYPES, FP8_DTYPE)
+    for name, operand in (("q", call.q), (name_v, call.v)):
+        if operand.shape[-1] % ALIGNMENT:
+            raise ValueError(
+                f"{name} has head_dim {operand.shape[-1]}, supported with an FP8 cache are "
+                f"multiples of {ALIGNMENT}"
+            )
+    if call.has_fp8_q and call.k_new is not None:
+        raise ValueError(
+            f"k and v must be None with q in {FP8_DTYPE}: tokens are appended from 16 bits"
+        )
+
+
+def check_descales(call: AttentionCall) -> None:
+    """Raise unless each descale goes with a tensor in FP8."""
+    for name, of_call in zip(DESCALES, ("q", "k", "v"), strict=True):
+        descale, operand = getattr(call, name), getattr(call, of_call)
+        if descale is None:
+            continue
+        if operand.dtype != FP8_DTYPE:
+            raise ValueError(
+                f"{name} must be None unless {call.name(of_call)} is {FP8_DTYPE}, got "
+                f"{call.name(of_call)} in {operand.dtype}"
+            )
+        check_dtype(name, descale, torch.float32)
+        check_device(name, descale, "q", call.q)
+        check_shape(name, descale, (call.batch, call.heads_kv), "q and " + call.name("k"))
 
 
 def check_packed_keys(call: AttentionCall) -> None:
@@ -397,8 +459,9 @@ def check_keys(call: AttentionCall) -> None:
     if call.is_packed:
         check_packed_queries(call)
     dimensions = DIMENSIONS if call.page_table is None else PAGED_DIMENSIONS
-    check_like_q(name_k, call.k, call.q, dimensions)
-    check_like_q(name_v, call.v, call.q, dimensions)
+    kind = call.q._replace(dtype=FP8_DTYPE) if call.has_fp8_cache else call.q
+    check_like_q(name_k, call.k, kind, dimensions)
+    check_like_q(name_v, call.v, kind, dimensions)
     check_head_dim(name_v, call.v)
     outer, inner, heads_kv, _ = call.k.shape
     if call.page_table is not None and inner == 0:

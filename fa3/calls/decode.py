@@ -19,7 +19,7 @@ from fa3.calls.known_lengths import HostSeqlens
 from fa3.calls.options import Options
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments
-from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut
+from fa3.planning.decode import DecodePlan, Sizes, check_workspace, choose_cut, ctas_of_call
 from fa3.planning.gpu import H200
 from fa3.planning.launch import Launch, slots
 from fa3.primitives.cache_blocks import CacheTables
@@ -33,9 +33,9 @@ TENSORS_AND_LENGTHS = slice(*slots(DecodeArguments, "q", "modifiers"))
 """From q to page_table, in the order of `DecodeArguments`: tensors, lengths and `CacheTables`. One
 slice: slots one by one take the host 0.2 us more."""
 
-MODIFIERS, WORKSPACE, COUNTERS, SOFTMAX_SCALE, MAX_SEQLEN_K, TILE_TABLE = slots(
+MODIFIERS, DESCALES, WORKSPACE, COUNTERS, SOFTMAX_SCALE, MAX_SEQLEN_K, TILE_TABLE = slots(
     DecodeArguments,
-    "modifiers", "workspace", "counters", "softmax_scale", "max_seqlen_k", "table",
+    "modifiers", "descales", "workspace", "counters", "softmax_scale", "max_seqlen_k", "table",
 )  # fmt: skip
 MERGED = slice(*slots(CombineArguments, "o", "sinks"))
 SINKS, PARTS_OF_TILES = slots(CombineArguments, "sinks", "workspace")
@@ -80,6 +80,7 @@ class PreparedDecode:
         softmax_scale: float,
         seqlen_new: int = 0,
         known: HostSeqlens | None = None,
+        descales: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         """Run on the current stream of the tensors' GPU, or on the CPU.
 
@@ -91,12 +92,14 @@ class PreparedDecode:
             modifiers: the tensors of the spec's scores, mask and sinks.
             seqlen_new: keys that each sequence has beyond `seqused_k`.
             known: the lengths, if the host knows them; of use to `PreparedMixed` only.
+            descales: see `DecodeArguments`.
         """
         if self.attends is None:
             given = operands, self.plan.sizes.capacity, softmax_scale, modifiers, tables
-            execute_decode(self.plan, *given, seqlen_new)
+            execute_decode(self.plan, *given, seqlen_new, descales)
         else:
-            self.start(operands, tables, modifiers, softmax_scale, seqlen_new)()
+            given = operands, tables, modifiers, softmax_scale, seqlen_new
+            self.start(*given, descales=descales)()
 
     def start(
         self,
@@ -107,6 +110,7 @@ class PreparedDecode:
         seqlen_new: int = 0,
         max_seqlen_k: int = 0,
         table: torch.Tensor | None = None,
+        descales: tuple[torch.Tensor, ...] | None = None,
     ) -> Callable[[], None]:
         """Launch the kernel that attends; return what launches the merge of its parts.
 
@@ -120,14 +124,16 @@ class PreparedDecode:
         if self.counters and device.index != current_device():
             with torch.cuda.device(device):
                 return self.start(
-                    operands, tables, modifiers, softmax_scale, seqlen_new, max_seqlen_k, table
-                )
+                    operands, tables, modifiers, softmax_scale, seqlen_new, max_seqlen_k, table,
+                    descales,
+                )  # fmt: skip
         lse = lse_address(lse)
         arguments = self.attends.template.copy()
         arguments[TENSORS_AND_LENGTHS] = (
             q, k, v, out, lse, ends_q, used_q, ends_k, seqlens, seqlen_new, *tables,
         )  # fmt: skip
         arguments[MODIFIERS] = modifiers
+        arguments[DESCALES] = descales
         arguments[SOFTMAX_SCALE] = softmax_scale
         arguments[MAX_SEQLEN_K] = max_seqlen_k
         arguments[TILE_TABLE] = table
@@ -177,14 +183,15 @@ def prepare_decode(
     spec = call.spec(options, window, window.right == 0)
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
-    num_ctas = (properties.multi_processor_count if on_gpu else H200.num_sms) - options.sm_margin
+    num_sms = (properties.multi_processor_count if on_gpu else H200.num_sms) - options.sm_margin
+    num_ctas = ctas_of_call(spec, call.cache_layout, sizes, window, num_sms)
     cut = choose_cut(
         sizes, window, num_ctas, options.num_splits, options.batch_invariant, call.is_packed,
         call.k_new is not None,
     )  # fmt: skip
     plan = DecodePlan(
         spec, call.cache_layout, sizes, window, cut, num_ctas, call.is_packed,
-        call.seqused_q is not None, overlaps_forward,
+        call.seqused_q is not None, overlaps_forward, call.has_fp8_q,
     )  # fmt: skip
     if not on_gpu:
         return PreparedDecode(plan)

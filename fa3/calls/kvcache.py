@@ -99,9 +99,9 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     rotary_seqlens: torch.Tensor | None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
@@ -144,7 +144,8 @@ def flash_attn_with_kvcache(
             up to 256. Strides as in `flash_attn_func`, here and below. With cu_seqlens_q
             (total_q, heads_q, head_dim).
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), like q; with page_table
-            (num_pages, page_size, heads_kv, head_dim), page_size 1 or more.
+            (num_pages, page_size, heads_kv, head_dim), page_size 1 or more. Or float8_e4m3fn, with
+            q in 16 bits or in float8_e4m3fn; head sizes are multiples of 16 then.
         v_cache: like k_cache with head_dim_v, which may differ from head_dim.
         k: (batch, seqlen_new, heads_kv, head_dim), like q: tokens that each sequence gets; with
             cu_seqlens_k_new (total_new, heads_kv, head_dim).
@@ -202,14 +203,17 @@ def flash_attn_with_kvcache(
             they may lie between each other's elements, as the halves of one buffer do.
         block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
-        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
-            is not supported.
+        q_descale, k_descale, v_descale: (batch, heads_kv) float32: what q, k_cache and v_cache are
+            multiplied by where they are float8_e4m3fn; 1 by default. New tokens are divided by
+            them before they are rounded, and limited to 448. May be expanded from fewer elements.
+        qv: in the signature for compatibility; anything but None is not supported.
 
     Returns:
-        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
-        log-sum-exp of the scores, (batch, heads_q, seqlen_q), float32, natural logarithm. A query
-        that sees no key gives 0 and -inf, or 0 and its head's sink. With cu_seqlens_q
-        (total_q, heads_q, head_dim_v) and (heads_q, total_q).
+        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype, or bfloat16 for q in
+        float8_e4m3fn; with return_lse also the log-sum-exp of the scores,
+        (batch, heads_q, seqlen_q), float32, natural logarithm. A query that sees no key gives 0 and
+        -inf, or 0 and its head's sink. With cu_seqlens_q (total_q, heads_q, head_dim_v) and
+        (heads_q, total_q).
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -238,11 +242,11 @@ def flash_attn_with_kvcache(
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, page_table, cu_seqlens_k_new, cu_seqlens_q, rotary_seqlens, None, None,
-        alibi_slopes, sinks, out,
+        q_descale, k_descale, v_descale, alibi_slopes, sinks, out,
     )  # fmt: skip
     unsupported = None
-    if not (qv is q_descale is k_descale is v_descale is pack_gqa is None):
-        unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k_cache)
+    if not (qv is pack_gqa is None):
+        unsupported = qv, None, None, None, pack_gqa, share_heads(q, k_cache)
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_softmax_lse,
         rotary_interleaved, batch_invariant, unsupported,
@@ -335,9 +339,40 @@ APPEND_TEMPLATE = template_of(AppendArguments)
 NEW_AND_CACHE = slice(*slots(AppendArguments, "k", "seqlens"))
 APPEND_LENGTHS = slice(*slots(AppendArguments, "seqlens", "batch_idx"))
 ROTARY = slice(*slots(AppendArguments, "q", "rotary_seqlens"))
-BATCH_IDX, PAGE_TABLE, ROTARY_SEQLENS, QUERY_STEP = slots(
-    AppendArguments, "batch_idx", "page_table", "rotary_seqlens", "query_step"
+BATCH_IDX, PAGE_TABLE, ROTARY_SEQLENS, QUERY_STEP, APPEND_DESCALES = slots(
+    AppendArguments, "batch_idx", "page_table", "rotary_seqlens", "query_step", "descales"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of a call on an FP8 cache.
+
+    Fields:
+        ones: what the call gets for a descale that is not given.
+        has_fp8_q: whether queries have a scale.
+    """
+
+    ones: torch.Tensor
+    has_fp8_q: bool
+
+    @classmethod
+    def of_call(cls, call: AttentionCall) -> "Scales | None":
+        """The scales of calls of a description; None unless the cache is FP8."""
+        if not call.has_fp8_cache:
+            return None
+        one = torch.ones(1, 1, dtype=torch.float32, device=call.q.device)
+        return cls(one.expand(call.batch, call.heads_kv), call.has_fp8_q)
+
+    def of(
+        self,
+        scale_q: torch.Tensor | None,
+        scale_k: torch.Tensor | None,
+        scale_v: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The `descales` of a launch: of keys, values and, if they are FP8, queries."""
+        found = scale_k, scale_v, *[scale_q] * self.has_fp8_q
+        return tuple([self.ones if scale is None else scale for scale in found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +391,7 @@ class PreparedCacheCall:
         has_host_integers: whether an int32 tensor is on the CPU.
         apart: checks that what is written shares no memory with other tensors; None if nothing of
             the caller's is written, and for packed queries.
+        scales: None unless the cache is FP8.
     """
 
     description: AttentionCall
@@ -369,6 +405,7 @@ class PreparedCacheCall:
     has_rotated_in_out: bool
     has_host_integers: bool
     apart: CheckOfAddresses | None
+    scales: Scales | None
 
     def run(
         self,
@@ -387,7 +424,7 @@ class PreparedCacheCall:
         """
         (
             q, k_cache, v_cache, _, _, _, _, seqlens, batch_idx, leftpad, pages, _, ends_q, _,
-            used_q, _, slopes, sinks, out,
+            used_q, _, scale_q, scale_k, scale_v, slopes, sinks, out,
         ) = tensors  # fmt: skip
         rotated = lse = None
         if out is None:
@@ -410,7 +447,11 @@ class PreparedCacheCall:
                 tables = CacheTables(batch_idx, leftpad, pages)
             if function_tensors or not (slopes is sinks is None):
                 modifiers = modifier_tensors(slopes, function_tensors, sinks)
-            self.decode.attend(operands, tables, modifiers, softmax_scale, seqlen_new, known)
+            given = operands, tables, modifiers, softmax_scale, seqlen_new, known
+            if self.scales is None:
+                self.decode.attend(*given)
+            else:
+                self.decode.attend(*given, self.scales.of(scale_q, scale_k, scale_v))
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
         elif self.description.batch:
@@ -432,7 +473,7 @@ class PreparedCacheCall:
         """
         (
             q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
-            turns, _, _, _, _, _,
+            turns, _, _, _, scale_k, scale_v, _, _, _,
         ) = tensors  # fmt: skip
         total, seqlen_new = None, 0
         if ends_new is ends_q is None:
@@ -449,6 +490,8 @@ class PreparedCacheCall:
             arguments[ROTARY] = q, rotated, cos, sin, ends_q
         arguments[ROTARY_SEQLENS] = turns
         arguments[QUERY_STEP] = self.query_step
+        if self.scales is not None:
+            arguments[APPEND_DESCALES] = self.scales.of(None, scale_k, scale_v)[:2]
         self.append(*arguments)
         return q if cos is None else rotated, seqlens if total is None else total, seqlen_new
 
@@ -496,6 +539,7 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedCacheC
         has_rotated_in_out(call),
         any(operand is not None and operand.device.type == "cpu" for operand in call[OF_INTEGERS]),
         apart,
+        Scales.of_call(call),
     )
 
 
@@ -530,7 +574,7 @@ def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
         dtype = str(call.rotary_cos.dtype).removeprefix("torch.")
         rotary = Rotary(2 * call.rotary_cos.shape[1], bool(rotary_interleaved), dtype)
     return Append(
-        DTYPES[call.q.dtype],
+        DTYPES[call.k_new.dtype],
         call.head_dim,
         call.head_dim_v,
         paged=call.page_table is not None,
@@ -542,6 +586,7 @@ def append_kernel(call: AttentionCall, rotary_interleaved: bool) -> Append:
         # The decode kernel adds equal numbers by itself. Where queries are packed, the table of the
         # forward kernel's tiles is made of lengths too (`fa3.calls.mixed`).
         writes_lengths=call.is_packed or call.cu_seqlens_k_new is not None,
+        fp8=call.has_fp8_cache,
     )
 
 

@@ -19,6 +19,9 @@ from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What q, k, v and out may have, and the kernels' names for it."""
 
+FP8_DTYPE = torch.float8_e4m3fn
+"""What a cache, and queries on one, may have besides."""
+
 DIMENSIONS = ("batch", "seqlen", "heads", "head_dim")
 PACKED_DIMENSIONS = ("total", "heads", "head_dim")
 """Of q, k, v and out."""
@@ -47,28 +50,32 @@ class Operand(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output that a call allocates: contiguous, of q's dtype and on q's device.
+    """The output that a call allocates: contiguous and on q's device.
 
     Fields:
         is_like_q: whether `torch.empty_like` makes it, which takes less time than `new_empty`.
         is_packed: whether it has as many rows as q has when it is allocated.
+        dtype: of q, or bfloat16 for queries in FP8.
     """
 
     shape: tuple[int, ...]
     is_like_q: bool
     is_packed: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     @classmethod
     def of(cls, shape: tuple[int, ...], q: Operand, is_packed: bool = False) -> "Output":
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        is_like_q = (shape, strides) == (tuple(q.shape), tuple(q.stride))
-        return cls(shape, is_like_q, is_packed)
+        is_fp8 = q.dtype == FP8_DTYPE
+        is_like_q = not is_fp8 and (shape, strides) == (tuple(q.shape), tuple(q.stride))
+        return cls(shape, is_like_q, is_packed, torch.bfloat16 if is_fp8 else q.dtype)
 
     def allocate(self, q: torch.Tensor) -> torch.Tensor:
         if self.is_like_q:
             return torch.empty_like(q)
         # Sizes one by one: in a tuple they would take torch 0.4 us more.
-        return q.new_empty(*self.shape_beside(q.shape) if self.is_packed else self.shape)
+        shape = self.shape_beside(q.shape) if self.is_packed else self.shape
+        return q.new_empty(*shape, dtype=self.dtype)
 
     def shape_beside(self, q: tuple[int, ...]) -> tuple[int, ...]:
         """The shape if q has this one."""

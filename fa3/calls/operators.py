@@ -56,6 +56,7 @@ from fa3.calls.modifiers import functions_of, modifier_tensors
 from fa3.calls.operands import (
     DIMENSIONS,
     DTYPES,
+    FP8_DTYPE,
     PACKED_DIMENSIONS,
     Operand,
     check_device,
@@ -105,7 +106,7 @@ TRAINING = "bool deterministic=False, float dropout_p=0.0, Tensor? rng_state=Non
 CACHE = (
     "Tensor? cache_seqlens=None, SymInt? cache_length=None, Tensor? cache_batch_idx=None, "
     "Tensor? cache_leftpad=None, Tensor? page_table=None, bool batch_invariant=False, "
-    "int num_splits=0"
+    "int num_splits=0, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
 )
 ATTENTION_OPTIONS = (
     f"{LENGTH_ARGUMENTS}, {SCORE_ARGUMENTS}, {MASK}, {TRAINING}, {CACHE}, str? score=None, "
@@ -209,11 +210,15 @@ def fake_attention(
     # What can be seen while a graph is traced, with no guard on a size.
     for name, operand in zip(names, operands, strict=True):
         check_rank(name, operand, PACKED_DIMENSIONS if function == PACKED else DIMENSIONS)
-        check_same_kind(name, operand, operands[0])
-    check_dtype("q", operands[0], *DTYPES)
+        if operand.dtype != FP8_DTYPE:
+            check_same_kind(name, operand, operands[0])
+    # A cache may be FP8, and with it queries.
+    is_fp8 = q.dtype == k.dtype == FP8_DTYPE
+    check_dtype("q", operands[0], *DTYPES, *[FP8_DTYPE] * is_fp8)
     *batch, rows, heads, _ = q.shape
     shape = (*batch, rows, heads, v.shape[-1]) if rest.get("out") is None else (0,)
-    return q.new_empty(shape), q.new_empty(*batch, heads, rows, dtype=torch.float32)
+    out = q.new_empty(shape, dtype=torch.bfloat16 if is_fp8 else q.dtype)
+    return out, q.new_empty(*batch, heads, rows, dtype=torch.float32)
 
 
 def fake_combined(
@@ -428,7 +433,7 @@ def gradients_of_call(
     problem: Problem | tuple[AttentionSpec, Window]
     longest = None
     if lengths is None:
-        described = describe_tensors(DENSE, (q, k, v, *[None] * 13, slopes, sinks, None))
+        described = describe_tensors(DENSE, (q, k, v, *[None] * 16, slopes, sinks, None))
         problem = AttentionCall.of(described, DENSE).problem(asked)
     else:
         longest = max_seqlen_q, max_seqlen_k

@@ -22,6 +22,7 @@ from fa3.calls.known_lengths import HostSeqlens, host_lengths
 from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import (
     DTYPES,
+    FP8_DTYPE,
     Operand,
     check_dtype,
     check_shape,
@@ -65,7 +66,7 @@ class SchedulerMetadata:
     """What calls of one shape have in common, and how they are run.
 
     Attributes:
-        dtype: of q and the cache.
+        dtype: of the cache and, unless it is FP8, of q.
         page_size: tokens of a page; None without pages.
         window: the keys that a query sees, with causal folded in.
         num_splits, sm_margin: as asked for; the calls' own are to be these, or left at 0.
@@ -113,7 +114,7 @@ class SchedulerMetadata:
             heads_kv=k.shape[2],
             head_dim=q.shape[-1],
             head_dim_v=v.shape[3],
-            dtype=q.dtype,
+            dtype=k.dtype,
             page_size=k.shape[1] if has_pages else None,
             window=options.window,
             has_softcap=bool(options.softcap),
@@ -390,7 +391,8 @@ def get_scheduler_metadata(
         headdim: columns of q and k_cache: a multiple of 8 up to 256.
         cache_seqlens: int or (batch_size,) int32, as in the call. With cu_seqlens_k the call's
             seqused_k, or None.
-        qkv_dtype: torch.bfloat16 or torch.float16.
+        qkv_dtype: torch.bfloat16 or torch.float16; torch.float8_e4m3fn for a cache in FP8,
+            whatever q has.
         headdim_v: columns of v_cache, like headdim, which it is if not given.
         cu_seqlens_k_new: as in the call.
         cache_leftpad: as in the call.
@@ -477,8 +479,9 @@ def check_calls(calls: SchedulerMetadata, has_packed_queries: bool) -> None:
         Sizes(calls.batch, calls.seqlen_q, calls.heads_kv, group, 0).check(
             "batch_size, max_seqlen_q and the heads"
         )
-    if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in DTYPES:
-        raise TypeError(f"qkv_dtype must be torch.bfloat16 or torch.float16, got {calls.dtype}")
+    accepted = *DTYPES, FP8_DTYPE
+    if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in accepted:
+        raise TypeError(f"qkv_dtype must be one of {accepted}, got {calls.dtype}")
 
 
 def metadata_of_equal(
@@ -505,7 +508,8 @@ def metadata_of_cache(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu) 
     if known is None:
         return PackedMetadata(calls, False, None)
     spec, window = spec_of_calls(calls, calls.seqlen_q, lengths.max_seqlen_k)
-    heads, layout = (calls.heads_q, calls.heads_kv), CacheLayout(calls.page_size or 0)
+    heads = calls.heads_q, calls.heads_kv
+    layout = CacheLayout(calls.page_size or 0, is_fp8=calls.dtype == FP8_DTYPE)
     signature = Signature(CACHE, spec, window, *heads, gpu, cache=layout)
     longest = calls.seqlen_q, max(1, lengths.max_seqlen_k)
     most_rows = PackedSizes(calls.batch, calls.heads_q, MOST_RAGGED_ROWS, 0, *longest)
@@ -520,6 +524,8 @@ def metadata_of_packed(calls: SchedulerMetadata, lengths: StepLengths, gpu: Gpu)
     """Metadata of calls whose queries and keys are packed."""
     if calls.page_size is not None:
         raise ValueError("page_size must be None with cu_seqlens_k: keys are packed")
+    if calls.dtype == FP8_DTYPE:
+        raise ValueError(f"qkv_dtype must be 16 bits with cu_seqlens_k, got {calls.dtype}")
     if calls.num_splits > 1:
         raise ValueError(f"num_splits must be 0 or 1 with cu_seqlens_k, got {calls.num_splits}")
     may_cut = calls.num_splits == 0
@@ -550,7 +556,8 @@ def spec_of_calls(
     """What is compiled for sequences up to these lengths, and the bounds that they may have."""
     window = calls.window.tighten(seqlen_q, seqlen_k)
     structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
-    return structure.spec(calls.dtype, calls.head_dim, calls.head_dim_v, window), window
+    dtype = torch.bfloat16 if calls.dtype == FP8_DTYPE else calls.dtype
+    return structure.spec(dtype, calls.head_dim, calls.head_dim_v, window), window
 
 
 def upload(lengths: HostSeqlens, kind: TableKind) -> None:

@@ -87,9 +87,9 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     qv: None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
     window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
     attention_chunk: int | None = 0,
     softcap: float = 0.0,
@@ -193,8 +193,9 @@ def flash_attn_varlen_func(
             scheduler_metadata where lengths are others. None with page_table.
         block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
-        qv, q_descale, k_descale, v_descale: in the signature for compatibility; anything but None
-            is not supported.
+        q_descale, k_descale, v_descale: with page_table as in `flash_attn_with_kvcache`, for q,
+            k and v in float8_e4m3fn; None without.
+        qv: in the signature for compatibility; anything but None is not supported.
 
     Returns:
         out, (total_q, heads_q, head_dim_v), of q's dtype; with return_lse also the log-sum-exp of
@@ -221,8 +222,10 @@ def flash_attn_varlen_func(
         sinks = by_either_name("sinks", sinks, "s_aux", s_aux)
     kind = PACKED if page_table is None else PAGED
     unsupported = None
-    if not (qv is q_descale is k_descale is v_descale is pack_gqa is None):
-        unsupported = qv, q_descale, k_descale, v_descale, pack_gqa, share_heads(q, k)
+    descales = q_descale, k_descale, v_descale
+    if not (qv is pack_gqa is None and (kind == PAGED or descales == (None, None, None))):
+        refused = (None, None, None) if kind == PAGED else descales
+        unsupported = qv, *refused, pack_gqa, share_heads(q, k)
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,
         deterministic, dropout_p, return_softmax_lse, unsupported,
@@ -269,7 +272,7 @@ def flash_attn_varlen_func(
     if page_table is not None:
         tensors = (
             q, k, v, None, None, None, None, seqused_k, None, None, page_table, None, cu_seqlens_q,
-            None, seqused_q, None, alibi_slopes, sinks, out,
+            None, seqused_q, None, *descales, alibi_slopes, sinks, out,
         )  # fmt: skip
         return attend_to_cache(tensors, checked, softmax_scale, None, known, function_tensors)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks

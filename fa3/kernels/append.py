@@ -260,6 +260,8 @@ class AppendArguments(NamedTuple):
             (total_q, heads_q, head_dim); None otherwise.
         rotary_seqlens: (batch,) int32, positions from which the embedding counts; None for seqlens.
         query_step: positions from one query to the next, 0 or 1.
+        descales: what keys and values of an FP8 cache are multiplied by, each (batch, heads_kv)
+            float32; None unless the cache is FP8.
     """
 
     k: object
@@ -278,6 +280,7 @@ class AppendArguments(NamedTuple):
     cu_seqlens_q: object
     rotary_seqlens: object
     query_step: int
+    descales: tuple | None
 
     @classmethod
     def symbolic(cls, kernel: "Append") -> "AppendArguments":
@@ -298,8 +301,8 @@ class AppendArguments(NamedTuple):
         return cls(
             k=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim)),
             v=arguments.tma_tensor(dtype, (*new, heads, kernel.head_dim_v)),
-            k_cache=arguments.tma_tensor(dtype, (*cache, heads, kernel.head_dim)),
-            v_cache=arguments.tma_tensor(dtype, (*cache, heads, kernel.head_dim_v)),
+            k_cache=arguments.tma_tensor(kernel.cache_dtype, (*cache, heads, kernel.head_dim)),
+            v_cache=arguments.tma_tensor(kernel.cache_dtype, (*cache, heads, kernel.head_dim_v)),
             seqlens=arguments.compact_tensor("int32", (batch,)),
             new_seqlens=arguments.compact_tensor("int32", (batch,))
             if kernel.writes_lengths
@@ -316,6 +319,9 @@ class AppendArguments(NamedTuple):
             else None,
             rotary_seqlens=arguments.compact_tensor("int32", (batch,)) if kernel.turned else None,
             query_step=Int32(0),
+            descales=tuple(arguments.strided_tensor("float32", 2) for _ in range(2))
+            if kernel.fp8
+            else None,
         )
 
 
@@ -324,7 +330,7 @@ class Append:
     """The append kernel, compiled for one kind of cache and one rotary embedding.
 
     Fields:
-        dtype: element type of q, k, v and the cache.
+        dtype: element type of q, k, v and, unless it is FP8, the cache.
         head_dim: columns of q and k.
         head_dim_v: columns of v.
         paged: whether the cache has a page table.
@@ -334,6 +340,7 @@ class Append:
         packed: whether it takes queries of sequences that have different numbers of them.
         turned: whether the embedding counts from positions of its own.
         writes_lengths: whether it writes the sequences' new lengths.
+        fp8: whether the cache is FP8.
     """
 
     dtype: str
@@ -346,9 +353,14 @@ class Append:
     packed: bool = False
     turned: bool = False
     writes_lengths: bool = False
+    fp8: bool = False
 
     entry_name: ClassVar[str] = "fa3_append"
     is_storable: ClassVar[bool] = True
+
+    @property
+    def cache_dtype(self) -> str:
+        return arguments.FP8 if self.fp8 else self.dtype
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
@@ -372,7 +384,7 @@ class Append:
             tables = Tables(call.cos, call.sin)
             vectors = cutlass.max(vectors, queries.rows * (self.head_dim // VECTOR))
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        self.kernel(cache, new, call.new_seqlens, queries, tables).launch(
+        self.kernel(cache, new, call.new_seqlens, queries, tables, call.descales).launch(
             grid=(cute.ceil_div(vectors, THREADS), 2 if self.rotary is None else 3, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -388,6 +400,7 @@ class Append:
         mNewSeqlens: cute.Tensor | None,
         queries: Queries | None,
         tables: Tables | None,
+        descales: tuple | None,
     ):
         cute.arch.griddepcontrol_launch_dependents()
         # Until it ends, the previous kernel may write k, v or q, or read the cache.
@@ -400,16 +413,26 @@ class Append:
             if is_sequence:
                 seqlen = new.seqlen(index, cache.capacity)
                 mNewSeqlens[index] = seqlen + new.count(index, cache.capacity - seqlen)
+        scale_k, scale_v = (None, None) if descales is None else descales
         if part == 0:
-            self.append(index, new, new.k, cache, cache.k, tables)
+            self.append(index, new, new.k, cache, cache.k, tables, scale_k)
         elif part == 1:
-            self.append(index, new, new.v, cache, cache.v, None)
+            self.append(index, new, new.v, cache, cache.v, None, scale_v)
         else:
             if cutlass.const_expr(self.rotary is not None):
                 self.rotate_query(index, new, cache, queries, tables)
 
     @cute.jit
-    def append(self, index, new: NewTokens, tokens, cache: Cache, target, tables: Tables | None):
+    def append(
+        self,
+        index,
+        new: NewTokens,
+        tokens,
+        cache: Cache,
+        target,
+        tables: Tables | None,
+        scales: cute.Tensor | None,
+    ):
         """Write vector `index` of the new keys or values into the cache."""
         row, vector = row_and_vector(index, target.shape[3])
         token, head = row // target.shape[2], row % target.shape[2]
@@ -419,7 +442,9 @@ class Append:
             if exists:
                 source = new.row(tokens, token, place, head)
                 position = new.turn(place.sequence, cache.capacity) + place.nth
-                self.move(source, target[outer, inner, head, None], vector, tables, position)
+                scale = None if scales is None else scales[place.sequence, head]
+                row_of_cache = target[outer, inner, head, None]
+                self.move(source, row_of_cache, vector, tables, position, scale)
 
     @cute.jit
     def rotate_query(self, index, new: NewTokens, cache: Cache, queries: Queries, tables: Tables):
@@ -444,12 +469,18 @@ class Append:
         vector: Int32,
         tables: Tables | None,
         position: Int32,
+        scale: Float32 | None = None,
     ):
-        """Copy one vector of a row; rotate it if there are tables."""
-        values = cute.make_rmem_tensor(VECTOR, target.element_type)
+        """Copy one vector of a row; rotate it if there are tables, and divide it if to FP8."""
+        values = cute.make_rmem_tensor(VECTOR, source.element_type)
         cute.autovec_copy(vector_of(source, vector), values)
         if cutlass.const_expr(tables is not None):
             self.rotate(values, source, vector, tables, position)
+        if cutlass.const_expr(scale is not None):
+            # The conversion limits what is too large.
+            divided = cute.make_rmem_tensor(VECTOR, target.element_type)
+            divided.store((values.load().to(Float32) / scale).to(target.element_type))
+            values = divided
         cute.autovec_copy(values, vector_of(target, vector))
 
     @cute.jit

@@ -13,11 +13,13 @@ Roles per CTA
     warpgroup 0    consumer   Q into shared memory; S = Q K^T, softmax, O += P V; epilogue
     warp 4 or 4-7  producer   one warp that issues TMA loads, or four that gather rows
     warp 5         prefetcher prefetches the first blocks into L2; none if rows are gathered
+    warps 6-7      converters of an FP8 cache's blocks to fp16; warps 8-11 if rows are gathered
 
 DecodePipelines, producer -> consumer (mbarriers; a stage is full when its bytes have landed)
     pipeline_k  one block of K         kv_stages  released after its Q K^T
     pipeline_v  one block of V         kv_stages  released after its P V
     There are as many stages as fit: loads in flight hide the latency of memory.
+    From an FP8 cache the converters take these blocks, and hand them on in two more pipelines.
 
 Timeline of a launch (programmatic dependent launch)
     barriers, descriptors | wait for the previous kernel | find the piece | segments ...
@@ -34,6 +36,7 @@ Source: Dao et al., Flash-Decoding for long-context inference (2023); Osama et a
 (arXiv 2301.03598), section 4.
 """
 
+import enum
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -47,6 +50,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.kernels.attention_kernel import AttentionKernel
 from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
 from fa3.primitives import arguments
+from fa3.primitives.arguments import ELEMENT_TYPES, FP8
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import (
@@ -61,6 +65,7 @@ from fa3.primitives.cache_blocks import (
 )
 from fa3.primitives.divisor import Divisor, PlainDivisor
 from fa3.primitives.dsl import LayoutEnum, SmemAllocator
+from fa3.primitives.fp8_blocks import CONVERTED, BlockConverter, ConvertedPipeline, convert_rows
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import (
     PackedCoords,
@@ -76,7 +81,7 @@ from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoPingPong
-from fa3.primitives.wgmma import ROWS, WARPGROUP
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.primitives.workspace import Workspace, WorkspaceSize
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules.ragged import CTAS_BESIDE
@@ -120,6 +125,7 @@ class DecodeOperands(NamedTuple):
         seqlen_new: keys that each has beyond these.
         tables: locate the keys of each sequence.
         modifiers: the tensors of the spec's scores, mask and sinks.
+        descales: see `DecodeArguments`.
         table: says how many CTAs overlap the forward kernel; None without it.
         counters: address of the counters of tiles with parts: how many CTAs have come, and have
             left. A tile has its first slot's. 0 if `kernels.combine` merges.
@@ -136,6 +142,7 @@ class DecodeOperands(NamedTuple):
     seqlen_new: Int32
     tables: CacheTables
     modifiers: tuple | None
+    descales: tuple | None
     table: cute.Tensor | None
     counters: Int64
 
@@ -145,19 +152,32 @@ class DecodeBuffers(NamedTuple):
 
     Fields:
         number: (1,) int32, the number of the consumer's part among the parts of its tile.
+        loaded_k, loaded_v: K and V as they are loaded; `k` and `v` unless the cache is FP8.
+        largest: (4,) int32, of each warp's share of an FP8 call's Q.
     """
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     number: cute.Tensor
+    loaded_k: cute.Tensor
+    loaded_v: cute.Tensor
+    largest: cute.Tensor
 
 
 class DecodePipelines(NamedTuple):
-    """The mbarrier pipelines from the producer to the consumer."""
+    """The mbarrier pipelines to the consumer, and from the producer: the same without FP8."""
 
     k: pipeline.PipelineAsync
     v: pipeline.PipelineAsync
+    loaded_k: pipeline.PipelineAsync
+    loaded_v: pipeline.PipelineAsync
+
+
+class Role(enum.Enum):
+    """What a warp of a kernel on an FP8 cache does."""
+
+    CONSUMER, CONVERTER, PRODUCER = range(3)
 
 
 @dataclass(frozen=True)
@@ -201,6 +221,7 @@ class Decode(AttentionKernel):
     is_packed: bool = False
     has_used_q: bool = False
     overlaps_forward: bool = False
+    has_fp8_q: bool = False
 
     entry_name: ClassVar[str] = "fa3_decode"
 
@@ -225,8 +246,30 @@ class Decode(AttentionKernel):
         return self.box == 0
 
     @property
+    def first_converter(self) -> int:
+        """The first warp that converts blocks of an FP8 cache."""
+        return 2 * WARPS if self.gathers else WARPS + 2
+
+    @property
+    def converters(self) -> int:
+        """Warps that convert blocks of an FP8 cache."""
+        return WARPS if self.gathers else 2
+
+    @property
     def threads(self) -> int:
-        return WARPGROUP + (WARPGROUP if self.gathers else 2 * 32)
+        if self.cache.is_fp8:
+            return WARP * (self.first_converter + self.converters)
+        return WARPGROUP + (WARPGROUP if self.gathers else 2 * WARP)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of consumer threads and of others after setmaxnreg, with an FP8 cache."""
+        return (168, 88) if self.config.ctas_of_sm == 2 else (240, 104)
+
+    @property
+    def element(self):
+        """Element type of what is multiplied."""
+        return CONVERTED if self.cache.is_fp8 else self.dtype
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
@@ -273,6 +316,7 @@ class Decode(AttentionKernel):
             call.seqlen_new,
             CacheTables(call.batch_idx, call.leftpad, page_table),
             call.modifiers,
+            call.descales,
             call.table,
             call.counters,
         )
@@ -322,9 +366,40 @@ class Decode(AttentionKernel):
         smem, pipelines = self.setup_shared_memory()
         if cutlass.const_expr(not self.overlaps_forward):
             cute.arch.griddepcontrol_launch_dependents()
+        call = operands, workspace, smem, pipelines, softmax_scale, cut, sizes
+        if cutlass.const_expr(not self.cache.is_fp8):
+            self.wait_and_attend(*call)
+        else:
+            of_consumer, of_others = self.registers
+            if warp_idx < WARPS:
+                cute.arch.setmaxregister_increase(of_consumer)
+                self.attend_in_role(call, Role.CONSUMER)
+            else:
+                cute.arch.setmaxregister_decrease(of_others)
+                if warp_idx >= self.first_converter:
+                    self.attend_in_role(call, Role.CONVERTER)
+                elif warp_idx == (-1 if self.gathers else WARPS + 1):
+                    if cutlass.const_expr(not self.gathers):
+                        self.prefetch(operands, smem, cut, sizes)
+                else:
+                    self.attend_in_role(call, Role.PRODUCER)
+
+    @cute.jit
+    def wait_and_attend(
+        self,
+        operands: DecodeOperands,
+        workspace: Workspace | None,
+        smem: DecodeBuffers,
+        pipelines: DecodePipelines,
+        softmax_scale: Float32,
+        cut,
+        sizes: tuple,
+    ):
+        """Prefetch while the previous kernel ends; attend after it."""
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_prefetcher = cutlass.Boolean(False)
         if cutlass.const_expr(not self.gathers):
-            is_prefetcher = warp_idx == WARPGROUP // 32 + 1
+            is_prefetcher = warp_idx == WARPS + 1
         if is_prefetcher:
             if cutlass.const_expr(not (self.gathers or self.overlaps_forward)):
                 self.prefetch(operands, smem, cut, sizes)
@@ -363,10 +438,26 @@ class Decode(AttentionKernel):
         walk = self.find_walk(operands, cut, sizes, is_early=False)
         if cutlass.const_expr(self.cache.is_full):
             cute.arch.griddepcontrol_wait()
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPGROUP // 32:
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
             self.load(operands, smem, pipelines, walk)
         else:
             self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
+
+    @cute.jit
+    def attend_in_role(self, call: tuple, role: cutlass.Constexpr):
+        """Find this CTA's piece of an FP8 cache, and do a role's share of it."""
+        operands, workspace, smem, pipelines, softmax_scale, cut, sizes = call
+        if cutlass.const_expr(not self.cache.is_full):
+            cute.arch.griddepcontrol_wait()
+        walk = self.find_walk(operands, cut, sizes, is_early=False)
+        if cutlass.const_expr(self.cache.is_full):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(role is Role.CONSUMER):
+            self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
+        elif cutlass.const_expr(role is Role.CONVERTER):
+            self.convert(smem, pipelines, walk)
+        else:
+            self.load(operands, smem, pipelines, walk)
 
     @cute.jit
     def find_walk(
@@ -409,46 +500,75 @@ class Decode(AttentionKernel):
         config, row_major = self.config, LayoutEnum.ROW_MAJOR
         shape_qk = (ROWS, config.tile_n, self.columns)
         shape_kv = (ROWS, config.tile_n, self.columns_v)
+        is_fp8, dtype, loaded = self.cache.is_fp8, self.element, self.dtype
+        stages, converted = config.kv_stages, config.converted_stages
+        if cutlass.const_expr(is_fp8):
+            stages, loaded = converted, ELEMENT_TYPES[FP8]
         layouts = (
-            sm90.make_smem_layout_a(row_major, shape_qk, self.dtype, config.q_stages),
-            sm90.make_smem_layout_b(row_major, shape_qk, self.dtype, config.kv_stages),
-            sm90.make_smem_layout_b(row_major, shape_kv, self.dtype, config.kv_stages),
+            sm90.make_smem_layout_a(row_major, shape_qk, dtype, config.q_stages),
+            sm90.make_smem_layout_b(row_major, shape_qk, dtype, stages),
+            sm90.make_smem_layout_b(row_major, shape_kv, dtype, stages),
+            sm90.make_smem_layout_b(row_major, shape_qk, loaded, config.kv_stages),
+            sm90.make_smem_layout_b(row_major, shape_kv, loaded, config.kv_stages),
         )
+        sizes = [cute.cosize(layout) for layout in layouts]
+        loaded_sizes = sizes[3:] if is_fp8 else (0, 0)
 
         @cute.struct
         class Storage:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
             number: cute.struct.MemRange[Int32, 1]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts[0])], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts[1])], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts[2])], 1024]
+            largest: cute.struct.MemRange[Int32, WARPS * is_fp8]
+            converted_k: cute.struct.MemRange[cutlass.Int64, 2 * converted]
+            converted_v: cute.struct.MemRange[cutlass.Int64, 2 * converted]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, sizes[0]], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
+            loaded_k: cute.struct.Align[cute.struct.MemRange[loaded, loaded_sizes[0]], 1024]
+            loaded_v: cute.struct.Align[cute.struct.MemRange[loaded, loaded_sizes[1]], 1024]
 
         storage = SmemAllocator().allocate(Storage)
-        smem = DecodeBuffers(
-            *(
-                field.get_tensor(layout.outer, swizzle=layout.inner)
-                for field, layout in zip((storage.q, storage.k, storage.v), layouts, strict=True)
-            ),
-            storage.number.get_tensor(cute.make_layout(1)),
+        q, k, v = (
+            field.get_tensor(layout.outer, swizzle=layout.inner)
+            for field, layout in zip((storage.q, storage.k, storage.v), layouts[:3], strict=True)
         )
-
-        pipelines = DecodePipelines(
-            *(
-                block_pipeline(barriers, self.dtype, layout, self.gathers)
-                for barriers, layout in (
-                    (storage.barriers_k, layouts[1]),
-                    (storage.barriers_v, layouts[2]),
-                )
+        readers = self.converters if is_fp8 else WARPS
+        pipe_k, pipe_v = (
+            block_pipeline(barriers, loaded, layout, self.gathers, readers)
+            for barriers, layout in (
+                (storage.barriers_k, layouts[3]),
+                (storage.barriers_v, layouts[4]),
             )
         )
+        smem = DecodeBuffers(
+            q, k, v, storage.number.get_tensor(cute.make_layout(1)), k, v, storage.number
+        )
+        pipelines = DecodePipelines(pipe_k, pipe_v, pipe_k, pipe_v)
+        if cutlass.const_expr(is_fp8):
+            loaded_k, loaded_v = (
+                field.get_tensor(layout.outer, swizzle=layout.inner)
+                for field, layout in zip(
+                    (storage.loaded_k, storage.loaded_v), layouts[3:], strict=True
+                )
+            )
+            smem = smem._replace(
+                loaded_k=loaded_k,
+                loaded_v=loaded_v,
+                largest=storage.largest.get_tensor(cute.make_layout(WARPS)),
+            )
+            of_k, of_v = (
+                ConvertedPipeline.create(barriers, converted, self.converters)
+                for barriers in (storage.converted_k, storage.converted_v)
+            )
+            pipelines = pipelines._replace(k=of_k, v=of_v)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
             # No copy fills K's padding columns. Q is 0 there, but 0 * NaN is not 0.
             thread, _, _ = cute.arch.thread_idx()
             for stage in cutlass.range_constexpr(config.kv_stages):
                 if thread < WARPGROUP:
-                    clear_rows(smem.k[None, None, stage], 0, thread)
+                    clear_rows(smem.loaded_k[None, None, stage], 0, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         return smem, pipelines
@@ -465,8 +585,8 @@ class Decode(AttentionKernel):
         v_state = pipeline.make_pipeline_state(producer, stages)
         # With one tile for each key/value head, each block is read only once.
         policy = Int64(EVICT_FIRST) if walk.num_m_blocks.value == 1 else Int64(EVICT_NORMAL)
-        blocks_k = self.blocks_of(operands.k, smem.k, operands.tables.page_table, policy)
-        blocks_v = self.blocks_of(operands.v, smem.v, operands.tables.page_table, policy)
+        blocks_k = self.blocks_of(operands.k, smem.loaded_k, operands.tables.page_table, policy)
+        blocks_v = self.blocks_of(operands.v, smem.loaded_v, operands.tables.page_table, policy)
 
         cursor = walk.first()
         while walk.is_valid(cursor):
@@ -474,8 +594,8 @@ class Decode(AttentionKernel):
             keys = walk.lengths.keys(walk.tile(cursor), cursor.length)
             stream = BlockStream(
                 partial(blocks_k.find, keys=keys),
-                partial(load_block, blocks_k.loader(keys), pipelines.k),
-                partial(load_block, blocks_v.loader(keys), pipelines.v),
+                partial(load_block, blocks_k.loader(keys), pipelines.loaded_k),
+                partial(load_block, blocks_v.loader(keys), pipelines.loaded_v),
                 is_ahead=not self.gathers,
             )
             begin, n_block = walk.lengths.blocks_at(walk, cursor)
@@ -499,7 +619,7 @@ class Decode(AttentionKernel):
                 page_table, policy = operands.tables.page_table, Int64(EVICT_NORMAL)
                 blocks_k, blocks_v = (
                     TmaBlocks(cache, buffer, page_table, self.box, policy, is_early=True)
-                    for cache, buffer in ((operands.k, smem.k), (operands.v, smem.v))
+                    for cache, buffer in ((operands.k, smem.loaded_k), (operands.v, smem.loaded_v))
                 )
                 prefetch_k, prefetch_v = blocks_k.prefetcher(keys), blocks_v.prefetcher(keys)
                 begin, last = walk.lengths.blocks_at(walk, cursor)
@@ -514,6 +634,39 @@ class Decode(AttentionKernel):
             thread, _, _ = cute.arch.thread_idx()
             return GatheredBlocks(cache, smem, page_table, thread - WARPGROUP)
         return TmaBlocks(cache, smem, page_table, self.box, policy)
+
+    # ----------------------------------------------------------------------------- converter
+
+    @cute.jit
+    def convert(self, smem: DecodeBuffers, pipelines: DecodePipelines, walk: Walk):
+        """Convert the blocks of every segment, in the consumer's order."""
+        config, user = self.config, pipeline.PipelineUserType
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.first_converter
+        converter = warp, thread % WARP, self.converters
+        k, v = (
+            BlockConverter(loaded, converted, loading, converting, *converter)
+            for loaded, converted, loading, converting in (
+                (smem.loaded_k, smem.k, pipelines.loaded_k, pipelines.k),
+                (smem.loaded_v, smem.v, pipelines.loaded_v, pipelines.v),
+            )
+        )
+        k_states, v_states = (
+            (
+                pipeline.make_pipeline_state(user.Consumer, config.kv_stages),
+                pipeline.make_pipeline_state(user.Producer, config.converted_stages),
+            )
+            for _ in range(2)
+        )
+        stream = BlockStream(lambda n_block: n_block, k.convert, v.convert)
+        cursor = walk.first()
+        while walk.is_valid(cursor):
+            following = walk.next(cursor)
+            begin, n_block = walk.lengths.blocks_at(walk, cursor)
+            place, k_states = stream.first(n_block, k_states)
+            place, k_states, v_states = stream.rest(begin, n_block, place, k_states, v_states)
+            k_states, v_states = stream.last(place, k_states, v_states)
+            cursor = following
 
     # ------------------------------------------------------------------------------ consumer
 
@@ -530,10 +683,11 @@ class Decode(AttentionKernel):
         """Compute attention for this CTA's segments."""
         thread, _, _ = cute.arch.thread_idx()
         scores, mask, sinks = bind(self.spec, operands.modifiers)
-        mmas = Mmas.of(self.dtype, self.config.tile_n, self.columns_v)
+        mmas = Mmas.of(self.element, self.config.tile_n, self.columns_v)
         regs = mmas.fragments(smem.q, smem.k, smem.v)
-        kind = GatheredAttention if self.gathers else Attention
-        stages, consumer = self.config.kv_stages, pipeline.PipelineUserType.Consumer
+        kind = GatheredAttention if self.gathers and not self.cache.is_fp8 else Attention
+        config, consumer = self.config, pipeline.PipelineUserType.Consumer
+        stages = config.converted_stages if self.cache.is_fp8 else config.kv_stages
         k_state = pipeline.make_pipeline_state(consumer, stages)
         v_state = pipeline.make_pipeline_state(consumer, stages)
         if cutlass.const_expr(self.cut_type is StreamK):
@@ -543,7 +697,22 @@ class Decode(AttentionKernel):
         while walk.is_valid(cursor):
             segment, following = walk.segment(cursor), walk.next(cursor)
             tile, length = segment.tile, cursor.length
+            scale, scale_v = softmax_scale, None
+            if cutlass.const_expr(self.cache.is_fp8):
+                # Loaded before the wait, used after it.
+                scale_k, scale_v, *scale_q = (
+                    one[tile.batch, tile.head] for one in operands.descales
+                )
             cute.arch.cp_async_wait_group(0)
+            if cutlass.const_expr(self.cache.is_fp8):
+                _, seqlen_q = walk.lengths.queries(length)
+                rows = seqlen_q * self.qhead_per_kvhead - tile.m_block * ROWS
+                scale *= convert_rows(
+                    smem.q[None, None, q_stage], operands.q.element_type, rows, smem.largest,
+                    consumer_barrier(), thread,
+                )  # fmt: skip
+                for one in (scale_k, *scale_q):
+                    scale *= one
             publish()
             if cutlass.const_expr(self.config.q_stages > 1):
                 self.fetch_q(operands.q, smem.q, walk, following, 1 - q_stage)
@@ -551,10 +720,12 @@ class Decode(AttentionKernel):
             coords = PackedCoords.of_tile(
                 mmas.qk, thread, self.config.tile_n, tile, self.qhead_per_kvhead
             )
-            rules = ScorePipeline.of(scores, mask, coords, sequence, softmax_scale)
+            rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q[None, None, None, q_stage]
-            attention = kind(mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong())
+            attention = kind(
+                mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong(), None, scale_v
+            )
 
             blocks = self.key_blocks(tile, sequence)
             # The producer loads what any query of the sequence touches, this tile or not.

@@ -7,9 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from fa3.primitives import arguments
+from fa3.primitives.arguments import FP8
 from fa3.primitives.shared_memory import check_fits, padded
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import AttentionSpec
+
+FP8_BYTES = 1
+"""Bytes of an element of an FP8 cache."""
 
 
 @dataclass(frozen=True)
@@ -18,21 +22,28 @@ class DecodeConfig:
 
     Fields:
         tile_n: keys of a block.
-        kv_stages: blocks of K, and of V, in shared memory.
+        kv_stages: blocks of K, and of V, in shared memory, as they are loaded.
         q_stages: Q tiles in shared memory; with two, the next segment's Q is loaded early.
-        ctas_of_sm: CTAs for which an SM has room; with two, CTAs of the next call come early.
+        ctas_of_sm: CTAs for which an SM has room; with two, CTAs of the next call come early. From
+            an FP8 cache both are of one call.
+        converted_stages: blocks of K, and of V, that are converted from an FP8 cache; 0 otherwise.
     """
 
     tile_n: int
     kv_stages: int
     q_stages: int
     ctas_of_sm: int = 1
+    converted_stages: int = 0
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Bytes of shared memory for the kernel's buffers and barriers."""
         head_dim, head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        kv = self.kv_stages * self.tile_n * (head_dim + head_dim_v)
-        return spec.element.bytes * (self.q_stages * ROWS * head_dim + kv) + 1024
+        kv, stages = self.tile_n * (head_dim + head_dim_v), self.converted_stages
+        loaded = self.kv_stages * (spec.element.bytes if stages == 0 else FP8_BYTES)
+        converted = spec.element.bytes * stages
+        return (
+            spec.element.bytes * self.q_stages * ROWS * head_dim + (loaded + converted) * kv + 1024
+        )
 
     def validate(self, spec: AttentionSpec) -> None:
         """Raise a ValueError if the kernel cannot run this config for this spec."""
@@ -63,6 +74,8 @@ class DecodeArguments(NamedTuple):
         batch_idx, leftpad: (batch,) int32; None if the cache's layout has none.
         page_table: (batch, pages) int32; None without pages.
         modifiers: the tensors of the spec's scores, mask and sinks; None without any.
+        descales: what keys, values and, if they are FP8, queries are multiplied by, each (batch,
+            heads_kv) float32; None unless the cache is FP8.
         workspace: float32, receives parts of tiles; None if tiles are never cut.
         counters: address of (slots,) int32, zero, and left at zero; 0 if `kernels.combine` merges.
         softmax_scale: factor of Q K^T.
@@ -90,6 +103,7 @@ class DecodeArguments(NamedTuple):
     leftpad: object
     page_table: object
     modifiers: tuple | None
+    descales: tuple | None
     workspace: object
     counters: int
     softmax_scale: float
@@ -113,7 +127,11 @@ class DecodeArguments(NamedTuple):
         rows = cute.sym_int(), cache.page_size or cute.sym_int()
         rows = rows[:1] if cache.is_packed else rows
         queries = (seqlen_q,) if kernel.is_packed else (batch, seqlen_q)
-        num_ends = cute.sym_int()
+        num_ends, kv_dtype = cute.sym_int(), FP8 if cache.is_fp8 else spec.dtype
+        descales = None
+        if cache.is_fp8:
+            count = 3 if kernel.has_fp8_q else 2
+            descales = tuple(arguments.strided_tensor("float32", 2) for _ in range(count))
         modifiers = tuple(arguments.strided_tensor(*types) for types in spec.modifier_types)
         workspace = arguments.compact_tensor("float32", (cute.sym_int64(),))
 
@@ -124,9 +142,11 @@ class DecodeArguments(NamedTuple):
             return arguments.compact_tensor("int32", (num_ends,)) if exist else None
 
         return cls(
-            q=arguments.tma_tensor(spec.dtype, (*queries, heads_q, spec.head_dim)),
-            k=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim)),
-            v=arguments.tma_tensor(spec.dtype, (*rows, heads_kv, spec.head_dim_v)),
+            q=arguments.tma_tensor(
+                FP8 if kernel.has_fp8_q else spec.dtype, (*queries, heads_q, spec.head_dim)
+            ),
+            k=arguments.tma_tensor(kv_dtype, (*rows, heads_kv, spec.head_dim)),
+            v=arguments.tma_tensor(kv_dtype, (*rows, heads_kv, spec.head_dim_v)),
             o=arguments.tma_tensor(spec.dtype, (*queries, heads_q, spec.head_dim_v)),
             lse=Int64(0),
             cu_seqlens_q=ends(kernel.is_packed),
@@ -138,6 +158,7 @@ class DecodeArguments(NamedTuple):
             leftpad=per_sequence(cache.left_padded),
             page_table=arguments.strided_tensor("int32", 2) if cache.page_size else None,
             modifiers=modifiers or None,
+            descales=descales,
             workspace=workspace if kernel.cut_type.has_parts else None,
             counters=Int64(0),
             softmax_scale=Float32(0.0),

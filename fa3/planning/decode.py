@@ -6,7 +6,7 @@ merges the parts if they are few; else `kernels.combine` does. The kernels read 
 lengths on the device and derive the cut, so a plan serves all lengths that the cache has room for.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fa3.kernels.combine import GROUPS, Combine, CombineArguments
@@ -44,6 +44,21 @@ BYTES_OF_TWO = 64 << 10
 """The same where two CTAs share an SM, one of this call and, early, one of the next. With
 `CtaGroups` only: with another kernel in between, CTAs land two on one SM, which took the speed to
 0.69-0.98 on an H200, 2026-11-22.
+"""
+
+FP8_TILINGS = (2, 2, 2), (2, 2, 1), (2, 1, 1), (1, 2, 2), (1, 2, 1)
+"""CTAs on an SM, Q tiles, and converted blocks of K and of V, by preference: the first with enough
+room for blocks in flight. Both CTAs are of one call, since one MMA warpgroup cannot keep up with
+the memory at half the bytes of a key."""
+
+FP8_BYTES_IN_FLIGHT = {1: 64 << 10, 2: 32 << 10}
+"""CTAs on an SM -> bytes of an FP8 cache that each has in flight. More take longer. On an H100,
+16 x 8k with 32/8 heads of 128 took 96.0 us with 32 KB, 101.1 us with 48 KB; with 16/4 heads of 256,
+95.4 us with 64 KB, 100.2 us with 96 KB."""
+
+FEW_PARTS, FEW_BLOCKS = 16, 8
+"""A call on an FP8 cache has one CTA on an SM where two would cut tiles into more than `FEW_PARTS`
+parts, and an SM has up to `FEW_BLOCKS` blocks: 1 x 8k with 8/1 heads takes 9.2 us instead of 11.0.
 """
 
 COLUMNS_OF_TWO = 128
@@ -137,6 +152,7 @@ class DecodePlan:
         has_used_q: whether not all of packed queries count.
         overlaps_forward: whether the forward kernel has the call's other sequences, at the same
             time.
+        has_fp8_q: whether the queries are FP8, as the cache is.
     """
 
     spec: AttentionSpec
@@ -148,6 +164,7 @@ class DecodePlan:
     is_packed: bool = False
     has_used_q: bool = False
     overlaps_forward: bool = False
+    has_fp8_q: bool = False
 
     def kernel(self) -> Decode:
         """The decode kernel."""
@@ -156,7 +173,10 @@ class DecodePlan:
         is_long = (2 if isinstance(self.cut, CtaGroups) else 1) * blocks > LARGEST
         cut_type = type(self.cut)
         config, ratio = config_of(self.spec, self.cache, cut_type), self.sizes.qhead_per_kvhead
-        kind = cut_type, is_long, self.is_packed, self.has_used_q, self.overlaps_forward
+        kind = (
+            cut_type, is_long, self.is_packed, self.has_used_q, self.overlaps_forward,
+            self.has_fp8_q,
+        )  # fmt: skip
         return Decode(self.spec, config, ratio, self.cache, *kind)
 
     @property
@@ -246,6 +266,8 @@ def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> Decode
 
     Two CTAs share an SM with `CtaGroups`, if they fit; to gather rows takes two more warps.
     """
+    if cache.is_fp8:
+        return fp8_config(spec, cache.box(TILE_N) == 0)
     columns = padded(spec.head_dim) + padded(spec.head_dim_v)
     block = spec.element.bytes * TILE_N * columns
     one, two = (
@@ -256,6 +278,31 @@ def config_of(spec: AttentionSpec, cache: CacheLayout, cut_type: type) -> Decode
     if cut_type is not CtaGroups or gathers or padded(spec.head_dim_v) > COLUMNS_OF_TWO:
         return one
     return two if two.ctas_of_sm * two.smem_bytes(spec) <= CAPACITY else one
+
+
+def fp8_config(spec: AttentionSpec, gathers: bool) -> DecodeConfig:
+    """Blocks of 64 keys of an FP8 cache, in as many stages as hold the bytes in flight."""
+    block = TILE_N * (padded(spec.head_dim) + padded(spec.head_dim_v))
+    for ctas, q_stages, converted in FP8_TILINGS:
+        empty = DecodeConfig(TILE_N, 0, q_stages, ctas, converted)
+        stages = -(-FP8_BYTES_IN_FLIGHT[ctas] // block)
+        fits = stages * block <= CAPACITY // ctas - empty.smem_bytes(spec)
+        has_registers = not gathers and padded(spec.head_dim_v) <= COLUMNS_OF_TWO
+        if fits and (ctas == 1 or has_registers):
+            break
+    return replace(empty, kv_stages=stages)
+
+
+def ctas_of_call(
+    spec: AttentionSpec, cache: CacheLayout, sizes: Sizes, window: Window, num_sms: int
+) -> int:
+    """How many CTAs a call has that may use so many SMs."""
+    if not cache.is_fp8:
+        return num_sms
+    num_ctas = num_sms * config_of(spec, cache, StreamK).ctas_of_sm
+    blocks = sizes.num_tiles * sizes.most_blocks(window)
+    is_short = num_ctas > FEW_PARTS * sizes.num_tiles and blocks <= FEW_BLOCKS * num_sms
+    return num_sms if is_short else num_ctas
 
 
 def choose_cut(

@@ -124,6 +124,7 @@ class Signature:
         if self.call != CACHE:
             return self.call == PACKED and self.may_decode
         is_free = not (self.num_splits or self.batch_invariant or self.sm_margin)
+        is_free = is_free and not (self.cache and self.cache.is_fp8)
         return self.has_packed_queries and is_free and self.plan.finds_keys
 
     @cached_property
@@ -401,7 +402,7 @@ RULES = {
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
         Case(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
              "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
-             "block (often 128) share no divisor of at least 8",
+             "block (often 128) share no divisor of at least 8, or the cache is FP8",
              lambda sig, n: 0 if sig.may_have_both else n.max_seqlen_q),
         Case(DECODE, "few tiles, and the cache has room for 4096 keys per sequence",
              lambda sig, n: min(n.max_seqlen_q, queries_if_few_tiles(sig, n))),

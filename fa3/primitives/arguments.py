@@ -8,6 +8,7 @@ ELEMENT_TYPES = {
     "float16": cutlass.Float16,
     "float32": cutlass.Float32,
     "float64": cutlass.Float64,
+    "float8_e4m3fn": cutlass.Float8E4M3FN,
     "int8": cutlass.Int8,
     "uint8": cutlass.Uint8,
     "bool": cutlass.Boolean,
@@ -16,6 +17,9 @@ ELEMENT_TYPES = {
     "int64": cutlass.Int64,
 }
 """Torch's name of a dtype -> the element type in a kernel."""
+
+FP8 = "float8_e4m3fn"
+"""The dtype of FP8 caches."""
 
 
 def tma_tensor(dtype: str, shape: tuple) -> object:

@@ -78,6 +78,7 @@ class Attention:
         rules: score functions and masks, applied before the softmax.
         turns: say when this warpgroup may issue WGMMAs.
         dropout: a `fa3.primitives.dropout.TileDropout`, or None.
+        scale_v: what the values are multiplied by; None for 1.
     """
 
     mmas: Mmas
@@ -89,6 +90,7 @@ class Attention:
     rules: object
     turns: object
     dropout: object | None = None
+    scale_v: Float32 | None = None
 
     def wait(self, pipe, state):
         """Wait for a block of K or V."""
@@ -225,7 +227,7 @@ class Attention:
 
     def finish(self, sinks: tuple | None = None) -> cute.Tensor:
         """Divide O by the row sums; return the rows' log-sum-exps."""
-        factor = None if self.dropout is None else self.dropout.factor
+        factor = self.scale_v if self.dropout is None else self.dropout.factor
         divisor = None if self.has_exact_terms else self.divisor
         return self.softmax.finish(as_rows_and_columns(self.regs.acc_O), sinks, factor, divisor)
 

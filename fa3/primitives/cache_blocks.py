@@ -18,7 +18,7 @@ from cutlass.utils import hopper_helpers as sm90
 from fa3.primitives.dsl import LayoutEnum
 from fa3.primitives.early import read_early
 from fa3.primitives.tma import TmaTensor
-from fa3.primitives.vectors import VECTOR, row_and_vector, vector_of
+from fa3.primitives.vectors import row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 
 SMALLEST_BOX = 8
@@ -37,6 +37,7 @@ class CacheLayout:
             Then the rest is as it is by default.
         has_seqlens: whether there is a tensor of the sequences' lengths. Without it sequences have
             all keys that there is room for. Of packed sequences it says how many of the keys count.
+        is_fp8: whether keys and values are float8_e4m3fn, with scales of their own.
     """
 
     page_size: int = 0
@@ -44,6 +45,7 @@ class CacheLayout:
     left_padded: bool = False
     is_packed: bool = False
     has_seqlens: bool = True
+    is_fp8: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -98,13 +100,16 @@ EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
 """L2 cache policies of a copy, encoded as by PTX `createpolicy`."""
 
 
-def block_pipeline(barriers, dtype, layout, gathers: bool) -> pipeline.PipelineAsync:
-    """The mbarrier pipeline from a producer of blocks to the warpgroup that reads them.
+def block_pipeline(
+    barriers, dtype, layout, gathers: bool, warps: int = WARPS
+) -> pipeline.PipelineAsync:
+    """The mbarrier pipeline from a producer of blocks to the warps that read them.
 
     Args:
         barriers: two mbarriers for each stage, in shared memory.
         layout: layout of the blocks in shared memory, (tile_n, columns, stages).
         gathers: whether `GatheredBlocks` loads the blocks; otherwise `TmaBlocks` does.
+        warps: how many warps read them.
     """
     arguments = {
         "barrier_storage": barriers.data_ptr(),
@@ -115,12 +120,12 @@ def block_pipeline(barriers, dtype, layout, gathers: bool) -> pipeline.PipelineA
     if gathers:
         return pipeline.PipelineCpAsync.create(
             producer_group=group(agent, WARPGROUP),
-            consumer_group=group(agent, WARPGROUP),
+            consumer_group=group(agent, warps * WARP),
             **arguments,
         )
     return pipeline.PipelineTmaAsync.create(
         producer_group=group(agent),
-        consumer_group=group(agent, WARPS),
+        consumer_group=group(agent, warps),
         tx_count=cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0))),
         cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
         **arguments,
@@ -140,9 +145,15 @@ def load_block(load: Callable, pipe, place: tuple, state):
     return state
 
 
-def box_columns(columns: int) -> int:
-    """Columns of one TMA box: the width of the swizzle."""
-    return 64 if columns % 64 == 0 else 32
+def box_bytes(columns: int, element_bytes: int) -> int:
+    """Bytes of a row of a TMA box, the width of its swizzle: 128, 64 or 32."""
+    return next(width for width in (128, 64, 32) if columns * element_bytes % width == 0)
+
+
+def box_columns(columns: int, dtype) -> int:
+    """Columns of a TMA box."""
+    element_bytes = dtype.width // 8
+    return box_bytes(columns, element_bytes) // element_bytes
 
 
 @dataclass(frozen=True)
@@ -172,7 +183,7 @@ class TmaBlocks:
     @classmethod
     def descriptor(cls, tensor: cute.Tensor, columns: int, box: int) -> TmaTensor:
         """The TMA descriptor of a cache."""
-        shape = (ROWS, box, box_columns(columns))
+        shape = (ROWS, box, box_columns(columns, tensor.element_type))
         layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, tensor.element_type, 1)
         return TmaTensor.of(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout)
 
@@ -185,7 +196,7 @@ class TmaBlocks:
         sequences are packed, without pages.
         """
         tile_n, columns, stages = (cute.size(self.smem, mode=[i]) for i in range(3))
-        box, width = self.box, box_columns(columns)
+        box, width = self.box, box_columns(columns, self.smem.element_type)
         boxes = cute.make_layout(
             (box, width, tile_n // box, columns // width, stages),
             stride=(width, 1, box * width, tile_n * width, tile_n * columns),
@@ -307,16 +318,15 @@ class GatheredBlocks:
     def loader(self, keys: Keys):
         """A function (places, stage, barrier) that starts to load the block at `find`'s places."""
         columns, head_dim = cute.size(self.smem, mode=[1]), self.cache.shape[1]
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(), self.cache.element_type, num_bits_per_copy=128
-        )
-        lane, warp = self.thread % WARP, self.thread // WARP
+        dtype, bits = self.cache.element_type, 128
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), dtype, num_bits_per_copy=bits)
+        lane, warp, size = self.thread % WARP, self.thread // WARP, bits // dtype.width
 
         @cute.jit
         def load(places, stage, barrier):
             inner, page = places
-            for i in cutlass.range_constexpr(self.rows_of_warp * columns // VECTOR // WARP):
-                row, vector = row_and_vector(lane + i * WARP, columns)
+            for i in cutlass.range_constexpr(self.rows_of_warp * columns // size // WARP):
+                row, vector = row_and_vector(lane + i * WARP, columns, size)
                 source = self.cache[
                     cute.arch.shuffle_sync(inner, row),
                     None,
@@ -324,8 +334,10 @@ class GatheredBlocks:
                     cute.arch.shuffle_sync(page, row),
                 ]
                 target = self.smem[warp * self.rows_of_warp + row, None, stage]
-                if vector * VECTOR < head_dim:
-                    cute.copy(atom, vector_of(source, vector), vector_of(target, vector))
+                if vector * size < head_dim:
+                    cute.copy(
+                        atom, vector_of(source, vector, size), vector_of(target, vector, size)
+                    )
 
         return load
 

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from fa3.primitives.coords import ScoreCoords
 from fa3.primitives.part_sums import Sums
 from fa3.primitives.row_lse import RowLse, store_lse
-from fa3.primitives.vectors import QUAD, VECTOR, row_and_vector, vector_of
+from fa3.primitives.vectors import QUAD, VECTOR, as_elements, row_and_vector, vector_of
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.primitives.workspace import Workspace
 
@@ -60,20 +60,23 @@ def fetch_rows(
 ):
     """Start to copy a tile's rows of Q (batch, rows, heads_q, head_dim) to shared memory.
 
-    A warpgroup issues cp.async. Rows and columns past the end become 0.
+    A warpgroup issues cp.async. Rows and columns past the end become 0. If elements of Q are
+    smaller than elements of `smem`, each vector takes the first bytes of its place.
 
     Args:
         queries: the first row of the sequence's queries, and their number.
     """
     first, seqlen_q = queries
     head_dim = mQ.shape[3]
-    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), mQ.element_type, num_bits_per_copy=128)
+    dtype = mQ.element_type
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), dtype, num_bits_per_copy=VECTOR * dtype.width)
     columns = cute.size(smem, mode=[1])
-    zeros = cute.make_rmem_tensor(VECTOR, mQ.element_type)
+    zeros = cute.make_rmem_tensor(VECTOR, dtype)
     zeros.fill(0.0)
     for i in cutlass.range_constexpr(ROWS * columns // VECTOR // WARPGROUP):
         row, vector = row_and_vector(thread + i * WARPGROUP, columns)
-        packed, target = tile.m_block * ROWS + row, vector_of(smem[row, None], vector)
+        packed = tile.m_block * ROWS + row
+        target = as_elements(vector_of(smem[row, None], vector), dtype)
         if packed < seqlen_q * qhead_per_kvhead and vector * VECTOR < head_dim:
             head = tile.head * qhead_per_kvhead + packed % qhead_per_kvhead
             source = mQ[tile.batch, first + packed // qhead_per_kvhead, head, None]

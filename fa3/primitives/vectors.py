@@ -17,6 +17,13 @@ def vector_of(row: cute.Tensor, index, size: int = VECTOR) -> cute.Tensor:
     return cute.local_tile(row, (size,), (index,))
 
 
-def row_and_vector(index, columns: int):
+def row_and_vector(index, columns: int, size: int = VECTOR):
     """(row, vector in the row) of vector number `index`; rows have `columns` elements."""
-    return index // (columns // VECTOR), index % (columns // VECTOR)
+    return index // (columns // size), index % (columns // size)
+
+
+def as_elements(vector: cute.Tensor, dtype) -> cute.Tensor:
+    """The first bytes of a vector of 8 elements as so many elements of `dtype`."""
+    if vector.element_type is dtype:
+        return vector
+    return vector_of(cute.recast_tensor(vector, dtype), 0)

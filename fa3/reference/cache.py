@@ -55,9 +55,20 @@ class HostAppend:
                 outer, inner = on_pages(table[row], inner, page_size)
             exists = (outer >= 0) & (outer < places) & (0 <= row < rows)
             place = outer[exists], inner[exists]
+            if call.descales is not None:
+                new_k, new_v = (
+                    in_fp8(x, scales[sequence])
+                    for x, scales in zip((new_k, new_v), call.descales, strict=True)
+                )
             call.k_cache[place], call.v_cache[place] = new_k[exists], new_v[exists]
             if call.new_seqlens is not None:
                 call.new_seqlens[sequence] = seqlen + len(new_k)
+
+
+def in_fp8(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x (tokens, heads, head_dim) divided by its heads' scales, in FP8; limited to its range."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scales[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def rows_of_sequence(sequence: int, ends: torch.Tensor | None) -> int | slice:
@@ -86,6 +97,7 @@ def execute_decode(
     tensors: tuple[torch.Tensor, ...] | None = None,
     tables: CacheTables = NO_TABLES,
     seqlen_new: int = 0,
+    descales: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
     """Run a plan on CPU tensors.
 
@@ -98,6 +110,7 @@ def execute_decode(
         softmax_scale, tensors: as `fa3.reference.walker.Walker` takes them.
         tables: where sequences are in a cache, as tensors.
         seqlen_new: keys that each sequence has in addition to seqused_k.
+        descales: as `fa3.reference.walker.Walker` takes them.
     """
     q, k, _, _, _, ends_q, ends_k, used_q, used_k = operands
     sizes, queries, keys = plan.sizes, None, None
@@ -113,8 +126,9 @@ def execute_decode(
         packed_keys=keys,
     )  # fmt: skip
     walk = Walker(
-        plan.spec, plan.window, operands[:5], softmax_scale, tensors, page_table=tables.page_table
-    )
+        plan.spec, plan.window, operands[:5], softmax_scale, tensors, None, tables.page_table,
+        descales,
+    )  # fmt: skip
     walk.run(steps_of_decode(plan, sequences))
 
 

@@ -128,6 +128,7 @@ class Walker:
         tensors: tuple[torch.Tensor, ...] | None = None,
         dropout: Dropout | None = None,
         page_table: torch.Tensor | None = None,
+        descales: tuple[torch.Tensor, ...] | None = None,
     ):
         """Bind scores, mask and sinks to their tensors.
 
@@ -141,12 +142,17 @@ class Walker:
             tensors: of the spec's scores, mask and sinks.
             dropout: where the spec has it.
             page_table: (sequences, pages) int32.
+            descales: what keys, values and, if they are FP8, queries of a cache in FP8 are
+                multiplied by, each (sequences, heads_kv).
         """
         self.q, self.k, self.v, self.out, self.lse = batched(operands)
         self.spec, self.window, self.tensors = spec, window, tensors or ()
         self.scores, self.mask, self.sinks = bind(spec, tensors)
         self.function = getattr(self.mask, "function", None)
         self.softmax_scale, self.dropout, self.page_table = softmax_scale, dropout, page_table
+        self.descales = descales
+        # Blocks of an FP8 cache are multiplied in fp16.
+        self.rounded_to = self.q.dtype if descales is None else torch.float16
 
     # As in the kernels, sums are in fp32, whatever the caller computes in.
     @torch.autocast("cpu", enabled=False)
@@ -196,6 +202,12 @@ class Walker:
         """
         q, blocks = self.q[rows.place].float(), step.blocks
         head_kv = step.head * step.heads * self.k.shape[2] // self.q.shape[2]
+        scale_q: Any = 1.0
+        scale_k: Any = 1.0
+        scale_v: Any = 1.0
+        if self.descales is not None:
+            scale_k, scale_v, *of_q = (one[step.place.batch, head_kv] for one in self.descales)
+            scale_q = of_q[0] if of_q else scale_q
         scale = 1.0 if self.scores else self.softmax_scale
         scale_log2, factor = scale * LOG2_E, self.softmax_scale / scale
         reference = torch.full((len(q), 1), -torch.inf, device=CPU)
@@ -205,7 +217,8 @@ class Walker:
             keys = range(n_block * step.tile_n, (n_block + 1) * step.tile_n)
             k, v = self.load(step.place.keys(head_kv), keys)
             is_masked = not blocks.full_begin <= n_block < blocks.full_end
-            values, kept, _ = self.logits(rows, keys, q, k, factor, is_masked)
+            scaled_k = k * (scale_q * scale_k)
+            values, kept, _ = self.logits(rows, keys, q, scaled_k, factor, is_masked)
             row_max, before = values.amax(dim=1, keepdim=True), reference
             outgrown = (row_max - before) * scale_log2 > SLACK
             reference = torch.where(outgrown, row_max, before)
@@ -217,7 +230,7 @@ class Walker:
             acc_O = acc_O * correction + self.rounded(p * kept) @ v
         is_hidden = row_sum == 0.0
         lse = (reference * scale_log2 + torch.log2(row_sum)) * math.log(2.0)
-        out = (acc_O / row_sum).masked_fill(is_hidden, 0.0)
+        out = (acc_O * scale_v / row_sum).masked_fill(is_hidden, 0.0)
         if self.dropout is not None:
             out = out / self.dropout.kept
         return out, lse.masked_fill(is_hidden, -torch.inf).squeeze(1)
@@ -277,7 +290,7 @@ class Walker:
 
     def rounded(self, operand: torch.Tensor) -> torch.Tensor:
         """An operand of a product as the tensor cores would get it."""
-        return operand.to(self.q.dtype).float()
+        return operand.to(self.rounded_to).float()
 
 
 def batched(operands: Iterable[torch.Tensor | None]) -> list[Any]:

@@ -1,0 +1,280 @@
+"""Blocks of an FP8 cache, converted to fp16 in shared memory for the MMA warpgroup.
+
+TMA or cp.async loads a block as e4m3. Converter warps write it as fp16, in the layout that blocks
+of a 16-bit cache have, so the MMA warpgroup does the same as for these. Two values take one
+instruction; as bf16 they would take four. fp16 holds all values of e4m3.
+
+Each lane converts 16 bytes at a time: one chunk of a loaded row, two chunks of a converted row. The
+lanes of a warp are spread over rows and chunks so that neither side has bank conflicts.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, pipeline
+
+from fa3.primitives.cache_blocks import box_bytes
+from fa3.primitives.vectors import VECTOR, as_elements, row_and_vector, vector_of
+from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
+
+CHUNK = 16
+"""Bytes of a chunk: what a lane loads at once, and the unit of a swizzle."""
+
+LARGEST_EXPONENT = 127 + 14
+"""Biased exponent that the largest query of a tile gets in fp16."""
+
+MOST_SCALED = 120
+"""Exponent of the largest power of two that queries are multiplied by."""
+
+CONVERTED = Float16
+"""Element type of queries and of blocks that are multiplied."""
+
+
+class LanePlace:
+    """Where a lane's chunks are among the rows of its warp.
+
+    Fields:
+        width: bytes of a loaded row in its box.
+        rows: rows that a warp converts at once.
+        row: the lane's row among them.
+        chunk: its chunk in 64 bytes of the row.
+    """
+
+    def __init__(self, width: int, lane):
+        self.width = width
+        self.rows = 16 if width == 32 else 8
+        if width == 128:
+            # Eight lanes load chunks of rows r and r ^ 5: bit 2 separates the loads of the two
+            # rows, bit 0 the stores.
+            self.row = (lane // 8) ^ (lane // 4 % 2 * 5)
+        else:
+            self.row = lane // (width // CHUNK)
+        self.chunk = lane % (min(width, 64) // CHUNK)
+
+    def swizzle(self, width: int):
+        """What the swizzle of rows of `width` bytes adds to the lane's chunks, by exclusive or."""
+        return self.row // (128 // width) % (width // CHUNK)
+
+
+def block_of(tensor: cute.Tensor, offset, layout: cute.Layout) -> cute.Tensor:
+    """Elements of a buffer in shared memory from `offset` on, without its swizzle."""
+    address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
+    space = cute.AddressSpace.smem
+    pointer = cute.make_ptr(tensor.element_type, address, space, assumed_align=CHUNK)
+    return cute.make_tensor(pointer, layout)
+
+
+@dataclass(frozen=True)
+class BlockConverter:
+    """Converts blocks of K or of V, with a few warps.
+
+    Fields:
+        loaded: blocks (tile_n, columns, stages) as they are loaded; e4m3, swizzled.
+        converted: the same in fp16.
+        loading: the pipeline from the producer.
+        converting: the pipeline to the MMA warpgroup; see `converted_pipeline`.
+        warp, lane: of this thread; the first converter warp is 0.
+        warps: converter warps.
+    """
+
+    loaded: cute.Tensor
+    converted: cute.Tensor
+    loading: pipeline.PipelineAsync
+    converting: "ConvertedPipeline"
+    warp: Int32
+    lane: Int32
+    warps: int
+
+    @cute.jit
+    def convert(self, _, states: tuple):
+        """Convert the next block; return the next states.
+
+        Args:
+            states: of `loading` and of `converting`.
+        """
+        from_state, to_state = states
+        self.loading.consumer_wait(from_state)
+        for box in cutlass.range_constexpr(self.sizes[1] // self.width):
+            chunks = self.load(box, from_state.index)
+            if cutlass.const_expr(box == 0):
+                self.converting.producer_acquire(to_state)
+            self.store(chunks, box, to_state.index)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        # Only now: loads may still be on their way when an earlier arrival is seen.
+        self.loading.consumer_release(from_state)
+        self.converting.producer_commit(to_state)
+        from_state.advance()
+        to_state.advance()
+        return from_state, to_state
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(tile_n, columns)"""
+        tile_n, columns, _ = (cute.size(self.loaded, mode=[i]) for i in range(3))
+        return tile_n, columns
+
+    @property
+    def width(self) -> int:
+        return box_bytes(self.sizes[1], 1)
+
+    @property
+    def halves(self) -> int:
+        """Chunks of a lane in a row of a box."""
+        return max(1, self.width // 64)
+
+    @cute.jit
+    def load(self, box: cutlass.Constexpr, stage) -> cute.Tensor:
+        """This lane's chunks of a box of a loaded block, (16, groups of rows, halves)."""
+        (tile_n, columns), width = self.sizes, self.width
+        place = LanePlace(width, self.lane)
+        groups = tile_n // self.warps // place.rows
+        chunks = cute.make_rmem_tensor((CHUNK, groups, self.halves), self.loaded.element_type)
+        row = self.warp * (tile_n // self.warps) + place.row
+        layout = cute.make_layout((CHUNK, groups), stride=(1, place.rows * width))
+        for half in cutlass.range_constexpr(self.halves):
+            chunk = (4 * half + place.chunk) ^ place.swizzle(width)
+            offset = stage * (tile_n * columns) + row * width + chunk * CHUNK
+            source = block_of(self.loaded, offset + box * tile_n * width, layout)
+            for group in cutlass.range_constexpr(groups):
+                cute.autovec_copy(source[None, group], chunks[None, group, half])
+        return chunks
+
+    @cute.jit
+    def store(self, chunks: cute.Tensor, box: cutlass.Constexpr, stage):
+        """Convert the lane's chunks, and write them to a block."""
+        (tile_n, columns), width = self.sizes, min(128, 2 * self.width)
+        place = LanePlace(self.width, self.lane)
+        _, groups, halves = chunks.shape
+        row, in_row = self.warp * (tile_n // self.warps) + place.row, width // 2
+        layout = cute.make_layout(
+            (VECTOR, groups, halves), stride=(1, place.rows * in_row, tile_n * in_row)
+        )
+        targets = []
+        for i in cutlass.range_constexpr(2):
+            chunk = (2 * place.chunk + i) ^ place.swizzle(width)
+            offset = stage * (tile_n * columns) + row * in_row + chunk * VECTOR
+            offset = offset + box * halves * tile_n * in_row
+            targets.append(block_of(self.converted, offset, layout))
+        for half in cutlass.range_constexpr(halves):
+            for group in cutlass.range_constexpr(groups):
+                values = cute.make_rmem_tensor((VECTOR, 2), CONVERTED)
+                source = chunks[None, group, half].iterator
+                pair = cute.make_tensor(source, cute.make_layout((VECTOR, 2)))
+                values.store(pair.load().to(CONVERTED))
+                for i in cutlass.range_constexpr(2):
+                    cute.autovec_copy(values[None, i], targets[i][None, group, half])
+
+
+@dataclass(frozen=True)
+class ConvertedPipeline:
+    """The mbarrier pipeline from the converter warps to the MMA warpgroup.
+
+    One lane of a warp arrives for its warp.
+    """
+
+    pipe: pipeline.PipelineAsync
+
+    @classmethod
+    def create(cls, barriers, stages: int, warps: int) -> "ConvertedPipeline":
+        """The pipeline of `warps` converters; `barriers` are two mbarriers for each stage."""
+        group, agent = pipeline.CooperativeGroup, pipeline.Agent.Thread
+        return cls(
+            pipeline.PipelineAsync.create(
+                barrier_storage=barriers.data_ptr(),
+                num_stages=stages,
+                producer_group=group(agent, warps),
+                consumer_group=group(agent, WARPS),
+                defer_sync=True,
+            )
+        )
+
+    def producer_acquire(self, state):
+        self.pipe.producer_acquire(state)
+
+    def producer_commit(self, state):
+        with cute.arch.elect_one():
+            self.pipe.producer_commit(state)
+
+    def consumer_wait(self, state):
+        self.pipe.consumer_wait(state)
+
+    def consumer_release(self, state):
+        with cute.arch.elect_one():
+            self.pipe.consumer_release(state)
+
+
+@cute.jit
+def convert_rows(
+    smem: cute.Tensor,
+    dtype: cutlass.Constexpr,
+    rows: Int32,
+    largest: cute.Tensor,
+    barrier,
+    thread,
+):
+    """Convert a tile's rows of Q in shared memory to fp16, each thread what it has copied there.
+
+    Rows in bf16 may be too large or too small for fp16, so a tile is multiplied by a power of two.
+
+    Args:
+        smem: (rows, columns), fp16; each 16 bytes have 8 elements of `dtype`, see `fetch_rows`.
+        rows: how many of them are rows of Q; the others are 0.
+        largest: (4,) int32 in shared memory.
+        barrier: of the warpgroup.
+
+    Returns:
+        what scores are to be multiplied by.
+    """
+    columns, unscale = cute.size(smem, mode=[1]), Float32(1.0)
+    if cutlass.const_expr(dtype.width == 8 or dtype is cutlass.BFloat16):
+        scale = Float32(1.0)
+        steps = cute.ceil_div(cutlass.min(rows, ROWS) * (columns // VECTOR), WARPGROUP)
+        if cutlass.const_expr(dtype.width != 8):
+            most = Float32(0.0)
+            for i in cutlass.range(steps, unroll=1):
+                values, _ = elements_at(smem, dtype, thread + i * WARPGROUP)
+                for j in cutlass.range_constexpr(VECTOR):
+                    size = cute.arch.fmax(values[j], -values[j])
+                    most = cute.arch.fmax(most, size if size < Float32.inf else Float32(0.0))
+            bits = cute.arch.warp_redux_sync(float_bits(most), "max")
+            if thread % WARP == 0:
+                largest[thread // WARP] = bits
+            barrier.arrive_and_wait()
+            for i in cutlass.range_constexpr(WARPS):
+                bits = cutlass.max(bits, largest[i])
+            excess = cutlass.max((bits >> 23) - LARGEST_EXPONENT, -MOST_SCALED)
+            scale, unscale = power_of_two(-excess), power_of_two(excess)
+        for i in cutlass.range(steps, unroll=1):
+            values, target = elements_at(smem, dtype, thread + i * WARPGROUP)
+            converted = cute.make_rmem_tensor(VECTOR, CONVERTED)
+            converted.store((values.load() * scale).to(CONVERTED))
+            cute.autovec_copy(converted, target)
+    return unscale
+
+
+@cute.jit
+def elements_at(smem: cute.Tensor, dtype: cutlass.Constexpr, index) -> tuple:
+    """Vector number `index` of a tile of Q as float32 in registers, and where it is."""
+    row, vector = row_and_vector(index, cute.size(smem, mode=[1]))
+    target = vector_of(smem[row, None], vector)
+    raw = cute.make_rmem_tensor(VECTOR, dtype)
+    cute.autovec_copy(as_elements(target, dtype), raw)
+    values = cute.make_rmem_tensor(VECTOR, Float32)
+    values.store(raw.load().to(Float32))
+    return values, target
+
+
+def float_bits(value: Float32) -> Int32:
+    """The bits of a float32."""
+    register = cute.make_rmem_tensor(1, Float32)
+    register[0] = value
+    return cute.recast_tensor(register, Int32)[0]
+
+
+def power_of_two(exponent: Int32) -> Float32:
+    """2 to the power of a number between -126 and 127."""
+    register = cute.make_rmem_tensor(1, Int32)
+    register[0] = (exponent + 127) << 23
+    return cute.recast_tensor(register, Float32)[0]

@@ -1,0 +1,375 @@
+"""Caches in FP8, with queries in 16 bits and in FP8, on the CPU and on a Hopper GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvcache_problems import CacheProblem, make_call, random_problem
+from kvcache_reference import Expected, expected
+from machine_code import check_ptxas_log, inspect
+from problems import poisoned_allocations
+from reference import FLOOR, largest_difference
+
+from fa3 import flash_attn_varlen_func, get_scheduler_metadata
+from fa3.calls.kvcache import flash_attn_with_kvcache
+from fa3.kernels.append import Append
+from fa3.kernels.decode import Decode
+from fa3.planning.decode import TILE_N, Sizes, config_of, ctas_of_call
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.shared_memory import CAPACITY
+from fa3.problem import AttentionSpec, Window
+from fa3.running.compiler import compile_kernel
+from fa3.schedules.stream_k import CtaGroups, StreamK
+from fa3.scores.masks import Band
+
+FP8 = torch.float8_e4m3fn
+MOST = torch.finfo(FP8).max
+CACHES = "k_cache", "v_cache"
+DESCALES = "k_descale", "v_descale"
+
+
+def in_fp8(tensor: torch.Tensor, scales: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Divide by scales (heads, 1), and round to FP8."""
+    return (tensor.float() / scales).clamp(-MOST, MOST).to(FP8)
+
+
+def in_two_types(problem: CacheProblem, seed=0, where="cpu", has_fp8_q=False) -> tuple[dict, dict]:
+    """Draw a call on an FP8 cache, and the same call with all tensors as they count."""
+    call = make_call(problem, seed, where)
+    generator = torch.Generator().manual_seed(seed)
+    exact = dict(call)
+    for cache, new, name in zip(CACHES, "kv", DESCALES, strict=True):
+        heads = problem.heads_kv
+        scales = (torch.rand(heads, 1, generator=generator) + 0.5).to(where)
+        call[cache] = in_fp8(call[cache], scales)
+        exact[cache] = call[cache].double() * scales
+        if new in call:
+            exact[new] = in_fp8(call[new], scales).double() * scales
+        call[name] = scales.T.expand(problem.batch, heads)
+    if has_fp8_q:
+        call["q"] = in_fp8(call["q"])
+        scales = torch.rand(problem.heads_kv, generator=generator).to(where) + 0.5
+        call["q_descale"] = scales.expand(problem.batch, problem.heads_kv)
+        exact["q"] = call["q"].double() * scales.repeat_interleave(problem.group)[:, None]
+    return call, exact
+
+
+def attend(call: dict, **options):
+    """Call into NaN memory on copies of the caches; return out, LSE and the caches."""
+    copies = {name: call[name].clone() for name in CACHES}
+    with poisoned_allocations():
+        out, lse = flash_attn_with_kvcache(**call | copies | options, return_lse=True)
+    return out, lse, copies
+
+
+def check_results(exact: dict, out: torch.Tensor, lse: torch.Tensor) -> Expected:
+    """Assert that the error is at most twice the error of the same computation in out's dtype."""
+    right, rounded = expected(**exact), expected(**exact, dtype=out.dtype)
+    assert out.shape == right.out.shape and not out.isnan().any()
+    error = largest_difference(out, right.out)
+    assert error <= 2 * largest_difference(rounded.out, right.out) + FLOOR
+    tolerance = 1e-4 + 2.0**-10 * exact.get("softcap", 0.0)
+    torch.testing.assert_close(lse.double(), right.lse, rtol=1e-6, atol=tolerance)
+    return right
+
+
+def check(problem: CacheProblem, where="cpu", seed=0, has_fp8_q=False, **options) -> None:
+    call, exact = in_two_types(problem, seed, where, has_fp8_q)
+    out, lse, caches = attend(call, **options)
+    assert out.dtype == (torch.bfloat16 if has_fp8_q else call["q"].dtype)
+    right = check_results(exact, out, lse)
+    for name, descale in zip(CACHES, DESCALES, strict=True):
+        codes = (getattr(right, name) / call[descale][0][:, None]).float().to(FP8)
+        assert torch.equal(caches[name].view(torch.uint8), codes.view(torch.uint8)), name
+
+
+def fp8_problem(seed: int, dtype: str, family: int, **rest) -> CacheProblem:
+    """Draw a problem with head sizes that FP8 caches can have, without a rotary embedding."""
+    problem = random_problem(seed, dtype, family, **rest)
+    if problem.head_dim % 16 or problem.columns_v % 16:
+        problem = replace(problem, head_dim=48, head_dim_v=32)
+    return replace(problem, rotary=None)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 1 << 32), st.sampled_from(("bfloat16", "float16")), st.booleans())
+def test_random_calls(seed, dtype, has_fp8_q):
+    problem = fp8_problem(seed, dtype, seed, lengths=(0, 1, 20, 300))
+    if has_fp8_q:
+        problem = replace(problem, counts=None, ragged=False, sinks=None)
+    check(problem, seed=seed, has_fp8_q=has_fp8_q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", range(24))
+def test_random_calls_on_a_gpu(family, device):
+    for seed in range(6):
+        dtype = ("bfloat16", "float16")[family % 2]
+        check(fp8_problem(100 * family + seed, dtype, family), device, seed)
+
+
+HEAD_DIMS = [(64, 64), (80, 96), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (16, 32)]
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 3, 16, 64, 256])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), HEAD_DIMS)
+def test_head_sizes_and_pages(head_dim, head_dim_v, page_size, where):
+    problem = CacheProblem(
+        (700, 3, 0, 299, 4100), 3, heads_kv=2, group=4, head_dim=head_dim, head_dim_v=head_dim_v,
+        page_size=page_size, causal=True,
+    )  # fmt: skip
+    check(problem, where)
+
+
+CALLS = {
+    "appends": CacheProblem((0, 63, 1000), 2, (2, 2, 2), heads_kv=2, group=4, head_dim=128),
+    "appends many": CacheProblem((9, 64), 5, (5, 0), True, heads_kv=2, group=4, page_size=16),
+    "left padding": CacheProblem((200, 500), 2, heads_kv=2, group=2, leftpads=(63, 500)),
+    "padded pages": CacheProblem((200, 500), heads_kv=2, leftpads=(63, 100), page_size=16),
+    "rows": CacheProblem((200, 90), heads_kv=2, group=8, batch_idx=(3, 0), rows=5),
+    "window": CacheProblem((3000, 500), 4, heads_kv=2, group=4, window=(300, 0), page_size=64),
+    "softcap": CacheProblem((700,), 2, heads_kv=2, group=4, softcap=15.0, causal=True),
+    "alibi, sinks": CacheProblem((700, 5), 2, heads_kv=2, group=4, alibi=1, sinks="float32"),
+    "chunk": CacheProblem((1500, 700), 300, heads_kv=2, group=4, causal=True, head_dim=128),
+}
+
+
+@pytest.mark.parametrize("has_fp8_q", [False, True], ids=["16-bit q", "fp8 q"])
+@pytest.mark.parametrize("name", CALLS)
+def test_options(name, has_fp8_q, where):
+    problem = CALLS[name]
+    if has_fp8_q and problem.counts is not None:
+        return
+    check(problem, where, has_fp8_q=has_fp8_q)
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 1}, {"num_splits": 3}, {"sm_margin": 100}])
+def test_cuts(options, where):
+    check(CacheProblem((4000, 3, 700), heads_kv=2, group=4, head_dim=128), where, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{"num_splits": 1}, {"num_splits": 4}], ids=str)
+def test_bits_are_those_of_the_converted_cache(head_dim, options, dtype, where):
+    """With q and the cache in fp16, the kernel computes the same sums in the same order."""
+    problem = CacheProblem((5000, 64, 130), 2, heads_kv=2, group=4, head_dim=head_dim, dtype=dtype)
+    call = make_call(problem, 0, where)
+    codes = {name: in_fp8(call[name]) for name in CACHES}
+    wide = {"q": call["q"].half()} | {name: codes[name].half() for name in CACHES}
+    out, lse, _ = attend(call | codes, **options)
+    other, other_lse, _ = attend(call | wide, **options)
+    assert torch.equal(out, other if dtype == "float16" else out) and torch.equal(lse, other_lse)
+
+
+def test_scales_of_sequences(where):
+    """They may differ by sequence and by head, and be expanded from one."""
+    problem = CacheProblem((300, 70, 128), heads_kv=2, group=4, head_dim=128)
+    call, exact = in_two_types(problem, 0, where)
+    scales = torch.rand(2, 3, 2, device=where) + 0.5
+    for cache, one, name in zip(CACHES, scales, DESCALES, strict=True):
+        call[name], exact[cache] = one, call[cache].double() * one[:, None, :, None]
+    check_results(exact, *attend(call)[:2])
+    for name in DESCALES:
+        call[name] = torch.tensor(2.0, device=where).expand(3, 2)
+    exact |= {name: call[name].double() * 2 for name in CACHES}
+    check_results(exact, *attend(call)[:2])
+    del call["k_descale"], call["v_descale"]
+    exact |= {name: call[name].double() for name in CACHES}
+    check_results(exact, *attend(call)[:2])
+
+
+@pytest.mark.parametrize("size", [1e30, 4e4, 1e-6])
+def test_queries_of_any_size(size, where):
+    """bf16 holds what fp16 does not."""
+    problem = CacheProblem((300, 70), heads_kv=2, group=4, head_dim=128)
+    call, exact = in_two_types(problem, 0, where)
+    call["q"] = exact["q"] = call["q"] * size
+    call["softmax_scale"] = exact["softmax_scale"] = 0.1 / size
+    check_results(exact, *attend(call)[:2])
+
+
+def test_values_beyond_the_range_are_limited(where):
+    """Also by a small scale; infinities become the largest number, and NaN stays."""
+    problem = CacheProblem((10,), 1, (6,), heads_kv=1, head_dim=64)
+    call = make_call(problem, 0, where)
+    call |= {name: in_fp8(call[name]) for name in CACHES}
+    row = torch.tensor([500.0, -500.0, torch.inf, -torch.inf, 448.0, 1e-9], device=where)
+    call["k"] = row[None, :, None, None].expand(1, 6, 1, 64).bfloat16()
+    call["v"] = call["k"].contiguous()
+    call["k"] = call["k"].contiguous()
+    call |= {"k_descale": torch.full((1, 1), 1e-3, device=where)}
+    _, _, caches = attend(call)
+    found = caches["k_cache"][0, 10:16, 0, 0].float().tolist()
+    assert found == [448.0, -448.0, 448.0, -448.0, 448.0, 0.0]
+    assert caches["v_cache"][0, 10:16, 0, 0].float().tolist() == found
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_keys_are_turned_before_they_are_rounded(interleaved, where):
+    """As if the keys were appended in 16 bits and then quantized."""
+    problem = CacheProblem(
+        (20, 3), 1, (4, 4), heads_kv=2, group=2, head_dim=64, rotary=(32, interleaved, "bfloat16"),
+        causal=True,
+    )  # fmt: skip
+    call = make_call(problem, 0, where)
+    scales = torch.tensor([[0.5, 0.03], [1.7, 0.2]], device=where)
+    caches = {name: torch.zeros_like(call[name]) for name in CACHES}
+    _, _, wide = attend(call | caches)
+    options = {"k_descale": scales, "v_descale": scales}
+    out, lse, narrow = attend(call | {name: caches[name].to(FP8) for name in CACHES} | options)
+    for name in CACHES:
+        codes = in_fp8(wide[name], scales[:, None, :, None])
+        assert torch.equal(narrow[name].view(torch.uint8), codes.view(torch.uint8))
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
+def test_packed_queries_on_pages(where):
+    """As vLLM calls: a prompt, sequences that decode, and the metadata of the step."""
+    problem = CacheProblem((600, 90, 40), 1, heads_kv=2, group=4, head_dim=128, page_size=16)
+    counts = [33, 1, 1]
+    call, exact = in_two_types(replace(problem, causal=True), 0, where)
+    q = torch.randn(sum(counts), 8, 128, device=where).bfloat16()
+    ends = torch.tensor([0, 33, 34, 35], dtype=torch.int32, device=where)
+    shared = {name: call[name] for name in DESCALES}
+    metadata = get_scheduler_metadata(
+        3, 33, call["page_table"].shape[1] * 16, 8, 2, 128, call["cache_seqlens"], FP8,
+        cu_seqlens_q=ends, page_size=16, causal=True,
+    )  # fmt: skip
+    for given_metadata in (None, metadata):
+        out = flash_attn_varlen_func(
+            q, call["k_cache"], call["v_cache"], ends, None, 33, call["page_table"].shape[1] * 16,
+            seqused_k=call["cache_seqlens"], page_table=call["page_table"], causal=True,
+            scheduler_metadata=given_metadata, **shared,
+        )  # fmt: skip
+        for n, (begin, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+            one = {name: exact[name] for name in CACHES} | {
+                "q": q[None, begin:end],
+                "cache_seqlens": exact["cache_seqlens"][n : n + 1],
+                "page_table": exact["page_table"][n : n + 1],
+                "causal": True,
+            }
+            right, rounded = expected(**one), expected(**one, dtype=out.dtype)
+            error = largest_difference(out[begin:end], right.out[0])
+            assert error <= 2 * largest_difference(rounded.out, right.out) + FLOOR
+
+
+@pytest.mark.gpu
+def test_graphs_read_lengths_and_scales_when_they_run(device):
+    problem = CacheProblem((900, 300), heads_kv=2, group=4, head_dim=128, room=0)
+    call, exact = in_two_types(problem, 0, device)
+    call |= {name: call[name].contiguous() for name in DESCALES}
+    attend(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_with_kvcache(**call, return_lse=True)
+    call["cache_seqlens"].copy_(torch.tensor([100, 299], dtype=torch.int32))
+    for cache, name in zip(CACHES, DESCALES, strict=True):
+        call[name].mul_(1.5)
+        exact[cache] = exact[cache] * 1.5
+    exact["cache_seqlens"] = call["cache_seqlens"]
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        check_results(exact, out, lse)
+
+
+def test_torch_compile_keeps_the_call(where):
+    problem = CacheProblem((300, 70), heads_kv=2, group=4, head_dim=128)
+    call, exact = in_two_types(problem, 0, where)
+    compiled = torch.compile(
+        lambda: flash_attn_with_kvcache(**call, return_lse=True), backend="aot_eager"
+    )
+    check_results(exact, *compiled())
+
+
+WRONG = [
+    ({"k_cache": torch.float8_e5m2}, TypeError, "k_cache must be torch.float8_e4m3fn, got"),
+    ({"v_cache": torch.bfloat16}, TypeError, "v_cache must be torch.float8_e4m3fn, got"),
+    ({"q": torch.float32}, TypeError, "q must be torch.bfloat16 or torch.float16 or"),
+    ({"k_cache": torch.bfloat16, "v_cache": torch.bfloat16}, ValueError,
+     "k_descale must be None unless k_cache is torch.float8_e4m3fn, got k_cache in torch.bfloat16"),
+    ({"k_descale": torch.float64}, TypeError, "k_descale must be torch.float32, got"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtypes", "kind", "message"), WRONG, ids=str)
+def test_wrong_dtypes_are_named(dtypes, kind, message):
+    call, _ = in_two_types(CacheProblem((30, 7), heads_kv=2))
+    call |= {name: call[name].to(dtype) for name, dtype in dtypes.items()}
+    with pytest.raises(kind, match=f"^{message}"):
+        flash_attn_with_kvcache(**call)
+
+
+def test_other_wrong_arguments_are_named():
+    call, _ = in_two_types(CacheProblem((30, 7), heads_kv=2))
+    for change, message in (
+        ({"q_descale": torch.ones(2, 2)}, "q_descale must be None unless q is"),
+        ({"k_descale": torch.ones(2)}, r"k_descale must have shape \(2, 2\)"),
+        ({"v_descale": torch.ones(2, 2, device="meta")}, "v_descale must"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=f"^{message}"):
+            flash_attn_with_kvcache(**call | change)
+    call, _ = in_two_types(CacheProblem((30, 7), heads_kv=2, head_dim=72))
+    with pytest.raises(ValueError, match=r"^q has head_dim 72, supported with an FP8 cache are"):
+        flash_attn_with_kvcache(**call)
+    call, _ = in_two_types(CacheProblem((30, 7), 1, (1, 1), heads_kv=2))
+    with pytest.raises(ValueError, match=r"^k and v must be None with q in torch\.float8_e4m3fn"):
+        flash_attn_with_kvcache(**call | {"q": call["q"].to(FP8)})
+
+
+# ------------------------------------------------------------------------------- machine code
+
+KERNELS = {
+    "128": (128, 128, 0, CtaGroups, False),
+    "192-128": (192, 128, 64, StreamK, False),
+    "256": (256, 256, 16, StreamK, False),
+    "64, page 1": (64, 64, 1, StreamK, True),
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", KERNELS)
+def test_machine_code(name):
+    """No register spills, and e4m3 becomes fp16 in one instruction for two values."""
+    head_dim, head_dim_v, page_size, cut, has_fp8_q = KERNELS[name]
+    spec = AttentionSpec("bfloat16", head_dim, head_dim_v, Band(right=True))
+    cache = CacheLayout(page_size, is_fp8=True)
+    kernel = Decode(spec, config_of(spec, cache, cut), 4, cache, cut, has_fp8_q=has_fp8_q)
+    compiled = compile_kernel(kernel)
+    report = inspect(compiled.cubin)
+    check_ptxas_log(compiled.ptxas_log)
+    assert report.spill_instructions == 0 and report.threads == kernel.threads
+    assert report.count("F2FP.F16.E4M3.UNPACK_B") > 0
+    consumer, others = kernel.registers
+    # Otherwise setmaxnreg would wait for ever.
+    warps = kernel.threads // 32
+    assert 4 * consumer + (warps - 4) * others <= warps * report.registers
+
+
+@pytest.mark.compiles
+def test_machine_code_of_append():
+    kernel = Append("bfloat16", 128, 128, True, False, False, None, fp8=True)
+    report = inspect(compile_kernel(kernel).cubin)
+    assert report.count("F2FP.SATFINITE.E4M3") > 0
+
+
+def test_two_ctas_share_an_sm_where_they_fit():
+    for head_dim, ctas in ((64, 2), (96, 2), (128, 2), (192, 1), (256, 1)):
+        spec = AttentionSpec("bfloat16", head_dim, head_dim, Band())
+        for page_size, expected_ctas in ((0, ctas), (64, ctas), (1, 1)):
+            cache = CacheLayout(page_size, is_fp8=True)
+            config = config_of(spec, cache, StreamK)
+            assert config.ctas_of_sm == expected_ctas
+            assert config.tile_n == TILE_N and config.kv_stages >= 2
+            assert expected_ctas * config.smem_bytes(spec) <= CAPACITY
+            for batch, heads, keys, expected_count in (
+                (64, 8, 8192, 132 * expected_ctas),
+                (1, 1, 8192, 132),
+                (1, 8, 1 << 17, 132 * expected_ctas),
+            ):
+                sizes = Sizes(batch, 1, heads, 4, keys)
+                assert ctas_of_call(spec, cache, sizes, Window(), 132) == expected_count
+                assert ctas_of_call(spec, CacheLayout(), sizes, Window(), 132) == 132
