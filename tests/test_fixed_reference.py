@@ -16,7 +16,7 @@ from score_problems import RelativeBias
 
 import fa3
 from fa3 import settings
-from fa3.calls.forward import ALIGNED, PreparedCall
+from fa3.calls.forward import PreparedCall
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
@@ -124,19 +124,6 @@ def test_both_launches_number_tiles_alike(cluster):
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():
     assert max(REGISTERS) * ROWS // ROWS_OF_WARP <= MOST_WARPS
-
-
-@pytest.mark.parametrize("counts", [(0, 0, 4), (8, 0, 0), (12, 4, 0), (12, 0, 8), (0, 4, 0)])
-def test_counters_of_a_launch_do_not_overlap(counts):
-    call = PreparedCall(None, (), (), num_counters=counts, total_counters=sum(counts))
-    found = call.divide(torch.arange(100))
-    sizes = [0 if part is None else len(part) for part in found]
-    assert sizes == list(counts) or sizes == [100 if count else 0 for count in counts]
-    numbers = [
-        n for part, size in zip(found, counts, strict=True) if size for n in part[:size].tolist()
-    ]
-    assert numbers == list(range(sum(counts)))
-    assert all(part is None or part[0] % ALIGNED == 0 for part in found)
 
 
 def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():

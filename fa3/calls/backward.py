@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.devices import gpu_of
+from fa3.calls.launcher import with_device
 from fa3.calls.operands import ALIGNMENT, used_queries
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
@@ -37,7 +38,6 @@ from fa3.reference.backward import (
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
-from fa3.running.graphs import current_device
 
 SIZES = slice(*slots(PassArguments, "dq_is_zeroed", "dq_at"))
 """Whether dQ starts with zeros, the window, heads_per_group and num_clusters."""
@@ -114,9 +114,6 @@ class PreparedBackward(NamedTuple):
             tensors: of the spec's scores, mask and sinks.
         """
         q, k, v, out, lse, d_out, d_lse = operands
-        if q.device.index != current_device():
-            with torch.cuda.device(q.device):
-                return self.launch(operands, lengths, softmax_scale, tensors, dropout, wants_sinks)
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(self.buffer_size)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -290,7 +287,10 @@ def dense_gradients(
         return without_keys(operands, None, tensors[-1] if wanted.sinks else None)
     num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
     prepared = prepare_backward(problem, call.deterministic, num_sms, wanted.fp32_dkv)
-    return prepared.launch(operands, None, call.softmax_scale, tensors, dropout, wanted.sinks)
+    return with_device(
+        operands.q.device, prepared.launch, operands, None, call.softmax_scale, tensors, dropout,
+        wanted.sinks,
+    )  # fmt: skip
 
 
 def packed_gradients(
@@ -310,7 +310,10 @@ def packed_gradients(
         call.problem, (total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
         call.deterministic, num_sms, has_used, wanted.fp32_dkv,
     )  # fmt: skip
-    return prepared.launch(operands, lengths, call.softmax_scale, tensors, dropout, wanted.sinks)
+    return with_device(
+        operands.q.device, prepared.launch, operands, lengths, call.softmax_scale, tensors, dropout,
+        wanted.sinks,
+    )  # fmt: skip
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:
