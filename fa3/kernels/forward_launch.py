@@ -172,8 +172,8 @@ class ForwardArguments(NamedTuple):
         overlaps_decode: 1 if the kernel before is the decode kernel, which takes other sequences of
             the same call and lets this one overlap it; else 0. None without a table.
         dropout: see `DropoutArguments`; None without.
-        follows: whether the softmax follows the running maximum, 0 or 1, if the kernel has the code
-            of both references; else None.
+        online_max: whether the softmax is online, 0 or 1, if the kernel has the code of both kinds
+            of row max; else None.
     """
 
     q: object
