@@ -99,7 +99,7 @@ def test_the_variable_is_read(monkeypatch):
 
 def test_the_second_launch_needs_no_cluster():
     config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
-    assert config.again == ForwardConfig(128, 128, q_stages=2)
+    assert config.recompute == ForwardConfig(128, 128, q_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_both_launches_number_tiles_alike(cluster):
     """The first one marks tiles of CTAs by the numbers that they have for the second."""
     problem = make_problem(3, 5000, 5000, 3, 2, 128, CAUSAL)
     plan = plan_forward(problem, config=ForwardConfig(128, 128, fixed_reference=True, **cluster))
-    first, again = plan.schedule.order, plan.again.schedule.order
+    first, again = plan.schedule.order, plan.recompute.schedule.order
     heads = first.heads_per_section * plan.config.cluster_h
     assert again == TileOrder(40, 6, 3, heads)
 
@@ -175,7 +175,7 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
-        marks = RecomputeMask(words, plan.again.schedule.order)
+        marks = RecomputeMask(words, plan.recompute.schedule.order)
         numbers = words[: marks.size].tolist()
         for index in range(marks.order.num_tiles):
             tile, of_tile = marks.order.tile(index), set()

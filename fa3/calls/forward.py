@@ -110,9 +110,9 @@ class PreparedCall:
             rows = plan.config.tile_m * plan.config.cluster
             parts = PartMemory.of(plan.schedule.num_slots, rows, plan.problem.spec.head_dim_v)
         launches = tuple(one.loaded(load_kernel) for one in plan.launches(is_recorded))
-        main, again = launches[0], launches[-1]
-        num_marks = 0 if again is main else again.num_counters
-        clusters = main.template[NUM_CLUSTERS], again.template[NUM_CLUSTERS]
+        main, recompute = launches[0], launches[-1]
+        num_marks = 0 if recompute is main else recompute.num_counters
+        clusters = main.template[NUM_CLUSTERS], recompute.template[NUM_CLUSTERS]
         return cls(
             plan,
             output,

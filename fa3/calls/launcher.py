@@ -93,7 +93,7 @@ class Tiles(NamedTuple):
 
     Fields:
         num_clusters: clusters of the forward kernel.
-        num_again: clusters of recompute.
+        num_recompute: clusters of recompute.
         num_marks: counters of the marks; 0 if no row can be marked.
         num_counters: counters that the schedule has for its state; 0 if it has none.
         parts: memory of parts; None if no tile is split.
@@ -102,7 +102,7 @@ class Tiles(NamedTuple):
     """
 
     num_clusters: int
-    num_again: int = 0
+    num_recompute: int = 0
     num_marks: int = 0
     num_counters: int = 0
     parts: PartMemory | None = None
@@ -119,7 +119,7 @@ def run_tiles(
     dropout: DropoutArguments | None = None,
     table_launch: tuple[Callable, list] | None = None,
     start_decode: Callable[[torch.Tensor], Callable[[], None]] | None = None,
-    tensors_again: tuple | None = None,
+    recompute_tensors: tuple | None = None,
 ) -> None:
     """Launch the forward kernel and recompute.
 
@@ -130,9 +130,9 @@ def run_tiles(
         table_launch: the kernel that makes the table, and its arguments.
         start_decode: launches the decode kernel, given the table; returns what merges its parts
             when both kernels have ended.
-        tensors_again: of recompute, where they differ.
+        recompute_tensors: of recompute, where they differ.
     """
-    num_clusters, num_again, num_marks, num_counters, parts, table, page_table = tiles
+    num_clusters, num_recompute, num_marks, num_counters, parts, table, page_table = tiles
     marks = counted = part_counters = merge = overlaps = None
     if num_marks or num_counters or parts is not None:
         # Now: to zero new ones takes a kernel, and none may come between two others.
@@ -169,8 +169,8 @@ def run_tiles(
     if marks is not None:
         kernel, template, _ = launches[1]
         arguments = template.copy()
-        arguments[TENSORS_AND_SCALE] = tensors if tensors_again is None else tensors_again
-        arguments[NUM_CLUSTERS] = num_again
+        arguments[TENSORS_AND_SCALE] = tensors if recompute_tensors is None else recompute_tensors
+        arguments[NUM_CLUSTERS] = num_recompute
         arguments[SCHEDULE_STATE] = marks
         arguments[TABLES_AND_DROPOUT] = table, page_table, None if table is None else 0, dropout
         kernel(*arguments)

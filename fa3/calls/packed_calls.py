@@ -140,7 +140,7 @@ class PreparedVarlen:
                 return
         num_tiles, launches = capacity * heads, self.launches
         num_marks = words_of_marks(num_tiles) if len(launches) > 1 else 0
-        num_ctas = num_again = min(self.num_ctas, num_tiles)
+        num_ctas = num_recompute = min(self.num_ctas, num_tiles)
         state, num_counters, parts = table, 0, None
         if tiles is not None:
             if tiles.segments is None:
@@ -148,7 +148,7 @@ class PreparedVarlen:
             else:
                 launches = self.split(), *launches[1:]
                 num_ctas, parts, state = tiles.num_ctas, tiles.memory, tiles.segments.on(*place)
-        made = Tiles(num_ctas, num_again, num_marks, num_counters, parts, table, page_table)
+        made = Tiles(num_ctas, num_recompute, num_marks, num_counters, parts, table, page_table)
         tensors, start = (q, k, v, out, lse_address(lse), modifiers, scale), None
         if short is not None:
             start = short.start
@@ -196,18 +196,18 @@ class PreparedMultiSequence:
         arguments[SHARED_TILE_TABLES] = rows, shared_tiles, table
         arguments[SHARED_TILE_SIZES] = total_q, total_k, num_tiles
         table_launch = self.joined_table.kernel, arguments
-        num_ctas, num_again = (
+        num_ctas, num_recompute = (
             min(self.num_ctas, num_tiles * heads),
             min(self.num_ctas, batch * heads),
         )
         num_marks = words_of_marks(batch * heads)
-        tiles = Tiles(num_ctas, num_again, num_marks, 0, None, table)
+        tiles = Tiles(num_ctas, num_recompute, num_marks, 0, None, table)
         plain = q, k, v, out, lse_address(lse), modifiers, scale
         # Softcaps have no tensors, so the mask's comes first.
         tensors = *plain[:5], (rows, *(modifiers or ())), scale
         run_tiles(
             self.launches, tiles, tensors, shared_tiles, place, table_launch=table_launch,
-            tensors_again=plain,
+            recompute_tensors=plain,
         )  # fmt: skip
 
 

@@ -577,9 +577,9 @@ class Forward(ForwardEpilogue):
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, work, thread_idx, of_rows)
             elif cutlass.const_expr(self.is_recompute):
-                self.finish_again(operands, attention, out, of_rows, work, slab, thread_idx)
+                self.finish_recompute(operands, attention, out, of_rows, work, slab, thread_idx)
             elif cutlass.const_expr(self.packs_sequences):
-                self.finish_joined(operands, attention, out, of_rows, work, slab, group)
+                self.finish_shared(operands, attention, out, of_rows, work, slab, group)
             else:
                 self.finish_tile(operands, attention, out, of_rows, work, slab)
                 if cutlass.const_expr(config.fixed_reference):

@@ -117,7 +117,7 @@ class ForwardEpilogue(AttentionKernel):
                     operands.lse.store(sequences.place(tile, segment, row), lse[r], coords)
 
     @cute.jit
-    def finish_again(
+    def finish_recompute(
         self,
         operands: ForwardOperands,
         attention: Attention,
@@ -144,7 +144,7 @@ class ForwardEpilogue(AttentionKernel):
             self.finish_rows(operands, attention, sinks, work, lambda r: (own & bit_of_row(r)) != 0)
 
     @cute.jit
-    def finish_joined(
+    def finish_shared(
         self,
         operands: ForwardOperands,
         attention: Attention,
