@@ -28,6 +28,7 @@ from fa3.planning.backward import (
     KEYS_OF_QUERY,
     TILES_PREPROCESSED,
     BackwardPlan,
+    PackedRows,
     head_groups_of_packed,
     numbers_of_key_parts,
     shares_of_packed,
@@ -228,9 +229,8 @@ def test_memory_of_packed_parts_is_bounded(total, num_sequences, heads, splits):
     """Whatever the lengths are: memory has room for as many key tiles as there can be."""
     spec = make_problem(head_dim=128, window=CAUSAL).spec
     longest = total // min(num_sequences, 4)
-    shares = shares_of_packed(
-        spec, CAUSAL, total, total, num_sequences, longest, *heads, False, 132
-    )
+    rows = PackedRows(total, total, num_sequences, longest, *heads)
+    shares = shares_of_packed(spec, CAUSAL, rows, False, 132)
     assert (shares.parts > 1) == splits
     num_parts = number_of_packed_tiles(total, num_sequences, 128) * heads[1] * shares.parts
     assert not splits or numbers_of_key_parts(num_parts, spec, BackwardConfig(64, 128)) * 4 < 3e8

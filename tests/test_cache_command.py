@@ -11,18 +11,17 @@ from fa3.running import code_cache
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-HOUR, DAY = 3600, 86400
+HOUR = 3600
 CODE = bytes(1000)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A cache with three kernels, "0" used last; each has its lock."""
+    """A cache with three kernels, each with its lock."""
     tmp_path.chmod(0o755)
     monkeypatch.setenv("FA3_CACHE_DIR", str(tmp_path))
-    for key, seconds in (("0", 600), ("1", 5 * HOUR), ("2", 3 * DAY)):
+    for key in "012":
         code_cache.fetch(key, lambda: CODE)
-        set_age(code_cache.path_of(key), seconds)
     return tmp_path
 
 
@@ -45,7 +44,6 @@ def test_show(folder, capsys, arguments):
     lines = dict(line.split(maxsplit=1) for line in printed(capsys, *arguments).splitlines())
     assert lines["folder"] == str(folder)
     assert (lines["kernels"], lines["size"]) == ("3", "0.0 MB")
-    assert lines["last"] == "used 10 minutes ago; the one unused for longest 3 days ago"
     assert "not" not in lines
 
 
@@ -80,11 +78,6 @@ def test_only_what_is_abandoned_is_removed_beside_kernels(folder):
         other.write_text("of somebody else")
     main(["cache", "clear"])
     assert sorted(folder.iterdir()) == sorted([young, *strange])
-
-
-def test_a_kernel_that_is_loaded_counts_as_used(folder, capsys):
-    assert code_cache.fetch("2", lambda: b"not asked for") == CODE
-    assert "the one unused for longest 5 hours ago" in printed(capsys)
 
 
 def test_nothing_is_removed_where_others_may_write(folder):

@@ -119,7 +119,7 @@ def cases():
             yield spec, config, TileList if row.masked else StaticPersistent
     # Of heads of 64 and 256 with dropout, which takes more registers: test_dropout_compile.
     spec = spec_of(128, "causal")
-    yield spec, config_of(spec).again, RecomputeTiles
+    yield spec, config_of(spec).recompute, RecomputeTiles
     spec = spec_of(64, "causal")
     yield spec, config_of(spec), Dynamic
     for head_dim, head_dim_v in PADDED_HEAD_DIMS:

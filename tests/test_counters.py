@@ -103,9 +103,9 @@ def test_a_larger_launch_of_a_capture_gets_more():
 
 def test_what_captures_got_stays_theirs():
     reserve = Reserve(torch.zeros(RESERVE, dtype=torch.int32))
-    taken = [reserve.take(RESERVE // 3) for _ in range(3)]
-    assert len(set.union(*map(places, taken))) == 3 * (RESERVE // 3)
-    assert reserve.take(RESERVE // 3) is None
+    taken = [reserve.take(RESERVE // 4) for _ in range(4)]
+    assert len(set.union(*map(places, taken))) == 4 * (RESERVE // 4)
+    assert reserve.take(RESERVE // 4) is None
 
 
 def test_threads_may_bring_new_streams_at_the_same_time():
@@ -177,7 +177,7 @@ def test_what_is_left_in_counters_is_found(monkeypatch):
     of_capture.free[0][2] = 1
     assert used_counters() == [
         f"stream 0x1: 2 of {FEWEST}, the first at 17",
-        "capture 5, stream 0x2: 1 of 3, the first at 2",
+        "capture 5, stream 0x2: 1 of 4, the first at 2",
     ]
 
 

@@ -56,7 +56,7 @@ def forward_cases():
     spec = dropped(spec_of(64, "causal"))
     yield "d64-split", Forward(spec, config_of(spec), SplitTiles)
     spec = dropped(spec_of(256, "causal"))
-    yield "d256-again", Forward(spec, config_of(spec).again, RecomputeTiles)
+    yield "d256-again", Forward(spec, config_of(spec).recompute, RecomputeTiles)
     spec = dropped(spec_of(128, "full", dtype="float16"))
     yield "d128-float16", Forward(spec, config_of(spec), TileList)
     for head_dim in (96, 192):

@@ -16,7 +16,7 @@ from score_problems import RelativeBias
 
 import fa3
 from fa3 import settings
-from fa3.calls.forward import ALIGNED, PreparedCall
+from fa3.calls.forward import PreparedCall
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.planning import tilings
@@ -99,7 +99,7 @@ def test_the_variable_is_read(monkeypatch):
 
 def test_the_second_launch_needs_no_cluster():
     config = ForwardConfig(128, 128, q_stages=2, cluster_m=2, fixed_reference=True)
-    assert config.again == ForwardConfig(128, 128, q_stages=2)
+    assert config.recompute == ForwardConfig(128, 128, q_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -117,26 +117,13 @@ def test_both_launches_number_tiles_alike(cluster):
     """The first one marks tiles of CTAs by the numbers that they have for the second."""
     problem = make_problem(3, 5000, 5000, 3, 2, 128, CAUSAL)
     plan = plan_forward(problem, config=ForwardConfig(128, 128, fixed_reference=True, **cluster))
-    first, again = plan.schedule.order, plan.again.schedule.order
+    first, again = plan.schedule.order, plan.recompute.schedule.order
     heads = first.heads_per_section * plan.config.cluster_h
     assert again == TileOrder(40, 6, 3, heads)
 
 
 def test_a_tile_has_no_more_warps_than_there_are_marks_for():
     assert max(REGISTERS) * ROWS // ROWS_OF_WARP <= MOST_WARPS
-
-
-@pytest.mark.parametrize("counts", [(0, 0, 4), (8, 0, 0), (12, 4, 0), (12, 0, 8), (0, 4, 0)])
-def test_counters_of_a_launch_do_not_overlap(counts):
-    call = PreparedCall(None, (), (), num_counters=counts, total_counters=sum(counts))
-    found = call.divide(torch.arange(100))
-    sizes = [0 if part is None else len(part) for part in found]
-    assert sizes == list(counts) or sizes == [100 if count else 0 for count in counts]
-    numbers = [
-        n for part, size in zip(found, counts, strict=True) if size for n in part[:size].tolist()
-    ]
-    assert numbers == list(range(sum(counts)))
-    assert all(part is None or part[0] % ALIGNED == 0 for part in found)
 
 
 def test_a_tile_that_was_not_measured_with_it_is_like_the_same_without():
@@ -188,7 +175,7 @@ def first_launch(plan, q, k, v, alibi_slopes=None) -> tuple[set, torch.Tensor, t
 
     def look(*arguments):
         (words,) = (a for a in arguments[7:] if isinstance(a, torch.Tensor))
-        marks = RecomputeMask(words, plan.again.schedule.order)
+        marks = RecomputeMask(words, plan.recompute.schedule.order)
         numbers = words[: marks.size].tolist()
         for index in range(marks.order.num_tiles):
             tile, of_tile = marks.order.tile(index), set()

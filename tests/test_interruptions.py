@@ -15,11 +15,11 @@ import torch
 from free_counters import used_counters
 
 import fa3
-from fa3.calls import decode, forward, packed_calls
+from fa3.calls import decode, launcher
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.forward import PreparedCall
-from fa3.calls.forward_arguments import PartMemory
 from fa3.calls.known_lengths import HostTiles
+from fa3.calls.launcher import PartMemory, Tiles
 from fa3.calls.packed_calls import PreparedMultiSequence, PreparedVarlen
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
@@ -47,7 +47,7 @@ def stream(monkeypatch) -> StreamCounters:
     monkeypatch.setattr(counters, "BY_STREAM", {})
     monkeypatch.setattr(counters, "RESERVES", {})
     monkeypatch.setattr(graphs, "LIVE", {})
-    for module in (decode, forward, packed_calls):
+    for module in (decode, launcher):
         monkeypatch.setattr(module, "current_device", lambda: None)
         monkeypatch.setattr(module, "current_stream", lambda index: 7)
         monkeypatch.setattr(module, "capture_of", lambda stream: None)
@@ -107,14 +107,14 @@ def decodes_packed() -> None:
 
 def is_dense() -> None:
     launches = tuple(launch(one, ForwardArguments) for one in (marks_rows, computes_again))
-    call = PreparedCall(None, None, (), launches, num_counters=(8, 4, 0), total_counters=12)
+    call = PreparedCall(None, None, (), launches, Tiles(2, 2, num_marks=8, num_counters=4))
     call.launch(Q, Q, Q, Q, None, None, 1.0)
 
 
 def is_packed(known=None) -> None:
     kernels = (
         launch(makes_table, TileTableArguments),
-        *(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
+        tuple(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
         lambda: launch(merges_parts, ForwardArguments),
     )
     call = PreparedVarlen(None, *kernels, Window(right=0), 128, 112, 132)
@@ -135,7 +135,7 @@ def has_tiles_that_are_cut() -> None:
 def shares_tiles() -> None:
     kernels = (
         launch(makes_table, MultiSequenceTableArguments),
-        *(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
+        tuple(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
     )
     call = PreparedMultiSequence(*kernels, 128, 132)
     call.launch(OPERANDS, PackedSizes(2, 4, 8, 8, 5, 5), None, 1.0)

@@ -352,7 +352,7 @@ def test_short_calls_and_long_ones_have_one_kernel(monkeypatch):
     assert (short.online_max, long.online_max) == (1, 0)
     assert len(short.launches()) == 1 and len(long.launches()) == 2
     again = long.launches()[1].kernel
-    assert not again.has_online_and_fixed and long.again.online_max is None
+    assert not again.has_online_and_fixed and long.recompute.online_max is None
     alone = plan_forward(problems[0], config=ForwardConfig(128, 128), schedule="list")
     assert not alone.kernel().has_online_and_fixed and alone.online_max is None
     half = replace(problems[0], spec=replace(problems[0].spec, dtype="float16"))

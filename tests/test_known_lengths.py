@@ -27,9 +27,9 @@ from varlen_problems import (
 )
 
 from fa3 import flash_attn_varlen_func, flash_attn_with_kvcache, get_scheduler_metadata
-from fa3.calls import packed_calls, scheduler_metadata
-from fa3.calls.forward_arguments import PartMemory
+from fa3.calls import launcher, packed_calls, scheduler_metadata
 from fa3.calls.known_lengths import RECENT_LENGTHS, HostSeqlens, seqlens_on_host
+from fa3.calls.launcher import PartMemory
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.tile_table import AMOUNTS
 from fa3.planning.gpu import H200
@@ -293,14 +293,14 @@ def launches(monkeypatch):
     monkeypatch.setattr(packed_calls, "load_kernel", lambda kernel: Kernel())
     kernels = packed_calls.prepare_alone(plan, Window(right=0))
     state = {"stream": 7, "capture": None, "streams": {}}
-    monkeypatch.setattr(packed_calls, "current_device", lambda: None)
-    monkeypatch.setattr(packed_calls, "current_stream", lambda index: state["stream"])
-    monkeypatch.setattr(packed_calls, "capture_of", lambda stream: state["capture"])
+    monkeypatch.setattr(launcher, "current_device", lambda: None)
+    monkeypatch.setattr(launcher, "current_stream", lambda index: state["stream"])
+    monkeypatch.setattr(launcher, "capture_of", lambda stream: state["capture"])
 
     def counters_of(device, stream, capture):
         return state["streams"].setdefault((stream, capture), StreamCounters(device, Reserve()))
 
-    monkeypatch.setattr(packed_calls, "counters_of", counters_of)
+    monkeypatch.setattr(launcher, "counters_of", counters_of)
     monkeypatch.setattr(
         Table, "upload", classmethod(lambda cls, table, device: cls(torch.tensor(table)))
     )
@@ -314,11 +314,11 @@ def launch(kernels, lengths: HostSeqlens | None, problem=MIXED, may_cut: bool = 
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
     forward, count = (
-        kernels.split() if may_cut else kernels.forward,
-        len(kernels.forward.kernel.given),
+        kernels.split() if may_cut else kernels.launches[0],
+        len(kernels.launches[0].kernel.given),
     )
     kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths, may_cut=may_cut)
-    assert not may_cut or len(kernels.forward.kernel.given) == count
+    assert not may_cut or len(kernels.launches[0].kernel.given) == count
     given = ForwardArguments(*forward.kernel.given[-1])
     taken, marks, table = given.schedule_state, given.marks, given.table
     return taken, marks, table
@@ -333,7 +333,7 @@ def test_a_table_that_is_known_is_not_made_again(launches):
     assert taken is not marks and taken is not table
     heads, records = 4, int(table[NUM_RECORDS])
     assert len(marks) >= words_of_marks(records * heads)
-    launched = ForwardArguments(*kernels.forward.kernel.given[0])
+    launched = ForwardArguments(*kernels.launches[0].kernel.given[0])
     assert launched.num_clusters == min(132, records * heads)
     again = launch(kernels, lengths)
     assert again[2] is table
@@ -396,8 +396,8 @@ def test_kernels_without_work_are_not_launched(launches):
     short = packed_calls.DecodeLaunch(32, start)
     kernels.launch(operands, 1100, 600, None, 1.0, short, known=known(problem))
     assert not (
-        kernels.forward.kernel.given
-        or kernels.again.kernel.given
+        kernels.launches[0].kernel.given
+        or kernels.launches[1].kernel.given
         or kernels.tile_table.kernel.given
     )
     assert started[0][CTAS_BESIDE] == 132 and started[1] == "merged"

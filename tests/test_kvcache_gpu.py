@@ -142,21 +142,21 @@ def test_long_places_change_no_bit(problem, options, device, monkeypatch):
 def test_more_key_blocks_than_32_bits_count(device):
     """133,120 tiles with 16,384 blocks each, 2.2e9 in all: one page, again and again."""
     generator = torch.Generator(device).manual_seed(0)
-    batch, seqlen_q, is_recompute, page_size, head_dim = 65, 1 << 17, 1 << 10, 1 << 10, 8
+    batch, seqlen_q, repeats, page_size, head_dim = 65, 1 << 17, 1 << 10, 1 << 10, 8
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, device=device).bfloat16()
 
     q = normal(batch, seqlen_q, 1, head_dim)
     k, v = (normal(1, page_size, 1, head_dim) for _ in range(2))
-    pages = torch.zeros(batch, is_recompute, dtype=torch.int32, device=device)
+    pages = torch.zeros(batch, repeats, dtype=torch.int32, device=device)
     with poisoned_allocations():
         out, lse = flash_attn_with_kvcache(q, k, v, page_table=pages, return_lse=True)
     for sequence in (0, 1, 33, 64):
         rows = torch.arange(sequence, seqlen_q, 997, device=device)
         expected, expected_lse = dense(q[sequence, rows][None], k, v)
         torch.testing.assert_close(out[sequence, rows].double(), expected[0], rtol=2e-2, atol=5e-3)
-        expected_lse = expected_lse[0] + math.log(is_recompute)
+        expected_lse = expected_lse[0] + math.log(repeats)
         torch.testing.assert_close(lse[sequence][:, rows].double(), expected_lse, rtol=0, atol=1e-2)
 
 

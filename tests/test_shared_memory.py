@@ -11,7 +11,7 @@ from kvcache_reference import check_call
 from score_problems import RelativeBias, Span
 
 import fa3
-from fa3.calls.overlap import Layout, is_recompute, share
+from fa3.calls.overlap import Layout, overlaps_itself, share
 
 HEADS, DIM = 4, 64
 END = torch.ones(HEADS).int()
@@ -331,7 +331,7 @@ def test_views_of_one_buffer_are_told_apart():
 def test_elements_in_the_same_place():
     for layout in layouts():
         in_place = places(layout)
-        assert is_recompute(layout) >= (len(set(in_place)) < len(in_place)), layout
+        assert overlaps_itself(layout) >= (len(set(in_place)) < len(in_place)), layout
         assert layout.bytes == max(bytes_of(layout), default=-1) + 1, layout
 
 
@@ -352,7 +352,7 @@ ROW = NUM_HEADS * HEAD_DIM
 def test_slots_of_real_buffers_are_told_apart(distance, stride):
     """Of a size at which nothing could be counted element by element."""
     cache = Layout((PAGES, PAGE, NUM_HEADS, HEAD_DIM), stride, 2)
-    assert not is_recompute(cache)
+    assert not overlaps_itself(cache)
     assert not share(cache, cache, 2 * distance)
     assert share(cache, cache, 2 * (distance - 1)) and share(cache, cache, 2 * (distance + 1))
     # A page of another cache, as one that is appended to could be taken for.

@@ -68,7 +68,7 @@ def test_an_argument_of_a_later_torch_is_for_its_kernel():
     routed = integration.Routed.of(name, stock.kernel(name, "CPU"))
     routed(None, *tensors, later=None)
     assert stock.called == [name]
-    later = integration.Routed(routed.kernel, routed.stock, (*routed.places, integration.NOWHERE))
+    later = integration.Routed(routed.kernel, routed.stock, (*routed.names, "later"))
     options = 0.0, False, False, None
     assert later(None, *tensors, *options) is not None and len(stock.called) == 1
     later(None, *tensors, *options, None)

@@ -36,7 +36,7 @@ from varlen_problems import (
 
 import fa3
 from fa3 import flash_attn_varlen_func
-from fa3.calls import assertions, packed_calls, varlen
+from fa3.calls import assertions, launcher, packed_calls, varlen
 from fa3.calls.options import Options
 from fa3.calls.packed_calls import RaggedCall
 from fa3.planning.gpu import H200
@@ -137,6 +137,7 @@ class Launches:
 def kernels(monkeypatch):
     """Have calls on CPU tensors launched as if they were on a GPU."""
     kernels, prepare = Launches(), varlen.prepare_varlen
+    monkeypatch.setattr(launcher, "current_device", lambda: None)
     gpu = packed_calls.PackedKernels(kernels, kernels, kernels.for_queries)
     monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
     return kernels

@@ -14,17 +14,20 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.devices import gpu_of
+from fa3.calls.launcher import with_device
 from fa3.calls.operands import ALIGNMENT, used_queries
 from fa3.kernels.backward_pass import PassArguments
 from fa3.planning.backward import (
     BackwardKernels,
     BackwardPlan,
     BackwardSizes,
+    PackedRows,
     shares_of_packed,
     sizes_of_packed,
+    template_of_pass,
 )
 from fa3.planning.key_split import KeyShares
-from fa3.planning.launch import slots, template_of
+from fa3.planning.launch import slots
 from fa3.primitives.query_tiles import STATISTICS
 from fa3.problem import REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import (
@@ -37,22 +40,12 @@ from fa3.reference.backward import (
 from fa3.reference.dropout import Dropout
 from fa3.reference.varlen import PackedLengths
 from fa3.running.compiler import load_kernel
-from fa3.running.graphs import current_device
 
-SIZES = slice(*slots(PassArguments, "dq_is_zeroed", "dq_at"))
-"""Whether dQ starts with zeros, the window, heads_per_group and num_clusters."""
-
-BUFFER_PLACES = slice(*slots(PassArguments, "dq_at", "dropout"))
-KEY_TABLE = slice(*slots(PassArguments, "groups_preprocessed", "cu_seqlens_q"))
-"""groups_preprocessed, and capacity and shift of the table of packed key tiles."""
-
-SHARES_AND_PLACES = slice(*slots(PassArguments, "head_parts", "alternates"))
 TENSOR_SLOTS = slice(*slots(PassArguments, "q", "modifiers"))
 LENGTH_SLOTS = slice(*slots(PassArguments, "cu_seqlens_q", "head_parts"))
-SCALE, HAS_D_LSE, DROPOUT, MODIFIERS, DQ_AT, ALTERNATES = slots(
-    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers", "dq_at", "alternates"
+SCALE, HAS_D_LSE, DROPOUT, MODIFIERS, DQ_AT = slots(
+    PassArguments, "softmax_scale", "has_d_lse", "dropout", "modifiers", "dq_at"
 )
-PASS_TEMPLATE = template_of(PassArguments)
 
 
 class PreparedBackward(NamedTuple):
@@ -87,16 +80,9 @@ class PreparedBackward(NamedTuple):
         Args:
             entry: of the kernels, loaded.
         """
-        layout, template = sizes.layout, PASS_TEMPLATE.copy()
-        num_clusters = min(sizes.most_ctas, num_sms)
-        template[SIZES] = sizes.dq_is_zeroed, *window, sizes.heads_per_group, num_clusters
-        template[BUFFER_PLACES] = layout[:4]
-        template[KEY_TABLE] = sizes.groups_preprocessed, sizes.capacity, sizes.shift
-        template[ALTERNATES] = sizes.alternates
-        if kernels.splits:
-            template[SHARES_AND_PLACES] = *shares, layout.part_counters_at, layout.parts_at
+        template = template_of_pass(kernels, sizes, shares, window, num_sms)
         dtype = torch.float32 if kernels.writes_fp32 else None
-        return cls(entry, template, layout.end, kernels.config.tile_m, dtype)
+        return cls(entry, template, sizes.layout.end, kernels.config.tile_m, dtype)
 
     def launch(
         self,
@@ -114,9 +100,6 @@ class PreparedBackward(NamedTuple):
             tensors: of the spec's scores, mask and sinks.
         """
         q, k, v, out, lse, d_out, d_lse = operands
-        if q.device.index != current_device():
-            with torch.cuda.device(q.device):
-                return self.launch(operands, lengths, softmax_scale, tensors, dropout, wants_sinks)
         # Of the log-sum-exp's dtype: to name another one takes torch 0.2 us.
         buffer = lse.new_empty(self.buffer_size)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -165,9 +148,9 @@ def prepare_backward(
 ) -> PreparedBackward:
     """Plan the backward pass of a problem on so many SMs and load its kernels."""
     plan = BackwardPlan.of(problem, is_ordered, num_sms, writes_fp32)
-    kernels = plan.kernels
+    kernels, window = plan.kernels, problem.window
     entry = load_kernel(kernels.entry)
-    return PreparedBackward.of(kernels, entry, plan.sizes, plan.shares, problem.window, num_sms)
+    return PreparedBackward.of(kernels, entry, plan.sizes, plan.shares, window, num_sms)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -193,23 +176,19 @@ RECENT_SIZES = 16
 @functools.lru_cache(maxsize=RECENT_SIZES)
 def prepare_packed(
     problem: tuple[AttentionSpec, Window],
-    sizes: tuple[int, ...],
+    rows: PackedRows,
     is_ordered: bool,
     num_sms: int,
     has_used: tuple[bool, bool],
     writes_fp32: bool,
 ) -> PreparedBackward:
-    """Plan the backward pass of packed sequences and load its kernels.
-
-    Args:
-        sizes: of `sizes_of_packed`, from total_q to heads_kv.
-    """
+    """Plan the backward pass of packed sequences and load its kernels."""
     spec, window = problem
-    shares = shares_of_packed(spec, window, *sizes, is_ordered, num_sms)
+    shares = shares_of_packed(spec, window, rows, is_ordered, num_sms)
     splits = writes_fp32 or shares.parts > 1
     kernels, entry = load_packed(spec, is_ordered, splits, has_used, writes_fp32)
-    launched = sizes_of_packed(kernels, window, *sizes, shares)
-    return PreparedBackward.of(kernels, entry, launched, shares, window, num_sms)
+    sizes = sizes_of_packed(kernels, window, rows, shares)
+    return PreparedBackward.of(kernels, entry, sizes, shares, window, num_sms)
 
 
 class BackwardCall(NamedTuple):
@@ -290,7 +269,10 @@ def dense_gradients(
         return without_keys(operands, None, tensors[-1] if wanted.sinks else None)
     num_sms = min(call.num_sms, gpu_of(operands.q.device).num_sms)
     prepared = prepare_backward(problem, call.deterministic, num_sms, wanted.fp32_dkv)
-    return prepared.launch(operands, None, call.softmax_scale, tensors, dropout, wanted.sinks)
+    return with_device(
+        operands.q.device, prepared.launch, operands, None, call.softmax_scale, tensors, dropout,
+        wanted.sinks,
+    )  # fmt: skip
 
 
 def packed_gradients(
@@ -307,10 +289,13 @@ def packed_gradients(
     longest_q = min(call.longest[0], total_q)
     has_used = lengths.seqused_q is not None, lengths.seqused_k is not None
     prepared = prepare_packed(
-        call.problem, (total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
+        call.problem, PackedRows(total_q, total_k, lengths.batch, longest_q, heads_q, heads_kv),
         call.deterministic, num_sms, has_used, wanted.fp32_dkv,
     )  # fmt: skip
-    return prepared.launch(operands, lengths, call.softmax_scale, tensors, dropout, wanted.sinks)
+    return with_device(
+        operands.q.device, prepared.launch, operands, lengths, call.softmax_scale, tensors, dropout,
+        wanted.sinks,
+    )  # fmt: skip
 
 
 def for_tma(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from fa3.calls.call import AttentionCall
-from fa3.calls.forward_arguments import lse_address
 from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.launcher import lse_address
 from fa3.calls.options import Options
 from fa3.kernels.combine import CombineArguments
 from fa3.kernels.decode_launch import DecodeArguments

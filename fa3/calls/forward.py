@@ -24,16 +24,14 @@ from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.dropout import dropout_of
 from fa3.calls.eager import is_traced
-from fa3.calls.forward_arguments import (
-    DROPOUT,
-    MARKS,
-    ONLINE_MAX,
-    PARTS,
-    RECORDING,
-    SCHEDULE_STATE,
-    TENSORS_AND_SCALE,
+from fa3.calls.launcher import (
+    NUM_CLUSTERS,
     PartMemory,
+    Tiles,
     lse_address,
+    place_on,
+    run_tiles,
+    with_device,
 )
 from fa3.calls.modifiers import (
     describe_modifier,
@@ -67,15 +65,12 @@ from fa3.planning.launch import Launch
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.planner import ScheduleChoice, plan_dense, plan_forward, schedule_name
 from fa3.planning.routes import ZEROS, choose_dense
-from fa3.primitives.dropout import DropoutArguments
 from fa3.problem import NO_BOUND, REMEMBERED, Problem
 from fa3.reference.cache import NO_TABLES
 from fa3.reference.dropout import Dropout
 from fa3.reference.forward import execute
 from fa3.reference.varlen import RaggedOperands
 from fa3.running.compiler import load_kernel
-from fa3.running.counters import counters_of
-from fa3.running.graphs import capture_of, current_device, current_stream
 from fa3.running.tables import Table
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
@@ -90,10 +85,8 @@ class PreparedCall:
         plan: how it runs in the forward kernel; None if it does not, or if there is nothing to
             compute.
         launches: of the plan with their kernels loaded; none on the CPU.
+        tiles: what the launches take besides tensors.
         table: what the schedule reads.
-        num_counters: counters that the marks, the schedule and the parts take, each 0 for none,
-            and `total_counters` all of them.
-        parts: what the kernel takes if the plan splits tiles.
         problem: what is asked, also if there is nothing to compute.
         grouped: how it runs in the decode kernel; None if it does not.
     """
@@ -102,10 +95,8 @@ class PreparedCall:
     output: Output
     lse_shape: tuple[int, ...]
     launches: tuple[Launch, ...] = ()
+    tiles: Tiles | None = None
     table: Table | None = None
-    num_counters: tuple[int, int, int] = (0, 0, 0)
-    parts: PartMemory | None = None
-    total_counters: int = 0
     problem: Problem | None = None
     grouped: PreparedDecode | None = None
 
@@ -118,22 +109,17 @@ class PreparedCall:
         if plan.schedule.splits:
             rows = plan.config.tile_m * plan.config.cluster
             parts = PartMemory.of(plan.schedule.num_slots, rows, plan.problem.spec.head_dim_v)
-        launches = plan.launches(is_recorded)
-        counts = (
-            sum(one.num_counters for one in launches[1:]),
-            launches[0].num_counters,
-            parts.num_counters if parts else 0,
-        )
-        counts = tuple(-(-count // ALIGNED) * ALIGNED for count in counts)
+        launches = tuple(one.loaded(load_kernel) for one in plan.launches(is_recorded))
+        main, recompute = launches[0], launches[-1]
+        num_marks = 0 if recompute is main else recompute.num_counters
+        clusters = main.template[NUM_CLUSTERS], recompute.template[NUM_CLUSTERS]
         return cls(
             plan,
             output,
             lse_shape,
-            tuple(one.loaded(load_kernel) for one in launches),
+            launches,
+            Tiles(*clusters, num_marks, main.num_counters, parts),
             None if plan.schedule.table is None else Table.upload(plan.schedule.table, device),
-            counts,
-            parts,
-            sum(counts),
             plan.problem,
         )
 
@@ -153,8 +139,7 @@ class PreparedCall:
             out = self.output.allocate(q)
         lse = q.new_empty(*self.lse_shape, dtype=torch.float32) if returns_lse else None
         if self.launches:
-            drawn = None if dropout is None else dropout.arguments
-            self.launch(q, k, v, out, lse, tensors, scale, None, drawn)
+            with_device(q.device, self.launch, q, k, v, out, lse, tensors, scale, dropout)
             return out, lse
         if self.plan is not None:
             execute(self.plan, (q, k, v, out, lse), scale, tensors, dropout)
@@ -175,58 +160,14 @@ class PreparedCall:
         lse: torch.Tensor | None,
         modifiers: tuple[torch.Tensor, ...] | None,
         scale: float,
-        recording: torch.Tensor | None = None,
-        dropout: DropoutArguments | None = None,
+        dropout: Dropout | None = None,
     ) -> None:
         """Run the kernels on the current stream of q's GPU."""
-        device = q.device
-        if device.index != current_device():
-            with torch.cuda.device(device):
-                self.launch(q, k, v, out, lse, modifiers, scale, recording, dropout)
-            return
-        stream = current_stream(device.index)
-        capture = capture_of(stream)
-        state = None if self.table is None else self.table.on(stream, capture)
-        kernel, template, _ = self.launches[0]
-        arguments = template.copy()
-        arguments[TENSORS_AND_SCALE] = q, k, v, out, lse_address(lse), modifiers, scale
-        arguments[SCHEDULE_STATE] = state
-        arguments[RECORDING] = recording
-        arguments[DROPOUT] = dropout
-        if not self.total_counters:
-            if template[ONLINE_MAX]:
-                # A kernel that could mark rows wants a tensor also where none is marked.
-                arguments[MARKS] = state
-            kernel(*arguments)
-            return
-        stream_counters = counters_of(device, stream, capture)
-        counters = stream_counters.take(self.total_counters)
-        marks, of_schedule, of_parts = self.divide(counters)
-        arguments[MARKS] = state if template[ONLINE_MAX] else marks
-        if of_schedule is not None:
-            arguments[SCHEDULE_STATE] = of_schedule
-        if self.parts is not None:
-            arguments[PARTS] = self.parts.arguments(q, of_parts)
-        kernel(*arguments)
-        for kernel, template, _ in self.launches[1:]:
-            again = template.copy()
-            again[TENSORS_AND_SCALE] = arguments[TENSORS_AND_SCALE]
-            again[SCHEDULE_STATE] = marks
-            again[DROPOUT] = dropout
-            kernel(*again)
-        # Not if anything was raised: then they need not be zero.
-        stream_counters.give_back(counters)
-
-    def divide(self, counters: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The counters of the marks, the schedule and the parts."""
-        if self.total_counters in self.num_counters:
-            return tuple(counters if count else None for count in self.num_counters)
-        those = counters[: self.total_counters].split(self.num_counters)
-        return tuple(part if len(part) else None for part in those)
-
-
-ALIGNED = 4
-"""Counters in 16 bytes, as kernels want them to be aligned."""
+        place = place_on(q.device)
+        state = None if self.table is None else self.table.on(*place)
+        drawn = None if dropout is None else dropout.arguments
+        tensors = q, k, v, out, lse_address(lse), modifiers, scale
+        run_tiles(self.launches, self.tiles, tensors, state, place, drawn)
 
 
 @operators.registers

@@ -16,7 +16,7 @@ import torch
 
 from fa3.calls.assertions import check_counts
 from fa3.calls.eager import LOWEST_ADDRESS
-from fa3.calls.forward_arguments import PartMemory
+from fa3.calls.launcher import PartMemory
 from fa3.calls.operands import check_contiguous, check_dtype, check_shape, describe, operand_of
 from fa3.planning.host_table import TableKind
 from fa3.planning.routes import PackedSizes

@@ -14,6 +14,7 @@ from fa3.calls.call import MOST_RAGGED_ROWS, AttentionCall
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.devices import gpu_of
 from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.launcher import with_device
 from fa3.calls.options import Options
 from fa3.calls.packed_calls import DecodeLaunch, PreparedVarlen, prepare_alone
 from fa3.planning.gpu import H200
@@ -78,9 +79,10 @@ class PreparedMixed:
             short = DecodeLaunch(
                 most_short, lambda table: self.short.start(*given, 0, capacity, table)
             )
-        self.long.launch(
-            operands, capacity, capacity, modifiers, softmax_scale, short, page_table, None, known
-        )
+        with_device(
+            operands.q.device, self.long.launch, operands, capacity, capacity, modifiers,
+            softmax_scale, short, page_table, None, known,
+        )  # fmt: skip
 
 
 def prepare_attention(call: AttentionCall, options: Options) -> PreparedDecode | PreparedMixed:

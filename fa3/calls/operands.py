@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fa3.calls.eager import LOWEST_ADDRESS, address_of, check_undifferentiated, lies_nowhere
-from fa3.calls.overlap import Layout, is_recompute, share
+from fa3.calls.overlap import Layout, overlaps_itself, share
 from fa3.complaints import kind_of
 from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, REMEMBERED
 
@@ -280,7 +280,7 @@ def check_contiguous(name: str, operand: Operand) -> None:
 
 def check_no_overlap(name: str, operand: Operand) -> None:
     """Raise if elements of a tensor that is written share their memory."""
-    if is_recompute(operand.layout):
+    if overlaps_itself(operand.layout):
         raise ValueError(
             f"{name} must not overlap itself when it is written, got shape "
             f"{tuple(operand.shape)} with strides {operand.stride}"

@@ -45,7 +45,7 @@ class Layout(NamedTuple):
         return size, Layout(sizes, strides, self.itemsize)
 
 
-def is_recompute(layout: Layout) -> bool:
+def overlaps_itself(layout: Layout) -> bool:
     """Whether a tensor may have elements in the same place."""
     extent = 1
     for stride, size in layout.steps:

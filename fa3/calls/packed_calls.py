@@ -17,19 +17,8 @@ from typing import NamedTuple
 import torch
 
 from fa3.calls.decode import PreparedDecode
-from fa3.calls.forward_arguments import (
-    DROPOUT,
-    MARKS,
-    NUM_CLUSTERS,
-    OVERLAPS_DECODE,
-    PAGE_TABLE,
-    PARTS,
-    SCHEDULE_STATE,
-    TABLE,
-    TENSORS_AND_SCALE,
-    lse_address,
-)
-from fa3.calls.known_lengths import HostSeqlens, HostTiles
+from fa3.calls.known_lengths import HostSeqlens
+from fa3.calls.launcher import Tiles, lse_address, place_on, run_tiles, with_device
 from fa3.calls.operands import hide_all_keys_of_packed
 from fa3.kernels.joined_table import MultiSequenceTableArguments
 from fa3.kernels.tile_table import TileTableArguments
@@ -51,8 +40,6 @@ from fa3.reference.dropout import Dropout
 from fa3.reference.joined import execute_joined
 from fa3.reference.varlen import RaggedOperands, execute_varlen
 from fa3.running.compiler import load_kernel
-from fa3.running.counters import counters_of
-from fa3.running.graphs import Capture, capture_of, current_device, current_stream
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import RaggedTiles
 from fa3.scores.intervals import ROW_RECORD
@@ -86,7 +73,8 @@ class PreparedVarlen:
 
     Fields:
         plan: what they were made by.
-        tile_table, forward, again: the kernels; `again` is None if no row can fail.
+        tile_table: the kernel that makes the table of tiles.
+        launches: the forward kernel, and recompute if rows can fail.
         split: loads the forward kernel for tiles that are cut, which most calls never have.
         tile_m, tile_n: of the forward kernel's config.
         num_ctas: CTAs of the forward kernel, one for each SM that it may use.
@@ -94,8 +82,7 @@ class PreparedVarlen:
 
     plan: RaggedPlan
     tile_table: Launch
-    forward: Launch
-    again: Launch | None
+    launches: tuple[Launch, ...]
     split: Callable[[], Launch]
     window: Window
     tile_m: int
@@ -127,119 +114,45 @@ class PreparedVarlen:
             may_cut: whether tiles may be cut then.
         """
         q, k, v, out, lse, *integers = operands
-        device = q.device
-        index = device.index
-        if index != current_device():
-            with torch.cuda.device(device):
-                self.launch(
-                    operands, total_k, max_seqlen_k, modifiers, scale, short, page_table, dropout,
-                    known, may_cut,
-                )  # fmt: skip
-            return
         total_q, heads, _ = q.shape
         most_short, heads_kv = 0 if short is None else short.most_queries, k.shape[-2]
-        marks = table = None
-        tensors = q, k, v, out, lse_address(lse), modifiers, scale
-        if self.again is not None or known is not None:
-            stream = current_stream(index)
-            capture = capture_of(stream)
-            counters = counters_of(device, stream, capture)
+        place = place_on(q.device)
+        tiles = table_launch = None
         if known is not None:
-            tiles = known.on(self, most_short, heads, heads_kv, may_cut, device, capture)
-            if tiles is not None:
-                if tiles.segments is not None:
-                    self.launch_split(tensors, tiles, stream, capture)
-                    return
-                table = tiles.table.on(stream, capture)
-        has_host_table = table is not None
-        if has_host_table and known.longest_q <= most_short:
-            # No sequence is the forward kernel's.
-            short.start(table)()
-            return
-        if has_host_table:
-            capacity = records_of_table(table.shape[0])
-            taken = counters.take(RaggedTiles.num_counters)
-        else:
+            tiles = known.on(self, most_short, heads, heads_kv, may_cut, q.device, place[1])
+        if tiles is None:
             capacity = capacity_of_table(total_q, operands.cu_seqlens_q.shape[0] - 1, self.tile_m)
             # Of the lengths' dtype: to name another one takes torch 0.2 us.
-            taken = table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
-        if self.again is not None:
-            # Now: to zero new ones takes a kernel, and none may come between the two below.
-            marks = counters.take(words_of_marks(capacity * heads))
-        if not has_host_table:
+            table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
             arguments = self.tile_table.template.copy()
             arguments[LENGTHS_AND_TABLE] = *integers, table
             arguments[TABLE_SIZES] = total_q, total_k, capacity
             arguments[SHIFT] = shift_of_work(max_seqlen_k, self.tile_n)
             arguments[SHORT_QUERIES] = most_short
             arguments[QHEAD_PER_KVHEAD] = heads // heads_kv
-            self.tile_table.kernel(*arguments)
-        # It must come before the forward kernel, which takes the SMs that it leaves.
-        merge = None if short is None else short.start(table)
-        arguments = self.forward.template.copy()
-        arguments[TENSORS_AND_SCALE] = tensors
-        arguments[NUM_CLUSTERS] = num_ctas = min(self.num_ctas, capacity * heads)
-        arguments[SCHEDULE_STATE] = taken
-        arguments[MARKS] = marks
-        arguments[TABLE] = table
-        arguments[PAGE_TABLE] = page_table
-        arguments[OVERLAPS_DECODE] = int(merge is not None)
-        arguments[DROPOUT] = dropout
-        self.forward.kernel(*arguments)
-        if merge is not None:
-            merge()
-        # Counters do not go back if anything was raised: then they need not be zero.
-        if self.again is not None:
-            self.recompute(tensors, num_ctas, marks, table, page_table, dropout)
-            counters.give_back(marks)
-        if has_host_table:
-            # Last, so that the next call takes the same for the same purpose.
-            counters.give_back(taken)
-
-    def recompute(
-        self,
-        tensors: tuple,
-        num_ctas: int,
-        marks: torch.Tensor,
-        table: torch.Tensor,
-        page_table: torch.Tensor | None = None,
-        dropout: DropoutArguments | None = None,
-    ) -> None:
-        """Launch the kernel for marked rows, which leaves the marks at zero."""
-        arguments = self.again.template.copy()
-        arguments[TENSORS_AND_SCALE] = tensors
-        arguments[NUM_CLUSTERS] = num_ctas
-        arguments[SCHEDULE_STATE] = marks
-        arguments[TABLE] = table
-        arguments[PAGE_TABLE] = page_table
-        arguments[DROPOUT] = dropout
-        self.again.kernel(*arguments)
-
-    def launch_split(
-        self, tensors: tuple, tiles: HostTiles, stream: int, capture: Capture | None
-    ) -> None:
-        """Run the kernels for tiles that are cut: keys are packed, and no decode kernel runs."""
-        q = tensors[0]
-        counters = counters_of(q.device, stream, capture)
-        table, memory = tiles.table.on(stream, capture), tiles.memory
-        num_tiles, marks = records_of_table(table.shape[0]) * q.shape[1], None
-        part_counters = counters.take(memory.num_counters)
-        if self.again is not None:
-            marks = counters.take(words_of_marks(num_tiles))
-        split = self.split()
-        arguments = split.template.copy()
-        arguments[TENSORS_AND_SCALE] = tensors
-        arguments[NUM_CLUSTERS] = tiles.num_ctas
-        arguments[SCHEDULE_STATE] = tiles.segments.on(stream, capture)
-        arguments[PARTS] = memory.arguments(q, part_counters)
-        arguments[MARKS] = marks
-        arguments[TABLE] = table
-        split.kernel(*arguments)
-        # Not if anything was raised, as above.
-        if self.again is not None:
-            self.recompute(tensors, min(self.num_ctas, num_tiles), marks, table)
-            counters.give_back(marks)
-        counters.give_back(part_counters)
+            table_launch = self.tile_table.kernel, arguments
+        else:
+            table = tiles.table.on(*place)
+            capacity = records_of_table(table.shape[0])
+            if tiles.segments is None and known.longest_q <= most_short:
+                # No sequence is the forward kernel's.
+                short.start(table)()
+                return
+        num_tiles, launches = capacity * heads, self.launches
+        num_marks = words_of_marks(num_tiles) if len(launches) > 1 else 0
+        num_ctas = num_recompute = min(self.num_ctas, num_tiles)
+        state, num_counters, parts = table, 0, None
+        if tiles is not None:
+            if tiles.segments is None:
+                num_counters = RaggedTiles.num_counters
+            else:
+                launches = self.split(), *launches[1:]
+                num_ctas, parts, state = tiles.num_ctas, tiles.memory, tiles.segments.on(*place)
+        made = Tiles(num_ctas, num_recompute, num_marks, num_counters, parts, table, page_table)
+        tensors, start = (q, k, v, out, lse_address(lse), modifiers, scale), None
+        if short is not None:
+            start = short.start
+        run_tiles(launches, made, tensors, state, place, dropout, table_launch, start)
 
     def table_kind(
         self, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
@@ -258,8 +171,7 @@ class PreparedMultiSequence:
     """
 
     joined_table: Launch
-    forward: Launch
-    again: Launch
+    launches: tuple[Launch, ...]
     tile_m: int
     num_ctas: int
 
@@ -272,42 +184,31 @@ class PreparedMultiSequence:
     ) -> None:
         """Run the kernels on the current stream of the tensors' GPU."""
         q, k, v, out, lse, *lengths = operands
-        ends_q = operands.cu_seqlens_q
-        if q.device.index != current_device():
-            with torch.cuda.device(q.device):
-                self.launch(operands, sizes, modifiers, scale)
-            return
+        ends_q, place = operands.cu_seqlens_q, place_on(q.device)
         batch, heads, total_q, total_k, *_ = sizes
         num_tiles = -(-total_q // self.tile_m)
         # Of the lengths' dtype: to name another one takes torch 0.2 us.
         rows = ends_q.new_empty(num_tiles * self.tile_m, ROW_RECORD)
-        tiles = ends_q.new_empty(words_of_table(num_tiles))
+        shared_tiles = ends_q.new_empty(words_of_table(num_tiles))
         table = ends_q.new_empty(words_of_table(batch))
         arguments = self.joined_table.template.copy()
         arguments[SHARED_TILE_LENGTHS] = lengths
-        arguments[SHARED_TILE_TABLES] = rows, tiles, table
+        arguments[SHARED_TILE_TABLES] = rows, shared_tiles, table
         arguments[SHARED_TILE_SIZES] = total_q, total_k, num_tiles
-        self.joined_table.kernel(*arguments)
-        stream = current_stream(q.device.index)
-        counters = counters_of(q.device, stream, capture_of(stream))
-        marks = counters.take(words_of_marks(batch * heads))
-        arguments = self.forward.template.copy()
-        tensors = q, k, v, out, lse_address(lse)
+        table_launch = self.joined_table.kernel, arguments
+        num_ctas, num_recompute = (
+            min(self.num_ctas, num_tiles * heads),
+            min(self.num_ctas, batch * heads),
+        )
+        num_marks = words_of_marks(batch * heads)
+        tiles = Tiles(num_ctas, num_recompute, num_marks, 0, None, table)
+        plain = q, k, v, out, lse_address(lse), modifiers, scale
         # Softcaps have no tensors, so the mask's comes first.
-        arguments[TENSORS_AND_SCALE] = *tensors, (rows, *(modifiers or ())), scale
-        arguments[NUM_CLUSTERS] = min(self.num_ctas, num_tiles * heads)
-        arguments[SCHEDULE_STATE] = tiles
-        arguments[MARKS] = marks
-        arguments[TABLE] = table
-        self.forward.kernel(*arguments)
-        arguments = self.again.template.copy()
-        arguments[TENSORS_AND_SCALE] = *tensors, modifiers, scale
-        arguments[NUM_CLUSTERS] = min(self.num_ctas, batch * heads)
-        arguments[SCHEDULE_STATE] = marks
-        arguments[TABLE] = table
-        self.again.kernel(*arguments)
-        # Not if anything was raised: then they need not be zero.
-        counters.give_back(marks)
+        tensors = *plain[:5], (rows, *(modifiers or ())), scale
+        run_tiles(
+            self.launches, tiles, tensors, shared_tiles, place, table_launch=table_launch,
+            recompute_tensors=plain,
+        )  # fmt: skip
 
 
 class PackedKernels(NamedTuple):
@@ -332,8 +233,10 @@ def prepare(signature: Signature) -> PackedKernels:
     alone = prepare_alone(plan, window)
     shared = short_kernels = None
     if signature.shared_tiling is not None:
-        loaded = (launch.loaded(load_kernel) for launch in plan.shared_launches(window))
-        shared = PreparedMultiSequence(*loaded, signature.shared_tiling.tile_m, alone.num_ctas)
+        table, *launches = (one.loaded(load_kernel) for one in plan.shared_launches(window))
+        shared = PreparedMultiSequence(
+            table, tuple(launches), signature.shared_tiling.tile_m, alone.num_ctas
+        )
     if signature.may_decode:
         short_kernels = functools.cache(
             lambda most, overlaps: PreparedDecode.on_gpu(signature.decode_plan(most, overlaps))
@@ -344,11 +247,11 @@ def prepare(signature: Signature) -> PackedKernels:
 def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     """Load the kernels of a plan."""
     config = plan.config
-    tile_table, forward, *again = (one.loaded(load_kernel) for one in plan.launches(window))
+    tile_table, *launches = (one.loaded(load_kernel) for one in plan.launches(window))
     split = functools.cache(lambda: plan.launch_of(plan.split(), window).loaded(load_kernel))
     return PreparedVarlen(
-        plan, tile_table, forward, again[0] if again else None, split, window, config.tile_m,
-        config.tile_n, plan.gpu.num_sms,
+        plan, tile_table, tuple(launches), split, window, config.tile_m, config.tile_n,
+        plan.gpu.num_sms,
     )  # fmt: skip
 
 
@@ -427,7 +330,8 @@ class RaggedCall:
         elif self.gpu is None:
             execute_joined(self.plan, self.window, operands, scale, tensors)
         else:
-            self.gpu.joined.launch(operands, sizes, tensors, scale)
+            launch = self.gpu.joined.launch
+            with_device(operands.q.device, launch, operands, sizes, tensors, scale)
 
     def most_short_of_table(self, known: HostSeqlens, heads: int) -> int | None:
         """The `short_queries` of the table that a call without gradients walks; None if it walks
@@ -472,9 +376,9 @@ class RaggedCall:
                 kernels = self.gpu.short(most, True)
                 short = DecodeLaunch(most, lambda table: kernels.start(*given, table))
             drawn = None if dropout is None else dropout.arguments
-            self.gpu.alone.launch(
-                operands, operands.k.shape[0], longest_k, tensors, scale, short, None, drawn, known,
-                may_cut,
+            with_device(
+                operands.q.device, self.gpu.alone.launch, operands, operands.k.shape[0], longest_k,
+                tensors, scale, short, None, drawn, known, may_cut,
             )  # fmt: skip
         elif most:
             kernels = self.gpu.short(most, False)

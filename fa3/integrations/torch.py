@@ -177,29 +177,24 @@ class AtenArguments(NamedTuple):
 RENAMED = {"philox_seed": "rng_state", "philox_offset": "unused"}
 """Where one operator calls by another name what is the same."""
 
-PLACES = {name: place for place, name in enumerate(AtenArguments._fields)}
-NOWHERE = len(PLACES)
-LEFT_OUT = tuple(map(AtenArguments._field_defaults.get, AtenArguments._fields))
-"""Where arguments are among the `AtenArguments`, and what they are there if they are not given."""
-
 
 @dataclass(frozen=True)
 class Routed:
     """A kernel of fa3 with the one that was in its place.
 
     Fields:
-        places: of the operator's arguments among the `AtenArguments`.
+        names: of the operator's arguments, in order.
     """
 
     kernel: Callable[[AtenArguments], Any]
     stock: Callable = field(repr=False)
-    places: tuple[int, ...]
+    names: tuple[str, ...]
 
     @classmethod
     def of(cls, name: str, stock: Callable) -> "Routed":
         schema = getattr(torch.ops.aten, name).default._schema
         names = (RENAMED.get(one.name, one.name) for one in schema.arguments)
-        return cls(KERNELS[name], stock, tuple(PLACES.get(one, NOWHERE) for one in names))
+        return cls(KERNELS[name], stock, tuple(names))
 
     def __call__(self, keys: torch._C.DispatchKeySet, *arguments, **named):
         try:
@@ -210,20 +205,15 @@ class Routed:
             return self.stock(keys, *arguments, **named)
 
     def bound(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> AtenArguments:
-        """The arguments of a call. By their names they would take the host 1 us more.
+        """The arguments of a call.
 
         Raises:
             Refused: one is given that only a later torch has.
         """
-        values = list(LEFT_OUT)
         try:
-            for place, value in zip(self.places, arguments, strict=False):
-                values[place] = value
-            for name, value in named.items():
-                values[PLACES[name]] = value
-        except LookupError:
+            return AtenArguments(**dict(zip(self.names, arguments, strict=False)), **named)
+        except TypeError:
             raise Refused from None
-        return AtenArguments._make(values)
 
 
 # ----------------------------------------------------------------------------------- kernels

@@ -32,11 +32,11 @@ from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, pipeline
+from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
-from fa3.kernels.attention_kernel import AttentionKernel
+from fa3.kernels.forward_epilogue import ForwardEpilogue, ForwardOperands, TileContext
 from fa3.kernels.forward_launch import BOUNDED, ForwardArguments, ForwardConfig
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
@@ -57,11 +57,11 @@ from fa3.primitives.softmax import LOG2_E, SLACK, OnlineSoftmax, RowMax
 from fa3.primitives.tile_load import tile_loader
 from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import PingPong
-from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARP, WARPGROUP, WARPS
+from fa3.primitives.wgmma import REGISTERS, REGISTERS_OF_PAGES, ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Window
 from fa3.schedules import Segment, Tile
 from fa3.schedules.joined import MultiSequenceOrder, MultiSequenceTiles
-from fa3.schedules.marked import ALL_ROWS, RecomputeMask, RecomputeTiles, bit_of_row
+from fa3.schedules.marked import RecomputeMask, RecomputeTiles
 from fa3.schedules.order import KernelOrder
 from fa3.schedules.ragged import RaggedOrder
 from fa3.schedules.sequences import Dense, MultiSequence, Ragged
@@ -78,38 +78,6 @@ FIRST_EPILOGUE_BARRIER = 5
 def is_packed(tensor: cute.Tensor) -> bool:
     """Whether the sequences of a tensor are packed in its rows."""
     return cute.rank(tensor) == PACKED_RANK
-
-
-class ForwardOperands(NamedTuple):
-    """The global tensors.
-
-    Fields:
-        q, k, v, o: (seqlen, head_dim, heads, batch); k and v of a cache with pages are
-            (page_size, head_dim, heads, pages).
-        lse: of (batch, heads, seqlen_q).
-        heads_of_key: query heads that share one key/value head.
-        modifiers: the tensors of the spec's scores, mask and sinks.
-        rows: writes single rows of O; None if only whole tiles are written.
-        parts: merges split tiles; None if no tile is split.
-        marks: rows that a first launch marks and a second computes again; None without a second.
-        recorder: records the times of every tile in an instrumented kernel.
-        page_table: (batch, pages) int32, the page numbers of a sequence; None without pages.
-        dropout: None without.
-    """
-
-    q: TmaTensor
-    k: TmaTensor
-    v: TmaTensor
-    o: TmaTensor
-    lse: RowLse
-    heads_of_key: Divisor
-    modifiers: tuple | None
-    rows: RowStore | None
-    parts: PartMerge | None
-    marks: RecomputeMask | None
-    recorder: Recorder | NoRecorder
-    page_table: cute.Tensor | None
-    dropout: DropoutArguments | None
 
 
 class SmemLayouts(NamedTuple):
@@ -130,19 +98,6 @@ class ForwardBuffers(NamedTuple):
     o: cute.Tensor
 
 
-class TileContext(NamedTuple):
-    """What a CTA works on.
-
-    Fields:
-        segment: what its cluster works on.
-        tile: the CTA's own tile.
-    """
-
-    sequences: Dense | Ragged | MultiSequence
-    segment: Segment
-    tile: Tile
-
-
 class ForwardPipelines(NamedTuple):
     """The mbarrier pipelines from the producer to the consumers."""
 
@@ -152,15 +107,15 @@ class ForwardPipelines(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Forward(AttentionKernel):
+class Forward(ForwardEpilogue):
     """The forward kernel, compiled for one (spec, config, schedule type).
 
     With `is_recorded` it is the instrumented kernel, which records when it worked on which tile.
 
     Fields:
         cache: where packed queries find their keys; None if k and v are packed too, or dense.
-        has_both: whether a launch says if the softmax is online or has a fixed row max, as in the
-            config: the consumers have the code of both, one after the other.
+        has_online_and_fixed: whether a launch says if the softmax is online or has a fixed row max,
+            as in the config: the consumers have the code of both, one after the other.
     """
 
     spec: AttentionSpec
@@ -314,12 +269,6 @@ class Forward(AttentionKernel):
         if self.packs_sequences:
             return RecomputeMask(words, self.ragged_order(RaggedOrder, call.table, call))
         return RecomputeMask(words, self.order(call))
-
-    def number_of(self, operands: ForwardOperands, work: "TileContext"):
-        """The number of the CTA's tile among the marks."""
-        if self.schedule_type.is_ragged:
-            return work.segment.number
-        return operands.marks.order.index(work.tile)
 
     def part_merge(self, call: ForwardArguments, row_store) -> PartMerge | None:
         """The merge of split tiles, if there is one. A slot holds the rows of a whole cluster."""
@@ -628,9 +577,9 @@ class Forward(AttentionKernel):
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, work, thread_idx, of_rows)
             elif cutlass.const_expr(self.is_recompute):
-                self.finish_again(operands, attention, out, of_rows, work, slab, thread_idx)
+                self.finish_recompute(operands, attention, out, of_rows, work, slab, thread_idx)
             elif cutlass.const_expr(self.packs_sequences):
-                self.finish_joined(operands, attention, out, of_rows, work, slab, group)
+                self.finish_shared(operands, attention, out, of_rows, work, slab, group)
             else:
                 self.finish_tile(operands, attention, out, of_rows, work, slab)
                 if cutlass.const_expr(config.fixed_reference):
@@ -682,130 +631,3 @@ class Forward(AttentionKernel):
             clear_rows(sV[None, None, v_state.index], num_keys, thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             out.meet()
-
-    @cute.jit
-    def mark(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        work: TileContext,
-        thread_idx,
-        sinks: tuple | None,
-    ):
-        """Mark this thread's finished rows whose fixed row max was too far off."""
-        has_sinks = sinks is not None
-        if attention.may_have_failed(has_sinks):
-            warp = self.warp_of_tile(thread_idx)
-            number = self.number_of(operands, work)
-            operands.marks.add(attention.failed_rows(has_sinks), number, warp)
-
-    @cute.jit
-    def finish_tile(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        out: SlabStore,
-        sinks: tuple | None,
-        work: TileContext,
-        slab,
-    ):
-        """Divide O by the row sums; write O and the log-sum-exps to global memory."""
-        sequences, segment, tile = work
-        acc_O, coords = attention.regs.acc_O, attention.rules.coords
-        lse = attention.finish(sinks)
-        out.store(acc_O, slab, tile.head, sequences.queries(segment))
-        if operands.lse.is_wanted():
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = coords.query(r)
-                if row < attention.rules.sequence.seqlen_q:
-                    operands.lse.store(sequences.place(tile, segment, row), lse[r], coords)
-
-    @cute.jit
-    def finish_again(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        out: SlabStore,
-        sinks: tuple | None,
-        work: TileContext,
-        slab,
-        thread_idx,
-    ):
-        """Finish a tile of the second launch: write marked rows, let the others keep their bits."""
-        number, warp = self.number_of(operands, work), self.warp_of_tile(thread_idx)
-        of_group = operands.marks.rows_of_group(number, warp // WARPS * WARPS)
-        own = Int32(0)
-        is_whole = Boolean(True)
-        for i in cutlass.range_constexpr(WARPS):
-            own = of_group[i] if warp % WARPS == i else own
-            is_whole = is_whole and of_group[i] == ALL_ROWS
-        # Clear the marks only after all warps of the group have read them.
-        out.meet()
-        operands.marks.wipe_out(number, warp)
-        if is_whole:
-            self.finish_tile(operands, attention, out, sinks, work, slab)
-        else:
-            self.finish_rows(operands, attention, sinks, work, lambda r: (own & bit_of_row(r)) != 0)
-
-    @cute.jit
-    def finish_joined(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        out: SlabStore,
-        sinks: tuple | None,
-        work: TileContext,
-        slab,
-        half,
-    ):
-        """Finish a tile with rows of several sequences: write those that are used, and mark those
-        that are not finite, since what another sequence holds may be why."""
-        rows = attention.rules.mask.rows
-        if attention.rules.sequence.is_whole(half):
-            self.finish_tile(operands, attention, out, sinks, work, slab)
-        else:
-            self.finish_rows(operands, attention, sinks, work, lambda r: rows[r].is_used)
-        for r in cutlass.range_constexpr(2):
-            # A sequence has marks for one tile, which is enough where `max_seqlen_q` holds.
-            has_place = rows[r].is_used and rows[r].query < self.config.tile_m
-            if has_place and not attention.is_finite(r):
-                number = rows[r].batch * operands.marks.order.heads.value + work.tile.head
-                operands.marks.add_row(number, rows[r].query)
-
-    @cute.jit
-    def finish_rows(
-        self,
-        operands: ForwardOperands,
-        attention: Attention,
-        sinks: tuple | None,
-        work: TileContext,
-        is_wanted: cutlass.Constexpr,
-    ):
-        """Finish a tile some of whose rows are to stay as they are.
-
-        Args:
-            is_wanted: (r) -> whether this thread's row r is to be written.
-        """
-        acc_O, rules = attention.regs.acc_O, attention.rules
-        lse = attention.finish(sinks)
-        is_written = tuple(
-            is_wanted(r) and is_query for r, is_query in enumerate(self.are_queries(rules))
-        )
-        operands.rows.store(acc_O, lse, rules.coords, self.places(work, rules.coords), is_written)
-
-    def places(self, work: TileContext, coords: ScoreCoords) -> tuple:
-        """Where this thread's rows of a tile lie in the output."""
-        queries = (coords.query(r) for r in range(2))
-        return tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
-
-    def are_queries(self, rules: ScorePipeline) -> tuple:
-        """Which of this thread's rows of a tile are queries."""
-        return tuple(rules.coords.query(r) < rules.sequence.seqlen_q for r in range(2))
-
-    def warp_of_tile(self, thread_idx):
-        """This warp's index among the consumer warps of a CTA."""
-        return cute.arch.make_warp_uniform(thread_idx // WARP - WARPS)
-
-    def warp_of_cluster(self, rank, thread_idx):
-        """This warp's index among the consumer warps of a cluster."""
-        return rank * self.config.consumers * WARPS + self.warp_of_tile(thread_idx)

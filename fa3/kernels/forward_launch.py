@@ -43,7 +43,7 @@ class ForwardConfig:
         fixed_reference: whether the softmax subtracts a fixed number instead of the running
             maximum: the maximum of a row's first block of visible keys, or 0 if scores are
             bounded (`fa3.primitives.softmax.RowMax`). Rows for which that fails are marked;
-            a second launch with the config `again` computes them.
+            a second launch with the config `recompute` computes them.
         own_o: whether O has its own shared memory. If not, O is staged in Q's buffer, and the
             next Q is loaded only after O has been stored.
     """
@@ -77,7 +77,7 @@ class ForwardConfig:
         return registers - OTHER_REGISTERS
 
     @property
-    def again(self) -> "ForwardConfig":
+    def recompute(self) -> "ForwardConfig":
         """The config of the second launch, which computes marked rows again."""
         return replace(self, cluster_m=1, cluster_h=1, fixed_reference=False)
 
@@ -172,8 +172,8 @@ class ForwardArguments(NamedTuple):
         overlaps_decode: 1 if the kernel before is the decode kernel, which takes other sequences of
             the same call and lets this one overlap it; else 0. None without a table.
         dropout: see `DropoutArguments`; None without.
-        follows: whether the softmax follows the running maximum, 0 or 1, if the kernel has the code
-            of both references; else None.
+        online_max: whether the softmax is online, 0 or 1, if the kernel has the code of both kinds
+            of row max; else None.
     """
 
     q: object

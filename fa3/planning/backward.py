@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fa3.kernels.backward import Backward
 from fa3.kernels.backward_launch import MMA_GROUPS, BackwardConfig, place_of_group_flag
-from fa3.kernels.backward_pass import BackwardPass
+from fa3.kernels.backward_pass import BackwardPass, PassArguments
 from fa3.kernels.backward_preprocess import BackwardPreprocess
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.gpu import H200
@@ -22,6 +22,7 @@ from fa3.planning.key_split import (
     may_have_parts,
     may_split,
 )
+from fa3.planning.launch import template_of
 from fa3.planning.ragged import capacity_of_table, shift_of_work, words_of_table
 from fa3.primitives.query_tiles import STATISTICS, number_of_packed_tiles
 from fa3.primitives.shared_memory import padded
@@ -257,6 +258,21 @@ class BackwardSizes(NamedTuple):
     alternates: int | None = None
 
 
+def template_of_pass(
+    kernels: BackwardKernels, sizes: BackwardSizes, shares: KeyShares, window: Window, num_sms: int
+) -> list:
+    """Return the arguments of a launch on so many SMs; the tensors are still missing."""
+    # Most of it has the names that arguments have.
+    named = sizes._asdict() | sizes.layout._asdict()
+    named |= {"window_left": window.left, "window_right": window.right}
+    named |= {"num_clusters": min(sizes.most_ctas, num_sms)}
+    named |= shares._asdict() if kernels.splits else {}
+    return template_of(PassArguments, **{n: x for n, x in named.items() if n in PASS_FIELDS})
+
+
+PASS_FIELDS = frozenset(PassArguments._fields)
+
+
 @dataclass(frozen=True)
 class BackwardPlan:
     """How the gradients of a problem are computed; it has at least one query and one key.
@@ -479,31 +495,34 @@ def rows_in_l2(spec: AttentionSpec) -> int:
 # ------------------------------------------------------------------------------ packed sequences
 
 
-def sizes_of_packed(
-    kernels: BackwardKernels,
-    window: Window,
-    total_q: int,
-    total_k: int,
-    num_sequences: int,
-    max_seqlen_q: int,
-    heads_q: int,
-    heads_kv: int,
-    shares: KeyShares,
-) -> BackwardSizes:
-    """What a launch takes of the sizes of packed sequences, whatever their lengths are.
+class PackedRows(NamedTuple):
+    """What the host knows of the rows of packed sequences.
 
-    Args:
-        max_seqlen_q: at most total_q.
+    Fields:
+        longest_q: the most queries of a sequence, at most `total_q`.
     """
-    config = kernels.config
-    tiles = heads_q * number_of_packed_tiles(total_q, num_sequences, config.tile_m)
-    fitting = kernels.rows_in_l2 // max(1, max_seqlen_q)
-    heads = heads_kv * shares.head_parts
+
+    total_q: int
+    total_k: int
+    num_sequences: int
+    longest_q: int
+    heads_q: int
+    heads_kv: int
+
+
+def sizes_of_packed(
+    kernels: BackwardKernels, window: Window, rows: PackedRows, shares: KeyShares
+) -> BackwardSizes:
+    """What a launch takes of the sizes of packed sequences, whatever their lengths are."""
+    config, num_sequences, total_k = kernels.config, rows.num_sequences, rows.total_k
+    tiles = rows.heads_q * number_of_packed_tiles(rows.total_q, num_sequences, config.tile_m)
+    fitting = kernels.rows_in_l2 // max(1, rows.longest_q)
+    heads = rows.heads_kv * shares.head_parts
     tiles_of_head = total_k // config.tile_n * shares.block_parts
     groups = head_groups_of_packed(heads, tiles_of_head, fitting)
     is_fused = fuses_preprocess(total_k / max(1, num_sequences), window)
     capacity = capacity_of_table(total_k, num_sequences, config.tile_n)
-    num_parts = heads_kv * shares.parts
+    num_parts = rows.heads_kv * shares.parts
     most_ctas = max(capacity * num_parts, convert_ctas(tiles))
     num_parts *= number_of_packed_tiles(total_k, num_sequences, config.tile_n)
     if shares.parts == 1:
@@ -516,33 +535,24 @@ def sizes_of_packed(
         True,  # dQ of packed sequences always starts with zeros
         kernels.layout(tiles, num_parts, groups, words_of_table(capacity)),
         capacity,
-        shift_of_work(max_seqlen_q, config.tile_m),
+        shift_of_work(rows.longest_q, config.tile_m),
     )
 
 
 def shares_of_packed(
-    spec: AttentionSpec,
-    window: Window,
-    total_q: int,
-    total_k: int,
-    num_sequences: int,
-    longest_q: int,
-    heads_q: int,
-    heads_kv: int,
-    is_ordered: bool,
-    num_sms: int,
+    spec: AttentionSpec, window: Window, rows: PackedRows, is_ordered: bool, num_sms: int
 ) -> KeyShares:
     """How CTAs share the key tiles of packed sequences; the host does not know their lengths.
 
     It is chosen for as many sequences of the longest length as the rows hold: long sequences have
     most of the work. Lengths are rounded, so that steps of a training lead to few choices.
     """
-    tile_n = config_for(spec).tile_n
+    total_q, total_k, num_sequences, longest_q, heads_q, heads_kv = rows
     # Memory has room for so many, whatever the lengths are.
-    num_tiles = number_of_packed_tiles(total_k, num_sequences, tile_n) * heads_kv
+    num_tiles = number_of_packed_tiles(total_k, num_sequences, config_for(spec).tile_n) * heads_kv
     if not may_split(num_tiles, num_sms):
         return KeyShares()
-    longest_q = max(1, min(longest_q, total_q))
+    longest_q = max(1, longest_q)
     sequences = max(1, total_q // longest_q)
     lengths = rounded_length(longest_q), rounded_length(max(1, total_k // sequences))
     heads = heads_kv * sequences, heads_q // heads_kv

@@ -82,12 +82,12 @@ class Plan:
         return int(not self.config.fixed_reference) if self.has_online_and_fixed else None
 
     @property
-    def again(self) -> "Plan | None":
+    def recompute(self) -> "Plan | None":
         """The recompute launch, for rows whose fixed row max was too far off; None with the
         online softmax, which needs none."""
         if not self.config.fixed_reference:
             return None
-        config = self.config.again
+        config = self.config.recompute
         heads = self.schedule.order.heads_per_section * self.config.cluster_h
         order = replace(TiledProblem(self.problem, self.gpu, config).order, heads_per_section=heads)
         schedule = RecomputeTiles(order, min(self.gpu.num_sms, order.num_tiles))
@@ -99,7 +99,7 @@ class Plan:
         Args:
             is_recorded: whether the first is the instrumented kernel.
         """
-        again = self.again
+        recompute = self.recompute
         template = template_of(
             ForwardArguments,
             window_left=self.problem.window.left,
@@ -109,7 +109,7 @@ class Plan:
             online_max=self.online_max,
         )
         launch = Launch(self.kernel(is_recorded), template, self.schedule.num_counters)
-        return (launch, *again.launches()) if again else (launch,)
+        return (launch, *recompute.launches()) if recompute else (launch,)
 
     def predict(self) -> Prediction:
         """The time that the cost model predicts, with its components."""

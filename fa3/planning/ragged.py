@@ -68,7 +68,7 @@ class RaggedPlan:
         kernel = Forward(self.spec, config, RaggedTiles, cache=self.cache)
         if not config.fixed_reference:
             return (kernel,)
-        return kernel, Forward(self.spec, config.again, RecomputeRaggedTiles, cache=self.cache)
+        return kernel, Forward(self.spec, config.recompute, RecomputeRaggedTiles, cache=self.cache)
 
     def launches(self, window: Window) -> list[Launch]:
         """Return the launches of a call: the table of tiles, the forward kernel, recompute."""

@@ -19,7 +19,6 @@ import hashlib
 import os
 import secrets
 import stat
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,10 +49,6 @@ def read_again() -> None:
     """Take the sources as they are now: for the time before any module that shapes code runs."""
     SOURCES.clear()
     SOURCES.update(read_sources())
-
-
-USE_SECONDS = 3600
-"""A file's last use is known as exactly as this."""
 
 
 def is_unchanged() -> bool:
@@ -97,7 +92,6 @@ def fetch(key: str, make: Callable[[], bytes]) -> bytes:
             if code is None:
                 code = make()
                 keep(path, code)
-    note_use(path)
     return code
 
 
@@ -118,16 +112,6 @@ def holds(key: str) -> bool:
         return read(path_of(key)) is not None
     except RuntimeError:
         return False
-
-
-def note_use(path: Path) -> None:
-    """Set a file's modification time, by which `fa3 cache` knows when it was last used.
-
-    Not more often than once in `USE_SECONDS`; in a cache that may only be read nothing happens.
-    """
-    with contextlib.suppress(OSError):
-        if time.time() - path.lstat().st_mtime > USE_SECONDS:
-            os.utime(path, follow_symlinks=False)
 
 
 def read(path: Path) -> bytes | None:

@@ -31,6 +31,9 @@ zeroes its own."""
 FEWEST = 1 << 12
 """Fewest counters to allocate, so that later, larger calls seldom need new ones."""
 
+ALIGNED = 4
+"""Counters in 16 bytes, as kernels want them to be aligned."""
+
 MOST_STREAMS = 256
 """Most streams whose counters are kept."""
 
@@ -61,6 +64,7 @@ class Reserve:
 
     def take(self, count: int) -> torch.Tensor | None:
         """Counters for a capture; None if too few are left."""
+        count = -(-count // ALIGNED) * ALIGNED
         with self.lock:
             if self.free is None or len(self.free) < count:
                 return None

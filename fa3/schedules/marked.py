@@ -1,7 +1,7 @@
 """Recompute schedule: the second launch of a forward call, for rows that the first one marked.
 
 The first launch marks rows whose softmax failed, or which what other sequences hold may have
-reached (`RecomputeMask`); `fa3.planning.plan.Plan.again` plans the second, whose CTAs take the
+reached (`RecomputeMask`); `fa3.planning.plan.Plan.recompute` plans the second, whose CTAs take the
 marked tiles (`RecomputeTiles`).
 """
 

@@ -230,8 +230,7 @@ def add_cache(commands) -> None:
         nargs="?",
         choices=("show", "clear"),
         default="show",
-        help="show: folder, number of kernels, bytes and ages; clear: remove all kernels "
-        "(default: show)",
+        help="show: folder, number of kernels and bytes; clear: remove all kernels (default: show)",
     )
 
 

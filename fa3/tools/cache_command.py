@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from fa3.running.code_cache import cache_dir, check_trust
 
@@ -22,21 +21,6 @@ UNFINISHED_NAME = re.compile(r"([0-9a-f]{64}|tuned-[a-z0-9-]+)\.[0-9a-f]{16}\.tm
 
 ABANDONED_SECONDS = 3600
 """Age from which no process still writes an unfinished file: writing takes milliseconds."""
-
-SPANS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-
-
-class KernelFile(NamedTuple):
-    """A compiled kernel on disk.
-
-    Fields:
-        size: bytes.
-        used: when it was made or last used, in seconds since 1970.
-    """
-
-    path: Path
-    size: int
-    used: float
 
 
 def run_cache(options: argparse.Namespace) -> None:
@@ -53,22 +37,18 @@ def run_cache(options: argparse.Namespace) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         check_trust(folder, folder.stat())
-    remove(file.path for file in files)
+    size = megabytes(files)
+    remove(files)
     remove(named(folder, LOCK_NAME))
     # What processes have left that no longer run.
     before = time.time() - ABANDONED_SECONDS
     remove(path for path in named(folder, UNFINISHED_NAME) if path.lstat().st_mtime < before)
-    print(f"removed {len(files)} kernels, {megabytes(files)}")
+    print(f"removed {len(files)} kernels, {size}")
 
 
-def kernel_files(folder: Path) -> list[KernelFile]:
-    """The compiled kernels in a folder, last used first; none if there is no folder."""
-    files = []
-    for path in named(folder, OBJECT_NAME):
-        with contextlib.suppress(OSError):  # just removed
-            status = path.lstat()
-            files.append(KernelFile(path, status.st_size, status.st_mtime))
-    return sorted(files, key=lambda file: (-file.used, file.path))
+def kernel_files(folder: Path) -> list[Path]:
+    """Return the compiled kernels in a folder; none if there is no folder."""
+    return named(folder, OBJECT_NAME)
 
 
 def named(folder: Path, pattern: re.Pattern) -> list[Path]:
@@ -84,17 +64,18 @@ def remove(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-def megabytes(files: Iterable[KernelFile]) -> str:
-    """The size of files together."""
-    return f"{sum(file.size for file in files) / 1e6:.1f} MB"
+def megabytes(files: Iterable[Path]) -> str:
+    """Return the size of files together."""
+    total = 0
+    for path in files:
+        with contextlib.suppress(OSError):  # just removed
+            total += path.lstat().st_size
+    return f"{total / 1e6:.1f} MB"
 
 
-def show(folder: Path, files: list[KernelFile]) -> None:
-    """Print folder, number of kernels, bytes, and when they were last used."""
+def show(folder: Path, files: list[Path]) -> None:
+    """Print folder, number of kernels and bytes."""
     lines = {"folder": folder, "kernels": len(files), "size": megabytes(files)}
-    if files:
-        last, first = (age(time.time() - file.used) for file in (files[0], files[-1]))
-        lines["last used"] = f"{last} ago; the one unused for longest {first} ago"
     try:
         check_trust(folder, folder.stat())
     except FileNotFoundError:
@@ -103,11 +84,3 @@ def show(folder: Path, files: list[KernelFile]) -> None:
         lines["not used"] = error.strerror
     for name, value in lines.items():
         print(f"{name:9} {value}")
-
-
-def age(seconds: float) -> str:
-    """A span of time in its largest unit, rounded down."""
-    for unit, length in SPANS:
-        if seconds >= 2 * length:
-            return f"{int(seconds / length)} {unit}"
-    return "a moment"

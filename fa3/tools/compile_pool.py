@@ -1,4 +1,4 @@
-"""Compiles kernels in other processes, and reports each kernel that is done, also in a bar.
+"""Compiles kernels in other processes, and reports each kernel that is done.
 
 A worker is a program of its own, since a fork would inherit CUDA's state and what `multiprocessing`
 spawns would run the caller's script again. Kernels come pickled through its standard input; each is
@@ -9,17 +9,14 @@ disk.
 import contextlib
 import os
 import pickle
-import shutil
 import subprocess
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Lock, Thread, get_ident
-from typing import TextIO
+from queue import SimpleQueue
+from threading import Lock, Thread
 
 from fa3.running.compiler import ARCH, Kernel, object_code
 
@@ -37,12 +34,10 @@ class CompilePool:
 
     Attributes:
         waiting: kernels that no process has.
-        current: what each busy thread has compiled, in the order in which that began.
     """
 
     def __init__(self, kernels: Iterable[Kernel], processes: int) -> None:
         self.waiting = deque(kernels)
-        self.current: dict[int, Kernel] = {}
         self.tried: SimpleQueue[Kernel] = SimpleQueue()
         self.workers: list[subprocess.Popen] = []
         self.is_open, self.lock = True, Lock()
@@ -64,19 +59,16 @@ class CompilePool:
         for worker in self.workers:
             worker.communicate()
 
-    def next_done(self, timeout_s: float | None = None) -> Kernel | None:
-        """A kernel that was tried, each once; None if none was within the time.
+    def next_done(self) -> Kernel:
+        """Wait for a kernel that was tried, each once, and return it.
 
         Whether it is on disk now tells whether that went well.
         """
-        try:
-            return self.tried.get(timeout=timeout_s)
-        except Empty:
-            return None
+        return self.tried.get()
 
     def compile_waiting(self) -> None:
         """Have waiting kernels compiled, one after another; each thread does this."""
-        worker, me = None, get_ident()
+        worker = None
         while self.is_open:
             try:
                 kernel = self.waiting.popleft()
@@ -88,10 +80,8 @@ class CompilePool:
                         return
                     worker = start_worker()
                     self.workers.append(worker)
-            self.current[me] = kernel
             if not has_tried(worker, kernel):
                 worker = None
-            del self.current[me]
             self.tried.put(kernel)
 
 
@@ -133,44 +123,3 @@ def serve() -> None:
         except Exception:
             traceback.print_exc()
         print("done", file=answers, flush=True)
-
-
-# --------------------------------------------------------------------------------- progress
-
-BAR = 30
-"""Characters of a full bar."""
-
-
-def terminal() -> TextIO | None:
-    """The standard error, if it is open and a terminal, so that a bar can be drawn."""
-    return sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
-
-
-class Bar:
-    """A progress bar of one line, redrawn in place; silent without a stream."""
-
-    def __init__(self, total: int, stream: TextIO | None) -> None:
-        self.total, self.done, self.stream = total, 0, stream
-        self.drawn, self.begin = 0, time.perf_counter()
-        if total:
-            self.show(0)
-
-    def __str__(self) -> str:
-        seconds = time.perf_counter() - self.begin
-        return f"{self.done} of {self.total} kernels, {seconds:.0f} s"
-
-    def show(self, done: int, note: str = "") -> None:
-        """Draw so many as done, with a note after the seconds."""
-        self.done = done
-        if self.stream:
-            line = f"[{'#' * (BAR * done // self.total):{BAR}}] {self}" + (note and f": {note}")
-            line = line[: shutil.get_terminal_size().columns - 1]
-            # Spaces cover what a longer line has left.
-            self.stream.write(f"\r{line:{self.drawn}}" + ("\n" if done == self.total else ""))
-            self.stream.flush()
-            self.drawn = len(line)
-
-    def end(self) -> None:
-        """Leave the line of a bar that is not full."""
-        if self.stream and self.done < self.total:
-            self.stream.write("\n")

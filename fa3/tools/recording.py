@@ -5,7 +5,9 @@ import torch
 from fa3.calls.devices import gpu_of
 from fa3.calls.forward import PreparedCall
 from fa3.complaints import shown
+from fa3.kernels.forward_launch import ForwardArguments
 from fa3.planning.explanation import counted
+from fa3.planning.launch import slots
 from fa3.planning.plan import Plan, check_plan
 from fa3.planning.timeline import Cost, Span, Timeline
 from fa3.primitives.recorder import HEADER, Note
@@ -16,6 +18,8 @@ RUNS = 5
 """Launches of a recording; the last one counts."""
 
 NS_PER_US = 1000
+
+(RECORDING,) = slots(ForwardArguments, "recording")
 
 
 def record_timeline(plan: Plan, device: torch.device | str = "cuda") -> Timeline:
@@ -112,9 +116,10 @@ def run_recorded(
     words = HEADER + rows * len(Note._fields)
     recording = torch.empty(words, dtype=torch.int64, device=q.device)
     call = PreparedCall.on_gpu(plan, q.device, None, (batch, heads_q, seqlen_q), True)
+    call.launches[0].template[RECORDING] = recording
     for _ in range(RUNS):
         recording.zero_()
-        call.launch(q, k, v, out, None, None, head_dim**-0.5, recording)
+        call.launch(q, k, v, out, None, None, head_dim**-0.5)
     count, *numbers = recording.tolist()
     width = len(Note._fields)
     return out, [Note(*numbers[i * width : (i + 1) * width]) for i in range(count)]

@@ -36,7 +36,7 @@ from fa3.scores.masks import Band
 from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.settings import check_settings
-from fa3.tools.compile_pool import Bar, CompilePool, terminal
+from fa3.tools.compile_pool import CompilePool
 from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
@@ -50,9 +50,6 @@ to 5,600 for each of four presets, led to one kernel more at most: gemma2-9b's 2
 
 MOST_TOKENS = 1 << 20
 """Most keys of a batch that the planner is asked about."""
-
-REDRAWN_S = 0.2
-"""Seconds after which the time that compiling takes is shown anew."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +139,7 @@ def warmup(
             "none" for no embedding.
         rotary_dtype: of its tables, the model's or float32; the model's by default.
         processes: how many compile; one for each core by default.
-        progress: whether to tell on the standard error what is compiled: a bar with a clock if that
-            is a terminal, else a line for each kernel.
+        progress: whether to print a line for each compiled kernel on the standard error.
         dry_run: whether to find out only which kernels are needed, and compile none.
 
     Raises:
@@ -402,16 +398,10 @@ def compile_all(kernels: Sequence[Kernel], processes: int, progress: bool) -> No
     Args:
         progress: whether to tell of them on the standard error.
     """
-    screen = terminal() if progress else None
-    stream = sys.stderr if progress and screen is None else None
-    bar = Bar(len(kernels), screen)
-    try:
-        with CompilePool(kernels, processes) as pool:
-            while bar.done < len(kernels):
-                kernel = pool.next_done(REDRAWN_S)
-                current = next(map(describe_kernel, list(pool.current.values())), "")
-                bar.show(bar.done + (kernel is not None), current)
-                if kernel is not None and stream:
-                    print(f"{bar}: {describe_kernel(kernel)}", file=stream, flush=True)
-    finally:
-        bar.end()
+    begin, total = time.perf_counter(), len(kernels)
+    with CompilePool(kernels, processes) as pool:
+        for done in range(1, total + 1):
+            kernel = pool.next_done()
+            if progress and sys.stderr is not None:
+                clock = f"{done} of {total} kernels, {time.perf_counter() - begin:.0f} s"
+                print(f"{clock}: {describe_kernel(kernel)}", file=sys.stderr, flush=True)
