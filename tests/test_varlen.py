@@ -355,14 +355,6 @@ def test_calls_of_ever_new_lengths_keep_no_memory_on_a_gpu(device):
 SIZES = 64, 128, 256
 
 
-def run(problem: VarlenProblem, seed: int = 0, **changes):
-    """Make a call and check what comes of it."""
-    call = make_call(problem, seed) | changes
-    out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    check_varlen(problem, call, out, lse)
-    return out, lse
-
-
 # -------------------------------------------------------------------------------------- results
 
 
@@ -379,49 +371,6 @@ def test_random_calls(seed, family, longest, where):
     check_call(
         random_problem(seed, ("bfloat16", "float16")[seed % 2], family, longest), where, seed
     )
-
-
-@pytest.mark.parametrize("problem", [RAGGED, USED], ids=["all", "used"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"window": (10, 3)},
-        {"window": (0, 0)},
-        {"window": (20, -1)},
-        {"window": (-1, 5)},
-        {"window": (1 << 40, 1 << 40)},
-        {"window": (9, 1 << 40), "causal": True},
-        {"head_dim": 192, "head_dim_v": 128, "causal": True},
-        {"head_dim": 64, "head_dim_v": 256},
-        {"head_dim": 8, "head_dim_v": 40},
-        {"group": 1, "heads_kv": 3},
-        {"group": 6, "heads_kv": 1},
-        {"dtype": "float16", "softmax_scale": 0.7},
-        {"recipe": Recipe(softcap=5.0, alibi_rank=1, sinks="q"), "causal": True},
-        {"recipe": Recipe(alibi_rank=2, sinks="float32")},
-        {"recipe": Recipe(score="gate", mask="prefix", alibi_rank=2), "window": (40, 40)},
-        {"recipe": Recipe(score="relative", mask="documents")},
-    ],
-    ids=str,
-)
-def test_options(problem, options):
-    run(replace(problem, **options))
-
-
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 40), (40, 300), (300, 300), (1, 300)])
-@pytest.mark.parametrize("window", [(-1, 0), (-1, 7), (25, 0)])
-def test_bands_are_aligned_with_the_last_token_of_each_sequence(seqlen_q, seqlen_k, window):
-    run(VarlenProblem((3, seqlen_q, 17), (9, seqlen_k, 4), window=window))
-
-
-def test_used_lengths_are_those_of_shorter_sequences():
-    call = make_call(replace(RAGGED, causal=True))
-    given = {"seqused_q": integers(7, 0, 1, 40), "seqused_k": integers(20, 2, 0, 50)}
-    out = flash_attn_varlen_func(**call, **given)
-    rows_q, rows_k = (slice(71, 111), slice(95, 145))
-    alone = call["q"][None, rows_q], call["k"][None, rows_k], call["v"][None, rows_k]
-    assert torch.equal(out[rows_q], fa3.flash_attn_func(*alone, causal=True)[0])
 
 
 @dataclass(frozen=True)
@@ -445,13 +394,6 @@ def test_functions_see_the_sequence_and_places_inside_of_it():
     PLACES.clear()
     flash_attn_varlen_func(**make_call(USED) | {"score": Lengths()})
     assert set(PLACES) == {(0, 70, 10, 69, 9), (3, 100, 64, 99, 63)}
-
-
-def test_sinks_of_queries_that_see_no_key():
-    problem = replace(RAGGED, recipe=Recipe(sinks="q"), window=(-1, 0))
-    call = make_call(problem)
-    out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    assert (out[70] == 0).all() and torch.equal(lse[:, 70], call["sinks"].float())
 
 
 def test_views():
