@@ -217,16 +217,6 @@ def test_only_what_comes_again_is_remembered():
     assert latest.find((tensors[0], None, None)) == UNKNOWN
 
 
-def packed_on_cache(total: int, **options) -> torch.Tensor:
-    """A call with packed queries of one sequence on a cache."""
-    cache = torch.zeros(1, 16, 2, 64).bfloat16()
-    return fa3.flash_attn_with_kvcache(
-        torch.randn(total, 2, 64).bfloat16(), cache, cache.clone(), max_seqlen_q=8,
-        cache_seqlens=torch.tensor([9]).int(), cu_seqlens_q=torch.tensor([0, total]).int(),
-        **options,
-    )  # fmt: skip
-
-
 def test_the_stride_of_a_single_number_is_not_that_of_several():
     numbers = torch.full((4, 5), 3).int()
 
