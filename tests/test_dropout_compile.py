@@ -108,7 +108,6 @@ def test_what_a_score_costs_in_the_forward_kernel():
 def backward_cases():
     """Yield test parameters, a kernel each; those whose costs are counted are not among them."""
     specs = {
-        "d64-window": spec_of(64, "window"),
         "d128-float16": spec_of(128, "causal", dtype="float16"),
         "d128-mask": modified(128, "causal", function=DOCUMENTS),
     }
