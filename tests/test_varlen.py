@@ -111,41 +111,15 @@ def test_assertions_cannot_be_captured(monkeypatch):
 # -------------------------------------------------------------------------------- on a GPU
 
 
-class Launches:
-    """Stands for the kernels: notes what they are launched on.
-
-    Fields:
-        given: operands and the rest, of both kernels if there are two.
-        short: what the decode kernel alone is launched on, and for how many queries at most.
-    """
-
-    def __init__(self):
-        self.given, self.short = [], []
-
-    def launch(self, operands, *given):
-        self.given.append((*operands, *given))
-
-    def for_queries(self, most, overlaps_forward):
-        def start(operands, *given):
-            self.short.append((most, overlaps_forward, *operands, *given))
-            return lambda: None
-
-        return SimpleNamespace(start=start)
-
-
 @pytest.fixture
-def kernels(monkeypatch):
-    """Have calls on CPU tensors launched as if they were on a GPU."""
-    kernels, prepare = Launches(), varlen.prepare_varlen
-    gpu = packed_calls.PackedKernels(kernels, kernels, kernels.for_queries)
+def launches(monkeypatch) -> list[tuple]:
+    """Have calls on CPU tensors launched as if they were on a GPU; return operands and the rest."""
+    launched, prepare = [], varlen.prepare_varlen
+    alone = SimpleNamespace(launch=lambda operands, *given: launched.append((*operands, *given)))
+    decode = SimpleNamespace(start=lambda *given: lambda: None)
+    gpu = packed_calls.PackedKernels(alone, alone, lambda *given: decode)
     monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
-    return kernels
-
-
-@pytest.fixture
-def launches(kernels):
-    """What the kernels are launched on, but for the decode kernel alone."""
-    return kernels.given
+    return launched
 
 
 def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
@@ -160,44 +134,6 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
     (given,) = launches
     assert len(given) == len(expected)
     assert all(a is b or a == b for a, b in zip(given, expected, strict=True))
-
-
-def test_short_sequences_are_the_decode_kernels(kernels):
-    """Beside long ones where keys are many; alone where none is long; never with gradients."""
-    decoding = VarlenProblem((1,) * 9, (500,) * 9, group=4)
-    mixed = VarlenProblem((*(1,) * 9, 200), (*(500,) * 9, 200), group=4)
-    sinks = torch.zeros(4)
-    call = make_call(decoding) | {"sinks": sinks}
-    flash_attn_varlen_func(**call)
-    ((most, overlaps_forward, q, *_, modifiers, scale, _, longest),) = kernels.short
-    assert (most, longest, scale) == (1, 500, 0.125) and q is call["q"] and modifiers[0] is sinks
-    assert not overlaps_forward
-    assert not kernels.given
-    flash_attn_varlen_func(**make_call(mixed))
-    ((*_, short, _, _, _, _),) = kernels.given
-    table = object()
-    short.start(table)
-    most, overlaps_forward, *_, of_launch = kernels.short[1]
-    assert short.most_queries == most == 32 and overlaps_forward and of_launch is table
-    call = make_call(mixed)
-    call["q"].requires_grad_()
-    flash_attn_varlen_func(**call)
-    assert kernels.given[1][-5] is None and len(kernels.short) == 2
-
-
-def test_few_tiles_are_the_decode_kernels(kernels):
-    """Unless the call says not to split; also long sequences, for which there is one plan."""
-    call = make_call(VarlenProblem((300, 5), (5000, 90), heads_kv=1, group=8))
-    flash_attn_varlen_func(**call)
-    flash_attn_varlen_func(**call | {"max_seqlen_q": 305, "max_seqlen_k": 5090})
-    assert not kernels.given
-    for (most, overlaps_forward, q, *_, longest), keys in zip(
-        kernels.short, (5000, 5090), strict=True
-    ):
-        assert (most, overlaps_forward, longest) == (1024, False, keys) and q is call["q"]
-    flash_attn_varlen_func(**call, num_splits=1)
-    ((*_, short, _, _, _, _),) = kernels.given
-    assert short.most_queries == 16 and len(kernels.short) == 2
 
 
 @pytest.mark.parametrize(
