@@ -23,7 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(scope="module", autouse=True)
 def group():
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -52,19 +53,25 @@ class Through(torch.autograd.Function):
         return ctx.change(gradient), None
 
 
-def leaves() -> list[torch.Tensor]:
+def leaves(where="cpu") -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2, 20, 4, 64).bfloat16().requires_grad_() for _ in range(3)]
+    shape = 2, 20 if where == "cpu" else 200, 4, 64
+    return [torch.randn(shape, device=where).bfloat16().requires_grad_() for _ in range(3)]
 
 
 def dense(q, k, v):
-    return fa3.flash_attn_func(q, k, v, return_lse=True)
+    return fa3.flash_attn_func(q, k, v, return_lse=True, deterministic=True)
 
 
 def packed(q, k, v):
-    ends = torch.tensor([0, 13, 40], dtype=torch.int32)
+    total = 2 * q.shape[1]
+    cut = total * 13 // 40
+    ends = torch.tensor([0, cut, total], dtype=torch.int32, device=q.device)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return fa3.flash_attn_varlen_func(q, k, v, ends, ends, 27, 27, return_lse=True)
+    longest = total - cut
+    return fa3.flash_attn_varlen_func(
+        q, k, v, ends, ends, longest, longest, return_lse=True, deterministic=True
+    )
 
 
 CALLS = {"dense": dense, "packed": packed}
@@ -84,21 +91,26 @@ def all_lie_in_memory(monkeypatch):
     monkeypatch.setattr(autograd, "no_double_backward", look)
 
 
-def gradients_through(call, of_result: int, change) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v; that of a result of the call is changed."""
-    inputs = leaves()
-    results = list(CALLS[call](*inputs))
+def gradients_through(call, of_result: int, change, where="cpu") -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v, of which a result's own gradient is changed.
+
+    Args:
+        call: takes q, k and v.
+    """
+    inputs = leaves(where)
+    results = list(call(*inputs))
     results[of_result] = Through.apply(results[of_result], change)
     return torch.autograd.grad(sum((x.float() ** 2).sum() for x in results), inputs)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("of_result", [0, 1], ids=["out", "lse"])
 @pytest.mark.parametrize("kind", ["collective", "negated"])
-def test_gradients_are_brought_to_memory(call, of_result, kind):
+def test_gradients_are_brought_to_memory(call, of_result, kind, where):
+    """On a GPU the stream waits for the collective before the kernels read."""
     change = {"collective": gathered, "negated": lambda x: torch._neg_view(-x)}[kind]
-    found = gradients_through(call, of_result, change)
-    expected = gradients_through(call, of_result, lambda x: x)
+    found = gradients_through(call, of_result, change, where)
+    expected = gradients_through(call, of_result, lambda x: x, where)
     assert all(map(torch.equal, found, expected))
 
 
@@ -117,7 +129,7 @@ def test_gradients_that_lie_nowhere(call, of_result, name, kind):
     change, complaint = REFUSED[kind]
     complaint = f"^the gradient of {name} must lie in memory, {complaint}"
     with pytest.raises(NotImplementedError, match=complaint):
-        gradients_through(call, of_result, change)
+        gradients_through(CALLS[call], of_result, change)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -128,7 +140,7 @@ def test_tangents_of_gradients_are_not_dropped(call):
             NotImplementedError, match=r"^the gradient of out carries a forward-mode tan"
         ),
     ):
-        gradients_through(call, 0, lambda x: forward_ad.make_dual(x, torch.ones_like(x)))
+        gradients_through(CALLS[call], 0, lambda x: forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -156,19 +168,14 @@ def test_inputs_are_not_waited_for(call):
         CALLS[call](gathered(q), k, v)
 
 
-@pytest.mark.parametrize("call", ["dense", "packed"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("of_result", [0, 1], ids=["out", "lse"])
-def test_in_a_graph(call, of_result):
-    def gradients(run, change):
-        inputs = leaves()
-        results = list(run(*inputs))
-        results[of_result] = Through.apply(results[of_result], change)
-        return torch.autograd.grad(sum((x.float() ** 2).sum() for x in results), inputs)
-
+def test_in_a_graph(call, of_result, where):
     torch.compiler.reset()
-    run = torch.compile(CALLS[call], backend="aot_eager", fullgraph=True)
-    expected = gradients(CALLS[call], lambda x: x)
-    assert all(map(torch.equal, gradients(run, gathered), expected))
+    run = torch.compile(call, backend="aot_eager", fullgraph=True)
+    expected = gradients_through(call, of_result, lambda x: x, where)
+    found = gradients_through(run, of_result, gathered, where)
+    assert all(map(torch.equal, found, expected))
 
 
 # ------------------------------------------------------------------------------------ operators

@@ -119,9 +119,6 @@ def test_a_row_s_plan_is_read_back():
         plans.recorded_config(replace(row, choice="list 64x16"))
 
 
-# --------------------------------------------------------------------------------- rows
-
-
 # --------------------------------------------------------------------------------- the fit
 
 
@@ -204,6 +201,3 @@ def test_a_record_is_reported_without_a_gpu(tmp_path, capsys):
     assert f"{len(CELLS)} cells: 100% within 3%" in printed
     assert (tmp_path / "schedules.png").stat().st_size > 10000
     assert "| all (16) | 100%, 0.0%, 0.0% |" in (tmp_path / "schedules.md").read_text()
-
-
-# --------------------------------------------------------------------------------- a run

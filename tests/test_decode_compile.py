@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cutlass import BFloat16
 from machine_code import check_ptxas_log, inspect
 
 from docs.examples.documents import Documents
@@ -184,7 +185,7 @@ def check_loads(report: CubinReport, spec: AttentionSpec, cache: CacheLayout):
         assert report.tma_loads == 0
         assert report.count("LDGSTS.E.BYPASS.128") + report.count("LDGSTS.E.128") > 0
     else:
-        boxes = sum(n // box_columns(n) for n in columns) * TILE_N // cache.box(TILE_N)
+        boxes = sum(n // box_columns(n, BFloat16) for n in columns) * TILE_N // cache.box(TILE_N)
         # The first and the last block of a segment stand outside of the loop.
         assert report.tma_loads >= 2 * boxes and report.tma_loads % boxes == 0
         assert report.count("UTMAPF") >= boxes

@@ -56,13 +56,6 @@ class ReturnsTuple(fa3.Score):
 
 
 @dataclass(frozen=True)
-class ReturnsNothing(fa3.Score):
-    @cute.jit
-    def score(self, logit, at):  # the line
-        logit + 1.0
-
-
-@dataclass(frozen=True)
 class ReturnsEarly(fa3.Score):
     @cute.jit
     def score(self, logit, at):
@@ -132,13 +125,6 @@ class PythonsMath(fa3.Score):
 
 class Inherits(WrongField):
     pass
-
-
-@dataclass(frozen=True)
-class UndefinedInMask(fa3.Mask):
-    @cute.jit
-    def visible(self, at):
-        return at.key < undefined_name  # noqa: F821  # the line
 
 
 @dataclass(frozen=True)
@@ -217,7 +203,6 @@ CASES = [
     (UndefinedName(), "score", "name 'undefined_name' is not defined"),
     (WrongField(), "score", "'Position' object has no attribute 'keys'"),
     (ReturnsTuple(), "score", "score(self, logit, at) must return one number"),
-    (ReturnsNothing(), "score", "score(self, logit, at) must return one number"),
     (ReturnsEarly(), "score", "Early exit (return) is not allowed"),
     (TooFewArguments(), "score", "takes 2 positional arguments but 3 were given"),
     (WithoutJit(), "score", "Decorate the function with @jit"),
@@ -226,7 +211,6 @@ CASES = [
     (TypeChanges(), "score", "`bias` has type `Int32` on one path and `Float32` on another"),
     (OtherLibrary(), "score", "must be Tensor, not Float32"),
     (PythonsMath(), "score", "math.tanh"),
-    (UndefinedInMask(), "visible", "name 'undefined_name' is not defined"),
     (MaskReturnsTuple(), "visible", "visible(self, at) must return one bool"),
     (MaskReturnsNothing(), "visible", "visible(self, at) must return one bool"),
     (WrongRow(torch.zeros(2).int()), "key_range", "'Rows' object has no attribute 'document'"),
@@ -244,15 +228,17 @@ def test_the_user_s_error_is_found(instance, method, cause):
     assert error.__cause__ is not None
     message = str(error)
     assert message.startswith(f"{type(instance).__name__}.{method} does not compile: ")
-    assert marked_line(type(instance)) in message.split("\n  ")
+    lines = message.split("\n  ")
+    assert marked_line(type(instance)) in lines
     assert cause in message
     assert "fa3/kernels" not in message and "site-packages" not in message
-
-
-def test_a_helper_s_line_stands_behind_the_method_s():
-    lines = str(explained(InHelper())).split("\n  ")
-    assert lines[1] == marked_line(InHelper)
-    assert lines[2].endswith(": return at.distance")
+    if isinstance(instance, InHelper):
+        # A helper's line stands after the method's.
+        assert lines[1] == marked_line(InHelper)
+        assert lines[2].endswith(": return at.distance")
+    elif isinstance(instance, PythonsMath):
+        *_, place, advice = message.splitlines()
+        assert "math.tanh(logit)" in place and advice.endswith("use cute.math.tanh")
 
 
 def test_an_inherited_method_is_named_by_the_class_that_was_used():
@@ -306,9 +292,3 @@ def test_a_class_without_a_file_is_named():
     kernel = Forward(spec, ForwardConfig(128, 64), StaticPersistent)
     with pytest.raises(ValueError, match=r"^Typed\.visible does not compile: its source is not in"):
         compile_kernel(kernel)
-
-
-def test_python_s_math_is_named():
-    *_, place, advice = str(explained(PythonsMath())).splitlines()
-    assert "math.tanh(logit)" in place
-    assert advice.endswith("use cute.math.tanh")

@@ -32,7 +32,7 @@ from fa3.primitives.dropout import SQUARE
 from fa3.primitives.wgmma import ROWS, WARPGROUP
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running.compiler import compile_kernel
-from fa3.schedules import Dynamic, SplitTiles, TileList
+from fa3.schedules import Dynamic, TileList
 from fa3.schedules.marked import RecomputeTiles
 from fa3.tools.cubin import CubinReport
 
@@ -53,20 +53,11 @@ def forward_cases():
     for head_dim in (64, 256):
         spec = dropped(spec_of(head_dim, "window"))
         yield f"d{head_dim}-window", Forward(spec, config_of(spec), TileList)
-    spec = dropped(spec_of(64, "causal"))
-    yield "d64-split", Forward(spec, config_of(spec), SplitTiles)
     spec = dropped(spec_of(256, "causal"))
     yield "d256-again", Forward(spec, config_of(spec).recompute, RecomputeTiles)
-    spec = dropped(spec_of(128, "full", dtype="float16"))
-    yield "d128-float16", Forward(spec, config_of(spec), TileList)
-    for head_dim in (96, 192):
-        spec = dropped(spec_of(head_dim, "causal"))
-        yield f"d{head_dim}v{head_dim}", Forward(spec, config_of(spec), TileList)
     yield "d64-packed-0", RaggedPlan(dropped(spec_of(64, "causal")), True, True, H200).kernels()[0]
-    # A score at head size 64, where three consumers would have too few registers.
-    for head_dim, name in ((64, "softcap"), (128, "softcap-alibi-sinks"), (128, "mask")):
-        spec = dropped(modified(head_dim, "causal", *MODIFIERS[name]))
-        yield f"d{head_dim}-{name}", Forward(spec, config_of(spec), TileList)
+    spec = dropped(modified(128, "causal", *MODIFIERS["softcap-alibi-sinks"]))
+    yield "d128-softcap-alibi-sinks", Forward(spec, config_of(spec), TileList)
 
 
 def parameters(cases) -> list:
@@ -86,8 +77,6 @@ def check_forward(kernel: Forward) -> CubinReport:
     report = inspect(compiled.cubin)
     check_resources(report, compiled.ptxas_log, config)
     check_wgmma(report, spec, config)
-    if spec.mask.templates:
-        return report
     check_overlap(report, spec, config)
     # Numbers are drawn while P V is in flight, and compared there.
     unmasked = min(report.under_wgmma(), key=comparisons)
@@ -107,9 +96,8 @@ def test_forward_with_both_kinds_of_row_max():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("head_dim", "mask"), [(64, "full"), (128, "causal")])
-def test_what_a_score_costs_in_the_forward_kernel(head_dim, mask):
-    spec = spec_of(head_dim, mask)
+def test_what_a_score_costs_in_the_forward_kernel():
+    spec = spec_of(64, "full")
     report = inspect(compile_kernel(Forward(spec, config_of(spec), TileList)).cubin)
     config = config_of(dropped(spec))
     reports = report, check_forward(Forward(dropped(spec), config, TileList))
@@ -120,11 +108,7 @@ def test_what_a_score_costs_in_the_forward_kernel(head_dim, mask):
 def backward_cases():
     """Yield test parameters, a kernel each; those whose costs are counted are not among them."""
     specs = {
-        "d64-window": spec_of(64, "window"),
-        "d128-window": spec_of(128, "window"),
         "d128-float16": spec_of(128, "causal", dtype="float16"),
-        "d192v128": spec_of(192, "causal", head_dim_v=128),
-        "d192": spec_of(192, "causal"),
         "d128-mask": modified(128, "causal", function=DOCUMENTS),
     }
     for name, spec in specs.items():

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from machine_code import inspect
 from problems import make_operands, make_problem
 from reference import check_attention
 from score_problems import NOTHING, modify
@@ -22,12 +21,9 @@ from docs.examples import (
     relative_bias,
     training_loop,
 )
-from fa3.kernels.forward import Forward
 from fa3.planning.planner import plan_forward
 from fa3.problem import Window
 from fa3.reference.forward import steps
-from fa3.running.compiler import compile_kernel
-from fa3.schedules import StaticPersistent
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = (prefix_lm, documents, relative_bias)
@@ -85,17 +81,6 @@ def test_the_prefix_spares_what_it_hides_and_masks_only_the_diagonal():
         assert step.blocks.full_end == max(prefix, first) // tile_n
     touched = sum(step.blocks.end - step.blocks.begin for step in walked)
     assert touched == sum(2 * m + 2 for m in range(8)) + sum(max(8, 2 * m + 2) for m in range(8))
-
-
-@pytest.mark.compiles
-@each_example
-def test_compiles_without_spills(example):
-    problem = make_problem(3, 1000, 1000, 2, 2)
-    q, _, _ = make_operands(problem)
-    modified, _ = modify(problem, q, modifiers_of(example, 3, 1000, 4))
-    kernel = Forward(modified.spec, plan_forward(modified).config, StaticPersistent)
-    report = inspect(compile_kernel(kernel).cubin)
-    assert report.stack_bytes == 0 and report.spill_instructions == 0
 
 
 @pytest.mark.gpu

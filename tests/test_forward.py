@@ -287,7 +287,8 @@ def check_in_poison(problem: Problem, where) -> None:
     q, k, v = (in_poison(tensor)[0] for tensor in make_operands(problem, device=where))
     out_shape = (*q.shape[:3], v.shape[3])
     out, buffer = in_poison(q.new_full(out_shape, torch.nan))
-    _, lse = attend(q, k, v, problem.window, out=out)
+    returned, lse = attend(q, k, v, problem.window, out=out)
+    assert returned is out
     check_attention(out, lse, q, k, v, window=problem.window)
     out.fill_(torch.nan)
     untouched = torch.full_like(buffer, torch.nan)
@@ -349,15 +350,6 @@ def test_size_one_dimensions_may_have_any_stride(where):
     operands = make_operands(make_problem(1, 200, 200, 1), device=where)
     q, k, v = (tensor.as_strided(tensor.shape, (3, 64, 5, 1)) for tensor in operands)
     out, lse = attend(q, k, v)
-    check_attention(out, lse, q, k, v)
-
-
-def test_out_may_be_a_view(where):
-    problem = make_problem(2, 200, 300, 4)
-    q, k, v = make_operands(problem, device=where)
-    out = torch.full((2, 4, 200, 64), torch.nan, dtype=q.dtype, device=where).transpose(1, 2)
-    returned, lse = attend(q, k, v, out=out)
-    assert returned is out
     check_attention(out, lse, q, k, v)
 
 
@@ -522,41 +514,12 @@ def test_the_output_is_contiguous_however_q_lies_in_memory():
         assert out.is_contiguous() and torch.equal(out, expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "window"),
-    [
-        ({"causal": True}, Window(right=0)),
-        ({"window_size": (10, 3)}, Window(10, 3)),
-        ({"window_size": [10, -1]}, Window(left=10)),
-        ({"window_size": (10, -1), "causal": True}, Window(10, 0)),
-        ({"window_size": (10, 0), "causal": True}, Window(10, 0)),
-        ({"window_size": (10, 10), "causal": True}, Window(10, 0)),
-        ({"window_size": (0, 0)}, Window(0, 0)),
-        ({"window_size": (1 << 40, 1 << 40)}, Window()),
-        ({"window_size": (1 << 40, 0)}, Window(right=0)),
-    ],
-)
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(70, 90), (90, 70), (1, 70)])
-def test_masks(arguments, window, seqlen_q, seqlen_k):
-    q, k, v = operands(seqlen_q, seqlen_k)
-    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True, **arguments)
-    check_attention(out, lse, q, k, v, window=window)
-
-
 def test_out_of_an_empty_problem_has_the_head_dim_of_v():
     q, k, v = operands(seqlen_k=0, head_dim_v=96)
     out = fa3.flash_attn_func(q, k, v)
     assert out.shape == (2, 70, 4, 96) and (out == 0).all()
     out.fill_(torch.nan)
     assert (fa3.flash_attn_func(q, k, v, out=out) == 0).all()
-
-
-def test_gradients_may_be_on_if_they_are_not_asked_for():
-    q, k, v = operands()
-    q.requires_grad_()
-    with torch.no_grad():
-        out = fa3.flash_attn_func(q, k, v)
-    assert not out.requires_grad
 
 
 # --------------------------------------------------------------------------------- schedules

@@ -215,10 +215,12 @@ def met(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """What `warmup` compiles for the model."""
+def compiled() -> dict[str, set]:
+    """What `warmup` compiles for the model on an H200 and an H100, by the kind of calls."""
     rotary = warmup.rotary_of(MODEL, "halves", MODEL.dtype)
-    return set(warmup.kernels_of(MODEL, warmup.CALLS, (0, PAGE_SIZE), rotary))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warmup, "known_gpus", lambda: [H200, H100])
+        return {call: set(warmup.kernels_of(MODEL, (call,), PAGE_SIZES, rotary)) for call in CALLS}
 
 
 def prefill(draw: random.Random) -> None:
@@ -298,21 +300,18 @@ def test_a_server_meets_few_kernels(server, gpu, met, compiled, monkeypatch):
             call(draw)
     forward.prepare_forward.cache_clear()
     assert len({key_of(kernel) for kernel in met}) == EXPECTED[server]
-    assert met.keys() <= compiled
+    assert met.keys() <= set().union(*compiled.values())
 
 
-def test_the_documentation_counts_what_is_compiled(monkeypatch):
-    monkeypatch.setattr(warmup, "known_gpus", lambda: [H200, H100])
+def test_the_documentation_counts_what_is_compiled(compiled):
     page = (Path(__file__).parents[1] / "docs" / "environment.md").read_text()
     written = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
-    rotary = warmup.rotary_of(MODEL, "halves")
-    made = {call: set(warmup.kernels_of(MODEL, (call,), PAGE_SIZES, rotary)) for call in CALLS}
     assert {call: int(count) for call, count in written.items()} == {
-        call: len(kernels) for call, kernels in made.items()
+        call: len(kernels) for call, kernels in compiled.items()
     }
-    assert f"has {len(set().union(*made.values()))} kernels in all" in page
+    assert f"has {len(set().union(*compiled.values()))} kernels in all" in page
     guide = (Path(__file__).parents[1] / "docs" / "decoding.md").read_text()
-    assert f"compiles {len(made['cache'] | made['dense'])} kernels" in guide
+    assert f"compiles {len(compiled['cache'] | compiled['dense'])} kernels" in guide
 
 
 def draw_problem(draw: random.Random) -> Problem:
@@ -329,7 +328,7 @@ def test_heads_that_share_keys_run_in_pairs_with_three_kernels(gpu):
     draw = random.Random(1)
     found = {
         launch.kernel
-        for problem in (draw_problem(draw) for _ in range(1000))
+        for problem in (draw_problem(draw) for _ in range(400))
         for launch in plan_forward(problem, gpu).launches()
     }
     assert len(found) == 3

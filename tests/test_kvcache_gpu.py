@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_graphs import captured
-from kvcache_problems import CacheProblem, make_call, random_problem
+from kvcache_problems import CacheProblem, make_call
 from kvcache_reference import as_bits, check_call
 from pairs import combine, pairs
 from problems import DTYPES, poisoned_allocations
@@ -22,21 +22,7 @@ from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.kernels.decode import Decode
 from fa3.planning import decode as planning
 
-FAMILIES = 16
-"""Sets of options that change the generated code, for each dtype."""
-
-
 # ------------------------------------------------------------------------------------- shapes
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(3 * FAMILIES))
-def test_random_calls(seed, dtype, device):
-    lengths = (0, 1, 20, 300, 3000) if seed < 2 * FAMILIES else (100, 1000, 9000)
-    problem = random_problem(seed, dtype, seed % FAMILIES, lengths)
-    options = ({}, {"num_splits": 1}, {"num_splits": 5}, {"batch_invariant": True})
-    # A quarter of the families each, so that no family needs all kinds of cuts.
-    check(problem, device, seed, **options[seed % FAMILIES % 4])
 
 
 @pytest.mark.parametrize(

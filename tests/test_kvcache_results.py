@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from invalid_arguments import WRONG_VALUES
 from kvcache_problems import CacheProblem, make_call, random_problem
 from kvcache_reference import as_bits, check_call
@@ -28,6 +26,11 @@ from fa3.calls.scheduler_metadata import get_scheduler_metadata
 from fa3.calls.values import HostValues, values_on_host
 
 DTYPES = ("bfloat16", "float16")
+
+FAMILIES = 16
+"""Sets of options that change the generated code, for each dtype, of the calls on a GPU."""
+
+LENGTHS = (0, 1, 20, 300, 3000)
 
 PAGE_SIZES = (None, 1, 2, 16, 48, 64, 128, 256)
 
@@ -74,10 +77,19 @@ def unread(call: dict) -> dict:
 # ------------------------------------------------------------------------------------ results
 
 
-@settings(max_examples=60)
-@given(st.integers(0, 1 << 32), st.sampled_from(DTYPES))
-def test_random_calls(seed, dtype):
-    check(random_problem(seed, dtype, seed, lengths=(0, 1, 20, 300)), seed=seed)
+@places(
+    "seed,dtype,family,lengths",
+    cpu=[(n, dtype, n, LENGTHS[:-1]) for n in range(30) for dtype in DTYPES],
+    gpu=[
+        (n, dtype, n % FAMILIES, LENGTHS if n < 2 * FAMILIES else (100, 1000, 9000))
+        for n in range(3 * FAMILIES)
+        for dtype in DTYPES
+    ],
+)
+def test_random_calls(seed, dtype, family, lengths, where):
+    """A quarter of the families for each way to cut the keys, so that none needs all of them."""
+    options = tuple(MODES.values())[family % 4]
+    check(random_problem(seed, dtype, family, lengths), where, seed, **options)
 
 
 @pytest.mark.parametrize(
@@ -207,42 +219,6 @@ def test_rotary(dtype, table_dtype, interleaved, dim, causal, where):
         rotary=(dim, interleaved, table_dtype), causal=causal,
     )  # fmt: skip
     check(problem, where)
-
-
-def test_queries_turn_without_new_tokens():
-    check(CacheProblem((50, 7), 3, (0, 0), rotary=(64, True, "bfloat16")))
-
-
-def test_left_padding_hides_keys_and_moves_none():
-    problem = CacheProblem((50, 40), 3, leftpads=(50, 11), alibi=1, window=(20, 0))
-    check(problem)
-    call = make_call(problem)
-    _, lse, _ = run(call)
-    assert (lse[0] == -math.inf).all()
-
-
-def test_sequences_may_share_a_row():
-    problem = CacheProblem((30, 60, 0), batch_idx=(2, 2, 0), rows=4)
-    check(problem)
-
-
-def test_a_row_of_the_page_table_may_be_chosen():
-    problem = CacheProblem((30, 60), counts=(2, 2), batch_idx=(3, 1), rows=5, page_size=16)
-    check(problem)
-
-
-def test_ragged_tokens():
-    problem = CacheProblem((30, 0, 9), 2, (0, 7, 1), ragged=True, rotary=(16, False, "bfloat16"))
-    check(problem)
-
-
-@pytest.mark.parametrize("sinks", ["float32", "bfloat16"])
-def test_sinks_join_the_denominator(sinks):
-    problem = CacheProblem((30, 0), group=4, sinks=sinks)
-    check(problem)
-    call = make_call(problem)
-    out, lse, _ = run(call)
-    assert (out[1] == 0).all() and torch.equal(lse[1, :, 0], call["sinks"].float())
 
 
 @pytest.mark.parametrize("seqlen", [0, 30, None])

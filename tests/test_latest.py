@@ -4,7 +4,6 @@ import gc
 import tracemalloc
 import weakref
 from threading import Thread
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ import torch
 from torch.autograd import forward_ad
 
 import fa3
-from fa3.calls import combine, decode, kvcache, mixed, varlen
+from fa3.calls import combine, forward, kvcache, varlen
 from fa3.calls.call import TENSORS, AttentionCall
 from fa3.calls.latest import UNKNOWN, FastPath
 from fa3.calls.operands import Operand
 from fa3.calls.options import Options, latest_call, remembered_options
-from fa3.planning.gpu import H200
 from fa3.problem import REMEMBERED, Window
 
 LENGTHS = torch.tensor([5, 9], dtype=torch.int32)
@@ -219,16 +217,6 @@ def test_only_what_comes_again_is_remembered():
     assert latest.find((tensors[0], None, None)) == UNKNOWN
 
 
-def packed_on_cache(total: int, **options) -> torch.Tensor:
-    """A call with packed queries of one sequence on a cache."""
-    cache = torch.zeros(1, 16, 2, 64).bfloat16()
-    return fa3.flash_attn_with_kvcache(
-        torch.randn(total, 2, 64).bfloat16(), cache, cache.clone(), max_seqlen_q=8,
-        cache_seqlens=torch.tensor([9]).int(), cu_seqlens_q=torch.tensor([0, total]).int(),
-        **options,
-    )  # fmt: skip
-
-
 def test_the_stride_of_a_single_number_is_not_that_of_several():
     numbers = torch.full((4, 5), 3).int()
 
@@ -292,35 +280,23 @@ def described_call(batch: int, device: str = "cpu") -> tuple:
     return described, Options(Window(right=0))
 
 
-def cache_call_on_gpu(batch: int) -> tuple:
-    return described_call(batch, "cuda:0")
-
-
 def merge(parts: int) -> tuple:
     lse = operand(parts, 1, 1, 1, dtype=torch.float32)
     return operand(parts, 1, 1, 1, 8, dtype=torch.float32), lse, None, torch.float32
 
 
-@pytest.mark.parametrize(
-    ("prepare", "arguments"),
-    [
-        (kvcache.prepare_cache_call, cache_call_on_gpu),
-        (combine.prepare_combine, merge),
-    ],
-    ids=["call on a GPU", "merge"],
-)
-def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
-    gpu = SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(decode, "load_kernel", lambda kernel: None)
-    for module in (kvcache, mixed):
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
-    prepare.cache_clear()
+def test_no_more_than_so_many_are_remembered():
+    for prepare in (
+        combine.prepare_combine, forward.prepare_forward, kvcache.prepare_cache_call,
+        varlen.prepare_varlen,
+    ):  # fmt: skip
+        assert prepare.cache_info().maxsize == REMEMBERED
+    combine.prepare_combine.cache_clear()
 
     def sweep(first: int) -> int:
-        """Prepare a sweep of calls, and return the memory that is traced then."""
+        """Prepare a sweep of merges, and return the memory that is traced then."""
         for n in range(first, first + SWEEP):
-            prepare(*arguments(n))
+            combine.prepare_combine(*merge(n))
         return tracemalloc.get_traced_memory()[0]
 
     # All that is remembered of the first sweep makes room in the next ones.
@@ -329,9 +305,9 @@ def test_no_more_than_so_many_are_remembered(prepare, arguments, monkeypatch):
         sizes = [sweep(1 + i * SWEEP) for i in range(3)]
     finally:
         tracemalloc.stop()
-    assert prepare.cache_info().currsize == REMEMBERED
+    assert combine.prepare_combine.cache_info().currsize == REMEMBERED
     assert sizes[2] - sizes[1] < SLACK
-    prepare.cache_clear()
+    combine.prepare_combine.cache_clear()
 
 
 def test_what_is_remembered_is_found_again():

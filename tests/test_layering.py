@@ -1,6 +1,7 @@
 """Imports point down only."""
 
 import ast
+import functools
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -43,16 +44,23 @@ def room_of(path: Path) -> str:
     return path.parts[1].removesuffix(".py")
 
 
-def imported(path: Path) -> set[str]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse((ROOT.parent / path).read_text())
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
     """Return the dotted names that a module imports, also inside of functions."""
     names = set()
-    for node in ast.walk(ast.parse((ROOT.parent / path).read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def imported_modules(path: Path) -> set[Path]:
@@ -74,13 +82,13 @@ def imported_modules(path: Path) -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_imports_point_down(path):
-    room = room_of(path)
-    assert room in FLOOR, f"give {room} a place in FLOORS"
-    for other in imported_modules(path):
-        below = FLOOR[room_of(other)] < FLOOR[room]
-        assert below or room_of(other) == room, f"{path} imports {other}"
+def test_imports_point_down():
+    for path in MODULES:
+        room = room_of(path)
+        assert room in FLOOR, f"give {room} a place in FLOORS"
+        for other in imported_modules(path):
+            below = FLOOR[room_of(other)] < FLOOR[room]
+            assert below or room_of(other) == room, f"{path} imports {other}"
 
 
 def test_no_circles():
@@ -97,22 +105,18 @@ def test_some_need_the_standard_library_only(file):
     assert roots <= set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_torch_stays_at_the_edge(path):
-    roots = {name.split(".")[0] for name in imported(path)}
-    assert "torch" not in roots or room_of(path) in USE_TORCH
+def test_torch_stays_at_the_edge():
+    for path in MODULES:
+        roots = {name.split(".")[0] for name in imported(path)}
+        assert "torch" not in roots or room_of(path) in USE_TORCH, path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_only_the_compiler_compiles(path):
-    calls = (
-        ast.unparse(node.func)
-        for node in ast.walk(ast.parse((ROOT.parent / path).read_text()))
-        if isinstance(node, ast.Call)
-    )
-    assert "cute.compile" not in calls or path == Path("fa3", "running", "compiler.py")
+def test_only_the_compiler_compiles():
+    for path in MODULES:
+        nodes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+        compiles = any(ast.unparse(node.func) == "cute.compile" for node in nodes)
+        assert not compiles or path == Path("fa3", "running", "compiler.py"), path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_files_are_named_for_what_is_in_them(path):
-    assert path.stem not in ("utils", "util", "helpers", "common", "misc")
+def test_files_are_named_for_what_is_in_them():
+    assert not {"utils", "util", "helpers", "common", "misc"} & {path.stem for path in MODULES}

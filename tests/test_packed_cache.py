@@ -9,7 +9,7 @@ import torch
 from pairs import places
 from problems import poisoned_allocations
 from reference import check_attention
-from varlen_problems import VarlenProblem, check_varlen, make_call, on_cache, random_problem, unused
+from varlen_problems import VarlenProblem, check_call, on_cache, random_problem
 
 import fa3
 from fa3.calls import decode, kvcache, mixed, operands, overlap, packed_calls
@@ -34,16 +34,16 @@ DTYPES = "bfloat16", "float16"
 CUTS = {}, {}, {"num_splits": 1}, {"num_splits": 3}, {"batch_invariant": True}
 
 
-def check(problem: VarlenProblem, page_size: int | None, where, seed: int = 0, **options) -> None:
-    """Call into NaN memory, and compare every sequence with attention to its keys alone."""
-    call = make_call(problem, seed, where)
-    of_cache = {name: options.pop(name) for name in ("capacity", "is_indexed") if name in options}
-    arguments = on_cache(problem, call, page_size, **of_cache) | options
-    with poisoned_allocations():
-        out, lse = fa3.flash_attn_with_kvcache(**arguments, return_lse=True)
-    check_varlen(problem, call, out, lse)
-    untouched = unused(problem, len(out), where)
-    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+def check(
+    problem: VarlenProblem, page_size: int | None, where, seed: int = 0, capacity: int = 0,
+    is_indexed: bool = False, **options,
+) -> None:  # fmt: skip
+    """Check a call with the keys of a problem in a cache."""
+
+    def change(problem: VarlenProblem, call: dict) -> dict:
+        return on_cache(problem, call, page_size, capacity, is_indexed)
+
+    check_call(problem, where, seed, change, **options)
 
 
 def drawn(seed: int, longest: int) -> VarlenProblem:

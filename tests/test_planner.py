@@ -237,11 +237,6 @@ def test_an_empty_problem_costs_no_flops(sizes):
     assert make_problem(**sizes).flops == 0
 
 
-def test_problems_are_values():
-    assert make_problem(seqlen_q=7) == make_problem(seqlen_q=7)
-    assert len({make_problem(), make_problem(), make_problem(batch=2)}) == 2
-
-
 # ---------------------------------------------------------------------------------- Problem.of
 
 

@@ -111,42 +111,16 @@ def test_assertions_cannot_be_captured(monkeypatch):
 # -------------------------------------------------------------------------------- on a GPU
 
 
-class Launches:
-    """Stands for the kernels: notes what they are launched on.
-
-    Fields:
-        given: operands and the rest, of both kernels if there are two.
-        short: what the decode kernel alone is launched on, and for how many queries at most.
-    """
-
-    def __init__(self):
-        self.given, self.short = [], []
-
-    def launch(self, operands, *given):
-        self.given.append((*operands, *given))
-
-    def for_queries(self, most, overlaps_forward):
-        def start(operands, *given):
-            self.short.append((most, overlaps_forward, *operands, *given))
-            return lambda: None
-
-        return SimpleNamespace(start=start)
-
-
 @pytest.fixture
-def kernels(monkeypatch):
-    """Have calls on CPU tensors launched as if they were on a GPU."""
-    kernels, prepare = Launches(), varlen.prepare_varlen
+def launches(monkeypatch) -> list[tuple]:
+    """Have calls on CPU tensors launched as if they were on a GPU; return operands and the rest."""
+    launched, prepare = [], varlen.prepare_varlen
     monkeypatch.setattr(launcher, "current_device", lambda: None)
-    gpu = packed_calls.PackedKernels(kernels, kernels, kernels.for_queries)
+    alone = SimpleNamespace(launch=lambda operands, *given: launched.append((*operands, *given)))
+    decode = SimpleNamespace(start=lambda *given: lambda: None)
+    gpu = packed_calls.PackedKernels(alone, alone, lambda *given: decode)
     monkeypatch.setattr(varlen, "prepare_varlen", lambda *key: replace(prepare(*key), gpu=gpu))
-    return kernels
-
-
-@pytest.fixture
-def launches(kernels):
-    """What the kernels are launched on, but for the decode kernel alone."""
-    return kernels.given
+    return launched
 
 
 def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
@@ -161,44 +135,6 @@ def test_lengths_on_a_gpu_are_not_read(launches, monkeypatch):
     (given,) = launches
     assert len(given) == len(expected)
     assert all(a is b or a == b for a, b in zip(given, expected, strict=True))
-
-
-def test_short_sequences_are_the_decode_kernels(kernels):
-    """Beside long ones where keys are many; alone where none is long; never with gradients."""
-    decoding = VarlenProblem((1,) * 9, (500,) * 9, group=4)
-    mixed = VarlenProblem((*(1,) * 9, 200), (*(500,) * 9, 200), group=4)
-    sinks = torch.zeros(4)
-    call = make_call(decoding) | {"sinks": sinks}
-    flash_attn_varlen_func(**call)
-    ((most, overlaps_forward, q, *_, modifiers, scale, _, longest),) = kernels.short
-    assert (most, longest, scale) == (1, 500, 0.125) and q is call["q"] and modifiers[0] is sinks
-    assert not overlaps_forward
-    assert not kernels.given
-    flash_attn_varlen_func(**make_call(mixed))
-    ((*_, short, _, _, _, _),) = kernels.given
-    table = object()
-    short.start(table)
-    most, overlaps_forward, *_, of_launch = kernels.short[1]
-    assert short.most_queries == most == 32 and overlaps_forward and of_launch is table
-    call = make_call(mixed)
-    call["q"].requires_grad_()
-    flash_attn_varlen_func(**call)
-    assert kernels.given[1][-5] is None and len(kernels.short) == 2
-
-
-def test_few_tiles_are_the_decode_kernels(kernels):
-    """Unless the call says not to split; also long sequences, for which there is one plan."""
-    call = make_call(VarlenProblem((300, 5), (5000, 90), heads_kv=1, group=8))
-    flash_attn_varlen_func(**call)
-    flash_attn_varlen_func(**call | {"max_seqlen_q": 305, "max_seqlen_k": 5090})
-    assert not kernels.given
-    for (most, overlaps_forward, q, *_, longest), keys in zip(
-        kernels.short, (5000, 5090), strict=True
-    ):
-        assert (most, overlaps_forward, longest) == (1024, False, keys) and q is call["q"]
-    flash_attn_varlen_func(**call, num_splits=1)
-    ((*_, short, _, _, _, _),) = kernels.given
-    assert short.most_queries == 16 and len(kernels.short) == 2
 
 
 @pytest.mark.parametrize(
@@ -356,14 +292,6 @@ def test_calls_of_ever_new_lengths_keep_no_memory_on_a_gpu(device):
 SIZES = 64, 128, 256
 
 
-def run(problem: VarlenProblem, seed: int = 0, **changes):
-    """Make a call and check what comes of it."""
-    call = make_call(problem, seed) | changes
-    out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    check_varlen(problem, call, out, lse)
-    return out, lse
-
-
 # -------------------------------------------------------------------------------------- results
 
 
@@ -380,49 +308,6 @@ def test_random_calls(seed, family, longest, where):
     check_call(
         random_problem(seed, ("bfloat16", "float16")[seed % 2], family, longest), where, seed
     )
-
-
-@pytest.mark.parametrize("problem", [RAGGED, USED], ids=["all", "used"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"window": (10, 3)},
-        {"window": (0, 0)},
-        {"window": (20, -1)},
-        {"window": (-1, 5)},
-        {"window": (1 << 40, 1 << 40)},
-        {"window": (9, 1 << 40), "causal": True},
-        {"head_dim": 192, "head_dim_v": 128, "causal": True},
-        {"head_dim": 64, "head_dim_v": 256},
-        {"head_dim": 8, "head_dim_v": 40},
-        {"group": 1, "heads_kv": 3},
-        {"group": 6, "heads_kv": 1},
-        {"dtype": "float16", "softmax_scale": 0.7},
-        {"recipe": Recipe(softcap=5.0, alibi_rank=1, sinks="q"), "causal": True},
-        {"recipe": Recipe(alibi_rank=2, sinks="float32")},
-        {"recipe": Recipe(score="gate", mask="prefix", alibi_rank=2), "window": (40, 40)},
-        {"recipe": Recipe(score="relative", mask="documents")},
-    ],
-    ids=str,
-)
-def test_options(problem, options):
-    run(replace(problem, **options))
-
-
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 40), (40, 300), (300, 300), (1, 300)])
-@pytest.mark.parametrize("window", [(-1, 0), (-1, 7), (25, 0)])
-def test_bands_are_aligned_with_the_last_token_of_each_sequence(seqlen_q, seqlen_k, window):
-    run(VarlenProblem((3, seqlen_q, 17), (9, seqlen_k, 4), window=window))
-
-
-def test_used_lengths_are_those_of_shorter_sequences():
-    call = make_call(replace(RAGGED, causal=True))
-    given = {"seqused_q": integers(7, 0, 1, 40), "seqused_k": integers(20, 2, 0, 50)}
-    out = flash_attn_varlen_func(**call, **given)
-    rows_q, rows_k = (slice(71, 111), slice(95, 145))
-    alone = call["q"][None, rows_q], call["k"][None, rows_k], call["v"][None, rows_k]
-    assert torch.equal(out[rows_q], fa3.flash_attn_func(*alone, causal=True)[0])
 
 
 @dataclass(frozen=True)
@@ -446,13 +331,6 @@ def test_functions_see_the_sequence_and_places_inside_of_it():
     PLACES.clear()
     flash_attn_varlen_func(**make_call(USED) | {"score": Lengths()})
     assert set(PLACES) == {(0, 70, 10, 69, 9), (3, 100, 64, 99, 63)}
-
-
-def test_sinks_of_queries_that_see_no_key():
-    problem = replace(RAGGED, recipe=Recipe(sinks="q"), window=(-1, 0))
-    call = make_call(problem)
-    out, lse = flash_attn_varlen_func(**call, return_lse=True)
-    assert (out[70] == 0).all() and torch.equal(lse[:, 70], call["sinks"].float())
 
 
 def test_views():

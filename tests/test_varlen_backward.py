@@ -64,24 +64,6 @@ def test_random_calls(seed, family, longest, where):
     check(problem, where, ((1, 1), (1, 0), (0, 1))[seed % 3], seed)
 
 
-@pytest.mark.parametrize("problem", [RAGGED, USED], ids=["all", "used"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"window": (10, 3)},
-        {"window": (20, -1)},
-        {"window": (-1, 5)},
-        {"head_dim": 64, "head_dim_v": 40, "causal": True},
-        {"dtype": "float16", "recipe": Recipe(softcap=5.0, alibi_rank=2, sinks="q")},
-        {"recipe": Recipe(mask="documents", sinks="float32"), "causal": True},
-    ],
-    ids=str,
-)
-def test_options(problem, options):
-    check(replace(problem, **options), weights=(True, True))
-
-
 @places(
     "head_dim,length,causal",
     cpu=[(64, 50, True)],

@@ -18,7 +18,6 @@ from varlen_problems import (
     check_graph,
     check_varlen,
     check_wrong_ends,
-    integers,
     make_call,
     poison,
     random_short_problem,
@@ -337,17 +336,6 @@ def test_a_sequence_in_one_tile_has_a_mark_for_each_head(heads_of_key, rows_of_s
         assert [order.place(head, 1, seqlen_k) for head in range(12)] == [(h, 0) for h in range(12)]
 
 
-def test_thousands_of_sequences_share_tiles_by_themselves(monkeypatch):
-    walked = []
-    monkeypatch.setattr(packed_calls, "execute_joined", lambda *given: walked.append(given))
-    draw = random.Random(0)
-    ends = integers(0, *(draw.randint(1, 8) for _ in range(2000))).cumsum(0, dtype=torch.int32)
-    total = int(ends[-1])
-    q, k, v = torch.zeros(3, total, 4, 8).bfloat16()
-    fa3.flash_attn_varlen_func(q, k, v, ends, ends, 8, 8, causal=True)
-    assert len(walked) == 1
-
-
 # ------------------------------------------------------------------------------------- on a GPU
 
 
@@ -357,13 +345,16 @@ def test_many_short_sequences(lengths, causal, head_dim, device, walks):
     check(problem, device)
 
 
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129])
-def test_rows_around_tiles_and_halves(rows, device, walks):
-    check(VarlenProblem((1,) * rows, (3,) * rows, heads_kv=1, group=2), device)
+AROUND_TILES = (
+    *(VarlenProblem((1,) * rows, (3,) * rows, group=2) for rows in (1, 63, 64, 65, 127, 128, 129)),
+    VarlenProblem((1, 2, 0, 3) * 50, (200, 1, 90, 255) * 50, causal=True),
+)
+"""Rows that end around tiles and halves, and few queries of many keys."""
 
 
-def test_few_queries_of_many_keys(device, walks):
-    check(VarlenProblem((1, 2, 0, 3) * 50, (200, 1, 90, 255) * 50, causal=True), device)
+@pytest.mark.parametrize("problem", AROUND_TILES)
+def test_rows_around_tiles_and_halves(problem, device, walks):
+    check(problem, device)
 
 
 def test_a_graph_serves_other_lengths(device, walks):

@@ -30,12 +30,10 @@ from fa3.kernels.joined_table import MultiSequenceTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import H200
-from fa3.planning.grouped import GroupedPlan
 from fa3.planning.kernel_names import describe_kernel
 from fa3.planning.planner import plan_forward
 from fa3.problem import AttentionSpec, Problem, Window
 from fa3.running import compiler
-from fa3.schedules.marked import RecomputeTiles
 from fa3.schedules.stream_k import CtaGroups, NoSplit, StreamK
 from fa3.scores.masks import Band
 from fa3.scores.scores import Alibi, Softcap
@@ -63,22 +61,6 @@ def kernels_of(preset: str, page_sizes=(0, 64), rotary="halves", calls=tuple(CAL
 
 def of_type(kernels: list, kind: type) -> list:
     return [kernel for kernel in kernels if type(kernel) is kind]
-
-
-def test_forward_kernels_are_those_of_plans(few_sizes):
-    model = PRESETS["llama3-8b"]
-    found = kernels_of("llama3-8b", calls=("dense",))
-    problem = Problem(module.spec_of(model, CAUSAL), 4, 4096, 4096, 8, 4, CAUSAL)
-    first, second = (launch.kernel for launch in plan_forward(problem, H200).launches())
-    assert first.config.fixed_reference and second.schedule_type is RecomputeTiles
-    assert {first, second} <= set(found)
-    # A single query sees all keys, and its kernels are those of several.
-    assert {kernel.spec.mask for kernel in of_type(found, Forward)} == {Band(right=True)}
-    # With few queries it is that of decoding.
-    spec = module.spec_of(model, CAUSAL)
-    few = [Problem(spec, 4, queries, 4096, 8, 4, CAUSAL) for queries in (1, 40)]
-    kernels = {GroupedPlan.of(problem, H200).decode.kernel() for problem in few}
-    assert kernels == set(of_type(found, Decode)) and len(kernels) == 2
 
 
 def call_on_cache(model: Model, seqlen_q: int, pages: int | None) -> AttentionCall:

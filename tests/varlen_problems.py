@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -262,16 +262,33 @@ def unused(problem: VarlenProblem, total: int, device="cpu") -> torch.Tensor:
 
 def attend(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Call into NaN memory; return out and the log-sum-exp."""
+    is_on_cache = "k_cache" in call
+    function = fa3.flash_attn_with_kvcache if is_on_cache else fa3.flash_attn_varlen_func
     with poisoned_allocations():
-        return fa3.flash_attn_varlen_func(**call, return_lse=True)
+        return function(**call, return_lse=True)
 
 
-def check_call(problem: VarlenProblem, device, seed: int = 0, few_keys: int = FEW_KEYS) -> None:
-    """Assert that a call is right in all rows that are used, and writes no others."""
-    call = make_call(problem, seed, device)
-    out, lse = attend(call)
-    check_varlen(problem, call, out, lse, few_keys=few_keys)
-    untouched = unused(problem, len(out), device)
+def check_call(
+    problem: VarlenProblem,
+    where="cpu",
+    seed: int = 0,
+    change: Callable[[VarlenProblem, dict], dict] = lambda problem, call: call,
+    is_poisoned: bool = False,
+    few_keys: int = FEW_KEYS,
+    **options,
+) -> None:
+    """Assert that a call is right in all rows that are used, and writes no others.
+
+    Args:
+        change: makes of a problem and its call the one that is checked, with the same result.
+        is_poisoned: whether keys and values of some sequences, which are skipped, are not finite.
+        options: more arguments of the call.
+    """
+    call = make_call(problem, seed, where)
+    skipped = poison(problem, call) if is_poisoned else ()
+    out, lse = attend(change(problem, call) | options)
+    check_varlen(problem, call, out, lse, skipped, few_keys)
+    untouched = unused(problem, len(out), where)
     assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
 
 
