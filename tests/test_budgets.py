@@ -19,6 +19,7 @@ LONG_FILES = {"kernels/decode.py"}
 LONG_FUNCTIONS = {
     ("calls/forward.py", "flash_attn_func"),
     ("calls/kvcache.py", "flash_attn_with_kvcache"),
+    ("calls/passes.py", "flash_attn_backward"),
     ("calls/scheduler_metadata.py", "get_scheduler_metadata"),
     ("calls/varlen.py", "flash_attn_varlen_func"),
 }
