@@ -14,6 +14,7 @@ from fa3.distributed import (
     documents,
     flash_attn_func,
     flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     zigzag,
 )
 
@@ -62,6 +63,9 @@ def ranks(request, tmp_path_factory):
     ranks = Ranks(tmp_path_factory.mktemp("ranks"), count, backend)
     yield ranks
     ranks.stop()
+
+
+ON_CPU = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
 
 
 def operands_of(batch, seqlen, heads_kv, head_dims=(HEAD_DIM, HEAD_DIM_V), heads=HEADS):
@@ -195,6 +199,46 @@ def test_slopes_belong_to_heads(ranks, method, options):
     assert max(ranks.run(ranks.count, compare_with_slopes, method, options)) < 0.02
 
 
+def decode(group):
+    """Return the largest errors of out and the log-sum-exp; the last rank may have no keys."""
+    device = device_of(group)
+    q, sinks = seeded(3, 1, HEADS, 64).to(device), seeded(HEADS, seed=5).float().to(device)
+    k, v = (seeded(3, 40, 2, dim, seed=dim).to(device) for dim in (64, 48))
+    appended = seeded(3, 1, 2, 64, seed=7).to(device), seeded(3, 1, 2, 48, seed=8).to(device)
+    lengths = torch.tensor([40, 17, 30], dtype=torch.int32, device=device)
+    options = {"sinks": sinks, "softcap": 5.0, "causal": True, "return_lse": True}
+    whole = [torch.cat((x, x[:, :1]), 1) for x in (k, v)]
+    expected = fa3.flash_attn_with_kvcache(q, *whole, *appended, cache_seqlens=lengths, **options)
+    # The rank that has the last keys of most sequences gets all new tokens.
+    rank, room = group.rank(), 40 // group.size() + 1
+    starts, own = rank * (room - 1), [x.new_zeros(3, room, *x.shape[2:]) for x in (k, v)]
+    for part, x in zip(own, (k, v), strict=True):
+        part[:, : room - 1] = x[:, starts : starts + room - 1]
+    held = (lengths - starts).clamp(0, room - 1)
+    new = appended if rank == 0 else ()
+    results = flash_attn_with_kvcache(q, *own, *new, cache_seqlens=held, group=group, **options)
+    return [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_keys_of_a_cache_may_be_split(ranks, size):
+    for errors in ranks.run(size, decode):
+        assert errors[0] < 0.02 and errors[1] < 0.01, errors
+
+
+def decode_wrongly(group):
+    q, cache = seeded(1, 2, 2, 16), seeded(1, 8, 2, 16)
+    wrong = {"causal": True}, {"window_size": (4, -1)}, {"alibi_slopes": torch.ones(2)}
+    return [refusal(flash_attn_with_kvcache, q, cache, cache, group=group, **x) for x in wrong]
+
+
+@ON_CPU
+def test_what_a_split_cache_refuses(ranks):
+    (texts,) = ranks.run(1, decode_wrongly)
+    for text, name in zip(texts, ("causal and", "causal and", "alibi_slopes"), strict=True):
+        assert text.startswith(f"NotImplementedError: {name}")
+
+
 class Everything(fa3.Mask):
     """Hides nothing."""
 
@@ -235,9 +279,6 @@ def call_wrongly(group, changed, method):
         named["alibi_slopes"] = torch.ones(named["alibi_slopes"], device=device)
     named = {"layout": zigzag, "method": method or "gather", "group": group} | named
     return refusal(flash_attn_func, v=named["k"], **named)
-
-
-ON_CPU = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
 
 
 @ON_CPU

@@ -5,6 +5,7 @@ communication goes through torch.distributed.
 """
 
 from fa3.distributed.attention import flash_attn_func, flash_attn_varlen_func
+from fa3.distributed.decode import flash_attn_with_kvcache
 from fa3.distributed.layouts import SequenceLayout, contiguous, documents, zigzag
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "documents",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "zigzag",
 ]
