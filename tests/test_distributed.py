@@ -3,12 +3,15 @@
 On the CPU ranks are processes with gloo; on GPUs, of which tests need two, with NCCL.
 """
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import NUM_RANKS, Ranks, device_of, refusal, seeded
 
 import fa3
+from benchmarks import bench_distributed as bench
 from fa3.distributed import (
     contiguous,
     documents,
@@ -322,3 +325,24 @@ def call_with_length(group, seqlen, rows):
 def test_a_wrong_length_is_refused(ranks):
     (text,) = ranks.run(1, call_with_length, 9, 8)
     assert text == "ValueError: q must have 9 of 9 rows by Zigzag(), got 8"
+
+
+def measure_tiny(group, cell):
+    options = bench.Namespace(cpu=True, only=None, rounds=1)
+    with ExitStack() as stack:
+        return bench.measure(cell, options, device_of(group), stack)
+
+
+@ON_CPU
+@pytest.mark.parametrize("cell", bench.TINY, ids=lambda cell: cell.name)
+def test_the_benchmark_measures_all_methods(ranks, cell, tmp_path):
+    rows = ranks.run(ranks.count, measure_tiny, cell)[0]
+    named = {
+        "dense": [bench.ALONE, *bench.METHODS],
+        "documents": [bench.ALONE, "gather", "ulysses"],
+        "decode": [bench.ALONE, "decode"],
+    }
+    assert [row.provider for row in rows] == named[cell.kind]
+    assert all(row.us > 0 and row.max_error < 0.05 and not row.reason for row in rows)
+    bench.write(rows, bench.Namespace(cpu=True, out=tmp_path))
+    assert len((tmp_path / bench.CSV_NAME).read_text().splitlines()) == len(rows) + 1
