@@ -3,6 +3,7 @@
 On the CPU they talk through gloo, on GPUs through NCCL, with one GPU for each.
 """
 
+import contextlib
 import datetime
 import functools
 import multiprocessing
@@ -20,7 +21,7 @@ NUM_RANKS = 4
 SECONDS = 30
 """Until a collective counts as hung. On GPUs kernels compile in between."""
 
-PRELOADED = ["torch", "torch.distributed", "fa3.calls.passes", "fa3.distributed"]
+PRELOADED = ["torch", "torch.distributed", "fa3.calls.passes", "fa3.distributed", "torch._dynamo"]
 
 
 class Ranks:
@@ -63,7 +64,8 @@ class Ranks:
 
     def stop(self) -> None:
         for connection in self.connections:
-            connection.send(None)
+            with contextlib.suppress(OSError):
+                connection.send(None)
         for process in self.processes:
             process.join(SECONDS)
             process.kill()

@@ -28,6 +28,8 @@ LONG_FUNCTIONS = {
 PUBLIC = LONG_FUNCTIONS | {
     ("calls/passes.py", "_flash_attn_backward"),
     ("distributed/attention.py", "flash_attn_func"),
+    ("distributed/decode.py", "flash_attn_with_kvcache"),
+    ("distributed/planning.py", "plan"),
     ("integrations/transformers.py", "attend_layer"),
     ("integrations/transformers.py", "describe_mask"),
     ("integrations/vllm_backend.py", "__init__"),

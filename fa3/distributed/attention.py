@@ -1,6 +1,6 @@
 """`fa3.distributed.flash_attn_func` and `flash_attn_varlen_func`: checks, agreement, autograd."""
 
-from collections.abc import Mapping
+import inspect
 from typing import Any
 
 import torch
@@ -9,31 +9,16 @@ from torch.autograd.function import once_differentiable
 from fa3.calls.call import AttentionCall
 from fa3.calls.forward import describe_dense
 from fa3.calls.operands import operand_of
-from fa3.calls.options import as_pair, check_window, flag
 from fa3.complaints import shown
-from fa3.distributed.exchange import Group, Split, agree_on_rows, group_of
+from fa3.distributed.exchange import Group, agree_on_rows, group_of
 from fa3.distributed.layouts import Documents, SequenceLayout
-from fa3.distributed.methods import (
-    Gather,
-    Ring,
-    Ulysses,
-    dense_parts,
-    packed_gather,
-    packed_lengths,
-)
-from fa3.problem import NO_BOUND, Window
+from fa3.distributed.methods import RankMethod, method_of, window_of
+from fa3.distributed.planning import methods_for
+from fa3.problem import NO_BOUND
 from fa3.scores.masks import Mask
 from fa3.scores.scores import Score
 
-METHODS = "gather", "ring", "ulysses"
-
-OPTIONS = (
-    "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "sinks", "deterministic",
-    "sm_margin",
-)  # fmt: skip
-"""Options of both passes on one rank."""
-
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+METHODS = "auto", "gather", "ring", "ulysses"
 
 
 def flash_attn_func(
@@ -43,7 +28,7 @@ def flash_attn_func(
     *,
     layout: SequenceLayout,
     group: Group = None,
-    method: str = "gather",
+    method: str = "auto",
     seqlen: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -57,7 +42,7 @@ def flash_attn_func(
     score: Score | None = None,
     mask: Mask | None = None,
     dropout_p: float = 0.0,
-) -> Result:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `fa3.flash_attn_func` of a sequence of which each rank has some rows.
 
     All ranks of the group must call it, and all must run the backward pass if one does. Gradients
@@ -70,7 +55,8 @@ def flash_attn_func(
         layout: which rows those are: `zigzag` or `contiguous`.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
         method: "gather", "ring" or "ulysses", which needs heads_q to be a multiple of the group's
-            size. Key/value heads are repeated where they are too few.
+            size. Key/value heads are repeated where they are too few. "auto" takes what `plan`
+            says: "gather" or "ulysses".
         seqlen: rows of the whole sequence, where the ranks are known to agree. None: they tell each
             other what they were asked for, which the host waits for.
         window_size: not with "ring".
@@ -91,41 +77,18 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    layout: Documents,
-    group: Group = None,
-    method: str = "gather",
-    seqlen: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_lse: bool = False,
-    score: Score | None = None,
-    mask: Mask | None = None,
-    dropout_p: float = 0.0,
-) -> Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layout: Documents, **options: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `fa3.flash_attn_varlen_func` of documents that are split among the ranks.
 
-    Queries, keys and values are of the same documents, which `layout` knows. All else is as in
-    `flash_attn_func`.
+    Queries, keys and values are of the same documents, which `layout` knows.
 
     Args:
         q: (rows, heads_q, head_dim), bfloat16 or float16: the rows of this rank.
         k, v: (rows, heads_kv, head_dim or head_dim_v), the same rows.
         layout: `documents(cu_seqlens)`.
-        method: "gather" or "ulysses".
-        seqlen: rows of all documents together, cu_seqlens[-1], where the ranks are known to agree.
-        window_size: with "gather" no key after a query may be seen, or all must be.
-        alibi_slopes: not with "gather" if keys after a query's position are seen; (heads_q,).
-        group and the others: as in `flash_attn_func`.
+        options: group, method and others as in `flash_attn_func`, but "ring" is not supported. With
+            "gather", window_size must show no key after a query, or all keys.
 
     Returns:
         out, (rows, heads_q, head_dim_v), of q's dtype; with return_lse also the log-sum-exp,
@@ -134,10 +97,18 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `flash_attn_func`.
     """
-    return attend_over_ranks(dict(locals()), is_packed=True)
+    arguments = SIGNATURE.bind(q, k, v, layout=layout, **options)
+    arguments.apply_defaults()
+    return attend_over_ranks(arguments.arguments, is_packed=True)
 
 
-def attend_over_ranks(named: dict[str, Any], is_packed: bool) -> Result:
+SIGNATURE = inspect.signature(flash_attn_func)
+
+
+@torch._disable_dynamo  # which torch.compiler.disable is, but imported when it is called
+def attend_over_ranks(
+    named: dict[str, Any], is_packed: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the result of a public function of its arguments, by name."""
     group, seqlen = group_of(named.pop("group")), named.pop("seqlen")
     error: Exception | None = None
@@ -157,37 +128,18 @@ def attend_over_ranks(named: dict[str, Any], is_packed: bool) -> Result:
         raise ValueError(
             f"q must have {rows} of {seqlen} rows by {named['layout']}, got {q.shape[1]}"
         )
-    ends = named["layout"].cu_seqlens if is_packed else None
-    method = method_of(named, split, ends, q.device, q.shape[2], k.shape[2])
+    method = method_of(named, split, named["layout"].cu_seqlens if is_packed else (), q, v)
     out, lse = DistributedAttention.apply(method, named["return_lse"], q, k, v, named["sinks"])
-    if is_packed:
-        out, lse = out[0], None if lse is None else lse[0]
-    return (out, lse) if named["return_lse"] else out
-
-
-def method_of(
-    named: Mapping[str, Any],
-    split: Split,
-    ends: tuple[int, ...] | None,
-    device: torch.device,
-    *heads: int,
-) -> Gather | Ring | Ulysses:
-    """Return what computes a call that is checked; `ends` are cu_seqlens of documents."""
-    window, options = window_of(named), {name: named[name] for name in OPTIONS}
-    if named["method"] == "ulysses":
-        return Ulysses.of(split, options, packed_lengths(ends, device) if ends else {}, *heads)
-    if named["method"] == "ring":
-        return Ring(split, options, window.right == 0)
-    if ends:
-        return packed_gather(split, ends, window, options, device)
-    return Gather(split, tuple(dense_parts(split, window, options)))
+    if not named["return_lse"]:
+        return out[0] if is_packed else out
+    return (out[0], lse[0]) if is_packed else (out, lse)
 
 
 class DistributedAttention(torch.autograd.Function):
     """Attention over ranks, differentiable once by q, k, v and the sinks."""
 
     @staticmethod
-    def forward(ctx, method: Gather | Ring | Ulysses, returns_lse: bool, q, k, v, sinks):
+    def forward(ctx, method: RankMethod, returns_lse: bool, q, k, v, sinks):
         """Return out and the log-sum-exp, which may be None if it is not wanted."""
         out, lse, saved = method.forward(q, k, v, returns_lse)
         ctx.method = method
@@ -199,13 +151,11 @@ class DistributedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_out: torch.Tensor | None, d_lse: torch.Tensor | None):
         """Return the gradients of q, k, v and the sinks."""
-        saved = ctx.saved_tensors
-        dq, dk, dv, d_sinks = ctx.method.backward(d_out, d_lse, *saved)
-        dtype = saved[0].dtype
-        return None, None, dq, dk.to(dtype), dv.to(dtype), d_sinks
+        dq, dk, dv, d_sinks = ctx.method.backward(d_out, d_lse, *ctx.saved_tensors)
+        return None, None, dq, dk.to(dq.dtype), dv.to(dq.dtype), d_sinks
 
 
-def check_call(named: Mapping[str, Any], num_ranks: int, is_packed: bool) -> None:
+def check_call(named: dict[str, Any], num_ranks: int, is_packed: bool) -> None:
     """Raise unless this rank's arguments, by name, fit together and are supported."""
     layout, method, slopes = named["layout"], named["method"], named["alibi_slopes"]
     if method not in METHODS:
@@ -222,50 +172,18 @@ def check_call(named: Mapping[str, Any], num_ranks: int, is_packed: bool) -> Non
             raise NotImplementedError(
                 f"{name} is not supported over ranks: it depends on positions in the whole sequence"
             )
+    ndim = 3 if is_packed else 4
+    for name in "qkv":
+        if isinstance(named[name], torch.Tensor) and named[name].ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got {tuple(named[name].shape)}")
     tensors: list[Any] = [named[name] for name in ("q", "k", "v")]
     if is_packed:
-        if any(isinstance(x, torch.Tensor) and x.ndim != 3 for x in tensors):
-            shapes = ", ".join(f"{tuple(x.shape)}" for x in tensors)
-            raise ValueError(f"q, k and v must have shape (rows, heads, head_dim), got {shapes}")
         tensors = [x[None] if isinstance(x, torch.Tensor) else x for x in tensors]
     call = AttentionCall.dense(*map(operand_of, describe_dense((*tensors, slopes, named["sinks"]))))
     rows, key_rows = (x.shape[1] for x in tensors[:2])
     if key_rows != rows:
         raise ValueError(f"k must have {rows} rows like q, got {key_rows}")
-    if method == "ulysses" and call.heads_q % num_ranks:
-        raise ValueError(f"heads_q must be a multiple of {num_ranks} ranks, got {call.heads_q}")
-    check_positions(method, window_of(named), slopes, is_packed)
-
-
-def check_positions(
-    method: str, window: Window, slopes: torch.Tensor | None, is_packed: bool
-) -> None:
-    """Raise unless a method puts queries and keys in the places that options count from."""
-    advice = ": pass method='ulysses'"
-    is_full = window.left < 0 and window.right < 0
-    if method == "ring":
-        if is_packed:
-            raise NotImplementedError("method='ring' is not supported with documents" + advice)
-        if window.left >= 0 or window.right > 0:
-            raise NotImplementedError("window_size is not supported with method='ring'" + advice)
-        if slopes is not None:
-            raise NotImplementedError("alibi_slopes is not supported with method='ring'" + advice)
-    elif method == "gather" and window.right != 0:
-        if slopes is not None:
-            raise NotImplementedError(
-                "alibi_slopes is supported with method='gather' only if no key after a query is "
-                "seen" + advice
-            )
-        if is_packed and not is_full:
-            raise NotImplementedError(
-                "window_size of documents is supported with method='gather' only if no key after "
-                "a query is seen" + advice
-            )
-
-
-def window_of(options: Mapping[str, Any]) -> Window:
-    """Return the window of a call, with causal folded in."""
-    return check_window(as_pair(options["window_size"]), flag("causal", options["causal"]))
+    methods_for(method, num_ranks, call.heads_q, window_of(named), slopes is not None, is_packed)
 
 
 def without_rows(value: object, is_packed: bool) -> object:

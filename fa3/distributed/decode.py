@@ -31,21 +31,18 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to a cache of which each rank has some keys, in any places.
 
-    Each rank attends to its keys; one all-gather of outputs and log-sum-exps follows, and
-    `fa3.flash_attn_combine`. Nothing is compared between ranks, and the host waits for nothing.
+    Ranks attend to their keys, exchange outputs and log-sum-exps, and merge them. Nothing is
+    compared between ranks, and the host waits for nothing.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), the same on all ranks.
-        k_cache, v_cache: this rank's part, as `fa3.flash_attn_with_kvcache` takes it; page_table,
-            cache_batch_idx and cache_leftpad are of this part, too.
+        k_cache, v_cache: this rank's part, as `fa3.flash_attn_with_kvcache` takes it.
         k, v: tokens to append to this rank's part; None on ranks that get none.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
         cache_seqlens: keys that this rank has of each sequence; may be 0.
-        causal: with a single query only, which sees all keys: ranks do not know positions.
-        window_size: not supported, for the same reason.
-        sinks: (heads_q,), the same on all ranks; the first rank counts them.
-        options: softmax_scale, softcap, num_splits and other options of
-            `fa3.flash_attn_with_kvcache`, but none that counts positions.
+        causal, window_size: only causal with a single query, as ranks do not know positions.
+        sinks: (heads_q,), the same on all ranks.
+        options: other options of `fa3.flash_attn_with_kvcache`, but none that counts positions.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the

@@ -117,11 +117,9 @@ class Split:
         return received
 
     def passed_on(self, source: int, *tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Send tensors to the next rank; return what waits for the previous rank's.
+        """Send a rank's (batch, rows, ...) to the next rank; return what waits for other ones.
 
-        Args:
-            source: the rank that has the rows of the tensors, (batch, rows, ...). The previous rank
-                sends rows of the rank before it.
+        The previous rank sends rows of the rank before `source`.
         """
         count = len(self.chunks)
         rows, sent = self.rows[(source - 1) % count], [x.contiguous() for x in tensors]
@@ -133,11 +131,8 @@ class Split:
             peers = [dist.get_global_rank(self.group, (self.rank + i) % count) for i in (1, -1)]
             pairs: list[Any] = [(dist.isend, x, peers[0]) for x in sent]
             pairs += [(dist.irecv, x, peers[1]) for x in received]
-            operations = [
-                dist.P2POp(operation, x, peer, self.group)
-                for operation, x, peer in pairs
-                if x.numel()
-            ]
+            make: Any = dist.P2POp
+            operations = [make(*one, self.group) for one in pairs if one[1].numel()]
             works = dist.batch_isend_irecv(operations) if operations else []
 
         def wait() -> list[torch.Tensor]:
@@ -200,7 +195,13 @@ def agree_on_rows(
     """
     said: list[Any] = [None] * group.size()
     texts = {name: f"{value}" for name, value in asked.items()}
-    dist.all_gather_object(said, (rows, texts, error), group)
+    try:
+        dist.all_gather_object(said, (rows, texts, error), group)
+    except RuntimeError as broken:
+        raise RuntimeError(
+            f"rank {group.rank()}: another rank did not answer within the group's timeout; it has "
+            "ended, or it calls something else"
+        ) from broken
     for rank, (_, others, refusal) in enumerate(said):
         if refusal is not None:
             raise type(refusal)(f"rank {rank}: {refusal}") from error

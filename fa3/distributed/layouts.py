@@ -37,11 +37,7 @@ class SequenceLayout:
         return Split(chunks_of(self, seqlen, group.size()), group)
 
     def shard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
-        """Return this rank's rows of a whole tensor, which all ranks have; differentiable.
-
-        Args:
-            x: any shape and dtype, with the sequence in dimension `dim`.
-        """
+        """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
         chunks = self.split(x.shape[dim], group).own_chunks
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
@@ -49,9 +45,6 @@ class SequenceLayout:
         """Return the whole tensor from all ranks' rows; all ranks must call it.
 
         The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
-
-        Args:
-            x: what `shard` returns.
 
         Raises:
             ValueError: on all ranks: they differ in shape or dtype, or one has other rows than the

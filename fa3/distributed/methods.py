@@ -14,20 +14,22 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fa3.calls.forward import flash_attn_func
+from fa3.calls.options import as_pair, check_window, flag
 from fa3.calls.passes import flash_attn_backward
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.distributed.exchange import Split, orders
+from fa3.distributed.planning import plan
 from fa3.problem import Window
 
 Optional = torch.Tensor | None
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]
+FourGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]
 """Of q, k, v and the sinks. dK and dV may be float32."""
 
 
@@ -55,7 +57,7 @@ class Alone:
 
     def backward(
         self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor, fp32_dkv: bool = True
-    ) -> Gradients:
+    ) -> FourGradients:
         """Return the gradients.
 
         Args:
@@ -71,11 +73,6 @@ class Alone:
         return dq, dk, dv, d_sinks
 
 
-def rows_of(x: Optional, rows: slice, dim: int = 1) -> Optional:
-    """Return some rows of a tensor, or None for None."""
-    return None if x is None else x[(slice(None),) * dim + (rows,)]
-
-
 def with_rows(
     sums: list[torch.Tensor], parts: Iterable[torch.Tensor], rows: slice, count: int
 ) -> list[torch.Tensor]:
@@ -84,20 +81,24 @@ def with_rows(
         for total, one in zip(sums, parts, strict=True):
             total[:, rows] += one
         return sums
-    first, last, _ = rows.indices(count)
-    outside = (0, 0, 0, 0, first, count - last)
+    outside = (0, 0, 0, 0, rows.indices(count)[0], count - rows.indices(count)[1])
     return [F.pad(x, outside) if any(outside) else x for x in parts]
 
 
-# ------------------------------------------------------------------------------------- gather
-
-
-class Part(NamedTuple):
-    """Attention of some rows of this rank to some keys."""
+class Seen(NamedTuple):
+    """Attention of some rows of this rank to the keys that they see."""
 
     rows: slice
     keys: slice
     attention: Alone
+
+    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
+        """Return the gradients of the rows and the keys, of tensors with all of them."""
+        (q, k, v, out, lse), (rows, keys, attention) = saved, self
+        d_out = None if d_out is None else d_out[:, rows]
+        d_lse = None if d_lse is None else d_lse[:, :, rows]
+        read = q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
+        return attention.backward(d_out, d_lse, *read)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Gather:
     """
 
     split: Split
-    parts: tuple[Part, ...]
+    parts: tuple[Seen, ...]
     order: Optional = None
 
     def keys_of(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,8 +125,8 @@ class Gather:
         """Return this rank's rows of the sum of all ranks' gradients of `keys_of`."""
         if self.order is None:
             return self.split.sums(x)
-        count = max(self.split.rows) * len(self.split.chunks)
-        sent = x.new_zeros(count, len(x), *x.shape[2:])
+        rows = max(self.split.rows) * len(self.split.chunks)
+        sent = x.new_zeros(rows, len(x), *x.shape[2:])
         return self.split.scattered(sent.index_add_(0, self.order, x.transpose(0, 1)))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, returns_lse: bool):
@@ -133,30 +134,27 @@ class Gather:
         keys, values = self.keys_of(k), self.keys_of(v)
         out, lses = q.new_empty(*q.shape[:-1], v.shape[-1]), []
         for rows, seen, attention in self.parts:
-            target = out[:, rows]
-            _, lse = attention.forward(q[:, rows], keys[:, seen], values[:, seen], target)
-            lses.append(lse)
+            read = q[:, rows], keys[:, seen], values[:, seen]
+            lses.append(attention.forward(*read, out[:, rows])[1])
         lse = torch.cat(lses, 2)
         return out, lse, (q, k, v, out, lse)
 
-    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> Gradients:
+    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
         """Return the gradients."""
         q, k, v, out, lse = saved
         keys, values = self.keys_of(k), self.keys_of(v)
         dq, d_sinks = torch.empty_like(q), None
         sums: list[torch.Tensor] = []
         # The last part sees most keys: what it gives becomes the sum.
-        for rows, seen, attention in reversed(self.parts):
-            read = q[:, rows], keys[:, seen], values[:, seen], out[:, rows], lse[:, :, rows]
-            gradients = rows_of(d_out, rows), rows_of(d_lse, rows, 2)
-            dq[:, rows], *dkv, of_part = attention.backward(*gradients, *read)
-            sums = with_rows(sums, dkv, seen, keys.shape[1])
+        for part in reversed(self.parts):
+            dq[:, part.rows], *dkv, of_part = part.backward(d_out, d_lse, q, keys, values, out, lse)
+            sums = with_rows(sums, dkv, part.keys, keys.shape[1])
             d_sinks = of_part if d_sinks is None else d_sinks + of_part
         dk, dv = map(self.sums_of, sums)
         return dq, dk, dv, d_sinks
 
 
-def dense_parts(split: Split, window: Window, options: dict[str, Any]) -> Iterator[Part]:
+def dense_parts(split: Split, window: Window, options: dict[str, Any]) -> Iterator[Seen]:
     """Yield each chunk among this rank's rows, the keys that it sees, and how it attends.
 
     Bottom-right alignment puts the chunk's last query at the last of the keys. Where keys after the
@@ -169,35 +167,26 @@ def dense_parts(split: Split, window: Window, options: dict[str, Any]) -> Iterat
         after = last - chunk.stop
         moved = left if left < 0 else left + after, right if right < 0 else right - after
         attention = Alone({**options, "causal": False, "window_size": moved})
-        yield Part(slice(begin, begin + len(chunk)), slice(first, last), attention)
+        yield Seen(slice(begin, begin + len(chunk)), slice(first, last), attention)
         begin += len(chunk)
 
 
-def packed_gather(
-    split: Split,
-    ends: tuple[int, ...],
-    window: Window,
-    options: dict[str, Any],
-    device: torch.device,
-) -> Gather:
-    """Return what gathers packed documents, which attend in one call.
-
-    Args:
-        ends: cu_seqlens of the documents.
-        window: full, or without keys after a query.
-    """
-    order, lengths = visible_keys(split.chunks, split.rank, ends, window, device)
-    attention = Alone({**options, "causal": False, "window_size": window}, lengths)
-    return Gather(split, (Part(slice(None), slice(None), attention),), order)
+def lengths_of(device: torch.device, **counts: list[int]) -> dict[str, Any]:
+    """Return packed lengths of q and k, as `fa3.flash_attn_varlen_func` takes them."""
+    lengths: dict[str, Any] = {}
+    with torch.inference_mode(False):
+        for name, rows in counts.items():
+            starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
+            lengths[f"cu_seqlens_{name}"] = starts.to(device)
+            lengths[f"max_seqlen_{name}"] = max(rows, default=0)
+    return lengths
 
 
 @functools.lru_cache(maxsize=64)
-def packed_lengths(ends: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """Return the lengths of whole documents, as `fa3.flash_attn_varlen_func` takes them."""
-    with torch.inference_mode(False):
-        starts = torch.tensor(ends, dtype=torch.int32).to(device)
-    longest = max((end - begin for begin, end in pairwise(ends)), default=0)
-    return {f"cu_seqlens_{x}": starts for x in "qk"} | {f"max_seqlen_{x}": longest for x in "qk"}
+def whole_documents(ends: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    """Return the packed lengths of whole documents; nothing if there are none."""
+    rows = [end - begin for begin, end in pairwise(ends)]
+    return lengths_of(device, q=rows, k=rows) if ends else {}
 
 
 @functools.lru_cache(maxsize=64)
@@ -215,19 +204,9 @@ def visible_keys(
         begin, end = ends[i // 2], ends[i // 2 + 1]
         first = begin if left < 0 else max(chunk.start - left, begin)
         rows.append(range(first, (end if right < 0 else chunk.stop) if chunk else first))
-    with torch.inference_mode(False):
-        _, places = orders(chunks, torch.device("cpu"))
-        order = [places[one.start : one.stop] for one in rows]
-        lengths: dict[str, Any] = {}
-        for name, ranges in (("q", chunks[rank]), ("k", rows)):
-            counts = list(map(len, ranges))
-            starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-            lengths[f"cu_seqlens_{name}"] = starts.to(device)
-            lengths[f"max_seqlen_{name}"] = max(counts, default=0)
-        return torch.cat([places[:0], *order]).to(device), lengths
-
-
-# ------------------------------------------------------------------------------------- ring
+    places = orders(chunks, device)[1]
+    order = torch.cat([places[:0], *(places[one.start : one.stop] for one in rows)])
+    return order, lengths_of(device, q=list(map(len, chunks[rank])), k=list(map(len, rows)))
 
 
 @dataclass(frozen=True)
@@ -253,24 +232,24 @@ class Ring:
             if wait:
                 here = wait()
 
-    def parts(self, source: int) -> list[Part]:
+    def parts(self, source: int) -> list[Seen]:
         """Return what this rank's rows have to do with the keys of a rank."""
         split, everything = self.split, slice(None)
         if source == split.rank:
             # This rank's chunks are in order, so a causal mask is right inside of them.
-            return [Part(everything, everything, Alone(self.options | {"causal": self.is_causal}))]
+            return [Seen(everything, everything, Alone(self.options | {"causal": self.is_causal}))]
         attention = Alone(self.options | {"causal": False, "sinks": None})
         if not self.is_causal:
-            return [Part(everything, everything, attention)]
-        parts: list[Part] = []
-        begin = 0
-        for chunk in split.own_chunks:
-            seen = sum(len(keys) for keys in split.chunks[source] if keys.start < chunk.start)
-            end = begin + len(chunk)
-            if parts and parts[-1].keys.stop == seen and parts[-1].rows.stop == begin:
-                parts[-1] = parts[-1]._replace(rows=slice(parts[-1].rows.start, end))
-            elif seen and chunk:
-                parts.append(Part(slice(begin, end), slice(0, seen), attention))
+            return [Seen(everything, everything, attention)]
+        parts, begin = [], 0
+
+        def seen_by(chunk: range) -> int:
+            return sum(len(keys) for keys in split.chunks[source] if keys.start < chunk.start)
+
+        for seen, chunks in groupby(split.own_chunks, seen_by):
+            end = begin + sum(map(len, chunks))
+            if seen and end > begin:
+                parts.append(Seen(slice(begin, end), slice(0, seen), attention))
             begin = end
         return parts
 
@@ -282,26 +261,23 @@ class Ring:
                 if source == self.split.rank:
                     out, lse = part[0].float(), part[1]
                 else:
-                    merge(out[:, rows], lse[:, :, rows], *part)
+                    merge_into(out[:, rows], lse[:, :, rows], *part)
         out = out.to(q.dtype)
         return out, lse, (q, k, v, out, lse)
 
-    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> Gradients:
+    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
         """Return the gradients: each hop's with out and the log-sum-exp of all keys."""
         q, k, v, out, lse = saved
         arriving: Callable[[], list[torch.Tensor]] = list
-        d_sinks = None
         for source, here in self.hops(k, v):
             sums: list[torch.Tensor] = []
-            for rows, seen, attention in self.parts(source):
-                read = q[:, rows], here[0][:, seen], here[1][:, seen], out[:, rows], lse[:, :, rows]
-                gradients = rows_of(d_out, rows), rows_of(d_lse, rows, 2)
-                dq_part, *dkv, of_part = attention.backward(*gradients, *read)
+            for part in self.parts(source):
+                dq_part, *dkv, of_part = part.backward(d_out, d_lse, q, *here, out, lse)
                 if source == self.split.rank:
                     dq, d_sinks = dq_part.float(), of_part
                 else:
-                    dq[:, rows] += dq_part
-                sums = with_rows(sums, dkv, seen, here[0].shape[1])
+                    dq[:, part.rows] += dq_part
+                sums = with_rows(sums, dkv, part.keys, here[0].shape[1])
             arrived = arriving()
             for total, one in zip(sums, arrived, strict=False):
                 total += one
@@ -310,16 +286,15 @@ class Ring:
         return dq.to(q.dtype), dk, dv, d_sinks
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_into(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> None:
     """Merge attention to more keys into out, float32, and its log-sum-exp, in place."""
     both = torch.logaddexp(lse, part_lse)
     # Where no key is seen, the difference is NaN.
     weight = (part_lse - both).exp_().nan_to_num_(0.0)
     out.lerp_(part.float(), weight.transpose(1, 2)[..., None])
     lse.copy_(both)
-
-
-# ------------------------------------------------------------------------------------ ulysses
 
 
 @dataclass(frozen=True)
@@ -345,10 +320,9 @@ class Ulysses:
         count, (heads_q, heads_kv) = len(split.chunks), heads
         each = heads_q // count
         own = slice(split.rank * each, (split.rank + 1) * each)
-        modifiers = {name: options[name] for name in ("alibi_slopes", "sinks")}
-        named = {name: None if x is None else x[..., own] for name, x in modifiers.items()}
-        copies = math.lcm(heads_kv, count) // heads_kv
-        return cls(split, Alone({**options, **named}, lengths), own, copies)
+        modifiers = {x: options[x] for x in ("alibi_slopes", "sinks") if options[x] is not None}
+        options = options | {name: x[..., own] for name, x in modifiers.items()}
+        return cls(split, Alone(options, lengths), own, math.lcm(heads_kv, count) // heads_kv)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, returns_lse: bool):
         """Return out, the log-sum-exp or None, and what the backward pass reads."""
@@ -356,18 +330,15 @@ class Ulysses:
             k, v = (x.repeat_interleave(self.copies, 2) for x in (k, v))
         read = tuple(map(self.split.to_heads, (q, k, v)))
         out, lse = self.attention.forward(*read)
-        rows_of_lse = None
-        if returns_lse:
-            rows_of_lse = self.split.to_rows(lse.transpose(1, 2)[..., None])
-            rows_of_lse = rows_of_lse.squeeze(3).transpose(1, 2)
-        return self.split.to_rows(out), rows_of_lse, (*read, out, lse)
+        sent_lse = sent_as_columns(self.split.to_rows, lse) if returns_lse else None
+        return self.split.to_rows(out), sent_lse, (*read, out, lse)
 
-    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> Gradients:
+    def backward(self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor) -> FourGradients:
         """Return the gradients; copies of a key/value head have theirs added up in float32."""
         if d_out is not None:
             d_out = self.split.to_heads(d_out)
         if d_lse is not None:
-            d_lse = self.split.to_heads(d_lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
+            d_lse = sent_as_columns(self.split.to_heads, d_lse)
         gradients = self.attention.backward(d_out, d_lse, *saved, fp32_dkv=self.copies > 1)
         dq, dk, dv = map(self.split.to_rows, gradients[:3])
         if self.copies > 1:
@@ -376,3 +347,43 @@ class Ulysses:
         if d_sinks is not None:
             d_sinks = F.pad(d_sinks, (self.heads.start, dq.shape[2] - self.heads.stop))
         return dq, dk, dv, d_sinks
+
+
+def sent_as_columns(send: Callable[[torch.Tensor], torch.Tensor], lse: torch.Tensor):
+    """Return what a log-sum-exp, (batch, heads, rows), becomes when it is sent."""
+    return send(lse.transpose(1, 2)[..., None]).squeeze(3).transpose(1, 2)
+
+
+RankMethod = Gather | Ring | Ulysses
+
+SHARED_OPTIONS = (
+    "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "sinks", "deterministic",
+    "sm_margin",
+)  # fmt: skip
+"""Options of both passes on one rank."""
+
+
+def window_of(options: dict[str, Any]) -> Window:
+    """Return the window of a call, with causal folded in."""
+    return check_window(as_pair(options["window_size"]), flag("causal", options["causal"]))
+
+
+def method_of(
+    named: dict[str, Any], split: Split, ends: tuple[int, ...], q: torch.Tensor, v: torch.Tensor
+) -> RankMethod:
+    """Return what computes a call that is checked; `ends` are of documents."""
+    window, options = window_of(named), {name: named[name] for name in SHARED_OPTIONS}
+    method, heads = named["method"], (q.shape[2], v.shape[2])
+    if method == "auto":
+        sizes = sum(split.rows), len(split.chunks), *heads, q.shape[3], v.shape[3]
+        slopes = named["alibi_slopes"] is not None
+        method = plan(named["layout"], *sizes, window_size=window, has_slopes=slopes).method
+    if method == "ulysses":
+        return Ulysses.of(split, options, whole_documents(ends, q.device), *heads)
+    if method == "ring":
+        return Ring(split, options, window.right == 0)
+    if ends:
+        order, lengths = visible_keys(split.chunks, split.rank, ends, window, q.device)
+        attention = Alone(options | {"causal": False, "window_size": window}, lengths)
+        return Gather(split, (Seen(slice(None), slice(None), attention),), order)
+    return Gather(split, tuple(dense_parts(split, window, options)))
