@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fa3
 from benchmarks import bench_distributed as bench
+from docs.examples import context_parallel
 from fa3.distributed import (
     contiguous,
     documents,
@@ -141,6 +142,21 @@ def test_both_passes_are_as_in_one_process(ranks, size, layout, method, options)
 def test_documents_are_as_in_one_process(ranks, size, method, options):
     for errors in ranks.run(size, compare, LENGTHS, method, (1, 41, 2), options, size == 2):
         assert max(errors) < 0.02, errors
+
+
+@pytest.mark.timeout(120)
+def test_eight_ranks(tmp_path):
+    """More than key/value heads, and chunks of two or three rows."""
+    ranks = Ranks(tmp_path, 8)
+    calls = [(zigzag, method) for method in METHODS]
+    calls += [(LENGTHS, "gather"), (LENGTHS, "ulysses")]
+    try:
+        for layout, method in calls:
+            shape = (1, 41, 2, (HEAD_DIM, HEAD_DIM_V), 8)
+            for errors in ranks.run(8, compare, layout, method, shape, {"causal": True}):
+                assert max(errors) < 0.02, (method, errors)
+    finally:
+        ranks.stop()
 
 
 def compare_with_float64(group, method, size):
@@ -358,6 +374,14 @@ def test_the_benchmark_measures_all_methods(ranks, cell, tmp_path):
     assert all(row.us > 0 and row.max_error < 0.05 and not row.reason for row in rows)
     bench.write(rows, bench.Namespace(cpu=True, out=tmp_path))
     assert len((tmp_path / bench.CSV_NAME).read_text().splitlines()) == len(rows) + 1
+
+
+def run_example(group):
+    return context_parallel.example(str(device_of(group)), 133, group)
+
+
+def test_the_example_of_the_documentation(ranks):
+    assert max(ranks.run(2, run_example)) < 0.02
 
 
 def checkpointed(group):
