@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fa3.calls.dropout import dropout_mask
     from fa3.calls.forward import flash_attn_func
     from fa3.calls.kvcache import flash_attn_with_kvcache
+    from fa3.calls.passes import flash_attn_backward
     from fa3.calls.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
     from fa3.calls.varlen import flash_attn_varlen_func
     from fa3.planning.plan import Plan
@@ -41,6 +42,7 @@ __all__ = [
     "Window",
     "check",
     "dropout_mask",
+    "flash_attn_backward",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_varlen_func",
@@ -64,6 +66,7 @@ HOMES = {
     "Window": "fa3.problem",
     "check": "fa3.tools.function_check",
     "dropout_mask": "fa3.calls.dropout",
+    "flash_attn_backward": "fa3.calls.passes",
     "flash_attn_combine": "fa3.calls.combine",
     "flash_attn_func": "fa3.calls.forward",
     "flash_attn_varlen_func": "fa3.calls.varlen",

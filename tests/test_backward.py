@@ -4,6 +4,7 @@ On a GPU memory is NaN wherever a kernel writes nothing.
 """
 
 import random
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -647,3 +648,90 @@ def test_wrong_dtypes(dtypes, options, message):
     with pytest.raises(TypeError, match=message):
         _flash_attn_backward(*tensors, dq=dq, dk=dk, dv=dv, is_causal=True, **options)
     assert (dk == 0).all() and (dv == 0).all()
+
+
+@dataclass(frozen=True)
+class Diagonal(fa3.Mask):
+    """Hides a query's own position."""
+
+    @cute.jit
+    def visible(self, at):
+        return at.query != at.key
+
+    def reference(self, at):
+        return at.query != at.key
+
+
+FUNCTION_OPTIONS = {
+    "window": {"window_size": (70, 20), "softcap": 9.0, "deterministic": True},
+    "sinks": {"causal": True, "softmax_scale": 0.2, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "slopes": {"causal": True, "alibi_slopes": torch.tensor([0.1, 0.2, 0.4, 0.3])},
+    "dropout": {"dropout_p": 0.3, "rng_state": torch.tensor([5]), "causal": True},
+    "mask": {"mask": Diagonal()},
+}
+
+
+@pytest.mark.parametrize("options", FUNCTION_OPTIONS.values(), ids=FUNCTION_OPTIONS)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("where", WHERE)
+def test_the_function_gives_autograd_s_gradients(is_packed, options, where):
+    (d_out, *operands, _, _), lengths = make_call((150, 190, 4, 2, 64, 48), where, is_packed)
+    options = {
+        name: value.to(where) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    leaves = [x.requires_grad_() for x in operands]
+    if "sinks" in options:
+        leaves.append(options["sinks"].clone().requires_grad_())
+        options = options | {"sinks": leaves[-1]}
+    function = fa3.flash_attn_varlen_func if is_packed else fa3.flash_attn_func
+    out, lse = function(*operands, **lengths, **options, return_lse=True)
+    d_lse = torch.rand(lse.shape, device=where)
+    expected = torch.autograd.grad((out, lse), leaves, (d_out, d_lse))
+    with torch.no_grad():
+        found = fa3.flash_attn_backward(
+            d_out, *operands, out, lse, d_lse=d_lse, **lengths, **options
+        )
+    assert len(found) == 4 and (found[3] is None) == ("sinks" not in options)
+    check_same(found[: len(leaves)], expected)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_parts_of_the_keys_add_up(where):
+    """In float32, into tensors that are passed; None for a gradient of zeros."""
+    (d_out, q, k, v, out, lse), _ = make_call((64, 150, 4, 2, 64, 48), where, is_packed=False)
+    out, lse = fa3.flash_attn_func(q, k, v, return_lse=True)
+    whole = fa3.flash_attn_backward(d_out, q, k, v, out, lse, fp32_dkv=True)
+    assert [x.dtype for x in whole[:3]] == [torch.bfloat16, torch.float32, torch.float32]
+    sums = [torch.zeros(x.shape, device=where) for x in (q, k, v)]
+    for begin, end in ((0, 60), (60, 150)):
+        dk, dv = (x[:, begin:end] for x in sums[1:])
+        part = fa3.flash_attn_backward(
+            d_out, q, k[:, begin:end], v[:, begin:end], out, lse, dk=dk, dv=dv, accumulate_dkv=True
+        )
+        assert part[1] is dk and part[2] is dv
+        sums[0] += part[0]
+    for one, other in zip(sums, whole[:3], strict=True):
+        torch.testing.assert_close(one, other.float(), atol=2e-2, rtol=2e-2)
+    nothing = fa3.flash_attn_backward(None, q, k, v, out, lse)
+    assert not any(x.any() for x in nothing[:3])
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"dk": torch.zeros(1, 30, 1, 64)}, ValueError, "dv must be given with dk"),
+        ({"accumulate_dkv": True}, ValueError, "dk must be given with dk, dv or accumulate_dkv"),
+        ({"fp32_dkv": 1}, TypeError, "fp32_dkv must be a bool"),
+        ({"dropout_p": 0.5}, ValueError, "rng_state must be given with dropout_p"),
+        ({"d_lse": torch.zeros(1, 2, 19)}, ValueError, "must have shape (1, 2, 20)"),
+        ({"d_lse": 1.0}, TypeError, "d_lse must be a torch.Tensor"),
+        ({"seqused_k": torch.ones(1)}, ValueError, "seqused_k must be None without cu_seqlens_q"),
+        ({"dq": torch.zeros(1, 20, 2, 64)}, TypeError, "dq must be torch.bfloat16"),
+        ({"mask": 3}, TypeError, "mask must be"),
+    ],
+)
+def test_what_the_function_refuses(options, kind, message):
+    tensors, _ = make_call((20, 30, 2, 1, 64, 64), "cpu", is_packed=False)
+    with pytest.raises(kind, match=re.escape(message)):
+        fa3.flash_attn_backward(*tensors, causal=True, **options)

@@ -19,6 +19,7 @@ LONG_FILES = {"kernels/decode.py"}
 LONG_FUNCTIONS = {
     ("calls/forward.py", "flash_attn_func"),
     ("calls/kvcache.py", "flash_attn_with_kvcache"),
+    ("calls/passes.py", "flash_attn_backward"),
     ("calls/scheduler_metadata.py", "get_scheduler_metadata"),
     ("calls/varlen.py", "flash_attn_varlen_func"),
 }
@@ -27,6 +28,8 @@ LONG_FUNCTIONS = {
 PUBLIC = LONG_FUNCTIONS | {
     ("calls/passes.py", "_flash_attn_backward"),
     ("distributed/attention.py", "flash_attn_func"),
+    ("distributed/decode.py", "flash_attn_with_kvcache"),
+    ("distributed/planning.py", "plan"),
     ("integrations/transformers.py", "attend_layer"),
     ("integrations/transformers.py", "describe_mask"),
     ("integrations/vllm_backend.py", "__init__"),

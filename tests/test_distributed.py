@@ -1,14 +1,35 @@
-"""Attention over the ranks of a group, compared with attention in one process."""
+"""Attention over the ranks of a group, compared with attention in one process.
+
+On the CPU ranks are processes with gloo; on GPUs, of which tests need two, with NCCL.
+"""
+
+import os
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
-from ranks import NUM_RANKS, Ranks, refusal, seeded
+import torch.nn.functional as F
+from ranks import NUM_RANKS, SECONDS, Ranks, device_of, refusal, seeded
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import fa3
-from fa3.distributed import contiguous, documents, flash_attn_func, zigzag
+from benchmarks import bench_distributed as bench
+from docs.examples import context_parallel
+from fa3.distributed import (
+    contiguous,
+    documents,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    plan,
+    zigzag,
+)
 
 SIZES = 1, 2, NUM_RANKS
-METHODS = "gather", "ulysses"
+METHODS = "gather", "ring", "ulysses"
 HEADS, HEAD_DIM, HEAD_DIM_V = 4, 16, 24
 
 OPTIONS = {
@@ -19,23 +40,53 @@ OPTIONS = {
     "right": {"window_size": (-1, 4)},
     "sinks": {"causal": True, "sinks": True, "deterministic": True},
 }
+NO_RING = "window", "left", "right"
+DENSE_CALLS = [
+    pytest.param(method, options, id=f"{method}-{name}")
+    for method in METHODS
+    for name, options in OPTIONS.items()
+    if not (method == "ring" and name in NO_RING)
+]
+
+LENGTHS = documents([0, 1, 1, 18, 20, 41])
+NO_PACKED_GATHER = "window", "left", "right"
+PACKED_OPTIONS = OPTIONS | {"short": {"window_size": (4, 0), "sinks": True}}
+PACKED_CALLS = [
+    pytest.param(method, options, id=f"{method}-{name}")
+    for method in ("gather", "ulysses")
+    for name, options in PACKED_OPTIONS.items()
+    if not (method == "gather" and name in NO_PACKED_GATHER)
+]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+def most_gpus() -> int:
+    """Return how many GPUs the tests use; skip them unless there are two."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs 2 GPUs, torch sees {count}")
+    return 4 if count >= 4 else 2
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def ranks(request, tmp_path_factory):
+    count, backend = (NUM_RANKS, "gloo") if request.param == "cpu" else (most_gpus(), "nccl")
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), count, backend)
     yield ranks
     ranks.stop()
 
 
-def operands_of(batch, seqlen, heads_kv):
+ON_CPU = pytest.mark.parametrize("ranks", ["cpu"], indirect=True)
+
+
+def operands_of(batch, seqlen, heads_kv, head_dims=(HEAD_DIM, HEAD_DIM_V), heads=HEADS):
     """Return q, k, v, gradients of out and of the log-sum-exp, and sinks."""
-    q = seeded(batch, seqlen, HEADS, HEAD_DIM)
-    k = seeded(batch, seqlen, heads_kv, HEAD_DIM, seed=1)
-    v = seeded(batch, seqlen, heads_kv, HEAD_DIM_V, seed=2)
-    d_out = seeded(batch, seqlen, HEADS, HEAD_DIM_V, seed=3)
-    d_lse = seeded(batch, HEADS, seqlen, seed=4).float()
-    return q, k, v, d_out, d_lse, seeded(HEADS, seed=5).float()
+    head_dim, head_dim_v = head_dims
+    q = seeded(batch, seqlen, heads, head_dim)
+    k = seeded(batch, seqlen, heads_kv, head_dim, seed=1)
+    v = seeded(batch, seqlen, heads_kv, head_dim_v, seed=2)
+    d_out = seeded(batch, seqlen, heads, head_dim_v, seed=3)
+    d_lse = seeded(batch, heads, seqlen, seed=4).float()
+    return q, k, v, d_out, d_lse, seeded(heads, seed=5).float()
 
 
 def both_passes(function, q, k, v, d_out, d_lse, sinks, options):
@@ -51,17 +102,23 @@ def both_passes(function, q, k, v, d_out, d_lse, sinks, options):
 
 def compare(group, layout, method, shape, options, knows_length=False):
     """Return the largest difference from one process of each result, over its largest value."""
-    operands = operands_of(*shape)
-    dims = 1, 2, 1, 1, 1
-    expected = list(both_passes(fa3.flash_attn_func, *operands, options))
-    for i, (x, dim) in enumerate(zip(expected[:5], dims, strict=True)):
-        expected[i] = layout.shard(x, dim, group)
+    operands = [x.to(device_of(group)) for x in operands_of(*shape)]
+    dim, named = 1, {}
+    function, over_ranks = fa3.flash_attn_func, flash_attn_func
+    if layout.cu_seqlens != (0,):
+        operands = [x[0] for x in operands[:5]] + operands[5:]
+        ends = torch.tensor(layout.cu_seqlens, dtype=torch.int32, device=device_of(group))
+        named = {f"cu_seqlens_{x}": ends for x in "qk"} | {f"max_seqlen_{x}": 41 for x in "qk"}
+        dim, function, over_ranks = 0, fa3.flash_attn_varlen_func, flash_attn_varlen_func
+    expected = list(both_passes(function, *operands, options | named))
+    for i, (x, at) in enumerate(zip(expected[:5], (0, 1, 0, 0, 0), strict=True)):
+        expected[i] = layout.shard(x, dim + at, group)
     *split, sinks = operands
-    split = [layout.shard(x, dim, group) for x, dim in zip(split, (1, 1, 1, 1, 2), strict=True)]
+    split = [layout.shard(x, dim + at, group) for x, at in zip(split, (0, 0, 0, 0, 1), strict=True)]
     named = {"layout": layout, "method": method, "group": group}
     if knows_length:
         named["seqlen"] = shape[1]
-    results = list(both_passes(flash_attn_func, *split, sinks, options | named))
+    results = list(both_passes(over_ranks, *split, sinks, options | named))
     if options.get("sinks"):
         torch.distributed.all_reduce(results[5], group=group)
     for mine, alone in zip(results, expected, strict=True):
@@ -72,32 +129,90 @@ def compare(group, layout, method, shape, options, knows_length=False):
     ]
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("method, options", DENSE_CALLS)
 @pytest.mark.parametrize("layout", [zigzag, contiguous], ids=str)
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", SIZES)
-def test_both_passes_are_as_in_one_process(ranks, size, method, layout, options):
+def test_both_passes_are_as_in_one_process(ranks, size, layout, method, options):
     for errors in ranks.run(size, compare, layout, method, (2, 41, 2), options, size == 2):
         assert max(errors) < 0.02, errors
+
+
+@pytest.mark.parametrize("method, options", PACKED_CALLS)
+@pytest.mark.parametrize("size", SIZES)
+def test_documents_are_as_in_one_process(ranks, size, method, options):
+    for errors in ranks.run(size, compare, LENGTHS, method, (1, 41, 2), options, size == 2):
+        assert max(errors) < 0.02, errors
+
+
+@pytest.mark.timeout(120)
+def test_eight_ranks(tmp_path):
+    """More than key/value heads, and chunks of two or three rows."""
+    ranks = Ranks(tmp_path, 8)
+    calls = [(zigzag, method) for method in METHODS]
+    calls += [(LENGTHS, "gather"), (LENGTHS, "ulysses")]
+    try:
+        for layout, method in calls:
+            shape = (1, 41, 2, (HEAD_DIM, HEAD_DIM_V), 8)
+            for errors in ranks.run(8, compare, layout, method, shape, {"causal": True}):
+                assert max(errors) < 0.02, (method, errors)
+    finally:
+        ranks.stop()
+
+
+def compare_with_float64(group, method, size):
+    """Return rms errors of out, dQ, dK and dV against float64, over one process's errors."""
+    *inputs, d_out, _, _ = operands_of(1, size, 4, (64, 64), 8)
+    inputs = [x.to(device_of(group)) for x in inputs]
+    d_out = d_out.to(device_of(group))
+
+    def results(function, tensors, gradient, **options):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = function(*leaves, **options)
+        return out.detach(), *torch.autograd.grad(out, leaves, gradient)
+
+    def exact(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    right = results(exact, [x.double() for x in inputs], d_out.double())
+    alone = results(fa3.flash_attn_func, inputs, d_out, causal=True)
+    mine, gradient = ([zigzag.shard(x, group=group) for x in xs] for xs in (inputs, [d_out]))
+    named = {"layout": zigzag, "method": method, "group": group, "causal": True}
+    ours = results(flash_attn_func, mine, *gradient, **named)
+    ratios = []
+    for one, other, true in zip(ours, alone, right, strict=True):
+        square = (one - zigzag.shard(true, group=group)).square().sum()
+        torch.distributed.all_reduce(square, group=group)
+        ratios.append((square / (other - true).square().sum()).sqrt().item())
+    return ratios
+
+
+@pytest.mark.parametrize("method, most", [("gather", 1.02), ("ulysses", 1.02), ("ring", 1.13)])
+def test_errors_are_a_process_s(ranks, method, most):
+    """Ring rounds each hop's output to 16 bits."""
+    ratios = ranks.run(ranks.count, compare_with_float64, method, 512)[0]
+    assert max(ratios[:2]) <= most and max(ratios[2:]) <= 1.05, ratios
 
 
 @pytest.mark.parametrize("seqlen", [1, 5, 16])
 @pytest.mark.parametrize("method", METHODS)
 def test_any_length_will_do(ranks, method, seqlen):
-    for errors in ranks.run(NUM_RANKS, compare, zigzag, method, (1, seqlen, 2), {"causal": True}):
+    for errors in ranks.run(ranks.count, compare, zigzag, method, (1, seqlen, 2), {"causal": True}):
         assert max(errors) < 0.02, errors
 
 
 @pytest.mark.parametrize("heads_kv", [1, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_may_be_more_than_key_value_heads(ranks, method, heads_kv):
-    for errors in ranks.run(NUM_RANKS, compare, zigzag, method, (1, 24, heads_kv), {}):
+    for errors in ranks.run(ranks.count, compare, zigzag, method, (1, 24, heads_kv), {}):
         assert max(errors) < 0.02, errors
 
 
 def compare_with_slopes(group, method, options):
-    q, k, v, *_ = operands_of(2, 19, 2)
-    options = options | {"alibi_slopes": seeded(2, HEADS, seed=6).float().abs()}
+    device = device_of(group)
+    q, k, v, *_ = (x.to(device) for x in operands_of(2, 19, 2))
+    options = options | {"alibi_slopes": seeded(2, HEADS, seed=6).float().abs().to(device)}
     alone = zigzag.shard(fa3.flash_attn_func(q, k, v, **options), group=group)
     q, k, v = (zigzag.shard(x, group=group) for x in (q, k, v))
     over = flash_attn_func(q, k, v, layout=zigzag, method=method, group=group, **options)
@@ -106,7 +221,47 @@ def compare_with_slopes(group, method, options):
 
 @pytest.mark.parametrize("method, options", [("gather", {"causal": True}), ("ulysses", {})])
 def test_slopes_belong_to_heads(ranks, method, options):
-    assert max(ranks.run(NUM_RANKS, compare_with_slopes, method, options)) < 0.02
+    assert max(ranks.run(ranks.count, compare_with_slopes, method, options)) < 0.02
+
+
+def decode(group):
+    """Return the largest errors of out and the log-sum-exp; the last rank may have no keys."""
+    device = device_of(group)
+    q, sinks = seeded(3, 1, HEADS, 64).to(device), seeded(HEADS, seed=5).float().to(device)
+    k, v = (seeded(3, 40, 2, dim, seed=dim).to(device) for dim in (64, 48))
+    appended = seeded(3, 1, 2, 64, seed=7).to(device), seeded(3, 1, 2, 48, seed=8).to(device)
+    lengths = torch.tensor([40, 17, 30], dtype=torch.int32, device=device)
+    options = {"sinks": sinks, "softcap": 5.0, "causal": True, "return_lse": True}
+    whole = [torch.cat((x, x[:, :1]), 1) for x in (k, v)]
+    expected = fa3.flash_attn_with_kvcache(q, *whole, *appended, cache_seqlens=lengths, **options)
+    # The rank that has the last keys of most sequences gets all new tokens.
+    rank, room = group.rank(), 40 // group.size() + 1
+    starts, own = rank * (room - 1), [x.new_zeros(3, room, *x.shape[2:]) for x in (k, v)]
+    for part, x in zip(own, (k, v), strict=True):
+        part[:, : room - 1] = x[:, starts : starts + room - 1]
+    held = (lengths - starts).clamp(0, room - 1)
+    new = appended if rank == 0 else ()
+    results = flash_attn_with_kvcache(q, *own, *new, cache_seqlens=held, group=group, **options)
+    return [(a - b).abs().max().item() for a, b in zip(results, expected, strict=True)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_keys_of_a_cache_may_be_split(ranks, size):
+    for errors in ranks.run(size, decode):
+        assert errors[0] < 0.02 and errors[1] < 0.01, errors
+
+
+def decode_wrongly(group):
+    q, cache = seeded(1, 2, 2, 16), seeded(1, 8, 2, 16)
+    wrong = {"causal": True}, {"window_size": (4, -1)}, {"alibi_slopes": torch.ones(2)}
+    return [refusal(flash_attn_with_kvcache, q, cache, cache, group=group, **x) for x in wrong]
+
+
+@ON_CPU
+def test_what_a_split_cache_refuses(ranks):
+    (texts,) = ranks.run(1, decode_wrongly)
+    for text, name in zip(texts, ("causal and", "causal and", "alibi_slopes"), strict=True):
+        assert text.startswith(f"NotImplementedError: {name}")
 
 
 class Everything(fa3.Mask):
@@ -115,19 +270,25 @@ class Everything(fa3.Mask):
 
 WRONG = {
     "heads": ({}, "ulysses", "ValueError: rank 0: heads_q must be a multiple of 4 ranks, got 3"),
-    "method": ({"method": "ring"}, "", "ValueError: rank 1: method must be 'gather' or"),
+    "method": ({"method": "star"}, "", "ValueError: rank 1: method must be one of"),
     "layout": ({"layout": contiguous}, "", "ValueError: layout must be the same on all ranks"),
-    "documents": ({"layout": documents([0, 7])}, "", "NotImplementedError: rank 1: layout must be"),
+    "documents": ({"layout": documents([0, 7])}, "", "ValueError: rank 1: layout must be"),
     "no layout": ({"layout": "zigzag"}, "", "TypeError: rank 1: layout must be one of"),
     "causal": ({"causal": True}, "", "ValueError: causal must be the same on all ranks, got False"),
     "window": ({"window_size": (-2, 0)}, "", "ValueError: rank 1: window_size must be two"),
     "rows": ({"q": (1, 5, 3, 16), "k": (1, 5, 3, 16)}, "", "ValueError: rank 1 must have 4 of 15"),
     "keys": ({"k": (1, 5, 3, 16)}, "", "ValueError: rank 1: k must have 3 rows like q, got 5"),
     "shape": ({"q": (1, 3, 6, 16)}, "", "ValueError: q must be the same on all ranks, got torch"),
+    "ring window": (
+        {"window_size": (3, 0)}, "ring", "NotImplementedError: rank 1: window_size is not supp",
+    ),
+    "ring slopes": (
+        {"alibi_slopes": (3,)}, "ring", "NotImplementedError: rank 1: alibi_slopes is not supp"
+    ),
     "dropout": ({"dropout_p": 0.5}, "", "NotImplementedError: rank 1: dropout_p is not supported"),
     "mask": ({"mask": Everything()}, "", "NotImplementedError: rank 1: mask is not supported"),
     "slopes": (
-        {"alibi_slopes": (3,)}, "", "NotImplementedError: rank 1: alibi_slopes is supported"
+        {"alibi_slopes": (3,)}, "", "NotImplementedError: rank 1: alibi_slopes is not supp"
     ),
 }  # fmt: skip
 """What rank 1 does otherwise, the method of all, and what all say."""
@@ -137,25 +298,190 @@ def call_wrongly(group, changed, method):
     rows = zigzag.split(13, group).rows[group.rank()]
     named = {"q": (1, rows, 3, 16), "k": (1, rows, 3, 16)}
     named |= changed if group.rank() == 1 else {}
-    named = {name: seeded(*x) if name in "qk" else x for name, x in named.items()}
+    device = device_of(group)
+    named = {name: seeded(*x).to(device) if name in "qk" else x for name, x in named.items()}
     if "alibi_slopes" in named:
-        named["alibi_slopes"] = torch.ones(named["alibi_slopes"])
+        named["alibi_slopes"] = torch.ones(named["alibi_slopes"], device=device)
     named = {"layout": zigzag, "method": method or "gather", "group": group} | named
     return refusal(flash_attn_func, v=named["k"], **named)
 
 
+@ON_CPU
 @pytest.mark.parametrize("changed, method, message", WRONG.values(), ids=WRONG)
 def test_all_ranks_raise_the_same(ranks, changed, method, message):
-    texts = ranks.run(NUM_RANKS, call_wrongly, changed, method)
+    texts = ranks.run(ranks.count, call_wrongly, changed, method)
     assert len(set(texts)) == 1
     assert texts[0].startswith(message)
 
 
+WRONG_PACKED = {
+    "layout": ({"layout": zigzag}, "ValueError: layout must be documents(cu_seqlens) for fl"),
+    "ring": (
+        {"method": "ring"},
+        "NotImplementedError: documents is not supported with method='ring'",
+    ),
+    "window": (
+        {"window_size": (3, 3), "method": "gather"},
+        "NotImplementedError: window_size of documents is not supp",
+    ),
+    "shape": ({"q": (1, 41, 4, 16)}, "ValueError: q must have 3 dimensions"),
+    "seqlen": ({"seqlen": 40}, "ValueError: seqlen must be 41 as cu_seqlens, got 40"),
+}
+
+
+def call_packed_wrongly(group):
+    texts = []
+    for changed, _ in WRONG_PACKED.values():
+        named = {"layout": LENGTHS, "group": group, "q": (41, 4, 16), "seqlen": 41} | changed
+        q = seeded(*named.pop("q"))
+        texts.append(refusal(flash_attn_varlen_func, q, q, q, **named))
+    return texts
+
+
+@ON_CPU
+def test_what_documents_refuse(ranks):
+    (texts,) = ranks.run(1, call_packed_wrongly)
+    for text, (_, message) in zip(texts, WRONG_PACKED.values(), strict=True):
+        assert text.startswith(message)
+
+
 def call_with_length(group, seqlen, rows):
-    q = seeded(1, rows, 4, 16)
+    q = seeded(1, rows, 4, 16).to(device_of(group))
     return refusal(flash_attn_func, q, q, q, layout=zigzag, group=group, seqlen=seqlen)
 
 
 def test_a_wrong_length_is_refused(ranks):
     (text,) = ranks.run(1, call_with_length, 9, 8)
     assert text == "ValueError: q must have 9 of 9 rows by Zigzag(), got 8"
+
+
+def measure_tiny(group, cell):
+    options = bench.Namespace(cpu=True, only=None, rounds=1)
+    with ExitStack() as stack:
+        return bench.measure(cell, options, device_of(group), stack)
+
+
+@ON_CPU
+@pytest.mark.parametrize("cell", bench.TINY, ids=lambda cell: cell.name)
+def test_the_benchmark_measures_all_methods(ranks, cell, tmp_path):
+    rows = ranks.run(ranks.count, measure_tiny, cell)[0]
+    named = {
+        "dense": [bench.ALONE, *bench.METHODS],
+        "documents": [bench.ALONE, "gather", "ulysses"],
+        "decode": [bench.ALONE, "decode"],
+    }
+    assert [row.provider for row in rows] == named[cell.kind]
+    assert all(row.us > 0 and row.max_error < 0.05 and not row.reason for row in rows)
+    bench.write(rows, bench.Namespace(cpu=True, out=tmp_path))
+    assert len((tmp_path / bench.CSV_NAME).read_text().splitlines()) == len(rows) + 1
+
+
+def run_example(group):
+    return context_parallel.example(str(device_of(group)), 133, group)
+
+
+def test_the_example_of_the_documentation(ranks):
+    assert max(ranks.run(2, run_example)) < 0.02
+
+
+def checkpointed(group):
+    """Return the largest differences of gradients with and without a checkpoint."""
+    device = device_of(group)
+    whole = [x.to(device) for x in operands_of(1, 32, 2)[:3]]
+    grads = []
+    for wrap in (lambda attend, *x: attend(*x), partial(checkpoint, use_reentrant=False)):
+        leaves = [zigzag.shard(x, group=group).requires_grad_() for x in whole]
+        attend = partial(flash_attn_func, layout=zigzag, group=group, causal=True, method="ring")
+        grads.append(torch.autograd.grad(wrap(attend, *leaves).float().square().sum(), leaves))
+    return [(one - other).abs().max().item() for one, other in zip(*grads, strict=True)]
+
+
+def test_a_checkpoint_attends_again(ranks):
+    for errors in ranks.run(2, checkpointed):
+        assert max(errors) < 0.02
+
+
+def attend_compiled(group):
+    q, k, v = (zigzag.shard(x, group=group) for x in operands_of(1, 16, 2)[:3])
+    attend = partial(flash_attn_func, layout=zigzag, group=group, causal=True)
+    compiled = torch.compile(lambda *x: 2 * attend(*x), backend="eager")
+    return torch.equal(compiled(q, k, v), 2 * attend(q, k, v))
+
+
+@ON_CPU
+@pytest.mark.compiles
+def test_torch_compile_leaves_the_graph(ranks):
+    assert all(ranks.run(2, attend_compiled))
+
+
+def attend_to_dtensors(group):
+    mesh = DeviceMesh.from_group(group, "cpu")
+    q = DTensor.from_local(seeded(1, 4, 4, 16), mesh, [Shard(1)])
+    return refusal(flash_attn_func, q, q, q, layout=zigzag, group=group)
+
+
+@ON_CPU
+def test_dtensors_are_refused(ranks):
+    for text in ranks.run(2, attend_to_dtensors):
+        assert text.startswith("NotImplementedError: rank 0: q must lie in memory, got a DTensor")
+        assert text.endswith("Pass what its .to_local() returns")
+
+
+def wait_in_vain(group):
+    if group.rank() == 1:
+        os._exit(0)
+    q = seeded(1, 4, 4, 16)
+    return refusal(flash_attn_func, q, q, q, layout=zigzag, group=group)
+
+
+def test_a_rank_that_ends_is_an_error(tmp_path):
+    ranks = Ranks(tmp_path, 2)
+    ranks.connections[1].send((2, wait_in_vain, ()))
+    ranks.connections[0].send((2, wait_in_vain, ()))
+    assert ranks.connections[0].poll(SECONDS), "a rank hangs"
+    assert ranks.connections[0].recv() == (
+        True,
+        "RuntimeError: rank 0: another rank did not answer within the group's timeout; it has "
+        "ended, or it calls something else",
+    )
+    ranks.stop()
+
+
+PLANS = [
+    (zigzag, 2, {"causal": True}, "gather"),
+    (zigzag, 8, {"causal": True}, "ulysses"),
+    (zigzag, 3, {"causal": True}, "gather"),
+    (contiguous, 2, {"window_size": (100, 5), "has_slopes": True}, "ulysses"),
+    (documents([0, 4096, 5000, 8192]), 2, {"window_size": (100, 5)}, "ulysses"),
+]
+
+
+@pytest.mark.parametrize("layout, ranks, options, method", PLANS)
+def test_plans(layout, ranks, options, method):
+    best = plan(layout, 8192, ranks, 32, 8, 128, **options)
+    assert best.method == method and 0 < best.efficiency <= 1
+    assert str(best).startswith(f"{method} over {ranks} ranks, efficiency 0.")
+    window = options.get("window_size", (-1, 0 if options.get("causal") else -1))
+    rows = torch.arange(8192)
+    first, last = torch.zeros(8192), torch.full((8192,), 8191)
+    if layout.cu_seqlens != (0,):
+        ends = torch.tensor(layout.cu_seqlens)
+        at = torch.searchsorted(ends, rows, right=True)
+        first, last = ends[at - 1], ends[at] - 1
+    first = first.clamp(min=0) if window[0] < 0 else torch.maximum(first, rows - window[0])
+    last = last if window[1] < 0 else torch.minimum(last, rows + window[1])
+    total = 32 * int((last - first + 1).sum())
+    assert abs(sum(best.pairs) - total) < ranks
+    named = {x: options[x] for x in options}
+    for name in ("gather", "ring", "ulysses"):
+        try:
+            one = plan(layout, 8192, ranks, 32, 8, 128, method=name, **named)
+        except (ValueError, NotImplementedError):
+            continue
+        assert one.method == name and (name == "ring" or one.efficiency <= best.efficiency)
+
+
+def test_one_rank_receives_nothing():
+    for method in METHODS:
+        one = plan(zigzag, 1000, 1, 4, 2, 64, causal=True, method=method)
+        assert one.received_mib == (0, 0) and one.efficiency == pytest.approx(1)

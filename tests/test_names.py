@@ -8,7 +8,7 @@ import fa3
 
 ROOT = Path(fa3.__file__).parent
 OF_EVERY_INTEGRATION = ("register",)
-OVER_RANKS = ("flash_attn_func",)
+OVER_RANKS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 """Public functions that `fa3.distributed` has, too, for sequences that are split among ranks."""
 
 

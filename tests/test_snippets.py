@@ -27,6 +27,7 @@ PAGES = [
     "docs/training.md",
     "docs/decoding.md",
     "docs/packed.md",
+    "docs/distributed.md",
     "docs/planning.md",
     "docs/scores-and-masks.md",
     "docs/gallery.md",

@@ -25,8 +25,9 @@ PAGES = [
     if page.name not in NOT_READ and not page.name.startswith("experiments")
 ]
 GUIDES = [
-    "README", "install", "first-calls", "migration", "training", "decoding", "packed", "pytorch",
-    "transformers", "engines", "planning", "gallery", "scores-and-masks", "kernels", "environment",
+    "README", "install", "first-calls", "migration", "training", "decoding", "packed",
+    "distributed", "pytorch", "transformers", "engines", "planning", "gallery", "scores-and-masks",
+    "kernels", "environment",
 ]  # fmt: skip
 
 WORDS = {

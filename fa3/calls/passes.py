@@ -26,9 +26,11 @@ from fa3.calls.operands import (
     describe,
 )
 from fa3.calls.options import as_pair, check_window, converted, flag, integer, real
+from fa3.calls.user_functions import flatten_function
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.complaints import kind_of
 from fa3.problem import NO_BOUND
+from fa3.scores.masks import Mask
 
 
 def with_parameters(names: str, *functions: Callable) -> Callable[[Callable], Callable]:
@@ -199,6 +201,122 @@ def check_absent(when: str, arguments: Mapping[str, object]) -> None:
             raise ValueError(f"{name} must be None {when}")
 
 
+def flash_attn_backward(
+    d_out: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    *,
+    d_lse: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    mask: Mask | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    fp32_dkv: bool = False,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    accumulate_dkv: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Compute the gradients of attention from its output and log-sum-exp.
+
+    The weights are exp(scores - lse). So k and v may be a part of the keys that belong to out and
+    lse: dK and dV are then complete, and dQ is that part's share. Nothing is kept for autograd.
+    With cu_seqlens_q sequences are packed, as in `flash_attn_varlen_func`; otherwise tensors are
+    as in `flash_attn_func`. Both are differentiable without this function.
+
+    Args:
+        d_out: the gradient of out, in any strides; None for zeros.
+        out: the output, contiguous in its last dimension.
+        lse: the log-sum-exp that belongs to out, contiguous; (batch, heads_q, seqlen_q), or
+            (heads_q, total_q) of packed sequences.
+        d_lse: the gradient of lse, float32, in any strides; None for zeros.
+        fp32_dkv: return dK and dV in float32, as they are before they are rounded. They suit sums
+            over several calls.
+        dq, dk, dv: tensors that receive the gradients, in any strides; dk and dv together. dq is
+            like q. dk and dv are like k and v, or both float32.
+        accumulate_dkv: add dK and dV to what dk and dv hold, which must be float32 then.
+        q and the others: as the forward pass took them.
+
+    Returns:
+        the gradients of q, k, v and the sinks: dq, dk and dv if they were passed, and None for no
+        sinks. Rows that see no key or are not used get 0.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: an argument has a wrong value, shape, layout or device.
+        NotImplementedError: a tensor does not lie in memory.
+
+    Source: Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1, algorithm 2.
+    """
+    window = check_window(as_pair(window_size), flag("causal", causal))
+    named: dict[str, Any] = {
+        "d_out": d_out, "d_lse": d_lse, "q": q, "k": k, "v": v, "out": out, "lse": lse,
+        "softmax_scale": None if softmax_scale is None else real("softmax_scale", softmax_scale),
+        "window_left": window.left, "window_right": window.right,
+        "softcap": converted("softcap", softcap), "sm_margin": converted("sm_margin", sm_margin),
+        "alibi_slopes": alibi_slopes, "sinks": sinks, "dropout_p": dropout_p,
+        "rng_state": rng_state, "deterministic": converted("deterministic", deterministic),
+    }  # fmt: skip
+    if dropout_p and rng_state is None:
+        raise ValueError("rng_state must be given with dropout_p: the seed of the forward pass")
+    named["mask"], named["mask_tensors"] = flatten_function("mask", mask, Mask)
+    longest: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    lengths: dict[str, Any] = {
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
+    targets: dict[str, tuple[Any, torch.Tensor]] = {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}
+    targets = {name: pair for name, pair in targets.items() if pair[0] is not None}
+    accumulate_dkv, fp32_dkv = flag("accumulate_dkv", accumulate_dkv), flag("fp32_dkv", fp32_dkv)
+    if (dk is None) != (dv is None) or (accumulate_dkv and dk is None):
+        absent = "dk" if dk is None else "dv"
+        raise ValueError(f"{absent} must be given with dk, dv or accumulate_dkv, got None")
+    with torch.no_grad():
+        if not is_traced(q):
+            check_targets(targets, accumulate_dkv)
+            others = {"cu_seqlens_q": cu_seqlens_q, "alibi_slopes": alibi_slopes, "sinks": sinks}
+            others |= lengths | {"rng_state": rng_state}
+            for name, gradient in (("d_out", d_out), ("d_lse", d_lse)):
+                is_tensor = isinstance(gradient, torch.Tensor)
+                others[name] = in_memory(name, gradient) if is_tensor else gradient
+            present = {name: one for name, one in others.items() if one is not None}
+            check_beside(q, {"out": out, "lse": lse} | present)
+        if cu_seqlens_q is None:
+            check_absent("without cu_seqlens_q", lengths | longest)
+        else:
+            if cu_seqlens_k is None:
+                raise ValueError("cu_seqlens_k must be given with cu_seqlens_q")
+            named |= {name: integer(name, value, 0) for name, value in longest.items()}
+            named |= lengths | {"cu_seqlens_q": cu_seqlens_q}
+        named["fp32_dkv"] = fp32_dkv if dk is None else dk.dtype == torch.float32
+        *grads, d_sinks = operators.BACKWARD(**named)
+        by_name = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        for name, (target, _) in targets.items():
+            if accumulate_dkv and name != "dq":
+                target.add_(by_name[name])
+            else:
+                target.copy_(by_name[name])
+            by_name[name] = target
+    return by_name["dq"], by_name["dk"], by_name["dv"], None if sinks is None else d_sinks
+
+
 def _flash_attn_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -227,81 +345,41 @@ def _flash_attn_backward(
 ) -> None:
     """Write the gradients of q, k and v into dq, dk and dv.
 
-    They are computed in memory of their own, then copied. FlashAttention-3 returns the row sums of
-    dout * out; this function returns nothing.
-
-    Float32 dk and dv receive the sums before they are rounded to 16 bits. With accumulate_dkv they
-    are added to what is there, as context parallelism adds up the gradients of blocks of queries.
+    FlashAttention-3's arguments of `fa3.flash_attn_backward`. FlashAttention-3 returns the row sums
+    of dout * out; this function returns nothing.
 
     Args:
-        dout: the gradient of out, in any strides.
-        out: the output, contiguous in its last dimension. For a block of keys, the output of all
-            blocks.
-        softmax_lse: the log-sum-exp that belongs to out, contiguous.
+        dout, softmax_lse: d_out and lse.
         sequed_q, sequed_k: seqused_q and seqused_k, as FlashAttention-3 spells them here.
-        dq, dk, dv: like q, k and v, in any strides; they must be given. dk and dv may both be
-            float32.
-        accumulate_dkv: whether to add dK and dV to dk and dv, which are float32 then.
-        q and the others: as `flash_attn_func` or, with cu_seqlens_q, `flash_attn_varlen_func` took
-            them.
+        dq, dk, dv: must be given.
+        q and the others: as in `fa3.flash_attn_backward`.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong value, shape, layout or device.
-        NotImplementedError: a tensor does not lie in memory.
+        TypeError, ValueError, NotImplementedError: as `fa3.flash_attn_backward`.
     """
-    window = check_window(as_pair((window_size_left, window_size_right)), False)
-    scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
-    is_causal, softcap = flag("is_causal", is_causal), converted("softcap", softcap)
-    margin = converted("sm_margin", sm_margin)
-    named: dict[str, Any] = {
-        "d_out": dout, "d_lse": None, "q": q, "k": k, "v": v, "out": out, "lse": softmax_lse,
-        "softmax_scale": scale, "causal": is_causal, "window_left": window[0],
-        "window_right": window[1], "softcap": softcap, "sm_margin": margin,
-        "deterministic": converted("deterministic", deterministic),
-    }  # fmt: skip
-    accumulate_dkv = flag("accumulate_dkv", accumulate_dkv)
-    targets: dict[str, tuple[Any, torch.Tensor]] = {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}
-    lengths_of = {"cu_seqlens_k": cu_seqlens_k, "sequed_q": sequed_q, "sequed_k": sequed_k}
+    is_causal = flag("is_causal", is_causal)
     with torch.no_grad():
         if not is_traced(q):
-            check_targets(targets, accumulate_dkv)
             arrived = in_memory("dout", dout) if isinstance(dout, torch.Tensor) else dout
-            results = {"dout": arrived, "out": out, "softmax_lse": softmax_lse}
-            check_beside(q, results, {"cu_seqlens_q": cu_seqlens_q} | lengths_of)
-        if cu_seqlens_q is None:
-            longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-            check_absent("without cu_seqlens_q", {**lengths_of, **longest})
-        else:
-            if cu_seqlens_k is None:
-                raise ValueError("cu_seqlens_k must be given with cu_seqlens_q")
-            named |= {
-                "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-                "max_seqlen_q": integer("max_seqlen_q", max_seqlen_q, 0),
-                "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k, 0),
-                "seqused_q": sequed_q, "seqused_k": sequed_k,
-            }  # fmt: skip
-        named["fp32_dkv"] = dk is not None and dk.dtype == torch.float32
-        *grads, _ = operators.BACKWARD(**named)
-        for (name, (target, _)), gradient in zip(targets.items(), grads, strict=True):
-            if accumulate_dkv and name != "dq":
-                target.add_(gradient)
-            else:
-                target.copy_(gradient)
+            results = {"dout": arrived, "softmax_lse": softmax_lse}
+            check_beside(q, {"dq": dq, "dk": dk, "dv": dv} | results)
+        flash_attn_backward(
+            dout, q, k, v, out, softmax_lse, softmax_scale, is_causal,
+            (window_size_left, window_size_right), softcap, deterministic, sm_margin,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k, seqused_q=sequed_q, seqused_k=sequed_k, dq=dq, dk=dk,
+            dv=dv, accumulate_dkv=accumulate_dkv,
+        )  # fmt: skip
 
 
-def check_beside(
-    q: torch.Tensor, results: Mapping[str, Any], lengths: Mapping[str, torch.Tensor | None]
-) -> None:
+def check_beside(q: torch.Tensor, tensors: Mapping[str, Any]) -> None:
     """Raise unless these are tensors where q is. One on the meta device would have the dispatcher
     compute no gradients at all.
 
     Args:
         q: checked.
-        lengths: may be None.
     """
-    given = dict(results) | {name: one for name, one in lengths.items() if one is not None}
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         check_device(name, Operand(*describe(name, tensor, 1)), "q", Operand(*describe("q", q)))
 
 
@@ -309,7 +387,7 @@ def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: 
     """Raise unless gradients can be written to tensors of the caller's.
 
     Args:
-        targets: by name, what is written, and what it must be like.
+        targets: by name, what is written, and what it must be like; dk and dv together.
         accumulates: whether dk and dv, which are float32 then, are added to.
     """
     for name, (target, like) in targets.items():
@@ -330,8 +408,9 @@ def check_targets(targets: Mapping[str, tuple[Any, torch.Tensor]], accumulates: 
         check_shape(name, operand, tuple(model.shape), of)
         check_no_overlap(name, operand)
         check_writable(name, target)
-    (dq, _), (dk, _), (dv, _) = targets.values()
-    if dk.dtype != dv.dtype:
-        raise TypeError(f"dv must be {dk.dtype} like dk, got {dv.dtype}")
-    check_apart("dq", dq, ("dk", "dv"), (dk, dv))
-    check_apart("dk", dk, ("dv",), (dv,))
+    tensors = {name: target for name, (target, _) in targets.items()}
+    if "dk" in tensors and tensors["dk"].dtype != tensors["dv"].dtype:
+        raise TypeError(f"dv must be {tensors['dk'].dtype} like dk, got {tensors['dv'].dtype}")
+    while tensors:
+        name = next(iter(tensors))
+        check_apart(name, tensors.pop(name), tuple(tensors), tuple(tensors.values()))

@@ -4,7 +4,19 @@ Each rank holds some rows of q, k and v, as a layout says, and gets the same row
 communication goes through torch.distributed.
 """
 
-from fa3.distributed.attention import flash_attn_func
+from fa3.distributed.attention import flash_attn_func, flash_attn_varlen_func
+from fa3.distributed.decode import flash_attn_with_kvcache
 from fa3.distributed.layouts import SequenceLayout, contiguous, documents, zigzag
+from fa3.distributed.planning import RankPlan, plan
 
-__all__ = ["SequenceLayout", "contiguous", "documents", "flash_attn_func", "zigzag"]
+__all__ = [
+    "RankPlan",
+    "SequenceLayout",
+    "contiguous",
+    "documents",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "plan",
+    "zigzag",
+]

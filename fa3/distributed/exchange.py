@@ -51,19 +51,24 @@ class Split:
     group: dist.ProcessGroup
 
     @property
-    def own_chunks(self) -> tuple[range, ...]:
-        """The chunks of this rank."""
-        return self.chunks[self.group.rank()]
+    def rank(self) -> int:
+        """This rank."""
+        return self.group.rank()
 
     @property
+    def own_chunks(self) -> tuple[range, ...]:
+        """The chunks of this rank."""
+        return self.chunks[self.rank]
+
+    @functools.cached_property
     def rows(self) -> list[int]:
         """Rows of each rank."""
         return [sum(map(len, chunks)) for chunks in self.chunks]
 
     def sent_by_one(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's (batch, rows, ...) as (most rows, batch, ...)."""
-        missing = max(self.rows) - x.shape[1]
-        return F.pad(x.transpose(0, 1), (0, 0) * (x.ndim - 1) + (0, missing)).contiguous()
+        missing, x = max(self.rows) - x.shape[1], x.transpose(0, 1)
+        return (F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x).contiguous()
 
     def sent_by_all(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, seqlen, ...) as (ranks * most rows, batch, ...)."""
@@ -73,19 +78,26 @@ class Split:
         """Return (batch, seqlen, ...): the inverse of `sent_by_all`."""
         return x.index_select(0, orders(self.chunks, x.device)[1]).transpose(0, 1)
 
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (ranks * most rows, batch, ...) of the ranks' (batch, rows, ...)."""
         sent = self.sent_by_one(x)
         received = sent.new_empty(len(self.chunks) * len(sent), *sent.shape[1:])
         ALL_GATHER(received, sent, self.group)
-        return self.in_sequence(received)
+        return received
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (batch, seqlen, ...) of the ranks' (batch, rows, ...)."""
+        return self.in_sequence(self.gathered(x))
+
+    def scattered(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return this rank's (batch, rows, ...) of the sum of what `gathered` is like."""
+        received = sent.new_empty(max(self.rows), *sent.shape[1:])
+        REDUCE_SCATTER(received, sent, group=self.group)
+        return received[: self.rows[self.rank]].transpose(0, 1)
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's (batch, rows, ...) of the sum of all (batch, seqlen, ...)."""
-        sent = self.sent_by_all(x.float())
-        received = sent.new_empty(max(self.rows), *sent.shape[1:])
-        REDUCE_SCATTER(received, sent, group=self.group)
-        return received[: self.rows[self.group.rank()]].transpose(0, 1).to(x.dtype)
+        return self.scattered(self.sent_by_all(x.float())).to(x.dtype)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, seqlen, heads / ranks, columns) of (batch, rows, heads, columns)."""
@@ -95,7 +107,7 @@ class Split:
     def to_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return (batch, rows, heads, columns): the inverse of `to_heads`."""
         by_rank = self.all_to_all(self.sent_by_all(x)).unflatten(0, (len(self.chunks), -1))
-        rows = by_rank[:, : self.rows[self.group.rank()]]
+        rows = by_rank[:, : self.rows[self.rank]]
         return rows.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +115,34 @@ class Split:
         received, sent = torch.empty_like(x), x.contiguous()
         dist.all_to_all_single(received, sent, group=self.group)
         return received
+
+    def passed_on(self, source: int, *tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Send a rank's (batch, rows, ...) to the next rank; return what waits for other ones.
+
+        The previous rank sends rows of the rank before `source`.
+        """
+        count = len(self.chunks)
+        rows, sent = self.rows[(source - 1) % count], [x.contiguous() for x in tensors]
+        received = [x.new_empty(len(x), rows, *x.shape[2:]) for x in sent]
+        works = []
+        if count == 1:
+            received = list(sent)
+        else:
+            peers = [dist.get_global_rank(self.group, (self.rank + i) % count) for i in (1, -1)]
+            pairs: list[Any] = [(dist.isend, x, peers[0]) for x in sent]
+            pairs += [(dist.irecv, x, peers[1]) for x in received]
+            make: Any = dist.P2POp
+            operations = [make(*one, self.group) for one in pairs if one[1].numel()]
+            works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> list[torch.Tensor]:
+            for work in works:
+                work.wait()
+            # Until here nothing else may have the memory of what is sent.
+            sent.clear()
+            return received
+
+        return wait
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,7 +195,13 @@ def agree_on_rows(
     """
     said: list[Any] = [None] * group.size()
     texts = {name: f"{value}" for name, value in asked.items()}
-    dist.all_gather_object(said, (rows, texts, error), group)
+    try:
+        dist.all_gather_object(said, (rows, texts, error), group)
+    except RuntimeError as broken:
+        raise RuntimeError(
+            f"rank {group.rank()}: another rank did not answer within the group's timeout; it has "
+            "ended, or it calls something else"
+        ) from broken
     for rank, (_, others, refusal) in enumerate(said):
         if refusal is not None:
             raise type(refusal)(f"rank {rank}: {refusal}") from error

@@ -4,6 +4,7 @@ A layout is a frozen value without tensors. It cuts a sequence into chunks of ne
 gives each rank some of them. Any length will do: ranks differ by one row at most.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -33,14 +34,10 @@ class SequenceLayout:
     def split(self, seqlen: int, group: Group = None) -> Split:
         """Return a sequence as it is split among the ranks of a group."""
         group = group_of(group)
-        return Split(self.chunks(seqlen, group.size()), group)
+        return Split(chunks_of(self, seqlen, group.size()), group)
 
     def shard(self, x: torch.Tensor, dim: int = 1, group: Group = None) -> torch.Tensor:
-        """Return this rank's rows of a whole tensor, which all ranks have; differentiable.
-
-        Args:
-            x: any shape and dtype, with the sequence in dimension `dim`.
-        """
+        """Return this rank's rows of a whole tensor, which all ranks have; differentiable."""
         chunks = self.split(x.shape[dim], group).own_chunks
         return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
@@ -48,9 +45,6 @@ class SequenceLayout:
         """Return the whole tensor from all ranks' rows; all ranks must call it.
 
         The host waits for the other ranks' shapes. The gradient is summed over ranks in float32.
-
-        Args:
-            x: what `shard` returns.
 
         Raises:
             ValueError: on all ranks: they differ in shape or dtype, or one has other rows than the
@@ -72,6 +66,12 @@ class SequenceLayout:
         rows = [row for chunk in self.split(seqlen, group).own_chunks for row in chunk]
         places, starts = torch.tensor(rows, dtype=torch.int64), torch.tensor(self.cu_seqlens)
         return (places - starts[torch.searchsorted(starts, places, right=True) - 1]).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def chunks_of(layout: SequenceLayout, seqlen: int, num_ranks: int) -> RankChunks:
+    """Return a layout's chunks."""
+    return layout.chunks(seqlen, num_ranks)
 
 
 def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
@@ -121,8 +121,8 @@ class Documents(SequenceLayout):
     cu_seqlens: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        given: Iterable = self.cu_seqlens
-        ends = tuple(given.tolist() if isinstance(given, torch.Tensor) else given)
+        lengths: Iterable = self.cu_seqlens
+        ends = tuple(lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)
         if not ends or ends[0] != 0 or any(end < begin for begin, end in pairwise(ends)):
             raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {ends!r:.200}")
         object.__setattr__(self, "cu_seqlens", ends)

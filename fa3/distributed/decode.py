@@ -1,0 +1,77 @@
+"""`fa3.distributed.flash_attn_with_kvcache`: decoding with a cache that is split among ranks."""
+
+from typing import Any
+
+import torch
+
+from fa3.calls.combine import flash_attn_combine
+from fa3.calls.kvcache import flash_attn_with_kvcache as attend_alone
+from fa3.calls.options import as_pair, check_window, flag
+from fa3.distributed.exchange import ALL_GATHER, Group, group_of
+
+LSE_COLUMNS = 4
+"""Columns that a row's log-sum-exp takes next to its output: 16 bytes, so that rows are aligned."""
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    group: Group = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to a cache of which each rank has some keys, in any places.
+
+    Ranks attend to their keys, exchange outputs and log-sum-exps, and merge them. Nothing is
+    compared between ranks, and the host waits for nothing.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), the same on all ranks.
+        k_cache, v_cache: this rank's part, as `fa3.flash_attn_with_kvcache` takes it.
+        k, v: tokens to append to this rank's part; None on ranks that get none.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+        cache_seqlens: keys that this rank has of each sequence; may be 0.
+        causal, window_size: only causal with a single query, as ranks do not know positions.
+        sinks: (heads_q,), the same on all ranks.
+        options: other options of `fa3.flash_attn_with_kvcache`, but none that counts positions.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim_v), of q's dtype; with return_lse also the
+        log-sum-exp, (batch, heads_q, seqlen_q), float32. The same on all ranks.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `fa3.flash_attn_with_kvcache`, or an option
+            counts positions.
+    """
+    group = group_of(group)
+    window = check_window(as_pair(window_size), flag("causal", causal))
+    if window.left >= 0 or window.right > 0 or (window.right == 0 and q.shape[1] != 1):
+        raise NotImplementedError(
+            "causal and window_size are not supported with keys split among ranks, but for causal "
+            "with a single query"
+        )
+    for name in ("alibi_slopes", "rotary_cos", "rotary_sin", "cu_seqlens_q", "out"):
+        if options.get(name) is not None:
+            raise NotImplementedError(f"{name} is not supported with keys split among ranks")
+    out, lse = attend_alone(
+        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, return_lse=True,
+        sinks=sinks if group.rank() == 0 else None, **options,
+    )  # fmt: skip
+    head_dim = out.shape[3]
+    part = lse.new_empty(*out.shape[:3], head_dim + LSE_COLUMNS)
+    part[..., :head_dim] = out
+    part[..., head_dim] = lse.transpose(1, 2)
+    parts = part.new_empty(group.size() * len(part), *part.shape[1:])
+    ALL_GATHER(parts, part, group)
+    parts = parts.unflatten(0, (-1, len(part)))
+    out, lse = flash_attn_combine(parts[..., :head_dim], parts[..., head_dim], out_dtype=out.dtype)
+    return (out, lse.transpose(1, 2)) if return_lse else out

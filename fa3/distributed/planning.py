@@ -1,0 +1,150 @@
+"""`plan`: the work, bytes and time of attention over ranks, predicted without a GPU."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fa3.calls.options import as_pair, check_window
+from fa3.distributed.layouts import SequenceLayout, chunks_of
+from fa3.problem import NO_BOUND, Window
+
+AUTO = "gather", "ulysses"  # not ring, which rounds the output of each hop
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """How a call over ranks runs; pairs of numbers are of the forward and the backward pass.
+
+    Attributes:
+        pairs: of a query and a key that it sees, for each rank, in all query heads together.
+        tflop, compute_us: of the rank with most work.
+        received_mib: by each rank; exposed_us: waiting for it, where no computation hides it.
+        efficiency: the time of one rank alone, over the ranks' time together.
+    """
+
+    method: str
+    layout: SequenceLayout
+    pairs: tuple[int, ...]
+    tflop: tuple[float, ...]
+    received_mib: tuple[float, ...]
+    compute_us: tuple[float, ...]
+    exposed_us: tuple[float, ...]
+    efficiency: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.method} over {len(self.pairs)} ranks, efficiency {self.efficiency:.3f}"]
+        for i, name in enumerate(("forward: ", "backward:")):
+            lines.append(
+                f"  {name} {self.tflop[i]:.4g} TFLOP in {self.compute_us[i]:.4g} us, "
+                f"{self.received_mib[i]:.4g} MiB received, {self.exposed_us[i]:.4g} us exposed"
+            )
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=64)
+def plan(
+    layout: SequenceLayout,
+    seqlen: int,
+    num_ranks: int,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (NO_BOUND, NO_BOUND),
+    has_slopes: bool = False,
+    method: str = "auto",
+    tflops: float = 600.0,
+    gbps: float = 330.0,
+) -> RankPlan:
+    """Predict attention over ranks in 16 bits, batch 1.
+
+    Args:
+        layout: `zigzag`, `contiguous` or `documents(cu_seqlens)`; seqlen: of the whole sequence.
+        causal, window_size: as in `flash_attn_func`; has_slopes: with alibi_slopes.
+        method: "auto" for the more efficient of gather and Ulysses.
+        tflops: of a GPU that only computes. gbps: received by a GPU while all receive.
+    """
+    window = check_window(as_pair(window_size), causal)
+    methods = methods_for(method, num_ranks, heads_q, window, has_slopes, layout.cu_seqlens != (0,))
+    pairs = tuple(heads_q * x for x in count_pairs(layout, seqlen, num_ranks, window))
+    columns, others = head_dim + (head_dim_v or head_dim), (num_ranks - 1) / num_ranks
+    kv, qo = (2 * seqlen * heads * columns / 2**20 for heads in (heads_kv, heads_q))
+    copies = math.lcm(heads_kv, num_ranks) // heads_kv
+    sent = qo + copies * kv, qo + copies * kv * (1 + (copies > 1))
+    # dK and dV are float32, but for Ulysses where no key/value head is there twice.
+    received = {
+        "gather": (kv * others, 3 * kv * others),
+        "ring": (kv * others, kv * others + 2 * kv * (num_ranks > 1)),
+        "ulysses": (sent[0] * others / num_ranks, sent[1] * others / num_ranks),
+    }
+    plans = []
+    for name in methods:
+        shares = (sum(pairs) // num_ranks,) * num_ranks if name == "ulysses" else pairs
+        tflop = tuple(factor * 2e-12 * columns * max(shares) for factor in (1, 2.5))
+        compute = tuple(x / tflops * 1e6 for x in tflop)
+        exposed = tuple(x * 2**20 / gbps / 1e3 for x in received[name])
+        if name == "ring":
+            # Ranks compute while hops are under way, but for the last one of dK and dV.
+            exposed = 0.0, 2 * exposed[0] / max(num_ranks - 1, 1)
+        alone = sum(compute) * sum(pairs) / max(*shares, 1)
+        efficiency = alone / num_ranks / max(sum(compute) + sum(exposed), 1e-9)
+        plans.append(
+            RankPlan(name, layout, shares, tflop, received[name], compute, exposed, efficiency)
+        )
+    return max(plans, key=lambda one: one.efficiency)
+
+
+def count_pairs(layout: SequenceLayout, seqlen: int, num_ranks: int, window: Window) -> list[int]:
+    """Return the pairs of a query and a key that it sees, of each rank's rows."""
+    ends = torch.tensor(layout.cu_seqlens if layout.cu_seqlens != (0,) else (0, seqlen))
+    counts = []
+    for chunks in chunks_of(layout, seqlen, num_ranks):
+        rows = torch.cat([torch.arange(0), *(torch.arange(x.start, x.stop) for x in chunks)])
+        document = torch.searchsorted(ends, rows, right=True)
+        first, last = ends[document - 1], ends[document] - 1
+        if window.left >= 0:
+            first = torch.maximum(first, rows - window.left)
+        if window.right >= 0:
+            last = torch.minimum(last, rows + window.right)
+        counts.append(int((last - first + 1).sum()))
+    return counts
+
+
+def methods_for(
+    method: str, num_ranks: int, heads_q: int, window: Window, has_slopes: bool, is_packed: bool
+) -> list[str]:
+    """Return the methods to choose from: the one that is asked for, or those that suit a call.
+
+    Raises:
+        ValueError, NotImplementedError: none suits it.
+    """
+    sees_later, is_bounded = window.right != 0, window.left >= 0 or window.right >= 0
+    refused = {
+        "gather": {
+            "alibi_slopes": has_slopes and sees_later,
+            "window_size of documents": is_packed and sees_later and is_bounded,
+        },
+        "ring": {
+            "documents": is_packed,
+            "window_size": window.left >= 0 or window.right > 0,
+            "alibi_slopes": has_slopes,
+        },
+        "ulysses": {},
+    }
+    names = AUTO if method == "auto" else (method,)
+    suited = [name for name in names if not any(refused[name].values())]
+    divides = heads_q % num_ranks == 0
+    methods = [name for name in suited if name != "ulysses" or divides]
+    if methods:
+        return methods
+    if suited:
+        raise ValueError(f"heads_q must be a multiple of {num_ranks} ranks, got {heads_q}")
+    what = next(what for what, is_so in refused[names[0]].items() if is_so)
+    when = " where keys after a query are seen" if names[0] == "gather" else ""
+    raise NotImplementedError(
+        f"{what} is not supported with method={names[0]!r}{when}: pass method='ulysses'"
+    )
