@@ -42,7 +42,7 @@ from fa3.calls.packed_calls import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.routes import BOTH
+from fa3.planning.routes import BOTH, SPLIT
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -188,9 +188,9 @@ def test_short_sequences_are_the_decode_kernels(kernels):
 
 def test_few_tiles_are_the_decode_kernels(kernels):
     """Unless the call says not to split; also long sequences, for which there is one plan."""
-    call = make_call(VarlenProblem((300, 5), (5000, 90), heads_kv=1, group=8))
+    call = make_call(VarlenProblem((60, 5), (5000, 90), heads_kv=1, group=8))
     flash_attn_varlen_func(**call)
-    flash_attn_varlen_func(**call | {"max_seqlen_q": 305, "max_seqlen_k": 5090})
+    flash_attn_varlen_func(**call | {"max_seqlen_q": 64, "max_seqlen_k": 5090})
     assert not kernels.given
     for (most, overlaps_forward, q, *_, longest), keys in zip(
         kernels.short, (5000, 5090), strict=True
@@ -230,7 +230,12 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     varlen.prepare_varlen.__wrapped__(described, options)
     ((signature,),) = made
     plan = signature.plan
-    assert signature.names == ["forward", "shared tiles", *["decode", BOTH] * (not sm_margin)]
+    assert signature.names == [
+        "forward",
+        "shared tiles",
+        SPLIT,
+        *["decode", BOTH] * (not sm_margin),
+    ]
     assert signature.window == Window(right=0) and plan.gpu.num_sms == 132 - sm_margin
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)
