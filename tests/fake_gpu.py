@@ -26,6 +26,7 @@ from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
+from fa3.kernels.segment_table import SegmentTable, SegmentTableArguments
 from fa3.kernels.tile_table import TileTable, TileTableArguments
 from fa3.running import compiler, counters, graphs
 
@@ -42,6 +43,7 @@ ARGUMENTS = {
     Decode: DecodeArguments,
     Forward: ForwardArguments,
     MultiSequenceTable: MultiSequenceTableArguments,
+    SegmentTable: SegmentTableArguments,
     TileTable: TileTableArguments,
 }
 """What a launch of each kernel takes, by name."""

@@ -242,7 +242,7 @@ def test_a_packed_plan_is_that_of_the_call(shape, names, capsys):
         (("cache", "8,1,8192,32,8,128", "--append"), "inside or by combine,", "The decode kernel"),
         (("cache", "8,512,8192,32,8,128"), "inside or by combine,", "Combine"),
         (("packed", "8,1,8192,32,8,128"), "inside or by combine,", "The decode kernel"),
-        (("packed", "1,512,32768,8,1,128"), "inside or by combine,", "Combine"),
+        (("packed", "1,64,32768,8,1,128"), "inside or by combine,", "Combine"),
     ],
 )
 def test_a_plan_says_what_merges_parts(arguments, kernels, merges, capsys):

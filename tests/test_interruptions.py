@@ -24,6 +24,7 @@ from fa3.calls.packed_calls import PreparedMultiSequence, PreparedVarlen
 from fa3.kernels.decode_launch import DecodeArguments
 from fa3.kernels.forward_launch import ForwardArguments
 from fa3.kernels.joined_table import MultiSequenceTableArguments
+from fa3.kernels.segment_table import SegmentTableArguments
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.launch import Launch, template_of
 from fa3.planning.ragged import words_of_table
@@ -111,14 +112,24 @@ def is_dense() -> None:
     call.launch(Q, Q, Q, Q, None, None, 1.0)
 
 
-def is_packed(known=None) -> None:
+def is_packed(known=None, may_cut: bool = False) -> None:
+    whole, split = (
+        tuple(launch(one, ForwardArguments) for one in (main, computes_again))
+        for main in (marks_rows, merges_parts)
+    )
     kernels = (
         launch(makes_table, TileTableArguments),
-        tuple(launch(one, ForwardArguments) for one in (marks_rows, computes_again)),
-        lambda: launch(merges_parts, ForwardArguments),
+        whole,
+        lambda: split,
+        lambda: (launch(makes_table, SegmentTableArguments), *split),
     )
-    call = PreparedVarlen(None, *kernels, Window(right=0), 128, 112, 132)
-    call.launch(OPERANDS, 8, 8, None, 1.0, known=known)
+    plan = SimpleNamespace(spec=SimpleNamespace(head_dim_v=64))
+    call = PreparedVarlen(plan, *kernels, Window(right=0), 128, 112, 132)
+    call.launch(OPERANDS, 8, 8, None, 1.0, known=known, may_cut=may_cut)
+
+
+def is_split_on_the_gpu() -> None:
+    is_packed(may_cut=True)
 
 
 def has_known_lengths(**cut) -> None:
@@ -177,6 +188,7 @@ def run_up_to(call: Callable[[], None], steps: int) -> int:
         is_packed,
         has_known_lengths,
         has_tiles_that_are_cut,
+        is_split_on_the_gpu,
         shares_tiles,
     ],
 )

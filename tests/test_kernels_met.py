@@ -16,6 +16,7 @@ import fa3
 from fa3.calls import decode, forward, kvcache, mixed, packed_calls, varlen
 from fa3.calls.call import NAMES_BY_KIND
 from fa3.calls.kvcache import prepare_cache_call
+from fa3.calls.mixed import PreparedMixed
 from fa3.calls.options import CACHED, Options
 from fa3.calls.varlen import prepare_varlen
 from fa3.kernels.forward_launch import FEWEST_ROWS, ForwardConfig
@@ -108,7 +109,9 @@ def test_steps_on_pages_load_what_warm_up_compiles(name, loaded):
     model = MODELS[name]
     compiled = set(warmup.kernels_of(model, ("paged",), (PAGE_SIZE,), None))
     for window, *sizes in product(model.windows, BATCHES, QUERIES, KEYS):
-        prepare_on_pages(model, window, *sizes)
+        attends = prepare_on_pages(model, window, *sizes).decode
+        if isinstance(attends, PreparedMixed):
+            attends.long.split_on_gpu()
         assert loaded.keys() <= compiled, (window, *sizes)
     assert len(loaded) > 2
 
@@ -134,6 +137,7 @@ def test_packed_sequences_load_what_warm_up_compiles(name, loaded):
         )  # fmt: skip
         call = prepare_varlen.__wrapped__(described, Options(window, model.softcap))
         call.gpu.alone.split()
+        call.gpu.alone.split_on_gpu()
         for queries, overlaps_forward in product(QUERIES, (False, True)):
             call.gpu.short(queries, overlaps_forward)
         assert loaded.keys() <= compiled, window
@@ -436,7 +440,11 @@ OF_STEP = PackedSizes(8, 32, 4096, 0, 512, 8192)
         ({}, {"total_q": 0}, routes.NOTHING, 0),
         ({}, {"max_seqlen_k": 0}, routes.ZEROS, 0),
         ({}, {"max_seqlen_q": 32}, routes.DECODE, 32),
-        ({}, {"batch": 1, "total_q": 200}, routes.DECODE, 256),
+        ({}, {"batch": 1, "total_q": 200}, routes.BOTH_SPLIT, 32),
+        ({}, {"batch": 1, "total_q": 512}, routes.BOTH, 32),
+        ({}, {"batch": 1, "total_q": 200, "max_seqlen_q": 200}, routes.SPLIT, 0),
+        ({}, {"batch": 1, "total_q": 200, "fewest_q": 33}, routes.SPLIT, 0),
+        ({}, {"batch": 1, "total_q": 200, "max_seqlen_q": 64}, routes.DECODE, 64),
         ({}, {"batch": 1, "total_q": 200, "max_seqlen_k": 4095}, routes.BOTH, 32),
         ({"has_packed_queries": False}, {}, routes.DECODE, 512),
         ({"num_splits": 1}, {}, routes.DECODE, 512),

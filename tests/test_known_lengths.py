@@ -314,7 +314,7 @@ def launch(kernels, lengths: HostSeqlens | None, problem=MIXED, may_cut: bool = 
     ends = call["cu_seqlens_q"], call["cu_seqlens_k"]
     operands = RaggedOperands(*(call[name] for name in "qkv"), call["q"], None, *ends, None, None)
     forward, count = (
-        kernels.split() if may_cut else kernels.launches[0],
+        kernels.split()[0] if may_cut else kernels.launches[0],
         len(kernels.launches[0].kernel.given),
     )
     kernels.launch(operands, len(call["k"]), 2000, None, 1.0, known=lengths, may_cut=may_cut)
@@ -352,7 +352,7 @@ def test_tiles_that_are_cut(launches):
     problem = VarlenProblem((300, 100), (9000, 9000), heads_kv=2, group=2, causal=True)
     lengths = known(problem)
     state, marks, table = launch(kernels, lengths, problem, may_cut=True)
-    given = ForwardArguments(*kernels.split().kernel.given[0])
+    given = ForwardArguments(*kernels.split()[0].kernel.given[0])
     tiles = lengths.latest[-1]
     assert state is tiles.segments.numbers and table is tiles.table.numbers
     assert 0 < given.num_clusters <= 132 and given.num_slots > given.num_clusters // 2
@@ -361,7 +361,7 @@ def test_tiles_that_are_cut(launches):
     assert len(given.part_counters) >= memory.num_counters
     assert given.part_counters is not marks
     launch(kernels, lengths, problem, may_cut=True)
-    again = ForwardArguments(*kernels.split().kernel.given[1])
+    again = ForwardArguments(*kernels.split()[0].kernel.given[1])
     assert again.part_counters is given.part_counters and again.marks is marks
     # As calls that want gradients have them.
     whole = launch(kernels, lengths, problem)

@@ -148,7 +148,7 @@ def attending(monkeypatch):
     return found
 
 
-FEW = VarlenProblem((80, 0, 40), (520, 5, 30), heads_kv=1, group=4, causal=True, spare=3)
+FEW = VarlenProblem((60, 0, 40), (520, 5, 30), heads_kv=1, group=4, causal=True, spare=3)
 """The keys of the last sequence are fewer than its queries, some of which see none."""
 
 
@@ -165,8 +165,8 @@ def with_fewer_keys(monkeypatch):
     [
         FEW,
         replace(FEW, causal=False, window=(450, 7), recipe=Recipe(20.0, sinks="q")),
-        replace(FEW, used_q=(70, 0, 99), used_k=(500, 9, 3), recipe=Recipe(alibi_rank=2)),
-        replace(FEW, window=(330, 0), head_dim=192, head_dim_v=128, heads_kv=2, group=3),
+        replace(FEW, used_q=(50, 0, 99), used_k=(500, 9, 3), recipe=Recipe(alibi_rank=2)),
+        replace(FEW, window=(350, 0), head_dim=192, head_dim_v=128, heads_kv=2, group=3),
     ],
     ids=["causal", "window, softcap, sinks", "used, ALiBi", "window, (192, 128)"],
 )
@@ -204,7 +204,7 @@ def test_metadata_says_whether_keys_are_split(attending):
     for num_splits, expected in ((0, [66 // 4 * 128]), (1, ["beside", "forward"])):
         attending.clear()
         metadata = fa3.get_scheduler_metadata(
-            3, 80, 520, 4, 1, 64, None, torch.bfloat16, 64, call["cu_seqlens_q"], causal=True,
+            3, 60, 520, 4, 1, 64, None, torch.bfloat16, 64, call["cu_seqlens_q"], causal=True,
             cu_seqlens_k=call["cu_seqlens_k"], num_splits=num_splits,
         )  # fmt: skip
         metadata.lengths = None
@@ -412,24 +412,24 @@ def test_wrong_lengths_touch_nothing_outside(ends, longest, num_splits, device):
 
 
 CHUNKS = VarlenProblem(
-    (300, 5, 300), (9000, 0, 5000), heads_kv=1, group=8, head_dim=128, spare=3, causal=True
+    (60, 5, 60), (9000, 0, 5000), heads_kv=1, group=8, head_dim=128, spare=3, causal=True
 )
-"""Chunks of prompts, whose tiles are few; a sequence has queries and no keys."""
+"""Short chunks of prompts, whose tiles are few; a sequence has queries and no keys."""
 
-ROWS_129 = replace(CHUNKS, seqlens_q=(129,), seqlens_k=(20_000,), heads_kv=2)
+ROWS_63 = replace(CHUNKS, seqlens_q=(63,), seqlens_k=(20_000,), heads_kv=2)
 
 
 @pytest.mark.parametrize(
     "problem",
     [
         CHUNKS,
-        replace(CHUNKS, seqlens_q=(512,), seqlens_k=(1 << 15,)),
-        replace(ROWS_129, causal=False, window=(4000, 60), recipe=Recipe(softcap=20.0)),
-        replace(ROWS_129, dtype="float16", head_dim=64, recipe=Recipe(alibi_rank=2)),
+        replace(CHUNKS, seqlens_q=(64,), seqlens_k=(1 << 15,)),
+        replace(ROWS_63, causal=False, window=(4000, 60), recipe=Recipe(softcap=20.0)),
+        replace(ROWS_63, dtype="float16", head_dim=64, recipe=Recipe(alibi_rank=2)),
         replace(CHUNKS, head_dim=256, recipe=Recipe(sinks="float32")),
-        replace(CHUNKS, head_dim=192, head_dim_v=128, used_q=(290, 9, 200), used_k=(8000, 9, 100)),
+        replace(CHUNKS, head_dim=192, head_dim_v=128, used_q=(50, 9, 40), used_k=(8000, 9, 100)),
     ],
-    ids=["chunks", "512 of 32k", "window, softcap", "ALiBi", "sinks, 256", "used, (192, 128)"],
+    ids=["chunks", "64 of 32k", "window, softcap", "ALiBi", "sinks, 256", "used, (192, 128)"],
 )
 def test_chunks_of_few_tiles(problem, attending, device):
     """Once more with neighbours whose keys and values are not finite, and into memory given."""
@@ -448,10 +448,10 @@ def test_chunks_of_few_tiles(problem, attending, device):
 def test_a_graph_of_few_tiles_serves_other_lengths(attending, device):
     """A sequence has all rows, none, or none that sees a key."""
     lengths = (
-        ((300, 5, 300), (9000, 0, 5000)), ((605, 0, 0), (14000, 0, 0)),
-        ((1, 4, 600), (1, 13_999, 0)), ((0, 250, 100), (50, 200, 13_000)),
+        ((60, 5, 60), (9000, 0, 5000)), ((64, 61, 0), (7000, 7000, 0)),
+        ((1, 64, 60), (1, 13_999, 0)), ((0, 64, 61), (50, 200, 13_750)),
     )  # fmt: skip
     problems = [replace(CHUNKS, seqlens_q=of_q, seqlens_k=of_k, spare=0) for of_q, of_k in lengths]
-    options = {"max_seqlen_q": 605, "max_seqlen_k": 14_000, "num_splits": 0}
+    options = {"max_seqlen_q": 64, "max_seqlen_k": 14_000, "num_splits": 0}
     check_graph(problems, device, names=LENGTHS_OF_GRAPHS, **options)
     assert attending == [1024, 1024]

@@ -42,7 +42,7 @@ from fa3.calls.packed_calls import RaggedCall
 from fa3.planning.gpu import H200
 from fa3.planning.planner import plan_forward
 from fa3.planning.ragged import RaggedPlan
-from fa3.planning.routes import BOTH
+from fa3.planning.routes import BOTH, SPLIT
 from fa3.problem import Window
 
 RAGGED = VarlenProblem((70, 0, 1, 130), (90, 5, 0, 64), heads_kv=2, group=2)
@@ -166,7 +166,12 @@ def test_what_is_compiled_does_not_depend_on_lengths(sm_margin, monkeypatch):
     varlen.prepare_varlen.__wrapped__(described, options)
     ((signature,),) = made
     plan = signature.plan
-    assert signature.names == ["forward", "shared tiles", *["decode", BOTH] * (not sm_margin)]
+    assert signature.names == [
+        "forward",
+        "shared tiles",
+        SPLIT,
+        *["decode", BOTH] * (not sm_margin),
+    ]
     assert signature.window == Window(right=0) and plan.gpu.num_sms == 132 - sm_margin
     assert (plan.has_used_q, plan.has_used_k) == (True, False)
     assert (plan.spec.head_dim, plan.spec.head_dim_v) == (64, 32)

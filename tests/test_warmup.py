@@ -27,6 +27,7 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.kernels.joined_table import MultiSequenceTable
+from fa3.kernels.segment_table import SegmentTable
 from fa3.kernels.tile_table import TileTable
 from fa3.planning.backward import BackwardPlan
 from fa3.planning.gpu import H200
@@ -107,9 +108,9 @@ def test_append_kernels(few_sizes):
     ("call", "kinds"),
     [
         ("dense", {Forward, Decode, Combine}),
-        ("packed", {Forward, TileTable, MultiSequenceTable, Decode, Combine}),
+        ("packed", {Forward, TileTable, SegmentTable, MultiSequenceTable, Decode, Combine}),
         ("cache", {Decode, Combine, Append}),
-        ("paged", {Decode, Combine, Forward, TileTable}),
+        ("paged", {Decode, Combine, Forward, TileTable, SegmentTable}),
     ],
 )
 def test_each_kind_of_calls_has_its_kernels(call, kinds, few_sizes):
@@ -199,9 +200,7 @@ def check_words(names: Iterable[str]) -> None:
     first = [row.split("|")[1] for row in table.splitlines() if row]
     told = ", ".join(first + re.findall(r"\*([^*]+)\*", table)).lower()
     words = {re.sub(r"\d+", "0", word.strip()) for word in re.split("[,;]", told)}
-    roles = (
-        "forward|decode|combine|append|tile table|shared-tile table|backward|backward preprocess"
-    )
+    roles = "forward|decode|combine|append|(tile|segment|shared-tile) table|backward( preprocess)?"
     known = rf"{roles}|bfloat16|float16|head_dim(_v)? \d+( and \d+)?"
     for name in names:
         apart = re.sub(" (in pairs of|or online)", r", \1", name)

@@ -79,9 +79,10 @@ class PreparedMixed:
             short = DecodeLaunch(
                 most_short, lambda table: self.short.start(*given, 0, capacity, table)
             )
+        splits = route.splits_on_gpu
         with_device(
             operands.q.device, self.long.launch, operands, capacity, capacity, modifiers,
-            softmax_scale, short, page_table, None, known,
+            softmax_scale, short, page_table, None, None if splits else known, splits,
         )  # fmt: skip
 
 

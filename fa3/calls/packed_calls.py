@@ -1,6 +1,6 @@
 """Launches for packed sequences: the kernel that makes the table of tiles, then the forward kernel,
 and once more for rows whose fixed reference failed, or, where sequences share tiles, for rows that
-are not finite. Sequences with few queries may be the decode kernel's instead.
+are not finite. Few tiles may be split. Sequences with few queries may be the decode kernel's.
 
 All that depends on lengths is in tensors that each call allocates, so calls in several threads, on
 several streams and in captured graphs share nothing that is written. Where the host knows the
@@ -10,7 +10,7 @@ that calls share, are among the counters that every call has for itself (`fa3.ru
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ import torch
 
 from fa3.calls.decode import PreparedDecode
 from fa3.calls.known_lengths import HostSeqlens
-from fa3.calls.launcher import Tiles, lse_address, place_on, run_tiles, with_device
+from fa3.calls.launcher import PartMemory, Tiles, lse_address, place_on, run_tiles, with_device
 from fa3.calls.operands import hide_all_keys_of_packed
 from fa3.kernels.joined_table import MultiSequenceTableArguments
+from fa3.kernels.segment_table import SegmentTableArguments, segment_rows
 from fa3.kernels.tile_table import TileTableArguments
 from fa3.planning.gpu import Gpu
 from fa3.planning.host_table import TableKind
@@ -42,6 +43,8 @@ from fa3.reference.varlen import RaggedOperands, execute_varlen
 from fa3.running.compiler import load_kernel
 from fa3.schedules.marked import words_of_marks
 from fa3.schedules.ragged import RaggedTiles
+from fa3.schedules.split import FIELDS
+from fa3.schedules.stretches import most_slots
 from fa3.scores.intervals import ROW_RECORD
 
 LENGTHS_AND_TABLE = slice(*slots(TileTableArguments, "cu_seqlens_q", "total_q"))
@@ -49,6 +52,9 @@ TABLE_SIZES = slice(*slots(TileTableArguments, "total_q", "shift"))
 SHIFT, SHORT_QUERIES, QHEAD_PER_KVHEAD = slots(
     TileTableArguments, "shift", "short_queries", "qhead_per_kvhead"
 )
+"""The first arguments of a `SegmentTable` are the same, in the same order."""
+
+SEGMENTS, HEADS = slots(SegmentTableArguments, "segments", "heads")
 SHARED_TILE_LENGTHS = slice(*slots(MultiSequenceTableArguments, "cu_seqlens_q", "rows"))
 SHARED_TILE_TABLES = slice(*slots(MultiSequenceTableArguments, "rows", "total_q"))
 SHARED_TILE_SIZES = slice(*slots(MultiSequenceTableArguments, "total_q", "window_left"))
@@ -75,7 +81,9 @@ class PreparedVarlen:
         plan: what they were made by.
         tile_table: the kernel that makes the table of tiles.
         launches: the forward kernel, and recompute if rows can fail.
-        split: loads the forward kernel for tiles that are cut, which most calls never have.
+        split: loads the forward kernel for tiles that the host cuts, which most calls never have,
+            and recompute, if a row can fail there.
+        split_on_gpu: loads the segment table, the forward kernel for its segments, and recompute.
         tile_m, tile_n: of the forward kernel's config.
         num_ctas: CTAs of the forward kernel, one for each SM that it may use.
     """
@@ -83,7 +91,8 @@ class PreparedVarlen:
     plan: RaggedPlan
     tile_table: Launch
     launches: tuple[Launch, ...]
-    split: Callable[[], Launch]
+    split: Callable[[], list[Launch]]
+    split_on_gpu: Callable[[], list[Launch]]
     window: Window
     tile_m: int
     tile_n: int
@@ -111,43 +120,52 @@ class PreparedVarlen:
             page_table: the pages of a cache that has some.
             dropout: where the plan's spec has it.
             known: the lengths, if the host knows them.
-            may_cut: whether tiles may be cut then.
+            may_cut: whether tiles may be cut: by the host then, else by the GPU.
         """
         q, k, v, out, lse, *integers = operands
-        total_q, heads, _ = q.shape
+        ends_q, (total_q, heads, _) = operands.cu_seqlens_q, q.shape
         most_short, heads_kv = 0 if short is None else short.most_queries, k.shape[-2]
-        place = place_on(q.device)
-        tiles = table_launch = None
+        place, launches, num_ctas = place_on(q.device), self.launches, self.num_ctas
+        tiles = table_launch = parts = None
+        num_counters = 0
         if known is not None:
             tiles = known.on(self, most_short, heads, heads_kv, may_cut, q.device, place[1])
         if tiles is None:
-            capacity = capacity_of_table(total_q, operands.cu_seqlens_q.shape[0] - 1, self.tile_m)
+            capacity = capacity_of_table(total_q, ends_q.shape[0] - 1, self.tile_m)
             # Of the lengths' dtype: to name another one takes torch 0.2 us.
-            table = operands.cu_seqlens_q.new_empty(words_of_table(capacity))
-            arguments = self.tile_table.template.copy()
+            state = table = ends_q.new_empty(words_of_table(capacity))
+            kernel, template, _ = self.tile_table
+            if may_cut and known is None:
+                (kernel, template, _), *launches = self.split_on_gpu()
+                slots_of_parts = most_slots(capacity * heads, num_ctas)
+                parts = PartMemory.of(slots_of_parts, self.tile_m, self.plan.spec.head_dim_v)
+                state = ends_q.new_empty(segment_rows(capacity * heads) * num_ctas * FIELDS)
+            arguments = template.copy()
             arguments[LENGTHS_AND_TABLE] = *integers, table
             arguments[TABLE_SIZES] = total_q, total_k, capacity
             arguments[SHIFT] = shift_of_work(max_seqlen_k, self.tile_n)
             arguments[SHORT_QUERIES] = most_short
             arguments[QHEAD_PER_KVHEAD] = heads // heads_kv
-            table_launch = self.tile_table.kernel, arguments
+            if parts is not None:
+                arguments[SEGMENTS], arguments[HEADS] = state, heads
+            table_launch = kernel, arguments
         else:
-            table = tiles.table.on(*place)
+            state = table = tiles.table.on(*place)
             capacity = records_of_table(table.shape[0])
-            if tiles.segments is None and known.longest_q <= most_short:
+            if tiles.segments is not None:
+                launches, state = self.split(), tiles.segments.on(*place)
+                num_ctas, parts = tiles.num_ctas, tiles.memory
+            elif known.longest_q <= most_short:
                 # No sequence is the forward kernel's.
                 short.start(table)()
                 return
-        num_tiles, launches = capacity * heads, self.launches
-        num_marks = words_of_marks(num_tiles) if len(launches) > 1 else 0
-        num_ctas = num_recompute = min(self.num_ctas, num_tiles)
-        state, num_counters, parts = table, 0, None
-        if tiles is not None:
-            if tiles.segments is None:
-                num_counters = RaggedTiles.num_counters
             else:
-                launches = self.split(), *launches[1:]
-                num_ctas, parts, state = tiles.num_ctas, tiles.memory, tiles.segments.on(*place)
+                num_counters = RaggedTiles.num_counters
+        num_tiles = capacity * heads
+        num_marks = words_of_marks(num_tiles) if len(launches) > 1 else 0
+        num_recompute = min(self.num_ctas, num_tiles)
+        if parts is None:
+            num_ctas = num_recompute
         made = Tiles(num_ctas, num_recompute, num_marks, num_counters, parts, table, page_table)
         tensors, start = (q, k, v, out, lse_address(lse), modifiers, scale), None
         if short is not None:
@@ -248,10 +266,15 @@ def prepare_alone(plan: RaggedPlan, window: Window) -> PreparedVarlen:
     """Load the kernels of a plan."""
     config = plan.config
     tile_table, *launches = (one.loaded(load_kernel) for one in plan.launches(window))
-    split = functools.cache(lambda: plan.launch_of(plan.split(), window).loaded(load_kernel))
+
+    def loads(launches: Callable[[], Iterable[Launch]]) -> Callable[[], list[Launch]]:
+        return functools.cache(lambda: [one.loaded(load_kernel) for one in launches()])
+
+    split = loads(lambda: (plan.launch_of(kernel, window) for kernel in plan.split_kernels()))
+    split_on_gpu = loads(lambda: plan.split_launches(window))
     return PreparedVarlen(
-        plan, tile_table, tuple(launches), split, window, config.tile_m, config.tile_n,
-        plan.gpu.num_sms,
+        plan, tile_table, tuple(launches), split, split_on_gpu, window, config.tile_m,
+        config.tile_n, plan.gpu.num_sms,
     )  # fmt: skip
 
 
@@ -322,7 +345,9 @@ class RaggedCall:
             sinks = tensors[-1] if self.spec.sinks else None
             hide_all_keys_of_packed(operands.out, operands.lse, *query_lengths, sinks)
         elif route.name != SHARED:
-            may_cut = known is not None and known.may_cut and splits and not has_gradients
+            may_cut = route.splits_on_gpu
+            if known is not None:
+                may_cut = known.may_cut and splits and not has_gradients
             longest_k = sizes.max_seqlen_k if known is None else known.longest_k
             self.attend_one_by_one(
                 operands, route, longest_k, tensors, scale, dropout, known, may_cut

@@ -37,7 +37,12 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import hopper_helpers as sm90
 
 from fa3.kernels.forward_epilogue import ForwardEpilogue, ForwardOperands, TileContext
-from fa3.kernels.forward_launch import BOUNDED, ForwardArguments, ForwardConfig
+from fa3.kernels.forward_launch import (
+    BOUNDED,
+    OTHER_REGISTERS,
+    ForwardArguments,
+    ForwardConfig,
+)
 from fa3.primitives import arguments
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
@@ -205,6 +210,12 @@ class Forward(ForwardEpilogue):
         )
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread of the producer and of a consumer."""
+        of_consumers = REGISTERS if self.cache is None else REGISTERS_OF_PAGES
+        return of_consumers[self.config.consumers]
+
+    @property
     def following(self) -> "Forward":
         """This kernel with a softmax that follows the running maximum, and no other."""
         return replace(
@@ -303,7 +314,6 @@ class Forward(ForwardEpilogue):
         overlaps_decode: Int32 | None,
         online_max: Int32 | None,
     ):
-        config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for tma in (operands.q, operands.k, operands.v, operands.o):
@@ -318,8 +328,7 @@ class Forward(ForwardEpilogue):
         elif overlaps_decode == 0:
             # Otherwise the decode kernel, which waited, is all that may still run.
             cute.arch.griddepcontrol_wait()
-        registers = REGISTERS if self.cache is None else REGISTERS_OF_PAGES
-        producer_registers, consumer_registers = registers[config.consumers]
+        producer_registers, consumer_registers = self.registers
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp_idx == 0:
@@ -564,7 +573,7 @@ class Forward(ForwardEpilogue):
             of_rows = rules.sinks_of_rows(sinks)
             if cutlass.const_expr(self.schedule_type.splits):
                 if segment.part.num_parts > 1:
-                    acc_O, free = attention.regs.acc_O, config.fragment_registers
+                    acc_O, free = attention.regs.acc_O, self.registers[1] - OTHER_REGISTERS
                     lse = attention.finish()
                     if cutlass.const_expr(config.fixed_reference):
                         self.mark(operands, attention, work, thread_idx, None)

@@ -211,23 +211,27 @@ class TileTable:
         """Launch on `TileTableArguments` and a stream."""
         *given, stream = given
         call = TileTableArguments(*given)
-        queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
-        if cutlass.const_expr(self.has_cache):
-            keys = CacheLengths(call.seqused_k, call.total_k)
-        else:
-            keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
-        window = Window(call.window_left, call.window_right)
+        operands = self.operands(call)
         self.kernel.set_name_prefix(self.entry_name, remove_cutlass_symbol=True)
-        operands = TileTableOperands(
-            queries, keys, call.table, call.capacity, call.shift, window, call.short_queries,
-            call.qhead_per_kvhead, call.num_ctas,
-        )  # fmt: skip
         num_ctas = Int32(1)
-        if queries.num_sequences <= WARP:
+        if operands.queries.num_sequences <= WARP:
             num_ctas = (call.capacity + SORTERS - 1) // SORTERS
         self.kernel(operands).launch(
             grid=(num_ctas, 1, 1), block=(SORTERS, 1, 1), stream=stream, use_pdl=True
         )
+
+    def operands(self, call) -> TileTableOperands:
+        """The operands of a launch, from arguments with the names of `TileTableArguments`."""
+        queries = RaggedLengths(call.cu_seqlens_q, call.seqused_q, call.total_q)
+        if self.has_cache:
+            keys = CacheLengths(call.seqused_k, call.total_k)
+        else:
+            keys = RaggedLengths(call.cu_seqlens_k, call.seqused_k, call.total_k)
+        window = Window(call.window_left, call.window_right)
+        return TileTableOperands(
+            queries, keys, call.table, call.capacity, call.shift, window, call.short_queries,
+            call.qhead_per_kvhead, call.num_ctas,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, operands: TileTableOperands):
@@ -268,16 +272,22 @@ class TileTable:
             lanes = (operands.capacity + WARP - 1) & -WARP
             self.write_tiles(operands, Int32(0), of_lane, upto, place, first, lanes)
             if first == 0:
-                self.write_header(operands, of_lane, cute.arch.shuffle_sync(upto, WARP - 1))
+                num_tiles = cute.arch.shuffle_sync(upto, WARP - 1)
+                self.write_header(operands, num_tiles, self.ctas_beside(operands, of_lane))
 
     @cute.jit
-    def write_header(self, operands: TileTableOperands, of_lane: LaneSequence, num_tiles: Int32):
-        """Write the header of the table of a warp's sequences."""
+    def ctas_beside(self, operands: TileTableOperands, of_lane: LaneSequence) -> Int32:
+        """CTAs of the decode kernel, from the sequences of a warp's lanes."""
         beside = Int32(0)
         if operands.short_queries > 0:
             work = self.work(operands, of_lane)
             work = DecodeShare(*(cute.arch.warp_reduction_sum(part) for part in work))
             beside = work.ctas_beside(operands.num_ctas)
+        return beside
+
+    @cute.jit
+    def write_header(self, operands: TileTableOperands, num_tiles: Int32, beside: Int32):
+        """Write the header of a table; one warp calls this."""
         words = [Int32(0)] * TABLE_HEADER
         words[NUM_RECORDS], words[CTAS_BESIDE] = self.used(operands, num_tiles), beside
         is_one = cute.arch.lane_idx() == 0

@@ -11,6 +11,7 @@ from fa3.kernels.decode import Decode
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardConfig
 from fa3.kernels.joined_table import MultiSequenceTable
+from fa3.kernels.segment_table import SegmentTable
 from fa3.kernels.tile_table import TileTable
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
@@ -23,6 +24,7 @@ FORWARD_TILES = {
     "RecomputeRaggedTiles": "recompute of packed sequences",
     "RaggedTiles": "packed sequences",
     "RaggedSplit": "packed sequences, split tiles",
+    "RaggedSegments": "packed sequences, tiles split on the GPU",
     "MultiSequenceTiles": "short packed sequences that share tiles",
 }
 """What the forward kernel works on, by its schedule's class; other schedules have a name."""
@@ -76,6 +78,8 @@ def describe_kernel(kernel: Any) -> str:
         case TileTable():
             words = ["tile table", f"tile {kernel.tile_m}x{kernel.tile_n}"]
             words += [name_of_mask(kernel.band)] + ["keys in a cache"] * kernel.has_cache
+        case SegmentTable():
+            words = describe_kernel(kernel.tiles).replace("tile table", "segment table").split(", ")
         case MultiSequenceTable():
             words = ["shared-tile table", name_of_mask(kernel.band)]
         case BackwardPass():

@@ -2,8 +2,9 @@
 
 `fa3.calls.packed_calls` launches its kernels: one makes the table of tiles from the lengths, the
 other is the forward kernel, which walks the table (`fa3.schedules.ragged`). If the host knows the
-lengths, it makes the table itself (`fa3.planning.host_table`). Short sequences may share tiles
-instead (`fa3.schedules.joined`), or run in the decode kernel: `fa3.planning.routes` decides.
+lengths, it makes the table itself (`fa3.planning.host_table`). Few tiles may be split
+(`fa3.kernels.segment_table`), short sequences may share tiles (`fa3.schedules.joined`) or run in
+the decode kernel: `fa3.planning.routes` decides.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +12,13 @@ from dataclasses import dataclass, replace
 from fa3.kernels.forward import Forward
 from fa3.kernels.forward_launch import ForwardArguments, ForwardConfig
 from fa3.kernels.joined_table import MultiSequenceTable, MultiSequenceTableArguments
+from fa3.kernels.segment_table import (
+    MOST_SEQUENCES,
+    MOST_SPLIT_TILES,
+    MOST_WORK,
+    SegmentTable,
+    SegmentTableArguments,
+)
 from fa3.kernels.tile_table import AMOUNTS, TileTable, TileTableArguments
 from fa3.planning.gpu import Gpu
 from fa3.planning.host_table import Cutting, TableKind
@@ -22,10 +30,11 @@ from fa3.problem import AttentionSpec, Window
 from fa3.schedules.joined import MultiSequenceTiles
 from fa3.schedules.marked import RecomputeRaggedTiles
 from fa3.schedules.ragged import RECORD, TABLE_HEADER, RaggedTiles
-from fa3.schedules.split import RaggedSplit
+from fa3.schedules.split import RaggedSegments, RaggedSplit
+from fa3.schedules.stretches import BLOCKS_OF_TILE
 from fa3.scores.intervals import Intervals
 from fa3.scores.masks import Band, Intersection
-from fa3.scores.scores import Softcap
+from fa3.scores.scores import Alibi, Softcap
 
 BITS_OF_AMOUNTS = AMOUNTS.bit_length() - 1
 """Bits of the amounts of work that the kernel tells apart."""
@@ -80,6 +89,19 @@ class RaggedPlan:
         )
         forward = (self.launch_of(kernel, window) for kernel in self.kernels())
         return [Launch(self.tile_table(), table), *forward]
+
+    def split_launches(self, window: Window) -> list[Launch]:
+        """Return the launches of a call with split tiles: both tables, the forward kernel for
+        segments, recompute."""
+        table = template_of(
+            SegmentTableArguments,
+            window_left=window.left,
+            window_right=window.right,
+            num_ctas=self.gpu.num_sms,
+            rows_of_section=self.rows_of_section,
+        )
+        forward = (self.launch_of(one, window) for one in self.split_kernels(RaggedSegments))
+        return [Launch(SegmentTable(self.tile_table()), table), *forward]
 
     def launch_of(self, kernel: Forward, window: Window) -> Launch:
         """Return the launch of a forward kernel."""
@@ -150,15 +172,30 @@ class RaggedPlan:
         ]
 
     @property
-    def can_cut(self) -> bool:
-        """Whether tiles can be cut at all: tiles of packed keys, without functions of the user's
-        and without dropout."""
-        spec = self.spec
-        return self.cache is None and not (spec.has_user_functions or spec.has_dropout)
+    def can_split(self) -> bool:
+        """Whether tiles can be split: without functions of the user's and without dropout."""
+        return not (self.spec.has_user_functions or self.spec.has_dropout)
 
-    def split(self) -> Forward:
-        """The forward kernel for tiles that are cut."""
-        return Forward(self.spec, self.config, RaggedSplit)
+    def may_split(self, batch: int, heads: int, total_q: int, most_keys: int) -> bool:
+        """Whether tiles are so few, whatever the lengths are, that they may be split on the GPU.
+
+        Args:
+            most_keys: no sequence has more.
+        """
+        num_tiles = capacity_of_table(total_q, batch, self.config.tile_m) * heads
+        work = num_tiles * (-(-most_keys // self.config.tile_n) + BLOCKS_OF_TILE)
+        has_few = num_tiles <= self.gpu.num_sms <= MOST_SPLIT_TILES and batch <= MOST_SEQUENCES
+        return self.can_split and has_few and work < MOST_WORK
+
+    def split_kernels(self, schedule_type: type[RaggedSplit] = RaggedSplit) -> tuple[Forward, ...]:
+        """The forward kernel for tiles that the host cuts, or the GPU with `RaggedSegments`; then
+        the one for rows whose fixed reference failed."""
+        config = self.config
+        if any(score.kind is Alibi for score in self.spec.scores):
+            # The sums of a part far from the diagonal rightly vanish: it would look like a failure.
+            config = config.recompute
+        split = Forward(self.spec, config, schedule_type, cache=self.cache)
+        return split, *(self.kernels()[1:] if config.fixed_reference else ())
 
     def table_kind(
         self, window: Window, short_queries: int, heads_q: int, heads_kv: int, may_cut: bool
@@ -171,7 +208,7 @@ class RaggedPlan:
                 are the decode kernel's.
         """
         config, ratio, cutting = self.config, heads_q // heads_kv, None
-        if may_cut and self.can_cut and not short_queries:
+        if may_cut and self.cache is None and self.can_split and not short_queries:
             costs = self.gpu.costs.tile(TileKey.of(self.spec, config))
             cutting = Cutting(heads_q, self.spec.head_dim_v, ratio, self.rows_of_section, costs)
         return TableKind(

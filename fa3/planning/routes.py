@@ -25,14 +25,17 @@ from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
 from fa3.primitives.wgmma import ROWS
 from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.schedules.stretches import BLOCKS_OF_TILE
 
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
 """Kinds of calls: by their keys."""
 
-NOTHING, ZEROS, FORWARD, DECODE, SHARED, BOTH = (
-    "none", "none; the output is 0", "forward", "decode", "shared tiles", "decode and forward"
+NOTHING, ZEROS, FORWARD, DECODE, SHARED, BOTH, SPLIT, BOTH_SPLIT = (
+    "none", "none; the output is 0", "forward", "decode", "shared tiles", "decode and forward",
+    "split tiles", "decode and split tiles",
 )  # fmt: skip
-"""Names of routes. SHARED is the forward kernel on tiles that sequences share."""
+"""Names of routes. SHARED is the forward kernel on tiles that sequences share, SPLIT the forward
+kernel on tiles that are split on the GPU."""
 
 MOST_SHORT_ROWS = 2 * ROWS
 """Rows of a key/value head up to which a sequence is short: with more the keys are read, and
@@ -41,14 +44,12 @@ multiplied, by more than two tiles of one warpgroup each."""
 FEWEST_EARLIER_KEYS = 4096
 """Keys beyond one for each query from which on a call with long sequences has two kernels: fewer
 take the forward kernel no longer than the launch of another one. Also the keys that a sequence must
-have room for where few tiles are the decode kernel's: to split fewer does not pay."""
+have room for where few tiles are split: of fewer that does not pay."""
 
 IDLE_SHARE = 0.5
-"""Share of the SMs that have a tile of the forward kernel, up to which the others count as idle.
-The decode kernel takes 1.6 times as long for a query and a key, but splits the keys."""
-
-BLOCKS_OF_TILE = 2
-"""Key blocks that take as long as the rest of a tile: its first loads, prologue and epilogue."""
+"""Share of the SMs that have a tile of the forward kernel, up to which the others count as idle
+where the forward kernel cannot split tiles, or tiles are half empty. The decode kernel takes 1.6
+times as long for a query and a key, but splits the keys."""
 
 MOST_SHARED_TILE_KEYS = 256
 """Keys of a sequence up to which sequences share tiles: all rows of a tile wait for all of them."""
@@ -157,7 +158,13 @@ class Signature:
     def names(self) -> list[str]:
         """The routes with kernels that packed keys may have, whatever the lengths are."""
         shared = [SHARED] * (self.shared_tiling is not None)
-        return [FORWARD, *shared, *[DECODE, BOTH] * self.may_decode]
+        split = [SPLIT] * (self.may_split and self.plan.can_split)
+        return [FORWARD, *shared, *split, *[DECODE, BOTH] * self.may_decode]
+
+    @property
+    def may_split(self) -> bool:
+        """Whether tiles may be split, so that bits depend on what else is in the call."""
+        return not (self.has_gradients or self.num_splits or self.batch_invariant)
 
 
 class PackedSizes(NamedTuple):
@@ -197,7 +204,12 @@ class Route(NamedTuple):
     @property
     def has_forward(self) -> bool:
         """Whether sequences may be the forward kernel's, in tiles of one sequence."""
-        return self.name in (FORWARD, BOTH)
+        return self.name in (FORWARD, BOTH, SPLIT, BOTH_SPLIT)
+
+    @property
+    def splits_on_gpu(self) -> bool:
+        """Whether the GPU splits tiles of the forward kernel."""
+        return self.name in (SPLIT, BOTH_SPLIT)
 
     def explain(self) -> str:
         """Which kernels serve which sequences, in a sentence."""
@@ -212,6 +224,9 @@ SENTENCES = {
     SHARED: "Sequences are short, so several share a tile of the forward kernel.",
     BOTH: "Sequences of up to {} queries are the decode kernel's, others the forward kernel's. "
     "Both run at the same time.",
+    SPLIT: "The forward kernel attends; the GPU splits its tiles where SMs would be idle.",
+    BOTH_SPLIT: "Sequences of up to {} queries are the decode kernel's, others the forward "
+    "kernel's, where the GPU splits tiles if SMs would be idle. Both run at the same time.",
 }
 
 
@@ -226,7 +241,7 @@ def choose_route(
     for name, reason, holds in RULES[signature.call]:
         most = holds(signature, sizes)
         if most and (reason != PREDICTED or (decode_is_faster and decode_is_faster())):
-            return Route(name, most if name in (DECODE, BOTH) else 0, reason)
+            return Route(name, most if name in (DECODE, BOTH, BOTH_SPLIT) else 0, reason)
     raise AssertionError("the last rule always holds")
 
 
@@ -262,8 +277,10 @@ def kernels_of_packed(signature: Signature, name: str, most_queries: int = 1) ->
     if name == SHARED:
         return [launch.kernel for launch in plan.shared_launches(window)]
     launches = plan.launches(window) if name in (FORWARD, BOTH) else []
-    if name in (DECODE, BOTH):
-        attend, *merges = signature.decode_plan(most_queries, name == BOTH).launches
+    if name in (SPLIT, BOTH_SPLIT):
+        launches = plan.split_launches(window)
+    if name in (DECODE, BOTH, BOTH_SPLIT):
+        attend, *merges = signature.decode_plan(most_queries, name != DECODE).launches
         launches = [*launches[:1], attend, *launches[1:], *merges]
     return [launch.kernel for launch in launches]
 
@@ -315,18 +332,46 @@ def queries_if_all_are_short(signature: Signature, sizes: PackedSizes) -> int:
     return if_counted(signature, sizes, longest) if signature.may_decode and is_short else 0
 
 
-def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
-    """The most queries of a sequence if the forward kernel would leave SMs idle, and there are
-    keys enough to split; not `max_seqlen_q`, so that calls of all lengths have one plan."""
+def has_keys_to_split(signature: Signature, sizes: PackedSizes) -> bool:
     longest_k, left = sizes.max_seqlen_k, signature.window.left
     if left != NO_BOUND and signature.call == PACKED:
         # All other keys are hidden from all queries of a sequence.
         longest_k = min(longest_k, left + sizes.max_seqlen_q)
-    num_sms, heads = signature.gpu.num_sms, sizes.heads
-    num_tiles = (sizes.total_q // FEWEST_ROWS + sizes.batch) * heads
-    if longest_k < FEWEST_EARLIER_KEYS or num_tiles > IDLE_SHARE * num_sms:
+    return longest_k >= FEWEST_EARLIER_KEYS
+
+
+def splits_on_gpu(signature: Signature, sizes: PackedSizes) -> bool:
+    """Whether the forward kernel would leave SMs idle, but its tiles can be split on the GPU.
+
+    Tiles of up to 64 queries are half empty: the decode kernel takes less time for them. Of packed
+    keys whose lengths the host knows, the host cuts the tiles.
+    """
+    batch, heads, total_q, total_k, longest_q, longest_k, fewest_q = sizes
+    most_keys = total_k if signature.call == PACKED else longest_k
+    return (
+        signature.may_split
+        and (signature.call == CACHE or fewest_q is None)
+        and longest_q > ROWS
+        and has_keys_to_split(signature, sizes)
+        and signature.plan.may_split(batch, heads, total_q, most_keys)
+    )
+
+
+def queries_if_short_and_split(signature: Signature, sizes: PackedSizes) -> int:
+    if not splits_on_gpu(signature, sizes):
         return 0
-    return signature.most_queries_of_few
+    if signature.call == PACKED:
+        return queries_if_some_are_short(signature, sizes)
+    return signature.short_limit if may_have_short(signature, sizes) else 0
+
+
+def queries_if_few_tiles(signature: Signature, sizes: PackedSizes) -> int:
+    """The most queries of a sequence if the forward kernel would leave SMs idle, and there are
+    keys enough to split; not `max_seqlen_q`, so that calls of all lengths have one plan."""
+    num_tiles = (sizes.total_q // FEWEST_ROWS + sizes.batch) * sizes.heads
+    is_few = num_tiles <= IDLE_SHARE * signature.gpu.num_sms
+    has_keys = has_keys_to_split(signature, sizes)
+    return signature.most_queries_of_few if is_few and has_keys else 0
 
 
 def queries_if_keys_are_split(signature: Signature, sizes: PackedSizes) -> int:
@@ -335,14 +380,19 @@ def queries_if_keys_are_split(signature: Signature, sizes: PackedSizes) -> int:
     return if_counted(signature, sizes, most) if most else 0
 
 
+def may_have_short(signature: Signature, sizes: PackedSizes) -> bool:
+    """Whether a sequence may be short: lengths may differ, or are known."""
+    are_equal = sizes.total_q >= sizes.batch * sizes.max_seqlen_q
+    is_known_short = (sizes.fewest_q or 0) <= signature.short_limit
+    return is_known_short and (signature.has_used_q or not are_equal)
+
+
 def queries_if_some_are_short(signature: Signature, sizes: PackedSizes) -> int:
-    batch, _, total_q, total_k, longest_q, _, fewest_q = sizes
-    limit, are_equal = signature.short_limit, total_q >= batch * longest_q
-    has_short = (fewest_q or 0) <= limit and (signature.has_used_q or not are_equal)
-    has_keys = total_k - total_q >= FEWEST_EARLIER_KEYS
+    has_short = may_have_short(signature, sizes)
+    has_keys = sizes.total_k - sizes.total_q >= FEWEST_EARLIER_KEYS
     if not (signature.may_have_both and has_short and has_keys):
         return 0
-    return if_counted(signature, sizes, limit)
+    return if_counted(signature, sizes, signature.short_limit)
 
 
 # ----------------------------------------------------------------------------------- the rules
@@ -385,6 +435,10 @@ RULES = {
              "or score or mask of your own", suits_shared_tiles),
         Case(DECODE, "decoding is possible, k has more rows than q, and `max_seqlen_q` is at most "
              "the short limit", queries_if_all_are_short),
+        Case(BOTH_SPLIT, "decoding is possible, k has at least 4096 more rows than q, lengths may "
+             "differ (fewer rows than sequences x `max_seqlen_q`, or `seqused_q`), and the GPU can "
+             "split tiles", queries_if_short_and_split),
+        Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
         Case(DECODE, "decoding is possible, and lengths are not known to the host, `num_splits` is "
              "0 (the default; FlashAttention-3's is 1), and few tiles meet long keys",
              queries_if_keys_are_split),
@@ -404,6 +458,9 @@ RULES = {
              "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
              "block (often 128) share no divisor of at least 8, or the cache is FP8",
              lambda sig, n: 0 if sig.may_have_both else n.max_seqlen_q),
+        Case(BOTH_SPLIT, "lengths may differ, and the GPU can split tiles",
+             queries_if_short_and_split),
+        Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
         Case(DECODE, "few tiles, and the cache has room for 4096 keys per sequence",
              lambda sig, n: min(n.max_seqlen_q, queries_if_few_tiles(sig, n))),
         Case(FORWARD, "lengths are known to the host, and no sequence is short",

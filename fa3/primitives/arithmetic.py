@@ -1,10 +1,11 @@
-"""`smaller` and `larger` for code that runs both on the host and inside a kernel.
+"""`smaller`, `larger` and `either` for code that runs both on the host and inside a kernel.
 
 The DSL's own `min` and `max` take 20 us for Python integers and do not accept arrays.
 """
 
 import cutlass
 import numpy as np
+from cutlass import Int32
 
 HOST_TYPES = (int, np.integer, np.ndarray)
 
@@ -24,3 +25,10 @@ def larger(a, b):
     if isinstance(a, HOST_TYPES) and isinstance(b, HOST_TYPES):
         return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
     return cutlass.max(a, b)
+
+
+def either(condition, a, b):
+    """`a` if a condition holds, else `b`: integers, or values in a kernel."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return Int32(cutlass.select_(condition, Int32(a), Int32(b)))

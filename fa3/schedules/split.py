@@ -261,6 +261,22 @@ class RaggedSplit(SplitTiles):
         return Segment(tile, *blocks, part, record, cursor.index)
 
 
+@dataclass(frozen=True, eq=False)
+class RaggedSegments(RaggedSplit):
+    """`RaggedSplit` with tables that the kernel before writes (`fa3.kernels.segment_table`)."""
+
+    name: ClassVar[str] = "ragged segments"
+
+    def first(self, cluster) -> RaggedSplitCursor:
+        """A cursor before the first segment: the kernel that writes it may still be running."""
+        zero = cluster * 0
+        record = TileRecord(*(zero for _ in TileRecord._fields))
+        return RaggedSplitCursor(cluster, zero, zero, zero, zero, zero, record)
+
+    def begin(self, cursor: RaggedSplitCursor) -> RaggedSplitCursor:
+        return self.read(cursor.position)
+
+
 # Cached: the planner cuts to predict a time, then again for the plan that it chose.
 @functools.lru_cache(maxsize=4)
 def cut_tiles(tiled) -> SplitTiles:

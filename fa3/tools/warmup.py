@@ -328,7 +328,7 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
     signature = Signature(PACKED, spec_of(model, tight), tight, *heads, H200)
     for name in signature.names:
         yield from kernels_of_packed(signature, name)
-    yield signature.plan.split()
+    yield from signature.plan.split_kernels()
 
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
@@ -341,7 +341,8 @@ def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kern
         heads = model.heads_q, model.heads_kv
         signature = Signature(CACHE, spec_of(model, tight), tight, *heads, H200, cache=cache)
         if signature.may_have_both:
-            yield from (one.kernel for one in signature.plan.launches(tight))
+            plan = signature.plan
+            yield from (one.kernel for one in plan.launches(tight) + plan.split_launches(tight))
             yield from kernels_on_cache(model, window, cache, is_packed=True, overlaps_forward=True)
 
 

@@ -1,0 +1,523 @@
+"""Tiles that the GPU splits: their cuts, machine code, tables on a GPU, and calls with them."""
+
+import itertools
+import random
+from dataclasses import replace
+from typing import NamedTuple
+
+import emulated_cta
+import numpy as np
+import pytest
+import torch
+from cuda_graphs import captured
+from free_counters import used_counters
+from machine_code import inspect
+from problems import poisoned_allocations
+from score_problems import Recipe
+from varlen_problems import (
+    WRONG_ENDS,
+    VarlenProblem,
+    check_varlen,
+    check_wrong_ends,
+    integers,
+    make_call,
+    on_cache,
+    on_pages,
+    poison,
+    unused,
+)
+
+import fa3
+from fa3.calls import packed_calls
+from fa3.kernels.forward import Forward
+from fa3.kernels.segment_table import CUTTERS, SegmentTable, segment_rows
+from fa3.kernels.tile_table import TileTable
+from fa3.planning.gpu import H200
+from fa3.planning.host_table import TableKind, records_of
+from fa3.planning.ragged import RaggedPlan, capacity_of_table, words_of_table
+from fa3.primitives.cache_blocks import CacheLayout
+from fa3.primitives.divisor import PlainDivisor
+from fa3.primitives.ragged_lengths import RaggedLengths
+from fa3.problem import AttentionSpec, Window
+from fa3.running.compiler import compile_kernel, load_kernel
+from fa3.schedules.coverage import END
+from fa3.schedules.ragged import CTAS_BESIDE, NUM_RECORDS, RECORD, TABLE_HEADER, RaggedOrder
+from fa3.schedules.segment import PackedPart
+from fa3.schedules.split import FIELDS, RaggedSegments
+from fa3.schedules.stretches import (
+    BLOCKS_OF_TILE,
+    LEAST_BLOCKS,
+    LEAST_GAIN,
+    SHORTEST_PART,
+    SHORTEST_STRETCH,
+    Stretches,
+    TileCut,
+    most_slots,
+)
+from fa3.scores.masks import Band, Sequence
+
+TILE_M, TILE_N, NUM_CTAS = 128, 96, 132
+
+Segments = list[tuple[int, int, int, int]]
+
+
+def cut_tiles(blocks: list[tuple[int, int]], num_ctas: int) -> tuple[list[TileCut], Stretches]:
+    """The cuts of tiles with these first key blocks and numbers of blocks, as the kernel's threads
+    make them."""
+    counts = [count for _, count in blocks]
+    work = [count + BLOCKS_OF_TILE for count in counts]
+    stretches = Stretches.of(sum(work), max(counts, default=0), len(blocks), num_ctas)
+    starts = itertools.accumulate(work, initial=0)
+    tiles = [
+        stretches.cut(number, start, *one)
+        for number, (start, one) in enumerate(zip(starts, blocks, strict=False))
+    ]
+    slots = itertools.accumulate((tile.slots for tile in tiles), initial=0)
+    return [tile._replace(slot=slot) for tile, slot in zip(tiles, slots, strict=False)], stretches
+
+
+def columns_of(
+    blocks: list[tuple[int, int]], num_ctas: int, num_columns: int | None = None
+) -> list[Segments]:
+    """The segments of each CTA, as the kernel's threads write them."""
+    tiles, stretches = cut_tiles(blocks, num_ctas)
+    return [
+        [
+            (number, *stretches.segment(tile, cta))
+            for number, tile in enumerate(tiles)
+            if tile.owner <= cta <= tile.owner + tile.cuts
+        ]
+        for cta in range(num_columns or num_ctas)
+    ]
+
+
+def drawn_blocks(seed: int, most: int = CUTTERS - 1) -> list[tuple[int, int]]:
+    draw = random.Random(seed)
+    longest = draw.choice((3, 20, 300, 3000))
+    kinds = draw.choice(((1,), (1, longest), (longest,)))
+    count = draw.randint(0, most)
+    return [(draw.randint(0, 50), draw.randint(1, draw.choice(kinds))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_block_of_every_tile_is_in_one_segment(seed):
+    blocks = drawn_blocks(seed)
+    num_ctas = random.Random(seed).choice((1, 7, 78, 132, 132, 200))
+    columns = columns_of(blocks, num_ctas)
+    segments = [one for column in columns for one in column]
+    slots = []
+    for number, (begin, count) in enumerate(blocks):
+        parts = sorted(one[1:] for one in segments if one[0] == number)
+        assert [part[0] for part in parts] == [begin, *(part[1] for part in parts[:-1])]
+        assert parts[-1][1] == begin + count
+        packed = [PackedPart(part[2]) for part in parts]
+        assert all(one.num_parts == len(parts) for one in packed)
+        if len(parts) > 1:
+            assert [one.slot - one.first_slot for one in packed] == list(range(len(parts)))
+            assert min(end - first for first, end, _ in parts) >= SHORTEST_PART
+            slots += [one.slot for one in packed]
+    assert sorted(slots) == list(range(len(slots)))
+    assert len(slots) <= most_slots(len(blocks), num_ctas)
+    # A column is in order of tiles, and all of it is in one stretch.
+    for column in columns:
+        assert [one[0] for one in column] == sorted({one[0] for one in column})
+        assert len(column) < segment_rows(len(blocks))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_cta_has_more_than_its_stretch(seed):
+    blocks = drawn_blocks(seed, most=132)
+    _, stretches = cut_tiles(blocks, 132)
+    of_ctas = [
+        sum(end - first + BLOCKS_OF_TILE for _, first, end, _ in column)
+        for column in columns_of(blocks, 132)
+    ]
+    most = max(of_ctas)
+    if stretches.are_cut:
+        # Both ends may move, and another segment begins.
+        assert most <= stretches.length + 2 * SHORTEST_PART + BLOCKS_OF_TILE
+    else:
+        longest = max((count for _, count in blocks), default=0)
+        least = max(stretches.length // LEAST_GAIN, LEAST_BLOCKS)
+        assert most <= longest + BLOCKS_OF_TILE and longest < stretches.length + least
+
+
+def test_chunks_are_cut_for_all_ctas():
+    """512 queries of eight heads on 32k keys."""
+    columns = columns_of([(0, 253 + tile // 8) for tile in range(32)], 132)
+    work = [sum(end - first + BLOCKS_OF_TILE for _, first, end, _ in column) for column in columns]
+    assert all(columns[:131]) and max(work) <= 67 < 1.05 * sum(work) / 132
+    assert max(len(column) for column in columns) == 2
+
+
+def test_few_blocks_are_not_cut_into_short_parts():
+    columns = columns_of([(0, 100)], 132)
+    assert sum(map(len, columns)) == -(-(100 + BLOCKS_OF_TILE) // SHORTEST_STRETCH)
+    whole = [(0, 9)] * 12
+    assert [len(column) for column in columns_of(whole, 132)] == [1] * 12 + [0] * 120
+
+
+def test_tables_of_all_gpus_have_room():
+    """32 bits count what is written, and parts have bits enough, at the bounds of the host."""
+    plan = RaggedPlan(SPEC, False, False, replace(H200, num_sms=CUTTERS - 1))
+    assert plan.may_split(1, 1, 512, (1 << 30) // 5 * 128 - 1024)
+    assert not plan.may_split(1, 1, 512, (1 << 30) * 128 // 5)
+    assert not plan.may_split(33, 1, 512, 9000) and not plan.may_split(1, 60, 512, 9000)
+    assert not replace(plan, gpu=replace(H200, num_sms=CUTTERS)).may_split(1, 1, 512, 9000)
+    columns = columns_of([(0, (1 << 30) - 9)], CUTTERS - 1)
+    parts = [PackedPart(part) for column in columns for *_, part in column]
+    assert [part.num_parts for part in parts] == [255] * 255
+    assert max(part.number for part in parts) < 1 << 31 and parts[-1].slot == 254
+
+
+# ------------------------------------------------------------------------------- machine code
+
+SPEC = AttentionSpec("bfloat16", 128, 128, Band(right=True))
+
+
+@pytest.mark.compiles
+def test_machine_code():
+    compiled = compile_kernel(SegmentTable(TileTable(128, 112, Band(right=True), True, True)))
+    report = inspect(compiled.cubin)
+    assert report.stack_bytes == 0 and report.spill_instructions == 0
+    assert report.threads == CUTTERS and report.registers <= 64
+    # The next kernel is launched at once, and this one waits for the previous one.
+    assert report.count("PREEXIT") == report.count("ACQBULK") == 1
+    # Records, the header, and segments.
+    assert report.count("STG.E.128") == 2 * RECORD // 4 + FIELDS // 4
+
+
+@pytest.mark.compiles
+def test_machine_code_of_the_forward_kernel_on_pages():
+    plan = RaggedPlan(SPEC, False, True, H200, CacheLayout(16))
+    kernel = Forward(SPEC, plan.config, RaggedSegments, cache=plan.cache)
+    report = inspect(compile_kernel(kernel).cubin)
+    assert report.stack_bytes == 0 and report.spill_instructions == 0
+
+
+# ------------------------------------------------------------------------------------ tables
+
+
+class Step(NamedTuple):
+    """What tables are made of.
+
+    Fields:
+        ends: cu_seqlens_q and cu_seqlens_k.
+        totals: rows of q and of k.
+        heads: query heads, and key/value heads.
+        short: sequences with so many queries or fewer get no tiles.
+    """
+
+    ends: tuple[list[int], list[int]]
+    totals: tuple[int, int]
+    heads: tuple[int, int]
+    window: Window = Window(right=0)
+    short: int = 0
+    rows_of_section: int = 1 << 17
+
+    @classmethod
+    def of(cls, queries: list[int], keys: list[int], **fields) -> "Step":
+        """A step with sequences of these lengths."""
+        ends = [list(itertools.accumulate(one, initial=0)) for one in (queries, keys)]
+        has_many = sum(queries) // TILE_M + len(queries) > NUM_CTAS // 4
+        heads = (1, 1) if has_many else (4, 2)
+        return cls(ends, (sum(queries), sum(keys)), heads, **fields)
+
+    @property
+    def capacity(self) -> int:
+        return capacity_of_table(self.totals[0], len(self.ends[0]) - 1, TILE_M)
+
+    def order(self, table) -> RaggedOrder:
+        heads, heads_kv = self.heads
+        return RaggedOrder.of(table, PlainDivisor(heads), heads // heads_kv, self.rows_of_section)
+
+    def check(self, table: np.ndarray, columns: list[Segments]) -> None:
+        """Compare tables with those of the host, where lengths are right."""
+        heads, heads_kv = self.heads
+        band = Band.of(self.window)
+        kind = TableKind(TILE_M, TILE_N, band, self.window, self.short, heads // heads_kv, NUM_CTAS)
+        expected = kind.table(
+            *(
+                RaggedLengths(np.array(ends), None, total)
+                for ends, total in zip(self.ends, self.totals, strict=True)
+            )
+        )
+        # Sums of fp32 and of fp64.
+        beside = int(table[CTAS_BESIDE])
+        assert abs(beside - int(expected[CTAS_BESIDE])) <= 1
+        expected[CTAS_BESIDE] = beside
+        count = TABLE_HEADER + RECORD * int(expected[NUM_RECORDS])
+        assert table[:count].tolist() == expected[:count].tolist()
+        blocks = host_blocks(expected, kind, self.order(table), heads)
+        assert columns == columns_of(blocks, NUM_CTAS - beside or NUM_CTAS, NUM_CTAS)
+
+    def check_parts(self, table: np.ndarray, columns: list[Segments]) -> None:
+        """Check that all parts of all tiles are there, whatever the lengths are."""
+        found = [one for column in columns for one in column]
+        num_tiles = self.heads[0] * int(table[NUM_RECORDS])
+        assert 0 < num_tiles <= self.heads[0] * self.capacity
+        assert {one[0] for one in found} == set(range(num_tiles))
+        for number in range(num_tiles):
+            parts = [PackedPart(one[3]) for one in found if one[0] == number]
+            assert {part.num_parts for part in parts} == {len(parts)}
+
+
+def host_blocks(table: np.ndarray, kind: TableKind, order: RaggedOrder, heads: int) -> list:
+    """The first key block of each tile, and how many it has."""
+    records, found = records_of(table), []
+    for number in range(int(table[NUM_RECORDS])):
+        record = type(records)(*(int(field[number]) for field in records))
+        for head in range(heads):
+            m_block = record.m_block
+            if max(record.seqlen_k, 1) > order.rows_at_once:
+                _, m_block = order.in_sections(number * heads + head, number, record)
+            sequence = Sequence(record.seqlen_q, record.seqlen_k, kind.window)
+            rows = m_block * kind.tile_m, kind.tile_m
+            blocks = kind.band.key_blocks(*rows, kind.tile_n, sequence)
+            found.append((int(blocks.begin), int(blocks.end - blocks.begin)))
+    return found
+
+
+def columns_in(segments: list[int]) -> list[Segments]:
+    """The segments of each CTA in a table."""
+    columns = []
+    for column in np.reshape(segments, (-1, NUM_CTAS, FIELDS)).transpose(1, 0, 2).tolist():
+        count = [one[0] for one in column].index(END)
+        columns.append([tuple(one) for one in column[:count]])
+    return columns
+
+
+def tables_on_cpu(step: Step) -> tuple[np.ndarray, list[Segments]]:
+    """The tables that the kernel's Python makes."""
+    ragged, tile_table, segment_table = emulated_cta.load(
+        "fa3.schedules.ragged", "fa3.kernels.tile_table", "fa3.kernels.segment_table"
+    )
+    tile_table.TileTable.await_lengths = lambda *_: None
+    table = np.full(words_of_table(step.capacity), -7)
+    segments = np.full(segment_rows(step.capacity * step.heads[0]) * NUM_CTAS * FIELDS, -7)
+    queries, keys = (
+        RaggedLengths(emulated_cta.Memory(np.array(ends)), None, total)
+        for ends, total in zip(step.ends, step.totals, strict=True)
+    )
+    memory, ratio = emulated_cta.Memory(table), step.heads[0] // step.heads[1]
+    operands = tile_table.TileTableOperands(
+        queries, keys, memory, step.capacity, 0, step.window, step.short, ratio, NUM_CTAS
+    )
+    order = ragged.RaggedOrder(*vars(step.order(memory)).values())
+    tiles = tile_table.TileTable(TILE_M, TILE_N, Band.of(step.window), False, False)
+    kernel = segment_table.SegmentTable(tiles).kernel
+    emulated_cta.Cta(CUTTERS).run(lambda: kernel(operands, order, emulated_cta.Memory(segments)))
+    return table, columns_in(segments)
+
+
+def tables_on_gpu(step: Step, device) -> tuple[np.ndarray, list[Segments]]:
+    """The tables that the kernel makes."""
+    kernel = SegmentTable(TileTable(TILE_M, TILE_N, Band.of(step.window), False, False))
+    heads, heads_kv = step.heads
+    size = segment_rows(step.capacity * heads) * NUM_CTAS * FIELDS
+    # More than the kernel knows of, to see that it stays inside.
+    table, segments = (
+        torch.full((count + 64,), -7, dtype=torch.int32, device=device)
+        for count in (words_of_table(step.capacity), size)
+    )
+    ends = (integers(*one, device=device) for one in step.ends)
+    load_kernel(kernel)(
+        *ends, None, None, table[:-64], *step.totals, step.capacity, 0, *step.window, step.short,
+        heads // heads_kv, NUM_CTAS, segments[:-64], heads, step.rows_of_section,
+    )  # fmt: skip
+    assert (table[-64:] == -7).all() and (segments[-64:] == -7).all()
+    return table[:-64].cpu().numpy(), columns_in(segments[:-64].tolist())
+
+
+def batches() -> list[tuple[list[int], list[int]]]:
+    """Queries and keys of sequences with few tiles."""
+    draw = random.Random(0)
+    drawn = []
+    for longest in (300, 9000, 60_000):
+        for count in (1, 2, 5, 16):
+            queries = [draw.choice((0, 1, 100, draw.randint(1, 300))) for _ in range(count)]
+            drawn.append((queries, [n + draw.randint(0, longest) for n in queries]))
+    return [([512], [32768]), ([700, 300], [9000, 300]), ([1] * 32, [5000] * 32), *drawn]
+
+
+WRONG = [*WRONG_ENDS, (0, 300, 0, 300, 0, 300)]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step.of([512], [32768]),
+        Step.of([300, 1, 200, 20], [9000, 8000, 5000, 300], short=32),
+        Step.of([257, 129], [70_000, 500], window=Window(), rows_of_section=4000),
+        Step.of([3, 0], [500, 9], short=32, rows_of_section=100),
+    ],
+)
+def test_the_kernel_on_the_cpu(step):
+    step.check(*tables_on_cpu(step))
+
+
+@pytest.mark.parametrize("ends", WRONG)
+def test_all_parts_are_written_whatever_the_lengths_are(ends):
+    """Of lengths that overlap, some tiles have no room: then they have no part either."""
+    step = Step((ends, ends), (300, 300), (4, 2))
+    step.check_parts(*tables_on_cpu(step))
+
+
+@pytest.mark.parametrize("ends", WRONG)
+def test_all_parts_are_written_on_a_gpu(ends, device):
+    step = Step((ends, ends), (300, 300), (4, 2))
+    step.check_parts(*tables_on_gpu(step, device))
+
+
+@pytest.mark.parametrize("rows_of_section", [1 << 17, 4000])
+@pytest.mark.parametrize("short", [0, 32])
+@pytest.mark.parametrize("window", [Window(right=0), Window(), Window(5000, 5)], ids=str)
+@pytest.mark.parametrize("lengths", batches(), ids=lambda lengths: f"{len(lengths[0])}")
+def test_tables_are_those_of_the_host(lengths, window, short, rows_of_section, device):
+    options = {"window": window, "short": short, "rows_of_section": rows_of_section}
+    step = Step.of(*lengths, **options)
+    step.check(*tables_on_gpu(step, device))
+
+
+# --------------------------------------------------------------------------------------- calls
+
+CHUNK = VarlenProblem((512,), (32768,), group=8, head_dim=128, causal=True)
+MIXED = VarlenProblem(
+    (300, 1, 0, 200, 3, 1), (9000, 7000, 40, 5000, 900, 4500), heads_kv=2, group=4, head_dim=128,
+    causal=True, spare=3,
+)  # fmt: skip
+PROBLEMS = {
+    "chunk": CHUNK,
+    "mixed": MIXED,
+    "two": VarlenProblem((300, 700), (5000, 9000), heads_kv=2, group=2, causal=True),
+    "full": VarlenProblem((200, 300), (7000, 100), heads_kv=3, dtype="float16"),
+    "window": VarlenProblem((900, 200), (12000, 7000), group=4, window=(4000, 0), head_dim=128),
+    "unequal": VarlenProblem(
+        (400,), (8000,), group=2, causal=True, head_dim=192, head_dim_v=128, spare=9
+    ),
+    "large": VarlenProblem((257,), (5001,), group=2, causal=True, head_dim=256),
+    "alibi": replace(MIXED, recipe=Recipe(alibi_rank=2)),
+    "softcap": replace(MIXED, recipe=Recipe(softcap=20.0, sinks="float32")),
+}  # fmt: skip
+
+
+@pytest.fixture
+def splitting(monkeypatch) -> list:
+    """Launches of split tiles."""
+    found: list = []
+
+    def note(*given):
+        found.append(given)
+        return most_slots(*given)
+
+    monkeypatch.setattr(packed_calls, "most_slots", note)
+    return found
+
+
+def run(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    function = fa3.flash_attn_with_kvcache if "k_cache" in call else fa3.flash_attn_varlen_func
+    with poisoned_allocations():
+        return function(**call, return_lse=True)
+
+
+@pytest.mark.parametrize("keys", ["packed", "cache", 16, 64], ids=str)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_results_are_those_of_dense_attention(name, keys, splitting, device):
+    problem = PROBLEMS[name]
+    call = given = make_call(problem, 0, device)
+    if keys == "cache":
+        given = on_cache(problem, call, None, 5000)
+    elif keys != "packed":
+        given = on_pages(problem, call, keys, 5000)
+    out, lse = run(given)
+    assert len(splitting) == 1
+    check_varlen(problem, call, out, lse)
+    untouched = unused(problem, len(out), device)
+    assert out[untouched].isnan().all() and lse[:, untouched].isnan().all()
+    # Parts are added up in their order, whichever is last.
+    for _ in range(20):
+        again, again_lse = run(given)
+        assert torch.equal(again[~untouched], out[~untouched])
+        assert torch.equal(again_lse[:, ~untouched], lse[:, ~untouched])
+    assert not used_counters()
+
+
+def test_neighbours_may_hold_anything(splitting, device):
+    call = make_call(MIXED, 0, device)
+    poisoned = poison(MIXED, call)
+    out, lse = run(call)
+    check_varlen(MIXED, call, out, lse, skipped=poisoned)
+    assert splitting and not used_counters()
+
+
+def test_rows_with_a_wrong_reference_are_computed_again(splitting, device):
+    """Keys before the last block are so much larger that the fixed row max fails in parts."""
+    problem = replace(CHUNK, seqlens_q=(200,), seqlens_k=(9000,))
+    call = make_call(problem, 0, device)
+    call["k"][100:8000:50] *= 40
+    out, lse = run(call)
+    check_varlen(problem, call, out, lse)
+    assert splitting and not used_counters()
+
+
+def test_one_split_is_none(splitting, device):
+    call = make_call(MIXED, 0, device)
+    run(call | {"num_splits": 1})
+    leaves = [call[name].requires_grad_() for name in "qkv"]
+    torch.autograd.grad(fa3.flash_attn_varlen_func(**call).float().sum(), leaves)
+    assert not splitting
+
+
+@pytest.mark.parametrize("ends", WRONG_ENDS)
+def test_wrong_lengths_touch_nothing_outside(ends, splitting, device):
+    call = make_call(VarlenProblem((100,) * 3, (2000,) * 3, group=4, causal=True), 0, device)
+    check_wrong_ends(call, ends, max_seqlen_k=6000)
+    assert splitting
+
+
+@pytest.mark.parametrize("ends", WRONG_ENDS)
+@pytest.mark.parametrize("keys", [(2**31 - 1, -5, 5000), (0, 0, 0), (-(2**31), 1 << 20, 9)])
+def test_wrong_lengths_of_a_cache_touch_nothing_outside(ends, keys, splitting, device):
+    problem = VarlenProblem((100,) * 3, (5000,) * 3, group=4, causal=True)
+    call = on_cache(problem, make_call(problem, 0, device), 16)
+    for name in ("k_cache", "v_cache"):
+        call[name].nan_to_num_()
+    around = torch.full((900, *call["q"].shape[1:]), 7.0, device=device).to(call["q"].dtype)
+    call |= {"cu_seqlens_q": integers(*ends, device=device), "out": around[300:600]}
+    call["cache_seqlens"] = integers(*keys, device=device)
+    fa3.flash_attn_with_kvcache(**call)
+    torch.cuda.synchronize()
+    assert (around[:300] == 7).all() and (around[600:] == 7).all()
+    assert splitting and not used_counters()
+
+
+def test_a_graph_serves_other_lengths(splitting, device):
+    """On pages, with sequences that decode, and without."""
+    lengths = (
+        ((300, 5, 300), (9000, 0, 5000)), ((605, 0, 0), (14000, 0, 0)),
+        ((1, 4, 600), (1, 13_999, 0)), ((0, 250, 100), (50, 200, 13_000)), ((0, 0, 0), (0, 0, 0)),
+    )  # fmt: skip
+    problems = [VarlenProblem(*of_both, group=8, head_dim=128, causal=True) for of_both in lengths]
+    packed = [make_call(problem, seed, device) for seed, problem in enumerate(problems)]
+    for call in packed:
+        call["q"] = torch.cat((call["q"], call["q"].new_zeros(605 - len(call["q"]), 8, 128)))
+    calls = [
+        on_pages(problem, call, 16, 14_000) for problem, call in zip(problems, packed, strict=True)
+    ]
+    pages = max(len(call["k"]) for call in calls)
+    names = "q", "k", "v", "cu_seqlens_q", "seqused_k", "page_table"
+    for call in calls:
+        for name in "kv":
+            more = pages - len(call[name])
+            call[name] = torch.cat((call[name], call[name].new_zeros(more, *call[name].shape[1:])))
+    values = [{name: call[name].clone() for name in names} for call in calls]
+    call = calls[0] | {"max_seqlen_q": 605, "max_seqlen_k": 14_000}
+    fa3.flash_attn_varlen_func(**call)
+    graph, (out, lse) = captured(lambda: fa3.flash_attn_varlen_func(**call, return_lse=True))
+    assert len(splitting) == 2
+    for problem, of_packed, tensors in zip(problems, packed, values, strict=True):
+        for name, tensor in tensors.items():
+            call[name].copy_(tensor)
+        graph.replay()
+        check_varlen(problem, of_packed, out, lse)
+    assert not used_counters()
