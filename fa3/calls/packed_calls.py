@@ -148,7 +148,10 @@ class PreparedVarlen:
             else:
                 launches = self.split(), *launches[1:]
                 num_ctas, parts, state = tiles.num_ctas, tiles.memory, tiles.segments.on(*place)
-        made = Tiles(num_ctas, num_recompute, num_marks, num_counters, parts, table, page_table)
+        # In half the time that the class itself takes.
+        made = tuple.__new__(
+            Tiles, (num_ctas, num_recompute, num_marks, num_counters, parts, table, page_table)
+        )
         tensors, start = (q, k, v, out, lse_address(lse), modifiers, scale), None
         if short is not None:
             start = short.start
