@@ -15,13 +15,12 @@ from fa3.calls.operands import (
     DTYPES,
     Description,
     Operand,
-    addresses,
+    check_apart,
     check_device,
     check_dtype,
     check_head_dim,
     check_layout,
     check_no_overlap,
-    check_of_addresses,
     check_rank,
     check_shape,
     check_writable,
@@ -91,9 +90,8 @@ def flash_attn_combine(
     call = prepare_combine(*parts_described, out_described, out_dtype)
     if out is not None:
         check_writable("out", out)
-        names = "out", "out_partial", "lse_partial"
-        apart = check_of_addresses(names, (out_described, *parts_described), ("out",))
-        apart(*addresses((out, out_partial, lse_partial)))
+        names = "out_partial", "lse_partial"
+        check_apart("out", out, names, (out_partial, lse_partial))
     _, batch, seqlen, heads, _ = out_partial.shape
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)

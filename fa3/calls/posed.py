@@ -1,0 +1,72 @@
+"""The problem of a dense call that is only posed: by tensors or by their shapes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fa3.calls.call import AttentionCall
+from fa3.calls.modifiers import describe_modifier, functions_of
+from fa3.calls.operands import ALIGNMENT, DTYPES, Operand, check_rank, describe
+from fa3.calls.options import (
+    Options,
+    as_pair,
+    check_probability,
+    check_softcap,
+    check_window,
+    flag,
+    integer,
+    real,
+)
+from fa3.problem import HEAD_DIM_UNIT, Problem
+
+
+def problem_posed_by(
+    operands: Sequence[torch.Tensor | Sequence[int]],
+    dtype: str | None,
+    modifiers: Sequence[Any],
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    dropout_p: float,
+) -> Problem:
+    """The problem of a call; `Problem.of` says what the arguments are.
+
+    Args:
+        operands: q, k and v.
+        modifiers: alibi_slopes, sinks, score and mask.
+    """
+    q, k, v = (posed_operand(*one, dtype) for one in zip("qkv", operands, strict=True))
+    slopes, sinks, score, mask = modifiers
+    window = check_window(as_pair(window_size), flag("causal", causal))
+    softcap, dropout_p = real("softcap", softcap), real("dropout_p", dropout_p)
+    check_probability(dropout_p)
+    check_softcap(softcap)
+    check_rank("q", q)
+    described = (
+        None if tensor is None else Operand(*describe_modifier(name, tensor, name == "sinks"))
+        for name, tensor in (("alibi_slopes", slopes), ("sinks", sinks))
+    )
+    functions, _ = functions_of(q, score, mask)
+    options = Options(window, softcap, has_dropout=dropout_p > 0, functions=functions)
+    return AttentionCall.dense(q, k, v, *described).problem(options)
+
+
+def posed_operand(name: str, given: torch.Tensor | Sequence[int], dtype: str | None) -> Operand:
+    """A tensor as it is described, or one on the CPU with this shape and aligned rows."""
+    if isinstance(given, torch.Tensor):
+        if dtype is not None:
+            raise ValueError(
+                f"dtype must be None with tensors, which have their own, got {dtype!r}"
+            )
+        return Operand(*describe(name, given, ALIGNMENT, True))
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"{name} must be a torch.Tensor or a shape, got {type(given).__name__}")
+    shape = tuple(integer(name, size, 0) for size in given)
+    types = {known: kind for kind, known in DTYPES.items()}
+    if dtype is not None and dtype not in types:
+        raise ValueError(f"dtype must be one of {list(types)}, got {dtype!r}")
+    rows = *shape[:-1], -(-shape[-1] // HEAD_DIM_UNIT) * HEAD_DIM_UNIT if shape else 0
+    strides = tuple(math.prod(rows[dim + 1 :]) for dim in range(len(shape)))
+    return Operand(shape, strides, types[dtype or "bfloat16"], torch.device("cpu"))
