@@ -489,17 +489,23 @@ def test_parts_are_merged_where_the_page_says(queries, heads_kv, ratio, keys, op
     assert plan.merges_inside == (rows * parts <= 512) == (len(plan.launches) == 1)
 
 
-def test_numbers_are_those_of_the_code():
-    assert routes.MOST_SHORT_ROWS == 128
+def test_the_page_has_the_numbers_of_the_code():
+    text = " ".join(TEXT.split())
+    rows = " or ".join(str(n) for n in sorted({row.config.tile_m for row in tilings.TILINGS}))
+    assert routes.IDLE_SHARE == 0.5
+    for phrase in (
+        f"a tile is {rows} queries of one head",
+        f"From {tilings.FIXED_FLOPS / 1e9:g} GFLOP on, bfloat16 calls",
+        f"The *short limit* is {routes.MOST_SHORT_ROWS} divided by the query heads",
+        f"make `total_q / {FEWEST_ROWS}` tiles for each query head",
+        f"`max_seqlen_k` up to {routes.MOST_SHARED_TILE_KEYS}, more sequences",
+        f"share no divisor of at least {SMALLEST_BOX}",
+        "is at most half of the SMs",
+        f"or what a window leaves of it, is at least {routes.FEWEST_EARLIER_KEYS}.",
+    ):
+        assert phrase in text, phrase
     limits = [
         Signature(PACKED, SPEC, CAUSAL, ratio, 1, H200).short_limit for ratio in (1, 2, 4, 128, 256)
     ]
     assert limits == [64, 64, 32, 1, 1]
-    assert routes.FEWEST_EARLIER_KEYS == 4096
-    assert routes.IDLE_SHARE == 0.5
-    assert FEWEST_ROWS == 128
-    assert routes.MOST_SHARED_TILE_KEYS == 256
     assert RaggedPlan(SPEC, False, False, H200).shared_config.tile_m // 2 == 64
-    assert SMALLEST_BOX == 8
-    assert tilings.FIXED_FLOPS == 15e9
-    assert {row.config.tile_m for row in tilings.TILINGS} == {128, 192}

@@ -1,8 +1,9 @@
-"""Imports point down only."""
+"""Imports point down only, and a name is that of one thing."""
 
 import ast
 import functools
 import sys
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +38,9 @@ STANDARD_LIBRARY_ONLY = (
     "tools/cubin.py",
 )
 USE_TORCH = ("calls", "distributed", "integrations", "reference", "running", "tools")
+OF_EVERY_INTEGRATION = ("register",)
+OVER_RANKS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+"""Public functions that `fa3.distributed` has, too, for sequences that are split among ranks."""
 
 
 def room_of(path: Path) -> str:
@@ -120,3 +124,25 @@ def test_only_the_compiler_compiles():
 
 def test_files_are_named_for_what_is_in_them():
     assert not {"utils", "util", "helpers", "common", "misc"} & {path.stem for path in MODULES}
+
+
+def defined(path: Path) -> set[str]:
+    """Return the names that a module itself gives to classes, functions and constants."""
+    names = set()
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    repeated = OVER_RANKS if room_of(path) == "distributed" else ()
+    return names - {"__all__", *OF_EVERY_INTEGRATION, *repeated}
+
+
+def test_no_name_means_two_things():
+    """No name of a module's level is that of two things in the package."""
+    places = defaultdict(list)
+    for path in MODULES:
+        for name in defined(path):
+            places[name].append(str(path))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

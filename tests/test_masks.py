@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import windows
 from reference import visible
@@ -33,22 +33,6 @@ def seen_by(row_begin: int, num_rows: int, sequence: Sequence):
     return visible(*sequence)[row_begin : row_begin + num_rows]
 
 
-@given(tiles())
-def test_ranges_are_nested_and_a_tile_always_has_a_block(tile):
-    blocks = key_blocks(*tile)
-    assert 0 <= blocks.begin <= blocks.full_begin <= blocks.full_end <= blocks.end
-    assert blocks.begin < blocks.end
-
-
-@given(tiles())
-def test_every_visible_key_is_in_a_touched_block(tile):
-    row_begin, num_rows, tile_n, sequence = tile
-    blocks = key_blocks(*tile)
-    seen = seen_by(row_begin, num_rows, sequence)
-    assert not seen[:, : blocks.begin * tile_n].any()
-    assert not seen[:, blocks.end * tile_n :].any()
-
-
 @given(tiles(), st.integers(0, 12), st.integers(1, 12))
 def test_blocks_between_bounds_are_what_is_left_of_each_kind(tile, first, count):
     blocks, bounds = key_blocks(*tile), range(first, first + count)
@@ -60,15 +44,6 @@ def test_blocks_between_bounds_are_what_is_left_of_each_kind(tile, first, count)
     assert set(range(between.full_begin, between.full_end)) == full
     found = set(range(between.begin, between.end))
     assert found == touched or (not touched and len(found) == 1)
-
-
-@given(tiles())
-def test_full_blocks_are_visible_throughout(tile):
-    row_begin, num_rows, tile_n, sequence = tile
-    blocks = key_blocks(*tile)
-    full = slice(blocks.full_begin * tile_n, blocks.full_end * tile_n)
-    assert full.stop <= sequence.seqlen_k or full.start == full.stop
-    assert seen_by(row_begin, num_rows, sequence)[:, full].all()
 
 
 @given(tiles())
@@ -197,27 +172,23 @@ def intersected(tile, table: Table) -> tuple[Blocks, torch.Tensor]:
     return mask.key_blocks(*tile), seen[row_begin : row_begin + num_rows]
 
 
-@given(tables())
-def test_ranges_of_an_intersection_are_nested_and_not_empty(drawn):
-    blocks, _ = intersected(*drawn)
+@settings(max_examples=200)
+@given(tiles() | tables())
+def test_blocks_are_those_that_a_tile_sees(drawn):
+    """Without a mask of the user's, and with one: all visible keys, and all of the full blocks."""
+    if len(drawn) == 2:
+        tile, _ = drawn
+        blocks, seen = intersected(*drawn)
+    else:
+        tile = row_begin, num_rows, _, sequence = drawn
+        blocks, seen = key_blocks(*tile), seen_by(row_begin, num_rows, sequence)
+    tile_n, sequence = tile[2:]
     assert 0 <= blocks.begin <= blocks.full_begin <= blocks.full_end <= blocks.end
     assert blocks.begin < blocks.end
-
-
-@given(tables())
-def test_every_key_that_an_intersection_shows_is_in_a_touched_block(drawn):
-    tile, _ = drawn
-    blocks, seen = intersected(*drawn)
-    assert not seen[:, : blocks.begin * tile[2]].any()
-    assert not seen[:, blocks.end * tile[2] :].any()
-
-
-@given(tables())
-def test_full_blocks_of_an_intersection_are_visible_throughout(drawn):
-    tile, table = drawn
-    blocks, seen = intersected(*drawn)
-    full = slice(blocks.full_begin * tile[2], blocks.full_end * tile[2])
-    assert full.stop <= table.seen.shape[1] or full.start == full.stop
+    assert not seen[:, : blocks.begin * tile_n].any()
+    assert not seen[:, blocks.end * tile_n :].any()
+    full = slice(blocks.full_begin * tile_n, blocks.full_end * tile_n)
+    assert full.stop <= sequence.seqlen_k or full.start == full.stop
     assert seen[:, full].all()
 
 
