@@ -453,26 +453,6 @@ def test_more_tiles_than_sms(head_dim, window, device):
     check(make_problem(2, 2048, 2048, 8, head_dim=head_dim, window=window), device)
 
 
-RECIPES = (
-    Recipe(softcap=2.0),
-    Recipe(softcap=30.0),
-    Recipe(alibi_rank=1),
-    Recipe(alibi_rank=2),
-    Recipe(sinks="float32"),
-    Recipe(softcap=20.0, alibi_rank=2, sinks="q"),
-    Recipe(mask="documents"),
-    Recipe(mask="prefix"),
-    Recipe(mask="span"),
-)
-
-
-@pairs(recipe=RECIPES, head_dim=(64, 128, 256), window=(Window(), CAUSAL))
-def test_modifiers(recipe, head_dim, window, device):
-    problem = make_problem(2, 300, 400, 2, 2, head_dim, window)
-    q, k, v = make_operands(problem, 0, device)
-    check_gradients(q, k, v, window, (True, True), **recipe.make(problem, q))
-
-
 @pytest.mark.parametrize("size", [1e2, -1e2, 1e-3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scores_of_all_sizes(head_dim, size, device):

@@ -287,22 +287,6 @@ def test_rows_that_are_not_used(causal, head_dim, device):
     check(replace(problem, used_q=None, used_k=None), device)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe(softcap=20.0, alibi_rank=2, sinks="q"),
-        Recipe(sinks="float32"),
-        Recipe(mask="documents"),
-        Recipe(mask="prefix", alibi_rank=1),
-    ],
-)
-def test_modifiers(recipe, device):
-    problem = VarlenProblem(
-        (200, 0, 33, 500), (300, 7, 0, 400), (150, 0, 33, 400), spare=70, causal=True, recipe=recipe
-    )
-    check(problem, device, (True, True))
-
-
 def test_more_heads_than_a_grid_has_rows(device):
     """CUDA takes 65,535 CTAs in a grid's second dimension."""
     torch.manual_seed(0)
