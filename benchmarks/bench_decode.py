@@ -17,6 +17,7 @@ from benchmarks import bench_forward, harness, peers, plot, report, runs
 from benchmarks.caches import (
     CELLS,
     DEFAULT,
+    FP8,
     INVARIANT,
     NAMES,
     OURS,
@@ -28,6 +29,7 @@ from benchmarks.caches import (
     CacheReference,
     DecodeCell,
     Ours,
+    in_fp8,
     page_name,
     providers_of,
 )
@@ -84,6 +86,9 @@ def check_cell(run: Run, job: runs.Job) -> dict[str, Verdict]:
     def check(provider: Provider) -> Errors | None:
         if provider.name == READ.name:
             return None
+        if provider.name == FP8:
+            held = in_fp8(tensors)
+            return harness.check_provider(provider, job.cell, held, CacheReference(job.cell, held))
         return harness.check_provider(provider, job.cell, tensors, reference)
 
     return runs.check_providers(job, check)
@@ -116,9 +121,14 @@ def summary_line(rows: Sequence[DecodeRow]) -> str:
 
 
 def time_text(row: DecodeRow | None) -> str:
-    """Microseconds, GB/s and the share of the stream of reads; or why there are none."""
+    """Microseconds, GB/s and the share of the stream of reads; or why there are none.
+
+    An FP8 cache has half of the bytes that a cell counts, so only its time is told.
+    """
     if row is None or row.us is None:
         return row.status if row else ""
+    if row.provider == FP8:
+        return f"{row.us:.1f}"
     share = f", {row.share:.0%}" if row.share else ""
     return f"{row.us:.1f} ({row.gbps:.0f}{share})"
 
@@ -127,15 +137,16 @@ def markdown(rows: Sequence[DecodeRow]) -> str:
     """The tables of one regime: every cell beside its peers, then the page sizes."""
     found = {(row.cell, row.provider): row for row in rows}
     cells = [cell for cell in CELLS if any(row.cell == cell.name for row in rows)]
-    lines = []
+    lines, has_fp8 = [], any(row.provider == FP8 for row in rows)
     for cell in cells:
-        ours, invariant = (found.get((cell.name, name)) for name in (DEFAULT, INVARIANT))
+        ours, invariant, fp8 = (found.get((cell.name, name)) for name in (DEFAULT, INVARIANT, FP8))
         theirs = [time_text(found.get((cell.name, name))) for name in PEERS]
         of_invariant = report.column_text(invariant, "vs_fa3")
-        lines.append(
-            [cell.label, time_text(ours), *theirs, report.best_peer_text(ours), of_invariant]
-        )
+        of_fp8 = [time_text(fp8), report.column_text(fp8, "vs_fa3")]
+        beside = report.best_peer_text(ours), of_invariant, *(of_fp8 if has_fp8 else ())
+        lines.append([cell.label, time_text(ours), *theirs, *beside])
     header = ["heads q/kv, batch x keys", DEFAULT, *PEERS, "over the best peer", "invariant"]
+    header += [FP8, f"over {DEFAULT}"] if has_fp8 else []
     text = report.markdown_table(header, lines)
     lines = []
     for page_size in PAGE_SIZES:

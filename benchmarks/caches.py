@@ -119,11 +119,12 @@ def in_pages(tensors: Tensors, page_size: int) -> tuple[torch.Tensor, torch.Tens
 
 @dataclass(frozen=True)
 class Ours:
-    """This package, on a contiguous cache or one of pages."""
+    """This package, on a contiguous cache or one of pages, in q's dtype or in FP8."""
 
     name: str
     page_size: int = 0
     batch_invariant: bool = False
+    is_fp8: bool = False
 
     version: ClassVar[str] = fa3.__version__
     is_peer: ClassVar[bool] = False
@@ -136,6 +137,8 @@ class Ours:
         table = None
         if self.page_size:
             k, v, table = in_pages(tensors, self.page_size)
+        if self.is_fp8:
+            k, v = (tensor.to(torch.float8_e4m3fn) for tensor in (k, v))
         call = functools.partial(
             fa3.flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths_on(cell, q.device),
             page_table=table, causal=cell.causal, batch_invariant=self.batch_invariant,
@@ -206,8 +209,8 @@ def page_name(page_size: int, batch_invariant: bool = False) -> str:
     return f"fa3-page{page_size}" + ("-invariant" if batch_invariant else "")
 
 
-DEFAULT, INVARIANT = "fa3", "fa3-invariant"
-OURS = [Ours(DEFAULT), Ours(INVARIANT, batch_invariant=True)]
+DEFAULT, INVARIANT, FP8 = "fa3", "fa3-invariant", "fa3-fp8"
+OURS = [Ours(DEFAULT), Ours(INVARIANT, batch_invariant=True), Ours(FP8, is_fp8=True)]
 PAGED = [
     Ours(page_name(page_size, batch_invariant), page_size, batch_invariant)
     for page_size in PAGE_SIZES
@@ -228,6 +231,12 @@ def providers_of(cell: DecodeCell, found: list[Provider], only: Sequence[str]) -
     ours = OURS + PAGED if cell.name == PAGED_CELL else OURS
     chosen = [one for one in (*ours, *found) if not only or one.name in only]
     return [*chosen, READ] if chosen else []
+
+
+def in_fp8(tensors: Tensors) -> Tensors:
+    """Return the tensors whose keys and values are what an FP8 cache holds."""
+    k, v = (tensor.to(torch.float8_e4m3fn).to(tensor.dtype) for tensor in tensors[1:])
+    return Tensors(tensors.q, k, v)
 
 
 class CacheReference(PartsReference):

@@ -70,6 +70,7 @@ ATTEND = "dense varlen cache"
 ALL = "dense varlen cache metadata"
 DROPOUT = "dense varlen dropout_mask"
 REALS = "softmax_scale softcap"
+DESCALES = "q_descale k_descale v_descale"
 NO_ROWS = dict.fromkeys("qkv", OUT[:0])
 NO_TENSOR = "must be a torch.Tensor, got"
 DIMENSIONS = "must have 4 dimensions (batch, seqlen, heads, head_dim), got shape ("
@@ -328,6 +329,7 @@ TAKE_TENSORS = [
     (ATTEND, "alibi_slopes sinks"),
     ("varlen", "cu_seqlens_q cu_seqlens_k seqused_q seqused_k"),
     ("cache", "k rotary_cos rotary_sin cache_batch_idx cache_leftpad page_table"),
+    ("cache", DESCALES),
     ("metadata", "cu_seqlens_q cu_seqlens_k_new cache_leftpad"),
 ]
 WINDOWS = f"{ALL} problem"
@@ -370,7 +372,7 @@ OPTIONS = [
         for value in (ONE, np.ones(2), False, 0, "x")
         for row in (
             (ATTEND, "qv", value, MISSING, "must be None, got ...: it is not supported$"),
-            (ATTEND, "q_descale k_descale v_descale", value, MISSING, "must be...: only FP8"),
+            ("dense varlen", DESCALES, value, MISSING, "must be...: only FP8"),
         )
     ),
     *each(WINDOWS, "window_size", TYPE, "must be two integers (left, right)...got {}",
@@ -471,9 +473,9 @@ METADATA = [
     ("metadata", "max_seqlen_q", 0, "must"),
     ("metadata", "num_heads_q", {"num_heads_kv": 3}, "must be a multiple of 3, got 8"),
     ("metadata", "num_heads_kv", 0, "must"),
-    ("metadata", "qkv_dtype", torch.float32, TYPE, "must be torch.bfloat16 or"),
-    ("metadata", "qkv_dtype", "bfloat16", TYPE, "must be torch.bfloat16 or"),
-    ("metadata", "qkv_dtype", [], TYPE, "must be torch.bfloat16 or"),
+    ("metadata", "qkv_dtype", torch.float32, TYPE, "must be one of (torch.bfloat16"),
+    ("metadata", "qkv_dtype", "bfloat16", TYPE, "must be one of (torch.bfloat16"),
+    ("metadata", "qkv_dtype", [], TYPE, "must be one of (torch.bfloat16"),
     ("metadata", "page_size", 0, "must be"),
     ("metadata", "page_size", 1 << 31, "must be at most 2146435072"),
     ("metadata", "headdim_v", 60, "must be a multiple of 8 up to 256, got 60"),

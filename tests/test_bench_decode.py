@@ -63,6 +63,8 @@ def test_pages_hold_the_cache(page_size):
 @pytest.mark.parametrize("one", [*OURS, *PAGED[::3]], ids=lambda one: one.name)
 def test_ours_pass_the_check(one, cell):
     tensors = draw(cell)
+    if one.is_fp8:
+        tensors = caches.in_fp8(tensors)
     reference = caches.CacheReference(cell, tensors)
     errors = reference.check(one.prepare(cell, tensors)[""]())
     assert errors.largest <= errors.allowed < 0.05

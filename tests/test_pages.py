@@ -1,11 +1,13 @@
 """Pages of the documentation: what is written from code is up to date, and links lead somewhere."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 import fa3
+import fa3.distributed
 from docs.pages import gallery, headline, performance, site, start, support
 from fa3.__main__ import main
 
@@ -72,7 +74,8 @@ def test_the_api_reference_has_the_public_names_and_no_others():
     text = (ROOT / "docs/api.md").read_text()
     shown = re.findall(r"^::: fa3[.](.+)$", text, re.MULTILINE)
     libraries = [f"integrations.{name}.register" for name in ("torch", "transformers", "vllm")]
-    assert sorted(shown) == sorted([*fa3.__all__, *libraries])
+    over_ranks = [f"distributed.{name}" for name in fa3.distributed.__all__]
+    assert sorted(shown) == sorted([*fa3.__all__, *libraries, *over_ranks])
     table = re.findall(r"^[|] (\[.*) [|] ", text, re.MULTILINE)
     assert sorted(re.findall(r"\]\[fa3[.](.+?)\]", "".join(table))) == sorted(fa3.__all__)
 
@@ -122,6 +125,6 @@ def test_the_members_in_the_api_reference_exist():
         f"{name}.{member}"
         for name, members in found
         for member in members.split(", ")
-        if not hasattr(getattr(fa3, name), member)
+        if not hasattr(attrgetter(name)(fa3), member)
     ]
     assert found and wrong == []

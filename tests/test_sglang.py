@@ -225,12 +225,12 @@ def test_what_is_refused(modules):
     with pytest.raises(NotImplementedError, match=r"^qv must be None, got Tensor"):
         requests.attend(qv=torch.cat(requests.q))
     scale = torch.ones(2, HEADS_KV)
-    for given, complaint in (
-        ({"only_qv": True}, "fa3 has no attention by qv"),
-        ({"k_descale": scale, "v_descale": scale}, "k_descale must be None, got Tensor"),
-        ({"attention_chunk": 64}, "attention_chunk must be 0 or None"),
+    for given, kind, complaint in (
+        ({"only_qv": True}, NotImplementedError, "fa3 has no attention by qv"),
+        ({"k_descale": scale, "v_descale": scale}, ValueError, "k_descale must be None unless"),
+        ({"attention_chunk": 64}, NotImplementedError, "attention_chunk must be 0 or None"),
     ):
-        with pytest.raises(NotImplementedError, match=f"^{complaint}"):
+        with pytest.raises(kind, match=f"^{complaint}"):
             requests.attend(**given)
 
 

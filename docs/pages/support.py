@@ -71,6 +71,8 @@ FUNCTIONS: dict[str, tuple[Callable, Callable[..., Inputs]]] = {
 
 DENSE, PACKED, CACHED = FUNCTIONS
 
+CACHES = "k_cache", "v_cache"
+
 SHAPES = {
     DENSE: (BATCH, SEQLEN, HEADS_Q, HEAD_DIM),
     PACKED: (BATCH * SEQLEN, HEADS_Q, HEAD_DIM),
@@ -169,7 +171,12 @@ def options() -> Iterator[Option]:
     yield Option("`deterministic`", {"deterministic": True})
     yield Option("dropout", {"dropout_p": 0.1})
     yield Option("`qv`", {"qv": zeros(BATCH, SEQLEN, HEADS_Q, HEAD_DIM)})
-    yield Option("`k_descale`", {"k_descale": torch.ones(BATCH, HEADS_KV)})
+    fp8, descale = torch.float8_e4m3fn, {"k_descale": torch.ones(BATCH, HEADS_KV)}
+    pages = {name: tensor.to(fp8) for name, tensor in in_cache.items() if name in CACHES}
+    of_packed = {"k": IN_PAGES.to(fp8), "v": IN_PAGES.to(fp8)}
+    yield Option("pages in FP8", of={PACKED: on_pages | of_packed, CACHED: in_cache | pages})
+    scaled = dict.fromkeys((DENSE, PACKED), descale) | {CACHED: in_cache | pages | descale}
+    yield Option("`k_descale`", of=scaled)
     yield Option("`attention_chunk`", {"attention_chunk": 4})
     differentiable = {name: {"q": zeros(*shape).requires_grad_()} for name, shape in SHAPES.items()}
     yield Option("gradients", of=differentiable)

@@ -288,7 +288,8 @@ class AttentionCall(
 
     @property
     def has_fp8_q(self) -> bool:
-        return self.q.dtype == FP8_DTYPE
+        """Whether queries are FP8, as the cache is."""
+        return self.has_fp8_cache and self.q.dtype == FP8_DTYPE
 
     @property
     def q_in_16_bits(self) -> Operand:

@@ -223,8 +223,8 @@ def flash_attn_varlen_func(
     kind = PACKED if page_table is None else PAGED
     unsupported = None
     descales = q_descale, k_descale, v_descale
-    if not (qv is pack_gqa is None and (kind == PAGED or descales == (None, None, None))):
-        refused = (None, None, None) if kind == PAGED else descales
+    refused = descales if kind == PACKED else (None, None, None)
+    if not (qv is pack_gqa is None) or any(one is not None for one in refused):
         unsupported = qv, *refused, pack_gqa, share_heads(q, k)
     given = (
         causal, softcap, attention_chunk, num_splits, sm_margin, return_lse, return_attn_probs,

@@ -74,7 +74,7 @@ def describe_kernel(kernel: Any) -> str:
                 turned = "pairs" if kernel.rotary.interleaved else "halves"
                 rotary = f"rotary embedding of {turned}, tables {kernel.rotary.dtype}"
             words = ["append", kernel.dtype, head_dims(kernel.head_dim, kernel.head_dim_v)]
-            words += [rotary, "pages" if kernel.paged else "no pages"]
+            words += [rotary, "pages" if kernel.paged else "no pages", *["FP8 cache"] * kernel.fp8]
         case TileTable():
             words = ["tile table", f"tile {kernel.tile_m}x{kernel.tile_n}"]
             words += [name_of_mask(kernel.band)] + ["keys in a cache"] * kernel.has_cache
@@ -121,7 +121,8 @@ def words_of_cache(cache: CacheLayout | None) -> list[str]:
         return []
     if cache.is_packed:
         return ["packed keys"]
-    return [f"cache with pages of {cache.page_size}" if cache.page_size else "cache without pages"]
+    pages = f"with pages of {cache.page_size}" if cache.page_size else "without pages"
+    return [f"{'FP8 ' * cache.is_fp8}cache {pages}"]
 
 
 def head_dims(head_dim: int, head_dim_v: int) -> str:

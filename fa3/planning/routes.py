@@ -454,9 +454,11 @@ RULES = {
              lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
         Case(DECODE, "`max_seqlen_q` is at most the short limit",
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
+        Case(DECODE, "the cache is FP8",
+             lambda sig, n: n.max_seqlen_q if sig.cache and sig.cache.is_fp8 else 0),
         Case(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
              "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
-             "block (often 128) share no divisor of at least 8, or the cache is FP8",
+             "block (often 128) share no divisor of at least 8",
              lambda sig, n: 0 if sig.may_have_both else n.max_seqlen_q),
         Case(BOTH_SPLIT, "lengths may differ, and the GPU can split tiles",
              queries_if_short_and_split),

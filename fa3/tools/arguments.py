@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fa3.problem import NO_BOUND
-from fa3.tools.models import CALLS, PRESETS, ROTARIES, SHORT_DTYPES, preset_of
+from fa3.tools.models import (
+    CACHE_DTYPES,
+    CALLS,
+    PRESETS,
+    ROTARIES,
+    SHORT_DTYPES,
+    preset_of,
+)
 
 DEFAULT_SHAPE = "1,4096,4096,32,8,128"
 
@@ -181,6 +188,8 @@ def add_compile(commands) -> None:
     add_option(model, "--rotary", ROTARIES, rotary)
     tables = "dtype of the rotary embedding's tables (default: the model's)"
     add_option(model, "--rotary-dtype", (*SHORT_DTYPES, "float32"), tables)
+    caches = "dtype of the cache: the model's, or float8_e4m3fn (default: auto)"
+    add_option(model, "--cache-dtype", CACHE_DTYPES, caches)
     add_option(model, "--processes", int, "compile in N processes (default: one per core)")
     add_option(model, "--dry-run", bool, "list the kernels and compile nothing")
 

@@ -11,6 +11,12 @@ from typing import Any
 from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, Window
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+CACHE_DTYPES = "auto", "fp8"
+"""Of a cache: the model's dtype, or float8_e4m3fn."""
+
+FP8_UNIT = 16
+"""Columns of a head in an FP8 cache come in multiples of this."""
+
 """The command line's names of dtypes."""
 
 ROTARIES = {"halves": False, "pairs": True, "none": None}
@@ -52,6 +58,7 @@ class Model:
         windows: what its layers see; several if they differ.
         softcap: bound of the scores; 0 for none.
         sinks: whether heads have sinks.
+        has_fp8_cache: whether its cache is float8_e4m3fn.
     """
 
     heads_q: int
@@ -62,6 +69,7 @@ class Model:
     windows: tuple[Window, ...] = (CAUSAL,)
     softcap: float = 0.0
     sinks: bool = False
+    has_fp8_cache: bool = False
 
     def check(self) -> None:
         """Raise ValueError unless there are kernels for such a model."""
@@ -80,6 +88,11 @@ class Model:
                 )
         if self.dtype not in SHORT_DTYPES.values():
             raise ValueError(f"dtype must be bf16 or fp16, got {self.dtype!r}")
+        if self.has_fp8_cache and (self.head_dim % FP8_UNIT or self.head_dim_v % FP8_UNIT):
+            raise ValueError(
+                f"head_dim and head_dim_v must be multiples of {FP8_UNIT} with a cache in FP8, got "
+                f"{self.head_dim} and {self.head_dim_v}"
+            )
         if self.softcap != 0 and not LEAST_FLOAT <= self.softcap <= MOST_FLOAT:
             raise ValueError(
                 f"softcap must be 0 (none) or positive and finite in float32, got {self.softcap}"

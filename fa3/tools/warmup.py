@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,7 +37,15 @@ from fa3.scores.scores import Softcap
 from fa3.scores.templates import Template
 from fa3.settings import check_settings
 from fa3.tools.compile_pool import CompilePool
-from fa3.tools.models import CALLS, PAGE_SIZES, ROTARIES, SHORT_DTYPES, Model, model_of
+from fa3.tools.models import (
+    CACHE_DTYPES,
+    CALLS,
+    PAGE_SIZES,
+    ROTARIES,
+    SHORT_DTYPES,
+    Model,
+    model_of,
+)
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 256)
 
@@ -105,6 +113,7 @@ def warmup(
     page_sizes: Sequence[int] = PAGE_SIZES,
     rotary: str = "halves",
     rotary_dtype: str | torch.dtype | None = None,
+    cache_dtype: str = "auto",
     processes: int | None = None,
     progress: bool = True,
     dry_run: bool = False,
@@ -138,6 +147,7 @@ def warmup(
         rotary: what turns together when tokens are appended, "halves" or "pairs" of all columns;
             "none" for no embedding.
         rotary_dtype: of its tables, the model's or float32; the model's by default.
+        cache_dtype: of the caches: "auto" for the model's, or "fp8" for float8_e4m3fn.
         processes: how many compile; one for each core by default.
         progress: whether to print a line for each compiled kernel on the standard error.
         dry_run: whether to find out only which kernels are needed, and compile none.
@@ -163,6 +173,10 @@ def warmup(
         softcap=real("softcap", softcap) or None,
         sinks=flag("sinks", sinks) or None,
     )
+    if cache_dtype not in CACHE_DTYPES:
+        raise ValueError(f"cache_dtype must be one of {CACHE_DTYPES}, got {cache_dtype!r}")
+    model = replace(model, has_fp8_cache=cache_dtype == "fp8")
+    model.check()
     tables = None if rotary_dtype is None else name_of_dtype(rotary_dtype)
     embedding = rotary_of(model, rotary, tables)
     kernels = tuple(dict.fromkeys(kernels_of(model, calls, page_sizes, embedding)))
@@ -265,7 +279,8 @@ def kernels_of(
             if "cache" in calls:
                 # With tiles cut, and whole.
                 for num_splits in (0, 1):
-                    yield from kernels_on_cache(model, window, CacheLayout(page_size), num_splits)
+                    cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache)
+                    yield from kernels_on_cache(model, window, cache, num_splits)
             if "paged" in calls and page_size:
                 yield from paged_kernels(model, window, page_size)
     if "cache" in calls:
@@ -278,6 +293,7 @@ def kernels_of(
                 batch_indexed=False,
                 ragged=False,
                 rotary=rotary,
+                fp8=model.has_fp8_cache,
             )
 
 
@@ -333,7 +349,7 @@ def packed_kernels(model: Model, window: Window) -> Iterator[Kernel]:
 
 def paged_kernels(model: Model, window: Window, page_size: int) -> Iterator[Kernel]:
     """What is launched for packed queries on pages, be they few of a sequence or many."""
-    cache = CacheLayout(page_size)
+    cache = CacheLayout(page_size, is_fp8=model.has_fp8_cache)
     yield from kernels_on_cache(model, window, cache, is_packed=True)
     # A bound that hides nothing, of few queries or few keys, is not compiled in.
     for sizes in itertools.product((1, MOST_RAGGED_ROWS), (1, LONGEST)):
