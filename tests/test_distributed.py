@@ -35,6 +35,7 @@ HEADS, HEAD_DIM, HEAD_DIM_V = 4, 16, 24
 OPTIONS = {
     "full": {},
     "causal": {"causal": True},
+    "none later": {"window_size": (-1, 0)},
     "window": {"window_size": (5, 3), "softcap": 3.0},
     "left": {"window_size": (6, -1), "softmax_scale": 0.3},
     "right": {"window_size": (-1, 4)},
