@@ -42,6 +42,7 @@ from fa3.calls.autograd import (
 from fa3.calls.backward import BackwardCall
 from fa3.calls.call import (
     AttentionCall,
+    Described,
     check_sizes,
     check_tensors,
     check_totals,
@@ -82,7 +83,7 @@ from fa3.calls.options import (
 )
 from fa3.calls.user_functions import flatten_function, unflatten_function
 from fa3.calls.values import check_lengths
-from fa3.problem import NO_BOUND, AttentionSpec, Problem, Window
+from fa3.problem import NO_BOUND, REMEMBERED, AttentionSpec, Problem, Window
 from fa3.reference.backward import BackwardOperands, Wanted
 from fa3.reference.varlen import PackedLengths
 from fa3.scores.masks import Mask
@@ -434,15 +435,13 @@ def gradients_of_call(
     longest = None
     if lengths is None:
         described = describe_tensors(DENSE, (q, k, v, *[None] * 16, slopes, sinks, None))
-        problem = AttentionCall.of(described, DENSE).problem(asked)
+        problem = problem_of(described, asked, DENSE)
     else:
         longest = max_seqlen_q, max_seqlen_k
         tensors = packed_tensors(q, k, v, *lengths, slopes, sinks)
         described = describe_tensors(PACKED, tensors)
         totals = check_totals(q.shape, k.shape, v.shape, check_sizes(described))
-        call = AttentionCall.of(without_lengths(described), PACKED)
-        check_tensors(call)
-        problem = call.packed_spec(asked)
+        problem = problem_of(without_lengths(described), asked, PACKED)
     d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
     if lengths is not None and is_visible(lengths.cu_seqlens_q):
         check_lengths(lengths, totals, longest)
@@ -458,6 +457,18 @@ def gradients_of_call(
         # Where no key is seen, they are zeros of the dtype of K and V.
         grads = grads._replace(k=grads.k.float(), v=grads.v.float())
     return grads.q, grads.k, grads.v, d_sinks
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def problem_of(
+    described: Described, options: Options, kind: str
+) -> Problem | tuple[AttentionSpec, Window]:
+    """Validate a call; return its problem, of packed sequences the spec and the window."""
+    call = AttentionCall.of(described, kind)
+    if kind == DENSE:
+        return call.problem(options)
+    check_tensors(call)
+    return call.packed_spec(options)
 
 
 BACKWARD.implemented_by(run_backward)

@@ -21,12 +21,14 @@ import torch
 import torch.nn.functional as F
 
 from fa3.calls.forward import flash_attn_func
+from fa3.calls.operators import BackwardOptions, gradients_of_call
 from fa3.calls.options import as_pair, check_window, flag
-from fa3.calls.passes import flash_attn_backward
 from fa3.calls.varlen import flash_attn_varlen_func
 from fa3.distributed.exchange import Split, orders
 from fa3.distributed.planning import plan
-from fa3.problem import Window
+from fa3.problem import NO_BOUND, Window
+from fa3.reference.backward import BackwardOperands
+from fa3.reference.varlen import PackedLengths
 
 Optional = torch.Tensor | None
 FourGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional]
@@ -58,19 +60,18 @@ class Alone:
     def backward(
         self, d_out: Optional, d_lse: Optional, *saved: torch.Tensor, fp32_dkv: bool = True
     ) -> FourGradients:
-        """Return the gradients.
-
-        Args:
-            saved: q, k, v, out and the log-sum-exp.
-        """
-        tensors: list[Any] = [d_out, *saved[:4], saved[4].contiguous(), d_lse]
+        """Return the gradients; `saved` are q, k, v, out and the log-sum-exp."""
+        tensors: list[Any] = [*saved[:4], saved[4].contiguous(), d_out, d_lse]
+        options = BackwardOptions(**self.options, fp32_dkv=fp32_dkv)
+        lengths: tuple = ()
         if self.lengths:
             tensors = [None if x is None else x[0] for x in tensors]
-        named = {**self.lengths, **self.options, "d_lse": tensors.pop()}
-        dq, dk, dv, d_sinks = flash_attn_backward(*tensors, fp32_dkv=fp32_dkv, **named)
+            ends_q, longest_q, ends_k, longest_k = self.lengths.values()
+            lengths = PackedLengths(ends_q, ends_k, None, None), longest_q, longest_k
+        dq, dk, dv, d_sinks = gradients_of_call(BackwardOperands(*tensors), options, *lengths)
         if self.lengths:
             dq, dk, dv = dq[None], dk[None], dv[None]
-        return dq, dk, dv, d_sinks
+        return dq, dk, dv, None if options.sinks is None else d_sinks
 
 
 def with_rows(
@@ -166,7 +167,7 @@ def dense_parts(split: Split, window: Window, options: dict[str, Any]) -> Iterat
         last = seqlen if right < 0 else min(chunk.stop + right, seqlen)
         after = last - chunk.stop
         moved = left if left < 0 else left + after, right if right < 0 else right - after
-        attention = Alone({**options, "causal": False, "window_size": moved})
+        attention = Alone(options | {"window_size": moved})
         yield Seen(slice(begin, begin + len(chunk)), slice(first, last), attention)
         begin += len(chunk)
 
@@ -238,7 +239,7 @@ class Ring:
         if source == split.rank:
             # This rank's chunks are in order, so a causal mask is right inside of them.
             return [Seen(everything, everything, Alone(self.options | {"causal": self.is_causal}))]
-        attention = Alone(self.options | {"causal": False, "sinks": None})
+        attention = Alone(self.options | {"sinks": None})
         if not self.is_causal:
             return [Seen(everything, everything, attention)]
         parts, begin = [], 0
@@ -373,6 +374,7 @@ def method_of(
 ) -> RankMethod:
     """Return what computes a call that is checked; `ends` are of documents."""
     window, options = window_of(named), {name: named[name] for name in SHARED_OPTIONS}
+    options |= {"causal": False, "window_size": tuple(window)}
     method, heads = named["method"], (q.shape[2], v.shape[2])
     if method == "auto":
         sizes = sum(split.rows), len(split.chunks), *heads, q.shape[3], v.shape[3]
@@ -381,9 +383,9 @@ def method_of(
     if method == "ulysses":
         return Ulysses.of(split, options, whole_documents(ends, q.device), *heads)
     if method == "ring":
-        return Ring(split, options, window.right == 0)
+        return Ring(split, options | {"window_size": (NO_BOUND,) * 2}, window.right == 0)
     if ends:
         order, lengths = visible_keys(split.chunks, split.rank, ends, window, q.device)
-        attention = Alone(options | {"causal": False, "window_size": window}, lengths)
-        return Gather(split, (Seen(slice(None), slice(None), attention),), order)
+        part = Seen(slice(None), slice(None), Alone(options, lengths))
+        return Gather(split, (part,), order)
     return Gather(split, tuple(dense_parts(split, window, options)))
