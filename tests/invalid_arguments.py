@@ -331,6 +331,7 @@ TAKE_TENSORS = [
     ("metadata", "cu_seqlens_q cu_seqlens_k_new cache_leftpad"),
 ]
 WINDOWS = f"{ALL} problem"
+DESCALES = "q_descale k_descale v_descale"
 
 OPTIONS = [
     *(
@@ -370,9 +371,12 @@ OPTIONS = [
         for value in (ONE, np.ones(2), False, 0, "x")
         for row in (
             (ATTEND, "qv", value, MISSING, "must be None, got ...: it is not supported$"),
-            (ATTEND, "q_descale k_descale v_descale", value, MISSING, "must be...: only FP8"),
+            ("dense varlen", DESCALES, value, MISSING, "must be...: only FP8"),
         )
     ),
+    ("cache", DESCALES, ONE, "must be None unless ... is torch.float8_e4m3fn, got"),
+    *each("cache", DESCALES, TYPE, f"{NO_TENSOR} {{}}", (np.ones(2), "ndarray"), (0, "int"),
+          (False, "bool"), ("x", "str")),
     *each(WINDOWS, "window_size", TYPE, "must be two integers (left, right)...got {}",
           ((True, False), "True"), ((1, 0.0), "0.0"), ("ab", "'a'"), ((ONE, 0), "Tensor"),
           (ONE, "Tensor"), ({3, 0}, "set"), (None, "None"), (3, "3"), (([1], 0), "list")),
@@ -471,9 +475,9 @@ METADATA = [
     ("metadata", "max_seqlen_q", 0, "must"),
     ("metadata", "num_heads_q", {"num_heads_kv": 3}, "must be a multiple of 3, got 8"),
     ("metadata", "num_heads_kv", 0, "must"),
-    ("metadata", "qkv_dtype", torch.float32, TYPE, "must be torch.bfloat16 or"),
-    ("metadata", "qkv_dtype", "bfloat16", TYPE, "must be torch.bfloat16 or"),
-    ("metadata", "qkv_dtype", [], TYPE, "must be torch.bfloat16 or"),
+    ("metadata", "qkv_dtype", torch.float32, TYPE, "must be one of (torch.bfloat16"),
+    ("metadata", "qkv_dtype", "bfloat16", TYPE, "must be one of (torch.bfloat16"),
+    ("metadata", "qkv_dtype", [], TYPE, "must be one of (torch.bfloat16"),
     ("metadata", "page_size", 0, "must be"),
     ("metadata", "page_size", 1 << 31, "must be at most 2146435072"),
     ("metadata", "headdim_v", 60, "must be a multiple of 8 up to 256, got 60"),

@@ -227,11 +227,12 @@ def test_what_is_refused(modules):
     scale = torch.ones(2, HEADS_KV)
     for given, complaint in (
         ({"only_qv": True}, "fa3 has no attention by qv"),
-        ({"k_descale": scale, "v_descale": scale}, "k_descale must be None, got Tensor"),
         ({"attention_chunk": 64}, "attention_chunk must be 0 or None"),
     ):
         with pytest.raises(NotImplementedError, match=f"^{complaint}"):
             requests.attend(**given)
+    with pytest.raises(ValueError, match=r"^k_descale must be None unless k_cache is "):
+        requests.attend(k_descale=scale, v_descale=scale)
 
 
 @pytest.mark.skipif(SGLANG is None, reason="SGLang is not installed")

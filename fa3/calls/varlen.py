@@ -223,7 +223,8 @@ def flash_attn_varlen_func(
     kind = PACKED if page_table is None else PAGED
     unsupported = None
     descales = q_descale, k_descale, v_descale
-    if not (qv is pack_gqa is None and (kind == PAGED or descales == (None, None, None))):
+    has_no_descale = q_descale is k_descale is v_descale is None
+    if not (qv is pack_gqa is None and (kind == PAGED or has_no_descale)):
         refused = (None, None, None) if kind == PAGED else descales
         unsupported = qv, *refused, pack_gqa, share_heads(q, k)
     given = (
