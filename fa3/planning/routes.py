@@ -454,9 +454,9 @@ RULES = {
              lambda sig, n: 0 if sig.has_packed_queries else n.max_seqlen_q),
         Case(DECODE, "`max_seqlen_q` is at most the short limit",
              lambda sig, n: n.max_seqlen_q if n.max_seqlen_q <= sig.short_limit else 0),
-        Case(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set; or "
-             "`cache_leftpad` or `cache_batch_idx` is given, or the page size and the keys of a "
-             "block (often 128) share no divisor of at least 8, or the cache is FP8",
+        Case(DECODE, "`num_splits` is not 0, or `batch_invariant` or `sm_margin` is set. Or the "
+             "cache is FP8, or `cache_leftpad` or `cache_batch_idx` is given. Or the page size and "
+             "the keys of a block (often 128) share no divisor of at least 8",
              lambda sig, n: 0 if sig.may_have_both else n.max_seqlen_q),
         Case(BOTH_SPLIT, "lengths may differ, and the GPU can split tiles",
              queries_if_short_and_split),
