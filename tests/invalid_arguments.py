@@ -333,6 +333,7 @@ TAKE_TENSORS = [
     ("metadata", "cu_seqlens_q cu_seqlens_k_new cache_leftpad"),
 ]
 WINDOWS = f"{ALL} problem"
+DESCALES = "q_descale k_descale v_descale"
 
 OPTIONS = [
     *(
@@ -375,6 +376,9 @@ OPTIONS = [
             ("dense varlen", DESCALES, value, MISSING, "must be...: only FP8"),
         )
     ),
+    ("cache", DESCALES, ONE, "must be None unless ... is torch.float8_e4m3fn, got"),
+    *each("cache", DESCALES, TYPE, f"{NO_TENSOR} {{}}", (np.ones(2), "ndarray"), (0, "int"),
+          (False, "bool"), ("x", "str")),
     *each(WINDOWS, "window_size", TYPE, "must be two integers (left, right)...got {}",
           ((True, False), "True"), ((1, 0.0), "0.0"), ("ab", "'a'"), ((ONE, 0), "Tensor"),
           (ONE, "Tensor"), ({3, 0}, "set"), (None, "None"), (3, "3"), (([1], 0), "list")),
