@@ -170,7 +170,6 @@ def measure(cell: Cell, options: Namespace, device: torch.device, stack: ExitSta
                 result = layout.shard(result, result.ndim - 3)
             expected = result if expected is None else expected
             errors[name] = (result.float() - expected.float()).abs().max().item()
-            # At least a tenth of a second, the same on all ranks.
             most = block_time(calls[name], 2, device)
             counts[name] = 1 if options.cpu else max(1, min(1000, int(options.block_ms * K / most)))
         except Exception as error:

@@ -435,13 +435,13 @@ def gradients_of_call(
     longest = None
     if lengths is None:
         described = describe_tensors(DENSE, (q, k, v, *[None] * 16, slopes, sinks, None))
-        problem = problem_of(described, asked, DENSE)
+        problem = checked_problem(described, asked, DENSE)
     else:
         longest = max_seqlen_q, max_seqlen_k
         tensors = packed_tensors(q, k, v, *lengths, slopes, sinks)
         described = describe_tensors(PACKED, tensors)
         totals = check_totals(q.shape, k.shape, v.shape, check_sizes(described))
-        problem = problem_of(without_lengths(described), asked, PACKED)
+        problem = checked_problem(without_lengths(described), asked, PACKED)
     d_out, d_lse = check_results(q, v, out, lse, d_out, d_lse)
     if lengths is not None and is_visible(lengths.cu_seqlens_q):
         check_lengths(lengths, totals, longest)
@@ -460,7 +460,7 @@ def gradients_of_call(
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def problem_of(
+def checked_problem(
     described: Described, options: Options, kind: str
 ) -> Problem | tuple[AttentionSpec, Window]:
     """Validate a call; return its problem, of packed sequences the spec and the window."""
