@@ -191,6 +191,28 @@ def test_queries_of_any_size(size, where):
     check_results(exact, *attend(call)[:2])
 
 
+HARD = {
+    "needle": lambda k, q: k.index_copy(1, torch.tensor([40_000], device=k.device), 2 * q[:, :1]),
+    "growing": lambda k, q: k * torch.linspace(0.1, 4, k.shape[1], device=k.device)[:, None, None],
+    "outliers": lambda k, q: k + 10 * k.roll(1, 1) * (k.roll(2, 1) > 3),
+    "large": lambda k, q: 8 * k,
+}
+"""By name: what is done to the keys."""
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_data(name, where):
+    """The error stays at the error of 16 bits on the same numbers, also with a sink of 20."""
+    keys = (1 << 17) - 3 if name == "needle" else 5000
+    problem = CacheProblem((keys,), heads_kv=1, group=2, head_dim=64, sinks="float32", room=0)
+    call, exact = in_two_types(problem, 0, where)
+    q = call["q"][:, :, :1].float()
+    call["k_cache"] = in_fp8(HARD[name](call["k_cache"].float(), q))
+    exact["k_cache"] = call["k_cache"].double() * call["k_descale"][0][:, None]
+    call["sinks"] = exact["sinks"] = torch.tensor([0.0, 20.0], device=where)
+    check_results(exact, *attend(call)[:2])
+
+
 def test_values_beyond_the_range_are_limited(where):
     """Also by a small scale; infinities become the largest number, and NaN stays."""
     problem = CacheProblem((10,), 1, (6,), heads_kv=1, head_dim=64)
