@@ -320,6 +320,26 @@ def test_other_wrong_arguments_are_named():
         flash_attn_with_kvcache(**call | {"q": call["q"].to(FP8)})
 
 
+@pytest.mark.parametrize("has_fp8_q", [False, True], ids=["16-bit q", "fp8 q"])
+def test_packed_output_of_the_callers(has_fp8_q, where):
+    """It is bfloat16, also for queries in FP8; an FP8 output would have half of its bytes."""
+    problem = CacheProblem((300, 70), 1, heads_kv=2, group=4, head_dim=128, page_size=16)
+    call, _ = in_two_types(problem, 0, where, has_fp8_q)
+    call["q"], counts = call["q"].flatten(0, 1), torch.arange(3, dtype=torch.int32, device=where)
+    of_cache = call | {"cu_seqlens_q": counts, "max_seqlen_q": 1}
+    shared = {name: one for name, one in call.items() if name.endswith("descale") or name == "q"}
+    packed = shared | {"k": call["k_cache"], "v": call["v_cache"], "cu_seqlens_q": counts}
+    packed |= {"seqused_k": call["cache_seqlens"], "page_table": call["page_table"]}
+    packed |= {"cu_seqlens_k": None, "max_seqlen_q": 1, "max_seqlen_k": 300}
+    for function, one in ((flash_attn_with_kvcache, of_cache), (flash_attn_varlen_func, packed)):
+        right = function(**one)
+        out = torch.full_like(right, torch.nan)
+        assert function(**one, out=out) is out and torch.equal(out, right)
+        for dtype in (FP8, torch.float16):
+            with pytest.raises(TypeError, match=r"^out must be torch\.bfloat16"):
+                function(**one, out=out.to(dtype))
+
+
 # ------------------------------------------------------------------------------- machine code
 
 KERNELS = {
