@@ -340,6 +340,13 @@ def test_packed_output_of_the_callers(has_fp8_q, where):
                 function(**one, out=out.to(dtype))
 
 
+def test_metadata_names_head_sizes_that_fp8_does_not_have():
+    lengths = torch.tensor([30, 7], dtype=torch.int32)
+    for sizes in ((72, None), (64, 72)):
+        with pytest.raises(ValueError, match=r"^headdim and headdim_v must be multiples of 16"):
+            get_scheduler_metadata(2, 1, 64, 4, 2, sizes[0], lengths, FP8, headdim_v=sizes[1])
+
+
 # ------------------------------------------------------------------------------- machine code
 
 KERNELS = {
