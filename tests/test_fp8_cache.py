@@ -287,6 +287,10 @@ def test_torch_compile_keeps_the_call(where):
 
 WRONG = [
     ({"k_cache": torch.float8_e5m2}, TypeError, "k_cache must be torch.float8_e4m3fn, got"),
+    ({"k_cache": torch.float8_e5m2, "v_cache": torch.float8_e5m2}, TypeError,
+     "k_cache must be torch.float8_e4m3fn, got"),
+    ({"k_cache": torch.uint8, "v_cache": torch.uint8}, TypeError,
+     "k_cache must be torch.float8_e4m3fn, got torch.uint8"),
     ({"v_cache": torch.bfloat16}, TypeError, "v_cache must be torch.float8_e4m3fn, got"),
     ({"q": torch.float32}, TypeError, "q must be torch.bfloat16 or torch.float16 or"),
     ({"k_cache": torch.bfloat16, "v_cache": torch.bfloat16}, ValueError,
