@@ -13,6 +13,7 @@ from problems import poisoned_allocations
 from reference import FLOOR, largest_difference
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
+from fa3.calls import scales as scales_of_calls
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
@@ -342,6 +343,40 @@ def test_packed_output_of_the_callers(has_fp8_q, where):
         for dtype in (FP8, torch.float16):
             with pytest.raises(TypeError, match=r"^out must be torch\.bfloat16"):
                 function(**one, out=out.to(dtype))
+
+
+def test_calls_first_met_in_a_capture_make_their_own_scales(monkeypatch):
+    """Memory of a graph is written when the graph runs, which may be after other calls."""
+    call, exact = make_fp8_call((31, 7, 9, 2, 5), "cpu")
+    with monkeypatch.context() as capture:
+        capture.setattr(scales_of_calls, "is_capturing", lambda device: True)
+        check_results(exact, *attend(call)[:2])
+    check_results(exact, *attend(call)[:2])
+    scales = scales_of_calls.Scales(torch.device("cpu"), (2, 3), False, None)
+    one, other = (scales.of(None, None, None)[0] for _ in range(2))
+    assert one.data_ptr() != other.data_ptr() and one.shape == (2, 3)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_without_scales_leaves_later_calls_right(device):
+    """Also before the graph runs, and after it is gone."""
+    attend(make_fp8_call((300, 70), device)[0])
+    call, exact = make_fp8_call((300, 70, 5), device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_with_kvcache(**call, return_lse=True)
+    check_results(exact, *attend(call)[:2])
+    graph.replay()
+    check_results(exact, out, lse)
+    del graph, out, lse
+    check_results(exact, *attend(call)[:2])
+
+
+def make_fp8_call(lengths: tuple[int, ...], where) -> tuple[dict, dict]:
+    """Return a call without descales, and the same call with the caches in float64."""
+    call, exact = in_two_types(CacheProblem(lengths, heads_kv=2, group=4, head_dim=128), 0, where)
+    exact |= {name: call[name].double() for name in CACHES}
+    return {name: one for name, one in call.items() if name not in DESCALES}, exact
 
 
 def test_metadata_names_head_sizes_that_fp8_does_not_have():
