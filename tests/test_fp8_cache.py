@@ -13,6 +13,7 @@ from problems import poisoned_allocations
 from reference import FLOOR, largest_difference
 
 from fa3 import flash_attn_varlen_func, get_scheduler_metadata
+from fa3.calls import scales as scales_of_calls
 from fa3.calls.kvcache import flash_attn_with_kvcache
 from fa3.kernels.append import Append
 from fa3.kernels.decode import Decode
@@ -309,6 +310,10 @@ def test_torch_compile_keeps_the_call(where):
 
 WRONG = [
     ({"k_cache": torch.float8_e5m2}, TypeError, "k_cache must be torch.float8_e4m3fn, got"),
+    ({"k_cache": torch.float8_e5m2, "v_cache": torch.float8_e5m2}, TypeError,
+     "k_cache must be torch.float8_e4m3fn, got"),
+    ({"k_cache": torch.uint8, "v_cache": torch.uint8}, TypeError,
+     "k_cache must be torch.float8_e4m3fn, got torch.uint8"),
     ({"v_cache": torch.bfloat16}, TypeError, "v_cache must be torch.float8_e4m3fn, got"),
     ({"q": torch.float32}, TypeError, "q must be torch.bfloat16 or torch.float16 or"),
     ({"k_cache": torch.bfloat16, "v_cache": torch.bfloat16}, ValueError,
@@ -340,6 +345,67 @@ def test_other_wrong_arguments_are_named():
     call, _ = in_two_types(CacheProblem((30, 7), 1, (1, 1), heads_kv=2))
     with pytest.raises(ValueError, match=r"^k and v must be None with q in torch\.float8_e4m3fn"):
         flash_attn_with_kvcache(**call | {"q": call["q"].to(FP8)})
+
+
+@pytest.mark.parametrize("has_fp8_q", [False, True], ids=["16-bit q", "fp8 q"])
+def test_packed_output_of_the_callers(has_fp8_q, where):
+    """It is bfloat16, also for queries in FP8; an FP8 output would have half of its bytes."""
+    problem = CacheProblem((300, 70), 1, heads_kv=2, group=4, head_dim=128, page_size=16)
+    call, _ = in_two_types(problem, 0, where, has_fp8_q)
+    call["q"], counts = call["q"].flatten(0, 1), torch.arange(3, dtype=torch.int32, device=where)
+    of_cache = call | {"cu_seqlens_q": counts, "max_seqlen_q": 1}
+    shared = {name: one for name, one in call.items() if name.endswith("descale") or name == "q"}
+    packed = shared | {"k": call["k_cache"], "v": call["v_cache"], "cu_seqlens_q": counts}
+    packed |= {"seqused_k": call["cache_seqlens"], "page_table": call["page_table"]}
+    packed |= {"cu_seqlens_k": None, "max_seqlen_q": 1, "max_seqlen_k": 300}
+    for function, one in ((flash_attn_with_kvcache, of_cache), (flash_attn_varlen_func, packed)):
+        right = function(**one)
+        out = torch.full_like(right, torch.nan)
+        assert function(**one, out=out) is out and torch.equal(out, right)
+        for dtype in (FP8, torch.float16):
+            with pytest.raises(TypeError, match=r"^out must be torch\.bfloat16"):
+                function(**one, out=out.to(dtype))
+
+
+def test_calls_first_met_in_a_capture_make_their_own_scales(monkeypatch):
+    """Memory of a graph is written when the graph runs, which may be after other calls."""
+    call, exact = make_fp8_call((31, 7, 9, 2, 5), "cpu")
+    with monkeypatch.context() as capture:
+        capture.setattr(scales_of_calls, "is_capturing", lambda device: True)
+        check_results(exact, *attend(call)[:2])
+    check_results(exact, *attend(call)[:2])
+    scales = scales_of_calls.Scales(torch.device("cpu"), (2, 3), False, None)
+    one, other = (scales.of(None, None, None)[0] for _ in range(2))
+    assert one.data_ptr() != other.data_ptr() and one.shape == (2, 3)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_without_scales_leaves_later_calls_right(device):
+    """Also before the graph runs, and after it is gone."""
+    attend(make_fp8_call((300, 70), device)[0])
+    call, exact = make_fp8_call((300, 70, 5), device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_with_kvcache(**call, return_lse=True)
+    check_results(exact, *attend(call)[:2])
+    graph.replay()
+    check_results(exact, out, lse)
+    del graph, out, lse
+    check_results(exact, *attend(call)[:2])
+
+
+def make_fp8_call(lengths: tuple[int, ...], where) -> tuple[dict, dict]:
+    """Return a call without descales, and the same call with the caches in float64."""
+    call, exact = in_two_types(CacheProblem(lengths, heads_kv=2, group=4, head_dim=128), 0, where)
+    exact |= {name: call[name].double() for name in CACHES}
+    return {name: one for name, one in call.items() if name not in DESCALES}, exact
+
+
+def test_metadata_names_head_sizes_that_fp8_does_not_have():
+    lengths = torch.tensor([30, 7], dtype=torch.int32)
+    for sizes in ((72, None), (64, 72)):
+        with pytest.raises(ValueError, match=r"^headdim and headdim_v must be multiples of 16"):
+            get_scheduler_metadata(2, 1, 64, 4, 2, sizes[0], lengths, FP8, headdim_v=sizes[1])
 
 
 # ------------------------------------------------------------------------------- machine code

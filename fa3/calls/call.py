@@ -364,7 +364,8 @@ def check_tensors(call: AttentionCall) -> None:
         check_rank("q", call.q, PACKED_DIMENSIONS)
     else:
         check_rank("q", call.q)
-    if call.has_cache and FP8_DTYPE in (call.q.dtype, call.k.dtype, call.v.dtype):
+    is_narrow = 1 in (call.k.dtype.itemsize, call.v.dtype.itemsize)
+    if call.has_cache and (is_narrow or call.q.dtype == FP8_DTYPE):
         check_fp8(call)
     check_kind(call.q_in_16_bits)
     check_layout("q", call.q)

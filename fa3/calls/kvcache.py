@@ -61,6 +61,7 @@ from fa3.calls.options import (
     options_of,
     share_heads,
 )
+from fa3.calls.scales import Scales
 from fa3.calls.scheduler_metadata import (
     IN_METADATA,
     PackedMetadata,
@@ -204,8 +205,9 @@ def flash_attn_with_kvcache(
         block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
         q_descale, k_descale, v_descale: (batch, heads_kv) float32: what q, k_cache and v_cache are
-            multiplied by where they are float8_e4m3fn; 1 by default. New tokens are divided by
-            them before they are rounded, and limited to 448. May be expanded from fewer elements.
+            multiplied by where they are float8_e4m3fn, positive; 1 by default. New tokens are
+            divided by them, limited to 448, the largest such number, and rounded. May be expanded
+            from fewer elements.
         qv: in the signature for compatibility; anything but None is not supported.
 
     Returns:
@@ -342,37 +344,6 @@ ROTARY = slice(*slots(AppendArguments, "q", "rotary_seqlens"))
 BATCH_IDX, PAGE_TABLE, ROTARY_SEQLENS, QUERY_STEP, APPEND_DESCALES = slots(
     AppendArguments, "batch_idx", "page_table", "rotary_seqlens", "query_step", "descales"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """The scales of a call on an FP8 cache.
-
-    Fields:
-        ones: what the call gets for a descale that is not given.
-        has_fp8_q: whether queries have a scale.
-    """
-
-    ones: torch.Tensor
-    has_fp8_q: bool
-
-    @classmethod
-    def of_call(cls, call: AttentionCall) -> "Scales | None":
-        """The scales of calls of a description; None unless the cache is FP8."""
-        if not call.has_fp8_cache:
-            return None
-        one = torch.ones(1, 1, dtype=torch.float32, device=call.q.device)
-        return cls(one.expand(call.batch, call.heads_kv), call.has_fp8_q)
-
-    def of(
-        self,
-        scale_q: torch.Tensor | None,
-        scale_k: torch.Tensor | None,
-        scale_v: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        """The `descales` of a launch: of keys, values and, if they are FP8, queries."""
-        found = scale_k, scale_v, *[scale_q] * self.has_fp8_q
-        return tuple([self.ones if scale is None else scale for scale in found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,7 +493,9 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedCacheC
         append = load_kernel(kernel) if on_gpu else HostAppend(kernel)
     if has_room and 0 not in (*call.q.shape, call.batch, call.seqlen_q):
         attends = mixed.prepare_attention(call, options)
-    apart = None
+    apart = scales = None
+    if call.has_fp8_cache:
+        scales = Scales.on(call.q.device, (call.batch, call.heads_kv), call.has_fp8_q)
     if not call.is_packed and not (call.out is append is None):
         written = ("out",) if append is None else ("out", call.name("k"), call.name("v"))
         apart = check_of_addresses(NAMES_BY_KIND[options.kind], described, written)
@@ -539,7 +512,7 @@ def prepare_cache_call(described: Described, options: Options) -> PreparedCacheC
         has_rotated_in_out(call),
         any(operand is not None and operand.device.type == "cpu" for operand in call[OF_INTEGERS]),
         apart,
-        Scales.of_call(call),
+        scales,
     )
 
 

@@ -68,7 +68,7 @@ class Output(NamedTuple):
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         is_fp8 = q.dtype == FP8_DTYPE
         is_like_q = not is_fp8 and (shape, strides) == (tuple(q.shape), tuple(q.stride))
-        return cls(shape, is_like_q, is_packed, torch.bfloat16 if is_fp8 else q.dtype)
+        return cls(shape, is_like_q, is_packed, dtype_of_output(q.dtype))
 
     def allocate(self, q: torch.Tensor) -> torch.Tensor:
         if self.is_like_q:
@@ -80,6 +80,11 @@ class Output(NamedTuple):
     def shape_beside(self, q: tuple[int, ...]) -> tuple[int, ...]:
         """The shape if q has this one."""
         return *q[:1], *self.shape[1:]
+
+
+def dtype_of_output(dtype: torch.dtype) -> torch.dtype:
+    """The output's dtype by the dtype of q."""
+    return torch.bfloat16 if dtype == FP8_DTYPE else dtype
 
 
 def describe(
@@ -199,10 +204,12 @@ def check_out(
     """
     description = describe("out", out)
     check_writable("out", out)
-    is_like_q = (out.dtype, out.device) == (q.dtype, q.device)
+    dtype = dtype_of_output(q.dtype)
+    is_like_q = (out.dtype, out.device) == (dtype, q.device)
     if not (is_like_q and out.shape == shape and out.is_contiguous()):
         # Nearly all outputs are spared this.
-        check_output(Operand(*description), shape, Operand(*describe("q", q, ALIGNMENT, True)))
+        operand = Operand(*describe("q", q, ALIGNMENT, True))
+        check_output(Operand(*description), shape, operand._replace(dtype=dtype))
     check_apart("out", out, names, tensors)
 
 

@@ -21,6 +21,7 @@ from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import HostSeqlens, host_lengths
 from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import (
+    ALIGNMENT,
     DTYPES,
     FP8_DTYPE,
     Operand,
@@ -482,6 +483,12 @@ def check_calls(calls: SchedulerMetadata, has_packed_queries: bool) -> None:
     accepted = *DTYPES, FP8_DTYPE
     if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in accepted:
         raise TypeError(f"qkv_dtype must be one of {accepted}, got {calls.dtype}")
+    sizes = calls.head_dim, calls.head_dim_v
+    if calls.dtype == FP8_DTYPE and any(size % ALIGNMENT for size in sizes):
+        raise ValueError(
+            f"headdim and headdim_v must be multiples of {ALIGNMENT} with qkv_dtype {FP8_DTYPE}, "
+            "got {} and {}".format(*sizes)
+        )
 
 
 def metadata_of_equal(

@@ -86,6 +86,14 @@ def current_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether torch's current stream on a device is captured."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def idle_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream with an empty queue: what runs on it does not wait for work on other streams."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fa3.running.graphs import Capture, idle_stream, made_apart
+from fa3.running.graphs import Capture, idle_stream, is_capturing, made_apart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,9 +26,7 @@ class Table:
         Raises:
             RuntimeError: a CUDA graph is being captured.
         """
-        with torch.cuda.device(device):
-            is_capturing = torch.cuda.is_current_stream_capturing()
-        if is_capturing:
+        if is_capturing(device):
             raise RuntimeError(
                 "q, k and v have sizes that were not planned before, and its tile order cannot "
                 "be copied to the GPU while a CUDA graph is captured: call once before capturing"

@@ -1,0 +1,61 @@
+"""The scales of calls on an FP8 cache, of which the caller may leave out some."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from fa3.running.graphs import idle_stream, is_capturing, made_apart
+
+
+@functools.cache
+def one_on(device: torch.device) -> torch.Tensor:
+    """A one, (1, 1), that calls on any stream may read. Must not be called during a capture."""
+    make = functools.partial(torch.ones, 1, 1, dtype=torch.float32, device=device)
+    if device.type != "cuda":
+        return make()
+    idle = idle_stream(device)
+    with torch.cuda.stream(idle):
+        one = made_apart(make, device)
+        idle.synchronize()
+    return one
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of a call on an FP8 cache.
+
+    Fields:
+        device: of the call.
+        shape: of a descale, (batch, heads_kv).
+        has_fp8_q: whether queries have a scale.
+        ones: what the call gets for a descale that is not given. None if it was first made during a
+            capture: then each call makes its own, as a graph writes its memory when it runs.
+    """
+
+    device: torch.device
+    shape: tuple[int, int]
+    has_fp8_q: bool
+    ones: torch.Tensor | None
+
+    @classmethod
+    def on(cls, device: torch.device, shape: tuple[int, int], has_fp8_q: bool) -> "Scales":
+        """The scales of calls of a description."""
+        ones = None if is_capturing(device) else one_on(device).expand(shape)
+        return cls(device, shape, has_fp8_q, ones)
+
+    def of(
+        self,
+        scale_q: torch.Tensor | None,
+        scale_k: torch.Tensor | None,
+        scale_v: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The `descales` of a launch: of keys, values and, if they are FP8, queries."""
+        found = scale_k, scale_v, *[scale_q] * self.has_fp8_q
+        given = [scale for scale in found if scale is not None]
+        if len(given) == len(found):
+            return tuple(given)
+        ones = self.ones
+        if ones is None:
+            ones = torch.ones(self.shape, dtype=torch.float32, device=self.device)
+        return tuple([ones if scale is None else scale for scale in found])
