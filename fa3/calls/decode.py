@@ -98,8 +98,7 @@ class PreparedDecode:
             given = operands, self.plan.sizes.capacity, softmax_scale, modifiers, tables
             execute_decode(self.plan, *given, seqlen_new, descales)
         else:
-            given = operands, tables, modifiers, softmax_scale, seqlen_new
-            self.start(*given, descales=descales)()
+            self.start(operands, tables, modifiers, softmax_scale, seqlen_new, 0, None, descales)()
 
     def start(
         self,

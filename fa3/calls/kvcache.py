@@ -418,11 +418,12 @@ class PreparedCacheCall:
                 tables = CacheTables(batch_idx, leftpad, pages)
             if function_tensors or not (slopes is sinks is None):
                 modifiers = modifier_tensors(slopes, function_tensors, sinks)
-            given = operands, tables, modifiers, softmax_scale, seqlen_new, known
-            if self.scales is None:
-                self.decode.attend(*given)
-            else:
-                self.decode.attend(*given, self.scales.of(scale_q, scale_k, scale_v))
+            descales = None
+            if self.scales is not None:
+                descales = self.scales.of(scale_q, scale_k, scale_v)
+            self.decode.attend(
+                operands, tables, modifiers, softmax_scale, seqlen_new, known, descales
+            )
         elif ends_q is None:
             hide_all_keys(out, lse, sinks)
         elif self.description.batch:

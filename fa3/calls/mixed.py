@@ -50,11 +50,13 @@ class PreparedMixed:
         softmax_scale: float,
         seqlen_new: int = 0,
         known: HostSeqlens | None = None,
+        descales: None = None,
     ) -> None:
         """As `PreparedDecode.attend`, but `seqused_k` says all keys: `seqlen_new` is 0.
 
         Args:
             known: the lengths, if the host knows them; they fit the call.
+            descales: none, as the decode kernel alone serves FP8 caches.
         """
         total_q, heads, _ = operands.q.shape
         batch, (_, capacity) = operands.cu_seqlens_q.shape[0] - 1, self.longest

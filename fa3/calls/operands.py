@@ -75,6 +75,8 @@ class Output(NamedTuple):
             return torch.empty_like(q)
         # Sizes one by one: in a tuple they would take torch 0.4 us more.
         shape = self.shape_beside(q.shape) if self.is_packed else self.shape
+        if q.dtype is self.dtype:
+            return q.new_empty(*shape)
         return q.new_empty(*shape, dtype=self.dtype)
 
     def shape_beside(self, q: tuple[int, ...]) -> tuple[int, ...]:

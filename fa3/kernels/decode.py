@@ -36,36 +36,39 @@ Source: Dao et al., Flash-Decoding for long-context inference (2023); Osama et a
 (arXiv 2301.03598), section 4.
 """
 
-import enum
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import hopper_helpers as sm90
 
-from fa3.kernels.attention_kernel import AttentionKernel
-from fa3.kernels.decode_launch import DecodeArguments, DecodeConfig
+from fa3.kernels.decode_launch import DecodeArguments
+from fa3.kernels.decode_memory import (
+    DecodeBuffers,
+    DecodeMemory,
+    DecodeOperands,
+    DecodePipelines,
+    GatheredAttention,
+    Role,
+    consumer_barrier,
+    publish,
+)
 from fa3.primitives import arguments
-from fa3.primitives.arguments import ELEMENT_TYPES, FP8
 from fa3.primitives.attention import Attention, Mmas
 from fa3.primitives.block_stream import BlockStream
 from fa3.primitives.cache_blocks import (
     EVICT_FIRST,
     EVICT_NORMAL,
-    CacheLayout,
     CacheTables,
     GatheredBlocks,
     TmaBlocks,
-    block_pipeline,
     load_block,
 )
 from fa3.primitives.divisor import Divisor, PlainDivisor
-from fa3.primitives.dsl import LayoutEnum, SmemAllocator
-from fa3.primitives.fp8_blocks import CONVERTED, BlockConverter, ConvertedPipeline, convert_rows
+from fa3.primitives.fp8_blocks import BlockConverter, convert_rows
 from fa3.primitives.fragments import as_rows_and_columns, convert
 from fa3.primitives.packed_rows import (
     PackedCoords,
@@ -79,11 +82,10 @@ from fa3.primitives.part_merge import HAS_COME, HAS_LEFT
 from fa3.primitives.ragged_lengths import RaggedLengths
 from fa3.primitives.row_lse import RowLse, shared_by
 from fa3.primitives.softmax import LOG2_E, OnlineSoftmax
-from fa3.primitives.tma import TmaTensor
 from fa3.primitives.turns import NoPingPong
 from fa3.primitives.wgmma import ROWS, WARP, WARPGROUP, WARPS
 from fa3.primitives.workspace import Workspace, WorkspaceSize
-from fa3.problem import AttentionSpec, Window
+from fa3.problem import Window
 from fa3.schedules.ragged import CTAS_BESIDE
 from fa3.schedules.segment import Segment, Tile
 from fa3.schedules.sequences import Cached, PackedQueries, capacity_of
@@ -101,8 +103,6 @@ from fa3.schedules.stream_k import (
 from fa3.scores.masks import Blocks, Sequence
 from fa3.scores.scores import ScorePipeline, bind
 
-CONSUMER_BARRIER = 1
-
 EARLY_BLOCKS = 4
 """Blocks that a CTA prefetches into L2 while the previous kernel still runs."""
 
@@ -110,166 +110,11 @@ EARLY_SEQUENCES = 1024
 """Most sequences for which a CTA finds its piece that early; with more it prefetches nothing."""
 
 
-class DecodeOperands(NamedTuple):
-    """The global tensors.
-
-    Fields:
-        q: (batch, rows, heads_q, head_dim); packed queries are the same rows for every sequence.
-        k, v: the cache, (seqlen or page_size, head_dim, heads_kv, batch or pages), or packed
-            (rows, head_dim, heads_kv); without TMA descriptors if rows are gathered.
-        o: (batch, rows, heads_q, head_dim_v).
-        lse: of (batch, heads_q, rows).
-        packed_q, packed_k: which rows sequences have if they are packed, or None.
-        seqlens: (batch,) int32, keys of the sequences, padding included; None if they are packed,
-            or the cache is full.
-        seqlen_new: keys that each has beyond these.
-        tables: locate the keys of each sequence.
-        modifiers: the tensors of the spec's scores, mask and sinks.
-        descales: see `DecodeArguments`.
-        table: says how many CTAs overlap the forward kernel; None without it.
-        counters: address of the counters of tiles with parts: how many CTAs have come, and have
-            left. A tile has its first slot's. 0 if `kernels.combine` merges.
-    """
-
-    q: cute.Tensor
-    k: TmaTensor | cute.Tensor
-    v: TmaTensor | cute.Tensor
-    o: cute.Tensor
-    lse: RowLse
-    packed_q: RaggedLengths | None
-    packed_k: RaggedLengths | None
-    seqlens: cute.Tensor | None
-    seqlen_new: Int32
-    tables: CacheTables
-    modifiers: tuple | None
-    descales: tuple | None
-    table: cute.Tensor | None
-    counters: Int64
-
-
-class DecodeBuffers(NamedTuple):
-    """The buffers in shared memory: Q (64, columns, stages), K and V (tile_n, ...).
-
-    Fields:
-        number: (1,) int32, the number of the consumer's part among the parts of its tile.
-        loaded_k, loaded_v: K and V as they are loaded; `k` and `v` unless the cache is FP8.
-        largest: (4,) int32, of each warp's share of an FP8 call's Q.
-    """
-
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    number: cute.Tensor
-    loaded_k: cute.Tensor
-    loaded_v: cute.Tensor
-    largest: cute.Tensor
-
-
-class DecodePipelines(NamedTuple):
-    """The mbarrier pipelines to the consumer, and from the producer: the same without FP8."""
-
-    k: pipeline.PipelineAsync
-    v: pipeline.PipelineAsync
-    loaded_k: pipeline.PipelineAsync
-    loaded_v: pipeline.PipelineAsync
-
-
-class Role(enum.Enum):
-    """What a warp of a kernel on an FP8 cache does."""
-
-    CONSUMER, CONVERTER, PRODUCER = range(3)
-
-
 @dataclass(frozen=True)
-class GatheredAttention(Attention):
-    """Attention on blocks that cp.async wrote."""
-
-    def wait(self, pipe, state):
-        pipe.consumer_wait(state)
-        # WGMMA sees what cp.async wrote only after a fence.
-        cute.arch.fence_proxy("async.shared", space="cta")
-
-
-def consumer_barrier() -> pipeline.NamedBarrier:
-    return pipeline.NamedBarrier(CONSUMER_BARRIER, WARPGROUP)
-
-
-def publish():
-    """Make the warpgroup's writes to shared memory visible to its WGMMAs."""
-    cute.arch.fence_proxy("async.shared", space="cta")
-    consumer_barrier().arrive_and_wait()
-
-
-@dataclass(frozen=True)
-class Decode(AttentionKernel):
-    """The decode kernel, compiled for one (spec, config, ratio, cache layout, type of cut).
-
-    A tile's rows are the `qhead_per_kvhead` query heads of a key/value head at all query positions.
-    With `is_long` the key blocks of all tiles together may need 64-bit numbers. With `is_packed`
-    sequences have different numbers of queries, one after another; with `has_used_q`
-    not all of them count. If the cache's layout is packed, so are the queries. With
-    `overlaps_forward` the forward kernel follows, for the other sequences of the call, and runs on
-    the SMs that are left.
-    """
-
-    spec: AttentionSpec
-    config: DecodeConfig
-    qhead_per_kvhead: int
-    cache: CacheLayout
-    cut_type: type
-    is_long: bool = False
-    is_packed: bool = False
-    has_used_q: bool = False
-    overlaps_forward: bool = False
-    has_fp8_q: bool = False
+class Decode(DecodeMemory):
+    """The decode kernel: its launch and the roles of its warps."""
 
     entry_name: ClassVar[str] = "fa3_decode"
-
-    def __post_init__(self):
-        self.config.validate(self.spec)
-
-    @property
-    def box(self) -> int:
-        """Keys that one TMA copy loads."""
-        return self.cache.box(self.config.tile_n)
-
-    @property
-    def may_merge(self) -> bool:
-        """Whether the CTA that is last to have a part of a tile can merge them all."""
-        return self.cut_type is CtaGroups or (
-            self.cut_type is StreamK and not self.overlaps_forward
-        )
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the producer gathers rows with cp.async instead of TMA."""
-        return self.box == 0
-
-    @property
-    def first_converter(self) -> int:
-        """The first warp that converts blocks of an FP8 cache."""
-        return 2 * WARPS if self.gathers else WARPS + 2
-
-    @property
-    def converters(self) -> int:
-        """Warps that convert blocks of an FP8 cache."""
-        return WARPS if self.gathers else 2
-
-    @property
-    def threads(self) -> int:
-        if self.cache.is_fp8:
-            return WARP * (self.first_converter + self.converters)
-        return WARPGROUP + (WARPGROUP if self.gathers else 2 * WARP)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of consumer threads and of others after setmaxnreg, with an FP8 cache."""
-        return (168, 88) if self.config.ctas_of_sm == 2 else (240, 104)
-
-    @property
-    def element(self):
-        """Element type of what is multiplied."""
-        return CONVERTED if self.cache.is_fp8 else self.dtype
 
     def arguments(self) -> list:
         """Symbolic arguments of a launch, and the stream."""
@@ -493,85 +338,6 @@ class Decode(AttentionKernel):
             self.cut_type, lengths, num_m_blocks, num_groups, num_crews, crew.number, number
         )
         return Walk(cut, lengths, num_m_blocks, num_groups, crew, place)
-
-    @cute.jit
-    def setup_shared_memory(self):
-        """Lay out shared memory and initialise the mbarriers."""
-        config, row_major = self.config, LayoutEnum.ROW_MAJOR
-        shape_qk = (ROWS, config.tile_n, self.columns)
-        shape_kv = (ROWS, config.tile_n, self.columns_v)
-        is_fp8, dtype, loaded = self.cache.is_fp8, self.element, self.dtype
-        stages, converted = config.kv_stages, config.converted_stages
-        if cutlass.const_expr(is_fp8):
-            stages, loaded = converted, ELEMENT_TYPES[FP8]
-        layouts = (
-            sm90.make_smem_layout_a(row_major, shape_qk, dtype, config.q_stages),
-            sm90.make_smem_layout_b(row_major, shape_qk, dtype, stages),
-            sm90.make_smem_layout_b(row_major, shape_kv, dtype, stages),
-            sm90.make_smem_layout_b(row_major, shape_qk, loaded, config.kv_stages),
-            sm90.make_smem_layout_b(row_major, shape_kv, loaded, config.kv_stages),
-        )
-        sizes = [cute.cosize(layout) for layout in layouts]
-        loaded_sizes = sizes[3:] if is_fp8 else (0, 0)
-
-        @cute.struct
-        class Storage:
-            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * config.kv_stages]
-            number: cute.struct.MemRange[Int32, 1]
-            largest: cute.struct.MemRange[Int32, WARPS * is_fp8]
-            converted_k: cute.struct.MemRange[cutlass.Int64, 2 * converted]
-            converted_v: cute.struct.MemRange[cutlass.Int64, 2 * converted]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, sizes[0]], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, sizes[1]], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, sizes[2]], 1024]
-            loaded_k: cute.struct.Align[cute.struct.MemRange[loaded, loaded_sizes[0]], 1024]
-            loaded_v: cute.struct.Align[cute.struct.MemRange[loaded, loaded_sizes[1]], 1024]
-
-        storage = SmemAllocator().allocate(Storage)
-        q, k, v = (
-            field.get_tensor(layout.outer, swizzle=layout.inner)
-            for field, layout in zip((storage.q, storage.k, storage.v), layouts[:3], strict=True)
-        )
-        readers = self.converters if is_fp8 else WARPS
-        pipe_k, pipe_v = (
-            block_pipeline(barriers, loaded, layout, self.gathers, readers)
-            for barriers, layout in (
-                (storage.barriers_k, layouts[3]),
-                (storage.barriers_v, layouts[4]),
-            )
-        )
-        smem = DecodeBuffers(
-            q, k, v, storage.number.get_tensor(cute.make_layout(1)), k, v, storage.number
-        )
-        pipelines = DecodePipelines(pipe_k, pipe_v, pipe_k, pipe_v)
-        if cutlass.const_expr(is_fp8):
-            loaded_k, loaded_v = (
-                field.get_tensor(layout.outer, swizzle=layout.inner)
-                for field, layout in zip(
-                    (storage.loaded_k, storage.loaded_v), layouts[3:], strict=True
-                )
-            )
-            smem = smem._replace(
-                loaded_k=loaded_k,
-                loaded_v=loaded_v,
-                largest=storage.largest.get_tensor(cute.make_layout(WARPS)),
-            )
-            of_k, of_v = (
-                ConvertedPipeline.create(barriers, converted, self.converters)
-                for barriers in (storage.converted_k, storage.converted_v)
-            )
-            pipelines = pipelines._replace(k=of_k, v=of_v)
-        cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(self.gathers and self.columns != self.spec.head_dim):
-            # No copy fills K's padding columns. Q is 0 there, but 0 * NaN is not 0.
-            thread, _, _ = cute.arch.thread_idx()
-            for stage in cutlass.range_constexpr(config.kv_stages):
-                if thread < WARPGROUP:
-                    clear_rows(smem.loaded_k[None, None, stage], 0, thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_threads()
-        return smem, pipelines
 
     # ------------------------------------------------------------------------------ producer
 
