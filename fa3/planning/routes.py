@@ -32,7 +32,7 @@ DENSE, PACKED, CACHE = "dense", "packed", "cache"
 
 NOTHING, ZEROS, FORWARD, DECODE, SHARED, BOTH, SPLIT, BOTH_SPLIT = (
     "none", "none; the output is 0", "forward", "decode", "shared tiles", "decode and forward",
-    "split tiles", "decode and split tiles",
+    "tiles split on the GPU", "decode and tiles split on the GPU",
 )  # fmt: skip
 """Names of routes. SHARED is the forward kernel on tiles that sequences share, SPLIT the forward
 kernel on tiles that are split on the GPU."""
