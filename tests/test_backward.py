@@ -701,10 +701,11 @@ def test_parts_of_the_keys_add_up(where):
     ("options", "kind", "message"),
     [
         ({"dk": torch.zeros(1, 30, 1, 64)}, ValueError, "dv must be given with dk"),
+        ({"dv": torch.zeros(1, 30, 1, 64)}, ValueError, "dk must be given with dv"),
         ({"accumulate_dkv": True}, ValueError, "dk and dv must be given with accumulate_dkv"),
         ({"fp32_dkv": 1}, TypeError, "fp32_dkv must be a bool"),
         (
-            {"fp32_dkv": True} | dict.fromkeys(("dk", "dv"), torch.zeros(1, 30, 1, 64).bfloat16()),
+            {"fp32_dkv": True} | {x: torch.zeros(1, 30, 1, 64).bfloat16() for x in ("dk", "dv")},
             ValueError,
             "fp32_dkv must be False with dk and dv in torch.bfloat16",
         ),

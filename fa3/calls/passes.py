@@ -286,8 +286,8 @@ def flash_attn_backward(
     targets = {name: pair for name, pair in targets.items() if pair[0] is not None}
     accumulate_dkv, fp32_dkv = flag("accumulate_dkv", accumulate_dkv), flag("fp32_dkv", fp32_dkv)
     if (dk is None) != (dv is None):
-        absent, present = ("dk", "dv") if dk is None else ("dv", "dk")
-        raise ValueError(f"{absent} must be given with {present}, got None")
+        absent, other = ("dk", "dv") if dk is None else ("dv", "dk")
+        raise ValueError(f"{absent} must be given with {other}, got None")
     if accumulate_dkv and dk is None:
         raise ValueError("dk and dv must be given with accumulate_dkv, got None")
     with torch.no_grad():
