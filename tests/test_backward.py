@@ -701,8 +701,14 @@ def test_parts_of_the_keys_add_up(where):
     ("options", "kind", "message"),
     [
         ({"dk": torch.zeros(1, 30, 1, 64)}, ValueError, "dv must be given with dk"),
-        ({"accumulate_dkv": True}, ValueError, "dk must be given with dk, dv or accumulate_dkv"),
+        ({"dv": torch.zeros(1, 30, 1, 64)}, ValueError, "dk must be given with dv"),
+        ({"accumulate_dkv": True}, ValueError, "dk and dv must be given with accumulate_dkv"),
         ({"fp32_dkv": 1}, TypeError, "fp32_dkv must be a bool"),
+        (
+            {"fp32_dkv": True} | {x: torch.zeros(1, 30, 1, 64).bfloat16() for x in ("dk", "dv")},
+            ValueError,
+            "fp32_dkv must be False with dk and dv in torch.bfloat16",
+        ),
         ({"dropout_p": 0.5}, ValueError, "rng_state must be given with dropout_p"),
         ({"d_lse": torch.zeros(1, 2, 19)}, ValueError, "must have shape (1, 2, 20)"),
         ({"d_lse": 1.0}, TypeError, "d_lse must be a torch.Tensor"),

@@ -175,8 +175,12 @@ def options() -> Iterator[Option]:
     pages = {name: tensor.to(fp8) for name, tensor in in_cache.items() if name in CACHES}
     of_packed = {"k": IN_PAGES.to(fp8), "v": IN_PAGES.to(fp8)}
     yield Option("pages in FP8", of={PACKED: on_pages | of_packed, CACHED: in_cache | pages})
-    scaled = dict.fromkeys((DENSE, PACKED), descale) | {CACHED: in_cache | pages | descale}
-    yield Option("`k_descale`", of=scaled)
+    no_pages = cached(fp8, (HEAD_DIM, HEAD_DIM), HEADS_KV)
+    no_pages = {name: no_pages[name] for name in CACHES} | descale
+    without = dict.fromkeys((DENSE, PACKED), descale) | {CACHED: no_pages}
+    yield Option("`k_descale` without pages", of=without)
+    scaled = {PACKED: on_pages | of_packed | descale, CACHED: in_cache | pages | descale}
+    yield Option("`k_descale` with pages in FP8", of=scaled)
     yield Option("`attention_chunk`", {"attention_chunk": 4})
     differentiable = {name: {"q": zeros(*shape).requires_grad_()} for name, shape in SHAPES.items()}
     yield Option("gradients", of=differentiable)

@@ -384,7 +384,7 @@ def check_tensors(call: AttentionCall) -> None:
     if call.sinks is not None:
         check_sinks(call.sinks, call.q_in_16_bits)
     if call.out is not None:
-        check_output(call.out, call.out_shape, call.q_in_16_bits)
+        check_output(call.out, call.out_shape, call.q)
 
 
 def check_fp8(call: AttentionCall) -> None:

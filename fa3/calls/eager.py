@@ -81,7 +81,7 @@ def check_undifferentiated(name: str) -> None:
     if torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires grad, but would get no gradient here. Only q, k, v and sinks of "
-            "flash_attn_func and flash_attn_varlen_func get one, the latter without page_table. "
+            "flash_attn_func, and of flash_attn_varlen_func without page_table, get one. "
             "Detach it or use torch.no_grad()"
         )
 

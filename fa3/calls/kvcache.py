@@ -148,8 +148,8 @@ def flash_attn_with_kvcache(
             (num_pages, page_size, heads_kv, head_dim), page_size 1 or more. Or float8_e4m3fn, with
             q in 16 bits or in float8_e4m3fn; head sizes are multiples of 16 then.
         v_cache: like k_cache with head_dim_v, which may differ from head_dim.
-        k: (batch, seqlen_new, heads_kv, head_dim), like q: tokens that each sequence gets; with
-            cu_seqlens_k_new (total_new, heads_kv, head_dim).
+        k: (batch, seqlen_new, heads_kv, head_dim), bfloat16 or float16 like q: tokens that each
+            sequence gets; with cu_seqlens_k_new (total_new, heads_kv, head_dim). None if q is FP8.
         v: like k with head_dim_v.
         rotary_cos: (positions, rotary_dim / 2), q's dtype or float32: turns the first rotary_dim
             columns, a multiple of 16, of k and q. Key i that is appended is at position
@@ -199,9 +199,10 @@ def flash_attn_with_kvcache(
             32 parts of a sequence and for more where the cache has room for more than 512 keys in
             each (2048 keys in each part from 17 query rows of a key/value head on).
         return_lse: also return the log-sum-exp.
-        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output, like q. It, and
-            caches that are appended to, must not share memory with another tensor of the call;
-            they may lie between each other's elements, as the halves of one buffer do.
+        out: (batch, seqlen_q, heads_q, head_dim_v) tensor that receives the output: bfloat16 if q
+            is FP8, otherwise like q. It, and caches that are appended to, must not share memory
+            with another tensor of the call; they may lie between each other's elements, as the
+            halves of one buffer do.
         block_table, s_aux: vLLM's names for page_table and sinks; FlashAttention-2 has the first.
         attention_chunk: 0 or None, which are the same: no chunks.
         q_descale, k_descale, v_descale: (batch, heads_kv) float32: what q, k_cache and v_cache are

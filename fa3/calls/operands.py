@@ -206,18 +206,20 @@ def check_out(
     """
     description = describe("out", out)
     check_writable("out", out)
-    dtype = dtype_of_output(q.dtype)
-    is_like_q = (out.dtype, out.device) == (dtype, q.device)
+    is_like_q = (out.dtype, out.device) == (dtype_of_output(q.dtype), q.device)
     if not (is_like_q and out.shape == shape and out.is_contiguous()):
         # Nearly all outputs are spared this.
-        operand = Operand(*describe("q", q, ALIGNMENT, True))
-        check_output(Operand(*description), shape, operand._replace(dtype=dtype))
+        check_output(Operand(*description), shape, Operand(*describe("q", q, ALIGNMENT, True)))
     check_apart("out", out, names, tensors)
 
 
 def check_output(out: Operand, shape: tuple[int, ...], q: Operand) -> None:
     """Raise unless the output of a call on q can lie like this."""
     is_packed = len(shape) == len(PACKED_DIMENSIONS)
+    if q.dtype == FP8_DTYPE:
+        if out.dtype != torch.bfloat16:
+            raise TypeError(f"out must be torch.bfloat16 with q in {q.dtype}, got {out.dtype}")
+        q = q._replace(dtype=out.dtype)
     check_like_q("out", out, q, PACKED_DIMENSIONS if is_packed else DIMENSIONS)
     if is_packed:
         # Kernels step to where other sequences would be, also along a single row.

@@ -247,7 +247,7 @@ def flash_attn_backward(
             (heads_q, total_q) of packed sequences.
         d_lse: the gradient of lse, float32, in any strides; None for zeros.
         fp32_dkv: return dK and dV in float32, as they are before they are rounded. They suit sums
-            over several calls.
+            over several calls. Must be False if dk and dv are given in 16 bits.
         dq, dk, dv: tensors that receive the gradients, in any strides; dk and dv together. dq is
             like q. dk and dv are like k and v, or both float32.
         accumulate_dkv: add dK and dV to what dk and dv hold, which must be float32 then.
@@ -285,9 +285,11 @@ def flash_attn_backward(
     targets: dict[str, tuple[Any, torch.Tensor]] = {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}
     targets = {name: pair for name, pair in targets.items() if pair[0] is not None}
     accumulate_dkv, fp32_dkv = flag("accumulate_dkv", accumulate_dkv), flag("fp32_dkv", fp32_dkv)
-    if (dk is None) != (dv is None) or (accumulate_dkv and dk is None):
-        absent = "dk" if dk is None else "dv"
-        raise ValueError(f"{absent} must be given with dk, dv or accumulate_dkv, got None")
+    if (dk is None) != (dv is None):
+        absent, other = ("dk", "dv") if dk is None else ("dv", "dk")
+        raise ValueError(f"{absent} must be given with {other}, got None")
+    if accumulate_dkv and dk is None:
+        raise ValueError("dk and dv must be given with accumulate_dkv, got None")
     with torch.no_grad():
         if not is_traced(q):
             check_targets(targets, accumulate_dkv)
@@ -305,6 +307,8 @@ def flash_attn_backward(
                 raise ValueError("cu_seqlens_k must be given with cu_seqlens_q")
             named |= {name: integer(name, value, 0) for name, value in longest.items()}
             named |= lengths | {"cu_seqlens_q": cu_seqlens_q}
+        if fp32_dkv and dk is not None and dk.dtype != torch.float32:
+            raise ValueError(f"fp32_dkv must be False with dk and dv in {dk.dtype}, got True")
         named["fp32_dkv"] = fp32_dkv if dk is None else dk.dtype == torch.float32
         *grads, d_sinks = operators.BACKWARD(**named)
         by_name = dict(zip(("dq", "dk", "dv"), grads, strict=True))

@@ -23,7 +23,7 @@ FORWARD_TILES = {
     "RecomputeTiles": "recompute",
     "RecomputeRaggedTiles": "recompute of packed sequences",
     "RaggedTiles": "packed sequences",
-    "RaggedSplit": "packed sequences, split tiles",
+    "RaggedSplit": "packed sequences, tiles split by the host",
     "RaggedSegments": "packed sequences, tiles split on the GPU",
     "MultiSequenceTiles": "short packed sequences that share tiles",
 }
@@ -65,6 +65,7 @@ def describe_kernel(kernel: Any) -> str:
                 word.replace("causal", "causal or not") for word in words_of_spec(kernel.spec)
             ]
             words += [*spec_words, *words_of_cache(kernel.cache)]
+            words += ["FP8 queries"] * kernel.has_fp8_q
         case Combine():
             words = ["combine", kernel.dtype, f"head_dim_v {kernel.head_dim_v}"]
             words += ["sinks"] * (kernel.sinks is not None) + ["packed queries"] * kernel.is_packed

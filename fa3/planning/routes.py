@@ -32,7 +32,7 @@ DENSE, PACKED, CACHE = "dense", "packed", "cache"
 
 NOTHING, ZEROS, FORWARD, DECODE, SHARED, BOTH, SPLIT, BOTH_SPLIT = (
     "none", "none; the output is 0", "forward", "decode", "shared tiles", "decode and forward",
-    "split tiles", "decode and split tiles",
+    "tiles split on the GPU", "decode and tiles split on the GPU",
 )  # fmt: skip
 """Names of routes. SHARED is the forward kernel on tiles that sequences share, SPLIT the forward
 kernel on tiles that are split on the GPU."""
@@ -463,7 +463,7 @@ RULES = {
         Case(BOTH_SPLIT, "lengths may differ, and the GPU can split tiles",
              queries_if_short_and_split),
         Case(SPLIT, "the GPU can split tiles", splits_on_gpu),
-        Case(DECODE, "few tiles, and the cache has room for 4096 keys per sequence",
+        Case(DECODE, "few tiles meet long keys",
              lambda sig, n: min(n.max_seqlen_q, queries_if_few_tiles(sig, n))),
         Case(FORWARD, "lengths are known to the host, and no sequence is short",
              lambda sig, n: (n.fewest_q or 0) > sig.short_limit),
