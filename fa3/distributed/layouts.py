@@ -1,7 +1,7 @@
 """Layouts: which rows of a sequence each rank has.
 
-A layout is a frozen value without tensors. It cuts a sequence into chunks of neighbouring rows and
-gives each rank some of them. Any length will do: ranks differ by one row at most.
+A layout is a frozen value without tensors. It cuts a sequence into chunks of neighbouring rows.
+Each rank has some of them. Any length will do: ranks differ by one row at most.
 """
 
 import functools
@@ -89,8 +89,7 @@ def cut(begin: int, end: int, count: int, first: int = 0) -> list[range]:
 class Zigzag(SequenceLayout):
     """Rank r of n has chunks r and 2n - 1 - r of 2n, so causal attention is the same work for all.
 
-    Where 2n divides the length, this is the order of torch's `_HeadTailLoadBalancer`.
-    """
+    If 2n divides the length, this is the order of torch's `_HeadTailLoadBalancer`."""
 
     def chunks(self, seqlen: int, num_ranks: int) -> RankChunks:
         """Return the two chunks of each rank."""
@@ -114,8 +113,7 @@ class Documents(SequenceLayout):
     go on in turn from document to document, so the ranks' rows differ by one at most.
 
     Attributes:
-        cu_seqlens: (documents + 1,) integers, as `flash_attn_varlen_func` takes them. The host
-            reads them, so it waits for a tensor on a GPU.
+        cu_seqlens: (documents + 1,) integers; the host waits for a tensor on a GPU.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -140,4 +138,6 @@ class Documents(SequenceLayout):
         return tuple(map(tuple, ranks))
 
 
-zigzag, contiguous, documents = Zigzag(), Contiguous(), Documents
+zigzag = Zigzag()
+contiguous = Contiguous()
+documents = Documents
