@@ -36,8 +36,9 @@ class Window(NamedTuple):
 LEAST_FLOAT, MOST_FLOAT = 2.0**-126, 2.0**127 * (2.0 - 2.0**-23)
 """The least and the largest positive float32 of full precision."""
 
-HEAD_DIM_UNIT, MAX_HEAD_DIM = 8, 256
-"""Head sizes are multiples of 16 bytes, as TMA wants; a WGMMA has at most 256 columns of O."""
+HEAD_DIM_UNIT, FP8_UNIT, MAX_HEAD_DIM = 8, 16, 256
+"""Head sizes are multiples of 16 bytes, in 16 bits and in FP8, as TMA wants; a WGMMA has at most
+256 columns of O."""
 
 
 class Element(NamedTuple):

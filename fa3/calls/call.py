@@ -53,7 +53,7 @@ from fa3.kernels.forward_launch import FEWEST_ROWS
 from fa3.planning.decode import Sizes
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import AttentionSpec, Problem, Window
+from fa3.problem import FP8_UNIT, AttentionSpec, Problem, Window
 from fa3.schedules.sequences import LONGEST, capacity_of
 
 TENSORS = (
@@ -70,7 +70,7 @@ OF_INTEGERS = slice(7, 15)
 INTEGERS = TENSORS[OF_INTEGERS]
 """The int32 tensors that a call on a cache may have: where they are, and their names."""
 
-DESCALES = "q_descale", "k_descale", "v_descale"
+DESCALE_NAMES = "q_descale", "k_descale", "v_descale"
 """What elements of FP8 tensors are multiplied by."""
 
 NAMES_ON_CACHE = {
@@ -81,7 +81,7 @@ NAMES_BY_KIND[CACHED] = tuple(NAMES_ON_CACHE.get(name, name) for name in TENSORS
 """What functions call the tensors."""
 
 ALIGNMENTS = tuple(
-    1 if name in (*INTEGERS, "cu_seqlens_k", *DESCALES, "alibi_slopes", "sinks") else ALIGNMENT
+    1 if name in (*INTEGERS, "cu_seqlens_k", *DESCALE_NAMES, "alibi_slopes", "sinks") else ALIGNMENT
     for name in TENSORS
 )
 """Bytes to which each of the tensors must be aligned."""
@@ -399,10 +399,10 @@ def check_fp8(call: AttentionCall) -> None:
     check_dtype(name_v, call.v, FP8_DTYPE)
     check_dtype("q", call.q, *DTYPES, FP8_DTYPE)
     for name, operand in (("q", call.q), (name_v, call.v)):
-        if operand.shape[-1] % ALIGNMENT:
+        if operand.shape[-1] % FP8_UNIT:
             raise ValueError(
                 f"{name} has head_dim {operand.shape[-1]}, supported with an FP8 cache are "
-                f"multiples of {ALIGNMENT}"
+                f"multiples of {FP8_UNIT}"
             )
     if call.has_fp8_q and call.k_new is not None:
         raise ValueError(
@@ -412,7 +412,7 @@ def check_fp8(call: AttentionCall) -> None:
 
 def check_descales(call: AttentionCall) -> None:
     """Raise unless each descale goes with a tensor in FP8."""
-    for name, of_call in zip(DESCALES, ("q", "k", "v"), strict=True):
+    for name, of_call in zip(DESCALE_NAMES, ("q", "k", "v"), strict=True):
         descale, operand = getattr(call, name), getattr(call, of_call)
         if descale is None:
             continue

@@ -406,9 +406,11 @@ class PreparedCacheCall:
         if return_lse:
             lse_shape = self.lse_shape or (self.description.heads_q, q.shape[0])
             lse = q.new_empty(*lse_shape, dtype=torch.float32)
-        seqlen_new = 0
+        seqlen_new, descales = 0, None
+        if self.scales is not None:
+            descales = self.scales.of(scale_q, scale_k, scale_v)
         if self.append is not None:
-            q, seqlens, seqlen_new = self.append_tokens(tensors, rotated)
+            q, seqlens, seqlen_new = self.append_tokens(tensors, rotated, descales)
         if self.decode is not None and (ends_q is None or q.shape[0]):
             # In half the time that the class itself takes.
             operands = tuple.__new__(
@@ -419,9 +421,6 @@ class PreparedCacheCall:
                 tables = CacheTables(batch_idx, leftpad, pages)
             if function_tensors or not (slopes is sinks is None):
                 modifiers = modifier_tensors(slopes, function_tensors, sinks)
-            descales = None
-            if self.scales is not None:
-                descales = self.scales.of(scale_q, scale_k, scale_v)
             self.decode.attend(
                 operands, tables, modifiers, softmax_scale, seqlen_new, known, descales
             )
@@ -432,12 +431,16 @@ class PreparedCacheCall:
         return (out, lse) if return_lse else out
 
     def append_tokens(
-        self, tensors: tuple[torch.Tensor | None, ...], rotated: torch.Tensor | None
+        self,
+        tensors: tuple[torch.Tensor | None, ...],
+        rotated: torch.Tensor | None,
+        descales: tuple[torch.Tensor, ...] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Append k and v to the caches.
 
         Args:
             rotated: where rotated queries may go; None for memory of their own.
+            descales: of keys and values in an FP8 cache; queries are in 16 bits.
 
         Returns:
             the queries, rotated if there are rotary tables; the lengths, with the new tokens if
@@ -446,7 +449,7 @@ class PreparedCacheCall:
         """
         (
             q, k_cache, v_cache, k, v, cos, sin, seqlens, batch_idx, _, pages, ends_new, ends_q,
-            turns, _, _, _, scale_k, scale_v, _, _, _,
+            turns, _, _, _, _, _, _, _, _,
         ) = tensors  # fmt: skip
         total, seqlen_new = None, 0
         if ends_new is ends_q is None:
@@ -463,8 +466,7 @@ class PreparedCacheCall:
             arguments[ROTARY] = q, rotated, cos, sin, ends_q
         arguments[ROTARY_SEQLENS] = turns
         arguments[QUERY_STEP] = self.query_step
-        if self.scales is not None:
-            arguments[APPEND_DESCALES] = self.scales.of(None, scale_k, scale_v)[:2]
+        arguments[APPEND_DESCALES] = descales
         self.append(*arguments)
         return q if cos is None else rotated, seqlens if total is None else total, seqlen_new
 

@@ -67,6 +67,7 @@ from fa3.calls.operands import (
     check_same_kind,
     check_shape,
     describe,
+    dtype_of_output,
 )
 from fa3.calls.options import (
     CACHED,
@@ -218,7 +219,7 @@ def fake_attention(
     check_dtype("q", operands[0], *DTYPES, *[FP8_DTYPE] * is_fp8)
     *batch, rows, heads, _ = q.shape
     shape = (*batch, rows, heads, v.shape[-1]) if rest.get("out") is None else (0,)
-    out = q.new_empty(shape, dtype=torch.bfloat16 if is_fp8 else q.dtype)
+    out = q.new_empty(shape, dtype=dtype_of_output(q.dtype))
     return out, q.new_empty(*batch, heads, rows, dtype=torch.float32)
 
 

@@ -260,7 +260,7 @@ def flash_attn_backward(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: an argument has a wrong value, shape, layout or device.
-        NotImplementedError: a tensor does not lie in memory.
+        NotImplementedError: a tensor has no memory of its own.
 
     Source: Dao, FlashAttention-2 (arXiv 2307.08691), section 3.1, algorithm 2.
     """

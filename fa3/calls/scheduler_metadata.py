@@ -21,13 +21,13 @@ from fa3.calls.devices import gpu_of, reserve_sms
 from fa3.calls.known_lengths import HostSeqlens, host_lengths
 from fa3.calls.modifiers import structure_of
 from fa3.calls.operands import (
-    ALIGNMENT,
     DTYPES,
     FP8_DTYPE,
     Operand,
     check_dtype,
     check_shape,
     describe_unaligned,
+    dtype_of_output,
     operand_of,
 )
 from fa3.calls.options import (
@@ -48,7 +48,15 @@ from fa3.planning.routes import CACHE, PackedSizes, Signature, choose_route
 from fa3.planning.whole_tiles import whole_tiles_suffice
 from fa3.primitives.arithmetic import LARGEST
 from fa3.primitives.cache_blocks import CacheLayout
-from fa3.problem import HEAD_DIM_UNIT, MAX_HEAD_DIM, NO_BOUND, REMEMBERED, AttentionSpec, Window
+from fa3.problem import (
+    FP8_UNIT,
+    HEAD_DIM_UNIT,
+    MAX_HEAD_DIM,
+    NO_BOUND,
+    REMEMBERED,
+    AttentionSpec,
+    Window,
+)
 from fa3.schedules.sequences import LONGEST
 from fa3.settings import check_settings
 
@@ -484,9 +492,9 @@ def check_calls(calls: SchedulerMetadata, has_packed_queries: bool) -> None:
     if not isinstance(calls.dtype, torch.dtype) or calls.dtype not in accepted:
         raise TypeError(f"qkv_dtype must be one of {accepted}, got {calls.dtype}")
     sizes = calls.head_dim, calls.head_dim_v
-    if calls.dtype == FP8_DTYPE and any(size % ALIGNMENT for size in sizes):
+    if calls.dtype == FP8_DTYPE and any(size % FP8_UNIT for size in sizes):
         raise ValueError(
-            f"headdim and headdim_v must be multiples of {ALIGNMENT} with qkv_dtype {FP8_DTYPE}, "
+            f"headdim and headdim_v must be multiples of {FP8_UNIT} with qkv_dtype {FP8_DTYPE}, "
             "got {} and {}".format(*sizes)
         )
 
@@ -563,7 +571,7 @@ def spec_of_calls(
     """What is compiled for sequences up to these lengths, and the bounds that they may have."""
     window = calls.window.tighten(seqlen_q, seqlen_k)
     structure = structure_of(USUAL_SOFTCAP * calls.has_softcap, None, None, window.right == 0)
-    dtype = torch.bfloat16 if calls.dtype == FP8_DTYPE else calls.dtype
+    dtype = dtype_of_output(calls.dtype)
     return structure.spec(dtype, calls.head_dim, calls.head_dim_v, window), window
 
 

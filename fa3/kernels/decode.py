@@ -213,34 +213,29 @@ class Decode(DecodeMemory):
             cute.arch.griddepcontrol_launch_dependents()
         call = operands, workspace, smem, pipelines, softmax_scale, cut, sizes
         if cutlass.const_expr(not self.cache.is_fp8):
-            self.wait_and_attend(*call)
+            self.wait_and_attend(call)
         else:
             of_consumer, of_others = self.registers
             if warp_idx < WARPS:
                 cute.arch.setmaxregister_increase(of_consumer)
-                self.attend_in_role(call, Role.CONSUMER)
+                self.wait_for_lengths()
+                self.attend(call, Role.CONSUMER)
             else:
                 cute.arch.setmaxregister_decrease(of_others)
                 if warp_idx >= self.first_converter:
-                    self.attend_in_role(call, Role.CONVERTER)
+                    self.wait_for_lengths()
+                    self.attend(call, Role.CONVERTER)
                 elif warp_idx == (-1 if self.gathers else WARPS + 1):
                     if cutlass.const_expr(not self.gathers):
                         self.prefetch(operands, smem, cut, sizes)
                 else:
-                    self.attend_in_role(call, Role.PRODUCER)
+                    self.wait_for_lengths()
+                    self.attend(call, Role.PRODUCER)
 
     @cute.jit
-    def wait_and_attend(
-        self,
-        operands: DecodeOperands,
-        workspace: Workspace | None,
-        smem: DecodeBuffers,
-        pipelines: DecodePipelines,
-        softmax_scale: Float32,
-        cut,
-        sizes: tuple,
-    ):
+    def wait_and_attend(self, call: tuple):
         """Prefetch while the previous kernel ends; attend after it."""
+        operands, workspace, smem, _, _, cut, sizes = call
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         is_prefetcher = cutlass.Boolean(False)
         if cutlass.const_expr(not self.gathers):
@@ -249,11 +244,7 @@ class Decode(DecodeMemory):
             if cutlass.const_expr(not (self.gathers or self.overlaps_forward)):
                 self.prefetch(operands, smem, cut, sizes)
         else:
-            # Until it ends, the previous kernel may write this one's inputs or read its outputs.
-            # A full cache has no lengths to wait for.
-            if cutlass.const_expr(not self.cache.is_full):
-                cute.arch.griddepcontrol_wait()
-            given = operands, workspace, smem, pipelines, softmax_scale, cut
+            self.wait_for_lengths()
             if cutlass.const_expr(self.overlaps_forward):
                 # The forward kernel may begin: all before this kernel has ended.
                 cute.arch.griddepcontrol_launch_dependents()
@@ -262,42 +253,33 @@ class Decode(DecodeMemory):
                 own = capacity, seqlen_q, window, num_m_blocks, PlainDivisor(count), *rest
                 cta, _, _ = cute.arch.block_idx()
                 if cta < count:
-                    self.attend(*given, own)
+                    self.attend((*call[:-1], own))
                 elif cute.arch.thread_idx()[0] == 0:
                     workspace.clear_record(cta)
             else:
-                self.attend(*given, sizes)
+                self.attend(call)
 
-    @cute.jit
-    def attend(
-        self,
-        operands: DecodeOperands,
-        workspace: Workspace | None,
-        smem: DecodeBuffers,
-        pipelines: DecodePipelines,
-        softmax_scale: Float32,
-        cut,
-        sizes: tuple,
-    ):
-        """Find this CTA's piece, and load it or compute attention for it."""
-        walk = self.find_walk(operands, cut, sizes, is_early=False)
-        if cutlass.const_expr(self.cache.is_full):
+    def wait_for_lengths(self):
+        """Wait for the previous kernel: it may write this kernel's inputs or read its outputs.
+
+        A full cache has no lengths to wait for; `attend` waits then.
+        """
+        if not self.cache.is_full:
             cute.arch.griddepcontrol_wait()
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
-            self.load(operands, smem, pipelines, walk)
-        else:
-            self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
 
     @cute.jit
-    def attend_in_role(self, call: tuple, role: cutlass.Constexpr):
-        """Find this CTA's piece of an FP8 cache, and do a role's share of it."""
+    def attend(self, call: tuple, role: cutlass.Constexpr = None):
+        """Find this CTA's piece, and do a role's share of it; without a role, by the warp."""
         operands, workspace, smem, pipelines, softmax_scale, cut, sizes = call
-        if cutlass.const_expr(not self.cache.is_full):
-            cute.arch.griddepcontrol_wait()
         walk = self.find_walk(operands, cut, sizes, is_early=False)
         if cutlass.const_expr(self.cache.is_full):
             cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(role is Role.CONSUMER):
+        if cutlass.const_expr(role is None):
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) >= WARPS:
+                self.load(operands, smem, pipelines, walk)
+            else:
+                self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
+        elif cutlass.const_expr(role is Role.CONSUMER):
             self.mma(operands, workspace, smem, pipelines, softmax_scale, walk)
         elif cutlass.const_expr(role is Role.CONVERTER):
             self.convert(smem, pipelines, walk)
@@ -489,9 +471,8 @@ class Decode(DecodeMemory):
             rules = ScorePipeline.of(scores, mask, coords, sequence, scale)
             softmax = OnlineSoftmax.create(2, rules.unit * LOG2_E)
             q = regs.q[None, None, None, q_stage]
-            attention = kind(
-                mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong(), None, scale_v
-            )
+            given = mmas, regs, q, pipelines.k, pipelines.v, softmax, rules, NoPingPong()
+            attention = kind(*given, scale_v=scale_v)
 
             blocks = self.key_blocks(tile, sequence)
             # The producer loads what any query of the sequence touches, this tile or not.

@@ -190,7 +190,7 @@ class ForwardEpilogue(AttentionKernel):
         operands.rows.store(acc_O, lse, rules.coords, self.places(work, rules.coords), is_written)
 
     def places(self, work: TileContext, coords: ScoreCoords) -> tuple:
-        """Where this thread's rows of a tile lie in the output."""
+        """Where this thread's rows of a tile are in the output."""
         queries = (coords.query(r) for r in range(2))
         return tuple(work.sequences.place(work.tile, work.segment, row) for row in queries)
 

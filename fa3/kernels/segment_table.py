@@ -15,8 +15,9 @@ Timeline
     The next kernel is launched early and waits in hardware for the end of this one.
 """
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -53,7 +54,12 @@ MOST_WORK = 1 << 30
 """Key blocks of all tiles that 32 bits can count and multiply safely."""
 
 
-class SegmentTableArguments(NamedTuple):
+class SegmentTableArguments(
+    namedtuple(
+        "SegmentTableArguments",
+        (*TileTableArguments._fields, "segments", "heads", "rows_of_section"),
+    )
+):
     """The arguments of a launch, in this order; the stream comes last.
 
     Fields:
@@ -63,23 +69,7 @@ class SegmentTableArguments(NamedTuple):
         rows_of_section: of `RaggedOrder`.
     """
 
-    cu_seqlens_q: object
-    cu_seqlens_k: object
-    seqused_q: object
-    seqused_k: object
-    table: object
-    total_q: int
-    total_k: int
-    capacity: int
-    shift: int
-    window_left: int
-    window_right: int
-    short_queries: int
-    qhead_per_kvhead: int
-    num_ctas: int
-    segments: object
-    heads: int
-    rows_of_section: int
+    __slots__ = ()
 
     @classmethod
     def symbolic(cls, tiles: TileTable) -> "SegmentTableArguments":
@@ -142,12 +132,12 @@ class SegmentTable:
         first = cute.arch.make_warp_uniform(thread // WARP) * WARP
         tiles.write_tiles(operands, Int32(0), sequence, upto, place, first, Int32(CUTTERS))
         num_records = cute.arch.shuffle_sync(upto, WARP - 1)
-        beside = tiles.ctas_beside(operands, sequence)
+        decode_ctas = tiles.ctas_beside(operands, sequence)
         if first == 0:
-            tiles.write_header(operands, num_records, beside)
+            tiles.write_header(operands, num_records, decode_ctas)
         num_tiles = tiles.used(operands, num_records) * order.heads.value
         # The decode kernel has the other CTAs, unless it has all, and the forward kernel waits.
-        num_ctas = operands.num_ctas - beside
+        num_ctas = operands.num_ctas - decode_ctas
         num_ctas = num_ctas if num_ctas > 0 else operands.num_ctas
         begin, blocks = self.blocks_of_tile(operands, order, sequence, place, num_tiles)
         cut, stretches = self.cut(begin, blocks, num_tiles, num_ctas, sums)

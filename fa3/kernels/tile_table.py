@@ -278,18 +278,18 @@ class TileTable:
     @cute.jit
     def ctas_beside(self, operands: TileTableOperands, of_lane: LaneSequence) -> Int32:
         """CTAs of the decode kernel, from the sequences of a warp's lanes."""
-        beside = Int32(0)
+        decode_ctas = Int32(0)
         if operands.short_queries > 0:
             work = self.work(operands, of_lane)
             work = DecodeShare(*(cute.arch.warp_reduction_sum(part) for part in work))
-            beside = work.ctas_beside(operands.num_ctas)
-        return beside
+            decode_ctas = work.ctas_beside(operands.num_ctas)
+        return decode_ctas
 
     @cute.jit
-    def write_header(self, operands: TileTableOperands, num_tiles: Int32, beside: Int32):
+    def write_header(self, operands: TileTableOperands, num_tiles: Int32, decode_ctas: Int32):
         """Write the header of a table; one warp calls this."""
         words = [Int32(0)] * TABLE_HEADER
-        words[NUM_RECORDS], words[CTAS_BESIDE] = self.used(operands, num_tiles), beside
+        words[NUM_RECORDS], words[CTAS_BESIDE] = self.used(operands, num_tiles), decode_ctas
         is_one = cute.arch.lane_idx() == 0
         write_record(operands.table, Int32(-TABLE_HEADER // RECORD), tuple(words), is_one)
 

@@ -73,7 +73,7 @@ class BlockConverter:
         loaded: blocks (tile_n, columns, stages) as they are loaded; e4m3, swizzled.
         converted: the same in fp16.
         loading: the pipeline from the producer.
-        converting: the pipeline to the MMA warpgroup; see `converted_pipeline`.
+        converting: the pipeline to the MMA warpgroup; see `ConvertedPipeline`.
         warp, lane: of this thread; the first converter warp is 0.
         warps: converter warps.
     """

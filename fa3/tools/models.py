@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fa3.problem import HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, Window
+from fa3.problem import FP8_UNIT, HEAD_DIM_UNIT, LEAST_FLOAT, MAX_HEAD_DIM, MOST_FLOAT, Window
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+"""The command line's names of dtypes."""
+
 CACHE_DTYPES = "auto", "fp8"
 """Of a cache: the model's dtype, or float8_e4m3fn."""
-
-FP8_UNIT = 16
-"""Columns of a head in an FP8 cache come in multiples of this."""
-
-"""The command line's names of dtypes."""
 
 ROTARIES = {"halves": False, "pairs": True, "none": None}
 """Rotary embeddings by what turns together -> `rotary_interleaved`; None for no embedding."""
